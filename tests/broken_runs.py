@@ -142,7 +142,7 @@ PITFALLS = [
     new("41", "ranks make process groups in different orders", "--tp 2 --dp 2", "_share",
         "[share_group(ranks, f'mpcore {role}') for ranks in groups]",
         "[share_group(ranks, f'mpcore {role}') for ranks in groups[:: 1 - 2 * (torch.distributed.get_rank() % 2)]]",
-        DENSE, "rank"),
+        DENSE, "process groups in the same order"),
     new("42", "two sums share a buffer", "--tp 2 --dp 2", "all_reduce",
         "return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)",
         "y = _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)\n"

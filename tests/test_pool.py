@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_the_signal_that_killed_a_rank_is_named_before_its_peers_broken_connecti
     with pytest.raises(RankError) as told:
         ranks(2, rank_1_is_killed)
     assert "rank 0" in str(told.value)
-    assert what_happened(str(told.value), 1.0) == "the process died (SIGKILL)"
+    assert what_happened(str(told.value), 1.0) == "rank 1: the process died (SIGKILL)"
+    aborted = what_happened("--- rank 2 of 4\nthe process died (SIGABRT)\n--- rank 3 of 4\nRuntimeError: closed")
+    assert re.fullmatch(r"rank 2: the process died \(SIGABRT\)\. Gloo aborts .* in the same order", aborted)
 
 
 def abort(times: int, folder: Path) -> int:

@@ -339,7 +339,8 @@ class Preflight:
         data = toy.sizes["dp"] * toy.sizes["cp"]
         if args.dtype in ("bfloat16", "float16") and toy.sizes["pp"] == 1 < data:
             each = toy.args.global_batch // (toy.args.workers * toy.sizes["dp"])
-            one_sum = Toy(with_flags(mine.args, micro_batch=each), mine.config, mine.sizes, mine.ranks)
+            flags = with_flags(mine.args, micro_batch=each, rampup_batch_size=None)  # the start may be smaller than one
+            one_sum = Toy(flags, mine.config, mine.sizes, mine.ranks)
             for rank in self.train(one_sum, "dtype-sum", until=1, look=True):
                 check_digits(getattr(torch, args.dtype), rank.seen)
         for rank in self.train(mine, "dtype-loaded", resume=str(Path(self.folder.name) / "dtype")):

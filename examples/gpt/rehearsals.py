@@ -52,12 +52,13 @@ def check_validation(got: float, want: float, what: str) -> None:
     """
     if math.isclose(got, want, rel_tol=1e-8):
         return
+    times = f" ({got / want:.6g} times as large)" if got else ""
     fault = "sum its loss and its count over all data ranks, and don't count targets that are -100"
-    if got == 0:
+    if not got:
         fault = "only the last pipeline stage has the loss: send it to the other stages, as Pipeline.from_last does"
     raise ValueError(
         f"{what}: the training losses and the parameters are equal, but the validation loss is {got:.12g}, not "
-        f"{want:.12g} ({got / want:.6g} times as large). The evaluation is wrong: {fault}"
+        f"{want:.12g}{times}. The evaluation is wrong: {fault}"
     )
 
 

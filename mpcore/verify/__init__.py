@@ -38,6 +38,7 @@ from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
 from mpcore.verify.run import Seen, Task, build_options, run_step
 
 SAMPLES = 5  # runs that measure the unsharded model's rounding error: in one run a small tensor's may be 0 by chance
+SAME = "make all ranks call the same collectives, and make their process groups in the same order"
 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _CALL = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)  # of a traceback
@@ -184,7 +185,9 @@ def what_happened(text: str, timeout: float = 0.0) -> str:
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
     killed = [line for line in errors if line.startswith(f"{DIED} (")]  # the others only lost a connection
     if killed:
-        return killed[0]
+        rank = re.search(rf"^--- rank (\d+) of .*\n{re.escape(killed[0])}", text, re.MULTILINE)
+        aborted = f". Gloo aborts if messages differ in size: {SAME}" if "SIGABRT" in killed[0] else ""
+        return f"rank {rank[1]}: {killed[0]}{aborted}" if rank else killed[0]
     said = [line for line in errors if line not in (DIED, LATE)]  # the others wait for these ranks
     if said:
         return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said)
@@ -192,9 +195,8 @@ def what_happened(text: str, timeout: float = 0.0) -> str:
         return errors[-1]
     _, *late = re.split(r"^--- rank (\d+) of .*\n", text, flags=re.MULTILINE)
     stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in zip(late[::2], late[1::2], strict=True))
-    same = "make all ranks call the same collectives, and make their process groups in the same order"
     told = f"not done after {timeout:g} seconds: {stand}" if timeout else f"not done in time: {stand}"
-    return f"{told}. If no rank is slow, {same}" if len(late) > 2 else told
+    return f"{told}. If no rank is slow, {SAME}" if len(late) > 2 else told
 
 
 def _stands(stacks: str) -> str:

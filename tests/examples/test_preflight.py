@@ -37,7 +37,7 @@ def preflight(pool: Any, tmp_path: Path, *flags: str, stop: str = "rank killed")
 @pytest.mark.parametrize(
     "flags",
     some(
-        "--cp 2 --ep 2 --experts 4 --dispatch all_to_all --dtype bfloat16 --autocast",
+        "--cp 2 --ep 2 --experts 4 --dispatch all_to_all --dtype bfloat16 --autocast --rampup-batch-size 8 8 32",
         of=[
             "--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
             "--pp 2 --dp 2 --tie-embeddings --schedule interleaved --layers 4 --dtype float16 --optimizer muon",
