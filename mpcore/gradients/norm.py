@@ -142,9 +142,10 @@ def _owned(
 
 
 def _held(tree: ModelTree, mesh: Mesh) -> list[tuple[str, nn.Parameter, Sharding, bool]]:
-    """Each parameter that no lower rank holds too, on axes but that of data; with whether this rank is the first there.
+    """Return the parameters to measure here: those without a replica on a lower rank of an axis other than data.
 
-    Found once: the steps of a run have one tree and one mesh.
+    The last element of each tuple is True if this rank is the first on the parameter's data axis. The result is cached,
+    because all steps of a run use one tree and one mesh.
     """
     known = tree.derived.get(("held", id(mesh)))
     if known is None:

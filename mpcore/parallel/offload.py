@@ -47,7 +47,7 @@ _Event: TypeAlias = "torch.cuda.Event | None"  # None: the copy is done
 
 
 class _Copies:
-    """Copies between a device and the host that run beside the device's own work."""
+    """Copy tensors between a device and the host while the device computes."""
 
     def __init__(self, pin_memory: bool | None) -> None:
         if pin_memory and not torch.cuda.is_available():
@@ -56,11 +56,11 @@ class _Copies:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def host(self, like: Tensor) -> Tensor:
-        """Memory of the host, pinned where the tensor is on a GPU and pinning is on."""
+        """Return an empty host tensor like `like`. It is pinned if `like` is on a GPU and pinning is on."""
         return torch.empty_like(like, device="cpu", pin_memory=self.pin_memory and like.is_cuda)
 
     def copy(self, to: Tensor, source: Tensor) -> _Event:
-        """Begin to copy, on a GPU after the work that its current stream holds now. Wait for the event."""
+        """Start a copy, on a GPU after the work that is now in its current stream. Return the event at its end."""
         device = next((x.device for x in (to, source) if x.is_cuda), None)
         if device is None:
             to.copy_(source)
@@ -77,7 +77,7 @@ class _Copies:
             return stream.record_event()  # type: ignore[return-value]
 
     def wait(self, event: _Event, device: torch.device) -> None:
-        """Have the device's work from now on wait for a copy. The host goes on."""
+        """Make later work of the device wait for a copy. The host doesn't wait."""
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -124,7 +124,7 @@ def offload_optimizer(
 
 
 class _Step:
-    """The step of an offloaded optimizer."""
+    """Run the step of an offloaded optimizer."""
 
     def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
         self.copies, self.bucket_bytes = copies, bucket_bytes
@@ -152,7 +152,10 @@ class _Step:
         optim.call_post_hooks(optimizer)
 
     def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
-        """Begin to copy the gradient, and the parameter: a checkpoint or a merge may have written to it."""
+        """Start to copy a parameter and its gradient to the host, and yield the events.
+
+        The parameter is copied too, because a checkpoint or a merge may have written to it.
+        """
         mine = local_tensor(p.data)
         if p not in self.twins:
             self.twins[p] = nn.Parameter(self.copies.host(mine))
@@ -175,7 +178,7 @@ class _Step:
         bucket: list[nn.Parameter],
         options: dict[str, Any],
     ) -> None:
-        """Have an optimizer of the same kind and settings, whose parameters are the host's, step a bucket."""
+        """Step a bucket by an optimizer of the same class and settings on the parameters' host copies."""
         inner: Any = type(optimizer).__new__(type(optimizer))
         inner.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
         inner.param_groups, inner.state = [{**group, "params": [self.twins[p] for p in bucket]}], defaultdict(dict)
@@ -201,7 +204,7 @@ class _Step:
 
 
 class _Moved:
-    """A storage that autograd saved: on the host, and on the device again while a tensor uses it."""
+    """Hold a storage that autograd saved: on the host, and on the device again while a tensor uses it."""
 
     def __init__(self, x: Tensor, copies: _Copies) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
@@ -214,13 +217,17 @@ class _Moved:
         self.back: weakref.ref[Tensor] | None = None
 
     def call(self) -> None:
-        """Begin to copy the bytes back, unless they are on the device or on their way."""
+        """Start to copy the bytes back, unless they are on the device or this copy has started."""
         if self.coming is None and (self.back is None or self.back() is None):
             flat = torch.empty_like(self.host, device=self.device)
             self.coming = flat, self.copies.copy(flat, self.host)
 
     def flat(self) -> Tensor:
-        """The bytes on the device; raise if the tensor was written to since, perhaps before the copy read it."""
+        """Return the bytes on the device.
+
+        Raises:
+            RuntimeError: if the tensor was written to after `offload_activations` began to copy it.
+        """
         if self.writes._version != self.version:
             raise RuntimeError(
                 f"a tensor of {self.host.numel()} bytes that backward needs was written to in place after "
@@ -299,7 +306,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
 
 
 class _Swap:
-    """The parameters of a block, whose memory on the device comes and goes."""
+    """Hold the parameters of a block on the host, and on the device while the block needs them."""
 
     def __init__(self, block: nn.Module, copies: _Copies) -> None:
         self.copies, self.here = copies, True
@@ -317,7 +324,7 @@ class _Swap:
 
     @torch.no_grad()
     def call(self) -> None:
-        """Begin to copy the parameters to the device."""
+        """Start to copy the parameters to the device."""
         if self.here:
             return
         for p, home in self.homes.items():
@@ -327,21 +334,21 @@ class _Swap:
         self.here = True
 
     def fill(self) -> None:
-        """Have the device's work from now on find the parameters."""
+        """Copy the parameters to the device, and make later work of the device wait for the copies."""
         self.call()
         for event, device in self.coming:
             self.copies.wait(event, device)
         self.coming = []
 
     def release(self) -> None:
-        """Free their memory; a checkpoint may have given it to NumPy, which then keeps it."""
+        """Free the parameters' device memory, also if a checkpoint shared it with NumPy, which then keeps it."""
         for p in self.homes:
             if not p.data.untyped_storage().resizable():
                 p.data = torch.empty_like(p.data)
         self.drop()
 
     def drop(self) -> None:
-        """Free their memory on the device."""
+        """Free the parameters' device memory."""
         if self.here:
             for p in self.homes:
                 p.data.untyped_storage().resize_(0)
@@ -357,7 +364,12 @@ class ParameterOffload:
         self.depth = 0  # of `here`
 
     def use(self, place: int, step: int) -> None:
-        """Fetch a block's parameters, begin with those `step` blocks after, and drop those used longest ago."""
+        """Copy a block's parameters to the device, start to copy the next block's, and drop the least recently used.
+
+        Args:
+            place: the block's index in `swaps`.
+            step: the distance to the block that runs next: 1 in forward, -1 in backward.
+        """
         if self.depth:
             return
         after = place + step
@@ -371,7 +383,10 @@ class ParameterOffload:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Read and write parameters in this context, as checkpoints do; the outermost one stores them at its end."""
+        """Keep all parameters on the device in this context, to read and write them, as checkpoints do.
+
+        At the end of the outermost context the values are stored on the host.
+        """
         for swap in self.swaps:
             swap.call()
         for swap in self.swaps:

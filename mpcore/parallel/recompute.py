@@ -112,7 +112,7 @@ def recompute(
 
 @dataclass(frozen=True)
 class _Setting:
-    """How a block recomputes: in its `__dict__`, so that its copies have it. `_apply` alone writes it."""
+    """Say how a block recomputes. `_apply` stores it in the block's `__dict__`, so that copies of the block have it."""
 
     kind: str
     preserve_rng_state: bool
@@ -134,7 +134,7 @@ def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None
 
 
 def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a block's forward: `own`, which somebody set on the block alone, or that of its class."""
+    """Call a block's forward with recomputation: `own`, a forward assigned to this block, or its class's forward."""
     forward = partial(type(block).forward, block, **kwargs) if own is None else partial(own, **kwargs)
     setting: _Setting = block.__dict__[_SETTING]
     if setting.kind == "none" or not torch.is_grad_enabled():  # "none": a forward that was set over this one calls it
@@ -147,7 +147,7 @@ def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **
 
 
 def _in_modes(modes: list[tuple[nn.Module, bool]], forward: Callable[..., Any], *args: Any) -> Any:
-    """Call `forward` with modules in training or evaluation as they were, whatever was switched before backward."""
+    """Call `forward` with each module in the mode, training or evaluation, that it had in the first forward."""
     switched = [module for module, training in modes if module.training != training]
     for module in switched:
         module.training = not module.training
@@ -226,7 +226,7 @@ def _selective() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 def _selective_compiled() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The compiler decides from tags that torch's own modes put on operators, and takes no others."""
+    """Return torch's own contexts: the compiler reads the tags that these put on operators, and supports no others."""
     return create_selective_checkpoint_contexts(_policy)
 
 
@@ -236,7 +236,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @contextmanager
 def _remember(kept: list) -> Iterator[None]:
-    """Run a block's forward, and put into `kept` the results of its products and collectives for recomputation."""
+    """In this context run a block's forward; at its end add the results of products and collectives to `kept`."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
 
@@ -251,7 +251,7 @@ def _remember(kept: list) -> Iterator[None]:
 
 
 class _Log(TorchDispatchMode):
-    """Notes what each operator of a forward reads and makes, and what autograd saves, as storages."""
+    """Record which storages each operator of a forward reads and makes, and which storages autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,13 +270,16 @@ class _Log(TorchDispatchMode):
         return out
 
     def saved(self, x: Tensor) -> None:
-        """Autograd saves `x`: in backward the value is needed, and recomputation stops at the last of these."""
+        """Record that autograd saves `x`. Backward needs its value; recomputation stops at the last saved tensor."""
         self.entries.append((self._ids(x), frozenset(), None, True))
         self.end = len(self.entries)
 
     def kept(self) -> list:
-        """For each product and collective: its result, or a shell without memory where recomputation needs only its
-        shape; None where the result was written to since, so that it must be computed again."""
+        """Return an entry for each product and collective, in the order of the calls.
+
+        The entry is the result. It is a tensor without memory if recomputation needs only the shape, and None if the
+        result was written to in place, so that it must be computed again.
+        """
         needed: set[int] = set()
         values = []
         for i, (reads, makes, result, looks) in reversed([*enumerate(self.entries)]):
@@ -301,7 +304,7 @@ class _Log(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Gives products and collectives of a recomputation their results of the forward."""
+    """In a recomputation return the recorded results of products and collectives instead of computing them."""
 
     def __init__(self, kept: list) -> None:
         super().__init__()

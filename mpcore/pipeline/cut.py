@@ -110,7 +110,7 @@ def pipeline_stages(
 
 
 class _HandedOnError(Exception):
-    """Ends the forward of a stage after its last layer."""
+    """End the forward of a stage after its last layer. `x` is the output of this layer."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__("the forward of a pipeline stage has ended")
@@ -118,7 +118,7 @@ class _HandedOnError(Exception):
 
 
 class _Inlet:
-    """The tensor that a stage received, while its forward runs."""
+    """Hold the input of a stage while its forward runs. A deep copy is the same object."""
 
     x: Tensor | None = None
 
@@ -127,7 +127,7 @@ class _Inlet:
 
 
 class _Passed(nn.Module):
-    """Replaces a layer of another stage; has its plain attributes, such as the kind of its attention."""
+    """Replace a layer of another stage: pass the input on. Attributes such as the layer's attention type are copied."""
 
     def __init__(self, layer: nn.Module, returned: int) -> None:
         super().__init__()
@@ -145,9 +145,9 @@ class _Passed(nn.Module):
 
 
 class _Blank(nn.Module):
-    """Replaces a module before the layers: returns zeros of the right shape, which no layer uses.
+    """Replace a module before the layers: return zeros of the right shape, which no layer uses.
 
-    If forward reads a table of the module, such as `position.weight[:T]`, it gets zeros that use no memory.
+    If forward reads a weight of the module, such as `position.weight[:T]`, it reads zeros that use no memory.
     """
 
     def __init__(self, shape: tuple[int, ...], inlet: _Inlet, module: nn.Module) -> None:
@@ -163,11 +163,11 @@ class _Blank(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """Replaces a module after the layers, which the forward of this stage doesn't reach."""
+    """Replace a module after the layers. The forward of this stage doesn't reach it."""
 
 
 class _Stage(nn.Module):
-    """A mixin in front of the model's class: forward accepts ids, or the output of the previous stage."""
+    """Make forward accept the output of the previous stage instead of ids. A mixin in front of the model's class."""
 
     inlet: _Inlet | None
     options: dict[str, Any]
@@ -186,7 +186,7 @@ class _Stage(nn.Module):
 
 
 def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace) -> nn.Module:
-    """Copy the model with the layers `held`. The copy shares parameters and buffers, and modules without them."""
+    """Copy the model with the layers `held` alone. It shares parameters, buffers and modules without parameters."""
     shared = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
     stage = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *shared)})
     inlet = _Inlet() if held.start else None
@@ -215,13 +215,14 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @dataclass
 class _Trace:
-    """One forward of the model.
+    """Record one forward of the model.
 
     Attributes:
-        before, after: modules with parameters that it calls before and behind all layers, or never, by name.
-        shapes: of what the modules before the layers return.
-        returned: for each layer the length of the tuple that it returns; 0: a tensor.
-        options: arguments of each forward.
+        before: the modules with parameters that forward calls before all layers, by name.
+        after: the modules with parameters that forward calls after all layers or never, by name.
+        shapes: the shapes of the outputs of the modules in `before`, by name.
+        returned: for each layer the length of the tuple that it returns; 0 for a tensor.
+        options: the keyword arguments of each forward.
     """
 
     before: dict[str, nn.Module] = field(default_factory=dict)
@@ -243,7 +244,7 @@ def _layers(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Any]]:
-    """Run the model once; return what it calls, and its outputs."""
+    """Run the model once; return the trace of the call, and the outputs."""
     numbers, calls = {layer: i for i, layer in enumerate(layers.children())}, []
     units = dict(_units(model, layers))
     names = {module: name for name, module in units.items()}
@@ -320,7 +321,11 @@ def _check_whole(model: nn.Module) -> None:
 def _check_shared(
     model: nn.Module, where: str, layers: nn.Module, cut: list[range], trace: _Trace, plan: Schedule, mesh: Mesh
 ) -> str:
-    """Refuse parameters that two stages need, but for one table of the first stage tied to the last: its name."""
+    """Return the name of the embedding that the first and the last stage share, or "" if no parameter is shared.
+
+    Raises:
+        ValueError: if stages share any other parameter.
+    """
     holders: dict[nn.Parameter, set[int]] = {}
     parts = [[layers.get_submodule(str(i)) for i in held] for held in cut]
     parts[0] += trace.before.values()
@@ -349,7 +354,7 @@ def _check_shared(
 
 
 def _ids(model: nn.Module) -> Tensor:
-    """Return ids that exist in the model's tables."""
+    """Return random ids below the model's vocabulary size, to run the model on."""
     table = next((m for m in model.modules() if isinstance(getattr(m, "num_embeddings", None), int)), None)
     if table is None:
         raise ValueError(f"{type(model).__name__} has no table of ids: give ids [B, T] of a forward as example=")

@@ -120,7 +120,7 @@ class Executor:
         self.one: Tensor | None = None
 
     def _arrivals(self, actions: Sequence[Action]) -> dict[Action, list[Action]]:
-        """By action the messages that it waits for: its input, and the sends that have then arrived."""
+        """Return, for each action, the messages to wait for: its input, and the sends that have arrived by then."""
         found = {}
         for action in actions:
             if action.kind in ("F", "B", "I"):
@@ -144,7 +144,7 @@ class Executor:
 
 
 class _Step:
-    """One step: what is in flight."""
+    """Run one step, and hold the micro-batches and messages in flight."""
 
     def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
         self.of, self.micro_batches = executor, micro_batches
@@ -203,7 +203,7 @@ class _Step:
         return tensors
 
     def _give(self, stage: int, m: int, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        """Take what the stage before gives as this stage's inputs."""
+        """Set the outputs of the previous stage as the inputs of this stage."""
         held = self.held[stage, m]
         held.inputs, held.wanted = inputs, wanted
         for x, needs in zip(inputs, wanted, strict=True):
@@ -214,7 +214,7 @@ class _Step:
             self.messages[action] = post(transfer, tensors, self.of.pp, self.of.peers[action], action)
 
     def _await(self, action: Action) -> None:
-        """Wait for what an action takes, and release what has arrived at other ranks by then."""
+        """Wait for the input of an action, and release sent tensors that have arrived by then."""
         for message in self.of.arrivals[action]:
             if message in self.messages:
                 self.messages.pop(message).wait()
@@ -257,7 +257,7 @@ class _Step:
             self.outbox[Action("SEND_F", stage, m)] = outputs
 
     def _one(self, loss: Tensor) -> Tensor:
-        """The gradient of a loss, made once."""
+        """Return the gradient of a loss, 1. It is made once per dtype."""
         if self.of.one is None or self.of.one.dtype != loss.dtype:
             self.of.one = torch.ones_like(loss)
         return self.of.one
@@ -271,7 +271,7 @@ class _Step:
         self._finish(action, stage)
 
     def backward_inputs(self, action: Action, stage: int, m: int) -> None:
-        """Give the stage before its gradient. The first stage has none to give, so `W` is its whole backward."""
+        """Compute the inputs' gradients and send them. The first stage does nothing: `W` runs its full backward."""
         of, held = self.of, self.held[stage, m]
         self._await(action)
         with of.noted("I", stage, m):
@@ -317,7 +317,7 @@ class _Step:
             self._failed(error)
 
     def _send_back(self, stage: int, m: int, held: Held, dxs: Sequence[Tensor | None]) -> None:
-        """Hand the gradients of inputs to the stage before, zeros where there is none."""
+        """Send the inputs' gradients to the previous stage, zeros for an input without a gradient."""
         if stage == 0:
             return
         grads = tuple(
@@ -344,14 +344,14 @@ class _Step:
 
 
 def _begin(held: Held) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Take where a backward begins, with the gradients; nowhere, where the forward failed."""
+    """Return the gradient edges where backward begins, and their gradients; none if the forward failed."""
     pairs = [(end, grad) for end, grad in zip(held.ends, held.grads, strict=False) if end is not None]
     held.ends, held.grads = [], ()
     return [end for end, _ in pairs], [grad for _, grad in pairs]
 
 
 def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int, m: int) -> None:
-    """Refuse outputs that are not what the next stage waits for."""
+    """Raise ValueError if the outputs differ from those that the next stage expects, in number, shape or dtype."""
     if len(outputs) != len(metas):
         raise ValueError(
             f"stage {stage} returns {len(outputs)} outputs in micro-batch {m}, {len(metas)} in its first forward of "
@@ -371,7 +371,7 @@ def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int,
 
 
 def _one_by_one(plan: Schedule) -> Schedule:
-    """The plan of a single rank: the forwards of a micro-batch, then its backwards, then the next micro-batch."""
+    """Return the plan of a single rank: all forwards of a micro-batch, then its backwards, then the next one."""
     up = range(plan.stages)
     row = [
         Action(kind, stage, m)

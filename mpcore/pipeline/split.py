@@ -1,7 +1,8 @@
-"""Floor 4: a stage's backward in two halves: what the stage before waits for, then what its weights want.
+"""Floor 4: split a stage's backward in two: first the gradients of its inputs, then the gradients of its weights.
 
-torch's halves (`torch.distributed.pipelining._backward`) lose, without a word, weights that meet no input that needs a
-gradient, and count some twice that share an operation; these give what one whole backward gives.
+torch's version (`torch.distributed.pipelining._backward`) silently omits the gradients of weights that don't depend on
+an input with a gradient, and counts some gradients of weights that share an operation twice. The two halves here
+compute the same gradients as one backward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class _Group:
-    """Leaves, and the operations on the way to an input from which they are reached, with what reached those."""
+    """Hold leaves, such as parameters, and the operations on a path to an input from which backward reaches them."""
 
     nodes: list[Node]
     leaves: set[Node]
@@ -25,12 +26,12 @@ class _Group:
 
 @dataclass
 class Deferred:
-    """What the second half needs.
+    """Hold the state that the second half needs.
 
     Attributes:
-        ends: outputs that no input leads to, with their gradients: all of their backward is still to come.
-        groups: leaves that share no operation with those of another group.
-        caught: by operation, the gradients that reached it in the first half.
+        ends: the outputs that don't depend on an input, with their gradients. The second half runs their full backward.
+        groups: groups of leaves. Leaves of different groups share no operation.
+        caught: for each operation, the gradients that reached it in the first half.
     """
 
     ends: list[tuple[GradientEdge, Tensor]]
@@ -41,15 +42,16 @@ class Deferred:
 def backward_inputs(
     outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> tuple[tuple[Tensor | None, ...], Deferred]:
-    """The first half: the gradients of a stage's inputs.
+    """Run the first half: compute the gradients of a stage's inputs.
 
     Args:
-        outputs: what the stage returned, or the loss; or where backward begins instead of them.
-        grads: theirs; an output whose gradient is None counts for nothing.
-        inputs: what it was given; gradients come of tensors that need one.
+        outputs: the stage's outputs or the loss, as tensors or as gradient edges.
+        grads: the gradients of the outputs. An output whose gradient is None is ignored.
+        inputs: the stage's inputs. Gradients are computed for tensors that require them.
 
     Returns:
-        The inputs' gradients, contiguous, None where there is none; and what `backward_weights` takes.
+        The gradients of the inputs, contiguous, None for an input without a gradient; and the argument of
+        `backward_weights`.
 
     Source:
         Qi et al. (2024), Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
@@ -97,8 +99,8 @@ def backward_inputs(
 
 
 def backward_weights(deferred: Deferred) -> None:
-    """Run the second half: add to `.grad` of every leaf, such as parameters, as `Tensor.backward` does."""
-    # What goes through operations between several of its own may need what another's backward would free: it is first.
+    """Run the second half: add to `.grad` of every leaf, such as a parameter, as `Tensor.backward` does."""
+    # A group with several operations may need saved tensors that the backward of another group frees: it runs first.
     groups = sorted(deferred.groups, key=lambda group: len(group.nodes) == 1)
     if deferred.ends:
         ys, dys = zip(*deferred.ends, strict=True)
@@ -108,7 +110,7 @@ def backward_weights(deferred: Deferred) -> None:
         pairs = [(GradientEdge(node, j), dy) for node, dys in reached for j, dy in enumerate(dys) if dy is not None]
         if not pairs:
             continue
-        # What one of them sends on to another was in what that one caught.
+        # The gradients caught at an operation already include what another operation of the group sends to it.
         handles = [node.register_prehook(lambda _, dys=dys: dys) for node, dys in reached]
         try:
             edges, dys = zip(*pairs, strict=True)
@@ -126,7 +128,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
-    """All operations that a backward from these comes to."""
+    """Yield all operations that a backward from `roots` reaches, each after its children."""
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
     while stack:
