@@ -17,11 +17,11 @@ HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 MARKS = "<!-- peers -->", "<!-- /peers -->"
 AREAS = {  # words in names of tests, and in what conventions say
-    "collectives, loss, layout": ("mappings", "ranks_are_numbered"),
+    "collectives, loss, layout": ("mappings", "ranks_are_numbered", "a_vocabulary"),
     "learning rate, batch size": ("rate", "ramp", "warm_up", "warm-up", "skipped step"),
     "mixture of experts": ("router", "routing", "routed", "group", "balance_loss", "balance loss"),
     "optimizer, clipping, loss scale": ("decay", "clipping", "loss_scale", "averaged"),
-    "layers, attention, labels": ("mask", "labels", "activations", "layer(x)", "gelu"),
+    "layers, attention, labels": ("mask", "labels", "activations", "as_many_parameters", "layer(x)", "gelu"),
     "checkpoints, data": ("checkpoints", "blend"),
 }
 # Megatron-LM's tests/unit_tests: what mpcore does not have, why, and in which area.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 import mpcore as mp
+from examples.gpt.model import GPT
+from examples.gpt.presets import PRESETS
 from examples.gpt.ramp import Ramp
 from mpcore import collectives as c
 from mpcore.layers.moe.router import Places
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.optim.schedules import cosine, linear
+from mpcore.sharding.declare import cut
 from tests.pool import mesh
 
 
@@ -195,3 +199,28 @@ def test_matrices_alone_decay():
     assert (decays["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decays["params"]} == {2}
     assert {p.dim() for p in spared["params"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "count"),
+    [
+        (12, ("",), 6240),  # models/test_gpt_model.py
+        (12, ("blocks.0.",), 1884),  # transformer/test_transformer_layer.py
+        (64, ("blocks.", "norm."), 100096),  # transformer/test_transformer_block.py
+        (128, ("blocks.0.attention.", "blocks.0.attention_norm."), 66304),  # transformer/test_attention.py
+    ],
+)
+def test_a_gpt_has_as_many_parameters_as_megatrons(size, parts, count):
+    """test_constructor: two layers of 4 heads, 100 tokens, 4 positions."""
+    config = replace(PRESETS["gpt2"], vocab_size=100, seq_len=4, layers=2, d_model=size, heads=4, kv_heads=4,
+                     d_ff=4 * size, tie_embeddings=False)  # fmt: skip
+    model = GPT(config, mp.Mesh())
+    assert sum(p.numel() for name, p in model.named_parameters() if name.startswith(parts)) == count
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_vocabulary_is_sharded_in_megatrons_ranges(size):
+    """test_vocab: rank r of n has tokens r * 1600 / n to (r + 1) * 1600 / n - 1."""
+    for rank in range(size):
+        shard = cut(1600, mp.Axis(size, rank, name="tp"), 0)
+        assert shard.mine == ((rank * 1600 // size, (rank + 1) * 1600 // size),)
