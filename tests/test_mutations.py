@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutations import report
+from tests.mutations import lines, report
 from tests.mutations.choice import Project, changed_lines, default_base, pitfalls
 from tests.mutations.hand import MUTATIONS
 from tests.mutations.operators import candidates, changes_something, sample
@@ -271,3 +272,48 @@ def test_a_verdict_is_kept_until_its_definition_changes(tiny, tmp_path):
     assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) == row
     (tiny / "mpcore/inner/total.py").write_text(source.replace("x > 100", "x > 99"))
     assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) is None
+
+
+# --- which tests run a line -------------------------------------------------------------------------------------------
+
+
+def test_a_line_names_its_fastest_tests_one_case_of_each_function_first(tmp_path, project):
+    module, definition = "mpcore.layers.rope", "RotaryEmbedding.__init__"
+    first, place = lines.first_line(project, module, definition), f"{project.paths[module]}:{definition}"
+    case = "tests/layers/test_rope.py::test_tables_are_huggingfaces"
+    other = "tests/layers/test_mlp.py::test_dense_is_the_formula"
+    (tmp_path / "tests").write_text(f"1\t{case}[a]\t0.1\n2\t{case}[b]\t0.2\n3\t{other}\t0.3\n4\tgone.py::test_x\t0\n")
+    (tmp_path / "7.lines").write_text("".join(f"{number}\t{place}\t5\n" for number in (1, 2, 3, 4, 9)))
+    (tmp_path / "8.lines").write_text(f"3\t{place}\t9\n")
+    found = lines.Lines(tmp_path / "lines.json")
+    assert found.add(tmp_path) == 4
+
+    def of(line: int, seconds: float = 9.0, name: str = definition) -> list[str]:
+        return found.of(project, module, name, first + line, seconds)
+
+    assert of(5) == of(8) == [f"{case}[a]", other, f"{case}[b]"]
+    assert of(5, seconds=0.45) == [f"{case}[a]", other]
+    assert of(9) == [other]
+    assert of(5, name="rope_frequencies") == []
+
+
+def test_each_line_that_a_test_runs_is_written_once(tmp_path):
+    (tmp_path / "mpcore").mkdir()
+    (tmp_path / "mpcore" / "sum.py").write_text(
+        "def f(n):\n    total = 0\n    for i in range(n):\n        total += i\n    return total\n\n\nclass A:\n"
+        "    def g(self):\n        return f(0)\n"
+    )
+    (tmp_path / "running").write_bytes(bytes(8))
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nfrom tests.mutations import lines\n"
+        f"import importlib.util\nfolder = Path({str(tmp_path)!r})\nnumber = lines.running(folder)\n"
+        "spec = importlib.util.spec_from_file_location('sum', folder / 'mpcore' / 'sum.py')\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "lines.follow(str(folder), folder)\nnumber[0] = 1\nmodule.f(3)\nnumber[0] = 2\nmodule.A().g()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    (file,) = tmp_path.glob("*.lines")
+    f = [f"{{}}\tmpcore/sum.py:f\t{at}" for at in (1, 2, 3, 4)]
+    assert file.read_text().splitlines() == [
+        *(each.format(1) for each in f), "2\tmpcore/sum.py:A.g\t1", *(f[i].format(2) for i in (0, 1, 3)),
+    ]  # fmt: skip

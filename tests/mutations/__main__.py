@@ -29,6 +29,7 @@ from tqdm import tqdm
 from tests.mutations import operators, report
 from tests.mutations.choice import Project, changed_lines, default_base
 from tests.mutations.hand import MUTATIONS
+from tests.mutations.lines import Lines
 from tests.mutations.operators import Mutant
 from tests.mutations.patterns import StaleError, locate
 from tests.mutations.record import Record
@@ -61,12 +62,15 @@ def drawn(project: Project, args: argparse.Namespace) -> list[Trial]:
         if lines is None or mutant.line in lines[project.paths[module]]
     ]  # fmt: skip
     print(f"{len(pool)} possible changes in {len({module for module, _ in pool})} modules")
-    trials = []
+    trials, lines_of = [], None if args.lines is None else Lines(args.lines)
     for seed in args.seed:
         order = operators.sample(pool, seed, len(pool))
         valid = (each for each in order if operators.changes_something(project.texts[each[0]], each[1]))
         for module, mutant in (each for each, _ in zip(valid, range(args.count), strict=False)):
-            trials.append(Trial(f"seed {seed}", module, mutant, _files(project, module, mutant, args.files)))
+            near = (
+                [] if lines_of is None else lines_of.of(project, module, mutant.definition, mutant.line, args.limit / 4)
+            )
+            trials.append(Trial(f"seed {seed}", module, mutant, [*near, *_files(project, module, mutant, args.files)]))
     return trials
 
 
@@ -169,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--files", type=int, default=4, metavar="K", help="how many test files each (default 4)")
     parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
     parser.add_argument("--record", metavar="FILE", type=Path, help="keep verdicts here, and don't try those again")
+    parser.add_argument("--lines", metavar="FILE", type=Path, help="first run the tests that this record names")
     parser.add_argument("--new", type=int, metavar="K", help="with --record: try only so many more")
     parser.add_argument("--write", metavar="FILE", type=Path, help="put the result into this page")
     args = parser.parse_args(argv)

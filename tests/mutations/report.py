@@ -25,7 +25,8 @@ them fails. A mutation that no test notices has survived: either a test is missi
 - **Hand-written mutations.** `tests/mutations/hand.py` holds slips that would be silent: the loss falls, and a number
   is wrong. Each names a definition and the shape of an expression, no file and no line.
 
-For each mutation the nearest test files run first (same name, then imports), then the recorded runs. A kill counts only
+For each mutation the nearest test files run first (same name, then imports), then the recorded runs. With `--lines` the
+fastest tests that run the line come before them, as `python -m tests.mutations.lines` recorded. A kill counts only
 if the same test passes without the mutation. *timeout*: no test failed, but the time was over before all had run; it
 counts as not killed. *equivalent*: the change cannot be seen (`tests/mutations/notes.py` says why); it is not counted.
 *unsure*: the test that failed fails without the mutation too; not counted. *stale*: the place is gone; not counted.
