@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import mpcore as mp
 from examples.gpt.pretrain import Trainer, parse
 from mpcore.__main__ import main
+from mpcore.simulation import nonfinite
 from mpcore.simulation.nonfinite import FiniteCheck, NonFiniteError
 from tests.quick import some
 
@@ -161,3 +162,13 @@ def test_a_step_that_the_run_has_not_is_refused(runs, capsys, step, words):
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["replay", str(tmp_path), "--step", "0"]) == 2
     assert "name the --out folder" in capsys.readouterr().err
+
+
+def test_the_micro_batch_is_the_executors_and_no_other_functions_m():
+    def users(m: int) -> int | None:
+        return nonfinite._micro_batch()
+
+    assert users(7) is None
+    found: dict = {"inner": lambda: users(7)}
+    exec(compile("def act(m):\n    return inner()\n", f"site-packages/{nonfinite._EXECUTOR}", "exec"), found)
+    assert found["act"](3) == 3

@@ -11,8 +11,9 @@ import torch
 
 from mpcore.verify import parse_layout, verify
 from mpcore.verify.__main__ import main
-from mpcore.verify.judge import STAGES, Departure, Verdict
+from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
 from mpcore.verify.page import draw, page, table
+from mpcore.verify.run import Seen
 from tests import verify_models as models
 
 
@@ -175,6 +176,26 @@ def test_a_model_that_knows_nothing_of_cp_departs(ranks):
     (verdict,) = verify(models.broken(""), models.batch(), ["cp2"], loss=models.loss, pool=ranks)
     assert verdict.departure is not None
     assert (verdict.departure.stage, verdict.departure.name) == ("forward", "attention.output"), verdict.departure
+
+
+@pytest.mark.parametrize(
+    ("layout", "holds", "sentence"),
+    [
+        ("tp2", "ab", "each rank of tp holds one term of its gradient"),
+        ("tp4", "ab..", "its values differ in no simple way"),
+        ("pp4", "a..b", "each pipeline stage holds one term of its gradient"),
+        ("tp2", "aa", "its values differ in no simple way"),
+    ],
+)
+def test_a_missing_sum_is_named_where_every_rank_of_the_axis_holds_a_term(layout, holds, sentence):
+    terms = dict(zip("ab", torch.randn(2, 5, dtype=torch.float64), strict=True))
+    axis = layout[:2]
+    held = [
+        Seen(**{**dict.fromkeys(("tp", "cp", "pp", "dp"), 0), axis: i}, gradients={"w": terms[c]} if c in terms else {})
+        for i, c in enumerate(holds)
+    ]
+    why = Judge(Seen(0, 0, 0, 0))._why(parse_layout(layout), "gradient", "w", held, terms["a"], terms["a"] + terms["b"])
+    assert why.startswith(sentence)
 
 
 def test_a_hang_says_where_each_rank_stands(ranks):
