@@ -165,7 +165,7 @@ def blocks(name: str, *sizes: int) -> Callable[[Any], Iterator[Candidate]]:
 TUNABLE = {
     "rms_norm": Tunable("_norm", "bench_rms_norm", row_tiles),
     "layer_norm": Tunable("_norm", "bench_layer_norm", row_tiles),
-    "activation": Tunable("_activation", "bench_activation", element_tiles),
+    "activation": Tunable("activation", "bench_activation", element_tiles),
     "dropout_add": Tunable("dropout_add", "bench_dropout_add", element_tiles),
     "rope": Tunable("rope", "bench_rope", rope_tiles),
     "cross_entropy": Tunable("cross_entropy", "bench_cross_entropy", vocabulary_tiles),

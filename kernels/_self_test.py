@@ -88,6 +88,7 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "swiglu": (lambda: {"x": _draw(9, 66)}, None),
 }  # fmt: skip
 """By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
+MODULES = dict.fromkeys(("geglu", "gelu", "relu_squared", "swiglu"), "activation")  # of other names than the test's
 IN_FP8 = ("fp8_matmul", "quantize_fp8")
 OPERATORS = {name: name for name in TESTS} | {
     "cross_entropy": "linear_cross_entropy",
@@ -107,7 +108,7 @@ def run_kernel(name: str, impl: str, dtype: torch.dtype, device: str | torch.dev
         dtype, device: of the inputs.
     """
     make, call = TESTS[name]
-    call = call or getattr(import_module(f"mpcore.kernels.{name}"), name)
+    call = call or getattr(import_module(f"mpcore.kernels.{MODULES.get(name, name)}"), name)
     given: dict[str, Any] = make()
     for key, x in given.items():
         if isinstance(x, Tensor):

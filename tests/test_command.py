@@ -239,7 +239,7 @@ def test_the_doctor_says_which_part_of_a_broken_machine_is_broken(tmp_path):
     assert any(line.startswith("skipped kernels") and "triton can't be imported" in line for line in lines)
     for folder in ("mpcore", "kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
-    broken = tmp_path / "kernels" / "_activation.py"
+    broken = tmp_path / "kernels" / "activation.py"
     broken.write_text(broken.read_text().replace("return r * r, 2.0 * r", "return r * r, 3.0 * r"))
     status, lines = run_doctor(tmp_path, "--port", str(port), TRITON_INTERPRET="1")
     assert (status, lines[-1]) == (1, "failed: kernel relu_squared")

@@ -21,10 +21,18 @@ import mpcore as mp
 from mpcore.kernels import adamw as adamw_kernels
 from mpcore.kernels import attention as attention_kernels
 from mpcore.kernels import cross_entropy as ce
+from mpcore.kernels.activation import (
+    geglu,
+    geglu_reference,
+    gelu,
+    gelu_reference,
+    relu_squared,
+    relu_squared_reference,
+    swiglu,
+    swiglu_reference,
+)
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.kernels.fp8_matmul import fp8_matmul, fp8_matmul_reference
-from mpcore.kernels.geglu import geglu, geglu_reference
-from mpcore.kernels.gelu import gelu, gelu_reference
 from mpcore.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy as linear_ce
@@ -34,10 +42,8 @@ from mpcore.kernels.linear_cross_entropy import (
 )
 from mpcore.kernels.moe_permute import moe_unpermute, moe_unpermute_reference
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_reference
-from mpcore.kernels.relu_squared import relu_squared, relu_squared_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
-from mpcore.kernels.swiglu import swiglu, swiglu_reference
 from mpcore.layers.module import normal, uniform
 from mpcore.sharding.declare import cut
 from tests.default_recipes import IDS, WIDE, B, D, G, T, X, draw, made, prepared, same, scales, stepped, with_gradient

@@ -10,10 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.protocol import Function, Inputs, Kernel, Shape, always, compare, compiled, imported
-from mpcore.kernels.geglu import geglu, geglu_reference
-from mpcore.kernels.gelu import gelu, gelu_reference
-from mpcore.kernels.relu_squared import relu_squared, relu_squared_reference
-from mpcore.kernels.swiglu import swiglu, swiglu_reference
+from mpcore.kernels.activation import (
+    geglu,
+    geglu_reference,
+    gelu,
+    gelu_reference,
+    relu_squared,
+    relu_squared_reference,
+    swiglu,
+    swiglu_reference,
+)
 
 
 def inputs(width: int) -> Callable[[Shape, torch.dtype, torch.device], Inputs]:

@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpcore._torch.fake import real_tensors
-from mpcore.kernels.geglu import geglu
-from mpcore.kernels.gelu import gelu
-from mpcore.kernels.relu_squared import relu_squared
-from mpcore.kernels.swiglu import swiglu
+from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
 from mpcore.layers.invariant import in_pieces
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, pick

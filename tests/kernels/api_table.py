@@ -46,7 +46,7 @@ HEAD = """\
 
 ## What to call
 
-Each module of `mpcore.kernels` is named for its function: `from mpcore.kernels.rms_norm import rms_norm`
+Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`
 (`from mpcore.kernels import rms_norm` imports the module). The functions accept local tensors and don't communicate.
 On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On a GPU the first of these
 rules that applies chooses the implementation:

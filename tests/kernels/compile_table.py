@@ -26,8 +26,8 @@ import triton
 from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
-    _activation,
     _norm,
+    activation,
     adamw,
     attention,
     cross_entropy,

@@ -9,20 +9,17 @@ import laws
 import pytest
 import torch
 
+from mpcore.kernels.activation import geglu, gelu, gelu_reference, relu_squared, swiglu, swiglu_reference
 from mpcore.kernels.attention import attention, attention_reference
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.kernels.fp8_matmul import fp8_matmul
-from mpcore.kernels.geglu import geglu
-from mpcore.kernels.gelu import gelu, gelu_reference
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.kernels.quantize_fp8 import quantize_fp8
-from mpcore.kernels.relu_squared import relu_squared
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope
-from mpcore.kernels.swiglu import swiglu, swiglu_reference
 from tests.kernels.interpret import test_cross_entropy as of_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

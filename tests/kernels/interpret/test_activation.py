@@ -13,7 +13,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 class Activation:
     def __init__(self, name, f, **options):
-        module = importlib.import_module(f"mpcore.kernels.{name}")
+        module = importlib.import_module("mpcore.kernels.activation")
         self.name, self.f = name, f
         self.gated = name in ("swiglu", "geglu")
         self.kernel = functools.partial(getattr(module, name), impl="triton", **options)

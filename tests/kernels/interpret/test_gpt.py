@@ -22,9 +22,9 @@ CONFIGS = {
     "primer": GPTConfig(vocab_size=37, seq_len=12, layers=1, d_model=24, heads=2, activation="relu_squared"),
 }  # fmt: skip
 KERNELS = {
-    "llama": {"_norm", "_activation", "rope", "dropout_add", "cross_entropy"},
-    "gpt2": {"_norm", "_activation", "dropout_add", "cross_entropy"},
-    "primer": {"_norm", "_activation", "rope", "cross_entropy"},
+    "llama": {"_norm", "activation", "rope", "dropout_add", "cross_entropy"},
+    "gpt2": {"_norm", "activation", "dropout_add", "cross_entropy"},
+    "primer": {"_norm", "activation", "rope", "cross_entropy"},
 }
 
 

@@ -1,16 +1,32 @@
-"""Activations over rows: plain, `y = f(z)`, or gated, `y = f(z) u`.
+"""Activations of an MLP, plain or gated: SwiGLU, GeGLU, GELU and squared ReLU.
 
-    x = z or z | u;   dz = dy u f'(z),  du = dy f(z)
+    y = f(x),  or with a gate f(gate) up,  x = gate | up
+    dx = dy f'(x),  or dgate = dy up f'(gate),  dup = dy f(gate)
 
-Without a gate, u is 1. f and f' are one Triton function, z -> (f(z), f'(z)): `silu`, `gelu_tanh`, `gelu_erf` or
-`squared`. Only x is saved for the backward pass, which computes f again. A linear layer adds its bias itself.
+    SiLU:          f(z) = z s(z),  s(z) = 1 / (1 + e^-z)
+                   f'(z) = s(z) (1 + z (1 - s(z)))
+    GELU, "none":  f(z) = z P(z),  P(z) = (1 + erf(z / sqrt 2)) / 2
+                   f'(z) = P(z) + z p(z),  p(z) = e^(-z^2 / 2) / sqrt(2 pi)
+    GELU, "tanh":  f(z) = z (1 + tanh u) / 2 = z s(2 u),  u = sqrt(2 / pi) (z + 0.044715 z^3)
+                   f'(z) = s + z s (1 - s) 2 du/dz
+    squared ReLU:  f(z) = max(z, 0)^2
+                   f'(z) = 2 max(z, 0)
+
+Shazeer, "GLU Variants Improve Transformer" (2020), equation 6; Hendrycks and Gimpel, "Gaussian Error Linear Units"
+(2016), section 2; So et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021), section 3.
+
+One forward and one backward kernel serve all: f and f' are one Triton function, z -> (f(z), f'(z)). Only x is saved for
+backward, which computes f again. Kernels compute in float32 and round once. A linear layer adds its bias itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._dispatch import operator, refuse_second_derivative, runs_triton
@@ -20,29 +36,110 @@ from ._torch import has_no_values
 from ._triton import launch, tl, triton
 
 
-def runs_kernel(x: Tensor, impl: str | None, name: str, gated: bool = False) -> bool:
-    """Check the input, and return whether the kernel of activation `name` runs; otherwise the reference does."""
-    check_inputs(x)
-    if gated and x.shape[-1] % 2:
-        raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
-    return runs_triton(impl, x, name, F=x.shape[-1] // (1 + gated))
+def swiglu(x: Tensor, *, impl: str | None = None) -> Tensor:
+    """Multiply the second half of the last dimension by the SiLU (swish) of the first.
+
+    Args:
+        x: `[..., 2F]`, gate and up side by side; float32, bfloat16 or float16 (the reference takes float64 too), with
+            any strides.
+        impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
+
+    Returns:
+        `y` `[..., F]` in the dtype of `x`.
+
+    Raises:
+        ValueError: the width is odd, the dtype is another, or `impl` can't run here.
+    """
+    return _activate("swiglu", x, "silu", True, impl)
 
 
-def gelu_function(approximate: str) -> str:
-    """Return the name of the Triton function; raises `ValueError` unless there is one."""
+def geglu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
+    """Multiply the second half of the last dimension by the GELU of the first.
+
+    Args:
+        x, impl: as of `swiglu`.
+        approximate: `"tanh"`, or `"none"` for the exact GELU.
+
+    Returns:
+        `y` `[..., F]` in the dtype of `x`.
+
+    Raises:
+        ValueError: as `swiglu`, or `approximate` is unknown.
+    """
+    return _activate("geglu", x, _gelu_function(approximate), True, impl)
+
+
+def gelu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
+    """Apply GELU to `x`, element by element.
+
+    Args:
+        x: `[..., F]`; dtypes and strides as of `swiglu`.
+        approximate: `"tanh"`, or `"none"` for the exact function.
+        impl: as of `swiglu`.
+
+    Returns:
+        `y` `[..., F]` in the dtype of `x`.
+
+    Raises:
+        ValueError: the dtype is another, `approximate` is unknown, or `impl` can't run here.
+    """
+    return _activate("gelu", x, _gelu_function(approximate), False, impl)
+
+
+def relu_squared(x: Tensor, *, impl: str | None = None) -> Tensor:
+    """Apply the square of ReLU to `x`, element by element.
+
+    Args:
+        x: `[..., F]`; dtypes and strides as of `swiglu`.
+        impl: as of `swiglu`.
+
+    Returns:
+        `y` `[..., F]` in the dtype of `x`.
+
+    Raises:
+        ValueError: the dtype is another, or `impl` can't run here.
+    """
+    return _activate("relu_squared", x, "squared", False, impl)
+
+
+# In plain torch, under torch's own autograd; they compute in float32, or float64 for a float64 `x`.
+swiglu_reference = partial(swiglu, impl="reference")
+geglu_reference = partial(geglu, impl="reference")
+gelu_reference = partial(gelu, impl="reference")
+relu_squared_reference = partial(relu_squared, impl="reference")
+
+
+def _gelu_function(approximate: str) -> str:
     if approximate not in ("tanh", "none"):
         raise ValueError(f"approximate {approximate!r} is neither 'tanh' nor 'none'")
     return "gelu_tanh" if approximate == "tanh" else "gelu_erf"
 
 
-def widened(x: Tensor) -> Tensor:
-    """Return `x` in the dtype that kernels compute in: float32, or float64 for a float64 `x`."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _activate(name: str, x: Tensor, f: str, gated: bool, impl: str | None) -> Tensor:
+    """Compute y for the public function `name`; `f` is a key of `_TORCH`."""
+    check_inputs(x)
+    if gated and x.shape[-1] % 2:
+        raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
+    if runs_triton(impl, x, name, F=x.shape[-1] // (1 + gated)):
+        return _Activation.apply(x, f, gated, name)
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not gated:
+        return _TORCH[f](z).to(x.dtype)
+    gate, up = z.chunk(2, -1)
+    return (_TORCH[f](gate) * up).to(x.dtype)
 
 
-def activate(x: Tensor, f: str, gated: bool, name: str) -> Tensor:
-    """Compute y by the kernel; `f` names a Triton function below, and `name` is the public function, for errors."""
-    return _Activation.apply(x, f, gated, name)
+_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "squared": lambda z: F.relu(z).square(),
+}
+
+
+def _function(f: str) -> Any:
+    """Return f and f' in Triton. Look them up at each launch: `decorate_all` replaces them."""
+    return {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf, "squared": _squared}[f]
 
 
 class _Activation(torch.autograd.Function):
@@ -56,11 +153,6 @@ class _Activation(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_second_derivative(ctx.name)
         return _backward_op(dy, *ctx.saved_tensors, *ctx.how), None, None, None
-
-
-def function(f: str) -> Any:
-    """Return the Triton function of this name. Look it up at each launch: `decorate_all` replaces it."""
-    return {"silu": silu, "gelu_tanh": gelu_tanh, "gelu_erf": gelu_erf, "squared": squared}[f]
 
 
 @operator("activation_forward(Tensor x, str f, bool gated) -> Tensor y")
@@ -86,7 +178,7 @@ def _launch(kernel: Any, x: Tensor, f: str, gated: bool, **others: Any) -> None:
     block_m, block_f, tiles = _tiles(F)
     launch(
         kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, x_ptr=x, M=M, X_STRIDE=stride, F=F, GATED=gated,
-        ACTIVATION=function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, **others,
+        ACTIVATION=_function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, **others,
     )  # fmt: skip
 
 
@@ -106,26 +198,26 @@ def _sigmoids(v):
 
 
 @triton.jit
-def silu(z):
+def _silu(z):
     s, complement = _sigmoids(z)  # pyright: ignore[reportGeneralTypeIssues]
     return z * s, s * (1.0 + z * complement)
 
 
 @triton.jit
-def gelu_tanh(z):
+def _gelu_tanh(z):
     twice_u = 1.5957691216057308 * (z + 0.044715 * z * z * z)  # 2 sqrt(2 / pi)
     s, complement = _sigmoids(twice_u)  # pyright: ignore[reportGeneralTypeIssues]
     return z * s, s + z * s * complement * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
 
 
 @triton.jit
-def gelu_erf(z):
+def _gelu_erf(z):
     cumulative = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
     return z * cumulative, cumulative + z * 0.3989422804014327 * exp(-0.5 * z * z)
 
 
 @triton.jit
-def squared(z):
+def _squared(z):
     r = tl.where(z < 0.0, 0.0, z)  # a maximum would turn NaN into 0
     return r * r, 2.0 * r
 
