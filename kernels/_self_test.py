@@ -14,6 +14,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -205,18 +206,11 @@ def _verdict(name: str, device: torch.device) -> str:
 
 def _in_a_thread(name: str, device: torch.device) -> str:
     """Run a test where no mode of the caller holds: a thread has its own autocast, modes and stream."""
-    found = []
-
-    def run() -> None:
+    with ThreadPoolExecutor(1, f"mpcore self-test of {name}") as thread:
         try:
-            found.append(fault(name, device))
+            return thread.submit(fault, name, device).result()
         except ValueError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=run, name=f"mpcore self-test of {name}")
-    thread.start()
-    thread.join()
-    return found[0]
+            return str(error)
 
 
 def _file(name: str, device: torch.device) -> Path:

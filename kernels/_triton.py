@@ -164,18 +164,19 @@ def stages(elements: int, *tensors: torch.Tensor | None) -> int:
     if INTERPRETING:
         return STAGES
     device = given[0].device
-    index = device.index if device.type == "cuda" else _driver().get_current_device()
+    index = device.index if device.type == "cuda" else driver().get_current_device()
     return STAGES if buffers + 1024 <= _shared_memory(index) else 2
 
 
-def _driver() -> Any:
+def driver() -> Any:
+    """Return Triton's active driver."""
     return importlib.import_module("triton.runtime").driver.active
 
 
 @functools.cache
 def _shared_memory(device: Any) -> int:
     """Return the bytes of shared memory that a program may have on a device, as the driver names it."""
-    return _driver().utils.get_device_properties(device)["max_shared_mem"]
+    return driver().utils.get_device_properties(device)["max_shared_mem"]
 
 
 @functools.cache

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from .._math import tanh_and_slope
 from .._rows import MAX_ROWS, ceil_div, contiguous, next_power_of_2
-from .._triton import INTERPRETING, tl, triton
+from .._triton import INTERPRETING, driver, tl, triton
 from .bounds import Scores
 
 WIDEST_HEAD = 256  # the largest head dimension, of keys and of values, that the tables below have tiles for
@@ -65,14 +64,10 @@ def tile(kernel: str, query: Tensor, value: Tensor, scores: Scores) -> Tile:
     width = max(64, next_power_of_2(max(dims)))
     if query.dtype == torch.float32:  # no matrix instruction computes it exactly
         return Tile((16, 16) if width > 128 else (32, 32), 1, 8)
-    table = _SMALL if INTERPRETING else _tiles_of(query.device if query.is_cuda else _driver().get_current_device())
+    table = _SMALL if INTERPRETING else _tiles_of(query.device if query.is_cuda else driver().get_current_device())
     odd = dims != tuple(map(padded, dims)) or max(dims) < 64
     blocks = table[kernel][width][scores.low is not None or scores.softcap > 0 or odd]
     return Tile(blocks, 1, 4) if table is _AMD else Tile(blocks, 3, 8)
-
-
-def _driver() -> Any:
-    return importlib.import_module("triton.runtime").driver.active
 
 
 @functools.cache
@@ -82,9 +77,9 @@ def _tiles_of(device: Any) -> dict:
         found = torch.cuda.get_device_properties(device)
         amd, memory, major = torch.version.hip is not None, found.shared_memory_per_block_optin, found.major
     else:
-        target = _driver().get_current_target()
+        target = driver().get_current_target()
         amd, major = target.backend != "cuda", 0 if target.backend != "cuda" else target.arch // 10
-        memory = _driver().utils.get_device_properties(device)["max_shared_mem"]
+        memory = driver().utils.get_device_properties(device)["max_shared_mem"]
     if amd:
         return _AMD
     if memory < 200 * 1024:
