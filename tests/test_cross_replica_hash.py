@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from mpcore.kernels import cross_replica_hash as module
-from mpcore.kernels.cross_replica_hash import cross_replica_hash
+from mpcore.sharding import cross_replica_hash as module
+from mpcore.sharding.cross_replica_hash import cross_replica_hash
 
 WORD = 2**64
 

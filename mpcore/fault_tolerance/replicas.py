@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.fault_tolerance.leave import list_ranks
-from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.mesh.agreement import exchange, gather_objects
 from mpcore.mesh.axis import Axis, Mesh
+from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Shard
 from mpcore.sharding.local import is_dtensor, local_tensor

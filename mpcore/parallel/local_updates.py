@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce, all_to_all_rows, start_all_gather, wait
 from mpcore.gradients.norm import norm_of
 from mpcore.gradients.reduce import buckets
-from mpcore.kernels.cross_replica_hash import cross_replica_hash
 from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, raising_together
 from mpcore.mesh.axis import Mesh
+from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import owners, persistent_buffers
 from mpcore.sharding.local import local_tensor, reshard
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-PLAIN = ("cross_replica_hash",)  # torch alone
 MODULES = sorted(
-    {path.stem for path in KERNELS.glob("[a-z]*.py")} - {*PLAIN}
-    | {path.parent.name for path in KERNELS.glob("*/__init__.py")}
+    {path.stem for path in KERNELS.glob("[a-z]*.py")} | {path.parent.name for path in KERNELS.glob("*/__init__.py")}
 )
 # The inputs that each has a gradient for.
 GRADIENTS = {
