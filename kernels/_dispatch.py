@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -115,8 +116,10 @@ launching_on_cpu = INTERPRETING  # the fake GPU of the tests sets it: its tensor
 def operator(schema: str, reference: Callable | None = None) -> Callable[[Callable], Callable]:
     """Decorate a launcher, and return the overload of `torch.ops.mpcore.<name>`; callers keep it and skip the lookup.
 
-    The launcher allocates the outputs. `torch.compile` calls it too, with inputs that have no values (`has_no_values`):
-    then it must return the outputs and launch nothing. So both agree on shapes, strides and dtypes.
+    A launcher is a generator: it allocates the outputs, yields them, and then launches. `torch.compile` traces it with
+    inputs that have no values, and stops at the `yield`: so both agree on shapes, strides and dtypes. If the first
+    input has no elements, the outputs are zeros, and nothing is launched. An operator that calls torch's own product
+    is a plain function, which asks `has_no_values`.
     torch passes the arguments one by one in the order of the schema, so a launcher may have more than ten parameters.
 
     Args:
@@ -130,21 +133,30 @@ def operator(schema: str, reference: Callable | None = None) -> Callable[[Callab
     """
     name = schema.partition("(")[0]
 
-    def register(launch: Callable) -> Callable:
+    def register(launcher: Callable) -> Callable:
+        generates = inspect.isgeneratorfunction(launcher)
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"mpcore::{name}", launch, lib=_library)
+        fake = (lambda *given: next(launcher(*given))) if generates else launcher
+        torch.library.register_fake(f"mpcore::{name}", fake, lib=_library)
         op = getattr(torch.ops.mpcore, name).default
         mutated = mutated_arguments(op)
 
-        def launch_and_count(*given: Any) -> Any:
-            outs = launch(*given)
+        def launch(*given: Any) -> Any:
+            steps = launcher(*given)
+            outs = next(steps)
+            if isinstance(given[0], Tensor) and given[0].numel() == 0:
+                for out in outs if isinstance(outs, tuple) else () if outs is None else (outs,):
+                    out.zero_()
+            else:
+                next(steps, None)
             written = [given[i] for i in mutated if i < len(given) and given[i] is not None]
-            torch.autograd.graph.increment_version(
-                [x for of in written for x in (of if isinstance(of, list) else (of,))]
-            )
+            if written:
+                torch.autograd.graph.increment_version(
+                    [x for of in written for x in (of if isinstance(of, list) else (of,))]
+                )
             return outs
 
-        run = launch_and_count if mutated else launch
+        run = launch if generates else launcher
 
         def run_on_cpu(*given: Any) -> Any:
             return reference(*given) if reference is not None and not launching_on_cpu else run(*given)

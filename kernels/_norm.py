@@ -10,6 +10,8 @@ over programs, so gradients repeat bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +30,6 @@ from ._rows import (
     row_tile,
     sum_partials,
 )
-from ._torch import has_no_values
 from ._triton import launch, multiprocessors, stages
 
 # What a program's registers hold of a row and the sums of backward: tests/kernels/golden_compile.json shows no spills.
@@ -103,15 +104,13 @@ def _forward_op(
     residual: Tensor | None,
     subtract_mean: bool,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     y = x.new_empty(x.shape)
     stats = x.new_empty((1 + subtract_mean, *x.shape[:-1]), dtype=torch.float32)  # rstd, mean
     residual_out = stats.new_empty(0)
     if residual is not None:
         residual_out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    outs = y, residual_out, stats
-    if has_no_values(x) or y.numel() == 0:
-        return outs
+    yield y, residual_out, stats
     M, D = count_rows(x), x.shape[-1]
     x, x_stride = as_rows(x)
     residual, residual_stride = optional_rows(residual)
@@ -124,7 +123,6 @@ def _forward_op(
         RESIDUAL_STRIDE=residual_stride, D=D, SUBTRACT_MEAN=subtract_mean,
         MAIN=tile.main, TAIL=tile.tail, BLOCK_M=tile.block_m,
     )  # fmt: skip
-    return outs
 
 
 @operator(
@@ -142,18 +140,12 @@ def _backward_op(
     bias_main_grad: Tensor | None,
     stats: Tensor,
     subtract_mean: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     returned = main_grad is None
     dh = h.new_empty(h.shape)
     dweight = weight.new_empty(weight.shape if returned else 0)
     dbias = weight.new_empty(0) if bias is None else bias.new_empty(bias.shape if returned else 0)
-    outs = dh, dweight, dbias
-    if has_no_values(h):
-        return outs
-    if dh.numel() == 0:
-        dweight.zero_()
-        dbias.zero_()
-        return outs
+    yield dh, dweight, dbias
     M, D = count_rows(h), h.shape[-1]
     h, h_stride = as_rows(h)
     dy, dy_stride = as_rows(dy)
@@ -177,4 +169,3 @@ def _backward_op(
     )  # fmt: skip
     first, second = (dweight, dbias) if main_grad is None else (main_grad, bias_main_grad)
     sum_partials(partials, first, second if has_bias else None, accumulate=main_grad is not None)
-    return outs

@@ -5,11 +5,12 @@ Source: Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ._dispatch import operator
-from ._torch import has_no_values
 from ._triton import tl, triton
 
 _MASK = 0xFFFFFFFF
@@ -51,20 +52,20 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     Returns:
         [B, T, len(features)] int64 in [0, 2^32).
     """
-    return _words_op(key if key < 2**63 else key - 2**64, samples, tokens, features.start, features.stop)
+    return _words_op(samples, tokens, key if key < 2**63 else key - 2**64, features.start, features.stop)
 
 
 # One operator, because Inductor's C++ computes wrong words for keys whose products overflow and can't take a symbolic
 # key, and because a mode that inspects each operation, as selective recomputation does, would see 150 of them.
-@operator("random_words(SymInt key, Tensor samples, Tensor tokens, SymInt start, SymInt stop) -> Tensor")
-def _words_op(key: int, samples: Tensor, tokens: Tensor, start: int, stop: int) -> Tensor:
-    if has_no_values(samples):
-        return samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
+@operator("random_words(Tensor samples, Tensor tokens, SymInt key, SymInt start, SymInt stop) -> Tensor")
+def _words_op(samples: Tensor, tokens: Tensor, key: int, start: int, stop: int) -> Iterator[Tensor]:
+    out = samples.new_empty((samples.shape[0], tokens.shape[-1], stop - start))
+    yield out
     first, last = start // 4, (stop + 3) // 4
     c0 = torch.arange(first, last, device=samples.device)
     words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
     flat = torch.stack(words, dim=-1).flatten(-2)
-    return flat[..., start - 4 * first : stop - 4 * first].contiguous()
+    out.copy_(flat[..., start - 4 * first : stop - 4 * first])
 
 
 def threshold_of(p: float) -> int:

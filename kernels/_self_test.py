@@ -89,7 +89,7 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "swiglu": (lambda: {"x": _draw(9, 66)}, None),
 }  # fmt: skip
 """By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
-MODULES = dict.fromkeys(("geglu", "gelu", "relu_squared", "swiglu"), "activation")  # of other names than the test's
+MODULES: dict[str, str] = dict.fromkeys(("geglu", "gelu", "relu_squared", "swiglu"), "activation")
 IN_FP8 = ("fp8_matmul", "quantize_fp8")
 OPERATORS = {name: name for name in TESTS} | {
     "cross_entropy": "linear_cross_entropy",

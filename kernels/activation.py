@@ -21,7 +21,7 @@ backward, which computes f again. Kernels compute in float32 and round once. A l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from torch import Tensor
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._math import exp
 from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2
-from ._torch import has_no_values
 from ._triton import launch, tl, triton
 
 
@@ -156,20 +155,18 @@ class _Activation(torch.autograd.Function):
 
 
 @operator("activation_forward(Tensor x, str f, bool gated) -> Tensor y")
-def _forward_op(x: Tensor, f: str, gated: bool) -> Tensor:
+def _forward_op(x: Tensor, f: str, gated: bool) -> Iterator[Tensor]:
     y = x.new_empty((*x.shape[:-1], x.shape[-1] // (1 + gated)))
-    if not has_no_values(x) and y.numel() > 0:
-        _launch(_forward_kernel, x, f, gated, y_ptr=y)
-    return y
+    yield y
+    _launch(_forward_kernel, x, f, gated, y_ptr=y)
 
 
 @operator("activation_backward(Tensor dy, Tensor x, str f, bool gated) -> Tensor dx")
-def _backward_op(dy: Tensor, x: Tensor, f: str, gated: bool) -> Tensor:
+def _backward_op(dy: Tensor, x: Tensor, f: str, gated: bool) -> Iterator[Tensor]:
     dx = x.new_empty(x.shape)
-    if not has_no_values(x) and dx.numel() > 0:
-        dy, stride = as_rows(dy)
-        _launch(_backward_kernel, x, f, gated, dy_ptr=dy, DY_STRIDE=stride, dx_ptr=dx)
-    return dx
+    yield dx
+    dy, stride = as_rows(dy)
+    _launch(_backward_kernel, x, f, gated, dy_ptr=dy, DY_STRIDE=stride, dx_ptr=dx)
 
 
 def _launch(kernel: Any, x: Tensor, f: str, gated: bool, **others: Any) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -223,10 +223,9 @@ def _check(state: AdamWState, scale: Tensor | None) -> None:
     " Tensor(d!)[] masters, Tensor[] rows, Tensor[] columns, Tensor? scale, float beta1, float beta2, float eps,"
     " float weight_decay, int[] keys) -> ()"
 )
-def _adamw_op(params: list[Tensor], *others: Any) -> None:
+def _adamw_op(params: list[Tensor], *others: Any) -> Iterator[None]:
     *lists, scale, beta1, beta2, eps, weight_decay, keys = others
-    if has_no_values(params[0]):
-        return
+    yield
     lists = [params, *([x.contiguous() for x in of] for of in lists)]
     tiles, table = _tables(lists, keys)
     grads, exp_avgs, exp_avg_sqs, _, masters, rows, _ = lists[1:]

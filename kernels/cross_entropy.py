@@ -26,6 +26,7 @@ function is in `mpcore/layers/loss.py`, because the all-gather comes between the
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,6 @@ from torch import Tensor
 from ._cross_entropy_kernels import backward_kernel, stats_kernel
 from ._dispatch import operator, runs_triton
 from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2
-from ._torch import has_no_values
 from ._triton import launch
 
 BLOCK_V = 4096  # columns of a tile
@@ -298,10 +298,9 @@ _ROWS = (
 )
 def _stats_op(
     logits: Tensor, target: Tensor, start: int, ignore_index: int, softcap: float, sum_logits: bool, entropy: bool
-) -> Tensor:
+) -> Iterator[Tensor]:
     stats = logits.new_empty((4 + entropy, *target.shape), dtype=torch.float32)
-    if has_no_values(logits) or stats.numel() == 0:
-        return stats
+    yield stats
     N, V = count_rows(logits), logits.shape[-1]
     logits, stride = as_rows(logits)
     vector, block_v, num_warps = _tile(logits)
@@ -310,24 +309,22 @@ def _stats_op(
         N=N, start=start, ignore_index=ignore_index, STRIDE=stride, V=V, SOFTCAP=softcap, SUM_LOGITS=sum_logits,
         ENTROPY=entropy, BLOCK_V=block_v, VECTOR=vector,
     )  # fmt: skip
-    return stats
 
 
 @operator(f"cross_entropy_backward(Tensor logits, {_ROWS}) -> Tensor dlogits")
-def _backward_op(logits: Tensor, *others: Any) -> Tensor:
+def _backward_op(logits: Tensor, *others: Any) -> Iterator[Tensor]:
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    yield dlogits
     _run_backward(logits, dlogits, _Rows(*others))
-    return dlogits
 
 
 @operator(f"cross_entropy_backward_in_place(Tensor(a!) logits, {_ROWS}) -> ()")
-def _backward_in_place_op(logits: Tensor, *others: Any) -> None:
+def _backward_in_place_op(logits: Tensor, *others: Any) -> Iterator[None]:
+    yield
     _run_backward(logits, logits, _Rows(*others))
 
 
 def _run_backward(logits: Tensor, dlogits: Tensor, given: _Rows) -> None:
-    if has_no_values(logits) or logits.numel() == 0:
-        return
     N, V = count_rows(logits), logits.shape[-1]
     rows, stride = as_rows(logits)
     out, out_stride = (rows, stride) if dlogits is logits else (dlogits, V)

@@ -15,6 +15,7 @@ Kernels compute in float32 and round once. dbias is summed in two stages of fixe
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from torch import Tensor
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._philox import as_int32, keep_mask, random_words, threshold_of
 from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, optional_rows, sum_partials
-from ._torch import has_no_values
 from ._triton import STAGES, launch, multiprocessors, tl, triton
 
 
@@ -162,10 +162,9 @@ _MASK = "Tensor? samples, Tensor? tokens, float p, SymInt key, int first_feature
 
 
 @operator(f"dropout_add_forward(Tensor x, Tensor? residual, Tensor? bias, {_MASK}) -> Tensor y")
-def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given: Any) -> Tensor:
+def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given: Any) -> Iterator[Tensor]:
     y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
-    if has_no_values(x) or y.numel() == 0:
-        return y
+    yield y
     mask = _Mask(*given)
     M, D = count_rows(x), x.shape[-1]
     drops = mask.arguments(x)
@@ -178,17 +177,13 @@ def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given:
         x_ptr=x, residual_ptr=residual, bias_ptr=bias, y_ptr=y, M=M, X_STRIDE=stride, RESIDUAL_STRIDE=residual_stride,
         D=D, TILES=tiles, BLOCK_M=block_m, BLOCK_D=block_d,
     )  # fmt: skip
-    return y
 
 
 @operator(f"dropout_add_backward(Tensor dy, Tensor? bias, ScalarType dtype, {_MASK}) -> (Tensor dx, Tensor dbias)")
-def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: Any) -> tuple[Tensor, Tensor]:
+def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: Any) -> Iterator[tuple[Tensor, Tensor]]:
     dx = dy.new_empty(dy.shape, dtype=dtype)
     dbias = dy.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    if has_no_values(dy):
-        return dx, dbias
-    if dx.numel() == 0:
-        return dx, dbias.zero_()
+    yield dx, dbias
     mask = _Mask(*given)
     M, D = count_rows(dy), dy.shape[-1]
     drops = mask.arguments(dy)
@@ -204,7 +199,6 @@ def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: An
     )  # fmt: skip
     if partials is not None:
         sum_partials(partials, dbias)
-    return dx, dbias
 
 
 def _tiles(D: int, first_feature: int) -> tuple[int, int, int]:

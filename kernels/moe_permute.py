@@ -13,12 +13,13 @@ Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), section 5.2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._rows import as_rows, ceil_div, contiguous, next_power_of_2
-from ._torch import has_no_values
 from ._triton import HAS_TRITON, launch, tl, triton
 
 MOST_EXPERTS = 1024  # of one call: a program holds all of them at once
@@ -152,15 +153,14 @@ class _Unpermute(torch.autograd.Function):
 
 
 @operator("moe_rows(Tensor experts, int num_experts) -> (Tensor row, Tensor counts)")
-def _rows_op(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _rows_op(experts: Tensor, num_experts: int) -> Iterator[tuple[Tensor, Tensor]]:
     row = experts.new_empty(experts.shape, dtype=torch.int32)
     counts = experts.new_empty(num_experts, dtype=torch.int32)
-    if has_no_values(experts):
-        return row, counts
-    N = experts.numel()
-    if N == 0 or num_experts == 0:
-        return row.fill_(-1), counts.zero_()
-    experts = experts.contiguous()
+    yield row, counts
+    if num_experts == 0:
+        row.fill_(-1)
+        return
+    N, experts = experts.numel(), experts.contiguous()
     block_e = max(next_power_of_2(num_experts), 16)
     block_n = max(8192 // block_e, 16)
     blocks = ceil_div(N, block_n)
@@ -171,20 +171,22 @@ def _rows_op(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     first = held.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, blocks) - held
     counts.copy_(held.sum(1, dtype=torch.int32))
     launch(_place_kernel, (blocks, 1, 1), num_warps=4, first_ptr=first, row_ptr=row, **shared)
-    return row, counts
 
 
 @operator("moe_permute(Tensor x, Tensor row, SymInt rows) -> Tensor y")
-def _permute_op(x: Tensor, row: Tensor, rows: int) -> Tensor:
+def _permute_op(x: Tensor, row: Tensor, rows: int) -> Iterator[Tensor]:
     y = x.new_empty((rows, x.shape[1]))
-    return y if has_no_values(x) or y.numel() == 0 else _scattered(x, y, row, None, None, None)
+    yield y
+    if rows:
+        _scatter(x, y, row, None, None, None)
 
 
 @operator("moe_unpermute(Tensor y, Tensor row, Tensor? weight) -> Tensor out")
-def _unpermute_op(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
+def _unpermute_op(y: Tensor, row: Tensor, weight: Tensor | None) -> Iterator[Tensor]:
     out = y.new_empty((row.shape[0], y.shape[1]))
-    if has_no_values(y) or out.numel() == 0:
-        return out
+    yield out
+    if len(out) == 0:
+        return
     (T, K), (R, D) = row.shape, y.shape
     y, stride = as_rows(y)
     block = min(next_power_of_2(D), 1024)
@@ -193,22 +195,18 @@ def _unpermute_op(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
         _unpermute_kernel, (T, ceil_div(D, block), 1), num_warps=4,
         y_ptr=y, row_ptr=row, weight_ptr=weight, out_ptr=out, R=R, Y_STRIDE=stride, K=K, D=D, BLOCK_D=block,
     )  # fmt: skip
-    return out
 
 
 @operator("moe_unpermute_backward(Tensor dout, Tensor y, Tensor row, Tensor weight) -> (Tensor dy, Tensor dweight)")
-def _backward_op(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _backward_op(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     dy, dweight = y.new_empty(y.shape), weight.new_empty(weight.shape)
-    if has_no_values(y):
-        return dy, dweight
-    if dout.numel() == 0 or y.numel() == 0:
-        return dy.zero_(), dweight.zero_()
-    return _scattered(dout, dy, row, y, weight, dweight), dweight
+    yield dy, dweight
+    _scatter(dout, dy, row, y, weight, dweight)
 
 
-def _scattered(
+def _scatter(
     x: Tensor, out: Tensor, row: Tensor, y: Tensor | None, weight: Tensor | None, dweight: Tensor | None
-) -> Tensor:
+) -> None:
     """Write the rows of `x`, times their weights, into `out`, zeros into rows without a choice, and dweight."""
     (T, K), (R, D) = row.shape, out.shape
     x, stride = as_rows(x)
@@ -216,13 +214,13 @@ def _scattered(
     filled = row.new_zeros(R)
     block = min(next_power_of_2(D), 1024)
     (weight,) = contiguous(weight)
-    if T:
-        launch(
-            _scatter_kernel, (T, 1, 1), num_warps=4, x_ptr=x, row_ptr=row.contiguous(), y_ptr=y, weight_ptr=weight,
-            out_ptr=out, filled_ptr=filled, dweight_ptr=dweight,
-            R=R, X_STRIDE=stride, Y_STRIDE=y_stride, K=K, D=D, BLOCK_D=block,
-        )  # fmt: skip
-    return zero_rows(out, filled)
+    launch(
+        _scatter_kernel, (T, 1, 1), num_warps=4, x_ptr=x, row_ptr=row.contiguous(), y_ptr=y, weight_ptr=weight,
+        out_ptr=out, filled_ptr=filled, dweight_ptr=dweight,
+        R=R, X_STRIDE=stride, Y_STRIDE=y_stride, K=K, D=D, BLOCK_D=block,
+    )  # fmt: skip
+    if R:
+        zero_rows(out, filled)
 
 
 def zero_rows(out: Tensor, filled: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Blocks: DeepSeek-V3 (2024), arXiv:2412.19437, section 3.3.2; e4m3: Micikevicius 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -141,13 +142,12 @@ def _reference(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tens
     "-> (Tensor values, Tensor scales, Tensor turned, Tensor turned_scales)",
     _reference,
 )
-def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     outs = _empty(x, square, rows, columns)
-    if has_no_values(x):
-        return outs
+    yield outs
     require_fp8(x.device)
-    if x.numel() == 0 or not (rows or columns):
-        return outs
+    if not (rows or columns):
+        return
     (M, K), (x, stride) = x.shape, as_rows(x)
     block_m = BLOCK if square or columns else ROWS
     grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
@@ -156,7 +156,6 @@ def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Te
         _quantize_kernel, grid, num_warps=block_m // 16, x_ptr=x, **{n: t if t.numel() else None for n, t in named},
         M=M, K=K, X_STRIDE=stride, SQUARE=square, BLOCK_M=block_m, BLOCK_K=BLOCK,
     )  # fmt: skip
-    return outs
 
 
 @triton.jit

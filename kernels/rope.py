@@ -20,6 +20,7 @@ joins them. The gradients of the weights are summed in two stages of fixed order
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ from torch import Tensor
 from ._dispatch import REFERENCE_DTYPES, operator, refuse_second_derivative, runs_triton
 from ._rope_kernels import norm_backward_kernel, rotate_kernel
 from ._rows import MAX_ROWS, by_heads, ceil_div, contiguous, next_power_of_2, sum_partials
-from ._torch import has_no_values
 from ._triton import launch, multiprocessors
 
 
@@ -186,7 +186,7 @@ def _parts(x: Tensor, k: Tensor | None, H: int, Hkv: int) -> tuple[Tensor, Tenso
 def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> bool:
     """Raise `ValueError` unless the inputs go together; return whether the kernel runs, not the reference."""
     cos, sin, q_weight, k_weight = options[:4]
-    if q.dim() != 4 or q.dtype not in REFERENCE_DTYPES:
+    if q.dim() != 4 or q.shape[2] == 0 or q.dtype not in REFERENCE_DTYPES:
         raise ValueError(f"q is {q.dtype} {tuple(q.shape)}; it must be floating, [B, T, heads, head_dim]")
     B, T, _, K = q.shape
     if k is not None and (k.dim() != 4 or (*k.shape[:2], k.shape[3]) != (B, T, K) or k.dtype != q.dtype):
@@ -247,12 +247,11 @@ _OPTIONS = "Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float ep
 
 
 @operator(f"rope_forward(Tensor q, Tensor? k, {_OPTIONS}) -> Tensor y")
-def _forward_op(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
+def _forward_op(q: Tensor, k: Tensor | None, *given: Any) -> Iterator[Tensor]:
     heads = q.shape[2] + (0 if k is None else k.shape[2])
     y = q.new_empty((*q.shape[:2], heads, q.shape[3]))
-    if not has_no_values(q) and y.numel() > 0:
-        _rotate((q, k, None), _Options(*given), y, back=False)
-    return y
+    yield y
+    _rotate((q, k, None), _Options(*given), y, back=False)
 
 
 @operator(
@@ -261,22 +260,15 @@ def _forward_op(q: Tensor, k: Tensor | None, *given: Any) -> Tensor:
 )
 def _backward_op(
     dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *given: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     options = _Options(*given)
     heads = sum(0 if t is None else t.shape[2] for t in (dq, dk, dv))
     dx = dq.new_empty((*dq.shape[:2], heads, dq.shape[3]))
     weights = options.q_weight, options.k_weight
     dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
-    outs = dx, dq_weight, dk_weight
-    if has_no_values(dq):
-        return outs
-    if dx.numel() == 0:
-        dq_weight.zero_()
-        dk_weight.zero_()
-        return outs
+    yield dx, dq_weight, dk_weight
     if options.q_weight is None:
-        _rotate((dq, dk, dv), options, dx, back=True)
-        return outs
+        return _rotate((dq, dk, dv), options, dx, back=True)
     B, T, _, K = dq.shape
     block_t, block_h = _tile(dx, dq, dk, elements=2048)
     programs = min(ceil_div(B * T, block_t), 2 * multiprocessors(dx.device))
@@ -288,7 +280,6 @@ def _backward_op(
         BLOCK_T=block_t, BLOCK_H=block_h, **options.arguments(K),
     )  # fmt: skip
     sum_partials(partials, dq_weight, dk_weight)
-    return outs
 
 
 def _rotate(heads: tuple[Tensor, Tensor | None, Tensor | None], options: _Options, y: Tensor, back: bool) -> None:

@@ -4,6 +4,7 @@
 # (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from .._dispatch import operator
 from .._flops import flops
 from .._rows import by_heads, contiguous
-from .._torch import has_no_values
 from .._triton import launch, tl, triton
 from . import tiles
 from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, query_spans, sees_keys
@@ -28,21 +28,17 @@ from .tiles import capped_scores, load_rows, store_rows
 def backward_op(
     grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     *given, impl, out_dtype = options
     scores = Scores(*given)
     dq, dk, dv = (t.new_empty(t.shape, dtype=out_dtype) for t in (query, key, value))
-    outs = dq, dk, dv
-    if has_no_values(query):
-        return outs
+    yield dq, dk, dv
+    if dk.numel() == 0:
+        dq.zero_()
+        return
     if impl == "reference":
         with torch.autocast(query.device.type, enabled=False):
-            backward_reference(outs, grad, dlse, query, key, value, output, lse, scores)
-        return outs
-    if dq.numel() == 0 or dk.numel() == 0:
-        for gradient in outs:
-            gradient.zero_()
-        return outs
+            return backward_reference((dq, dk, dv), grad, dlse, query, key, value, output, lse, scores)
     (B, T, H, _), (keys, groups), V = query.shape, key.shape[1:3], value.shape[3]
     lse, dlse = contiguous(lse, dlse)  # type: ignore[assignment]
     rows = query.new_empty((2, B, H, T), dtype=torch.float32)  # lse log2 e, and delta
@@ -62,7 +58,6 @@ def backward_op(
             kernel, grid, num_warps=tile.warps, **shared, **written, rows_ptr=rows, size=B * H * T,
             BLOCK_M=tile.blocks[0], BLOCK_N=tile.blocks[1], STAGES=tile.stages,
         )  # fmt: skip
-    return outs
 
 
 @flops(torch.ops.mpcore.attention_backward)

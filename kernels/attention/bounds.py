@@ -39,7 +39,7 @@ class Scores(NamedTuple):
     ) -> Scores:  # fmt: skip
         """Raise `ValueError` unless the inputs of `attention` go together; return how its scores are computed."""
         _check_tensors(query, key, value)
-        scale = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
+        scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
         if not 0 < scale < math.inf:
             raise ValueError(f"scale {scale} is not a positive number")
         if softcap is not None and not 0 < softcap < math.inf:
@@ -59,6 +59,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"{given}: each must have 4 dimensions [B, T, H, K]")
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"{given} are not [B, Tq, H, K], [B, Tk, Hkv, K] and [B, Tk, Hkv, Kv]")
+    if 0 in (query.shape[3], value.shape[3]):
+        raise ValueError(f"{given}: heads have no dimensions; K and Kv must be at least 1")
     if query.shape[2] % max(key.shape[2], 1) or query.shape[2] < key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} KV heads")
     for name, t in (("key", key), ("value", value)):

@@ -4,6 +4,7 @@
 # (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from .._dispatch import operator
 from .._flops import flops
 from .._rows import by_heads
-from .._torch import has_no_values
 from .._triton import launch, tl, triton
 from . import tiles
 from .bounds import Scores, block_start, count_blocks, key_spans, load_bounds, sees_keys
@@ -23,27 +23,21 @@ OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, s
 
 
 @operator(f"attention_forward(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor lse)")
-def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Iterator[tuple[Tensor, Tensor]]:
     *given, impl, out_dtype = options
     (B, T, H, _), scores = query.shape, Scores(*given)
     output = query.new_empty((B, T, H, value.shape[3]), dtype=out_dtype)
     lse = query.new_empty((B, H, T), dtype=torch.promote_types(query.dtype, torch.float32))
-    outs = output, lse
-    if has_no_values(query):
-        return outs
+    yield output, lse
     if impl == "reference":
         with torch.autocast(query.device.type, enabled=False):
-            forward_reference(outs, query, key, value, scores)
-        return outs
-    if output.numel() == 0:
-        return outs
+            return forward_reference((output, lse), query, key, value, scores)
     tile = tiles.tile("forward", query, value, scores)
     launch(
         _forward_kernel, (tiles.programs(T, tile.blocks[0], B * H), 1, 1), num_warps=tile.warps,
         **by_heads(q=query, k=key, v=value), **tiles.arguments(query, key, value, scores),
         output_ptr=output, lse_ptr=lse, BLOCK_M=tile.blocks[0], BLOCK_N=tile.blocks[1], STAGES=tile.stages,
     )  # fmt: skip
-    return outs
 
 
 @flops(torch.ops.mpcore.attention_forward)
