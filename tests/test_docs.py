@@ -285,8 +285,9 @@ def test_the_program_for_slurm_saves_when_a_signal_comes_and_resumes(tmp_path, m
     assert left.value.code == 75
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["step-00000003"]
     train(mesh, 6, "stopped")
-    assert len(whole) == 6
-    assert capsys.readouterr().out.splitlines() == whole
+    assert len(whole) == 7
+    told = ["saved step 3", "resumed after step 3"]
+    assert capsys.readouterr().out.splitlines() == [*whole[:3], *told, *whole[3:]]
 
 
 @pytest.mark.slow
@@ -302,13 +303,18 @@ def test_the_program_for_slurm_saves_and_resumes_under_torchrun(tmp_path):
     assert stopped.stdout is not None
     lines = [stopped.stdout.readline() for _ in range(3)]
     stopped.send_signal(signal.SIGTERM)
-    lines += stopped.communicate(timeout=60)[0].splitlines(keepends=True)
+    *rest, saved = stopped.communicate(timeout=60)[0].splitlines(keepends=True)
+    lines += rest
+    assert saved == f"saved step {len(lines)}\n"
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == [f"step-{len(lines):08}"]
     steps = len(lines) + 3
     resumed, _ = start(steps, "stopped").communicate(timeout=60)
     whole, _ = start(steps, "whole").communicate(timeout=60)
-    assert whole.count("\n") == steps
-    assert "".join(lines) + resumed == whole
+    done = len(lines)
+    told = [f"saved step {done}\n", f"resumed after step {done}\n"]
+    expected = whole.splitlines(keepends=True)
+    assert len(expected) == steps + 1  # the last one says that it is saved
+    assert [*lines, *told[:1], *resumed.splitlines(keepends=True)] == [*expected[:done], *told, *expected[done:]]
 
 
 def test_the_page_on_parameter_servers_has_what_staleness_costs():

@@ -181,7 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     fits = [e for e in found if e.fits(machine)]
     if fits:
         print(f"the fastest: {' '.join([fits[0].flags, *args.arguments])}")
-        print(f"best choices, where no other layout is both faster and smaller: {len(frontier(found, machine))}")
+        rows = ", ".join(str(fits.index(e) + 1) for e in frontier(found, machine))
+        print(f"best choices, where no other layout is both faster and smaller: rows {rows}")
     if other is not None:
         again = [(e.sizes, e.arguments) for e in found if not e.refused]
         changed = search(counter, other, args.arguments, again, args.unfused)

@@ -55,7 +55,7 @@ def describe(path: str | os.PathLike[str], *, all_tensors: bool = False) -> str:
         if name.startswith("optimizer/") and not all_tensors:
             continue
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        lines.append(f"  {name:{width}}  {entry.dtype:5} {shape:>16}  in {len(entry.chunks)}")
+        lines.append(f"  {name:{width}}  {entry.dtype:5} {shape:>16}  chunks: {len(entry.chunks)}")
     for slot, names in slots.items():
         dtypes = ", ".join(sorted({m.tensors[name].dtype for name in names}))
         size = sum(sizes[name] for name in names)

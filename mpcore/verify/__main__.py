@@ -36,14 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "model", nargs="?", metavar="package.module:build", help="build(mesh) or build(mesh, sequence_parallel)"
     )
-    parser.add_argument("--hf", metavar="PATH", help="in its place: the folder or config.json of a Hugging Face model")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of that config")
+    parser.add_argument(
+        "--hf", metavar="PATH", help="instead of build: the folder or config.json of a Hugging Face model"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a field of the config of --hf"
+    )
     run = parser.add_argument_group("what runs")
     run.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
     run.add_argument("--dtype", choices=_DTYPES, default="float64", help="of the layouts' runs (default float64)")
     run.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
     run.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
-    text = "virtual degree: no bit may differ, see docs/bitwise.md (take --dtype float32 too)"
+    text = "require equal bits, with this virtual degree (docs/bitwise.md); also pass --dtype float32"
     run.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
     output = parser.add_argument_group("output")
     output.add_argument("--html", metavar="PATH", help="write the result as a page too")
