@@ -22,9 +22,9 @@ td:first-child, th:first-child, td:last-child { text-align: left }
 def table(verdicts: Sequence[Verdict]) -> str:
     """Return one line per layout: the largest difference of each stage in ULPs, and the first tensor that differs."""
     width = max(8, *(len(v.layout) for v in verdicts))
-    lines = [f"{'layout':<{width}}  " + "  ".join(f"{stage:>12}" for stage in STAGES) + "  result (largest ULPs)"]
+    lines = [f"{'layout':<{width}}  " + "  ".join(f"{stage:>8}" for stage in STAGES) + "  result (largest ULPs)"]
     for v in verdicts:
-        cells = "  ".join(f"{_number(v, stage):>12}" for stage in STAGES)
+        cells = "  ".join(f"{_number(v, stage):>{max(8, len(stage))}}" for stage in STAGES)
         lines.append(f"{v.layout:<{width}}  {cells}  {result(v)}")
     lines += [f"{v.layout}: {v.departure or v.error}" for v in verdicts if not v.equal]
     return "\n".join(lines)
