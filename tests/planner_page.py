@@ -107,22 +107,22 @@ Presets for such rows: `megatron-gpt` (GELU, layer norm, learned positions, bias
 """
 SEARCH = """The search that the first lines of this page show tries 1,224 layouts. With 144 more, whose flags change nothing on their mesh and are now left
 out, it took 293 CPU seconds on 2026-11-25 on a busy machine of two cores. It counts no layout that arithmetic rules out, and no larger micro-batch where a smaller one doesn't fit."""
-HALVES = """The tables of the source were dealt out by a rule fixed beforehand: errors of the first, third, .. table were looked at while the planner was
-changed; those of the second, fourth, .. table were not (their times had been read, and the errors of an earlier
-planner published). They were predicted by three versions of the method. The first had a mean error of 4.9 % and 17.9 % at most; then a test on made-up
-runs had `--suggest` weigh errors by their logarithms. All rows together, with these among them, were also fitted in between to find faults. So these
-rows are less than untouched. Each line fits the four layouts that `--suggest 4` names of its rows, predicts the others, and compares, for each model
-with several layouts, the time of the one that seems to be the fastest, by a known time or a predicted one, with the least time.
+HALVES = """The source has several tables, split by a rule that was fixed beforehand. The errors of the first, third, .. table were looked at while the planner was
+changed. The errors of the second, fourth, .. table were not; but their times had been read, and the errors of an earlier planner were published. Three
+versions of the method predicted these runs. The first version had a mean error of 4.9 % and 17.9 % at most. After it, a test on made-up runs led `--suggest` to
+weigh errors by their logarithms. All rows together, including these, were also fitted in between, to find faults. So these rows are not a clean test set.
+Each line of the table fits the four layouts that `--suggest 4` names among its rows, and predicts the others. For each model with several layouts
+it takes the layout that seems fastest, by a known or a predicted time, and compares the time of this layout with the least time.
 
-Which four runs are measured matters as much as the method, since some of the source's times are off by more than a planner can know: a run that took a
-fifth longer than its like spoils the fit if it is one of the four, and the choice if it is not. So the table has the mean of random halves of the
-tables too. Its last three lines are no forecasts. The first of them fits all times, and shows what errors and choices are left even then. More than half
-of what choices cost there comes from one run, line 775: it took 113.0 s for a batch of 1,568, and line 776 took 114.1 s for 2,048. The last line takes the
-fitted times as true and lets each run vary: by 1 % as repeated runs of one layout do, and as often and as far as the lines named below the table
-took longer. It is what choices would cost a planner without any error.
+The choice of the four measured runs matters as much as the method, because some times of the source are off by more than a planner can predict. A run that took
+a fifth longer than similar runs spoils the fit if it is one of the four, and spoils the choice if it is not. So the table also has means over random halves of
+the tables. Its last three lines are not predictions. The first of them fits all times, and shows the errors and costs of choices that remain even then. One run
+causes more than half of these costs: line 775 took 113.0 s for a batch of 1,568, and line 776 took 114.1 s for 2,048. The last line takes the fitted times as true, and
+varies each run: by 1 %, as repeated runs of one layout vary, and as often and as far as the lines named below the table took longer. It shows what
+choices would cost a planner without any error.
 """
 NOT = """
-## What was not modelled
+## Not modelled
 
 - The runs are of other runtimes; the counts are of this one. Its memory is this one's too, so rows that ran elsewhere may be planned too large:
   this runtime sums gradients in float32, and keeps more without recomputation than one with other fused kernels.

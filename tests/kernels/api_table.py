@@ -42,7 +42,7 @@ GRADIENTS = {
 HEAD = """\
 # Kernels
 
-## What to call
+## Functions
 
 Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`
 (`from mpcore.kernels import rms_norm` imports the module). The functions accept local tensors and don't communicate.

@@ -204,31 +204,33 @@ TWO_STAGES = {("sm_80", f"{norm} D=8192 fp32 residual") for norm in ("rms_norm",
 
 LEFT_OUT = """
 
-## What is fused, and what is left out
+## Fused operations
 
-| fusion | fused in | left out, and why |
+| fusion | fused in | not fused, and why |
 |---|---|---|
-| bias + dropout + residual | `dropout_add`, one pass; backward draws the mask again | the norm after it: with \
-dropout on it is a second launch, which reads the residual stream once more. Without dropout the norm adds the \
-residual |
-| norm backward | `rms_norm`, `layer_norm`: dx, the residual's gradient, dweight and dbias in one pass | rows \
-above 16384 (12288 with a bias), or above 8192 in float32: a multiprocessor can't hold a row and its sums, and plain \
+| bias + dropout + residual | `dropout_add`: one pass. Backward draws the mask again | The next norm: with dropout \
+on it is a second launch, which reads the residual stream again. With dropout off the norm kernel adds the residual \
+|
+| norm backward | `rms_norm`, `layer_norm`: the gradients of input, residual, weight and bias in one pass | Rows \
+above 16384 (12288 with a bias), or above 8192 in float32: a multiprocessor can't hold a row and its sums, so plain \
 torch runs |
-| RoPE and the norm of queries and keys | `rope`, `rope_qkv`: both of one packed projection, one launch | - |
-| softmax with a soft cap | `attention`, `cross_entropy`, `linear_cross_entropy`: `softcap` | - |
-| weighted sum of a token's experts | `moe_unpermute`: products with the router's weights, added in float32; \
-backward computes their gradient in the pass that scatters the rows | the products and the activation between them: \
-`grouped_linear` is torch's `grouped_mm`, which reads contiguous rows |
-| cross-entropy with z-loss and label smoothing | `cross_entropy`: both from the sums of the one pass over the \
-logits | - |
+| RoPE and the norm of queries and keys | `rope`, `rope_qkv`: one launch for both; `rope_qkv` accepts a packed \
+projection | - |
+| softmax with a soft cap | `attention`, `cross_entropy`, `linear_cross_entropy`: the argument `softcap` | - |
+| weighted sum of a token's experts | `moe_unpermute`: multiplies by the router's weights and adds in float32. \
+Backward computes the gradient of the weights in the pass that scatters the rows | The experts' matrix products and \
+their activation: `grouped_linear` calls torch's `grouped_mm`, which reads contiguous rows |
+| cross-entropy with z-loss and label smoothing | `cross_entropy`: computes both from the sums of its one pass over \
+the logits | - |
 | AdamW with unscale, clip and stochastic rounding | `adamw_foreach`: one launch for all parameters of the same \
-dtypes | the gradient's norm, which must be known before: torch's `vector_norm`, one reading |
-| gradients added to `main_grad` in float32 | norms (in the launch that sums their partial sums), column and row \
-layers (in float32 the product adds to it; in half precision on a GPU a float32 product, then an addition) | \
-experts and chunked linear cross-entropy: autograd accumulates, and the sum moves |
-| FP8 quantisation | `quantize_fp8`: 1 x 128 and 128 x 128 blocks, rows and their transpose from one read | per \
-tensor: the scale needs a pass of its own, or the last step's. MXFP8: nothing here multiplies it, and quantised \
-layouts that nothing reads would be unproven |
+dtypes | The norm of the gradient: the update needs it first. torch's `vector_norm` reads the gradients once |
+| addition of gradients to `main_grad` in float32 | Norms: the launch that adds up their partial sums. Column- and \
+row-parallel layers: in float32 the matrix product adds to `main_grad`; in half precision on a GPU a float32 \
+product, then an addition | Experts and chunked linear cross-entropy: autograd accumulates their gradient, and \
+mpcore then adds it to `main_grad` |
+| FP8 quantization | `quantize_fp8`: 1 x 128 and 128 x 128 blocks; one read gives the rows and their transpose | One \
+scale per tensor: it needs a second pass, or the scale of the last step. MXFP8: no product in mpcore reads it, so no \
+test could prove it |
 """
 
 Facts = dict[str, Any]
@@ -360,7 +362,7 @@ def table(document: dict[str, Any]) -> str:
     targets = document["targets"]
     lines = [
         api_table.table(),
-        "## What they compile to",
+        "## Compiled kernels",
         "",
         "`python tests/kernels/compile_table.py` wrote this table; `tests/kernels/test_compile.py` compares it",
         f"with the kernels. Triton {document['triton']} compiled them without a GPU. Each cell: registers per",
@@ -388,7 +390,7 @@ def _overlap(cases: dict[str, dict[str, Facts]], moved: dict[str, dict[str, floa
     """What the machine code for sm_90 says about speed, one row per kernel."""
     lines = [
         "",
-        "## What their machine code says",
+        "## Machine code",
         "",
         "The same command wrote this table, from the SASS for sm_90 (`tests/kernels/machine_code.py`).",
         "",
