@@ -86,9 +86,9 @@ def load_step(kind: str) -> Step:
 
 LOAD = (
     "all checksums are verified before any tensor changes, so each page is read twice: once for its checksum, once for "
-    "the copy, which four threads make; safetensors verifies nothing"
+    "the copy, which four threads of mpcore's loader make; safetensors verifies nothing"
 )
-SAVE = "a checksum of each tensor, which safetensors has not, and the folder's manifest"
+SAVE = "a checksum of each tensor and a manifest of the folder; safetensors writes no checksum"
 ROWS = [
     Row(
         f"{verb} a checkpoint of 201 MB",

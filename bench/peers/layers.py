@@ -170,11 +170,12 @@ def loss_step(dtype: torch.dtype, side: str) -> Step:
 
 
 OVERLAP = (
-    "the two all-reduces, and a backward in Python that starts the input gradient's all-reduce before the weight's "
-    "product; torch's backward computes both at once, so nothing could run beside the message"
+    "the two all-reduces, and a backward in Python, which starts the all-reduce of the input's gradient before it "
+    "computes the weight's gradient, so that both run at the same time. torch's backward computes both gradients in "
+    "one call, and nothing is left to overlap with the all-reduce."
 )
 MLP_NAME = "MLP of two linear layers on tp 8, host time"
-SP_NAME = "the same with sequence parallel"
+SP_NAME = "the MLP with sequence parallel, host time"
 ROWS = [
     Row(MLP_NAME, "nn.Linear, unsharded", mpcore_mlp, plain_mlp, 1 / 1.35, fake=TP),
     Row(MLP_NAME, "nn.Linear of the local sizes", mpcore_mlp, local_mlp, 0.5, fake=TP, why=OVERLAP),
@@ -182,9 +183,10 @@ ROWS = [
     Row(MLP_NAME, "Megatron-Core", mpcore_mlp, megatron_mlp, 1.2, fake=TP, needs="megatron",
         why="Megatron-Core does the same work: " + OVERLAP),
     Row(MLP_NAME, "fairscale", mpcore_mlp, fairscale_mlp, 1.0, fake=TP, needs="fairscale",
-        why=OVERLAP + ". fairscale starts it behind that product, and waits"),
+        why=OVERLAP + " fairscale starts the all-reduce after the weight's gradient, and waits for it."),
     Row(SP_NAME, "DTensor", partial(mpcore_mlp, True), partial(dtensor_mlp, True), 6.0, fake=TP,
-        why="four gathers and reduce-scatters, each with a copy, as the sequence is not the first dimension"),
+        why="four collectives, all-gathers and reduce-scatters, each with a copy, as the sequence is not the first "
+        "dimension"),
     *(
         Row(f"cross-entropy, {str(dtype)[6:]}, one rank", "F.cross_entropy", partial(loss_step, dtype, "mpcore"),
             partial(loss_step, dtype, "torch"), tolerance=tolerance,

@@ -19,20 +19,23 @@ ABOUT = """# How does mpcore compare with other libraries?
 `python -m bench.peers{runs} --write docs/peers.md` wrote this page in {minutes:.1f} minutes. Each row
 runs in processes of its own. First the benchmark compares the results of mpcore and the peer: a row whose losses or
 gradients differ is an error and has no number. Then the benchmark times mpcore and the peer alternately, in several
-rounds, with one thread per rank.
+rounds. torch computes with one thread per rank.
 
-**The ratio is the peer's CPU time divided by mpcore's: above 1 mpcore is faster.** It is the median over rounds, with
-the 20th to 80th percentile. CPU time is summed over ranks. Wall time is unreliable: other programs use the machine.
+**The ratio is the peer's CPU time divided by mpcore's: above 1 mpcore is faster.** It is the median over the rounds of
+all runs, with the 20th to 80th percentile; `each run` has the median of each run. CPU time is summed over ranks. Wall
+time is unreliable: other programs use the machine. A row with *host time* runs one rank of tp 8, with small layers and
+a process group that sends nothing: what is left is mostly the host's work, which a step on a GPU needs too.
 
 The target is the ratio that we aim for. `met`: the median reaches it. `missed`: the 80th percentile is below it.
-`unclear`: only the median is below it. The benchmark uses no GPU. On a GPU the figures show what a step costs the host.
+`unclear`: only the median is below it, before it is rounded. The benchmark uses no GPU.
 """
 
 EXPLAINED = """## Why are some rows below their target?
 
 The same run counted what rank 0 does in one step of mpcore and of the peer. Calls are those of Python functions and C
-functions on the main thread, as cProfile counts them. Operators are torch's, views included. A copy is an operator that
-only copies; the MiB are what all copies write.
+functions on the main thread, as cProfile counts them. Operators are torch's, views included. A product is a matrix
+product. A message is a collective, a send or a receive. A copy is an operator that only copies; the MiB are those of
+all copies together.
 
 | what | peer | work of mpcore | work of the peer | what costs the time |
 |---|---|---|---|---|
@@ -61,8 +64,8 @@ def write(page: Path, results: Sequence[Result], took: float) -> None:
         "",
         f"![The peer's CPU time divided by mpcore's, by row]({page.stem}.png)",
         "",
-        "| what | peer | ratio (p20-p80) | each run | target | result | mpcore, peer: ms per step | wall-time ratio "
-        "| peak MiB: mpcore, peer |",
+        "| what | peer | ratio (p20-p80) | each run | target | result | CPU ms per step: mpcore, peer "
+        "| wall-time ratio | peak MiB: mpcore, peer |",
         "|---|---|---|---|---|---|---|---|---|",
         *map(_row, results),
         "",
