@@ -51,6 +51,8 @@ def test_what_it_tells_to_write_exists():
     for code in told:
         if code.startswith("mpcore "):
             assert code.split()[1] in COMMANDS
+        elif code.startswith("sbatch "):
+            assert code in (ROOT / "docs" / "launch.md").read_text()
         elif not code.startswith("srun"):
             check_code(code)
 
