@@ -108,7 +108,7 @@ def _plot(results: Sequence[Result], file: Path, title: str) -> None:
     axes = figure.subplots()
     for place, result in enumerate(results):
         low, middle, high = result.ratio()
-        axes.barh(place, middle, color="tab:green" if result.verdict == "met" else "tab:orange")
+        axes.barh(place, middle, color="tab:blue" if result.verdict == "met" else "tab:orange")
         axes.plot([low, high], [place, place], color="black", linewidth=1)
         axes.plot([result.row.at_least], [place], marker="|", color="tab:red", markersize=12)
     names = [f"{result.row.name} / {result.row.peer}" for result in results]
