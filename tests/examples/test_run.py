@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import struct
+import time
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,9 @@ def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypat
     assert ("experts/dropped/0", 3) in expected
     assert ("val_loss", 3) in expected
     assert tensorboard_of(tmp_path / "tensorboard") == expected
+    until = time.monotonic() + 30  # a process of wandb writes its file
+    while wandb_of(tmp_path / "wandb") != expected and time.monotonic() < until:
+        time.sleep(0.2)
     assert wandb_of(tmp_path / "wandb") == expected
 
 
