@@ -19,8 +19,8 @@ class Dropout(ParallelLayer, RandomModule):
     """Zero elements by a mask that depends only on (seed, this module's name, sample, token, feature).
 
     All ranks that hold the same element use the same mask. The mask does not depend on tp, cp, dp, pp or the
-    micro-batch size, and recomputation draws it again. Call `mpcore.materialize` or `mpcore.seed_dropout` to set the
-    seed.
+    micro-batch size, and recomputation draws the same mask. Call `mpcore.materialize` or `mpcore.seed_dropout` to set
+    the seed.
 
     Args:
         p: probability of zeroing an element, in [0, 1).

@@ -6,8 +6,8 @@ import json
 import math
 import shlex
 import struct
-import time
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -92,8 +92,8 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     """Keep this rank's tokens of full sequences. Shard tokens, targets, positions and masks with this function.
 
     Shift the targets first (`tokens[:, :-1], tokens[:, 1:]`), so that no token at a shard's border is lost. The input
-    must be the same on every rank of cp. Backward all-gathers the shards' gradients (I -> S(dim) in
-    `mpcore.collectives`).
+    must be the same on every rank of cp. Backward all-gathers the shards' gradients (from replicated to
+    sharded: I -> S(dim) in `mpcore.collectives`).
 
     Args:
         batch: `[..., T]`, or a mapping of names to such tensors.
@@ -108,9 +108,9 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
         ValueError: if the pattern is unknown, there are fewer tokens than ranks, or the tensors have different lengths.
 
     Note:
-        - Do not use this on activations, such as images merged into text. Parameter gradients are summed over cp as
-          over data, so gradients of these activations would count cp times. Use `x.index_select(dim,
-          sequence_index(...))`.
+        - Do not use this on activations, such as image embeddings merged into text embeddings: backward all-gathers
+          their gradients, and the gradients of the parameters that computed them are summed over cp once more. Use
+          `x.index_select(dim, sequence_index(...))`.
 
     Example:
         >>> tokens = torch.arange(9).unsqueeze(0)

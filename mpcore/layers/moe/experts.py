@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupedLinear(ParallelModule):
-    """One linear layer without bias per expert: `y = x W[e]^T`.
+    """One linear layer per expert, without bias: `y = x W[e]^T`.
 
     Args:
         num_experts, in_features, out_features: sizes of the unsharded layer.
@@ -29,7 +29,8 @@ class GroupedLinear(ParallelModule):
         blocks: lengths of the matrices that are concatenated in each expert's output features, for example gate and up.
             Muon orthogonalizes each of them separately. (): the output features are one matrix.
         used_share: the fraction of the experts that each token uses, for FLOP counts.
-        init: fills the logical weight [E, F, D]; None: the initial values of `torch.nn.Linear`.
+        init: fills the logical weight [num_experts, out_features, in_features]; None: the initial values of
+            `torch.nn.Linear`.
         like: `TensorOptions`.
 
     Example:

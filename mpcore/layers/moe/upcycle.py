@@ -11,11 +11,11 @@ from mpcore.sharding.declarations import named_modules
 
 
 def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor]:
-    """Convert a dense model's full state dict to that of a mixture: each expert is a copy of the layer's MLP.
+    """Convert a dense model's full state dict to a mixture's: each expert copies the dense MLP of its layer.
 
-    With normalized weights, `routed_scale=1` and no shared experts, the mixture's first output equals the dense model's
-    for any router. With `top_k=1` weights are not normalized: then each MLP's output is multiplied by the router's
-    score.
+    With normalized router scores, `routed_scale=1` and no shared experts, the mixture's first output equals the dense
+    model's for any router. With `top_k=1` the scores are not normalized: then each MLP's output is multiplied by the
+    router's score.
 
     Args:
         state: the dense model's state dict from `mpcore.full_state_dict`. The dense model must have a `ParallelMLP`
