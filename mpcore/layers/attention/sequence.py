@@ -92,8 +92,8 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     """Keep this rank's tokens of full sequences. Shard tokens, targets, positions and masks with this function.
 
     Shift the targets first (`tokens[:, :-1], tokens[:, 1:]`), so that no token at a shard's border is lost. The input
-    must be the same on every rank of cp. Backward all-gathers the shards' gradients (from replicated to
-    sharded: I -> S(dim) in `mpcore.collectives`).
+    must be the same on every rank of cp. Backward all-gathers the shards' gradients (I,
+    replicated with a replicated gradient, -> S(dim), sharded, in `mpcore.collectives`).
 
     Args:
         batch: `[..., T]`, or a mapping of names to such tensors.
