@@ -235,7 +235,7 @@ def critical_path(ranks: Sequence[Sequence[Event]]) -> tuple[float, float]:
     """Return the seconds from the first event to the last, and those in waits on the rank that waits most.
 
     Args:
-        ranks: the events of each rank, as `Link.events`. What a host does between them takes no time here.
+        ranks: the events of each rank, as in `Link.events`. Other work of the host counts as no time.
     """
     clocks, waited, places = [0.0] * len(ranks), [0.0] * len(ranks), [0] * len(ranks)
     starts: dict[tuple, list[tuple[float, float]]] = defaultdict(list)  # of each rank, with the seconds of its bytes

@@ -351,7 +351,7 @@ def _begin(held: Held) -> tuple[list[GradientEdge], list[Tensor]]:
 
 
 def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int, m: int) -> None:
-    """Raise ValueError if the outputs differ from those that the next stage expects, in number, shape or dtype."""
+    """Raise ValueError if the next stage expects another number of outputs, or other shapes or dtypes."""
     if len(outputs) != len(metas):
         raise ValueError(
             f"stage {stage} returns {len(outputs)} outputs in micro-batch {m}, {len(metas)} in its first forward of "

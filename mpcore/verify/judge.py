@@ -405,7 +405,7 @@ class Judge:
 def _parts(
     layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
-    """Yield the parts of a unsharded tensor that a rank may hold.
+    """Yield the parts of an unsharded tensor that a rank may hold.
 
     They are its rows and tokens, and of them the declared features, or a shard of one dimension.
     """
