@@ -46,7 +46,8 @@ oldest: ## the suite on the oldest torch and Triton that are promised, with all 
 	.venv-oldest/bin/python -m pytest -m "not slow"
 
 mutation: $(STAMP) ## break copies of the library on purpose and report what the tests notice (an hour on 2 cores)
-	$(RUN) -m tests.mutations --all --seed 1 2 --count 15 --write docs/mutations.md
+	$(RUN) -m tests.mutations.lines
+	$(RUN) -m tests.mutations --all --seed 330 --count 1000 --new 200 --record tests/mutations/drawn.json --write docs/mutations.md
 	$(RUN) -m tests.mutations --hand --files 1 --write docs/mutations.md
 
 bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)

@@ -65,11 +65,8 @@ def start_pool(most: int = 4) -> Pool:
 def _prepare() -> None:
     """In a rank, have a run of the example write a short text, and look for its code and its corpus only once."""
     from examples.gpt import generate, setup
-    from tests.mutations import lines
 
     strict_memory()
-    if lines.FOLDER in os.environ:
-        lines.follow(os.environ[lines.FOLDER])
     find, corpora = setup.default_corpus, {}
 
     def corpus(tokenizer: setup.Tokenizer) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import ast
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutations import lines, report
+from tests.mutations import report
 from tests.mutations.choice import Project, changed_lines, default_base, pitfalls
 from tests.mutations.hand import MUTATIONS
+from tests.mutations.lines import Lines, scopes
 from tests.mutations.operators import candidates, changes_something, sample
 from tests.mutations.patterns import Hand, StaleError, locate
 from tests.mutations.record import Record
 from tests.mutations.report import Row
-from tests.mutations.trial import Copy, Verdict
+from tests.mutations.trial import Verdict, copies
 
 ROOT = Path(__file__).parents[1]
 STALE_ALLOWED = 0.1
@@ -216,21 +216,33 @@ def test_only_changed_lines_are_drawn_and_a_moved_file_has_none(tiny):
 # --- trials -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_copy_of_the_tree_judges_a_change(tiny, tmp_path):
     source, path = TINY["mpcore/inner/total.py"], Path("mpcore/inner/total.py")
-    copy = Copy(tiny, tmp_path / "copy")
-    assert (copy.folder / "mpcore" / "kernels").is_symlink()
-    tests = ["tests/test_total.py", "tests/test_user.py"]
+    tests = ["tests/test_total.py", "tests/test_user.py::test_twice"]
     minus, bound = (next(m for m in candidates(source) if m.operator == name) for name in ("arithmetic", "compare"))
-    killed = copy.judge(path, minus.applied(source), tests, 60)
-    assert (killed.kind, killed.by) == ("killed", "tests/test_total.py::test_pitfall_03_04_add")
-    assert copy.judge(path, bound.applied(source), tests, 60).kind == "survived"
-    copy.passes["tests/test_other.py::test_red"] = False  # as its run without a change says
-    assert copy.judge(path, source, ["tests/test_other.py"], 60).kind == "unsure"
-    asleep = "import time\ntime.sleep(60)\n" + source
-    assert copy.judge(path, asleep, tests, 0.5).kind == "timeout"
-    assert (copy.folder / path).read_text() == (tiny / path).read_text() == source
+    (tiny / "tests/test_daemon.py").write_text(  # it leaves a process in a session of its own
+        "import os\ndef test_daemon():\n    if os.fork() == 0:\n        os.setsid()\n"
+        f"        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n        import time; time.sleep(60)\n"
+        f"    while not os.path.exists({str(tmp_path / 'pid')!r}): pass\n"
+    )
+    with copies(tiny, 1) as (copy,):
+        assert (copy.folder / "mpcore" / "kernels").is_symlink()
+
+        def kind(changed: str, *tests: str, limit: float = 20) -> str:
+            return copy.judge(path, changed, tests, limit).kind
+
+        killed = copy.judge(path, minus.applied(source), tests, 20)
+        assert (killed.kind, killed.by) == ("killed", "tests/test_total.py::test_pitfall_03_04_add")
+        assert kind(bound.applied(source), *tests) == "survived"
+        assert kind(source, "tests/test_other.py") == "unsure"  # which fails without a change
+        assert kind(source.replace("return x + y", "import os; os._exit(0)"), *tests) == "killed"
+        assert kind("def add(\n", *tests) == "killed"
+        assert kind(source.replace("return x + y", "while True: pass"), *tests, limit=0.1) == "timeout"
+        assert (copy.folder / path).read_text() == (tiny / path).read_text() == source
+        assert copy.run(["tests/test_daemon.py"], [], 20)["end"] == "ended"
+        assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+        (ended,) = copy.warm.values()
+    assert ended.poll() is not None
 
 
 def test_the_page_counts_what_can_be_killed(monkeypatch):
@@ -242,6 +254,11 @@ def test_the_page_counts_what_can_be_killed(monkeypatch):
         Row("seed 2", "constant", "h", "7", "8", Verdict("unsure", "test_h")),
     ]
     assert report.score(rows) == "75 % (30 to 95 %)"
+    since = [*rows, Row("seed 3", "constant", "i", "1", "2", Verdict("killed", "test_i"), "survived")]
+    assert (report.score(since, at_first=True), report.score(since)) == ("60 % (23 to 88 %)", "80 % (38 to 96 %)")
+    assert report.table(since)[-1] == (
+        "| all | 7 | 3 | 1 | 1 | 0 | 1 | 1 | 0 | 60 % (23 to 88 %) | 80 % (38 to 96 %) |"
+    )
     text = report.page("", {"drawn": report.section("drawn", "Drawn", "command", "today", rows)})
     assert "- equivalent, compare (`f`): `a < b` → `a <= b`. a never equals b." in text
     assert "- survived, compare (`g`): `a < b` → `a <= b`. not looked at yet." in text
@@ -270,6 +287,11 @@ def test_a_verdict_is_kept_until_its_definition_changes(tiny, tmp_path):
     record.add("mpcore.inner.total", mutant, row)
     (tiny / "mpcore/inner/total.py").write_text(source + "\n\ndef more():\n    return 0\n")
     assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) == row
+    path.unlink()
+    record = Record(path, Project(tiny))
+    record.add("mpcore.inner.total", mutant, row._replace(verdict=Verdict("survived")))
+    record.add("mpcore.inner.total", mutant, row)  # a test was written in between
+    assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) == row._replace(first="survived")
     (tiny / "mpcore/inner/total.py").write_text(source.replace("x > 100", "x > 99"))
     assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) is None
 
@@ -277,43 +299,63 @@ def test_a_verdict_is_kept_until_its_definition_changes(tiny, tmp_path):
 # --- which tests run a line -------------------------------------------------------------------------------------------
 
 
-def test_a_line_names_its_fastest_tests_one_case_of_each_function_first(tmp_path, project):
-    module, definition = "mpcore.layers.rope", "RotaryEmbedding.__init__"
-    first, place = lines.first_line(project, module, definition), f"{project.paths[module]}:{definition}"
-    case = "tests/layers/test_rope.py::test_tables_are_huggingfaces"
-    other = "tests/layers/test_mlp.py::test_dense_is_the_formula"
-    (tmp_path / "tests").write_text(f"1\t{case}[a]\t0.1\n2\t{case}[b]\t0.2\n3\t{other}\t0.3\n4\tgone.py::test_x\t0\n")
-    (tmp_path / "7.lines").write_text("".join(f"{number}\t{place}\t5\n" for number in (1, 2, 3, 4, 9)))
-    (tmp_path / "8.lines").write_text(f"3\t{place}\t9\n")
-    found = lines.Lines(tmp_path / "lines.json")
-    assert found.add(tmp_path) == 4
-
-    def of(line: int, seconds: float = 9.0, name: str = definition) -> list[str]:
-        return found.of(project, module, name, first + line, seconds)
-
-    assert of(5) == of(8) == [f"{case}[a]", other, f"{case}[b]"]
-    assert of(5, seconds=0.45) == [f"{case}[a]", other]
-    assert of(9) == [other]
-    assert of(5, name="rope_frequencies") == []
+USES = """LIMIT = 3
 
 
-def test_each_line_that_a_test_runs_is_written_once(tmp_path):
-    (tmp_path / "mpcore").mkdir()
-    (tmp_path / "mpcore" / "sum.py").write_text(
-        "def f(n):\n    total = 0\n    for i in range(n):\n        total += i\n    return total\n\n\nclass A:\n"
-        "    def g(self):\n        return f(0)\n"
+class Kept:
+    size: int = 2
+
+    def get(
+        self, x=0
+    ):
+        if x > LIMIT:
+            y = x
+            return y
+        return self.size
+
+
+def other():
+    return 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "first"), [(11, [11]), (10, [10]), (8, [10, 11, 12, 13]), (1, [10]), (5, [13]), (17, [17])]
+)
+def test_the_lines_whose_tests_may_see_a_change(line, first):
+    found = next(filter(None, scopes(ast.parse(USES), line)))
+    assert found == first
+    assert sorted(list(scopes(ast.parse(USES), line))[-1]) == [10, 11, 12, 13, 17]
+
+
+def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_first(tiny, tmp_path):
+    source = TINY["mpcore/inner/total.py"]
+    (tiny / "tests/test_more.py").write_text(
+        "import os, threading, pytest\nfrom mpcore.inner import add\n\n"
+        "@pytest.mark.parametrize('x', [1, 200])\ndef test_add(x):\n    add(x, x)\n\n"
+        "def test_in_a_thread():\n    thread = threading.Thread(target=add, args=(1, 1))\n"
+        "    thread.start()\n    thread.join()\n\n"
+        "def test_red():\n    add(200, 0)\n    assert False\n\ndef test_end():\n    os._exit(0)\n\n"
+        "def test_after():\n    add(200, 1)\n"
     )
-    (tmp_path / "running").write_bytes(bytes(8))
-    program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nfrom tests.mutations import lines\n"
-        f"import importlib.util\nfolder = Path({str(tmp_path)!r})\nnumber = lines.running(folder)\n"
-        "spec = importlib.util.spec_from_file_location('sum', folder / 'mpcore' / 'sum.py')\n"
-        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
-        "lines.follow(str(folder), folder)\nnumber[0] = 1\nmodule.f(3)\nnumber[0] = 2\nmodule.A().g()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-    (file,) = tmp_path.glob("*.lines")
-    f = [f"{{}}\tmpcore/sum.py:f\t{at}" for at in (1, 2, 3, 4)]
-    assert file.read_text().splitlines() == [
-        *(each.format(1) for each in f), "2\tmpcore/sum.py:A.g\t1", *(f[i].format(2) for i in (0, 1, 3)),
+    found = Lines(tmp_path / "lines")
+    with copies(tiny, 1) as (copy,):
+        assert found.record(copy, "tests/test_more.py", 20, words=()) == "4 tests, died ended"
+    found = Lines(tmp_path / "lines")
+    seconds = found.seconds["tests/test_more.py"]
+    one, many, thread, after = seconds
+    assert [name.partition("::")[2] for name in seconds] == [
+        "test_add[1]", "test_add[200]", "test_in_a_thread", "test_after",
     ]  # fmt: skip
+    project = Project(tiny)
+
+    def of(operator: str, budget: float = 9.0) -> list[str]:
+        mutant = next(m for m in candidates(source) if m.operator == operator)
+        return found.tests(project, "mpcore.inner.total", mutant, budget)
+
+    for test, cost in zip(seconds, (0.1, 0.2, 0.3, 0.4), strict=True):
+        found.known[test] = cost
+    assert of("arithmetic") == [one, thread]
+    assert of("early return removed") == [many, after]
+    assert of("compare") == [one, thread, after, many]
+    assert of("default", 0.45) == [one, thread]

@@ -1,26 +1,25 @@
 """Put small mistakes into copies of the library, and see which the tests notice. The work tree is never changed.
 
 python -m tests.mutations                          what changed since this branch left main, 20 drawn mutations
-python -m tests.mutations --all --seed 1 2 --count 15 --write docs/mutations.md
+python -m tests.mutations --all --seed 1 2 --count 15
 python -m tests.mutations --module mpcore.layers --seed 7
 python -m tests.mutations --hand [WORD ..]         the hand-written ones (of these areas, or with these words)
 python -m tests.mutations --hand --list            only see whether their places are there
 python -m tests.mutations --all --seed 3 --count 1000 --new 20 --record tests/mutations/drawn.json
                                                    the next 20 of the 1000 that the file has no verdict on
+
+Run `python -m tests.mutations.lines` before the first, and after a change of the library.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import queue
 import shlex
 import sys
-import tempfile
-import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,43 +33,43 @@ from tests.mutations.operators import Mutant
 from tests.mutations.patterns import StaleError, locate
 from tests.mutations.record import Record
 from tests.mutations.report import Row
-from tests.mutations.trial import Copy, Verdict
+from tests.mutations.trial import Copy, Verdict, copies
 
 ROOT = Path(__file__).parents[2]
 
 
 class Trial(NamedTuple):
-    """A mutation to try: its group, its module, the change, and the tests in their order."""
+    """A mutation to try: its group, its module, the change, the tests in their order, and whether ranks are threads."""
 
     group: str
     module: str
     mutant: Mutant
     tests: list[str]
+    simulated: bool
 
 
 def drawn(project: Project, args: argparse.Namespace) -> list[Trial]:
     """The mutations that the seeds draw."""
     modules = project.library(*args.module) if args.module else project.library()
-    lines = None
+    changed = None
     if not args.all and not args.module:
-        lines = changed_lines(project.root, args.since or default_base(project.root))
-        modules = project.library("mpcore", "examples")
+        changed = changed_lines(project.root, args.since or default_base(project.root))
     pool = [
         (module, mutant)
-        for module in modules if lines is None or project.paths[module] in lines
+        for module in modules if changed is None or project.paths[module] in changed
         for mutant in operators.candidates(project.texts[module], args.kernels)
-        if lines is None or mutant.line in lines[project.paths[module]]
+        if changed is None or mutant.line in changed[project.paths[module]]
     ]  # fmt: skip
     print(f"{len(pool)} possible changes in {len({module for module, _ in pool})} modules")
-    trials, lines_of = [], None if args.lines is None else Lines(args.lines)
+    trials, lines = [], Lines()
     for seed in args.seed:
         order = operators.sample(pool, seed, len(pool))
         valid = (each for each in order if operators.changes_something(project.texts[each[0]], each[1]))
         for module, mutant in (each for each, _ in zip(valid, range(args.count), strict=False)):
-            near = (
-                [] if lines_of is None else lines_of.of(project, module, mutant.definition, mutant.line, args.limit / 4)
-            )
-            trials.append(Trial(f"seed {seed}", module, mutant, [*near, *_files(project, module, mutant, args.files)]))
+            near = lines.tests(project, module, mutant, args.budget)
+            tests = near or _files(project, module, mutant, args.files)
+            package = ".".join(module.split(".")[:2])
+            trials.append(Trial(package, module, mutant, tests, bool(near)))
     return trials
 
 
@@ -85,7 +84,7 @@ def by_hand(project: Project, words: Sequence[str], files: int) -> tuple[list[Tr
                 stale.append(Row(hand.area, hand.what, hand.definition, "", "", Verdict("stale", str(error))))
                 continue
             named = project.named_tests(hand.tests, module, hand.definition)
-            trials.append(Trial(hand.area, module, mutant, [*named, *_files(project, module, mutant, files)]))
+            trials.append(Trial(hand.area, module, mutant, [*named, *_files(project, module, mutant, files)], False))
     return trials, stale
 
 
@@ -97,52 +96,29 @@ def judge(
     project: Project, trials: Sequence[Trial], limit: float, workers: int, record: Record | None = None
 ) -> list[Row]:
     """Try them, each worker in a copy of its own, and keep each verdict in the record."""
-    waiting: queue.SimpleQueue = queue.SimpleQueue()
-    for i, trial in enumerate(trials):
-        waiting.put((i, trial))
+    waiting = list(enumerate(trials))
     rows: dict[int, Row] = {}
-    errors: list[BaseException] = []
-    copies: list[Copy] = []
     bar = tqdm(total=len(trials), unit="mutation", dynamic_ncols=True)
 
-    def work(folder: Path) -> None:
-        try:
-            copy = Copy(project.root, folder)
-            copies.append(copy)
-            while True:
-                i, trial = waiting.get_nowait()
-                source = project.texts[trial.module]
-                verdict = copy.judge(project.paths[trial.module], trial.mutant.applied(source), trial.tests, limit)
-                mutant = trial.mutant
-                before, after = mutant.shown(source)
-                rows[i] = Row(trial.group, mutant.operator, mutant.definition, before, after, verdict)
-                if record is not None:
-                    record.add(trial.module, mutant, rows[i])
-                bar.write(line(trial.module, rows[i]))
-                bar.update()
-                bar.set_postfix(Counter(row.kind for row in rows.values()))
-        except queue.Empty:
-            pass
-        except BaseException as error:  # told by the thread that waits
-            errors.append(error)
+    def work(copy: Copy) -> None:
+        while waiting:
+            i, trial = waiting.pop(0)
+            source, mutant = project.texts[trial.module], trial.mutant
+            path, changed = project.paths[trial.module], mutant.applied(source)
+            verdict = copy.judge(path, changed, trial.tests, limit, trial.simulated)
+            before, after = mutant.shown(source)
+            rows[i] = Row(trial.group, mutant.operator, mutant.definition, before, after, verdict)
+            if record is not None:
+                record.add(trial.module, mutant, rows[i])
+            bar.write(line(trial.module, rows[i]))
+            bar.update()
+            bar.set_postfix(Counter(row.kind for row in rows.values()))
 
-    with tempfile.TemporaryDirectory(prefix="mpcore-mutations-") as folder, bar:
-        threads = [threading.Thread(target=work, args=(Path(folder) / str(i),)) for i in range(workers)]
-        for thread in threads:
-            thread.start()
+    with bar, copies(project.root, workers) as each, ThreadPoolExecutor(workers) as pool:
         try:
-            for thread in threads:
-                thread.join()
-        finally:  # on an interrupt: nothing more begins, and what runs ends
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    waiting.get_nowait()
-            for copy in copies:
-                copy.stop()
-            for thread in threads:
-                thread.join()
-    if errors:
-        raise errors[0]
+            list(pool.map(work, each))
+        finally:  # on an interrupt, and on an error of one worker: nothing more begins
+            waiting.clear()
     return [rows[i] for i in sorted(rows)]
 
 
@@ -168,13 +144,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=20, metavar="K", help="how many a seed (default 20)")
     parser.add_argument("--hand", nargs="*", metavar="WORD", help="the hand-written mutations instead")
     parser.add_argument("--list", action="store_true", help="show the mutations and their tests, run nothing")
-    parser.add_argument("--limit", type=float, default=120, metavar="S", help="seconds a mutation (default 120)")
-    parser.add_argument("--again", type=float, metavar="S", help="seconds for a second, lonely try of what timed out")
-    parser.add_argument("--files", type=int, default=4, metavar="K", help="how many test files each (default 4)")
+    parser.add_argument("--budget", type=float, default=20, metavar="S", help="tests of so many seconds (default 20)")
+    parser.add_argument("--limit", type=float, default=120, metavar="S", help="processor seconds each (default 120)")
+    parser.add_argument("--files", type=int, default=2, metavar="K",
+                        help="how many test files where no recorded test runs the line (default 2)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
     parser.add_argument("--record", metavar="FILE", type=Path, help="keep verdicts here, and don't try those again")
-    parser.add_argument("--lines", metavar="FILE", type=Path, help="first run the tests that this record names")
-    parser.add_argument("--new", type=int, metavar="K", help="with --record: try only so many more")
+    parser.add_argument("--again", action="store_true", help="with --record: try what no test killed once more")
+    parser.add_argument(
+        "--new", type=int, metavar="K", help="with --record: try only so many more; 0 writes the page alone"
+    )
     parser.add_argument("--write", metavar="FILE", type=Path, help="put the result into this page")
     args = parser.parse_args(argv)
     project = Project(ROOT)
@@ -185,22 +164,22 @@ def main(argv: list[str] | None = None) -> int:
         trials, stale = by_hand(project, args.hand, args.files)
         print(f"{len(trials)} of {len(trials) + len(stale)} hand-written mutations have their place")
     if args.list:
-        for group, module, mutant, tests in trials:
+        for group, module, mutant, tests, _ in trials:
             before, after = mutant.shown(project.texts[module])
             print(f"{group}: {mutant.operator} in {module}:{mutant.definition}, line {mutant.line}\n"
                   f"    - {before}\n    + {after}\n    {' '.join(tests)}")  # fmt: skip
         print("\n".join(report.left(stale)) if stale else "none is stale")
         return 0
     record = None if args.record is None else Record(args.record, project)
-    known = [] if record is None else [row for trial in trials if (row := record.get(trial.module, trial.mutant))]
-    if record is not None:
-        trials = [trial for trial in trials if record.get(trial.module, trial.mutant) is None][: args.new]
-    rows = judge(project, trials, args.limit, args.workers, record)
-    if args.again is not None:  # on a busy machine a test may also fail for want of time
-        late = [i for i, row in enumerate(rows) if row.verdict.kind in ("timeout", "unsure")]
-        for i, row in zip(late, judge(project, [trials[i] for i in late], args.again, 1), strict=True):
-            rows[i] = row
-    rows = [*known, *rows, *stale]
+    known = {i: row for i, each in enumerate(trials) if record and (row := record.get(each.module, each.mutant))}
+    if args.again:
+        todo = [i for i, row in known.items() if row.kind in ("survived", "timeout", "unsure")]
+    else:
+        todo = [i for i in range(len(trials)) if i not in known][: args.new]
+    known |= dict(zip(todo, judge(project, [trials[i] for i in todo], args.limit, args.workers, record), strict=True))
+    if record:  # which also knows what became of a mutation at first
+        known = {i: record.get(trials[i].module, trials[i].mutant) or row for i, row in known.items()}
+    rows = [*(known[i] for i in sorted(known)), *stale]
     print("\n".join([*report.table(rows), "", *report.left(rows)]))
     if args.write is not None:
         command = f"python -m tests.mutations {shlex.join(sys.argv[1:] if argv is None else argv)}"

@@ -10,7 +10,7 @@ from collections import deque
 from functools import cached_property
 from pathlib import Path
 
-LIBRARY = ("mpcore",)
+LIBRARY = ("mpcore", "examples")
 SOURCES = ("mpcore", "examples", "tests")
 LAST = "tests.test_recorded_runs"  # thirty short runs: slow, and they see nearly everything
 
@@ -41,7 +41,7 @@ class Project:
     def named(self) -> dict[str, list[tuple[str, str, ast.AST]]]:
         """By name, each definition and assignment: its dotted name, its module, its node."""
         found: dict[str, list[tuple[str, str, ast.AST]]] = {}
-        for module in self.library("mpcore", "examples"):
+        for module in self.library():
             todo: list[tuple[str, ast.AST]] = [(module, self.trees[module])]
             while todo:
                 outer, tree = todo.pop()

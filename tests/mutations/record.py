@@ -32,14 +32,18 @@ class Record:
         if held is None or held["source"] != self._digest(module, mutant.definition):
             return None
         verdict = Verdict(held["verdict"], held["by"], held["seconds"])
-        return Row(held["group"], mutant.operator, mutant.definition, held["before"], held["after"], verdict)
+        change = (mutant.operator, mutant.definition, held["before"], held["after"])
+        return Row(held["group"], *change, verdict, held.get("first", ""))
 
     def add(self, module: str, mutant: Mutant, row: Row) -> None:
-        """Keep a verdict."""
+        """Keep a verdict, and what an earlier one on the same source was."""
         kind, by, seconds = row.verdict
+        before = self.get(module, mutant)
+        first = "" if before is None else before.first or before.verdict.kind
         self.kept[self._key(module, mutant)] = {
             "group": row.group, "before": row.before, "after": row.after, "verdict": kind, "by": by,
             "seconds": round(seconds), "source": self._digest(module, mutant.definition),
+            **({"first": first} if first not in ("", kind) else {}),
         }  # fmt: skip
         self.path.write_text(json.dumps(self.kept, indent=0, ensure_ascii=False, sort_keys=True) + "\n")
 

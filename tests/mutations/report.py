@@ -25,16 +25,21 @@ them fails. A mutation that no test notices has survived: either a test is missi
 - **Hand-written mutations.** `tests/mutations/hand.py` holds slips that would be silent: the loss falls, and a number
   is wrong. Each names a definition and the shape of an expression, no file and no line.
 
-For each mutation the nearest test files run first (same name, then imports), then the recorded runs. With `--lines` the
-fastest tests that run the line come before them, as `python -m tests.mutations.lines` recorded. A kill counts only
-if the same test passes without the mutation. *timeout*: no test failed, but the time was over before all had run; it
-counts as not killed. *equivalent*: the change cannot be seen (`tests/mutations/notes.py` says why); it is not counted.
-*unsure*: the test that failed fails without the mutation too; not counted. *stale*: the place is gone; not counted.
+`python -m tests.mutations.lines` records once which tests run which line, with coverage.py and with ranks as threads of
+one process. Each mutation is tried by the fastest of the tests that run its line; where there is none, by the nearest
+test files (same name, then imports). A kill counts only if the same test passes without the mutation. *by a test
+written since*: the mutation survived when it was drawn, and is killed now. *timeout*: no test failed, but the time was
+over before all had run; it counts as not killed. *equivalent*: the change cannot be seen (`tests/mutations/notes.py`
+says why); it is not counted. *unsure*: the test that failed fails without the mutation too; not counted. *stale*: the
+place is gone; not counted.
 """
 
 
 class Row(NamedTuple):
-    """A mutation that was tried: its group ("seed 1" or an area), where it is, what it changes, what became of it."""
+    """A mutation that was tried: its group (a package or an area), where it is, what it changes, what became of it.
+
+    `first` is what became of it before tests were written for it.
+    """
 
     group: str
     operator: str
@@ -42,6 +47,12 @@ class Row(NamedTuple):
     before: str
     after: str
     verdict: Verdict
+    first: str = ""
+
+    @property
+    def since(self) -> bool:
+        """Whether a test that was written since kills it."""
+        return self.verdict.kind == "killed" and self.first in ("survived", "timeout")
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -70,23 +81,26 @@ def interval(killed: int, tried: int) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / tried), (middle + half) / (1 + z * z / tried)
 
 
-def score(rows: Iterable[Row]) -> str:
-    """The share that is killed of those that can be, with its interval."""
+def score(rows: Iterable[Row], at_first: bool = False) -> str:
+    """The share that is killed of those that can be, with its interval; at first, or by the tests of today."""
+    rows = list(rows)
     kinds = Counter(row.kind for row in rows)
     tried = kinds["killed"] + kinds["survived"] + kinds["timeout"]
-    low, high = interval(kinds["killed"], tried)
-    return f"{100 * kinds['killed'] / max(tried, 1):.0f} % ({100 * low:.0f} to {100 * high:.0f} %)"
+    killed = kinds["killed"] - at_first * sum(row.since for row in rows)
+    low, high = interval(killed, tried)
+    return f"{100 * killed / max(tried, 1):.0f} % ({100 * low:.0f} to {100 * high:.0f} %)"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """A line a group, and one for all."""
-    lines = [f"| | tried | {' | '.join(KINDS)} | score (95 %) |", "|---" * (len(KINDS) + 3) + "|"]
-    groups = list(dict.fromkeys(row.group for row in rows))
+    head = ("", "tried", "killed", "by a test written since", *KINDS[1:], "score at first (95 %)", "score (95 %)")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    groups = sorted({row.group for row in rows})
     for group in (*groups, *(["all"] if len(groups) > 1 else [])):
         mine = [row for row in rows if group in (row.group, "all")]
-        kinds = Counter(row.kind for row in mine)
-        counts = " | ".join(str(kinds[kind]) for kind in KINDS)
-        lines.append(f"| {group} | {len(mine)} | {counts} | {score(mine)} |")
+        kinds, since = Counter(row.kind for row in mine), sum(row.since for row in mine)
+        counts = (len(mine), kinds["killed"] - since, since, *(kinds[kind] for kind in KINDS[1:]))
+        lines.append(f"| {' | '.join(map(str, (group, *counts, score(mine, at_first=True), score(mine))))} |")
     return lines
 
 

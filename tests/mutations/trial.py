@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutations import warm
+
 LEFT_OUT = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache", "*.egg-info", "runs", "build", ".ci-out")
-INTERPRETED = "interpret"  # the folder of tests that run Triton's kernels in its interpreter
-EACH_TEST_S = 60
+INTERPRETED = "tests/kernels/interpret"  # tests that run Triton's kernels in its interpreter
+SIMULATED, NOT_SLOW = ("--simulate",), ("-m", "not slow")
+FINE = (0, 5)  # pytest's codes: all pass, or none is left on this machine
+WALL = 20  # seconds by the clock for each of processor time
 
 
 class Verdict(NamedTuple):
@@ -26,7 +29,7 @@ class Verdict(NamedTuple):
         kind: "killed"; "survived": all chosen tests pass; "timeout": none failed, but not all ran in the time;
             "unsure": the test that failed also fails without the change; "stale": its place is gone.
         by: the test that failed, or what else there is to say.
-        seconds: how long it took.
+        seconds: how much processor time it took.
     """
 
     kind: str
@@ -45,86 +48,103 @@ class Copy:
     def __init__(self, root: Path, folder: Path) -> None:
         shutil.copytree(root, folder, symlinks=True, ignore=LEFT_OUT)
         self.folder = folder
-        self.passes: dict[str, bool] = {}  # tests without a change
-        self.process: subprocess.Popen | None = None
+        self.passes: dict[tuple[str, ...], bool] = {}  # tests without a change
+        self.spent = 0.0
+        self.warm: dict[bool, subprocess.Popen] = {}  # by whether Triton interprets, the process that forks
 
-    def judge(self, path: Path, changed: str, tests: Sequence[str], limit: float) -> Verdict:
+    def judge(self, path: Path, changed: str, tests: Sequence[str], limit: float, simulated: bool = False) -> Verdict:
         """Change a file, run the tests in their order, and mend it.
 
         Args:
             path: the file, relative to the tree.
             changed: its changed text.
             tests: files, or pytest's `file::name`, in the order in which they run.
-            limit: seconds for all of them.
+            limit: seconds of processor time for all of them.
+            simulated: ranks are threads, instead of processes of a pool.
         """
-        began = time.monotonic()
-        file = self.folder / path
-        before = file.read_text()
+        file, self.spent = self.folder / path, 0.0
+        before, times = file.read_text(), file.stat()
+        parts = [[test for test in tests if test.startswith(INTERPRETED) == kind] for kind in (False, True)]
+        words = [*NOT_SLOW, *(SIMULATED if simulated else ())]
+        kind, by = "survived", "" if tests else "no test reaches it"
+        for part in filter(None, parts):
+            self.started(part[0].startswith(INTERPRETED))
         file.write_text(changed)
+        os.utime(file, (0, 0))  # a time that no bytecode is of
         try:
-            kind, by = self._run(tests, limit)
+            for part in filter(None, parts):
+                kind, by = self._outcome(part, words, limit)
+                if kind != "survived":
+                    break
         finally:
             file.write_text(before)
-        if kind == "killed" and not self._passes(by, limit):
-            kind = "unsure"
-        return Verdict(kind, by, time.monotonic() - began)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if kind == "killed":
+            chosen = part[: part.index(by) + 1] if by in part else [by]  # the same tests before it
+            if not self._passes(tuple(chosen), (*words, *(() if "::" in by else ("--collect-only",))), limit):
+                kind = "unsure"
+        return Verdict(kind, by, self.spent)
 
-    def _run(self, tests: Sequence[str], limit: float) -> tuple[str, str]:
+    def _outcome(self, tests: Sequence[str], words: Sequence[str], limit: float) -> tuple[str, str]:
         """The kind of verdict, and the first test that failed."""
-        end = time.monotonic() + limit
-        for part in _parts(tests):
-            code, output = self._pytest(part, max(end - time.monotonic(), 1))
-            if code is None:
-                return "timeout", part[0]
-            if code in (0, 5):  # 5: all tests of these files are left out on this machine
-                continue
-            failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?= - |$)", output, re.M)
-            return "killed", failed[0] if failed else part[0]
-        return "survived", "" if tests else "no test reaches it"
+        answer = self.run(tests, words, limit)
+        said, last = answer["said"], tests[0].partition("::")[0]
+        for what, test, _ in said:
+            if what == "failed":
+                return "killed", test
+            last = test if what == "began" else last
+        if answer["end"] in ("cpu", "wall"):
+            return "timeout", last
+        if answer["end"] == "died":
+            return "killed", last
+        if said[-1][1] in FINE:
+            return "survived", ""
+        return "killed", tests[0].partition("::")[0]  # a conftest.py can't be imported
 
-    def _passes(self, test: str, limit: float) -> bool:
-        if test not in self.passes:
-            collect = [] if "::" in test else ["--collect-only"]  # a file that could not be imported
-            self.passes[test] = self._pytest([test, *collect], limit)[0] in (0, 5)
-        return self.passes[test]
+    def _passes(self, tests: tuple[str, ...], words: tuple[str, ...], limit: float) -> bool:
+        """Whether tests pass in the copy as it is."""
+        key = (*tests, *words)
+        if key not in self.passes:
+            answer = self.run(tests, words, limit)
+            self.passes[key] = answer["end"] == "ended" and answer["said"][-1][:2] in [["done", code] for code in FINE]
+        return self.passes[key]
 
-    def _pytest(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """The exit code, None after the limit, and what was printed; no process is left behind."""
-        command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        environment["PYTHONPATH"] = str(self.folder)
-        if _is_interpreted(tests[0]):
-            environment["TRITON_INTERPRET"] = "1"
-        self.process = process = subprocess.Popen(
-            [*command, f"--timeout={EACH_TEST_S}"], cwd=self.folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit)
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
-            return None, ""
-        finally:
-            self.stop()
+    def started(self, interpreted: bool) -> subprocess.Popen:
+        """The warm process, which keeps the bytecode of the tree as it is when it starts."""
+        if interpreted not in self.warm:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+            environment["PYTHONPATH"] = str(self.folder)
+            if interpreted:
+                environment["TRITON_INTERPRET"] = "1"
+            self.warm[interpreted] = subprocess.Popen(
+                [sys.executable, warm.__file__, INTERPRETED if interpreted else "tests"], cwd=self.folder,
+                env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            self.warm[interpreted].stdout.readline()  # type: ignore[union-attr]
+        return self.warm[interpreted]
+
+    def run(self, tests: Sequence[str], words: Sequence[str], limit: float, lines: str = "", stop: bool = True) -> dict:
+        """What a fork of the warm process says (`warm.Job` and `warm.run`)."""
+        process = self.started(tests[0].startswith(INTERPRETED))
+        print(json.dumps((tests, words, limit, WALL * limit, lines, stop)), file=process.stdin, flush=True)
+        answer = json.loads(process.stdout.readline())  # type: ignore[union-attr]
+        self.spent += answer["cpu"]
+        return answer
 
     def stop(self) -> None:
-        """End the tests that run, and all processes that they started."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        """End the warm processes, which end all that they started."""
+        for process in self.warm.values():
+            process.terminate()
+            process.wait()
 
 
-def _is_interpreted(test: str) -> bool:
-    return f"/{INTERPRETED}/" in test
-
-
-def _parts(tests: Sequence[str]) -> list[list[str]]:
-    """The tests in their order, in runs that share an environment."""
-    parts: list[list[str]] = []
-    for test in tests:
-        if parts and _is_interpreted(parts[-1][0]) == _is_interpreted(test):
-            parts[-1].append(test)
-        else:
-            parts.append([test])
-    return parts
+@contextlib.contextmanager
+def copies(root: Path, count: int) -> Iterator[list[Copy]]:
+    """So many copies of a tree, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="mpcore-mutations-") as folder:
+        made = [Copy(root, Path(folder) / str(i)) for i in range(count)]
+        try:
+            yield made
+        finally:
+            for copy in made:
+                copy.stop()
