@@ -1,120 +1,73 @@
 """The table of peers' properties on docs/proofs.md, from the tests here: python -m tests.peers --write.
 
-A test that names its area in `AREAS` holds; the conventions are the rows of docs/megatron.md.
+A property holds if a test here states it. What differs by convention stands on the page for those who come from the
+peer, and what mpcore cannot state in `differences`.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib
 import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 from mpcore.command_line import Parser
+from tests.peers.differences import DIFFER, MISSING, PAGES
+from tests.peers.sources import AREAS, FOUND, PEERS, Property
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
 MARKS = "<!-- peers -->", "<!-- /peers -->"
-AREAS = {  # words in names of tests, and in what conventions say
-    "collectives, loss, layout": ("mappings", "ranks_are_numbered", "a_vocabulary"),
-    "learning rate, batch size": ("rate", "ramp", "warm_up", "warm-up", "skipped step"),
-    "mixture of experts": ("router", "routing", "routed", "group", "balance_loss", "balance loss"),
-    "optimizer, clipping, loss scale": ("decay", "clipping", "loss_scale", "averaged"),
-    "layers, attention, labels": ("mask", "labels", "activations", "as_many_parameters", "layer(x)", "gelu"),
-    "checkpoints, data": ("checkpoints", "blend"),
-}
-# Megatron-LM's tests/unit_tests: what mpcore does not have, why, and in which area.
-NOT_IN_MPCORE = {
-    "`a2a_overlap`, `1f1b_combined`": (
-        "mixture of experts",
-        "experts' all-to-alls are not overlapped with another micro-batch",
-    ),
-    "`inference`": ("layers, attention, labels", "mpcore trains; it has no inference server"),
-    "`ssm`, `models/test_mamba_model.py`": ("layers, attention, labels", "mpcore has no state-space layer"),
-    "`models/test_bert_model.py`, `models/test_t5_model.py`": (
-        "layers, attention, labels",
-        "use transformers' models with `parallelize`",
-    ),
-    "`tensor_parallel/test_random.py`": (
-        "collectives, loss, layout",
-        "random numbers have no state: each depends only on its seed and index",
-    ),
-    "`test_parallel_state.py`: setters of sizes, `order`": (
-        "collectives, loss, layout",
-        "mpcore has no global state, and one order of ranks",
-    ),
-    "`test_parallel_state.py`: encoders with a tp of their own": (
-        "collectives, loss, layout",
-        "all stages have the same tp",
-    ),
-    "`transformer/moe`: tokens dropped within a whole micro-batch": (
-        "mixture of experts",
-        "the capacity is per sequence, on every layout",
-    ),
-    "`fusions`, Transformer Engine, CUDA graphs of a layer": (
-        "layers, attention, labels",
-        "mpcore uses Triton kernels, and graphs of `torch.compile`",
-    ),
-    "`dist_checkpointing`: formats, strategies, metadata of torch's": (
-        "checkpoints, data",
-        "mpcore has one format, which stores logical tensors",
-    ),
-}
 
 
-def properties() -> dict[str, list[str]]:
-    """The tests of peers by area.
-
-    Raises:
-        ValueError: if a test has no area.
-    """
-    found: dict[str, list[str]] = {area: [] for area in AREAS}
+def properties() -> list[Property]:
+    """What the tests here hold."""
     for path in sorted(HERE.glob("test_*.py")):
-        if path.name == "test_table.py":
-            continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                area = next((area for area, words in AREAS.items() if any(w in node.name for w in words)), None)
-                if area is None:
-                    raise ValueError(f"{path.name}: {node.name} has no area: add a word of its name to AREAS")
-                found[area].append(node.name)
-    return found
+        importlib.import_module(f"{__package__}.{path.stem}")
+    return FOUND
 
 
-def conventions() -> list[tuple[str, str]]:
-    """Megatron's word and ours, from docs/megatron.md."""
-    section = (DOCS / "megatron.md").read_text().partition("## Conventions")[2].partition("\n## ")[0]
+def conventions(peer: str) -> list[str]:
+    """The first cells of the table "Conventions" on the page for those who come from the peer."""
+    section = (DOCS / PAGES[peer]).read_text().partition("## Conventions")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    return [(row[0], row[1]) for row in rows[2:]]
+    return [row[0] for row in rows[2:]]
 
 
-def area_of(text: str) -> str:
-    """The area of a convention.
-
-    Raises:
-        ValueError: if no area has a word of it.
-    """
-    found = [area for area, words in AREAS.items() if any(word in text for word in words)]
-    if not found:
-        raise ValueError(f"{text} has no area: add a word of it to AREAS")
-    return found[-1]
+def counts(name: str, of: dict[str, Counter[str]]) -> str:
+    """A row of a table."""
+    numbers = [of[kind][name] for kind in of]
+    return f"| {name} | {' | '.join(map(str, numbers))} | {sum(numbers)} |"
 
 
 def table() -> str:
     """The text between the marks."""
-    lines = [
-        "| area | properties that hold | that differ by convention | not in mpcore | tests that hold |",
-        "|---|---|---|---|---|",
-    ]
-    differ = Counter(area_of(theirs) for theirs, _ in conventions())
-    missing = Counter(area for area, _ in NOT_IN_MPCORE.values())
-    for area, names in properties().items():
-        told = ", ".join(f"`{name[5:]}`" for name in names)
-        lines.append(f"| {area} | {len(names)} | {differ[area]} | {missing[area]} | {told} |")
-    lines += ["", f"{len(conventions())} differ by convention, as listed on [the page on Megatron](megatron.md):", ""]
-    lines += [f"- Megatron: {theirs}. Here: {ours}." for theirs, ours in conventions()]
-    lines += ["", "Not in mpcore:", "", *(f"- {what}: {why}." for what, (_, why) in NOT_IN_MPCORE.items())]
+    found = properties()
+    areas = {
+        "hold": Counter(each.area for each in found),
+        "differ by convention": Counter(each.area for each in DIFFER),
+        "can't be stated": Counter(each.area for each in MISSING for _ in each.sources),
+    }
+    peers = {
+        "hold": Counter(each.peer.partition("@")[0] for each in found),
+        "differ by convention": Counter(each.peer for each in DIFFER),
+        "can't be stated": Counter(each.peer for each in MISSING for _ in each.sources),
+    }
+    lines = []
+    for first, of, names in (("area", areas, AREAS), ("peer", peers, PEERS)):
+        lines += [f"| {first} | {' | '.join(of)} | all |", "|---|---|---|---|---|"]
+        lines += [counts(name, of) for name in names]
+        sums = [of[kind].total() for kind in of]
+        lines += [f"| **all** | {' | '.join(map(str, sums))} | {sum(sums)} |", ""]
+    tests = {(each.peer, each.source.partition(", ")[0]) for each in found}
+    lines += [f"The {len(found)} that hold are statements of {len(tests)} tests.", ""]
+    read = ", ".join(f"{peer} ({repo}, {folder}, at {commit})" for peer, (repo, folder, commit) in PEERS.items())
+    linked = ", ".join(f"[{peer}]({page}#conventions)" for peer, page in PAGES.items())
+    lines += [f"Read: {read}.", "", f"What differs by convention is listed for those who come from {linked}."]
+    lines += ["", "What can't be stated in mpcore, and why:", ""]
+    for each in MISSING:
+        lines.append(f"- {each.peer}, {', '.join(f'`{source}`' for source in each.sources)}: {each.why}.")
     return "\n".join(lines)
 
 

@@ -1,0 +1,151 @@
+"""The properties that differ by convention, and those that mpcore cannot state, each with its source."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.peers.sources import AREAS
+
+PAGES = {"Megatron-LM": "megatron.md", "torchtitan": "from_fsdp2.md", "DeepSpeed": "from_deepspeed.md"}
+
+
+class Difference(NamedTuple):
+    """A row of a page's section "Conventions".
+
+    Attributes:
+        area: a row of the table.
+        peer: a key of `PAGES`.
+        theirs: the first cell of the row.
+        source: the peer's file, and the test or the code.
+    """
+
+    area: str
+    peer: str
+    theirs: str
+    source: str
+
+
+M, T, D = PAGES
+RANKS, STAGES, ORDER, TP, LAYERS, PACKED, LOSS, MOE, RATES, BATCHES, SCALES, NORMS, STEPS, DATA, CHECKPOINTS, USE = (
+    AREAS
+)
+DIFFER = [
+    Difference(LAYERS, M, "activations are [s, b, h]", "transformer/test_attention.py: test_gpu_forward"),
+    Difference(LOSS, M, "logits [s, b, v] and labels [b, s]", "models/test_gpt_model.py: test_post_process_forward"),
+    Difference(LAYERS, M, "`output, bias = layer(x)`", "transformer/test_mlp.py: test_gpu_forward"),
+    Difference(LAYERS, M, "a mask [b, 1, s, s], True is masked", "transformer/test_attention.py: test_gpu_forward"),
+    Difference(STEPS, M, "gradients are averaged over data ranks, the loss over micro-batches",
+               "distributed/test_param_and_grad_buffer.py: test_grad_sync"),
+    Difference(RATES, M, "the first step of warm-up has `--lr-warmup-init` (0)",
+               "test_optimizer_param_scheduler.py: test_get_lr_linear"),
+    Difference(RATES, M, "a warm-up longer than the run is an error", "megatron/core/optimizer_param_scheduler.py"),
+    Difference(RATES, M, "a skipped step doesn't advance the learning rate schedule", "megatron/training/training.py"),
+    Difference(MOE, M, "the global-batch balance loss counts the step's tokens so far",
+               "transformer/moe/test_aux_loss.py: test_global_aux_loss"),
+    Difference(MOE, M, "group scores sum floor(K / top groups) experts",
+               "transformer/moe/test_routers.py: TestGroupLimitedRouter.test_router_forward"),
+    Difference(LAYERS, M, "`F.gelu` is exact; fused with a bias it is the tanh form", "transformer/test_mlp.py"),
+    Difference(STEPS, M, "`--weight-decay` for all parameters except biases and norms of one dimension",
+               "test_optimizer.py: test_get_param_groups_with_standard_config_overrides"),
+    Difference(CHECKPOINTS, M, "checkpoints hold state of each rank, such as random numbers",
+               "test_checkpointing.py: save_checkpoint"),
+    Difference(DATA, M, "each sample of a blend is from the corpus that is furthest behind its share",
+               "data/test_builder.py: test_builder"),
+    Difference(STAGES, M, "layers must be a multiple of pipeline stages, unless a layout is given",
+               "transformer/test_transformer_block.py: test_layer_builder, 65 layers, pp 4"),
+    Difference(STAGES, M, "a layout may have stages without layers",
+               "transformer/test_transformer_block.py: test_layout_layer_number"),
+    Difference(BATCHES, M, "`--decrease-batch-size-if-needed` takes a smaller batch",
+               "test_num_microbatches_calculator.py: test_get_num_microbatches"),
+    Difference(RATES, T, "a warm-up longer than the run is shortened to it",
+               "test_lr_scheduler.py: test_warmup_exceeds_training"),
+    Difference(STEPS, T, "a parameter that no group's pattern matches is an error",
+               "test_optimizer_param_groups.py: test_uncovered_params_raises"),
+    Difference(LAYERS, T, "heads and KV heads must be multiples of tp",
+               "test_tp_kv_heads_validation.py: test_llama3_kv_heads_not_divisible_raises"),
+    Difference(LAYERS, T, "RoPE raises an error for positions beyond `max_context_length`",
+               "test_rope.py: test_out_of_range_positions_raises"),
+    Difference(RANKS, T, "the sequence length must be a multiple of tp x 2 cp",
+               "test_parallel_dims.py: test_seq_len_divisor"),
+    Difference(RANKS, T, "experts are not sharded over tp: ep may divide dp x cp x tp",
+               "test_parallel_dims.py: test_expert_parallelism_validation"),
+    Difference(LAYERS, T, "linear layers have no bias by default", "test_linear.py: test_default_bias_false"),
+    Difference(LAYERS, T, "a tied head with pipeline parallelism is an error",
+               "test_weight_tying.py: test_pp_guard_raises_when_weight_tying_and_pp_enabled"),
+    Difference(PACKED, T, "context parallelism with varlen attention is an error",
+               "test_context_parallel_validation.py: test_rejects_varlen_cp_on_spmd_types"),
+    Difference(RATES, D, "warm-up begins at `warmup_min_lr`, and is logarithmic by default",
+               "runtime/test_lr_schedulers.py: TestLrSchedule.test_lr_warmup_schedule"),
+    Difference(SCALES, D, "the loss scale has a lower bound (`min_loss_scale`)",
+               "runtime/half_precision/test_dynamic_loss_scale.py: TestFused.test_all_overflow"),
+    Difference(STEPS, D, "gradients are averaged over ranks and accumulation steps",
+               "runtime/zero/test_zero.py: TestZero3ParamPartitioningLargeParam"),
+    Difference(BATCHES, D, "the micro-batch size may be given, and must fit the batch",
+               "runtime/test_ds_config_dict.py: TestBatchConfig"),
+    Difference(STAGES, D, "more pipeline stages than layers leave stages empty",
+               "runtime/utils/test_partition.py: test_short_partition"),
+    Difference(RANKS, D, "a topology's axes have any names, in any order",
+               "runtime/pipe/test_topology.py: test_topology_3d"),
+    Difference(MOE, D, "a full expert keeps the tokens of highest probability, or the earliest",
+               "moe/test_moe.py: TestTopkGate"),
+    Difference(MOE, D, "ranks may bring different numbers of tokens to experts", "moe/test_moe.py: TestTopk"),
+]  # fmt: skip
+
+
+class Missing(NamedTuple):
+    """Properties that mpcore has no way to state.
+
+    Attributes:
+        area, peer: as of `Difference`.
+        why: the reason.
+        sources: the peer's files, or their tests.
+    """
+
+    area: str
+    peer: str
+    why: str
+    sources: tuple[str, ...]
+
+
+MISSING: list[Missing] = [
+    Missing(
+        MOE, M, "experts' all-to-alls are not overlapped with another micro-batch",
+        ("a2a_overlap/test_schedule_chunk_1f1b.py", "a2a_overlap/test_schedule_layer_1f1b.py"),
+    ),
+    Missing(LAYERS, M, "mpcore trains; it has no inference server", ("inference",)),
+    Missing(LAYERS, M, "mpcore has no state-space layer", ("ssm",)),
+    Missing(
+        LAYERS, M, "use transformers' models with `parallelize`",
+        ("models/test_bert_model.py", "models/test_t5_model.py"),
+    ),
+    Missing(
+        LAYERS, M, "random numbers have no state: each depends only on its seed and index",
+        ("tensor_parallel/test_random.py",),
+    ),
+    Missing(
+        RANKS, M, "mpcore has no global state, and one order of ranks",
+        ("test_parallel_state.py: test_different_initialize_order_consistency",
+         "test_parallel_state.py: test_different_initialize_order_unconsistency"),
+    ),
+    Missing(
+        MOE, M, "the capacity is per sequence, on every layout",
+        ("transformer/moe/test_token_dispatcher.py: test_capacity_forward_backward",),
+    ),
+    Missing(
+        LAYERS, M, "mpcore uses Triton kernels, and graphs of `torch.compile`",
+        ("fusions", "transformer/test_cuda_graphs.py"),
+    ),
+    Missing(
+        CHECKPOINTS, M, "mpcore has one format, which stores logical tensors",
+        ("dist_checkpointing/test_mapping.py", "dist_checkpointing/test_serialization.py"),
+    ),
+    Missing(
+        RATES, M, "weight decay is constant", (
+            "test_optimizer_param_scheduler.py: test_get_wd_linear",
+            "test_optimizer_param_scheduler.py: test_get_wd_cosine"),
+    ),
+    Missing(
+        RATES, D, "mpcore has three schedules; `Run.optimizer_step(lr=)` takes any other rate",
+        ("runtime/test_lr_schedulers.py: TestOneCycle", "runtime/test_lr_schedulers.py: TestLrRange"),
+    ),
+]  # fmt: skip
