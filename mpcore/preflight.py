@@ -217,7 +217,9 @@ def checks_of_model(target: str, flags: Sequence[str], options: Options, pool: P
     meaning = "the sharded model is another model than the one you tested: mpcore verify shows every stage of it"
     wrong = "one process computes it wrong too, so no layout can be right"
     found = [Check("gradient of one process", slope, wrong)]
-    found += [Check(f"{layout.name} against dense", lambda name=layout.name: same(name), meaning) for layout in layouts]
+    found += [
+        Check(f"{layout.name} against unsharded", lambda name=layout.name: same(name), meaning) for layout in layouts
+    ]
     found.append(Check("two micro-batches", lambda: same("dp1mb2"), "the loss must be a sum over tokens, no mean"))
     kept = "a parameter is saved as another one than it is: declare how each is sharded"
     more = [Check(f"save {layout.name}, load on 1", lambda layout=layout: saved(layout), kept) for layout in layouts]

@@ -11,8 +11,8 @@ from tests.mutations.hand import MUTATIONS
 from tests.mutations.patterns import Hand
 
 OWN = "tests.branching:Branching --layouts tp2"
-DENSE, TORCH, DTYPE, LOAD = "sharded against dense", "against torch", "dtype", "save, load elsewhere"
-SUM, DIFFERS = "nobody sums them|holds one term", "departs"
+DENSE, TORCH, DTYPE, LOAD = "sharded against unsharded", "against torch", "dtype", "save, load elsewhere"
+SUM, DIFFERS = "nobody sums them|holds one term", "differs"
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ def new(
     return Case(number, what, flags, check, sentence, hand)
 
 
-TP2 = "tp2 against dense"
+TP2 = "tp2 against unsharded"
 PITFALLS = [
     known("1", "copy sums its gradient in place", OWN, TP2),
     known("2", "reduce writes to its input", OWN, TP2),
@@ -94,7 +94,7 @@ PITFALLS = [
     known("16", "gate and up are sharded as one block", "--tp 2 --dp 2"),
     new("17", "an uneven vocabulary has one more column", "--tp 2 --dp 2", "_CrossEntropy.forward",
         "lse = largest + total.log()",
-        "lse = largest + (total + (how.size % tp.size) * (-largest).exp()).log()", DENSE, "loss departs"),
+        "lse = largest + (total + (how.size % tp.size) * (-largest).exp()).log()", DENSE, "loss differs"),
     known("18", "the row bias is added on every rank", "--tp 2 --dp 2 --preset gpt2 --heads 4 --d-model 32"),
     known("19", "sites share a mask", "--dp 2 --dropout 0.2", TORCH, "draw the same masks"),
     known("20", "keys are sums of numbers in the name", "--dp 2", TORCH, "one random stream|draw the same masks"),
@@ -121,13 +121,13 @@ PITFALLS = [
         "--tp 2 --dp 2 --sequence-parallel --experts 4 --capacity-factor 0.7", "Router._within_capacity",
         "places.position[:, None]", "torch.arange(n, device=experts.device)[:, None]"),
     known("30", "each replica says that it is the first", "--tp 2 --dp 2 --heads 4 --kv-heads 1", DENSE,
-          "norm departs"),
+          "norm differs"),
     new("31", "each rank decides for itself whether a step is finite", "--tp 2 --dp 2", "Run.optimizer_step",
         "self.scaler.update(finite) if self.scaler else finite", "finite or self.mesh.dp.rank == 0",
         "NaN on one rank", "took the step"),
     known("32", "a gradient is added twice", "--tp 2 --dp 2 --dtype bfloat16", DTYPE, "kept or counted twice"),
     known("33", "only the first micro-batch is summed", "--dp 2 --zero 2", "memory and bytes|" + DENSE,
-          "not summed|departs|last micro-batch"),
+          "not summed|differs|last micro-batch"),
     known("34", "random rounding follows the local index", "--dp 2 --zero 2 --optimizer adamw-bf16", DENSE,
           "the gradients of the first step are right"),
     known("35", "the first stage answers for the last", "--pp 2 --dp 2", "memory and bytes|" + DENSE,
@@ -147,7 +147,7 @@ PITFALLS = [
         "return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)",
         "y = _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)\n"
         "return all_reduce.__dict__.setdefault((y.shape, y.dtype), y).copy_(y)", "memory and bytes|" + DENSE,
-        "departs|Write to a clone"),
-    known("43", "a frozen weight stops its input's gradient", OWN, "gradient of one process|" + TP2, "departs|slope"),
+        "differs|Write to a clone"),
+    known("43", "a frozen weight stops its input's gradient", OWN, "gradient of one process|" + TP2, "differs|slope"),
     known("44", "gradients are summed in bfloat16", "--dp 4 --zero 3 --dtype bfloat16", DTYPE, "has the digits of"),
 ]  # fmt: skip

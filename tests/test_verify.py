@@ -169,7 +169,7 @@ def test_layouts_are_read():
     assert parse_layout("pp4").micro_batches == 4
 
 
-def test_a_model_that_knows_nothing_of_cp_departs(ranks):
+def test_a_model_that_ignores_cp_differs(ranks):
     batch = {"x": models.batch()["x"]}
     (verdict,) = verify(models.Mixer, batch, ["cp2"], pool=ranks)
     assert "8" in verdict.error, verdict  # tokens that its mixing layer takes

@@ -74,7 +74,7 @@ class Preflight:
             Check("memory and bytes", self.check_memory, "shard more, recompute, or take a smaller --micro-batch"),
             Check("one process", self.check_dense, "the model does not train at all, sharded or not", needed=True),
             Check("against torch", self.check_torch, "one process computes it wrong too, so no layout can be right"),
-            Check("sharded against dense", self.check_sharded, differs, needed=True),
+            Check("sharded against unsharded", self.check_sharded, differs, needed=True),
             Check("accumulation", self.check_accumulation, "the loss depends on how a batch is cut in micro-batches"),
             Check("save, load elsewhere", self.check_layouts, state),
             Check("signal and resume", self.check_signal, state),

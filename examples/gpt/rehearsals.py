@@ -33,7 +33,7 @@ def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str
     """Refuse a run that is another one.
 
     Raises:
-        ValueError: with the first step or tensor that departs.
+        ValueError: with the first step or tensor that differs.
     """
     for step in steps:
         for name, field in (("loss", "losses"), ("norm", "norms")):

@@ -273,7 +273,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
             if index > 0 and not received[0].is_floating_point():
                 raise ValueError(
                     f"stage {index} takes {received[0].dtype}, which no stage before it sends: the target must return "
-                    f"the stages of mesh.pp.rank alone, not the whole model, and their inputs"
+                    f"the stages of mesh.pp.rank alone, not the unsharded model, and their inputs"
                 )
             for x in received:
                 x.requires_grad_(index > 0 and x.is_floating_point())

@@ -306,7 +306,7 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
             raise ValueError(
                 f"the {len(entry.chunks)} chunks of {name} in {where or 'no file'} don't tile its shape {entry.shape}: "
                 f"ranks hold parts or replicas that its layer does not declare, or it is tied, and not on every stage "
-                f"under its first name in the whole model"
+                f"under its first name in the unsharded model"
             )
         tensors[name] = entry
     _check_replicas(tensors, parts)

@@ -201,16 +201,16 @@ def linear_cross_entropy(
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadLossOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk; the full logits never exist.
+    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk, without storing all logits.
 
     Backward computes the logits of each chunk again, which costs one more matrix product than keeping them.
 
     Args:
-        x, weight, target, head: see `linear_cross_entropy`.
+        x, weight, target, head: see `linear_cross_entropy`. `weight` is this rank's shard [V/tp, D].
 
     Returns:
-        `(log_prob, entropy)`, differentiable, of the shape of `target`, in fp32 (fp64 for fp64 logits), in nats; 0 for
-        ignored tokens.
+        `(log_prob, entropy)` in nats, differentiable, of the shape of `target`, in float32 (float64 if `x` is float64).
+        Both are 0 where the target is `ignore_index`.
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)

@@ -145,7 +145,7 @@ def prepare(
         if local_updates is not None and local_updates.fragments > 1 and mesh.pp.size > 1 and not is_numbered:
             raise ValueError(
                 f"{local_updates.fragments} fragments on {mesh.pp.size} pipeline ranks need the blocks' numbers in the "
-                f"whole model: blocks={{number: block}}"
+                f"unsharded model: blocks={{number: block}}"
             )
     on_blocks = {"recompute": recompute.kind != "none" or recompute.budget, "precision with fp8": precision.fp8}
     on_blocks |= {"offload of parameters": offload.parameters, "compile": compile}
@@ -275,10 +275,10 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
         for name in names if drawn or alike else ():
             if name in holder:
                 raise ValueError(
-                    f"pipeline ranks {holder[name]} and {rank} both hold a parameter {name}. If each has the whole "
-                    f"model, cut it with pipeline_stages(model, mesh, ..); call parameters of a stage as in the "
-                    f"whole model, such as ModuleDict({{str(i): block}}) with i the block's number there; declare one "
-                    f"tied weight with add_partial(module, leaf, mesh.ends)"
+                    f"pipeline ranks {holder[name]} and {rank} both hold a parameter {name}. If each has all "
+                    f"layers, cut the model with pipeline_stages(model, mesh, ..); name parameters of a stage as in "
+                    f"the unsharded model, such as ModuleDict({{str(i): block}}) with i the block's number there; "
+                    f"declare one tied weight with add_partial(module, leaf, mesh.ends)"
                 )
             holder[name] = rank
 

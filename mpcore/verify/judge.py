@@ -37,7 +37,7 @@ class Departure:
 
     def __str__(self) -> str:
         where = f"{self.stage} of {self.name}" if self.name else self.stage
-        by = f" departs by {self.ulps:.3g} ULPs" if self.ulps < math.inf else ""
+        by = f" differs by {self.ulps:.3g} ULPs" if self.ulps < math.inf else ""
         return f"{where}{by}: {self.cause}"
 
 

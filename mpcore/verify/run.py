@@ -136,7 +136,7 @@ def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
         if stages[0] and all(names == stages[0] for names in stages):
             raise ValueError(
                 f"each of {mesh.pp.size} stages holds the same {len(stages[0])} parameters, such as {stages[0][0]}: "
-                f"the builder must return the stage of mesh.pp.rank alone, with the names of the whole model"
+                f"the builder must return the stage of mesh.pp.rank alone, with the names of the unsharded model"
             )
     if any(p.is_meta for p in model.parameters()):
         # initialized in their own dtype, as in training, and cast afterwards

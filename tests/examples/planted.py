@@ -171,32 +171,32 @@ def out_of_range(old: Callable, self: Any, index: int) -> np.ndarray:
 TWO, ZERO0 = "--tp 2 --dp 2 --zero 0", "--dp 4 --zero 0"
 BUGS: dict[str, Bug] = {
     "the reduce of a row is missing": Bug(
-        "mpcore.layers.linear.collectives.reduce", identity, TWO, "sharded against dense",
+        "mpcore.layers.linear.collectives.reduce", identity, TWO, "sharded against unsharded",
         "the reduce is missing", False,
     ),
     "a row bias counts tp times": Bug(
         "mpcore.layers.linear.RowParallelLinear.forward", method(bias_everywhere),
-        "--preset gpt2 --heads 4 --d-model 32 " + TWO, "sharded against dense", "is added 2 times|departs",
+        "--preset gpt2 --heads 4 --d-model 32 " + TWO, "sharded against unsharded", "is added 2 times|differs",
     ),
     "sequence-parallel norms are not summed": Bug(
         "mpcore.gradients.reduce._reduce_pending", nothing, TWO + " --sequence-parallel",
-        "sharded against dense", "nobody sums them|departs",
+        "sharded against unsharded", "nobody sums them|differs",
     ),
     "gradients are averaged again": Bug(
-        "mpcore.training.run.reduce_gradients", averaged, ZERO0, "sharded against dense", "2 times too small", False
+        "mpcore.training.run.reduce_gradients", averaged, ZERO0, "sharded against unsharded", "2 times too small", False
     ),
     "the loss is divided by this rank's tokens": Bug(
-        "mpcore.training.run.Run.count_tokens", method(mean_over_rank), ZERO0, "sharded against dense",
-        "loss departs|too large",
+        "mpcore.training.run.Run.count_tokens", method(mean_over_rank), ZERO0, "sharded against unsharded",
+        "loss differs|too large",
     ),
     "the loss is divided twice": Bug(
-        "mpcore.training.run.Run.loss_factor", halved, ZERO0, "sharded against dense", "too small|departs"
+        "mpcore.training.run.Run.loss_factor", halved, ZERO0, "sharded against unsharded", "too small|differs"
     ),
     "the norm is of local gradients": Bug(
-        "mpcore.training.run.grad_norm", local_norm, TWO, "sharded against dense", "norm departs", False
+        "mpcore.training.run.grad_norm", local_norm, TWO, "sharded against unsharded", "norm differs", False
     ),
     "each rank draws a dropout mask of its own": Bug(
-        "mpcore.layers.module.stream_key", by_rank, TWO + " --dropout 0.2", "sharded against dense",
+        "mpcore.layers.module.stream_key", by_rank, TWO + " --dropout 0.2", "sharded against unsharded",
         "dropout mask depends on the layout",
     ),
     "the optimizer's state is not saved": Bug(

@@ -244,7 +244,7 @@ def test_a_model_is_checked_under_each_layout(capsys, ranks, monkeypatch):
     monkeypatch.setattr("mpcore.preflight.Pool", lambda size: Lent(ranks))
     assert main(["preflight", "--", "tests.verify_models:Encoder", "--layouts", "tp2,dp2zero2"]) == 0
     out = capsys.readouterr().out
-    for name in ("tp2 against dense", "dp2zero2 against dense", "two micro-batches", "save tp2, load on 1"):
+    for name in ("tp2 against unsharded", "dp2zero2 against unsharded", "two micro-batches", "save tp2, load on 1"):
         assert re.search(rf"^ok      {name}", out, re.MULTILINE), out
 
 

@@ -13,7 +13,9 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class Colwise:
-    """Shard the output features of a linear layer, or the columns of an embedding, such as a table [buckets, heads].
+    """Shard the output features of a linear layer, or the columns of an embedding.
+
+    An embedding to shard by columns is, for example, a relative position bias [buckets of distances, heads].
 
     Args:
         blocks: the number of equal blocks of output features (3 for a fused [Q|K|V]), or a tuple of their lengths. Each
@@ -21,7 +23,13 @@ class Colwise:
         gather_output: whether to all-gather the output, so that every rank has all features.
         unit: the number of consecutive output features that stay on one rank, such as the size of a head. None: for a
             linear layer the `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`) of its parent
-            module, or 1 if the parent has none.
+            module. It is 1 if the parent has none, for an embedding, with `gather_output`, and if a block is not a
+            multiple of that size.
+
+    Raises:
+        ValueError: by `parallelize`, if the lengths in `blocks` don't sum to the output features, the number of
+            blocks doesn't divide them, a block is not a multiple of `unit`, tp doesn't divide the units of a block, or
+            an embedding has more than one block.
 
     Example:
         >>> plan = {"h.*.attn.qkv": mpcore.Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64

@@ -243,14 +243,14 @@ def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tole
     first = calls or next(filter(None, outputs), None)
     if any(outputs) and first is not None:
         where = twin.names.get(first.name, first.name) or "the model itself"
-        said = f"{where} returns other values on {len(runs)} ranks than whole, off by {first.error:.1%} of the largest"
+        said = f"{where} returns other values on {len(runs)} ranks than on one, off by {first.error:.1%} of the largest"
         return said + _advice(twin, first.name, targets, len(runs), failed=False)
     last = _last_used(whole, gradients)
     owner, _, leaf = last.name.rpartition(".")
     where = ".".join(filter(None, (twin.names.get(owner, owner), leaf)))
     return (
-        f"the gradient of {where} on {len(runs)} ranks is not that of the whole model, off by {last.error:.1%} of the "
-        f"largest{_gradient_advice(last)}"
+        f"the gradient of {where} on {len(runs)} ranks is not that of the unsharded model, off by {last.error:.1%} of "
+        f"the largest{_gradient_advice(last)}"
     )
 
 

@@ -92,17 +92,18 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     """Keep this rank's tokens of full sequences. Shard tokens, targets, positions and masks with this function.
 
     Shift the targets first (`tokens[:, :-1], tokens[:, 1:]`), so that no token at a shard's border is lost. The input
-    must be the same on every rank of cp. Backward all-gathers the shards' gradients (I,
-    replicated with a replicated gradient, -> S(dim), sharded, in `mpcore.collectives`).
+    must be the same on every rank of cp. Backward all-gathers the gradients of the shards.
 
     Args:
-        batch: `[..., T]`, or a mapping of names to such tensors.
+        batch: a tensor whose dimension `dim` is the sequence, such as [B, T], or a mapping of names to such tensors.
         cp: the context-parallel axis.
-        pattern: the `context` of the model's attention layers.
+        pattern: the `context` of the model's attention layers: "alltoall", "ring", "zigzag", "allgather" or
+            "two-level".
         dim: the sequence dimension of each tensor.
 
     Returns:
-        `[..., T/cp]`, or a dictionary of such tensors. Rank r gets `shard_sizes(T, cp.size)[r]` tokens.
+        The tensor, or a dictionary of the tensors, with `shard_sizes(T, cp.size)[r]` tokens on rank r: T/cp, or one
+        more on the first ranks if cp doesn't divide T.
 
     Raises:
         ValueError: if the pattern is unknown, there are fewer tokens than ranks, or the tensors have different lengths.
@@ -115,8 +116,8 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     Example:
         >>> tokens = torch.arange(9).unsqueeze(0)
         >>> batch = {"x": tokens[:, :-1], "target": tokens[:, 1:]}
-        >>> mpcore.shard_sequence(batch, mpcore.Axis(name="cp"), "zigzag")["x"].shape
-        torch.Size([1, 8])
+        >>> mpcore.shard_sequence(batch, mpcore.Axis(size=2, rank=0, name="cp"), "zigzag")["x"]
+        tensor([[0, 1, 6, 7]])
     """
     check_axis(cp)
     tensors = {"": batch} if isinstance(batch, Tensor) else batch

@@ -66,10 +66,12 @@ class GroupedLinear(ParallelModule):
 
         Args:
             x: [R, D], the rows of the first local expert, then those of the second, and so on.
-            counts: integers [E/ep], the number of rows of each local expert.
+            counts: integers [E/ep] on the device of `x`, the number of rows of each local expert. Their sum is at most
+                R. The rows of the result after those of the last expert are zero.
 
         Raises:
-            ValueError: if x and the weight differ in dtype and autocast is off.
+            ValueError: if x and the weight differ in dtype and autocast is off, a shape doesn't fit, or `counts` has
+                another dtype or device.
         """
         dtype = autocast_dtype(x)
         if dtype is None and not x.is_meta and x.dtype != self.weight.dtype:

@@ -23,7 +23,9 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
         mixture: the model that will load the result, or this rank's pipeline stage. It may be on the meta device.
 
     Returns:
-        A new state dict, without the routers. Take their initial weights from the mixture's own state.
+        A new state dict of unsharded tensors, with all E experts: `experts.gate_up.weight` [E, 2F, D] (or [E, F, D]
+        without a gate) and `experts.down.weight` [E, D, F]. It has no routers: take their initial weights from the
+        mixture's own state.
 
     Raises:
         ValueError: if the mixture has no `ParallelMoE`, the dense model has no MLP of the same name, or the MLP has
