@@ -16,20 +16,18 @@ if TYPE_CHECKING:
 
 
 class Dropout(ParallelLayer, RandomModule):
-    """Zero elements by a mask that depends only on (seed, this module's name, sample, token, feature).
+    """Zero elements with probability p, and multiply the other elements by 1 / (1 - p).
 
-    The other elements are multiplied by 1 / (1 - p).
-
-    All ranks that hold the same element use the same mask. The mask does not depend on tp, cp, dp, pp or the
-    micro-batch size, and recomputation draws the same mask. Call `mpcore.materialize` or `mpcore.seed_dropout` to set
-    the seed.
+    The mask depends only on (seed, this module's name, sample, token, feature). All ranks that hold the same element
+    use the same mask. The mask does not depend on tp, cp, dp, pp or the micro-batch size, and recomputation draws the
+    same mask. Call `mpcore.materialize` or `mpcore.seed_dropout` to set the seed.
 
     Args:
         p: probability of zeroing an element, in [0, 1).
         options: `TensorParallelOptions`: how the input is sharded.
 
     Raises:
-        ValueError: if p is not in [0, 1).
+        ValueError: if p is outside [0, 1).
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.5))
@@ -56,8 +54,10 @@ class Dropout(ParallelLayer, RandomModule):
             tokens: int64 [T], the position of each token in the full sequence. None: 0 .. T-1. Under context
                 parallelism pass this cp rank's positions (`sequence_index`). Under sequence parallelism pass those of
                 all tp ranks' tokens.
-            residual: a tensor of the shape of `x`, added to the result in the same kernel. The result has the wider
-                dtype of the two.
+            residual: a tensor of the shape of `x`, added to the result in the same kernel.
+
+        Returns:
+            A tensor of the shape of `x`, in the dtype of `x`; with a residual, in the wider of both dtypes.
 
         Raises:
             ValueError: in training, if the module is not seeded or `samples` is missing.

@@ -201,16 +201,22 @@ def linear_cross_entropy(
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadLossOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk, without storing all logits.
+    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk; the full logits never exist.
 
     Backward computes the logits of each chunk again, which costs one more matrix product than keeping them.
 
     Args:
-        x, weight, target, head: see `linear_cross_entropy`. `weight` is this rank's shard [V/tp, D].
+        x: [..., D], the same on every rank of tp; with `sequence_parallel` this rank's equal shard of the sequence.
+        weight: [V/tp, D], this rank's shard of the head weight.
+        target: integer ids [...] of the full sequence, the same on every rank.
+        head: tp, vocab_size, ignore_index, softcap, sequence_parallel, sequence_dim, chunk_rows: see `HeadLossOptions`.
 
     Returns:
-        `(log_prob, entropy)` in nats, differentiable, of the shape of `target`, in float32 (float64 if `x` is float64).
-        Both are 0 where the target is `ignore_index`.
+        `(log_prob, entropy)`, differentiable, each of the shape of `target`, in nats, in float32 (float64 if x is
+        float64). Both are 0 for a target equal to `ignore_index`, by default -100.
+
+    Raises:
+        ValueError: before any collective, if shapes don't match, or (on a CPU) a target lies outside the vocabulary.
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)

@@ -15,21 +15,22 @@ from torch.nn.parameter import is_lazy
 class Colwise:
     """Shard the output features of a linear layer, or the columns of an embedding.
 
-    An embedding to shard by columns is, for example, a relative position bias [buckets of distances, heads].
+    An embedding with sharded columns is, for example, the table of a relative position bias, whose shape is [buckets of
+    distances, heads].
 
     Args:
         blocks: the number of equal blocks of output features (3 for a fused [Q|K|V]), or a tuple of their lengths. Each
-            block is sharded separately.
-        gather_output: whether to all-gather the output, so that every rank has all features.
+            block is sharded separately. An embedding has one block.
+        gather_output: whether to all-gather the output, so that every rank returns all features.
         unit: the number of consecutive output features that stay on one rank, such as the size of a head. None: for a
-            linear layer the `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`) of its parent
-            module. It is 1 if the parent has none, for an embedding, with `gather_output`, and if a block is not a
-            multiple of that size.
+            linear layer, the parent module's `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`).
+            None means 1 for an embedding, with `gather_output`, if the parent has no such attribute, or if a block is
+            no multiple of the attribute. A linear layer with `gather_output` ignores `unit`.
 
     Raises:
-        ValueError: by `parallelize`, if the lengths in `blocks` don't sum to the output features, the number of
-            blocks doesn't divide them, a block is not a multiple of `unit`, tp doesn't divide the units of a block, or
-            an embedding has more than one block.
+        ValueError: from `parallelize`, if the lengths in `blocks` don't sum to out_features, the number of blocks
+            doesn't divide out_features, `unit` doesn't divide a block, tp doesn't divide the number of units in a
+            block, or an embedding has several blocks.
 
     Example:
         >>> plan = {"h.*.attn.qkv": mpcore.Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64
@@ -77,8 +78,8 @@ class LocalSizes:
     """Divide integer attributes of a module by the size of tp, such as a number of heads.
 
     Args:
-        names: the attributes to divide. tp must divide them.
-        kept: attributes that stay, although their names look like a number of heads.
+        names: the attributes to divide by the size of tp. Each must be a multiple of the size of tp.
+        kept: attributes that keep their values, although they are named like a number of heads.
 
     Example:
         >>> plan = {"h.*.attn": mpcore.LocalSizes(("n_head",)), "h.*.attn.q": "colwise"}
@@ -90,11 +91,12 @@ class LocalSizes:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Say which dimension of a parameter that holds all experts has the hidden features.
+    """Name the dimension of the hidden features in a parameter that holds all experts.
 
     Args:
         dim: the dimension, counted from the end: -1 or -2.
-        blocks: the number of equal blocks in the dimension, such as 2 for [gate | up]. Each is sharded separately.
+        blocks: the number of equal blocks in the dimension, such as 2 for [gate | up]. Each block is sharded
+            separately.
         unit: the number of consecutive features that stay on one rank, such as 2 if gate and up alternate.
 
     Example:

@@ -95,18 +95,19 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
     must be the same on every rank of cp. Backward all-gathers the gradients of the shards.
 
     Args:
-        batch: a tensor whose dimension `dim` is the sequence, such as [B, T], or a mapping of names to such tensors.
+        batch: a tensor whose dimension `dim` has size T, by default `[..., T]`; or a mapping of names to such tensors.
         cp: the context-parallel axis.
         pattern: the `context` of the model's attention layers: "alltoall", "ring", "zigzag", "allgather" or
-            "two-level".
-        dim: the sequence dimension of each tensor.
+            "two-level". It decides which tokens a rank holds (`sequence_index`).
+        dim: the sequence dimension of each tensor, for example 1 for `[B, T, D]`. All other dimensions stay.
 
     Returns:
-        The tensor, or a dictionary of the tensors, with `shard_sizes(T, cp.size)[r]` tokens on rank r: T/cp, or one
-        more on the first ranks if cp doesn't divide T.
+        A tensor whose dimension `dim` has size T/cp, or a dictionary of such tensors. If cp doesn't divide T, the
+        shards are uneven: rank r gets `mpcore.shard_sizes(T, cp.size)[r]` tokens. With cp size 1: `batch` itself.
 
     Raises:
-        ValueError: if the pattern is unknown, there are fewer tokens than ranks, or the tensors have different lengths.
+        ValueError: if the pattern is unknown, there are fewer tokens than ranks, the tensors have different lengths,
+            or "two-level" is used with an axis without levels (`build_mesh(cp_inner=..)`).
 
     Note:
         - Do not use this on activations, such as image embeddings merged into text embeddings: backward all-gathers

@@ -62,16 +62,18 @@ class GroupedLinear(ParallelModule):
         self.declare("weight", shape, init, shard=shards, blocks=blocks, block_dim=1)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Multiply rows [R, D], sorted by expert, with their expert's weight -> [R, F], in the dtype of autocast if on.
+        """Multiply each row by the weight of its expert: [R, D] -> [R, F].
 
         Args:
-            x: [R, D], the rows of the first local expert, then those of the second, and so on.
-            counts: integers [E/ep] on the device of `x`, the number of rows of each local expert. Their sum is at most
-                R. The rows of the result after those of the last expert are zero.
+            x: [R, D], the rows of the first local expert, then the rows of the second, and so on.
+            counts: integers [E/ep] on x's device, the number of rows of each local expert. Their sum is at most R.
+
+        Returns:
+            [R, F], in x's dtype, or in autocast's dtype if autocast is on. Rows after the last expert's are zero.
 
         Raises:
-            ValueError: if x and the weight differ in dtype and autocast is off, a shape doesn't fit, or `counts` has
-                another dtype or device.
+            ValueError: if the shapes don't match, `counts` are floating-point or on another device, or x and the weight
+                differ in dtype and autocast is off.
         """
         dtype = autocast_dtype(x)
         if dtype is None and not x.is_meta and x.dtype != self.weight.dtype:

@@ -11,11 +11,11 @@ from mpcore.sharding.declarations import named_modules
 
 
 def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor]:
-    """Convert a dense model's full state dict to a mixture's: each expert copies the dense MLP of its layer.
+    """Convert a dense model's full state dict to the state dict of a mixture of experts.
 
-    With normalized router scores, `routed_scale=1` and no shared experts, the mixture's first output equals the dense
-    model's for any router. With `top_k=1` the scores are not normalized: then each MLP's output is multiplied by the
-    router's score.
+    Each expert of a layer is a copy of the dense MLP of that layer. With normalized router scores, `routed_scale=1` and
+    no shared experts, the untrained mixture returns the same output as the dense model, whatever the router's weights.
+    With `top_k=1` the scores are not normalized: the router's score multiplies the output of each MLP.
 
     Args:
         state: the dense model's state dict from `mpcore.full_state_dict`. The dense model must have a `ParallelMLP`
@@ -24,8 +24,8 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
 
     Returns:
         A new state dict of unsharded tensors, with all E experts: `experts.gate_up.weight` [E, 2F, D] (or [E, F, D]
-        without a gate) and `experts.down.weight` [E, D, F]. It has no routers: take their initial weights from the
-        mixture's own state.
+        without a gate) and `experts.down.weight` [E, D, F]. It has no router weights: use those of the mixture's own
+        state dict.
 
     Raises:
         ValueError: if the mixture has no `ParallelMoE`, the dense model has no MLP of the same name, or the MLP has
