@@ -74,7 +74,7 @@ _forced: str | None = None
 
 @contextmanager
 def use_kernels(impl: str) -> Iterator[None]:
-    """Choose the implementation of every operator of `mpcore.kernels` whose caller names none.
+    """Choose the implementation of each operator of `mpcore.kernels` that is called without `impl`.
 
     If a loss is wrong, run under `use_kernels("reference")`: if it is right then, a kernel is wrong. `mpcore doctor`
     says which.
@@ -83,11 +83,11 @@ def use_kernels(impl: str) -> Iterator[None]:
         impl: `"reference"`, or `"triton"`, which also skips the table and the self-test.
 
     Raises:
-        ValueError: `impl` is neither.
+        ValueError: if `impl` is neither of these two.
 
     Note:
-        - It holds for the whole process, in every thread: recomputation in backward runs in other threads.
-        - Attention that runs torch's `scaled_dot_product_attention` still does: that is no kernel of mpcore.
+        - The choice holds for all threads of the process, because recomputation in backward runs in other threads.
+        - Attention by torch's `scaled_dot_product_attention` doesn't change, because that is no kernel of mpcore.
         - A compiled model is compiled again, once for each choice.
 
     Example:

@@ -57,7 +57,7 @@ def make_work(
     recompute: Recompute | str = "none",
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Work:  # fmt: skip
-    """Make the work of a rank that holds a whole model: one pipeline stage, laid out as `prepare` would.
+    """Make the work of a rank that holds all blocks in one pipeline stage, laid out as `prepare` would.
 
     Args:
         model: the model, on the meta device, built for the mesh.

@@ -63,7 +63,7 @@ def load(
     check_bytes: bool = True,
     cast: bool = False,
 ) -> Loaded:
-    """Load a checkpoint into a model of any layout, and into its optimizer. A collective on all ranks of the mesh.
+    """Load a checkpoint into a model of any layout, and into its optimizer. All ranks must call it.
 
     All ranks check names, shapes, dtypes and files before any value changes. The checksums are divided among the ranks.
     Then each rank reads the ranges that it holds.

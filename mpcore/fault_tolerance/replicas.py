@@ -21,7 +21,7 @@ from mpcore.sharding.local import is_dtensor, local_tensor
 
 @torch.no_grad()
 def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's memory is corrupt") -> None:
-    """Raise on every rank if the replicas of a parameter differ in any bit. A collective on all ranks of the mesh.
+    """Raise on every rank if the replicas of a parameter differ in any bit. All ranks of the mesh must call it.
 
     The layers' declarations say which parameters are replicated: unsharded parameters over tp and data, replicated KV
     heads, and tied embeddings. With HSDP, shards are replicated across groups of ranks. One all-reduce per axis

@@ -25,9 +25,10 @@ class StopSignals:
 
     Args:
         apart: the least time between two ctrl-C, in seconds.
-        leave_with: see the attribute.
+        leave_with: the initial value of the attribute `leave_with`.
 
-    Under `mpcore.simulate` this block catches no signals: only the main thread can, and each rank runs in another one.
+    Under `mpcore.simulate` no signal is caught: only the main thread can catch signals, and each simulated rank runs in
+    another thread.
 
     Attributes:
         asked: whether a signal has come. Ranks may see it at different steps: let them agree (`Wishes`) before they

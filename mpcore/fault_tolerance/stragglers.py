@@ -91,7 +91,7 @@ class Stragglers:
             torch.cuda.synchronize(self.mesh.device)
 
     def check(self) -> list[SlowRank]:
-        """Compare the ranks' times since the last check. A collective on all ranks, with the same result on each.
+        """Compare the ranks' times since the last check. All ranks must call it, and get the same result.
 
         Returns:
             The slow ranks. Empty: none.

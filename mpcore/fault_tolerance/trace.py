@@ -151,7 +151,7 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
 
 
 def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
-    """Return the collectives in entries of flight recorders, oldest first. A pure function.
+    """Return the collectives in entries of flight recorders, oldest first.
 
     Args:
         entries: the entries, as torch's flight recorder returns them.
@@ -222,7 +222,7 @@ def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, s
 
 
 def explain(logs: Sequence[Log], size: int) -> str:
-    """Explain why the ranks don't make progress. A pure function of their logs.
+    """Explain why the ranks don't make progress. The text depends only on the logs.
 
     Args:
         logs: the logs of the ranks that answered.

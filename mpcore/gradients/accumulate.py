@@ -65,6 +65,9 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """Return a parameter's gradient: its main gradient if something was added to it, otherwise `.grad`.
 
+    Returns:
+        The gradient. None: the parameter has no gradient.
+
     Raises:
         ValueError: if data parallelism replaced the parameter, because it would never get a gradient.
     """
@@ -90,6 +93,9 @@ def accumulate(parameter: Tensor) -> None:
 @torch.no_grad()
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
     """Drop all gradients: set `.grad` to None, and fill main gradients with zeros.
+
+    Args:
+        parameters: the parameters, for example `model.parameters()`.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)

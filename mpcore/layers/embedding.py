@@ -115,7 +115,7 @@ class VocabParallelEmbedding(_Table):
 class ColumnParallelEmbedding(_Table):
     """Look up ids in a table whose columns are sharded over tp, for example to get one bias per attention head.
 
-    Ids are the same on every rank (I); each rank returns its shard of the last dimension (S(-1)).
+    All ranks pass the same ids. Each rank returns its shard of the last dimension.
 
     Args:
         num_embeddings, embedding_dim: sizes of the unsharded table, as in `torch.nn.Embedding`. Shards may be uneven.

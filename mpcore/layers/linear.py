@@ -109,7 +109,7 @@ class ParallelLinear(ParallelModule):
 class ColumnParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the rows of W (the output features) sharded over tp.
 
-    Each rank takes the same x and returns its shard of y's last dimension. In the notation of `mpcore.collectives`, x
+    Each rank accepts the same x and returns its shard of y's last dimension. In the notation of `mpcore.collectives`, x
     is I and y is S(-1).
 
     Args:
@@ -186,9 +186,9 @@ class ColumnParallelLinear(ParallelLinear):
 class RowParallelLinear(ParallelLinear):
     """`y = x W^T + b` with the columns of W (the input features) sharded over tp.
 
-    Each rank takes its shard of x's last dimension, which is what a column-parallel layer returns. The ranks' products
-    are all-reduced, so every rank returns the full y. In the notation of `mpcore.collectives`, x is S(-1) and y is I.
-    The bias is added once, after the all-reduce.
+    Each rank accepts its shard of x's last dimension, which is what a column-parallel layer returns. The products of
+    all ranks are all-reduced, so every rank returns the full y. In the notation of `mpcore.collectives`, x is S(-1) and
+    y is I. The bias is added once, after the all-reduce.
 
     Args:
         in_features, out_features: sizes of the unsharded layer. Shards may be uneven.

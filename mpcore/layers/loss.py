@@ -121,7 +121,8 @@ def vocab_parallel_log_prob(
         logits, target, tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
 
     Returns:
-        `(log_prob, entropy)`, differentiable, [...] in fp32 (fp64 for fp64 logits), in nats; 0 for ignored tokens.
+        `(log_prob, entropy)`, differentiable, each [...], in nats, in fp32 (fp64 for fp64 logits). Both are 0 for a
+        target equal to `ignore_index`.
 
     Example:
         >>> log_prob, entropy = mpcore.vocab_parallel_log_prob(torch.zeros(3, 8), torch.tensor([1, 2, -100]))
@@ -168,7 +169,7 @@ def linear_cross_entropy(
 
     Args:
         x: [..., D], the same on every rank of tp; with `sequence_parallel` this rank's equal shard of the sequence.
-        weight: [V/tp, D], this rank's rows: the weight of a `ColumnParallelLinear` without bias.
+        weight: [V/tp, D], this rank's shard of the head weight, as a `ColumnParallelLinear` without bias holds it.
         target: integer ids [...] of the full sequence, the same on every rank.
         label_smoothing, z_loss, reduction: see `vocab_parallel_cross_entropy`.
         token_weight: see `vocab_parallel_cross_entropy`. It gets a gradient only with reduction "none".

@@ -94,7 +94,7 @@ class Axis:
 
 @dataclass(frozen=True, repr=False)
 class Mesh:
-    """All axes as one rank sees them. Make it with `build_mesh`. One process may have several meshes.
+    """All axes as one rank sees them. Call `build_mesh` to make a mesh. One process may have several meshes.
 
     Attributes:
         tp, cp, dp, pp: the tensor, context, data and pipeline parallel axes.

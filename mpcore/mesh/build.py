@@ -168,7 +168,7 @@ def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) ->
 def choose_device(
     asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
 ) -> str:
-    """Return the type of device that a rank computes on. A pure function.
+    """Return the type of device that a rank computes on. The result depends only on the arguments.
 
     Args:
         asked: "cuda" or "cpu". None: CUDA if there are enough GPUs and, in a running world, nccl; else the CPU.

@@ -47,7 +47,7 @@ class Launch:
 
 
 def read_launch(variables: Mapping[str, str], running: tuple[int, int] | None = None) -> Launch:
-    """Read the launcher's environment variables. A pure function.
+    """Read the launcher's variables from `variables`.
 
     The variables that torchrun sets come first: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT. Without RANK, in a Slurm step of several tasks, Slurm's own variables are read; MASTER_ADDR and

@@ -84,7 +84,7 @@ def mesh_shape(
 def mesh_ranks(
     *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, etp: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """List the groups of every axis. A pure function.
+    """List the groups of every axis. No process group is needed.
 
     Every world rank is in exactly one group of each axis, except "ends": only the first and last pipeline ranks are.
 

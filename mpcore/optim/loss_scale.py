@@ -75,7 +75,7 @@ class LossScaler:
         """Adapt the scale after a backward. This is a collective over all ranks of the world.
 
         Args:
-            finite: whether this rank's gradients are finite. If they are not on any rank, all ranks skip the step.
+            finite: whether this rank's gradients are finite. If any rank passes False, all ranks skip the step.
 
         Returns:
             Whether to step the optimizer; the same on every rank.

@@ -185,7 +185,9 @@ class Muon(AdamW):
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return about U V^T of x = U S V^T by Newton-Schulz: singular values move to [0.7, 1.2], tiny ones stay below.
+    """Approximate U V^T of x = U S V^T by Newton-Schulz iterations.
+
+    The singular values of the result lie in about [0.7, 1.2]; tiny singular values of x stay below 0.7.
 
     Args:
         x: [..., m, n].

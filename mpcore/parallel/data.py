@@ -63,8 +63,8 @@ def shard_data_parallel(
         blocks: submodules in the order of forward, as a list or an `nn.ModuleDict`. Each block is gathered and reduced
             as one unit. A block inside another block is a separate unit.
         zero: the ZeRO stage.
-            0: replicate everything and all-reduce gradients. Large gradients start in the backward that
-            `sync_gradients` marks as the last, the others in `reduce_gradients`.
+            0: replicate everything and all-reduce gradients. The all-reduces of large gradients start in the backward
+            that `sync_gradients` marks as the last, all others in `reduce_gradients`.
             1: shard the optimizer state. Gradients are reduce-scattered with the last micro-batch, and parameters are
             gathered once per step.
             2: shard gradients too. They are reduce-scattered in each micro-batch.

@@ -63,7 +63,9 @@ class Merge(NamedTuple):
 
 
 class DiLoCo(torch.optim.Optimizer):
-    """Wrap an optimizer: workers merge every `every` steps, by an outer step of SGD with Nesterov momentum.
+    """Wrap an optimizer so that workers merge their parameters every `every` steps (DiLoCo).
+
+    The merge is an outer step of SGD with Nesterov momentum.
 
     The outer gradient is the mean over workers of each parameter's change since the last merge. With `lr=1` and
     `momentum=0`, a merge averages the parameters (Local SGD, federated averaging). The inner optimizer's state is not
@@ -141,12 +143,12 @@ class DiLoCo(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The parameter groups of the inner optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's and the outer step's, by parameter."""
+        """The state of the inner optimizer and of the outer step, by parameter."""
         return _State(self.optimizer.state, self.outer)
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +170,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """`{"inner": the inner optimizer's, "outer": that of the outer step by the parameter's place}`."""
+        """Return `{"inner": .., "outer": ..}`: the state dicts of the inner optimizer and of the outer step."""
         self._begin()
         outer = {place: dict(self.outer[p]) for place, p in enumerate(self._grouped()) if p in self.outer}
         return {"inner": self.optimizer.state_dict(), "outer": outer}
@@ -212,7 +214,7 @@ class DiLoCo(torch.optim.Optimizer):
             step: the number of steps since training began, including skipped ones. It decides which fragment is due.
 
         Returns:
-            The `Merge`, the same on all ranks; None if no merge was due. Nothing is sent then.
+            The `Merge`, the same on all ranks. None, without communication, if no merge was due.
 
         Raises:
             ValueError: on every rank, before anything changes, if a worker's parameter change is not finite, or workers

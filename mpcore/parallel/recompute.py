@@ -64,21 +64,21 @@ def recompute(
 
     The blocks change in place: names, parameters, outputs and gradients stay the same. Call it again to change the
     kind, or after you replaced submodules of a block. It works before and after `shard_data_parallel`, under any
-    pipeline schedule, autocast and torch.compile. A `block.forward` that you assigned is called, and comes back with
-    "none".
+    pipeline schedule, autocast and torch.compile. If you assigned a function to `block.forward`, that function is
+    recomputed, and the kind "none" restores it.
 
     Args:
         blocks: the blocks of this pipeline rank, in the order of their calls.
-        kind: "full" keeps only a block's input; "selective" also the results of linear layers and collectives; "none"
-            keeps everything.
+        kind: "full" keeps only a block's input; "selective" also keeps the results of linear layers and collectives;
+            "none" keeps everything.
         every: recompute each n-th block, from the first; the others keep everything.
         budget: replaces `kind` and `every`: the fraction of the activation bytes that may be kept, in (0, 1]. Blocks
             become selective in order, then full in order, until the counted bytes fit.
         example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them. Only
             shapes and dtypes matter: tensors may be on "meta".
-        axes: with `budget`, the axes over which the blocks communicate, such as `(mesh.tp, mesh.data)`. Bytes are the
-            maximum over their ranks, a collective, so that all choose the same kinds: recomputing "full" repeats
-            collectives.
+        axes: with `budget`, the axes over which the blocks communicate, such as `(mesh.tp, mesh.data)`. The
+            byte count is the maximum over the ranks of these axes, so that all ranks choose the same kinds. To find
+            the maximum is a collective.
         preserve_rng_state: save and restore the state of torch's generators. Only blocks that draw from them need it;
             mpcore's layers don't.
 

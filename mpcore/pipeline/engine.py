@@ -35,7 +35,8 @@ class Pipeline:
 
     Args:
         model: this rank's stage, or a list of its stages in pipeline order if the schedule places several on a rank.
-            The first stage of the pipeline receives the batch's input, every stage the keyword arguments of a step.
+            The first stage of the pipeline receives the batch's input. Every stage receives the keyword arguments of
+            a step.
         mesh: the mesh; `mesh.pp` is the axis that stages lie on.
         micro_batches: the number of micro-batches of a step on each rank.
         loss: `loss(output, target)`, a scalar that requires grad; called on the last stage, once for each micro-batch.
@@ -250,7 +251,7 @@ class Pipeline:
                 yield out
 
     def from_last(self, x: Tensor) -> Tensor:
-        """Broadcast a tensor from the last stage's rank. On other ranks `x` gives only the shape and dtype."""
+        """Broadcast a tensor from the last stage's rank. On other ranks only the shape and dtype of `x` are used."""
         return all_reduce(x if self.pp.rank == self.last_rank else torch.zeros_like(x), self.pp)
 
     def recorded(self) -> list[Span]:

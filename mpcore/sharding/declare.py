@@ -216,13 +216,23 @@ def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) 
 
 
 def cut(length: int, axis: Axis, dim: int, unit: int = 1) -> Shard:
-    """Shard a dimension over an axis: one contiguous index range per rank.
+    """Shard a dimension over an axis: each rank holds one contiguous index range.
 
     Args:
         length: the size of the dimension.
         axis: the axis.
         dim: the dimension of the logical tensor.
         unit: the number of consecutive indices that must stay on one rank, such as the size of a head.
+
+    Returns:
+        The `Shard`. If the axis doesn't divide `length / unit`, the first ranks hold one unit more.
+
+    Raises:
+        ValueError: if `length` is not a multiple of `unit`.
+
+    Example:
+        >>> mpcore.sharding.cut(5, mpcore.Axis(size=2, rank=0), 0).runs  # rows 0 to 2 on rank 0, rows 3 and 4 on rank 1
+        (((0, 3),), ((3, 5),))
     """
     return cut_blocks((length,), axis, dim, (unit,))
 

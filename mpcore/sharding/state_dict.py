@@ -28,7 +28,7 @@ def check_present(name: str, x: Tensor) -> None:
 
 
 def full_tensor(x: Tensor, sharding: Sharding) -> Tensor:
-    """All-gather the logical tensor of a parameter or gradient, over tp and over data. A collective.
+    """All-gather the logical tensor of a parameter or gradient, over tp and over data. All ranks must call it.
 
     Args:
         x: this rank's parameter or gradient, a DTensor or a plain tensor.

@@ -70,7 +70,7 @@ class Run:
             result = run.optimizer_step()
 
     Attributes:
-        model: the prepared model. Several stages are joined in one module, which can be saved and not called.
+        model: the prepared model. Several stages are joined in one module, which you can save but not call.
         stages: this rank's pipeline stages, in pipeline order.
         optimizer: the optimizer that `prepare` made; call `optimizer_step` instead of its `step`.
         pipeline: runs the micro-batches.
@@ -385,7 +385,7 @@ class Run:
 
     @contextmanager
     def parameters(self) -> Iterator[nn.Module]:
-        """Yield the model, to read and write this rank's shards of its parameters. Offloaded ones are on the device."""
+        """Yield the model, to read and write this rank's shards. Offloaded parameters are then on the device."""
         for stage in self.stages:
             reshard(stage)  # after a forward without gradients they are still gathered
         with self.offloaded.here() if self.offloaded else nullcontext():

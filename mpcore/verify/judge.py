@@ -47,8 +47,8 @@ class Verdict:
 
     Attributes:
         layout: the layout's name.
-        worst: the largest difference of any tensor of each stage, in ULPs: in the forward of the model's output, and
-            of the first module whose output differs. A stage that wasn't reached is missing.
+        worst: the largest difference of any tensor of each stage, in ULPs. For the forward only the model's output and
+            the first module whose output differs are counted. A stage that wasn't reached is missing.
         gradients: the largest difference of each parameter's gradient, in ULPs; infinite if there is no gradient to
             compare.
         departure: the first tensor that differs. None: the models are equal.

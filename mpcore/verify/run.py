@@ -303,7 +303,7 @@ def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: 
 
 
 def full_tensors(tensors: Mapping[str, Tensor], declared: Mapping[str, Sharding]) -> dict[str, Tensor]:
-    """Gather logical tensors from the ranks' shards. A collective."""
+    """Gather logical tensors from the ranks' shards. All ranks must call it."""
     return {name: full_tensor(t, declared[name]).clone() for name, t in tensors.items()}
 
 

@@ -43,7 +43,7 @@ from mpcore.sharding.local import reshard
 
 
 def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(), *, spec: ModelSpec) -> Source:
-    """Load the weights of a Hugging Face folder into a model on any layout. A collective on all ranks of the mesh.
+    """Load the weights of a Hugging Face folder into a model on any layout. All ranks of the mesh must call it.
 
     Each rank reads only the ranges that it holds, and casts them to its parameters' dtype. A router's bias and
     statistics keep their values, except that the bias is loaded from DeepSeek-V3.

@@ -33,7 +33,7 @@ Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
 def save_pretrained(
     model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh(), *, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the folder that transformers' `save_pretrained` writes for the unsharded model. A collective on all ranks.
+    """Write the folder that transformers' `save_pretrained` writes for the unsharded model. All ranks must call it.
 
     The folder has config.json, generation_config.json if the model can generate, and the weights as safetensors with
     the architecture's names, experts and fused projections included. If there are several files, it has an index. Rank

@@ -113,7 +113,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Merge each adapter's low-rank update into its layer's weight, and remove the adapters. No communication.
+    """Merge each adapter's low-rank update into its layer's weight, and remove the adapters. Ranks don't communicate.
 
     The outputs stay the same up to rounding. The layers get their old classes back. The parameters stay frozen.
 

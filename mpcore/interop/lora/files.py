@@ -29,7 +29,7 @@ _UNSUPPORTED = (  # fields of the configuration that change what an adapter comp
 
 
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path:
-    """Write a model's adapters in PEFT's format. A collective on all ranks of the mesh.
+    """Write a model's adapters in PEFT's format. All ranks of the mesh must call it.
 
     `peft.PeftModel.from_pretrained(dense_model, folder)` can open the folder, and `load_lora` can on any layout. The
     files don't depend on the layout.
@@ -89,7 +89,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
 
 def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh()) -> nn.Module:
-    """Load adapters in PEFT's format into a model. A collective on all ranks of the mesh.
+    """Load adapters in PEFT's format into a model. All ranks of the mesh must call it.
 
     A model without adapters is frozen and gets the adapters, as by `add_lora`. In a model that has adapters, sharded
     over data or not, only their values are replaced; then rank, alpha and layers must be the same as in the file.

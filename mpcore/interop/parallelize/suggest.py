@@ -71,7 +71,8 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
         example: arguments of a forward, as for `parallelize`. None: guess them.
 
     Returns:
-        The plan, and how it was found. `print` it to see both.
+        A `Suggestion`: the plan, the fraction of the bytes that it shards, whether it was proven, and why each other
+        part stays unsharded. `print` it to see all of these.
 
     Raises:
         ValueError: if the model can't be copied, or its forward accepts none of the arguments tried.

@@ -56,7 +56,7 @@ def parallelize_summary(model: nn.Module) -> Summary:
     """List how each parameter of a parallelized model is sharded, and how many bytes this rank holds.
 
     Args:
-        model: what `parallelize` returned.
+        model: the model that `parallelize` returned.
 
     Returns:
         The summary. `print` it to see a table.

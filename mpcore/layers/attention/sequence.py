@@ -67,7 +67,8 @@ def sequence_index(length: int, cp: Axis, pattern: str, device: torch.device | N
         device: the device of the result; None: torch's default device.
 
     Raises:
-        ValueError: if the pattern is unknown or there are fewer tokens than ranks.
+        ValueError: if the pattern is unknown, there are fewer tokens than ranks, or "two-level" is used with an axis
+            without levels.
 
     Example:
         >>> mpcore.sequence_index(8, mpcore.Axis(size=2, rank=0), "zigzag")
@@ -103,7 +104,8 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
 
     Returns:
         A tensor whose dimension `dim` has size T/cp, or a dictionary of such tensors. If cp doesn't divide T, the
-        shards are uneven: rank r gets `mpcore.shard_sizes(T, cp.size)[r]` tokens. With cp size 1: `batch` itself.
+        shards are uneven: rank r gets `mpcore.collectives.shard_sizes(T, cp.size)[r]` tokens. If cp has size 1, `batch`
+        itself is returned.
 
     Raises:
         ValueError: if the pattern is unknown, there are fewer tokens than ranks, the tensors have different lengths,
@@ -135,15 +137,18 @@ def shard_sequence(batch: Batch, cp: Axis, pattern: str, dim: int = -1) -> Batch
 
 
 def unshard_sequence(x: Tensor, cp: Axis, pattern: str, dim: int = -1, length: int | None = None) -> Tensor:
-    """Undo `shard_sequence`: gather the full sequence on every rank. Backward keeps this rank's shard (S(dim) -> I).
+    """Undo `shard_sequence`: all-gather the full sequence on every rank. Backward keeps this rank's shard.
 
     Args:
-        x: this rank's tokens of a tensor.
+        x: this rank's shard, [..., T/cp]: its dimension `dim` has size `shard_sizes(T, cp.size)[cp.rank]`.
         cp, pattern, dim: see `shard_sequence`.
-        length: T. None: every rank has as many tokens as this one.
+        length: T, required if cp doesn't divide T. None: every rank has as many tokens as this rank.
 
     Returns:
-        The tensor with all T tokens in their original order.
+        The tensor with all T tokens in their original order, [..., T].
+
+    Raises:
+        ValueError: if the pattern is unknown, or there are fewer tokens than ranks.
 
     Example:
         >>> cp, x = mpcore.Axis(name="cp"), torch.arange(8)

@@ -25,7 +25,7 @@ class GroupedLinear(ParallelModule):
     Args:
         num_experts, in_features, out_features: sizes of the unsharded layer.
         ep: the axis over which experts are sharded.
-        shard: how each expert is sharded.
+        shard: how each expert's weight is sharded, from `mpcore.sharding.declare.cut`.
         blocks: lengths of the matrices that are concatenated in each expert's output features, for example gate and up.
             Muon orthogonalizes each of them separately. (): the output features are one matrix.
         used_share: the fraction of the experts that each token uses, for FLOP counts.

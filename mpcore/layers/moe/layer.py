@@ -46,18 +46,18 @@ class ParallelMoE(ParallelLayer):
     """Mixture of experts: `shared(x) + sum over the K chosen experts e of weight_e(x) expert_e(x)`.
 
     Args:
-        dim, hidden_dim: D, and F, the width of each expert.
-        num_experts, top_k: E and K.
+        dim, hidden_dim: D, the model width, and F, the hidden width of each expert.
+        num_experts, top_k: E, the number of experts, and K, the number of experts per token.
         activation: see `ParallelMLP`.
         shared_experts: the number of experts that every token uses in addition; 0: none. They are one MLP of their
             joint width.
         dispatch: how tokens reach experts on other ranks: "all_gather" or "all_to_all". None: all_to_all with a
-            capacity, otherwise all_gather. all_to_all without a capacity sends less, but the host waits for its sizes
-            outside a `Run` or `DispatchBounds`.
+            capacity, otherwise all_gather. all_to_all without a capacity sends less, but the host waits for the
+            sizes of the messages, except in a `Run` or with `DispatchBounds`.
         ep: the axis over which the experts are sharded.
         etp: the axis over which each expert is sharded; None: tp.
         cp, data: the other axes over which tokens are sharded.
-        output_init: fills the weights of down; None: `init`. `init` fills router and gate_up.
+        output_init: fills the down projections; None: use `init`, which also fills the router and gate_up.
         options: `LayerOptions`, and `RouterOptions` for the router.
 
     Raises:

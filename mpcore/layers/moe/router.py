@@ -246,7 +246,7 @@ class Router(ParallelModule, RandomModule):
         return self
 
     def capacity(self, length: int) -> int | None:
-        """Return the largest number of tokens that an expert takes of a sequence of `length`; None: no limit."""
+        """Return how many tokens an expert accepts from a sequence of `length` tokens; None: no limit."""
         factor = self.options.capacity_factor
         if factor is None:
             return None
