@@ -59,8 +59,8 @@ layouts that fit, the fastest first. `mpcore calibrate` also accepts a folder th
 
 A target is `module:build` of your own, called as `build(mesh, arguments)`, which returns an `mpcore.analysis.Work`
 (`mpcore.analysis.make_work` makes it in one call, and [the first hour](start.md) shows one); the presets of `examples.gpt.plan:build`; or a Hugging
-Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the shape from its config.json. A `Work` is run whole; an `mpcore.analysis.Model`
-tells the blocks of each stage first, and is counted in seconds.
+Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the shape from its config.json. Of a `Work` all stages are run in full. An
+`mpcore.analysis.Model` describes the blocks of each stage first, so that only stages of one and two blocks are run.
 
 `make_work` plans one pipeline stage. To plan your own model with pp, return `Work(stages, plan, inputs, loss)` with the stages of
 `mesh.pp.rank` alone: `plan = find_schedule("1f1b", mesh.pp.size, micro_batches)` of `mpcore.pipeline.schedules`, and `inputs(i)` makes the
@@ -75,11 +75,11 @@ arguments of `stages[i]`, `(args, kwargs)`, for one micro-batch.
 | +- | the relative standard error of the step, from those of the profile's rates |
 | compute | the share of the step in matrix products and attention |
 | operators | all other kernels, such as norms, activations and the loss: bytes over the reached bandwidth of the GPU's memory |
-| tp sent, dp sent, .. | collectives over an axis, as far as computation doesn't hide them; `ends` are the first and last stage, which share tied embeddings |
+| tp sent, dp sent, .. | the part of the collectives over an axis that computation doesn't hide; `ends` are the first and last stage, which share tied embeddings |
 | bubble | waiting for other pipeline ranks, and for their messages |
-| host | launching kernels, and what small shapes lose: `tau` seconds a block and micro-batch |
+| host | launching kernels, and what small shapes lose: `tau` seconds per block and micro-batch |
 | optimizer | the optimizer's step |
-| cluster | what whole runs take longer than the sum of their parts, such as slow nodes: a factor of the step |
+| cluster | a factor of the step for what no other row counts, such as slow nodes |
 
 The best choices are the layouts that no other layout beats in both time and memory. The planner doesn't try flags that change nothing on a mesh, such as a
 schedule on one pipeline rank. "Needs at least" is a lower bound from the sizes alone; such a layout was not counted.
@@ -95,9 +95,9 @@ A row of a JSON list, or of a CSV file with the same columns, is a run with a kn
 ```
 
 - `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. By default `dp` is `gpus` divided by the other axes.
-- `seconds` of a step; or `tflops` a GPU, with `flops` of a step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
+- `seconds` of a step; or `tflops` per GPU, with `flops` per step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
   (96 B s L h² (1 + s/6h + V/16Lh)); or `"seconds": "oom"`.
-- `attention`: `unfused` where its scores are in memory. `gradient_bytes`: 2 where the run summed gradients in 16 bits, 6 where it kept those besides float32 sums. `set`: rows that are fitted together. `machine`: a profile.
+- `attention`: `unfused` if attention writes its scores to memory. `gradient_bytes`: 2 if the run summed gradients in 16 bits, 6 if it kept 16-bit gradients in addition to float32 sums. `set`: rows that are fitted together. `machine`: a profile.
 - `nodes`: the state of the nodes, if the source reports several states, such as before and after a repair. Each state is fitted with a factor of its own.
 - `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`,
   `recompute`, `zero`, `sequence_parallel`, `even_stages`, and any other flag of the target (column `target`).
@@ -106,7 +106,7 @@ Presets for such rows: `megatron-gpt` (GELU, layer norm, learned positions, bias
 `nemotron4-15b`. A row that can't be read, or whose layout is refused, is an error that names the row and the column.
 """
 SEARCH = """The search that the first lines of this page show tries 1,224 layouts. With 144 more, whose flags change nothing on their mesh and are now left
-out, it took 293 CPU seconds on 2026-11-25 on a busy machine of two cores. It counts no layout that arithmetic rules out, and no larger micro-batch where a smaller one doesn't fit."""
+out, it took 293 CPU seconds on 2026-11-25 on a busy machine of two cores. The search counts no layout that arithmetic rules out, and no larger micro-batch if a smaller one doesn't fit."""
 HALVES = """The source has several tables, split by a rule that was fixed beforehand. The errors of the first, third, .. table were looked at while the planner was
 changed. The errors of the second, fourth, .. table were not; but their times had been read, and the errors of an earlier planner were published. Three
 versions of the method predicted these runs. The first version had a mean error of 4.9 % and 17.9 % at most. After it, a test on made-up runs led `--suggest` to
