@@ -94,16 +94,13 @@ def row_tiles(module: Any) -> Iterator[Candidate]:
 
 def element_tiles(module: Any) -> Iterator[Candidate]:
     """Other sizes of tiles that cover parts of rows."""
-    tiles = module._tiles
     for elements in (1024, 4096, 8192):
 
-        def other(width: int, *rest: int, elements: int = elements) -> tuple[int, int, int]:
-            _, block, _ = tiles(width, *rest)
-            columns = (rest[0] % 4 if rest else 0) + width
-            block = min(elements, next_power_of_2(columns)) if block > 4 else block
+        def other(columns: int, elements: int = elements) -> tuple[int, int, int]:
+            block = max(4, min(elements, next_power_of_2(columns)))
             return min(64, max(1, elements // block)), block, ceil_div(columns, block)
 
-        yield Candidate(f"tiles of {elements}", {"_tiles": other})
+        yield Candidate(f"tiles of {elements}", {"flat_tiles": other})
     yield from warps(module)
 
 

@@ -3,7 +3,8 @@
 Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`. `impl=` of a call chooses the
 implementation. Without it, measurements and rules choose (`_choice.py`), and `use_kernels` overrides them.
 
-It stands on torch alone; Triton is imported by the first launch.
+`rms_norm_reference` and its like are plain torch under torch's own autograd, and compute in float32, or in float64 for
+float64 inputs. The first launch imports Triton.
 """
 
 from ._choice import use_kernels

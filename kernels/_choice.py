@@ -1,11 +1,7 @@
 """Which implementation of an operator runs where the caller names none: by measurement, or else by a rule.
 
-docs/kernels.md has the order: `impl=` of the call, `use_kernels`, the rows of `measured.json`, the rule. By the rule,
-plain attention, grouped products and FP8 products run torch's own, which vendors tune for each device. All others
-run Triton. They are bound by memory: the kernel moves each byte once (`tests/kernels/test_bytes.py` counts them), and
-plain torch moves it once for each operator of the formula.
-
-What the table or the rule chose runs only if it passed its self-test on this device (`_self_test.py`).
+docs/kernels.md has the order and the reasons: `impl=` of the call, `use_kernels`, the rows of `measured.json`, the
+rule. What the table or the rule chose runs only if it passed its self-test on this device (`_self_test.py`).
 """
 
 from __future__ import annotations
@@ -27,25 +23,15 @@ TORCH_BY_RULE = ("plain_attention", "grouped_linear", "fp8_matmul")
 
 
 class Measurement(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        device: the name of the device, such as "NVIDIA H100 80GB HBM3".
-        operator: a name of `_self_test.OPERATORS`.
-        dtype: of the main input, such as "bfloat16".
-        sizes: dimensions by the letters of the operator's docstring.
-        impl: the fastest implementation that was right.
-        microseconds: median time of each implementation.
-        versions: of torch and triton, and date and commit of the measurement.
-    """
-
-    device: str
-    operator: str
-    dtype: str
-    sizes: dict[str, int]
-    impl: str
-    microseconds: dict[str, float]
-    versions: dict[str, str]
+    device: str  # such as "NVIDIA H100 80GB HBM3"
+    operator: str  # a name of `_self_test.OPERATORS`
+    dtype: str  # of the main input, such as "bfloat16"
+    sizes: dict[str, int]  # by the letters of the operator's docstring
+    impl: str  # the fastest implementation that was right
+    microseconds: dict[str, float]  # median time of each implementation
+    versions: dict[str, str]  # of torch and triton, and date and commit of the measurement
 
     def distance(self, sizes: Mapping[str, int]) -> float:
         """Return the largest difference of a size from the row's, in powers of two, over the sizes that both have."""
@@ -54,18 +40,13 @@ class Measurement(NamedTuple):
 
 
 def read_measurements(path: Path = MEASURED) -> list[Measurement]:
-    """Read the table.
-
-    Raises:
-        ValueError: a row lacks a field, has one too many, or names an unknown implementation.
-    """
-    rows = []
-    for i, row in enumerate(json.loads(path.read_text())):
+    """Read the table; raises `ValueError` if a row has other fields or names an unknown implementation."""
+    rows = json.loads(path.read_text())
+    for i, row in enumerate(rows):
         if set(row) != set(Measurement._fields) or row["impl"] not in IMPLEMENTATIONS:
             raise ValueError(f"row {i} of {path} has {sorted(row)} and impl {row.get('impl')!r}; it needs "
                              f"{sorted(Measurement._fields)} and one of {IMPLEMENTATIONS}")  # fmt: skip
-        rows.append(Measurement(**row))
-    return rows
+    return [Measurement(**row) for row in rows]
 
 
 measurements: Sequence[Measurement] = read_measurements()
@@ -112,16 +93,12 @@ def forced() -> str | None:
 
 
 def chosen(operator: str, x: Any, sizes: Mapping[str, int]) -> str:
-    """Return the implementation that runs for `x` on a GPU: by the table, the rule and the self-test.
+    """Return the implementation that runs for the main input `x` on a GPU: by the table, the rule and the self-test.
 
-    Args:
-        operator: a name of `_self_test.OPERATORS`.
-        x: the main input.
-        sizes: dimensions by the letters of the operator's docstring. They don't count while `torch.compile` traces, so
-            that a graph of dynamic shapes stays one graph: then the rows of a dtype must agree, or the rule decides.
+    Sizes don't count while `torch.compile` traces, so that a graph of dynamic shapes stays one graph: then the rows of
+    a dtype must agree, or the rule decides.
     """
-    impl = _measured(operator, x, sizes) if measurements else None
-    impl = impl or by_rule(operator)
+    impl = (_measured(operator, x, sizes) if measurements else None) or by_rule(operator)
     tested = impl == TRITON or operator == "fp8_matmul"  # no GPU of ours has taken the layout of its scales yet
     if tested and not _self_test.passes(operator, x):
         return TORCH if operator == "plain_attention" else REFERENCE
@@ -147,9 +124,8 @@ def _measured(operator: str, x: Any, sizes: Mapping[str, int]) -> str | None:
 def describe(device: torch.device) -> Iterator[str]:
     """List what runs on a device, one line for an operator or a measurement, as `mpcore doctor` prints it."""
     name = _self_test.device_name(device)
-    rows = [r for r in measurements if r.device == name]
     for operator in _self_test.OPERATORS:
-        own = [r for r in rows if r.operator == operator]
+        own = [r for r in measurements if (r.device, r.operator) == (name, operator)]
         if not own:
             yield f"{operator:<22}{by_rule(operator):<10}by rule, nothing measured"
         for r in own:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `cross_entropy.py`: statistics of rows, their merge, and the gradient of the logits.
+"""The Triton kernels of `cross_entropy.py`: statistics of rows, and the gradient of the logits.
 
 An online softmax takes two exponentials per element, and a GPU's memory delivers elements faster than that. So a thread
 first finds the maximum of the vector that it loads, and takes one exponential per element and one per vector.
@@ -33,10 +33,7 @@ def _row_shift(row, STRIDE, VECTOR):
 
 @triton.jit
 def _load_logits(x_ptr, row, lanes, offset, shift, live, outside, STRIDE, V, BLOCK_V, VECTOR):
-    """Load `lanes` of a row, counted from the boundary before it.
-
-    Only the two ends of a row need a mask for each element, with which a GPU can't load whole vectors.
-    """
+    """Load `lanes` of a row, counted from the boundary before it; only its ends are loaded element by element."""
     x_ptr += tl.multiple_of(row * STRIDE - shift, VECTOR)
     if (STRIDE % VECTOR == 0) & (V % VECTOR == 0):
         x = tl.load(x_ptr + lanes, mask=live & (lanes < V), other=outside)

@@ -10,30 +10,27 @@ import torch
 from torch import Tensor
 
 from ._choice import REFERENCE, TORCH, TRITON, by_rule, chosen, forced
-from ._torch import has_no_values, is_on_gpu, is_tracing, mutated_arguments
+from ._flops import register_flops
+from ._torch import has_no_values, is_on_gpu, mutated_arguments
 from ._triton import HAS_TRITON, INTERPRETING
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-REFERENCE_DTYPES = KERNEL_DTYPES | {torch.float64}
 
 
 def runs_triton(impl: str | None, x: Tensor, operator: str, **sizes: int) -> bool:
-    """Return whether the Triton kernel of an operator runs for `x`; the arguments and errors of `implementation`."""
+    """Return whether the Triton kernel of an operator runs for `x`; see `implementation`."""
     return implementation(impl, x, operator, **sizes) == TRITON
 
 
 def implementation(impl: str | None, x: Tensor, operator: str, **sizes: int) -> str:
-    """Return the implementation that runs for `x`: "triton", "reference", or "torch" for torch's own of the same name.
+    """Return the implementation that runs for the main input `x`: "triton", "reference" or "torch" (torch's own).
 
     Args:
-        impl: an explicit request for "triton" or "reference"; `None` to choose: the reference on a CPU and for dtypes
-            that the kernels don't know, and else what `_choice.py` says.
-        x: the kernel's main input.
-        operator: its name in `_self_test.OPERATORS`.
-        sizes: dimensions by the letters of the operator's docstring, by which the measured table chooses.
+        impl: "triton" or "reference", or `None` to choose: the reference on a CPU and for dtypes that the kernels
+            don't have, and else what `chosen` in `_choice.py` returns for `operator` and `sizes`.
 
     Raises:
-        ValueError: `impl` is unknown, or is `"triton"` where Triton can't run; the message says why.
+        ValueError: `impl` is unknown, or is "triton" where Triton can't run.
     """
     impl = forced() if impl is None else impl
     if impl is None:
@@ -60,13 +57,8 @@ def implementation(impl: str | None, x: Tensor, operator: str, **sizes: int) -> 
 def runs_torch(impl: str | None, x: Tensor, operator: str, fits: bool, **sizes: int) -> bool:
     """Return whether torch's own product of the operator runs for `x`, not the reference.
 
-    Args:
-        impl: "torch", "reference" or `None` to choose.
-        x, operator, sizes: as of `implementation`.
-        fits: torch has the product for these inputs.
-
-    Raises:
-        ValueError: `impl` is unknown, or is "torch" where torch has no such product.
+    `impl` is "torch", "reference" or `None` to choose; `fits` says whether torch has the product for these inputs.
+    Raises `ValueError` if `impl` is unknown, or is "torch" where torch has no such product.
     """
     if impl not in (None, TORCH, REFERENCE):
         raise ValueError(f"impl {impl!r} is none of None, 'torch' and 'reference', which {operator} has")
@@ -87,49 +79,26 @@ def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> No
         raise RuntimeError(f"the {name} kernel has no second derivative; use {instead}")
 
 
-def can_read(ids: Tensor) -> bool:
-    """Return whether the values of `ids` can be read now: on a CPU, not while compiling, and not in a dry run.
-
-    On a GPU a read would wait for the device.
-    """
-    known = type(ids) is Tensor and ids.device.type == "cpu" and ids.numel() > 0
-    return known and not torch.compiler.is_compiling() and not is_tracing()
-
-
-def outside(ids: Tensor, size: int, ignore_index: int | None = None) -> int | None:
-    """Return one index that is neither in [0, size) nor `ignore_index`; `None` if there is none or no value can be
-    read."""
-    if not can_read(ids):
-        return None
-    if ignore_index is not None:
-        ids = ids.masked_fill(ids == ignore_index, 0)
-    low, high = (int(v) for v in ids.aminmax())
-    return low if low < 0 else high if high >= size else None
-
-
 _library = torch.library.Library("mpcore", "FRAGMENT")
-
-
 launching_on_cpu = INTERPRETING  # the fake GPU of the tests sets it: its tensors are on the CPU
 
 
-def operator(schema: str, reference: Callable | None = None) -> Callable[[Callable], Callable]:
+def operator(
+    schema: str, reference: Callable | None = None, flops: Callable[..., int] | None = None
+) -> Callable[[Callable], Callable]:
     """Decorate a launcher, and return the overload of `torch.ops.mpcore.<name>`; callers keep it and skip the lookup.
 
     A launcher is a generator: it allocates the outputs, yields them, and then launches. `torch.compile` traces it with
     inputs that have no values, and stops at the `yield`: so both agree on shapes, strides and dtypes. If the first
     input has no elements, the outputs are zeros, and nothing is launched. An operator that calls torch's own product
-    is a plain function, which asks `has_no_values`.
-    torch passes the arguments one by one in the order of the schema, so a launcher may have more than ten parameters.
+    is a plain function, which asks `has_no_values`. Each argument that the operator mutates gets a new version, so that
+    autograd raises if a graph saved the old values.
 
     Args:
-        schema: the operator's signature, such as `"gelu_forward(Tensor x) -> Tensor"`.
-        reference: runs on CPU tensors where Triton does not interpret, so that an operator that was traced with fake
-            tensors runs in a graph of real CPU tensors.
-
-    Note:
-        - Each argument that the operator mutates gets a new version, so that autograd raises if a graph saved the old
-          values.
+        schema: the operator's signature, such as `"gelu_forward(Tensor x) -> Tensor"`. torch passes the arguments by
+            position in this order, so a launcher may have more than ten parameters, and need not repeat their types.
+        reference: runs on CPU tensors where Triton does not interpret, in a graph that was traced with fake tensors.
+        flops: the formula of `register_flops`, of an operator that multiplies matrices.
     """
     name = schema.partition("(")[0]
 
@@ -139,6 +108,8 @@ def operator(schema: str, reference: Callable | None = None) -> Callable[[Callab
         fake = (lambda *given: next(launcher(*given))) if generates else launcher
         torch.library.register_fake(f"mpcore::{name}", fake, lib=_library)
         op = getattr(torch.ops.mpcore, name).default
+        if flops is not None:
+            register_flops(getattr(torch.ops.mpcore, name), flops)
         mutated = mutated_arguments(op)
 
         def launch(*given: Any) -> Any:
@@ -149,11 +120,9 @@ def operator(schema: str, reference: Callable | None = None) -> Callable[[Callab
                     out.zero_()
             else:
                 next(steps, None)
-            written = [given[i] for i in mutated if i < len(given) and given[i] is not None]
-            if written:
-                torch.autograd.graph.increment_version(
-                    [x for of in written for x in (of if isinstance(of, list) else (of,))]
-                )
+            for i in mutated:
+                if i < len(given) and given[i] is not None:
+                    torch.autograd.graph.increment_version(given[i])
             return outs
 
         run = launch if generates else launcher

@@ -1,4 +1,7 @@
-"""FLOP formulas of the operators that multiply matrices, for `torch.utils.flop_counter.FlopCounterMode`."""
+"""FLOP formulas of the operators that multiply matrices, for `torch.utils.flop_counter.FlopCounterMode`.
+
+torch's counter imports Triton, so the formulas are registered when another module imports the counter.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,18 @@ _COUNTER = "torch.utils.flop_counter"
 _formulas: list[tuple[Any, Callable]] = []
 
 
-def flops(op: Any) -> Callable[[Callable], Callable]:
-    """Decorate the formula of an operator, `formula(*shapes, out_shape, **kwargs) -> int`.
-
-    torch's counter imports Triton, so the formulas are registered when another module imports the counter.
-
-    Args:
-        op: such as `torch.ops.mpcore.attention_forward`.
-    """
-
-    def register(formula: Callable) -> Callable:
-        counter = sys.modules.get(_COUNTER)
-        if counter is None:
-            _formulas.append((op, formula))
-        else:
-            counter.register_flop_formula(op)(formula)
-        return formula
-
-    return register
+def register_flops(op: Any, formula: Callable) -> None:
+    """Register `formula(*shapes, out_shape, **kwargs) -> int` of an operator such as `torch.ops.mpcore.fp8_matmul`."""
+    _formulas.append((op, formula))
+    if _COUNTER in sys.modules:
+        sys.modules[_COUNTER].register_flop_formula(op)(formula)
 
 
 class _OnImport:
     """A finder on `sys.meta_path` that registers the formulas once the counter is imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _COUNTER:
+        if name != _COUNTER or _COUNTER in sys.modules:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         try:
@@ -48,8 +38,6 @@ class _OnImport:
             plain = spec.loader.exec_module
 
             def execute(module: ModuleType) -> None:
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)  # type: ignore[arg-type]
                 plain(module)
                 for op, formula in _formulas:
                     module.register_flop_formula(op)(formula)
@@ -58,5 +46,4 @@ class _OnImport:
         return spec
 
 
-if _COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _OnImport())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _OnImport())  # type: ignore[arg-type]

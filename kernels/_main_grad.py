@@ -1,11 +1,8 @@
 """Main gradients: where a parameter's gradient is accumulated in float32. This module alone writes their state.
 
 A parameter may have `main_grad`, float32 of its shape, and `grad_added_to_main_grad`, as Megatron-LM names them. Other
-kernels may add to `main_grad` too, and then set `grad_added_to_main_grad` to True. Here it is a `MainGradState`.
-
-A kernel that sums its weight gradient over programs adds the sum there in the same launch, and gives autograd nothing,
-so that `.grad` stays None and nothing is added twice. References leave it to autograd; whoever attached the main
-gradient then moves what autograd accumulated.
+kernels may add to `main_grad` too, and then set `grad_added_to_main_grad` to True. A kernel that sums its weight
+gradient over programs adds the sum there and gives autograd nothing; references leave it to autograd.
 """
 
 from __future__ import annotations
@@ -28,17 +25,17 @@ class MainGradState(IntEnum):
 
 
 def main_grad(parameter: Tensor | None) -> Tensor | None:
-    """The tensor that gradients of the parameter are added to; None where it has none."""
+    """Return the tensor that gradients of the parameter are added to, if any."""
     return getattr(parameter, "main_grad", None)
 
 
 def holds_main_grad(parameter: Tensor) -> bool:
-    """Whether anything was added to the main gradient of the parameter since it was emptied."""
+    """Return whether anything was added to the main gradient of the parameter since it was emptied."""
     return bool(getattr(parameter, "grad_added_to_main_grad", False))
 
 
 def main_grad_state(parameter: Tensor) -> MainGradState:
-    """What the main gradient of the parameter holds; EMPTY where it has none."""
+    """Return what the main gradient of the parameter holds; EMPTY where it has none."""
     return MainGradState(getattr(parameter, "grad_added_to_main_grad", MainGradState.EMPTY))
 
 
@@ -62,10 +59,9 @@ def remember_main_grad(*parameters: Tensor | None) -> tuple[Tensor | None, ...] 
 
 
 def will_accumulate(parameter: Tensor) -> bool | None:
-    """In backward, return whether this pass accumulates a gradient of the parameter.
+    """In backward, return whether this pass, of the two that a backward may have, accumulates the parameter's gradient.
 
-    `None`: `torch.autograd.grad` returns the gradient instead, or the parameter is frozen. A backward in two passes
-    asks in both.
+    `None`: `torch.autograd.grad` returns the gradient instead, or the parameter is frozen.
     """
     try:
         return engine_will_execute(get_gradient_edge(parameter).node)
@@ -74,23 +70,18 @@ def will_accumulate(parameter: Tensor) -> bool | None:
 
 
 def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...] | None:
-    """In backward, return the main gradients to add to, or `None` if autograd needs the gradients itself.
-
-    Autograd needs them if `torch.autograd.grad` returns them. A backward in two passes calls this in both, and the
-    first accumulates no gradient of a parameter.
-    """
-    if parameters is None:
+    """In backward, return the main gradients to add to, or `None` if autograd needs the gradients itself."""
+    given = [p for p in parameters or () if p is not None]
+    if parameters is None or not all(map(will_accumulate, given)):
         return None
-    given = [p for p in parameters if p is not None]
-    if not all(map(will_accumulate, given)):
-        return None
-    for p in given:
-        main = main_grad(p)
-        assert main is not None
+    mains = tuple(map(main_grad, parameters))
+    for p, main in zip(parameters, mains, strict=True):
+        if p is None or main is None:
+            continue
         if main.shape != p.shape or main.dtype != torch.float32 or main.device != p.device or not main.is_contiguous():
             raise ValueError(
                 f"main_grad is {main.dtype} {tuple(main.shape)} on {main.device}; for a parameter {tuple(p.shape)} it "
                 f"must be contiguous float32 of that shape on {p.device}"
             )
         mark_main_grad(p, MainGradState.ADDED)
-    return tuple(map(main_grad, parameters))
+    return mains

@@ -20,22 +20,16 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(key: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute Philox4x32-10 of a 64-bit key and a counter of four words.
+    """Compute Philox4x32-10 of a key of 64 bits, the low word first, and a counter of four words.
 
-    Args:
-        key: 64 bits, the low word first.
-        c0, c1, c2, c3: int64 tensors with values in [0, 2^32), shapes that broadcast.
-
-    Returns:
-        Four int64 tensors of the broadcast shape, uniform in [0, 2^32).
+    Words are int64 tensors with values in [0, 2^32). The four results have the shape to which the counter broadcasts.
     """
     k0, k1 = key & _MASK, (key >> 32) & _MASK
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # int64 wraps; the low 64 bits are exact
         c0, c1, c2, c3 = (((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
-    return c0.expand(shape), c1.expand(shape), c2.expand(shape), c3.expand(shape)
+    return torch.broadcast_tensors(c0, c1, c2, c3)  # pyright: ignore[reportReturnType]
 
 
 def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> Tensor:
@@ -44,13 +38,13 @@ def random_words(key: int, samples: Tensor, tokens: Tensor, features: range) -> 
     Feature d is word d % 4 of the counter (d // 4, token, low word of sample, high word of sample).
 
     Args:
-        key: as `stream_key` gives it.
-        samples: [B] int64, global sample index of each row of the batch.
-        tokens: [T] int64, index in the sequence of each token; [B, T] where rows differ.
+        key: 64 bits.
+        samples: `[B]` int64, the global index of the sample in each row.
+        tokens: `[T]` int64, the index of each token in its sequence, or `[B, T]` where rows differ.
         features: the run of feature indices.
 
     Returns:
-        [B, T, len(features)] int64 in [0, 2^32).
+        `[B, T, len(features)]` int64 in [0, 2^32).
     """
     return _words_op(samples, tokens, key if key < 2**63 else key - 2**64, features.start, features.stop)
 

@@ -5,42 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES
 from ._triton import launch, tl, triton
 
 MAX_ROWS = 2**31 - 1  # row numbers are 32-bit in the grid; offsets are 64-bit
 
 
-def check_inputs(x: Tensor, residual: Tensor | None = None, **columns: Tensor | None) -> None:
-    """Raise `ValueError` unless every input fits `x` `[..., D]`: the residual `[..., D]`, each column `[D]`."""
-    if x.dim() == 0:
-        raise ValueError("x is a scalar; it needs at least one dimension")
-    if x.dtype not in REFERENCE_DTYPES:
-        raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
-    if residual is not None:
-        if residual.shape != x.shape:
-            raise ValueError(f"residual has shape {tuple(residual.shape)}, but x has {tuple(x.shape)}")
-        _check_beside(x, "residual", residual)
-    for name, column in columns.items():
-        if column is None:
-            continue
-        if column.dim() != 1 or column.shape[0] != x.shape[-1]:
-            raise ValueError(f"{name} has shape {tuple(column.shape)}, but the last dimension of x is {x.shape[-1]}")
-        _check_beside(x, name, column)
-
-
-def _check_beside(x: Tensor, name: str, other: Tensor) -> None:
-    if other.device != x.device:
-        raise ValueError(f"{name} is on {other.device}, but x is on {x.device}")
-    if other.dtype not in REFERENCE_DTYPES or (other.dtype == torch.float64) > (x.dtype == torch.float64):
-        raise ValueError(f"{name} is {other.dtype}, which does not go with x of {x.dtype}")
-
-
-def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return `x` `[..., D]` with its D contiguous, and the stride between rows; copies only where it must."""
+def as_rows(x: Tensor | None) -> tuple[Any, int]:
+    """Return `x` `[..., D]` with its D contiguous, and the stride between rows; `(None, 0)` where `x` is `None`."""
+    if x is None:
+        return None, 0
     D = x.shape[-1]
     if not x.is_contiguous():
         x = x.reshape(-1, D)
@@ -51,13 +26,8 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     return x, D
 
 
-def optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """As `as_rows`, for a tensor that the kernel can do without."""
-    return (None, 0) if x is None else as_rows(x)
-
-
-def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return the tensors contiguous; `None`, where the kernel can do without one, stays `None`."""
+def contiguous(*tensors: Tensor | None) -> list[Any]:
+    """Return the tensors contiguous; `None` stays `None`."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 
@@ -66,13 +36,8 @@ def by_heads(**tensors: Tensor | None) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name, x in tensors.items():
         x = x if x is None or x.stride(3) == 1 else x.contiguous()
-        strides = (0, 0, 0) if x is None else x.stride()
-        named |= {
-            f"{name}_ptr": x,
-            f"{name}_batch": strides[0],
-            f"{name}_token": strides[1],
-            f"{name}_head": strides[2],
-        }
+        batch, token, head, _ = (0, 0, 0, 1) if x is None else x.stride()
+        named |= {f"{name}_ptr": x, f"{name}_batch": batch, f"{name}_token": token, f"{name}_head": head}
     return named
 
 
@@ -118,14 +83,17 @@ def row_tile(D: int, elements_per_thread: int, elements: int = 4096) -> RowTile:
     return RowTile(main, tail, block_m, num_warps)
 
 
-def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, accumulate: bool = False) -> None:
-    """Finish one or two column sums: write `partials.sum(1)`, added in the same order every time.
+@functools.cache
+def flat_tiles(columns: int) -> tuple[int, int, int]:
+    """Return rows and columns of an element-wise kernel's tile of 2048 elements, and the number of tiles in a row."""
+    block = max(4, min(2048, next_power_of_2(columns)))
+    return min(64, 2048 // block), block, ceil_div(columns, block)
 
-    Args:
-        partials: `[1, P, D]` or `[2, P, D]` float32, one row per program of the first stage.
-        first: `[D]` of any kernel dtype; receives `partials[0].sum(0)`.
-        second: the same for `partials[1]`.
-        accumulate: add to the values of `first` and `second`.
+
+def sum_partials(partials: Tensor, first: Tensor, second: Tensor | None = None, accumulate: bool = False) -> None:
+    """Write the sums over P of float32 `partials` `[1 or 2, P, D]` into `first` and `second` `[D]`, in a fixed order.
+
+    With `accumulate`, add the sums to the values of `first` and `second`.
     """
     S, P, D = partials.shape
     launch(

@@ -1,8 +1,8 @@
 """The self-test of the kernels: each Triton kernel, and the FP8 product, beside its reference on a small shape.
 
-A kernel that nobody asked for by name is tested once before its first run on a device, with these versions of torch and
-Triton and these sources. The verdict is a file in Triton's cache, so that the next process doesn't test again. A kernel
-that is wrong, or that fails, is replaced by plain torch, with one warning. `mpcore doctor` runs the same tests.
+A kernel that `impl=` doesn't name is tested before its first run on a device with these versions and sources. The
+verdict is a file in Triton's cache. A kernel that is wrong, or that fails, is replaced by plain torch, with one
+warning. `mpcore doctor` runs the same tests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,6 @@ def _draw(*shape: int) -> Tensor:
 
 def _ids(end: int, *shape: int) -> Tensor:
     return torch.randint(end, shape, generator=torch.Generator().manual_seed(end))
-
-
-def _angles() -> Inputs:
-    angle = _draw(9, 8)
-    return {"cos": angle.cos(), "sin": angle.sin()}
 
 
 def _adamw(param: Tensor, grad: Tensor, impl: str) -> Tensor:
@@ -65,7 +61,7 @@ def _experts(x: Tensor, weight: Tensor, chosen: Tensor, impl: str) -> Tensor:
 
 def _quantize(x: Tensor, impl: str) -> tuple[Tensor, ...]:
     module = import_module("mpcore.kernels.quantize_fp8")
-    return tuple(module.dequantize_fp8(q, torch.float32) for q in module.quantize_fp8(x, square=True, impl=impl) if q)
+    return tuple(module.dequantize_fp8(q) for q in module.quantize_fp8(x, square=True, impl=impl) if q)
 
 
 TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
@@ -85,7 +81,10 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "quantize_fp8": (lambda: {"x": _draw(130, 140)}, _quantize),
     "relu_squared": (lambda: {"x": _draw(9, 33)}, None),
     "rms_norm": (lambda: {"x": _draw(9, 33), "weight": _draw(33)}, None),
-    "rope": (lambda: {"q": _draw(1, 9, 2, 16), "k": _draw(1, 9, 2, 16), **_angles()}, None),
+    "rope": (
+        lambda: {"q": _draw(1, 9, 2, 16), "k": _draw(1, 9, 2, 16), "cos": _draw(9, 8).cos(), "sin": _draw(9, 8).sin()},
+        None,
+    ),
     "swiglu": (lambda: {"x": _draw(9, 66)}, None),
 }  # fmt: skip
 """By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
@@ -101,13 +100,7 @@ CONSTANT = ("cos", "sin", "scale")  # inputs without a gradient
 
 
 def run_kernel(name: str, impl: str, dtype: torch.dtype, device: str | torch.device) -> list[Tensor]:
-    """Return the outputs and gradients of a test, in float64 on the CPU.
-
-    Args:
-        name: a key of `TESTS`.
-        impl: "triton" or "reference".
-        dtype, device: of the inputs.
-    """
+    """Return the outputs and gradients of a test of `TESTS`, as float64 on the CPU, of inputs of a dtype."""
     make, call = TESTS[name]
     call = call or getattr(import_module(f"mpcore.kernels.{MODULES.get(name, name)}"), name)
     given: dict[str, Any] = make()
@@ -127,10 +120,7 @@ def run_kernel(name: str, impl: str, dtype: torch.dtype, device: str | torch.dev
 def fault(name: str, device: str | torch.device) -> str:
     """Compare a kernel in float32 with its reference, and say what is wrong; "" if nothing is.
 
-    The kernel's error may be twice the reference's, or four roundings.
-
-    Raises:
-        ValueError: the kernel refuses this device; the message says why.
+    The kernel's error may be twice the reference's, or four roundings. Raises `ValueError` if it refuses the device.
     """
     try:
         exact = run_kernel(name, "reference", torch.float64, device)
@@ -149,21 +139,19 @@ def fault(name: str, device: str | torch.device) -> str:
     return ""
 
 
-# --- before the first run -------------------------------------------------------------------------------------------
-
 _verdicts: dict[tuple[str, torch.device], str] = {}
 
 
 def passes(operator: str, x: Any) -> bool:
     """Return whether the kernel of `operator` passed its self-test on the device of `x`; tests it if need be.
 
-    While torch traces, captures a CUDA graph or runs backward, nothing can be tested: then a kernel without a verdict
-    counts as right. Its forward pass, or the next call, tests it.
+    While torch traces, captures a CUDA graph or runs backward, a kernel without a verdict counts as right.
     """
     key = (OPERATORS[operator], x.device)
     if torch.compiler.is_compiling() or key in _verdicts:
         return not _verdicts.get(key)
-    if (isinstance(x, Tensor) and has_no_values(x)) or backward_runs() or _captures(x.device):
+    captures = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if (isinstance(x, Tensor) and has_no_values(x)) or backward_runs() or captures:
         return True
     _verdicts[key] = ""  # a kernel that calls another, or another thread, does not wait
     _verdicts[key] = why = _verdict(*key)
@@ -182,50 +170,29 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _captures(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _verdict(name: str, device: torch.device) -> str:
     """Return the fault that the cache has for a test, or run the test and write what it found."""
-    path = _file(name, device)
-    try:
+    about = {"device": device_name(device), **_versions()}  # what a verdict holds for
+    digest = hashlib.sha256(json.dumps([name, about]).encode()).hexdigest()[:16]
+    path = triton_cache() / "mpcore_self_test" / f"{name}_{digest}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads(path.read_text())["fault"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    found = _in_a_thread(name, device)
-    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-    try:  # other processes may write the same at the same time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"test": name, "on": _about(device), "fault": found}, indent=1))
-        part.replace(path)
-    except OSError:
-        pass  # a cache that can't be written: the next process tests again
-    return found
-
-
-def _in_a_thread(name: str, device: torch.device) -> str:
-    """Run a test where no mode of the caller holds: a thread has its own autocast, modes and stream."""
-    with ThreadPoolExecutor(1, f"mpcore self-test of {name}") as thread:
+    with ThreadPoolExecutor(1, f"mpcore self-test of {name}") as thread:  # it has its own autocast, modes and stream
         try:
-            return thread.submit(fault, name, device).result()
+            found = thread.submit(fault, name, device).result()
         except ValueError as error:
-            return str(error)
-
-
-def _file(name: str, device: torch.device) -> Path:
-    digest = hashlib.sha256(json.dumps([name, _about(device)]).encode()).hexdigest()[:16]
-    return triton_cache() / "mpcore_self_test" / f"{name}_{digest}.json"
+            found = str(error)
+    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+    with suppress(OSError):  # a cache that can't be written: the next process tests again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"test": name, "on": about, "fault": found}, indent=1))
+        part.replace(path)  # other processes may write the same at the same time
+    return found
 
 
 def triton_cache() -> Path:
     """Return Triton's folder of compiled kernels, which `TRITON_CACHE_DIR` moves."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-
-
-def _about(device: torch.device) -> dict[str, str]:
-    """Return what a verdict holds for."""
-    return {"device": device_name(device), **_versions()}
 
 
 @functools.cache

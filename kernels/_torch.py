@@ -1,13 +1,4 @@
-"""The private names of torch that kernels use. No other file of `kernels/` may name one.
-
-Read in torch 2.11 and 2.13:
-
-- `torch._subclasses.fake_tensor.FakeTensor`, the tensors with which `torch.compile` and dry runs trace;
-- `torch._C._will_engine_execute_node`, which torch's own `torch.autograd.graph` calls too;
-- `torch._C._current_graph_task_id`, which is -1 outside a backward pass;
-- `torch._C._get_dispatch_mode`, which tells whether operators are traced on fake tensors now;
-- `OpOverload._schema`, from which torch's own code reads the arguments that an operator mutates.
-"""
+"""The private names of torch that kernels use, read in torch 2.11 and 2.13. No other file of `kernels/` has any."""
 
 from __future__ import annotations
 
@@ -16,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor  # the tensors with which `torch.compile` and dry runs trace
 
 
 def has_no_values(x: Tensor) -> bool:
@@ -35,12 +26,11 @@ def is_on_gpu(x: Tensor) -> bool:
 
 
 def engine_will_execute(node: Any) -> bool:
-    """In a backward pass, return whether this pass executes `node` of the graph and accumulates its gradient.
+    """Return whether the backward pass that runs now executes `node` of the graph and accumulates its gradient.
 
-    Raises:
-        RuntimeError: no backward pass runs, or `torch.autograd.grad` wants the gradient as a result.
+    Raises `RuntimeError` if no backward pass runs, or `torch.autograd.grad` wants the gradient as a result.
     """
-    return torch._C._will_engine_execute_node(node)
+    return torch._C._will_engine_execute_node(node)  # torch.autograd.graph calls it too
 
 
 def backward_runs() -> bool:

@@ -3,15 +3,12 @@
 Importing Triton takes as long as importing all of mpcore, so only a launch imports it. Until then, `triton.jit` here is
 a stand-in that remembers the kernel, and `tl` is an empty name. Other modules import both from here.
 
-Note:
-    - A Triton kernel takes its pointers, sizes, strides and constants one by one, because the language has no
-      structures that hold them. That is why kernels have more than ten parameters; launchers pass them by name.
+Triton has no structures to hold pointers, sizes, strides and constants, so a kernel has more than ten parameters.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
 import sys
@@ -22,15 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
-def _has(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ValueError, ImportError):  # sys.modules holds None for the package, or an import hook forbids it
-        return False
-
-
-HAS_TRITON = _has("triton")
+try:
+    HAS_TRITON = importlib.util.find_spec("triton") is not None
+except (ValueError, ImportError):  # sys.modules holds None for Triton, or an import hook forbids it
+    HAS_TRITON = False
 # Triton reads the same variable when it decorates a kernel.
 INTERPRETING = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 STAGES = 3  # of the loops of memory-bound kernels
@@ -87,17 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: A
 
     Triton searches for the compiled kernel at each launch, which takes twice the host time of everything else. This
     function remembers it instead. Triton's choice depends on the key below only; on AMD it also depends on the sizes of
-    the tensors, so there Triton searches.
-
-    Args:
-        kernel: decorated with `triton.jit`.
-        grid: how many programs.
-        num_warps: of a program.
-        arguments: all of the kernel's, by name: tensors, or `None` for one that the kernel can do without, numbers,
-            and `tl.constexpr` constants, which may be kernels.
-
-    Raises:
-        TypeError: the names are not those of the kernel's parameters.
+    the tensors, so there Triton searches. A constant may be a kernel; `None` stands for a tensor that is not given.
     """
     function = kernel.function if type(kernel) is LazyKernel else kernel.fn
     every, pointers, numbers, constants = _readers(function)
@@ -107,7 +89,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: A
     except KeyError:
         values = ()
     if len(values) != len(arguments):
-        wrong = sorted(arguments.keys() ^ set(_names(function)))
+        wrong = sorted(arguments.keys() ^ set(function.__code__.co_varnames[: function.__code__.co_argcount]))
         raise TypeError(f"{kernel.__name__} and its launch don't share the arguments {', '.join(wrong)}")
     device = values[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -137,33 +119,26 @@ Reader = Callable[[dict[str, Any]], tuple[Any, ...]]
 @functools.cache
 def _readers(function: Callable) -> tuple[Reader, ...]:
     """Return what reads, from named arguments in the kernel's order: all, its pointers, its numbers, its constants."""
-    names, types = _names(function), function.__annotations__
-    constants = [name for name in names if types.get(name) == "tl.constexpr"]
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    constants = [name for name in names if function.__annotations__.get(name) == "tl.constexpr"]
     pointers = [name for name in names if name.endswith("_ptr")]
-    return tuple(map(_reader, (names, pointers, [n for n in names if n not in (*pointers, *constants)], constants)))
 
+    def reader(names: Sequence[str]) -> Reader:  # itemgetter is a few times as fast as a comprehension
+        return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)
 
-def _names(function: Callable) -> tuple[str, ...]:
-    return function.__code__.co_varnames[: function.__code__.co_argcount]
-
-
-def _reader(names: Sequence[str]) -> Reader:
-    if len(names) > 1:
-        return itemgetter(*names)  # a few times as fast as a comprehension
-    return lambda arguments: tuple(arguments[name] for name in names)
+    return tuple(map(reader, (names, pointers, [n for n in names if n not in (*pointers, *constants)], constants)))
 
 
 def stages(elements: int, *tensors: torch.Tensor | None) -> int:
     """Return how many stages a loop gets that loads `elements` of each tensor in one iteration.
 
-    Three, if two buffers of each fit into shared memory: with two stages, which take one buffer, the copies stand at
-    the end of an iteration, and the next one begins by waiting for them.
+    Three, if two buffers of each fit into shared memory: two stages take one buffer, so each iteration would begin by
+    waiting for the copies that the iteration before it began last.
     """
-    given = [t for t in tensors if t is not None]
-    buffers = 2 * elements * sum(t.element_size() for t in given)
     if INTERPRETING:
         return STAGES
-    device = given[0].device
+    given = [t for t in tensors if t is not None]
+    device, buffers = given[0].device, 2 * elements * sum(t.element_size() for t in given)
     index = device.index if device.type == "cuda" else driver().get_current_device()
     return STAGES if buffers + 1024 <= _shared_memory(index) else 2
 
@@ -182,6 +157,4 @@ def _shared_memory(device: Any) -> int:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a CUDA device; a CPU counts as one."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -15,8 +15,8 @@
 Shazeer, "GLU Variants Improve Transformer" (2020), equation 6; Hendrycks and Gimpel, "Gaussian Error Linear Units"
 (2016), section 2; So et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021), section 3.
 
-One forward and one backward kernel serve all: f and f' are one Triton function, z -> (f(z), f'(z)). Only x is saved for
-backward, which computes f again. Kernels compute in float32 and round once. A linear layer adds its bias itself.
+One forward and one backward kernel serve all: f and f' are one Triton function, z -> (f(z), f'(z)). Backward saves x
+only, and computes f again. Kernels compute in float32 and round once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._checks import check_inputs
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._math import exp
-from ._rows import as_rows, ceil_div, check_inputs, count_rows, next_power_of_2
+from ._rows import as_rows, ceil_div, count_rows, flat_tiles
 from ._triton import launch, tl, triton
 
 
@@ -49,14 +50,14 @@ def swiglu(x: Tensor, *, impl: str | None = None) -> Tensor:
     Raises:
         ValueError: the width is odd, the dtype is another, or `impl` can't run here.
     """
-    return _activate("swiglu", x, "silu", True, impl)
+    return _activate("swiglu", "silu", x, impl)
 
 
 def geglu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
     """Multiply the second half of the last dimension by the GELU of the first.
 
     Args:
-        x, impl: as of `swiglu`.
+        x, impl: the parameters of `swiglu`.
         approximate: `"tanh"`, or `"none"` for the exact GELU.
 
     Returns:
@@ -65,16 +66,15 @@ def geglu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> T
     Raises:
         ValueError: as `swiglu`, or `approximate` is unknown.
     """
-    return _activate("geglu", x, _gelu_function(approximate), True, impl)
+    return _activate("geglu", f"gelu_{approximate}", x, impl)
 
 
 def gelu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
-    """Apply GELU to `x`, element by element.
+    """Apply GELU to each element of `x`.
 
     Args:
-        x: `[..., F]`; dtypes and strides as of `swiglu`.
-        approximate: `"tanh"`, or `"none"` for the exact function.
-        impl: as of `swiglu`.
+        x: `[..., F]`, with the dtypes and strides of `swiglu`.
+        approximate, impl: the parameters of `geglu`.
 
     Returns:
         `y` `[..., F]` in the dtype of `x`.
@@ -82,15 +82,14 @@ def gelu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Te
     Raises:
         ValueError: the dtype is another, `approximate` is unknown, or `impl` can't run here.
     """
-    return _activate("gelu", x, _gelu_function(approximate), False, impl)
+    return _activate("gelu", f"gelu_{approximate}", x, impl)
 
 
 def relu_squared(x: Tensor, *, impl: str | None = None) -> Tensor:
-    """Apply the square of ReLU to `x`, element by element.
+    """Apply the square of ReLU to each element of `x`.
 
     Args:
-        x: `[..., F]`; dtypes and strides as of `swiglu`.
-        impl: as of `swiglu`.
+        x, impl: the parameters of `gelu`.
 
     Returns:
         `y` `[..., F]` in the dtype of `x`.
@@ -98,25 +97,21 @@ def relu_squared(x: Tensor, *, impl: str | None = None) -> Tensor:
     Raises:
         ValueError: the dtype is another, or `impl` can't run here.
     """
-    return _activate("relu_squared", x, "squared", False, impl)
+    return _activate("relu_squared", "squared", x, impl)
 
 
-# In plain torch, under torch's own autograd; they compute in float32, or float64 for a float64 `x`.
 swiglu_reference = partial(swiglu, impl="reference")
 geglu_reference = partial(geglu, impl="reference")
 gelu_reference = partial(gelu, impl="reference")
 relu_squared_reference = partial(relu_squared, impl="reference")
 
 
-def _gelu_function(approximate: str) -> str:
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"approximate {approximate!r} is neither 'tanh' nor 'none'")
-    return "gelu_tanh" if approximate == "tanh" else "gelu_erf"
-
-
-def _activate(name: str, x: Tensor, f: str, gated: bool, impl: str | None) -> Tensor:
+def _activate(name: str, f: str, x: Tensor, impl: str | None) -> Tensor:
     """Compute y for the public function `name`; `f` is a key of `_TORCH`."""
+    gated = name.endswith("glu")
     check_inputs(x)
+    if f not in _TORCH:
+        raise ValueError(f"approximate {f.removeprefix('gelu_')!r} is neither 'tanh' nor 'none'")
     if gated and x.shape[-1] % 2:
         raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
     if runs_triton(impl, x, name, F=x.shape[-1] // (1 + gated)):
@@ -131,14 +126,9 @@ def _activate(name: str, x: Tensor, f: str, gated: bool, impl: str | None) -> Te
 _TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_erf": F.gelu,
+    "gelu_none": F.gelu,
     "squared": lambda z: F.relu(z).square(),
 }
-
-
-def _function(f: str) -> Any:
-    """Return f and f' in Triton. Look them up at each launch: `decorate_all` replaces them."""
-    return {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf, "squared": _squared}[f]
 
 
 class _Activation(torch.autograd.Function):
@@ -172,17 +162,13 @@ def _backward_op(dy: Tensor, x: Tensor, f: str, gated: bool) -> Iterator[Tensor]
 def _launch(kernel: Any, x: Tensor, f: str, gated: bool, **others: Any) -> None:
     M, F = count_rows(x), x.shape[-1] // (1 + gated)
     x, stride = as_rows(x)
-    block_m, block_f, tiles = _tiles(F)
+    block_m, block_f, tiles = flat_tiles(F)
+    # Looked up here because `decorate_all` replaces them.
+    activation = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu_none": _gelu_erf, "squared": _squared}[f]
     launch(
         kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, x_ptr=x, M=M, X_STRIDE=stride, F=F, GATED=gated,
-        ACTIVATION=_function(f), TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, **others,
+        ACTIVATION=activation, TILES=tiles, BLOCK_M=block_m, BLOCK_F=block_f, **others,
     )  # fmt: skip
-
-
-def _tiles(F: int) -> tuple[int, int, int]:
-    """Return rows and columns of a program's tile of 2048 elements, and the number of tiles in a row."""
-    block_f = min(2048, next_power_of_2(F))
-    return min(64, 2048 // block_f), block_f, ceil_div(F, block_f)
 
 
 @triton.jit

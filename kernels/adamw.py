@@ -7,10 +7,9 @@
 
 Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, with the constants of torch's AdamW.
 
-w is float32 (the master weight, where the parameter is narrower), and so is the arithmetic. m, v and a parameter
-without a master weight may be bfloat16. With a key these are rounded stochastically, so that the expected value is
-exact (Gupta et al. 2015, arXiv:1502.02551, section 3). The random bits are Philox words of the element's index in the
-logical tensor and of t, so they do not depend on the layout.
+The arithmetic is in float32. m, v and a parameter without a master weight may be bfloat16. With a key these are rounded
+stochastically, so that the expected value is exact (Gupta et al. 2015, arXiv:1502.02551, section 3). The random bits
+are Philox words of the element's index in the logical tensor and of t, so they do not depend on the layout.
 
 One launch steps all tensors that share their dtypes: a program steps one tile, and finds the addresses of the tile's
 tensors in a table in device memory. The host copies the table without waiting, and only when an address has changed.
@@ -26,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._adamw_kernels import adamw_kernel
-from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
+from ._checks import check_dtype
+from ._dispatch import operator, runs_triton
 from ._philox import philox
 from ._rows import ceil_div
 from ._torch import has_no_values
-from ._triton import launch
+from ._triton import launch, tl, triton
 
 _BLOCK = 1024
 _MOST_TABLES = 64  # tables that are kept, each for one list of sizes
@@ -80,24 +79,16 @@ class AdamWState(NamedTuple):
 
 @torch.no_grad()
 def adamw_foreach(
-    states: Sequence[AdamWState],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    scale: Tensor | None = None,
-    impl: str | None = None,
-) -> None:
+    states: Sequence[AdamWState], *, betas: tuple[float, float], eps: float, weight_decay: float,
+    scale: Tensor | None = None, impl: str | None = None,
+) -> None:  # fmt: skip
     """Update parameters, their moments and their master weights in place, one launch for each combination of dtypes.
-
-    Not differentiable.
 
     Args:
         states: of the parameters, on one device.
-        betas, eps, weight_decay: as of `torch.optim.AdamW`.
+        betas, eps, weight_decay: the parameters of `torch.optim.AdamW`.
         scale: a scalar that multiplies the gradients first.
-        impl: `"triton"`, `"reference"`, or `None` to choose by the device of the parameters. The reference computes in
-            float32, or float64 for float64 weights.
+        impl: `"triton"`, `"reference"`, or `None` to choose by the device of the parameters.
 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
@@ -133,8 +124,7 @@ def _reference(
     weight = param if master is None else master
     before = param if master is None else followed(master, param)
     exact = torch.promote_types(weight.dtype, torch.float32)
-    lr, correction1, correction2, t = now.unbind()
-    lr, correction1, correction2 = lr.to(exact), correction1.to(exact), correction2.to(exact)
+    lr, correction1, correction2, _ = now.to(exact).unbind()
     w, g, m, v = (x.to(exact) for x in (before, grad, exp_avg, exp_avg_sq))
     g = g if scale is None else g * scale.to(exact)
     w = w - lr * weight_decay * w
@@ -144,7 +134,7 @@ def _reference(
     bits: Sequence[Tensor | None] = (None, None, None)
     if key is not None:
         i = torch.arange(param.numel(), device=param.device) if place is None else place[0][:, None] + place[1]
-        bits = rounding_bits(key, i.view(param.shape), t.long())
+        bits = rounding_bits(key, i.view(param.shape), now[3].long())
     for x, value, random in zip((weight, exp_avg, exp_avg_sq), (w, m, v), bits, strict=True):
         x.copy_(value if random is None or x.dtype != torch.bfloat16 else round_at_random(value, random))
     if master is not None:
@@ -161,20 +151,18 @@ def adamw_now(steps: Tensor, lr: float | Tensor, betas: tuple[float, float]) -> 
 
     Args:
         steps: `[n]`, how many steps each parameter has had, this one included.
-        lr, betas: as of `torch.optim.AdamW`.
+        lr, betas: the parameters of `torch.optim.AdamW`.
 
     Returns:
         `[n, 4]` float64 on the device of `steps`; the host does not wait for the device.
     """
     t = steps.to(torch.float64)
-    corrections = [torch.ones_like(t) * lr, 1 - betas[0] ** t, (1 - betas[1] ** t).sqrt(), t]
-    return torch.stack(corrections, 1)
+    return torch.stack([torch.ones_like(t) * lr, 1 - betas[0] ** t, (1 - betas[1] ** t).sqrt(), t], 1)
 
 
 def rounding_bits(key: int, indices: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw 16 random bits for the weight, for m and for v of each element: int64 of the shape of `indices`."""
-    mask = 0xFFFFFFFF
-    first, second, _, _ = philox(key, indices & mask, indices >> 32, t & mask, torch.zeros_like(t))
+    first, second, _, _ = philox(key, indices & 0xFFFFFFFF, indices >> 32, t & 0xFFFFFFFF, torch.zeros_like(t))
     return first & 0xFFFF, first >> 16, second & 0xFFFF
 
 
@@ -193,27 +181,22 @@ def _check(state: AdamWState, scale: Tensor | None) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but param has {tuple(shape)}")
         if x.device != device:
             raise ValueError(f"{name} is on {x.device}, but param is on {device}")
-        if x.dtype not in REFERENCE_DTYPES:
-            raise ValueError(f"{name} is {x.dtype}; it must be float64, float32, bfloat16 or float16")
+        check_dtype(name, x.dtype)
         if name != "grad" and not x.is_contiguous():
             raise ValueError(f"{name} has strides {x.stride()} at shape {tuple(x.shape)}: make it contiguous")
-        if name == "master" and x.dtype not in (torch.float32, torch.float64):
+        if name == "master" and x.dtype.itemsize < 4:
             raise ValueError(f"master is {x.dtype}; it must be float32")
     if now.shape != (4,) or now.dtype != torch.float64 or now.device != device:
         raise ValueError(f"now is {now.dtype} {tuple(now.shape)} on {now.device}; adamw_now gives float64 (4,) there")
     if key is not None and not 0 <= key < 2**63:
         raise ValueError(f"key {key} is not in [0, 2^63)")
-    if scale is not None and scale.numel() != 1:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}, but it is one number")
-    if scale is not None and scale.device != param.device:
-        raise ValueError(f"scale is on {scale.device}, but param is on {param.device}")
-    if place is None:
-        return
-    for index in place:
-        if index.dtype != torch.int64 or index.dim() != 1 or index.device != param.device:
+    if scale is not None and (scale.numel() != 1 or scale.device != device):
+        raise ValueError(f"scale has shape {tuple(scale.shape)} on {scale.device}, but is one number on {device}")
+    for index in place or ():
+        if index.dtype != torch.int64 or index.dim() != 1 or index.device != device:
             there = f"{index.dtype} {tuple(index.shape)} on {index.device}"
-            raise ValueError(f"place has indices of {there}; they must be int64 in one dimension on {param.device}")
-    if place[0].numel() * place[1].numel() != param.numel():
+            raise ValueError(f"place has indices of {there}; they must be int64 in one dimension on {device}")
+    if place is not None and place[0].numel() * place[1].numel() != param.numel():
         counts = f"{place[0].numel()} x {place[1].numel()}"
         raise ValueError(f"place has {counts} indices, but param has {param.numel()} elements")
 
@@ -233,10 +216,9 @@ def _adamw_op(params: list[Tensor], *others: Any) -> Iterator[None]:
     if tiles.numel() == 0:
         return
     launch(
-        adamw_kernel, (tiles.numel(), 1, 1), num_warps=4,
-        tiles_ptr=tiles, table_ptr=table, param_ptr=params[0], grad_ptr=grads[0],
-        exp_avg_ptr=exp_avgs[0], exp_avg_sq_ptr=exp_avg_sqs[0], master_ptr=masters[0] if masters else None,
-        rows_ptr=rows[0] if rows else None, scale_ptr=scale,
+        adamw_kernel, (tiles.numel(), 1, 1), num_warps=4, tiles_ptr=tiles, table_ptr=table, param_ptr=params[0],
+        grad_ptr=grads[0], exp_avg_ptr=exp_avgs[0], exp_avg_sq_ptr=exp_avg_sqs[0],
+        master_ptr=masters[0] if masters else None, rows_ptr=rows[0] if rows else None, scale_ptr=scale,
         weight1=1 - beta1, beta2=beta2, weight2=1 - beta2, eps=eps, weight_decay=weight_decay,
         ROUND=bool(keys), ALIGNED=aligned, BLOCK=_BLOCK,
     )  # fmt: skip
@@ -270,3 +252,110 @@ def _copy(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return `x` on a device, and in pinned memory of the host: the host doesn't wait for the copy."""
     pinned = x.pin_memory() if device.type == "cuda" else x
     return pinned.to(device, non_blocking=True), pinned
+
+
+@triton.jit
+def _round_at_random(x, bits):
+    raised = (x.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000
+    return tl.where(x == x, raised.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _address(table_ptr, column: tl.constexpr, like_ptr, ALIGNED: tl.constexpr):
+    """Return an address of the table as a pointer to elements of the type that `like_ptr` points to."""
+    ptr = tl.load(table_ptr + column).to(like_ptr.dtype)
+    return tl.multiple_of(ptr, 16) if ALIGNED else ptr
+
+
+@triton.jit
+def _load(ptr, at, N, EDGE: tl.constexpr):
+    if EDGE:
+        return tl.load(ptr + at, mask=at < N, other=0)
+    else:
+        return tl.load(ptr + at)
+
+
+@triton.jit
+def _store(ptr, at, x, N, EDGE: tl.constexpr):
+    if EDGE:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=at < N)
+    else:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty))
+
+
+@triton.jit
+def adamw_kernel(
+    tiles_ptr, table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+    weight1, beta2, weight2, eps, weight_decay, ROUND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step one tile. The pointers from `param_ptr` on give types alone; the addresses are in the table."""
+    table_ptr += tl.load(tiles_ptr + tl.program_id(0)) * 12
+    N, C, key = tl.load(table_ptr + 8), tl.load(table_ptr + 9), tl.load(table_ptr + 10)
+    start = (tl.program_id(0) - tl.load(table_ptr + 11)) * BLOCK
+    if start + BLOCK <= N:  # without a mask every access is wide, whatever N is
+        _step(
+            table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+            weight1, beta2, weight2, eps, weight_decay, start, N, C, key, ROUND, ALIGNED, False, BLOCK,
+        )  # fmt: skip
+    else:
+        for part in range(start, N, BLOCK // 8):  # narrow accesses of few elements: of many they take registers
+            _step(
+                table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+                weight1, beta2, weight2, eps, weight_decay, part, N, C, key, ROUND, ALIGNED, True, BLOCK // 8,
+            )  # fmt: skip
+
+
+@triton.jit
+def _step(
+    table_ptr, param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, master_ptr, rows_ptr, scale_ptr,
+    weight1, beta2, weight2, eps, weight_decay, start, N, C, key,
+    ROUND: tl.constexpr, ALIGNED: tl.constexpr, EDGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    now_ptr = tl.load(table_ptr + 4).to(tl.pointer_type(tl.float64))
+    param_ptr = _address(table_ptr, 0, param_ptr, ALIGNED)
+    grad_ptr = _address(table_ptr, 1, grad_ptr, ALIGNED)
+    exp_avg_ptr = _address(table_ptr, 2, exp_avg_ptr, ALIGNED)
+    exp_avg_sq_ptr = _address(table_ptr, 3, exp_avg_sq_ptr, ALIGNED)
+    lr = tl.load(now_ptr).to(tl.float32)
+    correction1 = tl.load(now_ptr + 1).to(tl.float32)
+    correction2 = tl.load(now_ptr + 2).to(tl.float32)
+    g = _load(grad_ptr, at, N, EDGE).to(tl.float32)
+    m = _load(exp_avg_ptr, at, N, EDGE).to(tl.float32)
+    v = _load(exp_avg_sq_ptr, at, N, EDGE).to(tl.float32)
+    p = _load(param_ptr, at, N, EDGE)
+    w = p.to(tl.float32)
+    if master_ptr is not None:
+        master_ptr = _address(table_ptr, 5, master_ptr, ALIGNED)
+        master = _load(master_ptr, at, N, EDGE)
+        w = tl.where(master.to(p.dtype) == p, master, w)  # else somebody wrote to the parameter
+    if scale_ptr is not None:
+        g *= tl.load(scale_ptr).to(tl.float32)
+    w -= lr * weight_decay * w
+    m += (g - m) * weight1
+    v = v * beta2 + g * g * weight2
+    w -= tl.div_rn(lr, correction1) * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), correction2) + eps)
+    narrow = w
+    if ROUND:
+        index = at
+        if rows_ptr is not None:
+            row_ptrs = _address(table_ptr, 6, rows_ptr, False) + at // C
+            column_ptrs = _address(table_ptr, 7, rows_ptr, False) + at % C
+            if EDGE:
+                index = tl.load(row_ptrs, mask=at < N, other=0) + tl.load(column_ptrs, mask=at < N, other=0)
+            else:
+                index = tl.load(row_ptrs) + tl.load(column_ptrs)
+        low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+        t = low * 0 + tl.load(now_ptr + 3).to(tl.int64).to(tl.uint32)
+        first, second, _, _ = tl.philox(key, low, high, t, low * 0)  # pyright: ignore[reportGeneralTypeIssues]
+        if param_ptr.dtype.element_ty == tl.bfloat16 and master_ptr is None:
+            narrow = _round_at_random(w, first & 0xFFFF)
+        if exp_avg_ptr.dtype.element_ty == tl.bfloat16:
+            m = _round_at_random(m, first >> 16)
+        if exp_avg_sq_ptr.dtype.element_ty == tl.bfloat16:
+            v = _round_at_random(v, second & 0xFFFF)
+    _store(param_ptr, at, narrow, N, EDGE)
+    _store(exp_avg_ptr, at, m, N, EDGE)
+    _store(exp_avg_sq_ptr, at, v, N, EDGE)
+    if master_ptr is not None:
+        _store(master_ptr, at, w, N, EDGE)

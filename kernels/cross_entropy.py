@@ -17,10 +17,9 @@ Every term is relative to M, where the likely tokens are, so no digits cancel be
 Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7, for a; Chowdhery et al., "PaLM" (2022),
 section 5, for b; Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for the one pass.
 
-A step is four calls. `cross_entropy_stats` reads the logits once and returns five numbers per row. The caller
-all-gathers them; ranks exchange nothing else. `combine_stats` and `loss_of_stats` compute on rows only.
-`cross_entropy_backward` reads the logits again and writes their gradient, so no softmax is ever stored. The autograd
-function is in `mpcore/layers/loss.py`, because the all-gather comes between the calls. Kernels compute in float32.
+A step is four calls. `cross_entropy_stats` reads the logits once and returns five numbers per row, which the caller
+all-gathers. `combine_stats` and `loss_of_stats` compute on rows only. `cross_entropy_backward` reads the logits again
+and writes their gradient, so no softmax is ever stored. Kernels compute in float32.
 """
 
 from __future__ import annotations
@@ -32,36 +31,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._checks import check_inputs
 from ._cross_entropy_kernels import backward_kernel, stats_kernel
 from ._dispatch import operator, runs_triton
-from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2
+from ._rows import as_rows, ceil_div, contiguous, count_rows, next_power_of_2
 from ._triton import launch
 
 BLOCK_V = 4096  # columns of a tile
 
 
 def cross_entropy_stats(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    start: int = 0,
-    ignore_index: int = -100,
-    softcap: float = 0.0,
-    sum_logits: bool = False,
-    entropy: bool = False,
-    impl: str | None = None,
-) -> Tensor:
+    logits: Tensor, target: Tensor, *, start: int = 0, ignore_index: int = -100, softcap: float = 0.0,
+    sum_logits: bool = False, entropy: bool = False, impl: str | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the statistics that each row of this rank's logits adds to the cross-entropy. Not differentiable.
 
     Args:
         logits: `[..., V/tp]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        target: `[...]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. No id is checked: one outside
-            the vocabulary counts as a logit of 0, so its loss is lse.
+        target: `[...]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Ids are not checked: one
+            outside the vocabulary counts as a logit of 0, so its loss is lse.
         start: the id of the first column on this rank.
         ignore_index: rows with this target are not read.
         softcap: c; 0 for none.
         sum_logits: compute u, which label smoothing needs; otherwise u is 0.
-        entropy: compute w, too.
+        entropy: compute w.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `logits`.
 
     Returns:
@@ -82,7 +75,6 @@ def cross_entropy_stats(
     return compute(logits.detach(), target, start, ignore_index, softcap, sum_logits, entropy)
 
 
-# In plain torch; computes in float32, or float64 for float64 logits.
 cross_entropy_stats_reference = functools.partial(cross_entropy_stats, impl="reference")
 
 
@@ -100,7 +92,7 @@ def _stats_reference(
 
 
 def combine_stats(stats: Tensor) -> Tensor:
-    """Merge the statistics of all ranks, `[P, 4 or 5, ...] -> [4 or 5, ...]`; the order of ranks does not matter."""
+    """Merge the statistics of all ranks in any order, `[P, 4 or 5, ...] -> [4 or 5, ...]`."""
     if stats.shape[0] == 1:
         return stats[0]
     largest = stats[:, 0].amax(0)
@@ -114,19 +106,14 @@ def combine_stats(stats: Tensor) -> Tensor:
 
 
 def loss_of_stats(
-    stats: Tensor,
-    target: Tensor,
-    *,
-    vocab_size: int,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    stats: Tensor, target: Tensor, *, vocab_size: int, ignore_index: int = -100, label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the loss of each row, `[...]`, from the merged statistics; 0 for ignored tokens.
 
     Args:
         stats: `[4 or 5, ...]`, of all ranks; computed with `sum_logits` if there is label smoothing.
-        target, ignore_index: as of `cross_entropy_stats`.
+        target, ignore_index: the parameters of `cross_entropy_stats`.
         vocab_size, label_smoothing, z_loss: V of all ranks, a and b.
     """
     largest, log_total = stats[0], stats[1].log()
@@ -143,41 +130,24 @@ def log_prob_of_stats(stats: Tensor, target: Tensor, *, ignore_index: int = -100
 
     With statistics of four numbers, the entropy is `None`.
     """
-    ignored = target == ignore_index
-    log_total = stats[1].log()
-    log_prob = (stats[2] - stats[0] - log_total).masked_fill(ignored, 0)
-    if stats.shape[0] == 4:
-        return log_prob, None
-    return log_prob, (log_total - stats[4] / stats[1]).masked_fill(ignored, 0)
+    ignored, log_total = target == ignore_index, stats[1].log()
+    entropy = (log_total - stats[4] / stats[1]).masked_fill(ignored, 0) if stats.shape[0] == 5 else None
+    return (stats[2] - stats[0] - log_total).masked_fill(ignored, 0), entropy
 
 
 @torch.no_grad()
 def cross_entropy_backward(
-    logits: Tensor,
-    target: Tensor,
-    stats: Tensor,
-    dloss: Tensor | None,
-    *,
-    vocab_size: int,
-    start: int = 0,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    dlog_prob: Tensor | None = None,
-    dentropy: Tensor | None = None,
-    in_place: bool = False,
-    impl: str | None = None,
-) -> Tensor:
-    """Compute the gradient of this rank's logits, from the logits. Not differentiable.
-
-    Ignored rows are not read; their gradient is 0.
+    logits: Tensor, target: Tensor, stats: Tensor, dloss: Tensor | None, *, vocab_size: int, start: int = 0,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+    dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, in_place: bool = False, impl: str | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute the gradient of this rank's logits, 0 for ignored rows, from the logits. Not differentiable.
 
     Args:
-        logits, target, start, ignore_index, softcap, impl: as of `cross_entropy_stats`.
+        logits, target, start, ignore_index, softcap, impl: the parameters of `cross_entropy_stats`.
         stats: `[4 or 5, ...]`, of all ranks.
         dloss: `[...]`, the gradient of each row's loss, of any dtype; it carries the weights of tokens.
-        vocab_size, label_smoothing, z_loss: as of `loss_of_stats`. The parameters are as many as the forward pass has.
+        vocab_size, label_smoothing, z_loss: the parameters of `loss_of_stats`.
         dlog_prob, dentropy: `[...]`, the gradients of log p and of the entropy.
         in_place: overwrite `logits` and return it.
 
@@ -199,21 +169,21 @@ def cross_entropy_backward(
     if dentropy is not None and stats.shape[0] == 4:
         raise ValueError("dentropy needs stats of 5 numbers: ask cross_entropy_stats for the entropy")
     _check(logits, target, softcap, stats=stats[0], dloss=dloss, dlog_prob=dlog_prob, dentropy=dentropy)
-    peak, uniform = 1 - label_smoothing, label_smoothing / vocab_size
     rows = _Rows(
-        target, stats, dloss, dlog_prob, dentropy, start, ignore_index, peak, uniform, 2 * z_loss, softcap
+        target, stats, dloss, dlog_prob, dentropy, start, ignore_index, 1 - label_smoothing,
+        label_smoothing / vocab_size, 2 * z_loss, softcap,
     )  # fmt: skip
     if not runs_triton(impl, logits, "cross_entropy", V=logits.shape[-1]):
         dlogits = _backward_reference(logits, rows)
         return logits.copy_(dlogits) if in_place else dlogits
-    if in_place:
-        _backward_in_place_op(logits, *rows)
-        return logits
-    return _backward_op(logits, *rows)
+    if not in_place:
+        return _backward_op(logits, *rows)
+    _backward_in_place_op(logits, *rows)
+    return logits
 
 
 class _Rows(NamedTuple):
-    """What the backward pass reads besides the logits: tensors `[...]` and numbers, in the operators' order."""
+    """What the backward pass reads besides the logits, in the operators' order."""
 
     target: Tensor
     stats: Tensor
@@ -278,11 +248,9 @@ def _check(logits: Tensor, target: Tensor, softcap: float, **rows: Tensor | None
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap {softcap} is not a positive number, or 0 for none")
     for name, row in {"target": target, **rows}.items():
-        if row is None:
-            continue
-        if row.shape != logits.shape[:-1]:
+        if row is not None and row.shape != logits.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(row.shape)}, but logits {tuple(logits.shape)} have other rows")
-        if row.device != logits.device:
+        if row is not None and row.device != logits.device:
             raise ValueError(f"{name} is on {row.device}, but logits are on {logits.device}")
 
 
@@ -296,13 +264,10 @@ _ROWS = (
     "cross_entropy_stats(Tensor logits, Tensor target, int start, int ignore_index, float softcap, bool sum_logits,"
     " bool entropy) -> Tensor stats"
 )
-def _stats_op(
-    logits: Tensor, target: Tensor, start: int, ignore_index: int, softcap: float, sum_logits: bool, entropy: bool
-) -> Iterator[Tensor]:
+def _stats_op(logits, target, start, ignore_index, softcap, sum_logits, entropy) -> Iterator[Tensor]:
     stats = logits.new_empty((4 + entropy, *target.shape), dtype=torch.float32)
     yield stats
-    N, V = count_rows(logits), logits.shape[-1]
-    logits, stride = as_rows(logits)
+    N, V, (logits, stride) = count_rows(logits), logits.shape[-1], as_rows(logits)
     vector, block_v, num_warps = _tile(logits)
     launch(
         stats_kernel, (N, 1, 1), num_warps=num_warps, x_ptr=logits, target_ptr=target.contiguous(), stats_ptr=stats,

@@ -5,11 +5,10 @@
     dx = keep dy / (1 - p),  dbias = sum over rows of dx,  dresidual = dy
 
 The word of an element is Philox4x32-10 of (key; feature / 4, token, sample), with global indices, as in `_philox.py`.
-So each rank draws the mask of the elements that it holds, and backward draws the mask again.
+So each rank draws the mask of the elements that it holds, and backward draws the mask again. Kernels compute in float32
+and round once. dbias is summed in a fixed order, so it repeats bit for bit.
 
 Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting" (2014), section 4.
-
-Kernels compute in float32 and round once. dbias is summed in two stages of fixed order, so it repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -21,30 +20,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._checks import check_inputs, check_shapes
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._philox import as_int32, keep_mask, random_words, threshold_of
-from ._rows import as_rows, ceil_div, check_inputs, contiguous, count_rows, next_power_of_2, optional_rows, sum_partials
+from ._rows import as_rows, ceil_div, contiguous, count_rows, flat_tiles, sum_partials
 from ._triton import STAGES, launch, multiprocessors, tl, triton
 
 
 def dropout_add(
-    x: Tensor,
-    residual: Tensor | None,
-    p: float,
-    *,
-    key: int = 0,
-    samples: Tensor | None = None,
-    tokens: Tensor | None = None,
-    bias: Tensor | None = None,
-    first_feature: int = 0,
-    sequence_dim: int = 1,
+    x: Tensor, residual: Tensor | None, p: float, *, key: int = 0, samples: Tensor | None = None,
+    tokens: Tensor | None = None, bias: Tensor | None = None, first_feature: int = 0, sequence_dim: int = 1,
     impl: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Add a bias, drop elements, scale the others by 1 / (1 - p), and add the residual stream.
 
     Args:
-        x: `[B, T, D]`, or `[T, B, D]` with `sequence_dim` 0; float32, bfloat16 or float16 (the reference takes float64
-            too), with any strides. T and D may be this rank's shard. With p = 0: `[..., D]`.
+        x: `[B, T, D]`, or `[T, B, D]` with `sequence_dim` 0, and `[..., D]` with p = 0; float32, bfloat16 or float16
+            (the reference takes float64 too), with any strides. T and D may be this rank's shard.
         residual: of the shape of `x`, or `None`; its dtype may differ, as for a float32 residual stream.
         p: probability of zero, in [0, 1).
         key: 64 bits, the stream to draw from.
@@ -56,8 +48,7 @@ def dropout_add(
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `x`.
 
     Returns:
-        `y`, of the shape of `x`, in the wider dtype of `x` and the residual.
-        With p = 0, no bias and no residual it is `x` itself.
+        `y`, of the shape of `x`, in the wider dtype of `x` and the residual; `x` itself if nothing is to be done.
 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, p is outside [0, 1), or `impl` can't run here.
@@ -74,7 +65,6 @@ def dropout_add(
     return _DropoutAdd.apply(x, residual, bias, *mask) if triton_runs else _reference(x, residual, bias, mask)
 
 
-# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
 dropout_add_reference = functools.partial(dropout_add, impl="reference")
 
 
@@ -88,22 +78,21 @@ class _Mask(NamedTuple):
     first_feature: int
     sequence_dim: int
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
-        """Return the kernels' arguments that say what to drop of `x`."""
+    def tile(self, D: int) -> tuple[int, int, int]:
+        """Return rows and columns of a program's tile, in whole counters, and the number of tiles in a row of D."""
+        return flat_tiles(self.first_feature % 4 + D)
+
+    def launch(self, kernel: Any, x: Tensor, groups: int, **others: Any) -> None:
+        """Launch a kernel with `groups` programs for each tile of a row of `x`."""
         samples, tokens = contiguous(self.samples, self.tokens)
-        return {
-            "samples_ptr": samples,
-            "tokens_ptr": tokens,
-            "inner": x.shape[-2] if self.p > 0 else 1,
-            "scale": 1 / (1 - self.p),
-            "first_counter": self.first_feature // 4,
-            "key_low": as_int32(self.key),
-            "key_high": as_int32(self.key >> 32),
-            "threshold": as_int32(threshold_of(self.p)),
-            "SHIFT": self.first_feature % 4,
-            "SEQUENCE_DIM": self.sequence_dim,
-            "DROPS": self.p > 0,
-        }
+        block_m, block_d, tiles = self.tile(x.shape[-1])
+        launch(
+            kernel, (tiles * groups, 1, 1), num_warps=4, samples_ptr=samples, tokens_ptr=tokens,
+            M=x.numel() // x.shape[-1], inner=x.shape[-2] if self.p > 0 else 1, scale=1 / (1 - self.p),
+            first_counter=self.first_feature // 4, key_low=as_int32(self.key), key_high=as_int32(self.key >> 32),
+            threshold=as_int32(threshold_of(self.p)), D=x.shape[-1], SHIFT=self.first_feature % 4,
+            SEQUENCE_DIM=self.sequence_dim, DROPS=self.p > 0, TILES=tiles, BLOCK_M=block_m, BLOCK_D=block_d, **others,
+        )  # fmt: skip
 
 
 def _reference(x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: _Mask) -> Tensor:
@@ -122,19 +111,13 @@ def _reference(x: Tensor, residual: Tensor | None, bias: Tensor | None, mask: _M
 
 
 def _check_places(x: Tensor, samples: Tensor | None, tokens: Tensor | None, sequence_dim: int) -> None:
-    if x.dim() != 3:
-        raise ValueError(f"x has {x.dim()} dimensions; dropout needs 3, of samples, tokens and features")
     if sequence_dim not in (0, 1):
         raise ValueError(f"sequence_dim {sequence_dim} is neither 0 nor 1")
     if samples is None:
         raise ValueError("dropout needs samples, the global index of the sample in each row")
-    B, T = x.shape[1 - sequence_dim], x.shape[sequence_dim]
-    for name, places, size, of in (("samples", samples, B, "rows"), ("tokens", tokens, T, "tokens")):
-        if places is None:
-            continue
-        if places.shape != (size,):
-            raise ValueError(f"{name} has shape {tuple(places.shape)}, but x {tuple(x.shape)} has {size} {of}")
-        if places.dtype != torch.int64 or places.device != x.device:
+    check_shapes(x=(x, "B T D" if sequence_dim else "T B D"), samples=(samples, "B"), tokens=(tokens, "T"))
+    for name, places in (("samples", samples), ("tokens", tokens)):
+        if places is not None and (places.dtype != torch.int64 or places.device != x.device):
             raise ValueError(f"{name} is {places.dtype} on {places.device}; it must be int64 on {x.device}, as x is")
 
 
@@ -166,16 +149,10 @@ def _forward_op(x: Tensor, residual: Tensor | None, bias: Tensor | None, *given:
     y = x.new_empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
     yield y
     mask = _Mask(*given)
-    M, D = count_rows(x), x.shape[-1]
-    drops = mask.arguments(x)
-    x, stride = as_rows(x)
-    residual, residual_stride = optional_rows(residual)
-    block_m, block_d, tiles = _tiles(D, mask.first_feature)
-    (bias,) = contiguous(bias)
-    launch(
-        _forward_kernel, (tiles * ceil_div(M, block_m), 1, 1), num_warps=4, **drops,
-        x_ptr=x, residual_ptr=residual, bias_ptr=bias, y_ptr=y, M=M, X_STRIDE=stride, RESIDUAL_STRIDE=residual_stride,
-        D=D, TILES=tiles, BLOCK_M=block_m, BLOCK_D=block_d,
+    (rows, stride), (residual, residual_stride), (bias,) = as_rows(x), as_rows(residual), contiguous(bias)
+    mask.launch(
+        _forward_kernel, x, ceil_div(count_rows(x), mask.tile(x.shape[-1])[0]), x_ptr=rows, residual_ptr=residual,
+        bias_ptr=bias, y_ptr=y, X_STRIDE=stride, RESIDUAL_STRIDE=residual_stride,
     )  # fmt: skip
 
 
@@ -184,28 +161,17 @@ def _backward_op(dy: Tensor, bias: Tensor | None, dtype: torch.dtype, *given: An
     dx = dy.new_empty(dy.shape, dtype=dtype)
     dbias = dy.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     yield dx, dbias
-    mask = _Mask(*given)
-    M, D = count_rows(dy), dy.shape[-1]
-    drops = mask.arguments(dy)
-    dy, stride = as_rows(dy)
-    block_m, block_d, tiles = _tiles(D, mask.first_feature)
-    groups, stages, partials = ceil_div(M, block_m), 1, None  # one block of rows per program
+    mask, (rows, stride), D = _Mask(*given), as_rows(dy), dy.shape[-1]
+    block_m, _, tiles = mask.tile(D)
+    groups, stages, partials = ceil_div(count_rows(dy), block_m), 1, None  # one block of rows per program
     if bias is not None:
         groups, stages = min(groups, max(1, 2 * multiprocessors(dy.device) // tiles)), STAGES
         partials = dx.new_empty((1, groups, D), dtype=torch.float32)
-    launch(
-        _backward_kernel, (tiles * groups, 1, 1), num_warps=4, **drops, dy_ptr=dy, dx_ptr=dx, partials_ptr=partials,
-        M=M, DY_STRIDE=stride, D=D, TILES=tiles, BLOCK_M=block_m, BLOCK_D=block_d, STAGES=stages,
-    )  # fmt: skip
+    mask.launch(
+        _backward_kernel, dy, groups, dy_ptr=rows, dx_ptr=dx, partials_ptr=partials, DY_STRIDE=stride, STAGES=stages
+    )
     if partials is not None:
         sum_partials(partials, dbias)
-
-
-def _tiles(D: int, first_feature: int) -> tuple[int, int, int]:
-    """Return rows and columns of a program's tile of 2048 elements, in whole counters, and the tiles in a row."""
-    columns = first_feature % 4 + D
-    block_d = max(4, min(2048, next_power_of_2(columns)))
-    return min(64, 2048 // block_d), block_d, ceil_div(columns, block_d)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, operator, runs_torch
-from ._flops import flops
+from ._checks import check_dtype, check_shapes
+from ._dispatch import operator, runs_torch
 from ._rows import ceil_div
 from ._torch import has_no_values
 from .quantize_fp8 import BLOCK, Quantized, dequantize_fp8
@@ -24,8 +24,8 @@ def fp8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16, 
     """Multiply `a` by the transpose of `b`. Not differentiable.
 
     Args:
-        a: `[M, K]` of `quantize_fp8`, in blocks along K, or square ones.
-        b: `[N, K]`, likewise.
+        a: `[M, K]` of `quantize_fp8`, in blocks along K or square blocks.
+        b: `[N, K]`, in such blocks.
         dtype: of the result; for float64 it is summed in float64.
         impl: `"torch"` for `scaled_mm`, `"reference"`, or `None` to choose by the device of `a`.
 
@@ -35,29 +35,22 @@ def fp8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16, 
     Raises:
         ValueError: shapes, dtypes or devices don't go together, or `impl` can't run here.
     """
-    _check("a", a)
-    _check("b", b)
-    (M, K), (N, other) = a.values.shape, b.values.shape
-    if other != K:
-        raise ValueError(f"a {(M, K)} and b {(N, other)} don't share their last dimension, which is summed over")
-    if dtype not in REFERENCE_DTYPES:
-        raise ValueError(f"dtype is {dtype}; it must be float64, float32, bfloat16 or float16")
-    for name, x in (("b", b.values), ("a's scales", a.scales), ("b's scales", b.scales)):
-        if x.device != a.values.device:
-            raise ValueError(f"{name} is on {x.device}, but a is on {a.values.device}")
+    check_shapes(a=(a.values, "M K"), b=(b.values, "N K"))
+    check_dtype("dtype", dtype)
+    (M, K), N = a.values.shape, b.values.shape[0]
+    for name, x in (("a", a), ("b", b)):
+        blocks = ceil_div(K, BLOCK)
+        if x.values.dtype != torch.float8_e4m3fn or x.scales.dtype != torch.float32:
+            raise ValueError(f"{name} is {x.values.dtype} with scales {x.scales.dtype}, not float8_e4m3fn with float32")
+        if x.scales.shape not in ((x.values.shape[0], blocks), (ceil_div(x.values.shape[0], BLOCK), blocks)):
+            there = f"{name} {tuple(x.values.shape)} has scales {tuple(x.scales.shape)}"
+            raise ValueError(f"{there}, not one for each block of {BLOCK}")
+        if not x.values.device == x.scales.device == a.values.device:
+            raise ValueError(f"{name} is on {x.values.device}, its scales on {x.scales.device}, a on {a.values.device}")
     fits = dtype in (torch.bfloat16, torch.float32) and M > 0 and K > 0 and K % BLOCK == 0 and not _square(a)
     fits = fits and N % (BLOCK if _square(b) else 16) == 0 and _has_blocks(a.values.device)
     like = a.scales.new_empty(0, dtype=dtype)
     return _matmul_op(*a, *b, dtype, runs_torch(impl, like, "fp8_matmul", fits, M=M, N=N, K=K))
-
-
-def _check(name: str, x: Quantized) -> None:
-    M, K = x.values.shape
-    blocks = ceil_div(K, BLOCK)
-    if x.values.dtype != torch.float8_e4m3fn or x.scales.dtype != torch.float32:
-        raise ValueError(f"{name} is {x.values.dtype} with scales {x.scales.dtype}, not float8_e4m3fn with float32")
-    if x.scales.shape not in ((M, blocks), (ceil_div(M, BLOCK), blocks)):
-        raise ValueError(f"{name} {(M, K)} has scales {tuple(x.scales.shape)}, not one for each block of {BLOCK}")
 
 
 def _square(x: Quantized) -> bool:
@@ -70,7 +63,7 @@ def _has_blocks(device: torch.device) -> bool:
 
 
 def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`fp8_matmul` in plain torch: dequantize both, then multiply, on a GPU in bfloat16 with sums in float32."""
+    """Compute `fp8_matmul` in plain torch: dequantize both, then multiply, on a GPU in bfloat16 with float32 sums."""
     if a.values.is_cuda and torch.version.hip is None and dtype != torch.float64:
         x, y = dequantize_fp8(a, torch.bfloat16), dequantize_fp8(b, torch.bfloat16).t()
         return x @ y if dtype == torch.bfloat16 else torch.mm(x, y, out_dtype=torch.float32).to(dtype)
@@ -78,7 +71,10 @@ def fp8_matmul_reference(a: Quantized, b: Quantized, dtype: torch.dtype = torch.
     return (dequantize_fp8(a, wide) @ dequantize_fp8(b, wide).t()).to(dtype)
 
 
-@operator("fp8_matmul(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool fp8) -> Tensor y")
+@operator(
+    "fp8_matmul(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool fp8) -> Tensor y",
+    flops=lambda a, a_scales, b, *others, **kwargs: 2 * a[0] * a[1] * b[0],
+)
 def _matmul_op(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, fp8: bool) -> Tensor:
     if has_no_values(a):
         return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
@@ -86,19 +82,9 @@ def _matmul_op(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: 
     if not fp8:
         return fp8_matmul_reference(left, right, dtype)
     recipe_a = recipe_b = F.ScalingType.BlockWise1x128
-    a_scales = _along_first(a_scales)
-    if _square(right):  # cuBLAS reads whole vectors of four scales
+    a_scales = a_scales.t().contiguous().t()  # cuBLAS reads scales of rows along their first dimension,
+    if _square(right):  # and others in whole vectors of four
         recipe_b, b_scales = F.ScalingType.BlockWise128x128, F.pad(b_scales, (0, -b_scales.shape[1] % 4)).t()
     else:
-        b_scales = _along_first(b_scales)
+        b_scales = b_scales.t().contiguous().t()
     return F.scaled_mm(a.contiguous(), b.contiguous().t(), a_scales, recipe_a, b_scales, recipe_b, output_dtype=dtype)
-
-
-def _along_first(scales: Tensor) -> Tensor:
-    """Return the scales contiguous along their first dimension."""
-    return scales.t().contiguous().t()
-
-
-@flops(torch.ops.mpcore.fp8_matmul)
-def _flops(a: list[int], a_scales: list[int], b: list[int], *_, **__) -> int:
-    return 2 * a[0] * a[1] * b[0]

@@ -4,7 +4,7 @@
     dx[r] = W[e(r)]^T dy[r],  dW[e] = sum over the rows of e of dy[r] x[r]^T
 
 On a GPU torch's `grouped_mm` computes the three products in bfloat16, where rows are multiples of 16 bytes: the host
-never reads how many rows each expert has, so a CUDA graph can capture the call. Elsewhere it is one product an expert.
+never reads how many rows each expert has. Elsewhere each expert has a product of its own.
 
 Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), for products of groups without padding.
 """
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._checks import check_shapes
 from ._dispatch import operator, refuse_second_derivative, runs_torch
-from ._flops import flops
 from ._torch import has_no_values
 from .moe_permute import zero_rows
 
@@ -36,16 +36,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, impl: str | Non
     Raises:
         ValueError: shapes or dtypes don't go together, or `impl` can't run here.
     """
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or counts.shape != weight.shape[:1]:
-        raise ValueError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and counts {tuple(counts.shape)} are not [R, D], "
-            f"[E, F, D] and [E]"
-        )
+    sizes = check_shapes(x=(x, "R D"), weight=(weight, "E F D"), counts=(counts, "E"))
     if counts.dtype.is_floating_point or counts.device != x.device:
         raise ValueError(f"counts are {counts.dtype} on {counts.device}; they must be integers on {x.device}, as x is")
     if torch.promote_types(x.dtype, weight.dtype) != weight.dtype:
         raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}")
-    sizes = {"D": x.shape[1], "F": weight.shape[1], "E": weight.shape[0]}
+    del sizes["R"]
     if runs_torch(impl, x, "grouped_linear", _fits(x, weight), **sizes) or has_no_values(x):
         return _GroupedLinear.apply(x, weight, counts)  # the reference would read the counts
     return grouped_linear_reference(x, weight, counts)
@@ -59,7 +55,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`grouped_linear` under torch's own autograd: a loop over experts that reads the counts."""
+    """Compute `grouped_linear` under torch's own autograd: a loop over experts that reads the counts."""
     groups = _groups(x, counts)
     products = [F.linear(group, w.to(x.dtype)) for group, w in zip(groups, weight.unbind(), strict=False)]
     return torch.cat([*products, groups[-1].new_zeros(len(groups[-1]), weight.shape[1])])
@@ -86,7 +82,10 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dweight, None
 
 
-@operator("grouped_linear_forward(Tensor x, Tensor weight, Tensor counts) -> Tensor y", grouped_linear_reference)
+@operator(
+    "grouped_linear_forward(Tensor x, Tensor weight, Tensor counts) -> Tensor y", grouped_linear_reference,
+    lambda x, weight, counts, **_: 2 * x[0] * weight[1] * weight[2],  # of all rows: the device knows how many are used
+)  # fmt: skip
 def _forward_op(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if has_no_values(x) or x.shape[0] == 0:
         return x.new_empty((x.shape[0], weight.shape[1]))
@@ -102,7 +101,10 @@ def _weight_reference(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return torch.stack(terms[:-1]) if len(terms) > 1 else x.new_empty((0, dy.shape[1], x.shape[1]))
 
 
-@operator("grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _weight_reference)
+@operator(
+    "grouped_linear_weight(Tensor dy, Tensor x, Tensor counts) -> Tensor dweight", _weight_reference,
+    lambda dy, x, counts, **_: 2 * x[0] * dy[1] * x[1],
+)  # fmt: skip
 def _weight_op(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     dweight = x.new_zeros((counts.shape[0], dy.shape[1], x.shape[1]))
     if has_no_values(x) or x.shape[0] == 0:
@@ -110,13 +112,3 @@ def _weight_op(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     if not _fits(x, dweight):
         return _weight_reference(dy, x, counts)
     return F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=counts.cumsum(0, dtype=torch.int32))
-
-
-@flops(torch.ops.mpcore.grouped_linear_forward)
-def _forward_flops(x: list[int], weight: list[int], counts: list[int], **_) -> int:
-    return 2 * x[0] * weight[1] * weight[2]  # of all rows: only the device knows how many are used
-
-
-@flops(torch.ops.mpcore.grouped_linear_weight)
-def _weight_flops(dy: list[int], x: list[int], counts: list[int], **_) -> int:
-    return 2 * x[0] * dy[1] * x[1]

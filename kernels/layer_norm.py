@@ -29,19 +29,14 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = ..., *, residual: Tensor, impl: str | None = ...
 ) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float = 1e-5,
-    *,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5, *, residual: Tensor | None = None,
     impl: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Normalise the last dimension of `x` (of `x + residual`, if given) to mean 0 and variance 1, then scale and shift.
 
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        weight: gain, `[D]`; its dtype may differ from that of `x`.
+        weight: gain, `[D]`, of any such dtype.
         bias: shift, `[D]`, of any such dtype, or `None`. If weight and bias both have a `main_grad` (float32), the
             kernel adds their gradients there.
         eps: added to the variance.
@@ -58,5 +53,4 @@ def layer_norm(
     return norm("layer_norm", x, weight, bias, residual, eps, impl)  # pyright: ignore[reportReturnType]
 
 
-# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
 layer_norm_reference = functools.partial(layer_norm, impl="reference")

@@ -3,12 +3,10 @@
     logits = x W^T,  total = sum over rows of scale loss(logits, target),  loss as in `cross_entropy.py`
     dx = dlogits W,  dW = dlogits^T x
 
-Rows are processed in chunks. For each chunk, one product computes the logits, two kernels replace them in place by
-their gradient, and two products compute dx and add to dW. The forward pass computes the gradients, and the backward
-pass only multiplies them by dtotal, so three products suffice. At most one chunk of logits is alive.
-
-A loss, log p or entropy of each row has a gradient that only the backward pass knows. These functions therefore compute
-the logits of each chunk again in backward: four products. Until then they keep x and five numbers a row.
+For each chunk of rows, one product computes the logits, two kernels replace them in place by their gradient, and two
+products compute dx and add to dW. The forward pass computes the gradients, and the backward pass only multiplies them
+by dtotal. A loss, log p or entropy of each row has a gradient that only the backward pass knows, so there the logits of
+each chunk are computed again: four products.
 
 Where the vocabulary is sharded over ranks, W holds this rank's rows and dx is one term of a sum over ranks. The forward
 pass calls `gather` to all-gather the statistics of each chunk, five numbers per row.
@@ -26,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from ._dispatch import outside, refuse_second_derivative
+from ._checks import check_shapes, outside
+from ._dispatch import refuse_second_derivative
 from ._rows import ceil_div
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
@@ -42,11 +41,10 @@ class LogitOptions(TypedDict, total=False):
     Attributes:
         start: the id of the first row of `weight`.
         vocab_size: V; by default `weight` has all rows.
-        ignore_index, softcap: as in `cross_entropy.py`.
+        ignore_index, softcap, impl: the parameters of `cross_entropy_stats`.
         gather: all-gathers statistics `[4 or 5, n]` of this rank to `[P, 4 or 5, n]` of all P ranks; by default there
             is one rank. With `gather`, the gradient of `x` is one term of the sum over ranks.
         chunk_rows: tokens of a chunk, the same on all ranks; by default as many as make 512 MiB of logits.
-        impl: of the kernels of `cross_entropy.py`: `"triton"`, `"reference"`, or `None` to choose by the device.
     """
 
     start: int
@@ -59,7 +57,7 @@ class LogitOptions(TypedDict, total=False):
 
 
 class LossOptions(LogitOptions, total=False):
-    """`LogitOptions`, and how the loss of a row comes from them: as in `cross_entropy.py`, by default 0."""
+    """`LogitOptions`, and the parameters of `loss_of_stats`, by default 0."""
 
     label_smoothing: float
     z_loss: float
@@ -93,9 +91,7 @@ def linear_cross_entropy(
         >>> tuple(x.grad.shape), tuple(weight.grad.shape)
         ((6, 4), (10, 4))
     """
-    head = _Head.of(x, weight, target, **options)
-    if scale.shape != target.shape:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}, but x has {x.shape[0]} rows")
+    head = _Head.of(x, weight, target, scale, **options)
     scale = scale.detach().to(torch.promote_types(x.dtype, torch.float32))
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     return _LinearCrossEntropy.apply(x, weight, target, scale, head, wanted)
@@ -105,7 +101,7 @@ def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **optio
     """Compute the loss of each token for the logits `x @ weight.T`, which backward computes again.
 
     Args:
-        x, weight, target, options: as of `linear_cross_entropy`; x, weight and target are saved for backward.
+        x, weight, target, options: the parameters of `linear_cross_entropy`; the three tensors are saved for backward.
 
     Returns:
         `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens.
@@ -113,7 +109,7 @@ def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **optio
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, **options), False)
+    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), False)
 
 
 def linear_log_prob(
@@ -122,7 +118,7 @@ def linear_log_prob(
     """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, which backward computes again.
 
     Args:
-        x, weight, target: as of `linear_cross_entropy_rows`.
+        x, weight, target: the parameters of `linear_cross_entropy_rows`.
         options: of `LogitOptions`.
 
     Returns:
@@ -131,8 +127,7 @@ def linear_log_prob(
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    head = _Head.of(x, weight, target, label_smoothing=0.0, z_loss=0.0, **options)
-    return _LinearRows.apply(x, weight, target, head, True)
+    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), True)
 
 
 def rows_of_chunk(x: Tensor, columns: int) -> int:
@@ -144,40 +139,28 @@ def rows_of_chunk(x: Tensor, columns: int) -> int:
 
 @dataclass(frozen=True)
 class _Head:
-    """How the logits are computed and read.
-
-    Attributes:
-        gather, chunk_rows: of `LogitOptions`.
-        dtype: of the logits; autocast's where autocast is on.
-        columns, loss: options of `cross_entropy_stats` and of `loss_of_stats`.
-    """
+    """How the logits are computed and read."""
 
     gather: Callable[[Tensor], Tensor] | None
     chunk_rows: int
-    dtype: torch.dtype
-    columns: dict[str, Any]
-    loss: dict[str, Any]
+    dtype: torch.dtype  # of the logits
+    columns: dict[str, Any]  # options of `cross_entropy_stats`
+    loss: dict[str, Any]  # options of `loss_of_stats`
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor, target: Tensor, *, start: int = 0, vocab_size: int | None = None,
-        ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
-        gather: Callable[[Tensor], Tensor] | None = None, chunk_rows: int | None = None, impl: str | None = None,
+        x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, *, start: int = 0,
+        vocab_size: int | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+        softcap: float = 0.0, gather: Callable[[Tensor], Tensor] | None = None, chunk_rows: int | None = None,
+        impl: str | None = None,
     ) -> _Head:  # fmt: skip
-        """Raise `ValueError` unless the inputs go together; return how to compute and read their logits.
-
-        The parameters are those of the public functions.
-        """
-        if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-            raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} are not [N, D] and [V, D]")
+        """Raise `ValueError` unless the parameters of the public functions go together; return how to read logits."""
+        check_shapes(x=(x, "N D"), weight=(weight, "V D"), target=(target, "N"), scale=(scale, "N"))
         device = x.device.type
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         if x.dtype != weight.dtype and not autocast:
             raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
-        if target.shape != x.shape[:1]:
-            raise ValueError(f"target has shape {tuple(target.shape)}, but x has {x.shape[0]} rows")
-        if chunk_rows is None:
-            chunk_rows = rows_of_chunk(x, weight.shape[0])
+        chunk_rows = rows_of_chunk(x, weight.shape[0]) if chunk_rows is None else chunk_rows
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows {chunk_rows} is not positive")
         vocab_size = weight.shape[0] if vocab_size is None else vocab_size
@@ -217,14 +200,13 @@ class _Head:
                 continue
             if dx is not None:
                 dx[rows] = dz @ narrow
-            if wanted[1]:
-                if x.shape[0] <= self.chunk_rows:
-                    dweight = dz.t() @ part
-                else:
-                    if dweight is None:
-                        exact = torch.promote_types(dz.dtype, torch.float32)
-                        dweight = torch.zeros_like(weight, dtype=exact, memory_format=torch.contiguous_format)
-                    _add_product(dweight, dz.t(), part)
+            if wanted[1] and x.shape[0] <= self.chunk_rows:
+                dweight = dz.t() @ part
+            elif wanted[1]:
+                if dweight is None:
+                    exact = torch.promote_types(dz.dtype, torch.float32)
+                    dweight = torch.zeros_like(weight, dtype=exact, memory_format=torch.contiguous_format)
+                _add_product(dweight, dz.t(), part)
             del dz  # before the next chunk's logits exist
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)

@@ -4,9 +4,9 @@
     out[t] = sum over k of weight[t, k] y[row[t, k]] unpermute
 
 The order of rows is fixed: expert by expert, and within an expert by (t, k). A choice that is no expert (a masked
-token, a full or a remote expert) has no row. The device computes the map of rows and the host reads nothing back: the
-caller passes an upper bound of the number of rows, and rows without a choice are zero. Each function is the backward
-pass of the other. Both gather and use no atomics, so results repeat bit for bit.
+token, a full or a remote expert) has no row. The host reads nothing back: the caller passes an upper bound of the
+number of rows, and rows without a choice are zero. Each function is the backward pass of the other. Both use no
+atomics, so results repeat bit for bit.
 
 Source: Gale et al. 2022, "MegaBlocks" (arXiv:2211.15841), section 5.2.
 """
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ._checks import check_shapes
 from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._rows import as_rows, ceil_div, contiguous, next_power_of_2
 from ._triton import HAS_TRITON, launch, tl, triton
@@ -47,15 +48,13 @@ def moe_rows(experts: Tensor, num_experts: int, *, impl: str | None = None) -> t
 
 
 def moe_rows_reference(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """`moe_rows` in plain torch; the host does not wait for the device."""
+    """Compute `moe_rows` in plain torch; the host does not wait for the device."""
     flat = experts.reshape(-1).long()
     key = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     ordered, order = torch.sort(key, stable=True)
-    places = torch.arange(len(flat), device=flat.device)
-    row = torch.empty_like(flat).scatter_(0, order, places)
-    row = torch.where(key < num_experts, row, -1)
+    row = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=flat.device))
     bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=flat.device))
-    return row.view(experts.shape).int(), bounds.diff().int()
+    return torch.where(key < num_experts, row, -1).view(experts.shape).int(), bounds.diff().int()
 
 
 def moe_permute(x: Tensor, row: Tensor, rows: int, *, impl: str | None = None) -> Tensor:
@@ -73,15 +72,14 @@ def moe_permute(x: Tensor, row: Tensor, rows: int, *, impl: str | None = None) -
     Raises:
         ValueError: shapes don't go together, or `impl` can't run here.
     """
-    if x.dim() != 2 or row.dim() != 2 or len(x) != len(row):
-        raise ValueError(f"x {tuple(x.shape)} and row {tuple(row.shape)} are not [T, D] and [T, K]")
+    check_shapes(x=(x, "T D"), row=(row, "T K"))
     if runs_triton(impl, x, "moe_permute", D=x.shape[1]) or x.is_meta:
         return _Permute.apply(x, row, rows)
     return moe_permute_reference(x, row, rows)
 
 
 def moe_permute_reference(x: Tensor, row: Tensor, rows: int) -> Tensor:
-    """`moe_permute` in plain torch, under torch's own autograd."""
+    """Compute `moe_permute` in plain torch, under torch's own autograd."""
     T, K = row.shape
     slot = torch.where((row >= 0) & (row < rows), row, rows).reshape(-1).long()
     source = slot.new_full((rows + 1,), T)  # no token
@@ -94,7 +92,7 @@ def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None, *, impl:
 
     Args:
         y: `[R, D]`.
-        row: `[T, K]`, as `moe_permute` takes it.
+        row: `[T, K]`, the parameter of `moe_permute`.
         weight: `[T, K]`, or `None` for ones.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `y`.
 
@@ -104,16 +102,14 @@ def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None, *, impl:
     Raises:
         ValueError: shapes don't go together, or `impl` can't run here.
     """
-    if y.dim() != 2 or row.dim() != 2 or (weight is not None and weight.shape != row.shape):
-        shape = None if weight is None else tuple(weight.shape)
-        raise ValueError(f"y {tuple(y.shape)}, row {tuple(row.shape)}, weight {shape} are not [R, D], [T, K], [T, K]")
+    check_shapes(y=(y, "R D"), row=(row, "T K"), weight=(weight, "T K"))
     if runs_triton(impl, y, "moe_permute", D=y.shape[1]) or y.is_meta:
         return _Unpermute.apply(y, row, weight)
     return moe_unpermute_reference(y, row, weight)
 
 
 def moe_unpermute_reference(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
-    """`moe_unpermute` in plain torch, under torch's own autograd."""
+    """Compute `moe_unpermute` in plain torch, under torch's own autograd."""
     exact = torch.promote_types(y.dtype, torch.float32)
     index = torch.where((row >= 0) & (row < len(y)), row, len(y)).long()
     chosen = torch.cat([y, y.new_zeros(1, y.shape[1])])[index].to(exact)  # [T, K, D]
@@ -178,7 +174,7 @@ def _permute_op(x: Tensor, row: Tensor, rows: int) -> Iterator[Tensor]:
     y = x.new_empty((rows, x.shape[1]))
     yield y
     if rows:
-        _scatter(x, y, row, None, None, None)
+        _scatter(x, y, row)
 
 
 @operator("moe_unpermute(Tensor y, Tensor row, Tensor? weight) -> Tensor out")
@@ -187,10 +183,9 @@ def _unpermute_op(y: Tensor, row: Tensor, weight: Tensor | None) -> Iterator[Ten
     yield out
     if len(out) == 0:
         return
-    (T, K), (R, D) = row.shape, y.shape
-    y, stride = as_rows(y)
+    (T, K), (R, D), (y, stride) = row.shape, y.shape, as_rows(y)
+    row, weight = contiguous(row, weight)
     block = min(next_power_of_2(D), 1024)
-    row, weight = contiguous(row, weight)  # type: ignore[assignment]
     launch(
         _unpermute_kernel, (T, ceil_div(D, block), 1), num_warps=4,
         y_ptr=y, row_ptr=row, weight_ptr=weight, out_ptr=out, R=R, Y_STRIDE=stride, K=K, D=D, BLOCK_D=block,
@@ -204,20 +199,15 @@ def _backward_op(dout: Tensor, y: Tensor, row: Tensor, weight: Tensor) -> Iterat
     _scatter(dout, dy, row, y, weight, dweight)
 
 
-def _scatter(
-    x: Tensor, out: Tensor, row: Tensor, y: Tensor | None, weight: Tensor | None, dweight: Tensor | None
-) -> None:
+def _scatter(x, out, row, y=None, weight=None, dweight=None) -> None:
     """Write the rows of `x`, times their weights, into `out`, zeros into rows without a choice, and dweight."""
-    (T, K), (R, D) = row.shape, out.shape
-    x, stride = as_rows(x)
-    y, y_stride = (None, 0) if y is None else as_rows(y)
+    (T, K), (R, D), (x, stride), (y, y_stride) = row.shape, out.shape, as_rows(x), as_rows(y)
     filled = row.new_zeros(R)
-    block = min(next_power_of_2(D), 1024)
-    (weight,) = contiguous(weight)
+    row, weight = contiguous(row, weight)
     launch(
-        _scatter_kernel, (T, 1, 1), num_warps=4, x_ptr=x, row_ptr=row.contiguous(), y_ptr=y, weight_ptr=weight,
+        _scatter_kernel, (T, 1, 1), num_warps=4, x_ptr=x, row_ptr=row, y_ptr=y, weight_ptr=weight,
         out_ptr=out, filled_ptr=filled, dweight_ptr=dweight,
-        R=R, X_STRIDE=stride, Y_STRIDE=y_stride, K=K, D=D, BLOCK_D=block,
+        R=R, X_STRIDE=stride, Y_STRIDE=y_stride, K=K, D=D, BLOCK_D=min(next_power_of_2(D), 1024),
     )  # fmt: skip
     if R:
         zero_rows(out, filled)

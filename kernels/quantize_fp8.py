@@ -3,10 +3,8 @@
     s = the least power of two with amax / s <= 448,  q = round(x / s) to e4m3
 
 Division by a power of two is exact, so the only error is the rounding to four significant bits: at most 1/16 of an
-element that is at least 2^-13 of its block's largest, for any range of the tensor. Blocks belong to the tensor, not to
-a program or a rank: a shard whose edges are multiples of 128 is quantized as in the whole tensor.
-
-A product sums over the last dimension of both factors, and FP8 tensor cores read both along it. Backward sums over
+element that is at least 2^-13 of its block's largest. A shard whose edges are multiples of 128 is quantized as in the
+whole tensor. Tensor cores read both factors of a product along the dimension that is summed over. Backward sums over
 tokens, so it needs the transpose, in blocks of 128 tokens. One read of x computes both.
 
 Blocks: DeepSeek-V3 (2024), arXiv:2412.19437, section 3.3.2; e4m3: Micikevicius et al. 2022, arXiv:2209.05433, table 1.
@@ -22,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, operator, runs_triton
+from ._checks import check_dtype
+from ._dispatch import operator, runs_triton
 from ._rows import as_rows, ceil_div
 from ._torch import has_no_values
 from ._triton import launch, tl, triton
@@ -60,30 +59,14 @@ def quantize_fp8(
     """
     if x.dim() != 2:
         raise ValueError(f"x {tuple(x.shape)} is no matrix [M, K], which blocks are cut from: flatten the others")
-    if x.dtype not in REFERENCE_DTYPES:
-        raise ValueError(f"x is {x.dtype}; it must be float64, float32, bfloat16 or float16")
-    x = x.detach()
-    if runs_triton(impl, x, "quantize_fp8", K=x.shape[1]) or has_no_values(x):  # traced as on a GPU
-        values, scales, turned, turned_scales = _quantize_op(x, square, rows, columns)
-        return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
-    return quantize_fp8_reference(x, square, rows, columns)
+    check_dtype("x", x.dtype)
+    traced = has_no_values(x)  # as on a GPU
+    quantize = _quantize_op if runs_triton(impl, x, "quantize_fp8", K=x.shape[1]) or traced else _reference
+    values, scales, turned, turned_scales = quantize(x.detach(), square, rows, columns)
+    return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
 
 
-def quantize_fp8_reference(
-    x: Tensor, square: bool = False, rows: bool = True, columns: bool = False
-) -> tuple[Quantized | None, Quantized | None]:
-    """`quantize_fp8` in plain torch."""
-    return _quantize(x, square) if rows else None, _quantize(x.t(), square) if columns else None
-
-
-def _quantize(x: Tensor, square: bool) -> Quantized:
-    (M, K), block_m = x.shape, BLOCK if square else 1
-    wide = x if x.dtype == torch.float64 else x.float()
-    grid = ceil_div(M, block_m), ceil_div(K, BLOCK)
-    blocks = F.pad(wide, (0, grid[1] * BLOCK - K, 0, grid[0] * block_m - M)).view(grid[0], block_m, grid[1], BLOCK)
-    scales = _scale(blocks.abs().amax((1, 3)).float())
-    values = (blocks / scales[:, None, :, None]).view(grid[0] * block_m, grid[1] * BLOCK)[:M, :K]
-    return Quantized(values.to(torch.float8_e4m3fn).contiguous(), scales)
+quantize_fp8_reference = functools.partial(quantize_fp8, impl="reference")
 
 
 def _scale(largest: Tensor) -> Tensor:
@@ -111,10 +94,9 @@ def require_fp8(device: torch.device) -> None:
         return
     found = torch.cuda.get_device_properties(device)
     if (found.major, found.minor) < (8, 9) or torch.version.hip is not None:
-        there = f"{found.name} of compute capability {found.major}.{found.minor}"
         raise ValueError(
-            f"e4m3 is for GPUs of compute capability 8.9 and above of NVIDIA, not for {there}; keep the layer in "
-            "bfloat16, or use impl='reference'"
+            "e4m3 is for GPUs of compute capability 8.9 and above of NVIDIA, not for "
+            f"{found.name} of compute capability {found.major}.{found.minor}; keep the layer in bfloat16"
         )
 
 
@@ -129,11 +111,15 @@ def _empty(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, 
 
 
 def _reference(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outs = _empty(x, square, rows, columns)
-    found = quantize_fp8_reference(x, square, rows, columns)
-    for out, quantized in ((outs[:2], found[0]), (outs[2:], found[1])):
-        for tensor, part in zip(out, quantized or (), strict=False):
-            tensor.copy_(part)
+    outs, block_m = _empty(x, square, rows, columns), BLOCK if square else 1
+    for matrix, values, scales in ((x, *outs[:2]), (x.t(), *outs[2:])):
+        if values.shape != matrix.shape:  # not asked for
+            continue
+        (M, K), wide = matrix.shape, matrix if x.dtype == torch.float64 else matrix.float()
+        down, across = ceil_div(M, block_m), ceil_div(K, BLOCK)
+        blocks = F.pad(wide, (0, across * BLOCK - K, 0, down * block_m - M)).view(down, block_m, across, BLOCK)
+        scales.copy_(_scale(blocks.abs().amax((1, 3)).float()))
+        values.copy_((blocks / scales[:, None, :, None]).view(down * block_m, across * BLOCK)[:M, :K])
     return outs
 
 
@@ -150,10 +136,10 @@ def _quantize_op(x: Tensor, square: bool, rows: bool, columns: bool) -> Iterator
         return
     (M, K), (x, stride) = x.shape, as_rows(x)
     block_m = BLOCK if square or columns else ROWS
-    grid = (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1)
-    named = zip(("values_ptr", "scales_ptr", "turned_ptr", "turned_scales_ptr"), outs, strict=True)
+    values, scales, turned, turned_scales = (t if t.numel() else None for t in outs)
     launch(
-        _quantize_kernel, grid, num_warps=block_m // 16, x_ptr=x, **{n: t if t.numel() else None for n, t in named},
+        _quantize_kernel, (ceil_div(M, block_m) * ceil_div(K, BLOCK), 1, 1), num_warps=block_m // 16, x_ptr=x,
+        values_ptr=values, scales_ptr=scales, turned_ptr=turned, turned_scales_ptr=turned_scales,
         M=M, K=K, X_STRIDE=stride, SQUARE=square, BLOCK_M=block_m, BLOCK_K=BLOCK,
     )  # fmt: skip
 

@@ -34,8 +34,7 @@ def rms_norm(
 
     Args:
         x: `[..., D]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
-        weight: gain, `[D]`; its dtype may differ from that of `x`. If `weight.main_grad` exists (float32), the kernel
-            adds the gradient there, and post-accumulate hooks see a `.grad` of None. The reference uses `.grad`.
+        weight: gain, `[D]`, of any such dtype. If it has a `main_grad` (float32), the kernel adds its gradient there.
         eps: added to the mean square.
         residual: `[..., D]`, added to `x` before the norm; its dtype may differ, as for a float32 residual stream.
         impl: `"triton"` (rows of up to 8192, in half precision 16384), `"reference"`, or `None` to choose by the device
@@ -50,5 +49,4 @@ def rms_norm(
     return norm("rms_norm", x, weight, None, residual, eps, impl)  # pyright: ignore[reportReturnType]
 
 
-# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `x`.
 rms_norm_reference = functools.partial(rms_norm, impl="reference")

@@ -14,7 +14,7 @@ in its RMS form of Zhang and Sennrich (2019).
 
 The backward pass rotates by the same kernel with the sine negated. Kernels compute in float32 and round once. They
 read queries, keys and values in place in the packed projection and write the gradient packed, so no copy splits or
-joins them. The gradients of the weights are summed in two stages of fixed order, so they repeat bit for bit.
+joins them. The gradients of the weights are summed in a fixed order, so they repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import REFERENCE_DTYPES, operator, refuse_second_derivative, runs_triton
+from ._checks import check_beside, check_dtype, check_shapes
+from ._dispatch import operator, refuse_second_derivative, runs_triton
 from ._rope_kernels import norm_backward_kernel, rotate_kernel
 from ._rows import MAX_ROWS, by_heads, ceil_div, contiguous, next_power_of_2, sum_partials
 from ._triton import launch, multiprocessors
@@ -42,41 +43,11 @@ class _Options(NamedTuple):
     eps: float
     interleaved: bool
 
-    def arguments(self, K: int) -> dict[str, Any]:
-        """Return the kernels' arguments that say how to rotate heads of K dimensions.
-
-        BATCHED: each sample has rows of the table of its own. HALF: pairs; BLOCK_R, BLOCK_REST and BLOCK_K are powers
-        of two that cover the pairs, the other dimensions, and all K.
-        """
-        cos, sin = self[:2]
-        if cos.dim() == 3 and cos.shape[0] == 1:
-            cos, sin = cos[0], sin[0]
-        names = ("cos_ptr", "sin_ptr", "q_weight_ptr", "k_weight_ptr")
-        tensors = contiguous(cos, sin, self.q_weight, self.k_weight)
-        half = cos.shape[-1]
-        return dict(zip(names, tensors, strict=True)) | {
-            "eps": self.eps,
-            "BATCHED": cos.dim() == 3,
-            "INTERLEAVED": self.interleaved,
-            "HALF": half,
-            "BLOCK_R": next_power_of_2(half),
-            "BLOCK_REST": next_power_of_2(K - 2 * half) if half * 2 < K else 0,
-            "BLOCK_K": next_power_of_2(K),
-        }
-
 
 def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    interleaved: bool = False,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    impl: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = False, q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None, eps: float = 1e-6, impl: str | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Apply rotary position embedding: rotate each pair of dimensions of queries and keys by the angle of its token.
 
     Args:
@@ -108,23 +79,13 @@ def rope(
     return _Rope.apply(q, k, (q.shape[2], k.shape[2]), *options)
 
 
-# In plain torch, under torch's own autograd; computes in float32, or float64 for a float64 `q`.
 rope_reference = functools.partial(rope, impl="reference")
 
 
 def rope_qkv(
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    interleaved: bool = False,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, num_heads: int, num_kv_heads: int, cos: Tensor, sin: Tensor, *, interleaved: bool = False,
+    q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6, impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Apply `rope` to a packed projection; its gradient is packed too.
 
     Args:
@@ -141,8 +102,6 @@ def rope_qkv(
     Example:
         >>> angles = torch.outer(torch.arange(6.0), 10000.0 ** (-torch.arange(4) / 4))
         >>> q, k, v = rope_qkv(torch.randn(1, 6, 8 * 8), 4, 2, angles.cos(), angles.sin())
-        >>> tuple(q.shape), tuple(k.shape), tuple(v.shape)
-        ((1, 6, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8))
     """
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 3 or min(num_heads, num_kv_heads) < 1 or qkv.shape[2] % heads:
@@ -186,27 +145,20 @@ def _parts(x: Tensor, k: Tensor | None, H: int, Hkv: int) -> tuple[Tensor, Tenso
 def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> bool:
     """Raise `ValueError` unless the inputs go together; return whether the kernel runs, not the reference."""
     cos, sin, q_weight, k_weight = options[:4]
-    if q.dim() != 4 or q.shape[2] == 0 or q.dtype not in REFERENCE_DTYPES:
-        raise ValueError(f"q is {q.dtype} {tuple(q.shape)}; it must be floating, [B, T, heads, head_dim]")
-    B, T, _, K = q.shape
-    if k is not None and (k.dim() != 4 or (*k.shape[:2], k.shape[3]) != (B, T, K) or k.dtype != q.dtype):
-        raise ValueError(f"k is {k.dtype} {tuple(k.shape)}, which does not go with q of {q.dtype} {tuple(q.shape)}")
-    if cos.shape != sin.shape or cos.dim() not in (2, 3) or not 0 < 2 * cos.shape[-1] <= K:
-        raise ValueError(
-            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be of one shape, [..., T, R/2], R at most {K}"
-        )
-    if tuple(cos.shape[:-1]) not in ((T,), (B, T), (1, T)):
-        raise ValueError(f"cos has shape {tuple(cos.shape)}, but q {tuple(q.shape)} has {B} rows of {T} tokens")
+    check_dtype("q", q.dtype)
+    table = "T R/2" if cos.dim() == 2 else "1 T R/2" if cos.shape[:1] == (1,) else "B T R/2"
+    check_shapes(
+        q=(q, "B T H K"), k=(k, "B T Hkv K"), cos=(cos, table), sin=(sin, table), q_weight=(q_weight, "K"),
+        k_weight=(k_weight, "K"),
+    )  # fmt: skip
+    B, T, H, K = q.shape
+    if H == 0 or not 0 < 2 * cos.shape[-1] <= K:
+        raise ValueError(f"q {tuple(q.shape)} has {H} heads, and cos {tuple(cos.shape)} rotates R at most {K}")
+    if k is not None and k.dtype != q.dtype:
+        raise ValueError(f"k is {k.dtype}, but q is {q.dtype}: cast one of them")
     if (q_weight is None) != (k_weight is None) or (k is None and q_weight is not None):
         raise ValueError("q_weight and k_weight go together, and need a k")
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None and weight.shape != (K,):
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, but head_dim is {K}")
-    for other in (k, cos, sin, q_weight, k_weight):
-        if other is not None and other.device != q.device:
-            raise ValueError(f"an input is on {other.device}, but q is on {q.device}")
-        if other is not None and (other.dtype == torch.float64) > (q.dtype == torch.float64):
-            raise ValueError(f"an input is torch.float64, which does not go with q of {q.dtype}")
+    check_beside("q", q, k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     if B * T > MAX_ROWS:
         raise ValueError(f"{B * T} tokens are more than the {MAX_ROWS} that a kernel can count")
     runs = runs_triton(impl, q, "rope", K=q.shape[-1])
@@ -251,7 +203,7 @@ def _forward_op(q: Tensor, k: Tensor | None, *given: Any) -> Iterator[Tensor]:
     heads = q.shape[2] + (0 if k is None else k.shape[2])
     y = q.new_empty((*q.shape[:2], heads, q.shape[3]))
     yield y
-    _rotate((q, k, None), _Options(*given), y, back=False)
+    _rotate(q, k, None, y, _Options(*given), back=False)
 
 
 @operator(
@@ -268,29 +220,45 @@ def _backward_op(
     dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
     yield dx, dq_weight, dk_weight
     if options.q_weight is None:
-        return _rotate((dq, dk, dv), options, dx, back=True)
+        return _rotate(dq, dk, dv, dx, options, back=True)
     B, T, _, K = dq.shape
-    block_t, block_h = _tile(dx, dq, dk, elements=2048)
-    programs = min(ceil_div(B * T, block_t), 2 * multiprocessors(dx.device))
+    tile = _tile(dx, dq, dk, elements=2048)
+    programs = min(ceil_div(B * T, tile[0]), 2 * multiprocessors(dx.device))
     partials = dx.new_empty((2, programs, K), dtype=torch.float32)
-    launch(
-        norm_backward_kernel, (programs, 2 + (dv is not None), 1), num_warps=4,
-        **by_heads(dq=dq, dk=dk, dv=dv, q=q, k=k), dx_ptr=dx, partials_ptr=partials,
-        M=B * T, T=T, H=dq.shape[2], KV=0 if dk is None else dk.shape[2], N=heads, K=K,
-        BLOCK_T=block_t, BLOCK_H=block_h, **options.arguments(K),
-    )  # fmt: skip
+    read = {"dq": dq, "dk": dk, "dv": dv, "q": q, "k": k}
+    _launch(norm_backward_kernel, programs, read, options, tile, dx_ptr=dx, partials_ptr=partials)
     sum_partials(partials, dq_weight, dk_weight)
 
 
-def _rotate(heads: tuple[Tensor, Tensor | None, Tensor | None], options: _Options, y: Tensor, back: bool) -> None:
+def _rotate(q: Tensor, k: Tensor | None, v: Tensor | None, y: Tensor, options: _Options, back: bool) -> None:
     """Rotate q and k, by the negative angles to go `back`, and copy v, into y; the way back has no norm."""
-    B, T, _, K = y.shape
-    q, k, v = heads
-    block_t, block_h = _tile(y, q, k, elements=4096)
+    tile = _tile(y, q, k, elements=4096)
+    programs = ceil_div(y.shape[0] * y.shape[1], tile[0])
+    _launch(rotate_kernel, programs, {"q": q, "k": k, "v": v}, options, tile, y_ptr=y, BACK=back)
+
+
+def _launch(
+    kernel: Any, programs: int, heads: dict[str, Tensor | None], options: _Options, tile: tuple[int, int], **others: Any
+) -> None:
+    """Launch a kernel on queries, keys and values, or their gradients: the first three of the heads.
+
+    BATCHED: each sample has rows of the table of its own. HALF: pairs; BLOCK_R, BLOCK_REST and BLOCK_K are powers of
+    two that cover the pairs, the other dimensions, and all K.
+    """
+    q, k, v = list(heads.values())[:3]
+    assert q is not None
+    B, T, H, K = q.shape
+    KV, V = (0 if t is None else t.shape[2] for t in (k, v))
+    cos, sin, q_weight, k_weight = contiguous(*options[:4])
+    if cos.dim() == 3 and cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    half = cos.shape[-1]
     launch(
-        rotate_kernel, (ceil_div(B * T, block_t), sum(t is not None for t in heads), 1), num_warps=4,
-        **by_heads(q=q, k=k, v=v), y_ptr=y, M=B * T, T=T, H=q.shape[2], KV=0 if k is None else k.shape[2],
-        N=y.shape[2], K=K, BACK=back, BLOCK_T=block_t, BLOCK_H=block_h, **options.arguments(K),
+        kernel, (programs, 1 + (k is not None) + (v is not None), 1), num_warps=4, **by_heads(**heads),
+        cos_ptr=cos, sin_ptr=sin, q_weight_ptr=q_weight, k_weight_ptr=k_weight, eps=options.eps,
+        M=B * T, T=T, H=H, KV=KV, N=H + KV + V, K=K, BATCHED=cos.dim() == 3, INTERLEAVED=options.interleaved,
+        HALF=half, BLOCK_R=next_power_of_2(half), BLOCK_REST=next_power_of_2(K - 2 * half) if 2 * half < K else 0,
+        BLOCK_K=next_power_of_2(K), BLOCK_T=tile[0], BLOCK_H=tile[1], **others,
     )  # fmt: skip
 
 

@@ -1,17 +1,15 @@
 """The backward pass of attention: the operator, its launches, and its three kernels."""
 
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._dispatch import operator
-from .._flops import flops
 from .._rows import by_heads, contiguous
 from .._triton import launch, tl, triton
 from . import tiles
@@ -23,12 +21,13 @@ from .tiles import capped_scores, load_rows, store_rows
 
 @operator(
     "attention_backward(Tensor grad, Tensor? dlse, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,"
-    f" {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f" {OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    # five products, one of which the forward pass computed already
+    flops=lambda grad, dlse, query, key, value, *_, **__: (
+        2 * math.prod(query[:3]) * key[1] * (3 * query[3] + 2 * value[3])
+    ),
 )
-def backward_op(
-    grad: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor,
-    *options: Any,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+def backward_op(grad, dlse, query, key, value, output, lse, *options) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     *given, impl, out_dtype = options
     scores = Scores(*given)
     dq, dk, dv = (t.new_empty(t.shape, dtype=out_dtype) for t in (query, key, value))
@@ -47,7 +46,7 @@ def backward_op(
         **by_heads(do=grad, o=output), lse_ptr=lse, dlse_ptr=dlse, rows_ptr=rows, T=T, H=H, size=B * H * T,
         V=V, BLOCK_V=tiles.padded(V), BLOCK_M=32,
     )  # fmt: skip
-    shared = tiles.arguments(query, key, value, scores) | by_heads(q=query, k=key, v=value, do=grad)
+    shared = tiles.arguments(query, value, scores) | by_heads(q=query, k=key, v=value, do=grad)
     for name, kernel, written, count, of_batch in (
         ("dkdv", _backward_keys_kernel, {"dk_ptr": dk, "dv_ptr": dv}, keys, groups),
         ("dq", _backward_queries_kernel, {"dq_ptr": dq}, T, H),
@@ -58,13 +57,6 @@ def backward_op(
             kernel, grid, num_warps=tile.warps, **shared, **written, rows_ptr=rows, size=B * H * T,
             BLOCK_M=tile.blocks[0], BLOCK_N=tile.blocks[1], STAGES=tile.stages,
         )  # fmt: skip
-
-
-@flops(torch.ops.mpcore.attention_backward)
-def _backward_flops(grad, dlse, query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
-    """Count five products, one of which the forward pass computed already."""
-    B, T, H, K = query
-    return 2 * B * H * T * key[1] * (3 * K + 2 * value[3])
 
 
 @triton.jit

@@ -10,27 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._dispatch import REFERENCE_DTYPES, can_read
+from .._checks import can_read, check_dtype, check_shapes
 from .._triton import tl, triton
 
 Bounds = tuple[Tensor, Tensor]
 
 
 class Scores(NamedTuple):
-    """How scores come from queries and keys.
+    """How scores come from queries and keys."""
 
-    Attributes:
-        low, high: int32 `[Tq]`, or `None` where `causal` is the whole mask.
-        causal: without bounds: whether a query sees itself and the keys before it only.
-        scale: factor of the products.
-        softcap: 0 for none.
-    """
-
-    low: Tensor | None
+    low: Tensor | None  # int32 `[Tq]`, or `None` where `causal` is the whole mask
     high: Tensor | None
-    causal: bool
-    scale: float
-    softcap: float
+    causal: bool  # without bounds: whether a query sees itself and the keys before it only
+    scale: float  # factor of the products
+    softcap: float  # 0 for none
 
     @staticmethod
     def of(
@@ -38,8 +31,17 @@ class Scores(NamedTuple):
         bounds: Bounds | None, scale: float | None, softcap: float | None,
     ) -> Scores:  # fmt: skip
         """Raise `ValueError` unless the inputs of `attention` go together; return how its scores are computed."""
-        _check_tensors(query, key, value)
-        scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+        check_shapes(query=(query, "B Tq H K"), key=(key, "B Tk Hkv K"), value=(value, "B Tk Hkv Kv"))
+        (H, K), (Hkv, Kv) = query.shape[2:], value.shape[2:]
+        if 0 in (K, Kv):
+            raise ValueError(f"K is {K} and Kv {Kv}: heads have no dimensions; both must be at least 1")
+        if H % max(Hkv, 1) or Hkv > H:
+            raise ValueError(f"{H} query heads are not a multiple of {Hkv} KV heads")
+        for name, t in (("key", key), ("value", value)):
+            if (t.dtype, t.device) != (query.dtype, query.device):
+                raise ValueError(f"{name} is {t.dtype} on {t.device}, but query is {query.dtype} on {query.device}")
+        check_dtype("query", query.dtype)
+        scale = 1 / math.sqrt(K) if scale is None else scale
         if not 0 < scale < math.inf:
             raise ValueError(f"scale {scale} is not a positive number")
         if softcap is not None and not 0 < softcap < math.inf:
@@ -53,36 +55,15 @@ class Scores(NamedTuple):
         return "bounds" if self.low is not None else "causal" if self.causal else "full"
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    given = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() == 4:
-        raise ValueError(f"{given}: each must have 4 dimensions [B, T, H, K]")
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"{given} are not [B, Tq, H, K], [B, Tk, Hkv, K] and [B, Tk, Hkv, Kv]")
-    if 0 in (query.shape[3], value.shape[3]):
-        raise ValueError(f"{given}: heads have no dimensions; K and Kv must be at least 1")
-    if query.shape[2] % max(key.shape[2], 1) or query.shape[2] < key.shape[2]:
-        raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} KV heads")
-    for name, t in (("key", key), ("value", value)):
-        if (t.dtype, t.device) != (query.dtype, query.device):
-            raise ValueError(f"{name} is {t.dtype} on {t.device}, but query is {query.dtype} on {query.device}")
-    if query.dtype not in REFERENCE_DTYPES:
-        raise ValueError(f"query is {query.dtype}; it must be float64, float32, bfloat16 or float16")
-
-
 def key_bounds(
-    T: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
+    T: int, *, causal: bool = True, window: int | None = None, cu_seqlens: Tensor | None = None,
     device: torch.device | None = None,
-) -> Bounds:
+) -> Bounds:  # fmt: skip
     """Return the bounds of a mask of T queries and as many keys.
 
     Args:
         T: number of tokens.
-        causal, window, cu_seqlens: as of `attention`.
+        causal, window, cu_seqlens: the parameters of `attention`.
         device: of the result.
 
     Returns:
@@ -106,10 +87,7 @@ def key_bounds(
 
 
 def check_documents(cu_seqlens: Tensor, T: int) -> None:
-    """Raise `ValueError` unless document ends rise from 0 to T.
-
-    On a GPU and while compiling, only dtype and shape are checked: reading the values would wait for the device.
-    """
+    """Raise `ValueError` unless document ends rise from 0 to T; reads no values where `can_read` is false."""
     check_ends(cu_seqlens)
     if not can_read(cu_seqlens):
         return
@@ -122,12 +100,10 @@ def check_documents(cu_seqlens: Tensor, T: int) -> None:
 
 def check_ends(cu_seqlens: Tensor) -> None:
     """Raise `ValueError` unless document ends are a one-dimensional tensor of integers; reads no value."""
-    if not isinstance(cu_seqlens, Tensor):
-        found = f"a {type(cu_seqlens).__name__}"
-    elif cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-    else:
+    known = isinstance(cu_seqlens, Tensor)
+    if known and cu_seqlens.dtype in (torch.int32, torch.int64) and cu_seqlens.dim() == 1 and len(cu_seqlens) > 0:
         return
+    found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if known else f"a {type(cu_seqlens).__name__}"
     raise ValueError(
         f"cu_seqlens is {found}, but must be int32 or int64 [n + 1], such as torch.tensor([0, 3, 8]) for documents of "
         f"3 and 5 tokens"
@@ -184,10 +160,7 @@ def _whole_blocks(begin, inner, outer, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return begin, inner, outer and end for a block of queries.
-
-    Every query sees all keys from inner to outer. Some queries see keys from begin to inner and from outer to end.
-    """
+    """Return begin, inner, outer and end for a block of queries, which all see the keys from inner to outer."""
     if MASK == "bounds":
         last = tl.minimum(start + BLOCK_M, T) - 1
         begin, inner = tl.maximum(tl.load(low_ptr + start), 0), tl.maximum(tl.load(low_ptr + last), 0)
@@ -201,11 +174,7 @@ def key_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def query_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return begin, inner, outer and end for a block of keys.
-
-    Queries from inner to outer see every key. Queries from begin to inner and from outer to end see some keys. A block
-    past the last query counts as inner: its rows are loaded as 0.
-    """
+    """Return begin, inner, outer and end for a block of keys, which the queries from inner to outer, or past T, see."""
     stop = tl.minimum(start + BLOCK_N, KEYS)
     if MASK == "bounds":
         begin, inner = _first_query(high_ptr, T, start + 1), _first_query(high_ptr, T, stop)

@@ -1,9 +1,9 @@
 """The forward pass of attention: the operator, its launch, and its kernel."""
 
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .._dispatch import operator
-from .._flops import flops
 from .._rows import by_heads
 from .._triton import launch, tl, triton
 from . import tiles
@@ -22,7 +21,11 @@ from .tiles import capped_scores, load_rows, store_rows
 OPTIONS = "Tensor? low, Tensor? high, bool causal, float scale, float softcap, str impl, ScalarType? out_dtype"
 
 
-@operator(f"attention_forward(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor lse)")
+@operator(
+    f"attention_forward(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor lse)",
+    # two products of all pairs of query and key under any mask, as torch counts its own attention
+    flops=lambda query, key, value, *others, **_: 2 * math.prod(query[:3]) * key[1] * (query[3] + value[3]),
+)
 def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Iterator[tuple[Tensor, Tensor]]:
     *given, impl, out_dtype = options
     (B, T, H, _), scores = query.shape, Scores(*given)
@@ -35,16 +38,9 @@ def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Iter
     tile = tiles.tile("forward", query, value, scores)
     launch(
         _forward_kernel, (tiles.programs(T, tile.blocks[0], B * H), 1, 1), num_warps=tile.warps,
-        **by_heads(q=query, k=key, v=value), **tiles.arguments(query, key, value, scores),
+        **by_heads(q=query, k=key, v=value), **tiles.arguments(query, value, scores),
         output_ptr=output, lse_ptr=lse, BLOCK_M=tile.blocks[0], BLOCK_N=tile.blocks[1], STAGES=tile.stages,
     )  # fmt: skip
-
-
-@flops(torch.ops.mpcore.attention_forward)
-def _forward_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others, **kwargs) -> int:
-    """Count two products of all pairs of query and key under any mask, as torch counts its own attention."""
-    B, T, H, K = query
-    return 2 * B * H * T * key[1] * (K + value[3])
 
 
 @triton.jit

@@ -62,10 +62,9 @@ def backward_reference(
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
     """Reshape `[B, T, H, K] -> [B Hkv, H/Hkv, T, K]`, in the dtype that the reference computes in."""
-    B, T, H, K = x.shape
     groups = max(key.shape[2], 1)
-    x = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(B, T, groups, H // groups, K)
-    return x.permute(0, 2, 3, 1, 4).reshape(B * groups, H // groups, T, K)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(2, (groups, x.shape[2] // groups))
+    return x.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
 def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
@@ -75,10 +74,7 @@ def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(q: Tensor, k: Tensor, scores: Scores) -> Iterator[tuple[slice, slice, slice, list[Hidden]]]:
-    """Yield chunks: some KV heads, some queries, the keys that these queries see, and the scores that the mask hides.
-
-    A chunk of queries that see no key may be left out.
-    """
+    """Yield chunks: some KV heads, some queries, the keys that these queries see, and which scores are hidden."""
     N, G, T, _ = q.shape
     keys = k.shape[2]
     low, high = scores.low, scores.high

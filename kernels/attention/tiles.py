@@ -1,7 +1,6 @@
-"""What the forward and the backward kernels share: tile sizes, views of heads, and how a block is loaded and scored."""
+"""What the forward and the backward kernels share: tile sizes, and how a block is loaded and scored."""
 
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-# (Triton's types say that a kernel called by a kernel does not return, and that no constant is a constexpr.)
 from __future__ import annotations
 
 import functools
@@ -19,17 +18,11 @@ WIDEST_HEAD = 256  # the largest head dimension, of keys and of values, that the
 
 
 class Tile(NamedTuple):
-    """How one kernel is launched.
+    """How one kernel is launched."""
 
-    Attributes:
-        blocks: queries and keys of a program's block.
-        stages: of the software pipeline.
-        warps: of a program.
-    """
-
-    blocks: tuple[int, int]
-    stages: int
-    warps: int
+    blocks: tuple[int, int]  # queries and keys of a program's block
+    stages: int  # of the software pipeline
+    warps: int  # of a program
 
 
 # By kernel and head dimension: plain attention, then attention with bounds, a soft cap, padded heads or heads below 64.
@@ -87,25 +80,14 @@ def _tiles_of(device: Any) -> dict:
     return _BLACKWELL if major >= 10 else _LARGE
 
 
-def arguments(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> dict[str, Any]:
+def arguments(query: Tensor, value: Tensor, scores: Scores) -> dict[str, Any]:
     """Return the arguments of all kernels over pairs of a query and a key: sizes, and how scores are computed."""
-    (_, T, H, K), V = query.shape, value.shape[3]
+    (_, T, H, K), (_, KEYS, Hkv, V) = query.shape, value.shape
     low, high = contiguous(scores.low, scores.high)
     return {
-        "low_ptr": low,
-        "high_ptr": high,
-        "T": T,
-        "KEYS": key.shape[1],
-        "H": H,
-        "GROUP": H // key.shape[2],
-        "scale": scores.scale,
-        "K": K,
-        "V": V,
-        "BLOCK_K": padded(K),
-        "BLOCK_V": padded(V),
-        "MASK": scores.mask,
-        "SOFTCAP": scores.softcap,
-    }
+        "low_ptr": low, "high_ptr": high, "T": T, "KEYS": KEYS, "H": H, "GROUP": H // Hkv, "scale": scores.scale,
+        "K": K, "V": V, "BLOCK_K": padded(K), "BLOCK_V": padded(V), "MASK": scores.mask, "SOFTCAP": scores.softcap,
+    }  # fmt: skip
 
 
 def padded(dim: int) -> int:
@@ -114,11 +96,7 @@ def padded(dim: int) -> int:
 
 
 def programs(tokens: int, block: int, heads: int) -> int:
-    """Return the number of programs for all blocks of tokens of all heads.
-
-    Raises:
-        ValueError: a launch can't count them.
-    """
+    """Return the number of programs for all blocks of tokens of all heads, which a launch must be able to count."""
     count = ceil_div(tokens, block) * heads
     if count > MAX_ROWS:
         raise ValueError(f"{count} blocks of tokens are more than the {MAX_ROWS} that a launch can count")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore.kernels._dispatch import can_read, outside
+from mpcore.kernels._checks import can_read, outside
 from mpcore.layers.linear import check_sequence, check_size
 from mpcore.layers.module import Init, LayerOptions, ParallelModule, TensorOptions, input_error, normal
 from mpcore.mesh.axis import Axis

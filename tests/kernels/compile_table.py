@@ -7,6 +7,7 @@ since, or with "all" every case. So a change of a kernel shows its cost in revie
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
@@ -23,6 +24,7 @@ import machine_code
 import torch
 import traffic
 import triton
+import triton.language as tl
 from fake_gpu import TARGETS, Launch, fake_gpu
 
 from mpcore.kernels import (  # noqa: F401, they define operators
@@ -146,7 +148,7 @@ CASES: dict[str, Callable[[], None]] = {
     "swiglu F=1000 fp32": lambda: run_activation("silu", True, 2 * 1000, torch.float32),
     "geglu F=16384 bf16": lambda: run_activation("gelu_tanh", True, 2 * 16384),
     "gelu F=16384 bf16": lambda: run_activation("gelu_tanh", False, 16384),
-    "exact gelu F=16384 bf16": lambda: run_activation("gelu_erf", False, 16384),
+    "exact gelu F=16384 bf16": lambda: run_activation("gelu_none", False, 16384),
     "relu_squared F=16384 bf16": lambda: run_activation("squared", False, 16384),
     "cross_entropy V=128256 bf16": lambda: run_cross_entropy(128256),
     "cross_entropy V=128256 bf16 all options": lambda: run_cross_entropy(128256, softcap=30.0, every=True),
@@ -242,23 +244,35 @@ def cases_of(target: str) -> dict[str, Callable[[], None]]:
 
 
 def source_of(target: str, case: str) -> str:
-    """Return a hash of all that Triton would compile for a case: sources, types, constants and options.
+    """Return a hash of all that Triton would compile for a case: code, types, constants and options.
 
-    Nothing is compiled: the launch path ends where Triton asks its hook whether to compile. The same source gives the
-    same machine code by the same Triton.
+    Nothing is compiled: the launch path ends where Triton asks its hook whether to compile. The same code gives the
+    same machine code by the same Triton, wherever its file has it.
     """
     found = [target]
 
     def note(*, fn: Any, compile: dict[str, Any], **unused: Any) -> bool:
-        constants = {str(place): getattr(value, "cache_key", value) for place, value in compile["constants"].items()}
+        constants = {str(place): _code_of(value) for place, value in compile["constants"].items()}
         options = {name: compile[name] for name in ("signature", "configs", "num_warps", "num_ctas", "num_stages")}
-        found.append(f"{fn.jit_function.cache_key} {constants} {options}")
+        found.append(f"{_code_of(fn.jit_function)} {constants} {options}")
         return True
 
     launched = fake_gpu(target, record=False, device=f"uncompiled {target}")
     with launched, mock.patch.object(triton.knobs.runtime, "jit_cache_hook", note):
         cases_of(target)[case]()
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def _code_of(value: Any) -> Any:
+    """Return the code of a kernel and of the kernels that it calls, without docstrings; other values as they are."""
+    if not isinstance(value, triton.JITFunction):
+        return value
+    function = ast.parse(value._src).body[0]
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    names = sorted({node.id for node in ast.walk(function) if isinstance(node, ast.Name)} & value.__globals__.keys())
+    used = [value.__globals__[name] for name in names]
+    return [ast.dump(function), *(_code_of(x) for x in used if isinstance(x, (triton.JITFunction, tl.constexpr)))]
 
 
 def compile_case(target: str, case: str) -> dict[str, Facts]:

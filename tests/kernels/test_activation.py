@@ -92,7 +92,9 @@ def launched(f, gated, M, width):
     return launches
 
 
-@pytest.mark.parametrize(("f", "gated"), [("silu", True), ("gelu_tanh", True), ("gelu_erf", False), ("squared", False)])
+@pytest.mark.parametrize(
+    ("f", "gated"), [("silu", True), ("gelu_tanh", True), ("gelu_none", False), ("squared", False)]
+)
 def test_launches(f, gated):
     F = 14336
     width = 2 * F if gated else F

@@ -97,8 +97,8 @@ def test_rounding_bits_are_philox_words_of_index_and_step():
         ),
         ({"place": (torch.arange(2), torch.arange(3)[None])}, r"indices of torch.int64 \(1, 3\) on cpu"),
         ({"place": (torch.arange(2, device="meta"), torch.arange(3))}, r"int64 \(2,\) on meta; they must be"),
-        ({"scale": torch.ones((), device="meta")}, "scale is on meta, but param is on cpu"),
-        ({"scale": torch.ones(6)}, r"scale has shape \(6,\), but it is one number"),
+        ({"scale": torch.ones((), device="meta")}, r"scale has shape \(\) on meta, but is one number on cpu"),
+        ({"scale": torch.ones(6)}, r"scale has shape \(6,\) on cpu, but is one number"),
         ({"impl": "triton"}, "impl='triton', but x is on cpu"),
     ],
 )

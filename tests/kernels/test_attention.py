@@ -11,11 +11,11 @@ from fake_gpu import fake_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import _self_test
+from mpcore.kernels import attention as attention_kernels
 from mpcore.kernels.attention import (
     attention,
     attention_backward,
     attention_reference,
-    interface,
     key_bounds,
     reference,
 )
@@ -272,7 +272,7 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"query": (1, 8, 6)}, {}, r"query \(1, 8, 6\).*4 dimensions"),
+        ({"query": (1, 8, 6)}, {}, r"query \(1, 8, 6\).*are not \[B, Tq, H, K\]"),
         ({"query": (2, 8, 4, 6)}, {}, r"query \(2, 8, 4, 6\), key \(1, 8, 2, 6\).*are not \[B, Tq, H, K\]"),
         ({"key": (1, 8, 2, 7)}, {}, r"are not \[B, Tq, H, K\]"),
         ({"value": (1, 9, 2, 6)}, {}, r"are not \[B, Tq, H, K\]"),
@@ -323,7 +323,7 @@ def test_dtypes_devices_and_batches_that_do_not_fit_are_refused():
         {"dlse": lse.transpose(1, 2)},
     ):
         arguments = {"grad": output, "output": output, "lse": lse} | given
-        with pytest.raises(ValueError, match=f"{next(iter(given))} is"):
+        with pytest.raises(ValueError, match=next(iter(given))):
             attention_backward(query=q, key=k, value=v, **arguments)
 
 
@@ -339,7 +339,7 @@ def test_on_a_gpu_every_head_dimension_up_to_256_takes_the_kernels(K, V, dtype, 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(_self_test, "passes", lambda *_: True)  # there is no GPU to test the kernel on
     q, _, v = draw(2, K=K, V=V, dtype=dtype)
-    assert interface._choose(None, q, v) == chosen
+    assert attention_kernels._choose(None, q, v) == chosen
 
 
 @pytest.mark.parametrize(("K", "V"), some((6, 40), of=[(32, 32), (192, 128)]))

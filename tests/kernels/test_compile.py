@@ -70,8 +70,14 @@ def test_a_changed_kernel_has_another_source(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(compile_table.CASES, "column sum", lambda: compile_table.run_column_sum(4095))
         assert source() != known
-    monkeypatch.setattr(_rows._sum_partials_kernel, "hash", "of other code")
-    assert source() != known
+    kernel = _rows._sum_partials_kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_src", kernel._src.replace("    which =", '    """Finish."""\n    which ='))
+        assert source() == known
+    for which in (kernel, _rows._store_sum):  # which it calls
+        with monkeypatch.context() as patch:
+            patch.setattr(which, "_src", which._src.replace("mask=", "cache_modifier='.cg', mask="))
+            assert source() != known
 
 
 def test_the_table_is_the_golden_file():

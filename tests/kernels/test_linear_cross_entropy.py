@@ -294,10 +294,10 @@ def test_rows_of_a_chunk():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"x": X[None]}, r"x \(1, 7, 4\) and weight \(11, 4\) are not \[N, D\] and \[V, D\]"),
-        ({"weight": WEIGHT[:, :3]}, r"x \(7, 4\) and weight \(11, 3\) are not"),
-        ({"target": TARGET[:5]}, r"target has shape \(5,\), but x has 7 rows"),
-        ({"scale": SCALE[:5]}, r"scale has shape \(5,\), but x has 7 rows"),
+        ({"x": X[None]}, r"x \(1, 7, 4\), weight \(11, 4\), target \(7,\).* are not \[N, D\], \[V, D\], \[N\]"),
+        ({"weight": WEIGHT[:, :3]}, r"x \(7, 4\), weight \(11, 3\), .* are not"),
+        ({"target": TARGET[:5]}, r"x \(7, 4\), .* target \(5,\).* are not"),
+        ({"scale": SCALE[:5]}, r"x \(7, 4\), .* scale \(5,\) are not"),
         ({"target": TARGET.double()}, "target is torch.float64"),
         ({"target": TARGET.clamp(min=0) + 1}, "target 11 is outside the vocabulary of 11"),
         ({"target": TARGET - 1}, "target -101 is outside the vocabulary of 11"),

@@ -33,7 +33,7 @@ from torch.autograd import Function
 
 from mpcore import collectives
 from mpcore.collectives import shard_sizes
-from mpcore.kernels._dispatch import can_read
+from mpcore.kernels._checks import can_read
 from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
 from mpcore.layers.attention.ring import _RingAttention, ring_attention
 from mpcore.layers.attention.scores import AttentionSinks, check_boolean, scored_attention

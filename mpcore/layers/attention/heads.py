@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore.collectives import shard_range, shard_sizes
-from mpcore.kernels._dispatch import can_read, runs_triton
+from mpcore.kernels._checks import can_read
+from mpcore.kernels._dispatch import runs_triton
 from mpcore.kernels.attention import check_ends, key_bounds
 from mpcore.layers.attention.cache import KVCache
 from mpcore.layers.attention.context import (

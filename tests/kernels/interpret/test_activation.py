@@ -31,9 +31,9 @@ class Activation:
 ACTIVATIONS = {
     "swiglu": Activation("swiglu", "silu"),
     "geglu": Activation("geglu", "gelu_tanh", approximate="tanh"),
-    "exact geglu": Activation("geglu", "gelu_erf", approximate="none"),
+    "exact geglu": Activation("geglu", "gelu_none", approximate="none"),
     "gelu": Activation("gelu", "gelu_tanh", approximate="tanh"),
-    "exact gelu": Activation("gelu", "gelu_erf", approximate="none"),
+    "exact gelu": Activation("gelu", "gelu_none", approximate="none"),
     "relu_squared": Activation("relu_squared", "squared"),
 }
 
