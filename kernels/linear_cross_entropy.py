@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ._checks import check_shapes, outside
 from ._dispatch import refuse_second_derivative
+from ._main_grad import remember_main_grad, take_main_grad
 from ._rows import ceil_div
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
@@ -70,7 +71,7 @@ def linear_cross_entropy(
 
     Args:
         x: `[N, D]`.
-        weight: `[V/tp, D]`, this rank's rows.
+        weight: `[V/tp, D]`, this rank's rows. If it has a `main_grad` (float32), its gradient is added there.
         target: `[N]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Ids are checked on a CPU only;
             elsewhere an id outside the vocabulary counts as a logit of 0. Rows of `x` with an ignored target must be
             finite, because dW is a product with them.
@@ -241,15 +242,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return head.backward(z, target[rows], stats, scale[rows]) if any(wanted) else None
 
         ctx.save_for_backward(*head.products(x, weight, wanted, gradient))
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.dtypes, ctx.main = (x.dtype, weight.dtype), remember_main_grad(weight) if wanted[1] else None
         return torch.stack(totals).sum()
 
     @staticmethod
     def backward(ctx, dtotal):
         refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.cross_entropy of the logits")
-        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = (None if d is None else _scaled(d, dtotal, dtype) for d, dtype in gradients)
-        return *scaled, *[None] * 4
+        (dx, dweight), (main,) = ctx.saved_tensors, take_main_grad(ctx.main) or (None,)
+        if main is not None:
+            main.addcmul_(dweight, dtotal)
+            dweight = None
+        scaled = zip((dx, dweight), ctx.dtypes, strict=True)
+        return *(None if d is None else _scaled(d, dtotal, dtype) for d, dtype in scaled), *[None] * 4
 
 
 class _LinearRows(torch.autograd.Function):
@@ -264,7 +268,7 @@ class _LinearRows(torch.autograd.Function):
 
         head.products(x, weight, (False, False), keep)
         ctx.save_for_backward(x, weight, target, stats)
-        ctx.head = head
+        ctx.head, ctx.main = head, remember_main_grad(weight) if ctx.needs_input_grad[1] else None
         if log_prob:
             ctx.name, ctx.outputs = "linear_log_prob", ("dlog_prob", "dentropy")
             return log_prob_of_stats(stats, target, ignore_index=head.loss["ignore_index"])
@@ -281,4 +285,8 @@ class _LinearRows(torch.autograd.Function):
             return head.backward(z, target[rows], stats[:, rows], **of_rows)
 
         dx, dweight = head.products(x, weight, ctx.needs_input_grad, gradient)
+        (main,) = take_main_grad(ctx.main) or (None,)
+        if main is not None:
+            main.add_(dweight)
+            return dx, *[None] * 4
         return dx, None if dweight is None else dweight.to(weight.dtype), *[None] * 3

@@ -228,8 +228,8 @@ the logits | - |
 dtypes | The norm of the gradient: the update needs it first. torch's `vector_norm` reads the gradients once |
 | addition of gradients to `main_grad` in float32 | Norms: the launch that adds up their partial sums. Column- and \
 row-parallel layers: in float32 the matrix product adds to `main_grad`; in half precision on a GPU a float32 \
-product, then an addition | Experts and chunked linear cross-entropy: autograd accumulates their gradient, and \
-mpcore then adds it to `main_grad` |
+product, then an addition. Chunked linear cross-entropy: its sum over chunks, without rounding | Experts: autograd \
+accumulates their gradient, and mpcore then adds it to `main_grad` |
 | FP8 quantization | `quantize_fp8`: 1 x 128 and 128 x 128 blocks; one read gives the rows and their transpose | One \
 scale per tensor: it needs a second pass, or the scale of the last step. MXFP8: no product in mpcore reads it, so no \
 test could prove it |

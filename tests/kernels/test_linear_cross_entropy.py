@@ -55,6 +55,29 @@ def test_chunks_equal_the_unfused_reference(chunk_rows, options):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("chunk_rows", [2, 8])
+def test_the_gradient_of_the_weight_is_added_to_its_main_gradient_unrounded(chunk_rows, rows):
+    x, weight, scale = X.bfloat16(), WEIGHT.bfloat16().requires_grad_(), SCALE.float()
+
+    def total():
+        if rows:
+            return linear_cross_entropy_rows(x, weight, TARGET, chunk_rows=chunk_rows) @ scale
+        return linear_cross_entropy(x, weight, TARGET, scale, chunk_rows=chunk_rows)
+
+    weight.main_grad = torch.zeros(weight.shape)
+    (plain,) = torch.autograd.grad(total(), weight)  # which autograd returns, so that nothing is added
+    assert not weight.main_grad.any()
+    total().backward()
+    once = weight.main_grad.clone()
+    assert once.bfloat16().equal(plain)
+    assert once.equal(plain.float()) == (chunk_rows > N)  # one chunk is one product in bfloat16
+    (2 * total()).backward()
+    torch.testing.assert_close(weight.main_grad, 3 * once)
+    assert weight.grad is None
+    assert weight.grad_added_to_main_grad
+
+
 @pytest.mark.parametrize("chunk_rows", [None, 1, 3, 8])
 @pytest.mark.parametrize(("function", "reference", "options"), ROWS)
 def test_each_row_equals_the_unfused_reference(function, reference, options, chunk_rows):
