@@ -108,12 +108,47 @@ def own_model() -> str:
     return " ".join(loss.hex() for loss in train(tp=2, steps=3))
 
 
-def test_srun_trains_one_model_on_unequal_nodes_with_the_losses_of_ranks_without_slurm(slurm, ranks):
+class Jobs:
+    """Three jobs that run at once, as each waits more than it computes: the tests below look at what became of them."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.again, self.killed, self.log = folder / "again", folder / "killed", folder / "log"
+        self.flags = [*FLAGS, "--tp", "2", "--steps", "80", "--save-every", "100000", "--dropout", "0.1"]
+        self.job = slurm.submit(self.log, *self.flags, "--out", str(self.again))
+        self.unequal = slurm.start("srun", "-N2", "-n4", "--distribution=plane=3", "python", "-m", "tests.slurm.train")
+        fault = ("python", "-m", "tests.examples.faulty", "kill", "1", "7", *FLAGS)
+        flags = ["--steps", "100000", "--tp", "2", "--save-every", "3", "--out", str(self.killed)]
+        self.fault = slurm.start("srun", "-n2", "--kill-on-bad-exit=0", "--wait=60", *fault, *flags)
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    jobs = Jobs(slurm, tmp_path_factory.mktemp("jobs"))
+    yield jobs
+    for run in (jobs.unequal, jobs.fault):
+        run.kill()
+        run.communicate()
+
+
+def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on_bitwise(slurm, jobs, ranks, tmp_path):
+    """The script of the examples, asked to stop by the signal that --signal=TERM sends."""
+    wait("a step", lambda: losses(jobs.again))
+    assert slurm.run("scancel", "--signal=TERM", jobs.job)[0] == 0
+    assert ranks(2, main, [*jobs.flags, "--out", str(tmp_path)]) == [0, 0]
+    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", jobs.job)[1] == "")
+    printed = jobs.log.read_text()
+    stopped = re.search(r"resumed after step (\d+)", printed)
+    assert stopped, printed
+    assert 1 <= int(stopped[1]) < 80
+    found = losses(jobs.again)
+    assert found[-1][0] == 79
+    assert found == losses(tmp_path)
+
+
+def test_srun_trains_one_model_on_unequal_nodes_with_the_losses_of_ranks_without_slurm(jobs, ranks):
     """Three tasks on one node, one on the other."""
-    status, printed, stderr = slurm.run(
-        "srun", "-N2", "-n4", "--distribution=plane=3", "python", "-m", "tests.slurm.train"
-    )
-    assert status == 0, stderr
+    printed, stderr = jobs.unequal.communicate(timeout=100)
+    assert jobs.unequal.returncode == 0, stderr
     found = sorted(line.split(maxsplit=2) for line in printed.splitlines() if re.match(r"\d/4 ", line))
     assert [(rank, place) for rank, place, _ in found] == [
         ("0/4", "0/3"), ("1/4", "1/3"), ("2/4", "2/3"), ("3/4", "0/1"),
@@ -123,35 +158,12 @@ def test_srun_trains_one_model_on_unequal_nodes_with_the_losses_of_ranks_without
     assert {bits for _, _, bits in found} == {expected}
 
 
-def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on_bitwise(slurm, ranks, tmp_path):
-    """The script of the examples, asked to stop by the signal that --signal=TERM sends."""
-    flags = [*FLAGS, "--tp", "2", "--steps", "80", "--save-every", "100000", "--dropout", "0.1"]
-    out, log = tmp_path / "again", tmp_path / "log"
-    job = slurm.submit(log, *flags, "--out", str(out))
-    wait("a step", lambda: losses(out))
-    assert slurm.run("scancel", "--signal=TERM", job)[0] == 0
-    whole = tmp_path / "whole"
-    assert ranks(2, main, [*flags, "--out", str(whole)]) == [0, 0]
-    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "")
-    printed = log.read_text()
-    stopped = re.search(r"resumed after step (\d+)", printed)
-    assert stopped, printed
-    assert 1 <= int(stopped[1]) < 80
-    found = losses(out)
-    assert found[-1][0] == 79
-    assert found == losses(whole)
-
-
-def test_a_killed_rank_is_named_and_the_others_leave(slurm, tmp_path):
-    began = time.monotonic()
-    fault = ("python", "-m", "tests.examples.faulty", "kill", "1", "7")
-    flags = ["--steps", "100000", "--tp", "2", "--save-every", "3", "--out", str(tmp_path)]
-    status, _, stderr = slurm.run("srun", "-n2", "--kill-on-bad-exit=0", "--wait=60", *fault, *FLAGS, *flags)
-    assert status in (70, 137), stderr
+def test_a_killed_rank_is_named_and_the_others_leave(jobs):
+    _, stderr = jobs.fault.communicate(timeout=60)
+    assert jobs.fault.returncode in (70, 137), stderr
     assert "rank 0: stopped, because rank 1" in stderr
     assert "killed, or cut off" in stderr
-    assert latest(tmp_path / "checkpoints") is not None
-    assert time.monotonic() - began < 60
+    assert latest(jobs.killed / "checkpoints") is not None
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples" / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
