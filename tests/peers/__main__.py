@@ -35,6 +35,13 @@ def conventions(peer: str) -> list[str]:
     return [row[0] for row in rows[2:]]
 
 
+def test_of(source: str) -> tuple[str, str]:
+    """The file of a source, and the test in it without the statement."""
+    file, _, rest = source.partition(": ")
+    found = re.search(r"test_\w+", rest) or re.search(r"Test\w+", rest)
+    return file, found[0] if found else rest
+
+
 def counts(name: str, of: dict[str, Counter[str]]) -> str:
     """A row of a table."""
     numbers = [of[kind][name] for kind in of]
@@ -60,7 +67,7 @@ def table() -> str:
         lines += [counts(name, of) for name in names]
         sums = [of[kind].total() for kind in of]
         lines += [f"| **all** | {' | '.join(map(str, sums))} | {sum(sums)} |", ""]
-    tests = {(each.peer, each.source.partition(", ")[0]) for each in found}
+    tests = {(each.peer, test_of(each.source)) for each in found}
     lines += [f"The {len(found)} that hold are statements of {len(tests)} tests.", ""]
     read = ", ".join(f"{peer} ({repo}, {folder}, at {commit})" for peer, (repo, folder, commit) in PEERS.items())
     linked = ", ".join(f"[{peer}]({page}#conventions)" for peer, page in PAGES.items())

@@ -55,6 +55,8 @@ DIFFER = [
                "transformer/test_transformer_block.py: test_layer_builder, 65 layers, pp 4"),
     Difference(STAGES, M, "a layout may have stages without layers",
                "transformer/test_transformer_block.py: test_layout_layer_number"),
+    Difference(USE, M, "FLOPs of causal attention count the keys that a token sees",
+               "test_num_floating_point_operations.py: test_thd_zero_seqlen_squared_sum_removes_core_attn"),
     Difference(BATCHES, M, "`--decrease-batch-size-if-needed` takes a smaller batch",
                "test_num_microbatches_calculator.py: test_get_num_microbatches"),
     Difference(RATES, T, "a warm-up longer than the run is shortened to it",
@@ -74,6 +76,10 @@ DIFFER = [
                "test_weight_tying.py: test_pp_guard_raises_when_weight_tying_and_pp_enabled"),
     Difference(PACKED, T, "context parallelism with varlen attention is an error",
                "test_context_parallel_validation.py: test_rejects_varlen_cp_on_spmd_types"),
+    Difference(USE, T, "selective recomputation repeats every second matrix product",
+               "test_activation_checkpoint.py: TestApplyAC.test_flops"),
+    Difference(USE, T, "a loss that is not finite raises an error",
+               "test_invalid_loss.py: test_nan_loss_raises_on_log_step"),
     Difference(RATES, D, "warm-up begins at `warmup_min_lr`, and is logarithmic by default",
                "runtime/test_lr_schedulers.py: TestLrSchedule.test_lr_warmup_schedule"),
     Difference(SCALES, D, "the loss scale has a lower bound (`min_loss_scale`)",
@@ -88,6 +94,8 @@ DIFFER = [
                "runtime/pipe/test_topology.py: test_topology_3d"),
     Difference(MOE, D, "a full expert keeps the tokens of highest probability, or the earliest",
                "moe/test_moe.py: TestTopkGate"),
+    Difference(DATA, D, "a loader drops the last incomplete batch, or makes it smaller",
+               "runtime/test_data.py: TestDataLoaderDropLast"),
     Difference(MOE, D, "ranks may bring different numbers of tokens to experts", "moe/test_moe.py: TestTopk"),
 ]  # fmt: skip
 
@@ -148,4 +156,51 @@ MISSING: list[Missing] = [
         RATES, D, "mpcore has three schedules; `Run.optimizer_step(lr=)` takes any other rate",
         ("runtime/test_lr_schedulers.py: TestOneCycle", "runtime/test_lr_schedulers.py: TestLrRange"),
     ),
+    Missing(ORDER, M, "each stage holds whole blocks; a pipeline of several modules is no chain of stages", (
+        "pipeline_parallel/test_multimodule_schedules.py", "pipeline_parallel/test_bridge_communicator.py")),
+    Missing(ORDER, "nanotron", "stages are a chain", ("test_pipeline_parallel.py: test_pipeline_engine_diamond",)),
+    Missing(LAYERS, M, "no prediction of several tokens (MTP)", (
+        "transformer/test_multi_token_prediction.py", "pipeline_parallel/test_mtp_loss_scale.py")),
+    Missing(LAYERS, T, "no prediction of several tokens (MTP)", (
+        "test_loss.py: test_mtp_loss_masks_document_boundaries_from_positions",
+        "test_loss.py: test_roll_mtp_sequence_respects_packed_document_boundaries",
+        "test_loss.py: test_mtp_loss_rejects_plain_tensor")),
+    Missing(LAYERS, T, "no multimodal positions (MRoPE) and no vision encoder", (
+        "test_rope.py: TestMRoPECache", "test_vision_attention.py", "test_packed_vision.py")),
+    Missing(LAYERS, M, "clipping of the scores by their maximum (QK-clip) is not implemented", (
+        "transformer/test_attention.py: test_clip_qk_above_threshold_updates_weights",
+        "transformer/test_attention.py: test_clip_qk_gqa_configuration")),
+    Missing(LAYERS, M, "no muP scaling of widths", ("transformer/test_mup.py",)),
+    Missing(LAYERS, "nanotron", "no spectral muP initialization", ("test_parametrization.py: test_parametrization",)),
+    Missing(LAYERS, "nanotron", "random numbers have no state: each depends only on its seed and index", (
+        "test_random_state.py: test_random_state_sync",
+        "test_random_state.py: test_random_state_fork_random_operation_in_local_context")),
+    Missing(LAYERS, "nanotron", "parameters are torch's, with declarations in the module",
+            ("test_parameter.py: test_uncastable_tensor",)),
+    Missing(MOE, M, "routing is never replayed, forced or balanced by quantiles", (
+        "transformer/moe/test_router_replay.py", "transformer/moe/test_qb_routing.py",
+        "transformer/moe/test_routers.py: test_force_load_balancing")),
+    Missing(STEPS, M, "the optimizers are AdamW and Muon; torch's others work too", (
+        "test_emerging_optimizers.py: test_soap_optimizer_smoke",
+        "test_emerging_optimizers.py: test_adaptive_muon_optimizer_smoke", "test_lion_optimizer.py")),
+    Missing(STEPS, D, "no 1-bit optimizers, Lion or Adagrad of its own", (
+        "runtime/half_precision/onebit/test_onebit.py", "ops/lion/test_lion.py", "ops/adagrad/test_cpu_adagrad.py")),
+    Missing(STEPS, D, "torch's `fully_shard` shards parameters: no partitions of flat buffers", (
+        "runtime/zero/test_zero.py: TestIncorectAllgatherBucketSize",
+        "runtime/zero/test_zero.py: TestPartitionNcclAlignment",
+            "runtime/utils/test_partition.py: TestPartitionedTensor")),
+    Missing(BATCHES, D, "the batch is given; no search for elastic sizes",
+            ("elasticity/test_elastic.py: test_basic_10k",)),
+    Missing(DATA, M, "no fill-in-the-middle and no chat templates",
+            ("data/test_fim_dataset.py", "data/test_varlen_dataset.py")),
+    Missing(DATA, M, "corpora are local files", ("data/test_bin_reader.py: _S3BinReader",)),
+    Missing(CHECKPOINTS, T, "one format, in folders of a file system", (
+        "test_checkpoint.py: test_reaches_remote_uris_through_fsspec",
+        "test_checkpoint.py: test_async_save_with_pinned_mem_assigns_staging_future")),
+    Missing(USE, T, "FP8 in blocks of 128 alone: no NVFP4 and no MXFP8", (
+        "test_quantization.py: test_nvfp4_bf16_tail_fqns", "test_quantization.py: test_quantized_grouped_experts")),
+    Missing(USE, M, "FP8 has no scale with a history, and parameters are never kept in it",
+            ("test_fp8_param.py", "test_fp4_param.py")),
+    Missing(USE, "nanotron", "parameters are never kept in FP8",
+            ("fp8/test_fp8_parameter.py: test_create_fp8_parameter",)),
 ]  # fmt: skip
