@@ -235,6 +235,7 @@ def test_a_copy_of_the_tree_judges_a_change(tiny, tmp_path):
         assert (killed.kind, killed.by) == ("killed", "tests/test_total.py::test_pitfall_03_04_add")
         assert kind(bound.applied(source), *tests) == "survived"
         assert kind(source, "tests/test_other.py") == "unsure"  # which fails without a change
+        assert kind(source, "tests/test_other.py", *tests) == "survived"
         assert kind(source.replace("return x + y", "import os; os._exit(0)"), *tests) == "killed"
         assert kind("def add(\n", *tests) == "killed"
         assert kind(source.replace("return x + y", "while True: pass"), *tests, limit=0.1) == "timeout"
@@ -290,7 +291,7 @@ def test_a_verdict_is_kept_until_its_definition_changes(tiny, tmp_path):
     path.unlink()
     record = Record(path, Project(tiny))
     record.add("mpcore.inner.total", mutant, row._replace(verdict=Verdict("survived")))
-    record.add("mpcore.inner.total", mutant, row)  # a test was written in between
+    record.add("mpcore.inner.total", mutant, row, late=True)
     assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) == row._replace(first="survived")
     (tiny / "mpcore/inner/total.py").write_text(source.replace("x > 100", "x > 99"))
     assert Record(path, Project(tiny)).get("mpcore.inner.total", mutant) is None

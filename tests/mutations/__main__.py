@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import shlex
 import sys
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -39,13 +41,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class Trial(NamedTuple):
-    """A mutation to try: its group, its module, the change, the tests in their order, and whether ranks are threads."""
+    """A mutation to try: its group, its module, the change, the tests whose ranks are threads, and then other tests."""
 
     group: str
     module: str
     mutant: Mutant
-    tests: list[str]
-    simulated: bool
+    tests: Sequence[str] = ()
+    others: Sequence[str] = ()
 
 
 def drawn(project: Project, args: argparse.Namespace) -> list[Trial]:
@@ -61,16 +63,25 @@ def drawn(project: Project, args: argparse.Namespace) -> list[Trial]:
         if changed is None or mutant.line in changed[project.paths[module]]
     ]  # fmt: skip
     print(f"{len(pool)} possible changes in {len({module for module, _ in pool})} modules")
-    trials, lines = [], Lines()
+    trials = []
     for seed in args.seed:
         order = operators.sample(pool, seed, len(pool))
         valid = (each for each in order if operators.changes_something(project.texts[each[0]], each[1]))
-        for module, mutant in (each for each, _ in zip(valid, range(args.count), strict=False)):
-            near = lines.tests(project, module, mutant, args.budget)
-            tests = near or _files(project, module, mutant, args.files)
-            package = ".".join(module.split(".")[:2])
-            trials.append(Trial(package, module, mutant, tests, bool(near)))
+        some = itertools.islice(valid, args.count)
+        trials += [Trial(".".join(module.split(".")[:2]), module, mutant) for module, mutant in some]
     return trials
+
+
+def with_tests(project: Project, trials: Sequence[Trial], args: argparse.Namespace) -> Iterator[Trial]:
+    """The drawn trials, each with the tests that run its line, or with the nearest files."""
+    if args.hand is not None:
+        yield from trials
+        return
+    lines = Lines()
+    for trial in trials:
+        tests = args.written or lines.tests(project, trial.module, trial.mutant, args.budget)
+        others = [] if tests and not args.again else _files(project, trial.module, trial.mutant, args.files)
+        yield trial._replace(tests=tests, others=others)
 
 
 def by_hand(project: Project, words: Sequence[str], files: int) -> tuple[list[Trial], list[Row]]:
@@ -84,7 +95,7 @@ def by_hand(project: Project, words: Sequence[str], files: int) -> tuple[list[Tr
                 stale.append(Row(hand.area, hand.what, hand.definition, "", "", Verdict("stale", str(error))))
                 continue
             named = project.named_tests(hand.tests, module, hand.definition)
-            trials.append(Trial(hand.area, module, mutant, [*named, *_files(project, module, mutant, files)], False))
+            trials.append(Trial(hand.area, module, mutant, [], [*named, *_files(project, module, mutant, files)]))
     return trials, stale
 
 
@@ -93,23 +104,35 @@ def _files(project: Project, module: str, mutant: Mutant, count: int) -> list[st
 
 
 def judge(
-    project: Project, trials: Sequence[Trial], limit: float, workers: int, record: Record | None = None
+    project: Project,
+    trials: Iterable[Trial],
+    limit: float,
+    workers: int,
+    record: Record | None = None,
+    late: bool = False,
 ) -> list[Row]:
     """Try them, each worker in a copy of its own, and keep each verdict in the record."""
-    waiting = list(enumerate(trials))
-    rows: dict[int, Row] = {}
-    bar = tqdm(total=len(trials), unit="mutation", dynamic_ncols=True)
+    waiting, lock, rows = enumerate(trials), threading.Lock(), {}
+    bar = tqdm(unit="mutation", dynamic_ncols=True)
+
+    def following() -> tuple[int, Trial] | None:
+        with lock:
+            return next(waiting, None)
 
     def work(copy: Copy) -> None:
-        while waiting:
-            i, trial = waiting.pop(0)
+        while (each := following()) is not None:
+            i, trial = each
             source, mutant = project.texts[trial.module], trial.mutant
             path, changed = project.paths[trial.module], mutant.applied(source)
-            verdict = copy.judge(path, changed, trial.tests, limit, trial.simulated)
+            verdict = Verdict("survived", "no test reaches it")
+            for tests in ((trial.tests, True), (trial.others, False)):
+                if tests[0] and verdict.kind != "killed":
+                    verdict = copy.judge(path, changed, tests[0], limit, simulated=tests[1])
             before, after = mutant.shown(source)
-            rows[i] = Row(trial.group, mutant.operator, mutant.definition, before, after, verdict)
-            if record is not None:
-                record.add(trial.module, mutant, rows[i])
+            with lock:
+                rows[i] = Row(trial.group, mutant.operator, mutant.definition, before, after, verdict)
+                if record is not None:
+                    record.add(trial.module, mutant, rows[i], late)
             bar.write(line(trial.module, rows[i]))
             bar.update()
             bar.set_postfix(Counter(row.kind for row in rows.values()))
@@ -118,7 +141,7 @@ def judge(
         try:
             list(pool.map(work, each))
         finally:  # on an interrupt, and on an error of one worker: nothing more begins
-            waiting.clear()
+            waiting = iter(())
     return [rows[i] for i in sorted(rows)]
 
 
@@ -150,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="how many test files where no recorded test runs the line (default 2)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
     parser.add_argument("--record", metavar="FILE", type=Path, help="keep verdicts here, and don't try those again")
-    parser.add_argument("--again", action="store_true", help="with --record: try what no test killed once more")
+    parser.add_argument("--again", action="store_true", help="with --record: try survivors with the nearest files too")
+    parser.add_argument("--written", nargs="+", metavar="TEST", help="with --record: try survivors with new tests")
     parser.add_argument(
         "--new", type=int, metavar="K", help="with --record: try only so many more; 0 writes the page alone"
     )
@@ -164,19 +188,21 @@ def main(argv: list[str] | None = None) -> int:
         trials, stale = by_hand(project, args.hand, args.files)
         print(f"{len(trials)} of {len(trials) + len(stale)} hand-written mutations have their place")
     if args.list:
-        for group, module, mutant, tests, _ in trials:
+        for group, module, mutant, tests, others in with_tests(project, trials, args):
             before, after = mutant.shown(project.texts[module])
             print(f"{group}: {mutant.operator} in {module}:{mutant.definition}, line {mutant.line}\n"
-                  f"    - {before}\n    + {after}\n    {' '.join(tests)}")  # fmt: skip
+                  f"    - {before}\n    + {after}\n    {' '.join([*tests, *others])}")  # fmt: skip
         print("\n".join(report.left(stale)) if stale else "none is stale")
         return 0
     record = None if args.record is None else Record(args.record, project)
     known = {i: row for i, each in enumerate(trials) if record and (row := record.get(each.module, each.mutant))}
-    if args.again:
+    if args.again or args.written:
         todo = [i for i, row in known.items() if row.kind in ("survived", "timeout", "unsure")]
     else:
         todo = [i for i in range(len(trials)) if i not in known][: args.new]
-    known |= dict(zip(todo, judge(project, [trials[i] for i in todo], args.limit, args.workers, record), strict=True))
+    chosen = with_tests(project, [trials[i] for i in todo], args)
+    rows = judge(project, chosen, args.limit, args.workers, record, late=bool(args.written))
+    known |= dict(zip(todo, rows, strict=True))
     if record:  # which also knows what became of a mutation at first
         known = {i: record.get(trials[i].module, trials[i].mutant) or row for i, row in known.items()}
     rows = [*(known[i] for i in sorted(known)), *stale]

@@ -55,8 +55,8 @@ class Lines:
         with tempfile.TemporaryDirectory(prefix="mpcore-lines-") as part:
             for i in range(4):
                 lines = Path(part) / str(i)
-                done = [word for test in [*passed, *out] for word in ("--deselect", test)]
-                answer = copy.run([file], [*words, *NOT_SLOW, *done], limit, str(lines), stop=False)
+                done = [*passed, *out]
+                answer = copy.run([file], [*words, *NOT_SLOW], limit, str(lines), stop=False, without=done)
                 passed |= {test: seconds for what, test, seconds in answer["said"] if what == "passed"}
                 if lines.is_file():
                     data = CoverageData(str(lines))

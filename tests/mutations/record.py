@@ -35,11 +35,11 @@ class Record:
         change = (mutant.operator, mutant.definition, held["before"], held["after"])
         return Row(held["group"], *change, verdict, held.get("first", ""))
 
-    def add(self, module: str, mutant: Mutant, row: Row) -> None:
-        """Keep a verdict, and what an earlier one on the same source was."""
+    def add(self, module: str, mutant: Mutant, row: Row, late: bool = False) -> None:
+        """Keep a verdict; of a late one, by tests that were written since, also what the earlier one was."""
         kind, by, seconds = row.verdict
         before = self.get(module, mutant)
-        first = "" if before is None else before.first or before.verdict.kind
+        first = "" if before is None or not late else before.first or before.verdict.kind
         self.kept[self._key(module, mutant)] = {
             "group": row.group, "before": row.before, "after": row.after, "verdict": kind, "by": by,
             "seconds": round(seconds), "source": self._digest(module, mutant.definition),

@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         kind: "killed"; "survived": all chosen tests pass; "timeout": none failed, but not all ran in the time;
-            "unsure": the test that failed also fails without the change; "stale": its place is gone.
+            "unsure": the tests that failed also fail without the change; "stale": its place is gone.
         by: the test that failed, or what else there is to say.
         seconds: how much processor time it took.
     """
@@ -49,6 +49,7 @@ class Copy:
         shutil.copytree(root, folder, symlinks=True, ignore=LEFT_OUT)
         self.folder = folder
         self.passes: dict[tuple[str, ...], bool] = {}  # tests without a change
+        self.red: set[str] = set()  # those that fail without a change
         self.spent = 0.0
         self.warm: dict[bool, subprocess.Popen] = {}  # by whether Triton interprets, the process that forks
 
@@ -62,9 +63,12 @@ class Copy:
             limit: seconds of processor time for all of them.
             simulated: ranks are threads, instead of processes of a pool.
         """
-        file, self.spent = self.folder / path, 0.0
+        file, began = self.folder / path, self.spent
+        left = [test for test in tests if not self.red & {test, test.partition("::")[0]}]
+        if tests and not left:
+            return Verdict("unsure", tests[0])
         before, times = file.read_text(), file.stat()
-        parts = [[test for test in tests if test.startswith(INTERPRETED) == kind] for kind in (False, True)]
+        parts = [[test for test in left if test.startswith(INTERPRETED) == kind] for kind in (False, True)]
         words = [*NOT_SLOW, *(SIMULATED if simulated else ())]
         kind, by = "survived", "" if tests else "no test reaches it"
         for part in filter(None, parts):
@@ -82,12 +86,14 @@ class Copy:
         if kind == "killed":
             chosen = part[: part.index(by) + 1] if by in part else [by]  # the same tests before it
             if not self._passes(tuple(chosen), (*words, *(() if "::" in by else ("--collect-only",))), limit):
-                kind = "unsure"
-        return Verdict(kind, by, self.spent)
+                again = by not in self.red
+                self.red.add(by)
+                kind, by, _ = self.judge(path, changed, tests, limit, simulated) if again else ("unsure", by, 0)
+        return Verdict(kind, by, self.spent - began)
 
     def _outcome(self, tests: Sequence[str], words: Sequence[str], limit: float) -> tuple[str, str]:
         """The kind of verdict, and the first test that failed."""
-        answer = self.run(tests, words, limit)
+        answer = self.run(tests, words, limit, without=sorted(self.red))
         said, last = answer["said"], tests[0].partition("::")[0]
         for what, test, _ in said:
             if what == "failed":
@@ -97,8 +103,8 @@ class Copy:
             return "timeout", last
         if answer["end"] == "died":
             return "killed", last
-        if said[-1][1] in FINE:
-            return "survived", ""
+        if said[-1][1] in FINE:  # of a file, nothing but what is red may be left
+            return "unsure" if self.red and said[-1][1] else "survived", ""
         return "killed", tests[0].partition("::")[0]  # a conftest.py can't be imported
 
     def _passes(self, tests: tuple[str, ...], words: tuple[str, ...], limit: float) -> bool:
@@ -123,10 +129,18 @@ class Copy:
             self.warm[interpreted].stdout.readline()  # type: ignore[union-attr]
         return self.warm[interpreted]
 
-    def run(self, tests: Sequence[str], words: Sequence[str], limit: float, lines: str = "", stop: bool = True) -> dict:
+    def run(
+        self,
+        tests: Sequence[str],
+        words: Sequence[str],
+        limit: float,
+        lines: str = "",
+        stop: bool = True,
+        without: Sequence[str] = (),
+    ) -> dict:
         """What a fork of the warm process says (`warm.Job` and `warm.run`)."""
         process = self.started(tests[0].startswith(INTERPRETED))
-        print(json.dumps((tests, words, limit, WALL * limit, lines, stop)), file=process.stdin, flush=True)
+        print(json.dumps((tests, words, limit, WALL * limit, lines, stop, without)), file=process.stdin, flush=True)
         answer = json.loads(process.stdout.readline())  # type: ignore[union-attr]
         self.spent += answer["cpu"]
         return answer

@@ -37,6 +37,7 @@ class Job(NamedTuple):
         wall: seconds by the clock; a fork that waits forever ends then.
         lines: write there which test runs which line, with coverage.py.
         stop: end at the first test that fails.
+        without: tests that are left out.
     """
 
     tests: list[str]
@@ -45,6 +46,7 @@ class Job(NamedTuple):
     wall: float
     lines: str = ""
     stop: bool = True
+    without: tuple[str, ...] = ()
 
 
 def spent() -> float:
@@ -83,7 +85,8 @@ class Teller:
         turn = {test: i for i, test in enumerate(self.job.tests)}
         file = [turn.get(item.nodeid.partition("::")[0]) for item in items]
         chosen = [(turn.get(item.nodeid, at), i) for i, (item, at) in enumerate(zip(items, file, strict=True))]
-        items[:] = [items[i] for at, i in sorted((at, i) for at, i in chosen if at is not None)]
+        chosen = sorted((at, i) for at, i in chosen if at is not None and items[i].nodeid not in self.job.without)
+        items[:] = [items[i] for _, i in chosen]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
