@@ -45,6 +45,7 @@ from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_f
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
 from mpcore.layers.module import normal, uniform
+from mpcore.mesh.launch import Launch
 from mpcore.sharding.declare import cut
 from tests.default_recipes import IDS, WIDE, B, D, G, T, X, draw, made, prepared, same, scales, stepped, with_gradient
 
@@ -431,6 +432,52 @@ POLICIES = {
         "numerics": "default",
     },
 }
+
+# What those of `ELSEWHERE` take where an argument is left out; axes, which are of size 1 then, are left out.
+SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
+    mp.Axis: {"size": 1, "rank": 0, "group": None, "name": "", "levels": None, "role": "", "virtual": 0},
+    mp.build_mesh: {
+        **dict.fromkeys(("tp", "cp", "pp", "ep", "workers"), 1),
+        **dict.fromkeys(("dp", "device_type", "cp_inner", "etp", "timeout")),
+        "virtual": 0,
+    },
+    mp.Colwise: {"blocks": 1, "gather_output": False, "unit": None},
+    mp.LocalSizes: {"kept": ()},
+    mp.Replicate: {"partial_gradient": False},
+    mp.suggest_plan: {"tp": 2, "example": None},
+    mp.simulate: {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": None, "ranks": None, "mesh": None},
+    mp.StepResult: {"repeats": 0},
+    mp.add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0},
+    mp.parallelize: {"plan": "auto", "check": True, "example": None, "skip": (), "strict": False},
+    mp.Pipeline: {"schedule": "1f1b", "trace": False, "after_backward": None},
+    mp.shard_data_parallel: {
+        "blocks": (), "zero": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32,
+    },
+    mp.recompute: {
+        "kind": "full", "every": 1, "budget": None, "example": None, "axes": (), "preserve_rng_state": True,
+    },
+    mp.offload_activations: {"pin_memory": None, "min_bytes": 4096, "ahead": 4},
+    mp.offload_optimizer: {"pin_memory": None, "bucket_bytes": 64 * 2**20},
+    mp.offload_parameters: {"optimizer": None, "keep": 2, "pin_memory": None},
+    mp.grad_norm: {"p": 2.0},
+    mp.decay_groups: {"exclude": ()},
+    mp.unshard_sequence: {"dim": -1, "length": None},
+    mp.drop_gradients: {"parameters": None},
+    mp.from_pretrained: {"plan": "auto", "dtype": None, "model_class": None},
+    mp.save_pretrained: {"shard_bytes": 5 * 10**9},
+    mp.pipeline_stages: {"schedule": "1f1b", "example": None},
+    Launch: {
+        **dict.fromkeys(("rank", "local_rank", "port", "node_gpus"), 0),
+        "world_size": 1, "local_size": 1, "address": "", "launcher": "", "job": "", "keeps_store": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call.__name__)
+def test_what_other_tests_hold_has_the_documented_defaults_too(call):
+    found = {name: value for name, value in defaults(call).items() if not isinstance(value, mp.Axis | mp.Mesh)}
+    assert found == SIGNATURES[call]
+    assert {name: type(value) for name, value in found.items()} == {k: type(v) for k, v in SIGNATURES[call].items()}
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from examples.gpt import plan as gpt_plan
+from examples.gpt.config import GPTConfig
 from examples.gpt.plan import build as build_gpt
-from examples.gpt.plan import given_blocks
-from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
+from examples.gpt.plan import check_mesh, given_blocks, least_bytes, parse
+from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore.analysis import plan
 from mpcore.analysis.__main__ import main as analysis
 from mpcore.analysis.dry_run import Work, dry_run
@@ -410,6 +413,46 @@ def test_the_layout_is_drawn_on_the_nodes(sizes, title, tmp_path):
     assert stages == [f"stage {i // 2}" for i in range(4)] * (sizes.get("pp") == 2)
 
 
+def test_a_layout_is_drawn_at_its_memory_and_its_seconds(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
+    at = [(1, 5, 3.0), (1, 7, 2.0), (2, 6, 4.0)]  # tp, GiB, seconds
+    draw([Estimate({"tp": tp}, (), memory * 2**30, Seconds(s)) for tp, memory, s in at], machine(), tmp_path / "x.png")
+    points = [tuple(xy) for dots in drawn[0].collections for xy in dots.get_offsets().tolist()]
+    assert points == [(memory, s) for _, memory, s in at]
+    assert drawn[0].lines[0].get_xydata().tolist() == [[7, 2], [5, 3]], "the layouts that no other beats"
+
+
+def test_the_inner_size_among_the_flags_is_that_of_the_mesh():
+    mesh = Mesh(cp=Axis(8, levels=(Axis(2), Axis(4))))
+    check_mesh(parse(["--cp-inner", "4"]), mesh)
+    with pytest.raises(ValueError, match="--cp-inner 2 among the run's flags, on a mesh that has 4"):
+        check_mesh(parse(["--cp-inner", "2"]), mesh)
+
+
+def test_a_lower_bound_counts_what_waits_for_backward_in_the_width_it_is_kept_in():
+    """[tokens, features] of a block: float32, 16 bits where products are, or FP8."""
+    config = GPTConfig(vocab_size=16, seq_len=1, layers=1, d_model=16, heads=1)
+
+    def waiting(flags: str) -> int:
+        args = parse(["--recompute", "full", "--micro-batch", "1", *flags.split()])
+        long, short = (least_bytes(args, replace(config, seq_len=n), Mesh(), 1, 1) for n in (8192, 4096))
+        return long - short
+
+    width = {"float32": 4, "float16": 2, "bfloat16": 2, "bfloat16 --autocast": 2, "bfloat16 --fp8": 1}
+    assert {flags: waiting(f"--dtype {flags}") for flags in width} == {k: n * 4096 * 16 for k, n in width.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "bfloat16 --autocast", "bfloat16 --fp8"])
+def test_what_is_counted_is_no_less_than_the_lower_bound(dtype, monkeypatch):
+    """A layout is ruled out by the bound alone. Weights in bfloat16 have masters; float16 is autocast."""
+    bounds: list[int] = []
+    monkeypatch.setattr(gpt_plan, "least_bytes", lambda *of: bounds.append(least_bytes(*of)) or bounds[-1])
+    flags = "--layers 4 --d-model 64 --heads 4 --seq-len 64 --global-batch 8 --micro-batch 1 --recompute full --dtype "
+    most = dry_run(build_gpt, [*flags.split(), *dtype.split()], 0, True, tp=1, cp=1, pp=1, ep=1, dp=1).most
+    assert 0.85 * most < bounds[-1] <= most
+
+
 def test_a_picture_of_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([], machine(), tmp_path / "plan.png")
@@ -486,6 +529,12 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
         flag = f"--{name.replace('_', '-')}"
         with pytest.raises(ValueError, match=f"{flag} {size} among the run's flags, on a mesh that has "):
             dry_run(build_gpt, [*flags, flag, str(size)], 0, **sizes, cp_inner=2)
+
+
+def test_parameters_are_gathered_once_a_stage():
+    """All of the forwards of GPipe come first: each holds its activations, and the first gathers the parameters."""
+    kept = Kept(activations=10, gathered=7, forward_more=7)
+    assert [peak(build_schedule("gpipe", 1, m), 0, [kept]) for m in (1, 3)] == [(17, 17), (37, 37)]
 
 
 def test_an_estimate_that_does_not_fit_has_no_step():

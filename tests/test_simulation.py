@@ -389,6 +389,7 @@ def test_a_deadlock_names_the_module_that_waits():
         ({"ranks": 2, "tp": 2}, "give one of them"),
         ({"ranks": 0}, "ranks 0 is smaller than 1"),
         ({"tp": 0}, "tp"),
+        ({"dp": 0}, "dp"),
         ({"ep": 3, "dp": 2}, "3"),
     ],
     ids=str,

@@ -104,7 +104,8 @@ def least_bytes(args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_b
     """Return a lower bound of the bytes of the fullest rank: what ranks hold on average between steps and at their end,
     and what pipeline rank 0, with so many blocks, holds when it begins to wait for the first backward."""
     in_blocks, experts, ends, _ = parameter_shares(config)
-    half, n = args.dtype not in ("float32", "float64") and args.autocast is None, mesh.data.size // args.replicate
+    half = args.dtype == "bfloat16" and not args.autocast  # float16 too keeps float32 weights
+    n = mesh.data.size // args.replicate
     state = 8 if args.optimizer == "adamw" else 4  # Adam's moments
     whole = args.zero == 0 or n == 1
     kept = 8 + state + 2 * half if whole else (8 + state) / max(n, mesh.edp.size)  # with masters and gradients
@@ -113,7 +114,7 @@ def least_bytes(args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_b
     least = average * (kept + waiting)
     if config.moe is None and config.latent is None and args.schedule in ("1f1b", "interleaved", *HOLD_ALL):
         tp, cp = mesh.tp.size, mesh.cp.size
-        width = 1 if args.fp8 else 2 if half or args.autocast is not None else 4
+        width = 1 if args.fp8 else 2 if args.dtype in ("bfloat16", "float16") else 4
         gathered = 0 if whole else 2 * (args.zero < 3)
         saved = config.d_model / (tp if args.sequence_parallel else 1)  # of a token: the input
         if recompute_kind(args.recompute)[0] in ("none", "selective"):  # and what products gave, but for the last

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from examples.gpt import arguments
+from examples.gpt.config import MoEConfig
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.preflight import Preflight
 from examples.gpt.presets import PRESETS
-from examples.gpt.toy import SIZE_NAMES, nearest, shrink
+from examples.gpt.toy import SIZE_NAMES, nearest, shrink, shrink_experts
 from mpcore.__main__ import main
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
@@ -253,3 +254,13 @@ def test_a_killed_rank_is_named_by_all_others(capsys, tmp_path):
     flags = [*SMALL, "--tp", "2", "--dp", "2", "--out", str(tmp_path / "out")]
     assert main(["preflight", "--", "torchrun", "--nproc-per-node", "4", "-m", "examples.gpt.pretrain", *flags]) == 0
     assert "3 of 3 others name rank 3" in capsys.readouterr().out
+
+
+def test_a_toy_has_few_experts_which_are_chosen_in_the_same_way():
+    full = MoEConfig(experts=64, top_k=8, d_ff=512, every=4, dense=3, shared_experts=2, groups=8, top_groups=4)
+    toy = shrink_experts(full, {"ep": 8}, {"ep": 2}, 16)
+    assert toy == dataclasses.replace(
+        full, experts=4, top_k=2, d_ff=48, every=2, dense=1, shared_experts=1, groups=2, top_groups=2
+    )
+    few = shrink_experts(MoEConfig(experts=3, top_k=3), {"ep": 1}, {"ep": 1}, 16)
+    assert (few.experts, few.top_k, few.top_groups) == (4, 4, None), "all of them"

@@ -32,6 +32,16 @@ def test_every_schedule_has_a_picture(name, tmp_path, capsys):
     assert f"{name}: 3 ranks, " in capsys.readouterr().out
 
 
+def test_the_command_draws_the_times_that_it_is_given(tmp_path):
+    times = ["--forward", "4", "--input", "1", "--weight", "2", "--message", "8"]
+    main(["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", *times, "--out", str(tmp_path / "x.json")])
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    boxes = [e for e in events if e["ph"] == "X"]
+    took = {e["name"][1]: e["dur"] / 1e3 for e in boxes}
+    assert (took["F"], took["B"]) == (4, 1 + 2)
+    assert min(e["ts"] for e in boxes if e["tid"] == 1) / 1e3 == 4 + 8, "the message has arrived"
+
+
 def test_a_picture_has_a_box_for_every_action_and_its_colour(tmp_path):
     proof = prove(build_schedule("zb", 2, 4, 2))
     path = tmp_path / "plan.svg"

@@ -65,6 +65,11 @@ def test_v_shaped_schedules():
         assert zbv.messages == 2 * M * (2 * P - 2), "neighbours at the turn pass nothing"
 
 
+def test_parts_that_take_no_time_leave_nobody_idle():
+    proof = prove(build_schedule("1f1b", 2, 2), Times(0, 0, 0))
+    assert (proof.bubble, proof.bubbles, proof.stalls, proof.makespan) == (0, (0, 0), (0, 0), 0)
+
+
 def test_times_are_what_was_given():
     forward, backward, message = 2.0, 5.0, 0.25
     P, M = 3, 4
