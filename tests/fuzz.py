@@ -1,5 +1,7 @@
 """Draw flags of `examples.gpt.pretrain` at random: legal ones must train as one process does, illegal ones be refused.
 
+Cases that follow each other share a model, and so one run of one process: each has a layout of its own.
+
 python -m tests.fuzz --cases 200              1 to 8 ranks in this process, in float64
 python -m tests.fuzz --illegal --cases 200    one flag of each command is made wrong
 python -m tests.fuzz --seed 17 --cases 1      one case again; a failure is printed as its least command
@@ -10,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import faulthandler
 import io
 import json
-import math
 import random
 import signal
 import sys
@@ -21,22 +23,35 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from examples.gpt import setup
 from examples.gpt.checks import inner_size
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import build_mesh, full_state_dict, simulate
+from examples.gpt.setup import read_model
+from examples.gpt.twins import round_anew
+from mpcore import Mesh, build_mesh, full_state_dict, simulate
+from mpcore.analysis.dry_run import pretend
 from mpcore.simulation import DeadlockError, RankError
-from tests.examples.test_any_flags import COMMON, STEPS, draw_layout, draw_model
-from tests.oracles.runs import corpus
+from tests.examples.test_any_flags import draw_layout, draw_model
+from tests.oracles.runs import corpus, folder
 
-LIMIT_S = 120
+LIMIT_S = 60
+LAYOUTS = 6  # cases that share a model
+STEPS = 2  # the second shows what the first changed; its own change is in the parameters and the held-out loss
+COMMON = ["--dtype", "float64", "--warmup", "1", "--steps", "3", "--eval-samples", "3"]
+EVERY = 10  # of so many cases that one process refuses, one is tried on its ranks too
 DIVERGED = 1e6  # a loss or a norm of a sound run is far below
+CLOSE = {"numbers": 1e-9, "state": 1e-8}
+TWINS, TIMES = 3, 100  # runs of one process from weights rounded anew, and how much further a layout's roundings may go
+# What changes no number, and what one process has in its place.
+LAYOUT = ("tp", "pp", "cp", "dp", "ep", "etp", "cp_inner", "cp_kind", "schedule", "virtual_stages", "zero", "replicate",
+          "sequence_parallel", "offload", "recompute", "dispatch", "micro_batch")  # fmt: skip
 WRONG = ("-1", "0", "3", "7", "1.5", "nan", "inf", "1e400", "x", "", "none", "99999999999")
 Outcome = tuple[str, str]  # "equal", "refused" or "failed", and why
 
@@ -62,12 +77,15 @@ def commands(words: Sequence[str]) -> list[list[str]]:
 
 def draw(seed: int) -> tuple[int, list[str]]:
     """The ranks and the flags of a case that may be legal."""
+    dice = random.Random(f"model {seed // LAYOUTS}")
+    model = {flag[0]: flag for flag in commands(draw_model(dice))}
+    model["--layers"][1], batch = dice.choice("2234"), dice.choice("4468")
     dice = random.Random(seed)
     world = dice.choice([1, 2, 3, 4, 4, 6, 8, 8])
-    model = draw_model(dice)
-    sizes, layout = draw_layout(dice, world, "tiny-moe" in model)
+    sizes, layout = draw_layout(dice, world, "--experts" in model)
     axes = [word for axis, size in sizes.items() for word in (f"--{axis.replace('_', '-')}", str(size))]
-    return world, [*COMMON, *model, *axes, *layout]
+    flags = [word for flag in model.values() for word in flag]
+    return world, [*COMMON, "--global-batch", batch, *flags, *axes, *layout]
 
 
 def spoil(seed: int, words: Sequence[str]) -> list[str]:
@@ -81,21 +99,26 @@ def spoil(seed: int, words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if a block takes more processor time, or ten times as long on the clock.
+    """Raise TimeoutError if a block takes more processor time, or stands still for ten times as long.
 
-    All threads' stacks are printed after five times as long: a block that stands still may not reach its error.
+    A process that waits for a processor doesn't stand still. The stacks of all threads of one that does are printed.
     """
-    used, began = time.process_time(), time.monotonic()
+    began = seen = time.process_time(), _waited_s()
+    still = 0
 
-    def late(*_: Any) -> None:
-        if time.process_time() - used < seconds and time.monotonic() - began < 10 * seconds:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-        else:
-            raise TimeoutError(f"not done after {seconds:.0f} s")
+    def look(*_: Any) -> None:
+        nonlocal seen, still
+        now = time.process_time(), _waited_s()
+        moved = sum(abs(x - y) for x, y in zip(now, seen, strict=True)) > seconds / 10
+        seen, still = now, 0 if moved else still + 1
+        if still == 10:
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        if still == 10 or now[0] - began[0] > seconds:
+            raise TimeoutError(f"{'it stands still' if still == 10 else 'not done'} after {now[0] - began[0]:.0f} s")
 
-    faulthandler.dump_traceback_later(5 * seconds, file=sys.__stderr__ or sys.stderr)
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(50 * seconds, file=sys.__stderr__ or sys.stderr)  # it may not come to look
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:
@@ -104,18 +127,37 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def train(words: list[str], alone: bool = False) -> dict[str, Any]:
-    """Losses, norms, the held-out loss and the parameters on this rank."""
-    args = parse([*words, "--data", corpus(), "--device", "cpu", "--out", "unused"])
-    if alone:
-        alike = parse([])
-        for name in ("tp", "pp", "cp", "dp", "ep", "etp", "cp_inner", "cp_kind", "schedule", "virtual_stages", "zero",
-                     "replicate", "sequence_parallel", "offload", "recompute", "dispatch", "micro_batch"):  # fmt: skip
-            setattr(args, name, getattr(alike, name))
-        args.zero = 0
+def _waited_s() -> float:
+    """How long the threads of this process have waited for a processor."""
+    found = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += int(thread.read_text().split()[1])
+    return found / 1e9
+
+
+def read(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags of a case. Raises ValueError with the parser's error."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse([*words, "--data", corpus(), "--device", "cpu", "--out", folder().name])
+    except SystemExit:
+        raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
+
+
+def make_mesh(args: argparse.Namespace) -> Mesh:
+    """The mesh of this rank."""
     sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
-    mesh = build_mesh(**sizes, device_type="cpu", workers=args.workers, cp_inner=inner_size(args))
-    trainer = Trainer(args, mesh)
+    return build_mesh(**sizes, device_type="cpu", workers=args.workers, cp_inner=inner_size(args))
+
+
+def train(args: argparse.Namespace, twin: int = 0) -> dict[str, Any]:
+    """Losses, norms and the held-out loss, and the parameters on this rank."""
+    args = copy.deepcopy(args)  # a run changes its own
+    trainer = Trainer(args, make_mesh(args))
+    if twin:
+        round_anew(trainer.run, twin, torch.float64)
     entries = [trainer.step() for _ in range(min(STEPS, args.steps))]
     numbers = [x for entry in entries for x in (entry["loss"], entry["grad_norm"])]
     numbers += [trainer.evaluate()] if args.eval_every else []
@@ -123,38 +165,96 @@ def train(words: list[str], alone: bool = False) -> dict[str, Any]:
         return {"numbers": numbers, "state": {name: p.clone() for name, p in full_state_dict(model).items()}}
 
 
-@cache
-def dense(words: tuple[str, ...]) -> dict[str, Any]:
-    return simulate(train, list(words), True, ranks=1)[0]
+@lru_cache(maxsize=8)
+def dense(words: tuple[str, ...], twin: int = 0) -> dict[str, Any]:
+    """What one process computes of flags that name no layout."""
+    return simulate(train, read([*words, "--zero", "0"]), twin, ranks=1)[0]
 
 
-def judge(world: int, words: list[str]) -> Outcome:
-    """Train on all ranks, and on one process."""
-    said = io.StringIO()
+def errors(got: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
+    """How far each number and each parameter of a rank is from that of one process, by name, relative to `CLOSE`.
+
+    After the first number that has diverged nothing is compared.
+    """
+    found: dict[str, float] = {}
+    for i, (x, y) in enumerate(zip(got["numbers"], want["numbers"], strict=True)):
+        if not abs(y) < DIVERGED:
+            return found
+        found[f"number {i}"] = abs(x - y) / max(abs(y), 1e-300) / CLOSE["numbers"]
+    for name, part in got["state"].items():
+        value = want["state"][name]
+        if not bool(value.isfinite().all()):
+            return found
+        far = float((part.double() - value.double()).abs().max()) if value.numel() else 0.0
+        found[name] = far / max(float(value.abs().max()), 1.0) / CLOSE["state"]
+    return found
+
+
+def refusal(world: int, args: argparse.Namespace) -> str | None:
+    """Why the first of these ranks would refuse the flags before it builds anything."""
     try:
-        with limited(LIMIT_S), contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            results = simulate(train, words, ranks=world)
-            want = dense(tuple(words))
+        with pretend(world):
+            read_model(args, make_mesh(args))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def judge(world: int, words: list[str], ranks_refuse: bool = True) -> Outcome:
+    """Train on all ranks, and on one process.
+
+    Args:
+        world: the number of ranks.
+        words: the flags.
+        ranks_refuse: whether flags that one process refuses are tried on all ranks too, which must say the same.
+    """
+    try:
+        with limited(LIMIT_S), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            args = read(words)
+            early = refusal(world, copy.deepcopy(args))
+            if early is not None and not ranks_refuse:
+                return refused(early)
+            results = simulate(train, args, ranks=world)
+            if early is not None:
+                return "failed", f"the ranks train what one process refuses: {early}"
+            if args.workers > 1:
+                return "equal", "trained: one process has no workers to merge"
+            alone = [flag for flag in commands(words) if flag[0][2:].replace("-", "_") not in LAYOUT]
+            key = tuple(word for flag in alone for word in flag)
+            want = dense(key)
+            found = [errors(got, want) for got in results]
+            missing = want["state"].keys() - {name for got in results for name in got["state"]}
+            if missing:
+                return "failed", f"no rank has {', '.join(sorted(missing))}"
+            wrong = {name: x for each in found for name, x in each.items() if not x <= 1}
+            if wrong:  # or roundings, blown up
+                twins = [errors(dense(key, twin), want) for twin in range(1, TWINS + 1)]
+                bands = {name: TIMES * max(twin.get(name, 0.0) for twin in twins) for name in wrong}
+                wrong = {name: x for name, x in wrong.items() if not x <= bands[name]}
+                if not wrong:
+                    return "equal", "within the roundings of one process, which this model blows up"
+    except ValueError as error:
+        return refused(str(error))
     except RankError as error:
         cause = error.__cause__
-        if isinstance(cause, ValueError) and len(str(cause)) > 10:
-            return "refused", str(cause)
-        if isinstance(cause, SystemExit) and "error:" in said.getvalue():
-            return "refused", said.getvalue().strip().splitlines()[-1]
+        if isinstance(cause, ValueError):
+            said = str(cause)
+            same = early is None or said == early
+            return refused(said) if same else ("failed", f"the ranks say {said!r}, one process {early!r}")
         return "failed", f"{type(cause).__name__}: {cause}"
     except (DeadlockError, TimeoutError) as error:
         return "failed", f"{type(error).__name__}: {error}"
-    for rank, got in enumerate(results):
-        for i, (x, y) in enumerate(zip(got["numbers"], want["numbers"], strict=True)):
-            if not abs(y) < DIVERGED:  # what comes after it are roundings, blown up
-                return "equal", "until it diverges"
-            if not math.isclose(x, y, rel_tol=1e-9) and not (math.isnan(x) and math.isnan(y)):
-                return "failed", f"rank {rank}: number {i} is {x:.12g}, on one process {y:.12g}"
-        for name, value in got["state"].items():
-            far = float((value.double() - want["state"][name].double()).abs().max()) if value.numel() else 0.0
-            if not far <= 1e-8 * max(float(want["state"][name].abs().max()), 1.0) and bool(value.isfinite().all()):
-                return "failed", f"rank {rank}: {name} is off by {far:.3g}"
-    return "equal", ""
+    for rank, each in enumerate(found):
+        for name, x in each.items():
+            if name in wrong:
+                kind = "numbers" if name.startswith("number ") else "state"
+                return "failed", f"rank {rank}: {name} is off by {x * CLOSE[kind]:.3g}"
+    return "equal", "" if all(abs(x) < DIVERGED for x in want["numbers"]) else "until it diverges"
+
+
+def refused(why: str) -> Outcome:
+    """A refusal must say something."""
+    return ("refused", why) if len(why) > 10 else ("failed", f"refused without words: {why!r}")
 
 
 def shrink(world: int, words: list[str]) -> list[str]:
@@ -208,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, metavar="FILE", help="go on after the cases that this file counts")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    setup.code_versions = cache(setup.code_versions)  # each rank is this process
     found: Counter[str] = Counter()
     slowest = 0.0
     record = Record(args.record, "illegal" if args.illegal else "legal", args.seed)
@@ -216,12 +317,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         world, words = draw(seed)
         words = spoil(seed, words) if args.illegal else words
         began, used = time.monotonic(), time.process_time()
-        kind, why = judge(world, words)
+        kind, why = judge(world, words, ranks_refuse=seed % EVERY == 0)
         record.add(seed, kind, time.process_time() - used)
         if kind == "refused":
             slowest = max(slowest, time.monotonic() - began)
         found[kind] += 1
-        dense.cache_clear()
         if kind == "failed":
             least = shrink(world, words) if args.shrink else words
             tqdm.write(f"seed {seed}, {world} ranks: {why}\n    {' '.join(map(repr, least))}")

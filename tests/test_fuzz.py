@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import time
+from typing import Any
 
 import pytest
 
 from tests import fuzz, fuzz_functions
 from tests.fuzz import COMMON, commands, draw, judge, main, shrink, spoil
 
-SMALL = [*COMMON, "--layers", "1", "--d-model", "16", "--seq-len", "12"]
+SMALL = [*COMMON, "--layers", "1", "--d-model", "16", "--seq-len", "12", "--global-batch", "4"]
+
+
+@pytest.fixture(autouse=True)
+def forgets_what_one_process_computes():
+    yield
+    fuzz.dense.cache_clear()
 
 
 def test_a_legal_case_is_equal_and_an_illegal_one_refused_in_words(capsys):
@@ -27,12 +35,12 @@ def test_a_rank_that_computes_something_else_fails_and_the_command_is_shrunk(mon
     words = [*SMALL, "--tp", "2", "--kv-heads", "2"]
     real = fuzz.train
     monkeypatch.setattr(
-        fuzz, "train", lambda words, alone=False: {**(found := real(words, alone)), "numbers": [
-            x * (1 if alone or "--kv-heads" not in words else 1 + 1e-6) for x in found["numbers"]]},
+        fuzz, "train", lambda args, twin=0: {**(found := real(args, twin)), "numbers": [
+            x * (1 if args.tp == 1 else 1 + 1e-6) for x in found["numbers"]]},
     )  # fmt: skip
     kind, why = judge(2, words)
     assert kind == "failed"
-    assert "number 0 is" in why
+    assert "number 0 is off by 1e-06" in why
     monkeypatch.setattr(
         fuzz, "judge", lambda world, words: ("failed" if {"--tp", "--kv-heads"} <= {*words} else "equal", "")
     )
@@ -52,6 +60,28 @@ def test_a_limit_is_of_processor_time():
         time.sleep(0.2)
     with pytest.raises(TimeoutError, match="not done after"), fuzz.limited(0.05):
         sum(iter(lambda: 0, 1))
+    with pytest.raises(TimeoutError, match="it stands still"), fuzz.limited(0.05):
+        time.sleep(5)
+
+
+@pytest.mark.parametrize(("far", "kind"), [(5e-7, "equal"), (1e-4, "failed"), (float("nan"), "failed")])
+def test_a_case_may_be_as_far_off_as_roundings_that_its_model_blows_up(monkeypatch, far, kind):
+    def trained(args: argparse.Namespace, twin: int = 0) -> dict[str, Any]:
+        return {"numbers": [2 * (1 + (far if args.tp == 2 else 1e-8 * twin))], "state": {}}
+
+    monkeypatch.setattr(fuzz, "train", trained)
+    assert judge(2, [*SMALL, "--tp", "2"])[0] == kind
+
+
+def test_what_one_process_refuses_all_ranks_must_refuse_with_the_same_words(monkeypatch):
+    words = [*SMALL, "--tp", "2", "--heads", "1"]
+    assert judge(2, words, ranks_refuse=False) == judge(2, words)
+    monkeypatch.setattr(fuzz, "refusal", lambda world, args: "something else is wrong")
+    assert judge(2, words)[0] == "failed"
+    assert judge(2, [*SMALL, "--tp", "2"]) == (
+        "failed",
+        "the ranks train what one process refuses: something else is wrong",
+    )
 
 
 def test_cases_depend_on_their_seed_alone():
