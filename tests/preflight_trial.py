@@ -1,6 +1,7 @@
 """The trial of `mpcore preflight` on sound runs: valid commands must pass every check.
 
-python -m tests.preflight_trial --valid 200       commands drawn at random, on up to 1,024 ranks; a minute each
+python -m tests.preflight_trial --valid 200                    commands drawn at random, on up to 128 ranks
+python -m tests.preflight_trial --valid 50 --record FILE       the next 50 after those that the file counts
 
 `tests.preflight_broken` is the other half: bugs that are planted must be found.
 """
@@ -8,11 +9,13 @@ python -m tests.preflight_trial --valid 200       commands drawn at random, on u
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from mpcore.verify.pool import Pool
 from tests.examples.planted import Lent
 from tests.examples.test_any_flags import draw_layout, draw_model
 from tests.fuzz import commands
+
+TIMEOUT_S = 3000.0  # of each toy, on a machine that may be busy
 
 
 def draw(seed: int) -> list[str]:
@@ -52,39 +57,49 @@ def draw(seed: int) -> list[str]:
     return [*(word for flag in flags.values() for word in flag), "--steps", "6", "--device", "cpu"]
 
 
-def try_valid(count: int, seed: int) -> int:
-    """Draw commands until so many fit, and run the checks before `rank killed`. Returns the number with an alarm."""
-    pool, alarms, tried, refused = Pool(8, preload=("examples.gpt.rehearse",)), 0, 0, 0
+def try_valid(count: int, seed: int, path: Path | None = None) -> int:
+    """Draw commands until so many fit, and run the checks before `rank killed`. Returns the number with an alarm.
+
+    Args:
+        count: the number of commands that fit.
+        seed: the seed of the first command.
+        path: a file that counts the commands so far, and is written after each; the next call goes on after them.
+    """
+    fresh: dict[str, Any] = {"first_seed": seed, "next_seed": seed, "refused": 0, "alarms": [], "seconds": []}
+    record = json.loads(path.read_text()) if path is not None and path.is_file() else fresh
+    pool, before, tried = Pool(8, preload=("examples.gpt.rehearse",)), len(record["alarms"]), 0
     lent: Any = Lent(pool)  # whatever the first toy's size is
-    seconds: list[float] = []
     try:
         while tried < count:
+            seed = record["next_seed"]
             flags = draw(seed)
-            seed += 1
             with tempfile.TemporaryDirectory(prefix="preflight-trial-") as folder:
-                checks = Preflight([*flags, "--out", f"{folder}/out"], Options(timeout=300), lent).checks()[:-1]
+                checks = Preflight([*flags, "--out", f"{folder}/out"], Options(timeout=TIMEOUT_S), lent).checks()[:-1]
                 began, found = time.monotonic(), []
                 for result in run_checks(checks):
                     found.append(result)
                     if result.name == "flags" and result.state == FAILED:
                         break
-            if found[0].state == FAILED:
-                refused += 1
-                continue
-            tried += 1
-            seconds.append(time.monotonic() - began)
+            record["next_seed"] = seed + 1
             failed = [result for result in found if result.state == FAILED]
-            alarms += bool(failed)
-            print(
-                f"{tried} of {count}, {seconds[-1]:.0f} s, {'ALARM' if failed else 'ok'}: {' '.join(flags)}", flush=True
-            )
-            for result in failed:
-                print(f"    {result}", flush=True)
+            if found[0].state == FAILED:
+                record["refused"] += 1
+            else:
+                tried += 1
+                record["seconds"].append(round(time.monotonic() - began))
+                record["alarms"] += [seed] if failed else []
+                said = "ALARM" if failed else "ok"
+                print(f"{tried} of {count}, {record['seconds'][-1]} s, {said}: {' '.join(flags)}", flush=True)
+                for result in failed:
+                    print(f"    {result}", flush=True)
+            if path is not None:
+                path.write_text(json.dumps(record) + "\n")
     finally:
         pool.stop()
-    print(f"{alarms} alarms in {tried} valid commands; {refused} others don't fit; seconds: median "
-          f"{sorted(seconds)[len(seconds) // 2]:.0f}, most {max(seconds):.0f}")  # fmt: skip
-    return alarms
+    seconds = sorted(record["seconds"])
+    print(f"{len(record['alarms'])} alarms in {len(seconds)} valid commands; {record['refused']} others don't fit; "
+          f"seconds: median {seconds[len(seconds) // 2]}, most {seconds[-1]}")  # fmt: skip
+    return len(record["alarms"]) - before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,9 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--valid", type=int, default=200, metavar="N", help="so many valid commands (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the first command")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="go on after the commands that this file counts")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    return int(try_valid(args.valid, args.seed) > 0)
+    return int(try_valid(args.valid, args.seed, args.record) > 0)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests import fuzz, fuzz_functions
+from mpcore.preflight import FAILED, OK, Result
+from tests import fuzz, fuzz_functions, preflight_trial
 from tests.fuzz import COMMON, commands, draw, judge, main, shrink, spoil
 
 SMALL = [*COMMON, "--layers", "1", "--d-model", "16", "--seq-len", "12", "--global-batch", "4"]
@@ -90,6 +93,29 @@ def test_cases_depend_on_their_seed_alone():
     assert 1 <= world <= 8
     assert spoil(5, words) == spoil(5, words) != words
     assert [word for flag in commands(words) for word in flag] == words
+
+
+def test_the_trial_of_preflight_goes_on_after_its_record(monkeypatch, tmp_path, capsys):
+    tried: list[str] = []
+
+    def checks(flags: list[str], *_: object) -> Any:
+        tried.append(" ".join(flags[:-2]))
+        return SimpleNamespace(checks=lambda: [None])
+
+    def results(_: object) -> list[Result]:
+        if len(tried) % 3 == 1:
+            return [Result("flags", FAILED, "they don't fit")]
+        return [Result("flags", OK, ""), Result("data", FAILED if len(tried) == 5 else OK, "an alarm")]
+
+    monkeypatch.setattr(preflight_trial, "Preflight", checks)
+    monkeypatch.setattr(preflight_trial, "run_checks", results)
+    record = tmp_path / "record.json"
+    assert preflight_trial.main(["--valid", "2", "--seed", "7", "--record", str(record)]) == 0
+    assert preflight_trial.main(["--valid", "2", "--seed", "0", "--record", str(record)]) == 1
+    assert tried == [" ".join(preflight_trial.draw(seed)) for seed in range(7, 13)]
+    found = json.loads(record.read_text())
+    assert (found["next_seed"], found["refused"], found["alarms"], len(found["seconds"])) == (13, 2, [11], 4)
+    assert "1 alarms in 4 valid commands; 2 others don't fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", fuzz_functions.KINDS)
