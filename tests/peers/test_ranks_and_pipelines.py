@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.mesh.layout import mesh_ranks, mesh_shape
@@ -374,3 +376,49 @@ def test_a_rank_warms_up_with_megatrons_forwards(name, P, M, V, ahead):
     """2 (P - rank - 1) + (V - 1) P with virtual stages, else P - rank - 1: forwards before the first pair."""
     found = [row.index("B") - 1 for row in (kinds(build_schedule(name, P, M, V), rank) for rank in range(P))]
     assert found == ahead
+
+
+class Stage(nn.Module):
+    """A linear layer and a sigmoid, as nanotron's."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(rank)
+        self.blocks = nn.ModuleDict({str(rank): nn.Sequential(nn.Linear(10, 10), nn.Sigmoid())})
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draws))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (block,) = self.blocks.values()
+        return block(x)
+
+
+@states(
+    ORDER,
+    "nanotron",
+    "test_pipeline_parallel.py: test_pipeline_engine",
+    table={"AllForwardAllBackwardPipelineEngine": "gpipe", "OneForwardOneBackwardPipelineEngine": "1f1b"},
+)
+def test_a_pipeline_has_the_loss_and_the_gradients_of_one_process(schedule):
+    """Two stages, seven micro-batches of 3."""
+    x, target = torch.randn(21, 10), torch.zeros(21, dtype=torch.long)
+
+    def step(on: mp.Mesh) -> tuple[float, list[Tensor]]:
+        stage = Stage(on.pp.rank)
+        run = mp.prepare(
+            stage, on, blocks={on.pp.rank: stage.blocks[str(on.pp.rank)]}, initialize=False, data=mp.Zero(0),
+            micro_batches=7, schedule=schedule, loss=lambda y, target: y.sum(),
+            optimizer=lambda model: torch.optim.SGD(model.parameters()),
+        )  # fmt: skip
+        loss = run.forward_backward(x, target)
+        run.finish_gradients()
+        return float(loss), [p.grad.clone() for p in stage.parameters()]  # type: ignore[union-attr]
+
+    stages = [Stage(rank) for rank in range(2)]
+    want = stages[1](stages[0](x)).sum() / 21
+    want.backward()
+    for stage, (loss, grads) in zip(stages, mp.simulate(step, pp=2), strict=True):
+        assert loss == pytest.approx(float(want.detach()), rel=1e-6)
+        for p, grad in zip(stage.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad, grad)
