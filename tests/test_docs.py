@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import os
 import re
 import shlex
@@ -187,7 +189,13 @@ def check_code(code: str) -> None:
     run = SimpleNamespace(**vars(mpcore.Run), model=None)  # a run has its model only once it is made
     known = {"mp": mpcore, "run": run, "torch": torch}
     if code.startswith("--"):
-        parse(code.split())
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                parse(code.split())
+        except SystemExit:  # a flag that is only named has no value
+            assert " " not in code, said.getvalue()
+            assert "expected one argument" in said.getvalue(), code
         return
     text = f"prepare({code})" if re.match(r"\w+=", code) else code.replace("):", "): pass")
     for node in ast.walk(ast.parse(text)):
@@ -197,7 +205,8 @@ def check_code(code: str) -> None:
             continue
         if isinstance(node.func, ast.Name):  # prepare's keywords, or the layers'
             names = {keyword.arg for keyword in node.keywords}
-            assert names <= {*inspect.signature(mpcore.prepare).parameters, "sequence_parallel"}, code
+            layer = inspect.signature(mpcore.ColumnParallelLinear).parameters
+            assert names <= {*inspect.signature(mpcore.prepare).parameters, *layer, "sequence_parallel"}, code
             continue
         call = eval(ast.unparse(node.func), known)
         if getattr(call, "__module__", "").startswith("mpcore"):
