@@ -21,6 +21,7 @@ from mpcore import (
     parallelize_summary,
     suggest_plan,
 )
+from mpcore.interop.parallelize import prove
 from mpcore.interop.parallelize.lockstep import lockstep
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
@@ -322,3 +323,11 @@ def test_a_plan_is_found_as_good_as_the_one_that_the_model_carries(family):
     (result,) = families.row(family, [2], families.beside_own).results.values()
     found, own = (int(share) for share in re.findall(r"equal, (\d+)%", result))
     assert found >= own > 50
+
+
+def test_a_copy_has_two_billion_elements_at_most(monkeypatch):
+    monkeypatch.setattr(prove, "twin_of", lambda *_: pytest.fail("a copy was made"))
+    model = torch.nn.Linear(2**16, 2**15, bias=False, device="meta")
+    model.one_more = torch.nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.raises(prove.CannotCheckError, match=rf"it has {2**31 + 1} parameters, and a copy may have {2**31}"):
+        prove._twin(model, few_layers=False)

@@ -13,7 +13,7 @@ from mpcore.verify import parse_layout, verify
 from mpcore.verify.__main__ import main
 from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
 from mpcore.verify.page import draw, page, table
-from mpcore.verify.run import Seen
+from mpcore.verify.run import Seen, listen
 from tests import verify_models as models
 
 
@@ -279,3 +279,23 @@ def test_the_page_escapes_what_it_shows():
     verdict = Verdict("tp2", {"loss": math.inf}, error="<script>")
     assert "<script>" not in page("a & b", [verdict])
     assert "FAILED" in table([verdict])
+
+
+class Several(torch.nn.Module):
+    """Returns indices, a number, a complex tensor, and last the values; a call inside returns indices alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> dict:
+        """[B, D] -> the tensors by name."""
+        ids = self.inner(torch.arange(3))
+        return {"ids": ids, "sum": x.sum(), "turned": torch.complex(x, x), "shape": x.to("meta"), "values": x}
+
+
+def test_what_a_module_returned_is_its_first_tensor_of_floats():
+    model = Several()
+    seen = listen(model, Seen(0, 0, 0, 0))
+    model(torch.ones(2, 3))
+    assert [{call: value.shape for call, value in forward.items()} for forward in seen] == [{("", 0): (2, 3)}]

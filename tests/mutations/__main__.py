@@ -50,26 +50,28 @@ class Trial(NamedTuple):
     others: Sequence[str] = ()
 
 
-def drawn(project: Project, args: argparse.Namespace) -> list[Trial]:
-    """The mutations that the seeds draw."""
+def possible(project: Project, args: argparse.Namespace) -> list[Trial]:
+    """Every mutation of the modules that the command names."""
     modules = project.library(*args.module) if args.module else project.library()
     changed = None
     if not args.all and not args.module:
         changed = changed_lines(project.root, args.since or default_base(project.root))
     pool = [
-        (module, mutant)
+        Trial(".".join(module.split(".")[:2]), module, mutant)
         for module in modules if changed is None or project.paths[module] in changed
         for mutant in operators.candidates(project.texts[module], args.kernels)
         if changed is None or mutant.line in changed[project.paths[module]]
     ]  # fmt: skip
-    print(f"{len(pool)} possible changes in {len({module for module, _ in pool})} modules")
-    trials = []
+    print(f"{len(pool)} possible changes in {len({trial.module for trial in pool})} modules")
+    return pool
+
+
+def drawn(project: Project, pool: Sequence[Trial], args: argparse.Namespace) -> Iterator[Trial]:
+    """The mutations that the seeds draw."""
     for seed in args.seed:
         order = operators.sample(pool, seed, len(pool))
-        valid = (each for each in order if operators.changes_something(project.texts[each[0]], each[1]))
-        some = itertools.islice(valid, args.count)
-        trials += [Trial(".".join(module.split(".")[:2]), module, mutant) for module, mutant in some]
-    return trials
+        valid = (each for each in order if operators.changes_something(project.texts[each.module], each.mutant))
+        yield from itertools.islice(valid, args.count)
 
 
 def with_tests(project: Project, trials: Sequence[Trial], args: argparse.Namespace) -> Iterator[Trial]:
@@ -182,8 +184,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     project = Project(ROOT)
     stale: list[Row] = []
+    record = None if args.record is None else Record(args.record, project)
+    known: dict[Trial, Row] = {}
     if args.hand is None:
-        trials = drawn(project, args)
+        pool = possible(project, args)
+        known = {each: row for each in pool if record and (row := record.get(each.module, each.mutant))}
+        if args.again or args.written:
+            trials = [each for each, row in known.items() if row.kind in ("survived", "timeout", "unsure")]
+        else:
+            trials = [each for each in drawn(project, pool, args) if each not in known][: args.new]
     else:
         trials, stale = by_hand(project, args.hand, args.files)
         print(f"{len(trials)} of {len(trials) + len(stale)} hand-written mutations have their place")
@@ -194,18 +203,12 @@ def main(argv: list[str] | None = None) -> int:
                   f"    - {before}\n    + {after}\n    {' '.join([*tests, *others])}")  # fmt: skip
         print("\n".join(report.left(stale)) if stale else "none is stale")
         return 0
-    record = None if args.record is None else Record(args.record, project)
-    known = {i: row for i, each in enumerate(trials) if record and (row := record.get(each.module, each.mutant))}
-    if args.again or args.written:
-        todo = [i for i, row in known.items() if row.kind in ("survived", "timeout", "unsure")]
-    else:
-        todo = [i for i in range(len(trials)) if i not in known][: args.new]
-    chosen = with_tests(project, [trials[i] for i in todo], args)
-    rows = judge(project, chosen, args.limit, args.workers, record, late=bool(args.written))
-    known |= dict(zip(todo, rows, strict=True))
+    chosen = with_tests(project, trials, args)
+    tried = judge(project, chosen, args.limit, args.workers, record, late=bool(args.written)) if trials else []
+    known |= dict(zip(trials, tried, strict=True))
     if record:  # which also knows what became of a mutation at first
-        known = {i: record.get(trials[i].module, trials[i].mutant) or row for i, row in known.items()}
-    rows = [*(known[i] for i in sorted(known)), *stale]
+        known = {each: record.get(each.module, each.mutant) or row for each, row in known.items()}
+    rows = [*known.values(), *stale]
     print("\n".join([*report.table(rows), "", *report.left(rows)]))
     if args.write is not None:
         command = f"python -m tests.mutations {shlex.join(sys.argv[1:] if argv is None else argv)}"

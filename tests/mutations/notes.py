@@ -14,6 +14,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if not has_no_values(q) and y.numel() > 0:",
         "if not has_no_values(q) and y.numel() > 1:",
     ): "Heads have an even size, so y never has one element",
+    (
+        "_run_stage",
+        "more_back, more_weight = (more_back, more_weight - made) if split else (more_back - made, 0)",
+        "more_back, more_weight = (more_back, more_weight - made) if split else (more_back - made, 1)",
+    ): "Only a split backward's `more_weight` is read",
+    (
+        "_tile",
+        "block_h = min(8, next_power_of_2(max(q.shape[2], 1 if k is None else k.shape[2])))",
+        "block_h = min(8, next_power_of_2(max(q.shape[3], 1 if k is None else k.shape[2])))",
+    ): "The size of a tile, whose mask leaves out heads that are not there: it changes time alone",
+    (
+        "policies",
+        "recompute = Recompute(kind, preserve_rng_state=False) # the layers' dropout draws from no generator of torch",
+        "recompute = Recompute(kind, preserve_rng_state=True) # the layers' dropout draws from no generator of torch",
+    ): "Torch's generators are saved and restored, and nothing draws from them: it changes time alone",
 }
 
 # Changes that a test could see, and none does.

@@ -24,10 +24,13 @@ class Record:
     def __init__(self, path: Path, project: Project) -> None:
         self.path, self.project = path, project
         self.kept: dict[str, dict] = json.loads(path.read_text()) if path.is_file() else {}
+        self.places = {":".join(key.split(":", 3)[:3]) for key in self.kept}
         self.digests: dict[tuple[str, str], str] = {}
 
     def get(self, module: str, mutant: Mutant) -> Row | None:
         """The row of a mutation that was tried on this very definition."""
+        if f"{module}:{mutant.definition}: {mutant.operator}" not in self.places:
+            return None
         held = self.kept.get(self._key(module, mutant))
         if held is None or held["source"] != self._digest(module, mutant.definition):
             return None
@@ -45,6 +48,7 @@ class Record:
             "seconds": round(seconds), "source": self._digest(module, mutant.definition),
             **({"first": first} if first not in ("", kind) else {}),
         }  # fmt: skip
+        self.places.add(f"{module}:{mutant.definition}: {mutant.operator}")
         self.path.write_text(json.dumps(self.kept, indent=0, ensure_ascii=False, sort_keys=True) + "\n")
 
     def _key(self, module: str, mutant: Mutant) -> str:
