@@ -18,6 +18,7 @@ from torch import nn
 import mpcore as mp
 from examples import own_model
 from mpcore._torch.compile import eagerly
+from mpcore._torch.distributed import mesh_caches
 from mpcore.collectives import all_gather, all_reduce
 from mpcore.simulation import DeadlockError, RankError, turns
 from tests.examples import test_layouts as example
@@ -47,6 +48,12 @@ def test_own_model_has_the_losses_of_real_processes(ranks, size, tp, zero):
         assert threads == real
     for got, want in zip(threads, real, strict=True):
         assert got == pytest.approx(want, rel=1e-12, abs=0)
+
+
+def test_torch_keeps_nothing_of_a_simulated_mesh():
+    """A later mesh of the same ranks would get its groups, which are gone."""
+    mp.simulate(own_losses, 1, 3, ranks=2)
+    assert {cached.cache_info().currsize for cached in mesh_caches()} == {0}
 
 
 def numbers(result: dict) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,11 +114,24 @@ def mesh_caches() -> list[Any]:
     return [o for o in found if str(getattr(o, "__module__", "")).startswith("torch.distributed")]
 
 
+@functools.cache
+def _caches_of(loaded: int) -> list[Any]:
+    return mesh_caches()
+
+
+def loaded_caches() -> list[Any]:
+    """Return `mesh_caches()`, looked for again only if torch.distributed has loaded more modules.
+
+    The search takes 0.1 s in a process with many objects. Caches that a thread makes later for itself are not found.
+    """
+    return _caches_of(sum(name.startswith("torch.distributed") for name in sys.modules))
+
+
 def forget_meshes(caches: Sequence[Any]) -> None:
-    """Clear these caches and all newer ones.
+    """Clear these caches.
 
     Otherwise DTensor may return a mesh of the same ranks with destroyed groups.
     """
-    for cached in (*caches, *mesh_caches()):
+    for cached in caches:
         cached.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

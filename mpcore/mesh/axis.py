@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcore._torch.distributed import forget_meshes, use_group
+from mpcore._torch.distributed import forget_meshes, mesh_caches, use_group
 from mpcore.mesh.layout import layout_table
 
 
@@ -167,7 +167,7 @@ class Mesh:
         ended = [use_group(group, -1) for group in self._held]
         self._held.clear()
         if any(ended):
-            forget_meshes(())
+            forget_meshes(mesh_caches())
 
     def __enter__(self) -> Mesh:
         return self

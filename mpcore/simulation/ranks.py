@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 
 from torch import Tensor, nn
 
-from mpcore._torch.distributed import forget_meshes
+from mpcore._torch.distributed import forget_meshes, loaded_caches
 from mpcore._torch.simulated import SimulatedGroup, SimulatedStore, become_rank, rank_threads, simulated_rank
 from mpcore.fault_tolerance.trace import Call, Log, call_site, explain, form_of, stands_in
 from mpcore.mesh.axis import Mesh
@@ -172,7 +172,7 @@ class _Job:
                 raise
             for thread in self.threads:
                 thread.join()
-            forget_meshes(())
+            forget_meshes(loaded_caches())
         if self.turns.failure is None:
             return self.results
         rank, error = self.turns.failure

@@ -178,7 +178,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
             if world != store:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                    forget_meshes(imported)
+                    forget_meshes([*imported, *mesh_caches()])
                 port, name = store
                 met = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
                 dist.init_process_group("gloo", store=met, rank=rank, world_size=size)
