@@ -12,7 +12,7 @@ import pytest
 from tests.mutations import report
 from tests.mutations.choice import Project, changed_lines, default_base, pitfalls
 from tests.mutations.hand import MUTATIONS
-from tests.mutations.lines import Lines, scopes
+from tests.mutations.lines import Lines, branch, scopes
 from tests.mutations.operators import candidates, changes_something, sample
 from tests.mutations.patterns import Hand, StaleError, locate
 from tests.mutations.record import Record
@@ -329,6 +329,11 @@ def test_the_lines_whose_tests_may_see_a_change(line, first):
     assert sorted(list(scopes(ast.parse(USES), line))[-1]) == [10, 11, 12, 13, 17]
 
 
+def test_tests_that_enter_the_body_of_an_if_are_those_of_its_lines():
+    assert branch(ast.parse(USES), 10) == [11, 12]
+    assert branch(ast.parse(USES), 11) == branch(ast.parse(USES), 13) == []
+
+
 def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_first(tiny, tmp_path):
     source = TINY["mpcore/inner/total.py"]
     (tiny / "tests/test_more.py").write_text(
@@ -358,5 +363,5 @@ def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_fi
         found.known[test] = cost
     assert of("arithmetic") == [one, thread]
     assert of("early return removed") == [many, after]
-    assert of("compare") == [one, thread, after, many]
+    assert of("compare") == [many, after, thread, one]
     assert of("default", 0.45) == [one, thread]

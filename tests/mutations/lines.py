@@ -76,21 +76,22 @@ class Lines:
     def tests(self, project: Project, module: str, mutant: Mutant, seconds: float) -> list[str]:
         """The fastest tests that run the line, one case of each function first, as many as take these seconds.
 
+        Tests that enter the body of an `if` come first if the line is its condition: they alone see a refusal.
         Where no test runs the line itself: those of the statement, the definition, or what names it in the module.
         """
         of_line = self.of_file(str(project.paths[module]))
-        for lines in scopes(project.trees[module], mutant.line):
-            found = {test for line in lines for test in of_line.get(line, ()) if test in self.known}
-            if found:
-                break
-        else:
-            return []
+
+        def known(lines: Sequence[int]) -> set[str]:
+            return {test for line in lines for test in of_line.get(line, ()) if test in self.known}
+
+        found = next(filter(None, map(known, scopes(project.trees[module], mutant.line))), set())
+        inside = known(branch(project.trees[module], mutant.line)) & found
         functions: dict[str, int] = {}
         turns = []
-        for test in sorted(found, key=lambda test: (self.known[test], test)):
+        for test in sorted(found, key=lambda test: (test not in inside, self.known[test], test)):
             name = test.partition("[")[0]
             functions[name] = functions.get(name, 0) + 1
-            turns.append((functions[name] > 1, functions[name] > 3, self.known[test], test))
+            turns.append((test not in inside, functions[name] > 1, functions[name] > 3, self.known[test], test))
         chosen: list[str] = []
         for *_, cost, test in sorted(turns):
             if len(chosen) < MOST and (cost <= seconds or not chosen):
@@ -119,6 +120,12 @@ def scopes(tree: ast.Module, line: int) -> Iterator[list[int]]:
     for node in reversed(chain):
         if isinstance(node, ast.ClassDef | ast.Module):
             yield [n for each in ast.walk(node) if isinstance(each, ast.FunctionDef) for n in _body(each)]
+
+
+def branch(tree: ast.Module, line: int) -> list[int]:
+    """The lines of the body of the `if` whose condition a line is part of."""
+    found = [x for x in ast.walk(tree) if isinstance(x, ast.If) and x.lineno <= line < x.body[0].lineno]
+    return [x.lineno for x in found[-1].body] if found else []
 
 
 def _name(node: ast.AST) -> str:
