@@ -68,7 +68,8 @@ class LossCheck:
         if high - low > 1e-4 * abs(high):
             error = ValueError(
                 f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: "
-                f"{SHARDED}; or the ranks hold other weights, as without one torch.manual_seed for all"
+                f"{SHARDED}; or nn.Dropout drops other elements on each rank: use mpcore.Dropout, or seed the ranks of "
+                f"tp alike; or the ranks hold other weights, as without one torch.manual_seed for all"
             )
         elif self.is_mean:
             error = ValueError(
