@@ -183,7 +183,7 @@ def cross_entropy_backward(
 
 
 class _Rows(NamedTuple):
-    """What the backward pass reads besides the logits, in the operators' order."""
+    """The inputs of the backward pass besides the logits, in the order of the operators."""
 
     target: Tensor
     stats: Tensor

@@ -49,7 +49,7 @@ EVERY = 10  # of so many cases that one process refuses, one is tried on its ran
 DIVERGED = 1e6  # a loss or a norm of a sound run is far below
 CLOSE = {"numbers": 1e-9, "state": 1e-8}
 TWINS, TIMES = 3, 100  # runs of one process from weights rounded anew, and how much further a layout's roundings may go
-# What changes no number, and what one process has in its place.
+# Flags that change no number; the run of one process has their defaults.
 LAYOUT = ("tp", "pp", "cp", "dp", "ep", "etp", "cp_inner", "cp_kind", "schedule", "virtual_stages", "zero", "replicate",
           "sequence_parallel", "offload", "recompute", "dispatch", "micro_batch")  # fmt: skip
 WRONG = ("-1", "0", "3", "7", "1.5", "nan", "inf", "1e400", "x", "", "none", "99999999999")
@@ -167,7 +167,7 @@ def train(args: argparse.Namespace, twin: int = 0) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def dense(words: tuple[str, ...], twin: int = 0) -> dict[str, Any]:
-    """What one process computes of flags that name no layout."""
+    """Return the numbers of one process for these flags, which name no layout."""
     return simulate(train, read([*words, "--zero", "0"]), twin, ranks=1)[0]
 
 

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: tile sizes, and how a block is loaded and scored."""
+"""Tile sizes, and how a block is loaded and scored: the forward and the backward kernels share both."""
 
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations

@@ -121,8 +121,7 @@ def vocab_parallel_log_prob(
         logits, target, tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
 
     Returns:
-        `(log_prob, entropy)`, differentiable, each [...], in nats, in fp32 (fp64 for fp64 logits). Both are 0 for a
-        target equal to `ignore_index`.
+        `(log_prob, entropy)`, differentiable, each [...] in nats, in fp32 (fp64 for fp64 logits); 0 if ignored.
 
     Example:
         >>> log_prob, entropy = mpcore.vocab_parallel_log_prob(torch.zeros(3, 8), torch.tensor([1, 2, -100]))
@@ -207,17 +206,11 @@ def linear_log_prob(
     Backward computes the logits of each chunk again, which costs one more matrix product than keeping them.
 
     Args:
-        x: [..., D], the same on every rank of tp; with `sequence_parallel` this rank's equal shard of the sequence.
-        weight: [V/tp, D], this rank's shard of the head weight.
-        target: integer ids [...] of the full sequence, the same on every rank.
-        head: tp, vocab_size, ignore_index, softcap, sequence_parallel, sequence_dim, chunk_rows: see `HeadLossOptions`.
+        x, weight, target, head: see `linear_cross_entropy`, which also raises the same errors.
 
     Returns:
         `(log_prob, entropy)`, differentiable, each of the shape of `target`, in nats, in float32 (float64 if x is
         float64). Both are 0 for a target equal to `ignore_index`, by default -100.
-
-    Raises:
-        ValueError: before any collective, if shapes don't match, or (on a CPU) a target lies outside the vocabulary.
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)

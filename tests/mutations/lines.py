@@ -88,10 +88,10 @@ class Lines:
         inside = known(branch(project.trees[module], mutant.line)) & found
         functions: dict[str, int] = {}
         turns = []
-        for test in sorted(found, key=lambda test: (test not in inside, self.known[test], test)):
+        for elsewhere, cost, test in sorted((test not in inside, self.known[test], test) for test in found):
             name = test.partition("[")[0]
             functions[name] = functions.get(name, 0) + 1
-            turns.append((test not in inside, functions[name] > 1, functions[name] > 3, self.known[test], test))
+            turns.append((elsewhere, functions[name] > 1, functions[name] > 3, cost, test))
         chosen: list[str] = []
         for *_, cost, test in sorted(turns):
             if len(chosen) < MOST and (cost <= seconds or not chosen):

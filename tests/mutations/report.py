@@ -82,7 +82,7 @@ def interval(killed: int, tried: int) -> tuple[float, float]:
 
 
 def score(rows: Iterable[Row], at_first: bool = False) -> str:
-    """The share that is killed of those that can be, with its interval; at first, or by the tests of today."""
+    """Return the share of mutations that are killed, with its interval: at first, or by today's tests."""
     rows = list(rows)
     kinds = Counter(row.kind for row in rows)
     tried = kinds["killed"] + kinds["survived"] + kinds["timeout"]

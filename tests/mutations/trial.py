@@ -138,7 +138,7 @@ class Copy:
         stop: bool = True,
         without: Sequence[str] = (),
     ) -> dict:
-        """What a fork of the warm process says (`warm.Job` and `warm.run`)."""
+        """Have the warm process fork, run the tests in the fork, and return its report (`warm.Job`, `warm.run`)."""
         process = self.started(tests[0].startswith(INTERPRETED))
         print(json.dumps((tests, words, limit, WALL * limit, lines, stop, without)), file=process.stdin, flush=True)
         answer = json.loads(process.stdout.readline())  # type: ignore[union-attr]

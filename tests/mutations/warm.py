@@ -28,7 +28,7 @@ SUBREAPER, PARENT_ENDS = 36, 1  # of prctl: processes whose parent ended become 
 
 
 class Job(NamedTuple):
-    """What a fork does.
+    """The task of one fork.
 
     Attributes:
         tests: test files, or pytest's `file::name`, in the order in which they run.
@@ -152,7 +152,7 @@ def run(job: Job) -> dict:
 
 
 def _end_children() -> None:
-    """End all children, and those that become children when their parents end."""
+    """Kill all descendants: a grandchild becomes a child when its parent ends."""
     while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         for child in map(int, children):
             with contextlib.suppress(ProcessLookupError):

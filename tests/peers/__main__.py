@@ -72,7 +72,7 @@ def table() -> str:
     read = ", ".join(f"{peer} ({repo}, {folder}, at {commit})" for peer, (repo, folder, commit) in PEERS.items())
     linked = ", ".join(f"[{peer}]({page}#conventions)" for peer, page in PAGES.items())
     lines += [f"Read: {read}.", "", f"What differs by convention is listed for those who come from {linked}."]
-    lines += ["", "What can't be stated in mpcore, and why:", ""]
+    lines += ["", "These properties can't be tested in mpcore, for the reason given:", ""]
     for each in MISSING:
         lines.append(f"- {each.peer}, {', '.join(f'`{source}`' for source in each.sources)}: {each.why}.")
     return "\n".join(lines)
