@@ -13,7 +13,7 @@ from tests.mutations import report
 from tests.mutations.choice import Project, changed_lines, default_base, pitfalls
 from tests.mutations.hand import MUTATIONS
 from tests.mutations.lines import Lines, branch, scopes
-from tests.mutations.operators import candidates, changes_something, sample
+from tests.mutations.operators import Mutant, candidates, changes_something
 from tests.mutations.patterns import Hand, StaleError, locate
 from tests.mutations.record import Record
 from tests.mutations.report import Row
@@ -97,13 +97,23 @@ def project() -> Project:
     return Project(ROOT)
 
 
-def test_a_seed_draws_the_same_changes_of_the_library_each_time(project):
+def test_a_seed_draws_the_same_changes_however_others_change(project):
+    def drawn(names: list[str], texts: dict[str, str], seed: int = 5) -> list[tuple[str, Mutant]]:
+        pool = [(name, m) for name in names for m in candidates(texts[name])]
+        return sorted(pool, key=lambda each: each[1].turn(seed, each[0], texts[each[0]]))
+
+    def keys(draws: list[tuple[str, Mutant]], texts: dict[str, str]) -> list[str]:
+        return [m.key(name, texts[name]) for name, m in draws if m.definition != "added"]
+
     modules = random.Random(0).sample(project.library(), 4)
-    pool = [(name, m) for name in modules for m in candidates(project.texts[name])]
-    drawn = sample(pool, 5, 9)
-    assert drawn == sample([(name, m) for name in modules for m in candidates(project.texts[name])], 5, 9)
-    assert drawn != sample(pool, 6, 9)
-    for name, mutant in drawn:
+    draws = drawn(modules, project.texts)
+    more = {name: f"def added(x):\n    return x + 1\n\n\n{project.texts[name]}" for name in modules}
+    assert keys(drawn(modules, more), more) == keys(draws, project.texts) != []
+    assert keys(drawn(modules[1:], project.texts), project.texts) == keys(
+        [each for each in draws if each[0] != modules[0]], project.texts
+    )
+    assert draws != drawn(modules, project.texts, 6)
+    for name, mutant in draws[:9]:
         assert changes_something(project.texts[name], mutant), mutant
         assert mutant.definition == "" or mutant.definition.split(".")[-1] in project.texts[name]
 
@@ -334,7 +344,7 @@ def test_tests_that_enter_the_body_of_an_if_are_those_of_its_lines():
     assert branch(ast.parse(USES), 11) == branch(ast.parse(USES), 13) == []
 
 
-def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_first(tiny, tmp_path):
+def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_first(tiny, tmp_path, monkeypatch):
     source = TINY["mpcore/inner/total.py"]
     (tiny / "tests/test_more.py").write_text(
         "import os, threading, pytest\nfrom mpcore.inner import add\n\n"
@@ -342,16 +352,19 @@ def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_fi
         "def test_in_a_thread():\n    thread = threading.Thread(target=add, args=(1, 1))\n"
         "    thread.start()\n    thread.join()\n\n"
         "def test_red():\n    add(200, 0)\n    assert False\n\ndef test_end():\n    os._exit(0)\n\n"
-        "def test_after():\n    add(200, 1)\n"
+        "def test_after():\n    add(200, 1)\n\n"
+        "def test_in_a_process():\n    import subprocess, sys\n"
+        "    code = 'import os; from mpcore.inner import add; add(200, 1); os._exit(0)'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
     )
     found = Lines(tmp_path / "lines")
     with copies(tiny, 1) as (copy,):
-        assert found.record(copy, "tests/test_more.py", 20, words=()) == "4 tests, died ended"
+        assert found.record(copy, "tests/test_more.py", 20, words=()) == "5 tests, died ended"
     found = Lines(tmp_path / "lines")
     seconds = found.seconds["tests/test_more.py"]
-    one, many, thread, after = seconds
+    one, many, thread, after, process = seconds
     assert [name.partition("::")[2] for name in seconds] == [
-        "test_add[1]", "test_add[200]", "test_in_a_thread", "test_after",
+        "test_add[1]", "test_add[200]", "test_in_a_thread", "test_after", "test_in_a_process",
     ]  # fmt: skip
     project = Project(tiny)
 
@@ -359,9 +372,13 @@ def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_fi
         mutant = next(m for m in candidates(source) if m.operator == operator)
         return found.tests(project, "mpcore.inner.total", mutant, budget)
 
-    for test, cost in zip(seconds, (0.1, 0.2, 0.3, 0.4), strict=True):
+    for test, cost in zip(seconds, (0.1, 0.2, 0.3, 0.4, 0.5), strict=True):
         found.known[test] = cost
     assert of("arithmetic") == [one, thread]
-    assert of("early return removed") == [many, after]
-    assert of("compare") == [many, after, thread, one]
+    assert of("early return removed") == [many, after, process]
+    assert of("compare") == [many, after, process, thread, one]
     assert of("default", 0.45) == [one, thread]
+    monkeypatch.setattr("tests.mutations.lines.NEAR", 0)
+    found.known = {"tests/test_far.py::test_a": 0.1, "tests/inner/test_near.py::test_b": 0.2}  # beside mpcore/inner
+    found.of_file = lambda path: {number: list(found.known) for number in range(1, 9)}
+    assert of("arithmetic") == ["tests/inner/test_near.py::test_b", "tests/test_far.py::test_a"]

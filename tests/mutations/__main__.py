@@ -69,7 +69,7 @@ def possible(project: Project, args: argparse.Namespace) -> list[Trial]:
 def drawn(project: Project, pool: Sequence[Trial], args: argparse.Namespace) -> Iterator[Trial]:
     """The mutations that the seeds draw."""
     for seed in args.seed:
-        order = operators.sample(pool, seed, len(pool))
+        order = sorted(pool, key=lambda each: each.mutant.turn(seed, each.module, project.texts[each.module]))
         valid = (each for each in order if operators.changes_something(project.texts[each.module], each.mutant))
         yield from itertools.islice(valid, args.count)
 

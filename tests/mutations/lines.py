@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from coverage import CoverageData
+from coverage.exceptions import CoverageException
 
 from tests.mutations.choice import Project
 from tests.mutations.operators import Mutant
@@ -26,7 +28,7 @@ from tests.mutations.trial import NOT_SLOW, SIMULATED, Copy, copies
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "lines"
 OTHER_MACHINES = ("tests.slurm", "tests.test_mutations", "tests.test_notebooks", "tests.test_two_hosts")
-MOST = 80  # tests of a mutation
+MOST, NEAR = 80, 4  # tests of a mutation, and nearest test files
 
 
 class Lines:
@@ -58,10 +60,10 @@ class Lines:
                 done = [*passed, *out]
                 answer = copy.run([file], [*words, *NOT_SLOW], limit, str(lines), stop=False, without=done)
                 passed |= {test: seconds for what, test, seconds in answer["said"] if what == "passed"}
-                if lines.is_file():
-                    data = CoverageData(str(lines))
-                    data.read()
-                    with self.lock:
+                for each in Path(part).glob(f"{i}*"):  # its own, and those of the processes that it started
+                    data = CoverageData(str(each))
+                    with self.lock, contextlib.suppress(CoverageException):  # one that was killed while it wrote
+                        data.read()
                         self.data.update(data)
                 began = [test for what, test, _ in answer["said"] if what == "began"]
                 how.append(answer["end"])
@@ -76,6 +78,7 @@ class Lines:
     def tests(self, project: Project, module: str, mutant: Mutant, seconds: float) -> list[str]:
         """The fastest tests that run the line, one case of each function first, as many as take these seconds.
 
+        Those of the nearest files come first: they compare what the module computes; others only need it to run.
         Tests that enter the body of an `if` come first if the line is its condition: they alone see a refusal.
         Where no test runs the line itself: those of the statement, the definition, or what names it in the module.
         """
@@ -85,13 +88,16 @@ class Lines:
             return {test for line in lines for test in of_line.get(line, ()) if test in self.known}
 
         found = next(filter(None, map(known, scopes(project.trees[module], mutant.line))), set())
+        near = {str(project.paths[test]) for test in project.ranked(module, mutant.definition)[:NEAR]}
         inside = known(branch(project.trees[module], mutant.line)) & found
         functions: dict[str, int] = {}
         turns = []
         for elsewhere, cost, test in sorted((test not in inside, self.known[test], test) for test in found):
             name = test.partition("[")[0]
             functions[name] = functions.get(name, 0) + 1
-            turns.append((elsewhere, functions[name] > 1, functions[name] > 3, cost, test))
+            file = Path(test.partition("::")[0])
+            far = str(file) not in near and not {*module.split(".")} & {*file.parts}
+            turns.append((elsewhere, functions[name] > 1, far, functions[name] > 3, cost, test))
         chosen: list[str] = []
         for *_, cost, test in sorted(turns):
             if len(chosen) < MOST and (cost <= seconds or not chosen):

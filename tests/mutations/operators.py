@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from hashlib import sha256
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -61,6 +61,14 @@ class Mutant(NamedTuple):
         before, after = (" ".join(text.decode().split()) for text in texts)
         return before, after
 
+    def key(self, module: str, source: str) -> str:
+        """Its name in records, which no change of another definition alters."""
+        return "{}:{}: {}: {} -> {}".format(module, self.definition, self.operator, *self.shown(source))
+
+    def turn(self, seed: int, module: str, source: str) -> str:
+        """Its place in the order in which a seed draws: a hash of its key, so that each change has its place alone."""
+        return sha256(f"{seed}:{self.key(module, source)}".encode()).hexdigest()
+
 
 def changes_something(source: str, mutant: Mutant) -> bool:
     """Whether the changed source is Python, and another program."""
@@ -80,11 +88,6 @@ def candidates(source: str, kernels: bool = False) -> list[Mutant]:
     finder = _Finder(source, kernels)
     finder.statements(ast.parse(source).body)
     return sorted(set(finder.found), key=lambda m: (m.start, m.end, m.operator, m.text))
-
-
-def sample(pool: Sequence, seed: int, count: int) -> list:
-    """`count` members of the pool, or all of them in another order: the same ones for the same seed."""
-    return random.Random(seed).sample(pool, min(count, len(pool)))
 
 
 def _is_docstring(node: ast.stmt) -> bool:

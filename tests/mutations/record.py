@@ -31,7 +31,7 @@ class Record:
         """The row of a mutation that was tried on this very definition."""
         if f"{module}:{mutant.definition}: {mutant.operator}" not in self.places:
             return None
-        held = self.kept.get(self._key(module, mutant))
+        held = self.kept.get(mutant.key(module, self.project.texts[module]))
         if held is None or held["source"] != self._digest(module, mutant.definition):
             return None
         verdict = Verdict(held["verdict"], held["by"], held["seconds"])
@@ -43,17 +43,13 @@ class Record:
         kind, by, seconds = row.verdict
         before = self.get(module, mutant)
         first = "" if before is None or not late else before.first or before.verdict.kind
-        self.kept[self._key(module, mutant)] = {
+        self.kept[mutant.key(module, self.project.texts[module])] = {
             "group": row.group, "before": row.before, "after": row.after, "verdict": kind, "by": by,
             "seconds": round(seconds), "source": self._digest(module, mutant.definition),
             **({"first": first} if first not in ("", kind) else {}),
         }  # fmt: skip
         self.places.add(f"{module}:{mutant.definition}: {mutant.operator}")
         self.path.write_text(json.dumps(self.kept, indent=0, ensure_ascii=False, sort_keys=True) + "\n")
-
-    def _key(self, module: str, mutant: Mutant) -> str:
-        before, after = mutant.shown(self.project.texts[module])
-        return f"{module}:{mutant.definition}: {mutant.operator}: {before} -> {after}"
 
     def _digest(self, module: str, definition: str) -> str:
         """A hash of a definition's source; of a module's for what stands at its top."""

@@ -20,14 +20,16 @@ them fails. A mutation that no test notices has survived: either a test is missi
 
 - **Drawn mutations.** A seeded mutator changes one place of the syntax tree: a comparison, an operator, a constant, a
   default, a condition, a `dim`; it drops a statement, an argument, an early return or a refusal, or swaps two
-  arguments. Every possible change of the library is equally likely, text for people excepted. The same seed on the
-  same source draws the same changes. The bodies of Triton's kernels are drawn with `--kernels` alone.
+  arguments. Every possible change of the library is equally likely, text for people excepted. A seed draws
+  them in the order of a hash of each, so an edited function changes no other function's draws. The bodies of Triton's
+  kernels are drawn with `--kernels` alone.
 - **Hand-written mutations.** `tests/mutations/hand.py` holds slips that would be silent: the loss falls, and a number
   is wrong. Each names a definition and the shape of an expression, no file and no line.
 
-`python -m tests.mutations.lines` records once which tests run which line, with coverage.py and with ranks as threads of
-one process. Each mutation is tried by the fastest of the tests that run its line; where there is none, by the nearest
-test files (same name, then imports). A kill counts only if the same test passes without the mutation. *by a test
+`python -m tests.mutations.lines` records once which tests run which line, with coverage.py: ranks are threads of one
+process, and the processes that a test starts are recorded too. Each mutation is tried by the fastest of the tests that
+run its line, those of the nearest files first (same name, then imports, or same folder); where there is none, by the
+two nearest files. A kill counts only if the same test passes without the mutation. *by a test
 written since*: the mutation survived when it was drawn, and is killed now. *timeout*: no test failed, but the time was
 over before all had run; it counts as not killed. *equivalent*: the change cannot be seen (`tests/mutations/notes.py`
 says why); it is not counted. *unsure*: the test that failed fails without the mutation too; not counted. *stale*: the

@@ -26,6 +26,15 @@ import pytest
 
 SUBREAPER, PARENT_ENDS = 36, 1  # of prctl: processes whose parent ended become children of this one; a signal then
 
+COVERAGE = """[run]
+data_file = {0}
+parallel = true
+relative_files = true
+include = mpcore/*, kernels/*, examples/*
+context = ${{TEST_THAT_RUNS-}}
+patch = _exit
+"""
+
 
 class Job(NamedTuple):
     """The task of one fork.
@@ -35,7 +44,7 @@ class Job(NamedTuple):
         words: pytest's options.
         cpu: seconds of processor time for the fork, and for each process that it starts.
         wall: seconds by the clock; a fork that waits forever ends then.
-        lines: write there which test runs which line, with coverage.py.
+        lines: write there which test runs which line, with coverage.py; other processes write to `lines.*`.
         stop: end at the first test that fails.
         without: tests that are left out.
     """
@@ -62,10 +71,11 @@ class Teller:
         if job.lines:
             from coverage import Coverage
 
-            include = [f"{folder}/*" for folder in ("mpcore", "kernels", "examples")]
-            self.coverage = Coverage(data_file=job.lines, include=include, config_file=False)
-            self.coverage.set_option("run:relative_files", True)
+            config = Path(job.lines).with_name("rc")
+            config.write_text(COVERAGE.format(job.lines))
+            self.coverage = Coverage(config_file=str(config), data_suffix=False, context="")
             self.coverage.start()
+            os.environ["COVERAGE_PROCESS_START"] = str(config)  # for the processes that tests start
 
     def say(self, what: str, test: str, seconds: float = 0.0) -> None:
         print(json.dumps((what, test, round(seconds, 3))), file=self.out, flush=True)
@@ -93,6 +103,7 @@ class Teller:
         self.say("began", item.nodeid)
         if self.coverage is not None:
             self.coverage.switch_context(item.nodeid)
+            os.environ["TEST_THAT_RUNS"] = item.nodeid
         self.began = spent()
         result = yield
         if self.coverage is not None:
