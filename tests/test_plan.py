@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import signal
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
 from mpcore.analysis.peak import peak
 from mpcore.analysis.pictures import draw_ranks
-from mpcore.analysis.plan import main, what_if
+from mpcore.analysis.plan import Progress, main, what_if
 from mpcore.analysis.report import LEGEND, draw, explain, table
 from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.analysis.seconds import Seconds, estimate
@@ -306,6 +307,15 @@ def test_a_search_that_is_interrupted_returns_what_it_has():
             raise KeyboardInterrupt
 
     assert len(search(Counter(build), machine(), [], LAYOUTS, each=stop)) == 2
+
+
+def test_a_command_that_is_told_to_stop_prints_the_table_of_what_it_has(monkeypatch, capsys):
+    monkeypatch.setattr(Progress, "__call__", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    main([BUILD, "--world", "4", "--top", "1"])
+    assert signal.getsignal(signal.SIGTERM) == before
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  1")]
+    assert len(rows) == 1
 
 
 def test_meshes_are_all_factorisations():

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from mpcore.verify import parse_layout, verify
+from mpcore.verify import LATE, parse_layout, verify, what_happened
 from mpcore.verify.__main__ import main
 from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
 from mpcore.verify.page import draw, page, table
@@ -79,7 +79,7 @@ FAULTS = [
     (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
-    (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum .* the reduce is missing"),
+    (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum, and nothing adds"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
@@ -206,6 +206,12 @@ def test_a_hang_says_where_each_rank_stands(ranks):
         r"\. If no rank is slow, make all ranks call the same collectives, and .*",
         said,
     ), said
+
+
+def test_of_a_hang_the_ranks_that_had_finished_are_named_too():
+    late = f'{LATE}\n  File "m.py", line 7 in forward'
+    said = what_happened(f"--- rank 1 of 4\n{late}\n--- rank 2 of 4\n{late}", 3)
+    assert re.match("not done after 3 seconds: rank 1 in .*; rank 2 in .*; rank 0, 3 had finished. If no", said)
 
 
 def test_what_doesnt_run_is_said(ranks):

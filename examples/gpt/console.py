@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 import time
@@ -142,10 +143,13 @@ class Console:
             written = sorted(str(path) for path in self.out.iterdir() if path.name != LOCK)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
             if (saved := trainer.checkpoints.last) is not None:
+                here = os.path.relpath(sys.executable)  # such as .venv/bin/python, which needs no activation
+                python = "python" if here.startswith("..") else here
                 print(
                     f"train on:  the same command with more --steps and --resume auto\n"
-                    f"generate:  python -m examples.gpt.generate --checkpoint {saved} --prompt 'def '\n"
-                    f"export:    mpcore convert examples.gpt.hf:SPEC --from {saved} --to-hf {self.out / 'hugging_face'}"
+                    f"generate:  {python} -m examples.gpt.generate --checkpoint {saved} --prompt 'def '\n"
+                    f"export:    {python} -m mpcore convert examples.gpt.hf:SPEC --from {saved} "
+                    f"--to-hf {self.out / 'hugging_face'}"
                 )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         other = "sizes to try (default: 1)" if name in ("cp", "ep") else "sizes to try (default: all that fit)"
         add(f"--{name.replace('_', '-')}", type=_sizes, metavar="N,N", help=texts.get(name, other))
     add("--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off")
-    add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)}")
+    add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)} (takes minutes)")
     add("--top", type=int, default=20, help="lines to print (20)")
     add("--explain", type=int, metavar="ROW", help="say where the seconds of a row of the table go")
     add("--what-if", action="append", default=[], metavar="RATE=2x", help="also plan on a machine with another rate")
@@ -145,7 +146,8 @@ class Progress:
                 print(f"after {done} of {self.of} layouts:", file=sys.stderr)
                 first = table(ranked(found, self.machine), self.machine, min(self.top, 5))
                 print(first, file=sys.stderr, flush=True)
-        progress = f"{done} of {self.of} layouts; Ctrl-C stops with what is there"
+        left = (time.monotonic() - self.began) / done * (self.of - done)
+        progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
         if not sys.stderr.isatty():
             if time.monotonic() - self.told > FIRST:
                 self.told = time.monotonic()
@@ -175,14 +177,21 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
           f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node"
           f"{_size_of_model(build, args.arguments, layouts)}")  # fmt: skip
-    found = search(counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts), machine, args.top))
+    progress = Progress(len(layouts), machine, args.top)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends the search as Ctrl-C does
+    try:
+        found = search(counter, machine, args.arguments, layouts, args.unfused, progress)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     other = what_if(machine, args.what_if) if args.what_if else None
     print(table(found, machine, args.top))
     fits = [e for e in found if e.fits(machine)]
     if fits:
         print(f"the fastest: {' '.join([fits[0].flags, *args.arguments])}")
-        rows = ", ".join(str(fits.index(e) + 1) for e in frontier(found, machine))
-        print(f"best choices, where no other layout is both faster and smaller: rows {rows}")
+        rows = [fits.index(e) + 1 for e in frontier(found, machine)]
+        below = f", and {sum(row > args.top for row in rows)} further down" if rows[-1] > args.top else ""
+        shown = ", ".join(str(row) for row in rows if row <= args.top)
+        print(f"best choices, where no other layout is both faster and smaller: rows {shown}{below}")
     if other is not None:
         again = [(e.sizes, e.arguments) for e in found if not e.refused]
         changed = search(counter, other, args.arguments, again, args.unfused)

@@ -16,7 +16,8 @@ from mpcore.pipeline.draw import matplotlib_part
 COMPUTE = ("products", "attention")
 LEGEND = """\
 UNIT: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
-AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest."""
+AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest.
+flags: what a row adds to the flags of its mesh and of this command; flags that neither names have their defaults."""
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = "osD^vP*X"
 

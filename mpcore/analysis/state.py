@@ -39,14 +39,12 @@ def state_bytes(parameters: float, stage: int, ranks: int, gradients: int = 4) -
 def state_table(parameters: float, ranks: Sequence[int]) -> str:
     """Return a table in GB: one line per stage and number of data ranks, for gradients of 2 and of 4 bytes."""
     lines = [
-        f"{parameters:,.0f} parameters, GB on one of so many data ranks; activations come on top",
-        f"{'ranks':>6} {'ZeRO':>5} {'weights':>9} {'gradients':>17} {'optimizer':>10} {'all':>19}",
-        f"{'':>6} {'':>5} {'':>9} {'2 bytes':>8} {'4 bytes':>8} {'':>10} {'2 bytes':>9} {'4 bytes':>9}",
+        f"{parameters:,.0f} parameters, GB per data rank, without activations; gradients in bf16 / in float32",
+        f"{'ranks':>6} {'ZeRO':>5} {'weights':>9} {'gradients':>16} {'optimizer':>10} {'total':>17}",
     ]
     for n in ranks:
         for stage in range(4):
             (w, g2, o), (_, g4, _) = (state_bytes(parameters / 1e9, stage, n, size) for size in (2, 4))
-            lines.append(
-                f"{n:>6} {stage:>5} {w:>9.1f} {g2:>8.1f} {g4:>8.1f} {o:>10.1f} {w + g2 + o:>9.1f} {w + g4 + o:>9.1f}"
-            )
+            both = f"{g2:.1f} / {g4:.1f}", f"{w + g2 + o:.1f} / {w + g4 + o:.1f}"
+            lines.append(f"{n:>6} {stage:>5} {w:>9.1f} {both[0]:>16} {o:>10.1f} {both[1]:>17}")
     return "\n".join(lines)

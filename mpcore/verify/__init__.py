@@ -193,10 +193,12 @@ def what_happened(text: str, timeout: float = 0.0) -> str:
         return functools.reduce(lambda a, b: a if a.startswith("ValueError") else b, said)
     if LATE not in errors:
         return errors[-1]
-    _, *late = re.split(r"^--- rank (\d+) of .*\n", text, flags=re.MULTILINE)
-    stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in zip(late[::2], late[1::2], strict=True))
+    _, *late = re.split(r"^--- rank (\d+) of (\d+)\n", text, flags=re.MULTILINE)
+    stand = "; ".join(f"rank {rank} in {_stands(stacks)}" for rank, stacks in zip(late[::3], late[2::3], strict=True))
+    done = [str(rank) for rank in range(int(late[1])) if str(rank) not in late[::3]]
+    stand += f"; rank {', '.join(done)} had finished" if done else ""
     told = f"not done after {timeout:g} seconds: {stand}" if timeout else f"not done in time: {stand}"
-    return f"{told}. If no rank is slow, {SAME}" if len(late) > 2 else told
+    return f"{told}. If no rank is slow, {SAME}" if len(late) > 3 else told
 
 
 def _stands(stacks: str) -> str:

@@ -317,7 +317,7 @@ class Judge:
             unequal = axis == "tp" and len(terms) == size > 1 and not _same(terms) and _same_shape([*terms, part])
             total = torch.stack(terms).double().sum(0) if unequal else part
             if unequal and (_near(total, part) or _near(total - again, part)):
-                return "each rank of tp returns one term of a sum that nobody takes: the reduce is missing"
+                return "each rank of tp returns one term of a sum, and nothing adds them: use mp.RowParallelLinear here"
             ratio = _ratio(got, part)
             if size > 1 and _close(ratio, size):
                 return f"it is {axis} = {size} times too large: what every rank holds whole is summed over {axis}"
@@ -334,8 +334,8 @@ class Judge:
             return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
         return (
             "all modules before it are right, so the fault is in this module or just before it: its weights are "
-            "sharded otherwise than its forward computes, it uses another rank's shard, or the code between the module "
-            "before and this one is wrong"
+            "sharded otherwise than its forward computes, its input lacks a sum over tp (mp.RowParallelLinear sums), "
+            "it uses another rank's shard, or the code between the module before and this one is wrong"
         )
 
     # --- buffers ------------------------------------------------------------------------------------------------------
