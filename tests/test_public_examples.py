@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -36,6 +38,17 @@ def test_a_public_name_has_an_example_that_runs(name, value):
     assert test.examples, "add an example"
     with torch.random.fork_rng():
         assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+
+
+def test_every_other_example_of_a_docstring_runs():
+    for found in pkgutil.walk_packages(mpcore.__path__, "mpcore."):
+        if not found.name.endswith("__main__"):
+            module = importlib.import_module(found.name)
+            names = {**vars(module), "mpcore": mpcore, "torch": torch, "nn": torch.nn}
+            public = {each.__name__ for _, each in PUBLIC.values() if each.__module__ == found.name}
+            for test in doctest.DocTestFinder().find(module, globs=names):
+                if test.name.removeprefix(f"{found.name}.") not in public:
+                    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0, test.name
 
 
 @pytest.mark.parametrize("folder", ["mpcore", "kernels", "examples", "bench"])

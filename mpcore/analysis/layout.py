@@ -122,7 +122,7 @@ class Counter:
         >>> flags = ["--preset", "llama3-8b", "--dtype", "bfloat16", "--global-batch", "64", "--micro-batch", "1"]
         >>> layout = mpcore.analysis.Counter(build).layout(flags, tp=2, pp=4, dp=2)
         >>> layout.blocks, round(layout.fullest[1] / 2**30)
-        ((8, 8, 8, 8), 35)
+        ((9, 9, 8, 6), 39)
     """
 
     def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:

@@ -21,6 +21,14 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
 
     Returns:
         The most bytes at the end of any forward, and the most at any time, while operators run.
+
+    Example:
+        >>> from mpcore.analysis import peak
+        >>> from mpcore.analysis.work import Kept
+        >>> from mpcore.pipeline.schedules import build_schedule
+        >>> stage = Kept(activations=100)  # bytes
+        >>> [peak(build_schedule("1f1b", 4, 8), rank, [stage])[0] for rank in range(4)]
+        [400, 300, 200, 100]
     """
     of = dict(zip(plan.stages_of(rank), stages, strict=True))
     whole = plan.with_messages if len(plan.ranks) > 1 else plan

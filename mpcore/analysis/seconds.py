@@ -80,6 +80,14 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
 
     Returns:
         The parts of the step's seconds. `step` is their sum.
+
+    Example:
+        >>> from examples.gpt.plan import build  # in a clone of the repository
+        >>> from mpcore.analysis import Counter, estimate, load_machine
+        >>> layout = Counter(build).layout(["--preset", "tiny"], tp=2)
+        >>> seconds = estimate(layout, load_machine("h100"))
+        >>> sum(seconds.parts().values()) == seconds.step
+        True
     """
     stages = [
         [_part(part, blocks * share, layout, machine, unfused) for part, share in _halves(kept)]

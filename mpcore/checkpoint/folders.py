@@ -174,6 +174,17 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
 
     Raises:
         ValueError: if `keep` is smaller than 1.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from mpcore import Mesh
+        >>> from mpcore.checkpoint import prune, save
+        >>> folder = Path(mkdtemp())
+        >>> for step in (1, 2, 3):
+        ...     _ = save(folder / f"step-{step}", torch.nn.Linear(2, 2), mesh=Mesh(), step=step)
+        >>> prune(folder, keep=2)
+        >>> sorted(path.name for path in folder.glob("step-*"))
+        ['step-2', 'step-3']
     """
     if keep < 1:
         raise ValueError(f"keep {keep} is smaller than 1: the last checkpoint is never removed")

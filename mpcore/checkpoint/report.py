@@ -95,6 +95,16 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 
 
     Raises:
         ValueError: if one of them is damaged or is no complete checkpoint.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from mpcore import Mesh
+        >>> from mpcore.checkpoint import diff, save
+        >>> folder, model = mkdtemp(), torch.nn.Linear(2, 2)
+        >>> _ = save(f"{folder}/a", model, mesh=Mesh(), step=1)
+        >>> _ = save(f"{folder}/b", model, mesh=Mesh(), step=1)
+        >>> diff(f"{folder}/a", f"{folder}/b")
+        []
     """
     for path in (a, b):
         for problem in verify(path):

@@ -200,6 +200,16 @@ def save_async(
 
     Raises:
         ValueError: on every rank, if the previous save failed, or a value can't be saved.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from mpcore import Mesh
+        >>> from mpcore.checkpoint import save_async
+        >>> model, folder, saving = torch.nn.Linear(2, 2), mkdtemp(), None
+        >>> for step in (1, 2):  # each call waits for the save before it
+        ...     saving = save_async(f"{folder}/step-{step}", model, mesh=Mesh(), step=step, after=saving)
+        >>> saving.wait().name
+        'step-2'
     """
     if after is not None:
         after.wait()

@@ -91,6 +91,12 @@ class Wishes:
 
     Args:
         world: the ranks that step together. All of them must create their `Wishes` objects in the same order.
+
+    Example:
+        >>> wishes = Wishes(mpcore.Mesh().world)
+        >>> with StopSignals() as stop:
+        ...     wishes.after_step(1, save=True, stop=stop.asked)  # on more ranks, the answer comes after step 2
+        {'save'}
     """
 
     def __init__(self, world: Axis) -> None:

@@ -49,6 +49,15 @@ class Stragglers:
 
     Raises:
         ValueError: if `threshold` is not above 1.
+
+    Example:
+        >>> stragglers = Stragglers(mpcore.Mesh())
+        >>> for step in range(3):
+        ...     with stragglers.timed("data"):
+        ...         batch = torch.randn(4, 4)  # read the step's batch here
+        ...     stragglers.probe()
+        >>> stragglers.check()  # one rank alone isn't slow
+        []
     """
 
     def __init__(
