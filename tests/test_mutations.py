@@ -241,6 +241,10 @@ def test_a_copy_of_the_tree_judges_a_change(tiny, tmp_path):
         def kind(changed: str, *tests: str, limit: float = 20) -> str:
             return copy.judge(path, changed, tests, limit).kind
 
+        cases = "import pytest\nfrom mpcore.inner import add\n@pytest.mark.parametrize('x', [0, 1])\n"
+        (copy.folder / "tests/test_cases.py").write_text(f"{cases}def test_add(x):\n    assert add(1, x) == 1 + x\n")
+        killed = copy.judge(path, minus.applied(source), ["tests/test_cases.py::test_add"], 20)  # a test with its cases
+        assert (killed.kind, killed.by) == ("killed", "tests/test_cases.py::test_add[1]")
         killed = copy.judge(path, minus.applied(source), tests, 20)
         assert (killed.kind, killed.by) == ("killed", "tests/test_total.py::test_pitfall_03_04_add")
         assert kind(bound.applied(source), *tests) == "survived"
@@ -382,3 +386,8 @@ def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_fi
     found.known = {"tests/test_far.py::test_a": 0.1, "tests/inner/test_near.py::test_b": 0.2}  # beside mpcore/inner
     found.of_file = lambda path: {number: list(found.known) for number in range(1, 9)}
     assert of("arithmetic") == ["tests/inner/test_near.py::test_b", "tests/test_far.py::test_a"]
+    found.known = {
+        f"tests/test_far.py::test_a[{case}]": cost for case, cost in (("0", 0.1), ("1", 0.2), ("return", 0.3))
+    }
+    first, other, named = found.known
+    assert of("arithmetic") == [first, named, other]  # the line is `return x + y`

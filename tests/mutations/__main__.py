@@ -82,8 +82,9 @@ def with_tests(project: Project, trials: Sequence[Trial], args: argparse.Namespa
     lines = Lines()
     for trial in trials:
         tests = args.written or lines.tests(project, trial.module, trial.mutant, args.budget)
-        others = [] if tests and not args.again else _files(project, trial.module, trial.mutant, args.files)
-        yield trial._replace(tests=tests, others=others)
+        none = tests and not args.again
+        others = args.written or ([] if none else _files(project, trial.module, trial.mutant, args.files))
+        yield trial._replace(tests=tests, others=others)  # a new test may need ranks that are processes
 
 
 def by_hand(project: Project, words: Sequence[str], files: int) -> tuple[list[Trial], list[Row]]:

@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -76,8 +77,9 @@ class Lines:
         return f"{len(passed)} tests, {' '.join(how)}"
 
     def tests(self, project: Project, module: str, mutant: Mutant, seconds: float) -> list[str]:
-        """The fastest tests that run the line, one case of each function first, as many as take these seconds.
+        """The fastest tests that run the line, as many as take these seconds.
 
+        First comes one case of each function, with those cases whose id has a word of the line, such as a flag's name.
         Those of the nearest files come first: they compare what the module computes; others only need it to run.
         Tests that enter the body of an `if` come first if the line is its condition: they alone see a refusal.
         Where no test runs the line itself: those of the statement, the definition, or what names it in the module.
@@ -90,14 +92,16 @@ class Lines:
         found = next(filter(None, map(known, scopes(project.trees[module], mutant.line))), set())
         near = {str(project.paths[test]) for test in project.ranked(module, mutant.definition)[:NEAR]}
         inside = known(branch(project.trees[module], mutant.line)) & found
+        words = {*re.findall(r"\w{4,}", mutant.shown(project.texts[module])[0])} - {"None", "True", "False"}
         functions: dict[str, int] = {}
         turns = []
         for elsewhere, cost, test in sorted((test not in inside, self.known[test], test) for test in found):
             name = test.partition("[")[0]
             functions[name] = functions.get(name, 0) + 1
+            other = functions[name] > 1 and not words & {*re.findall(r"\w{4,}", test.partition("[")[2])}
             file = Path(test.partition("::")[0])
             far = str(file) not in near and not {*module.split(".")} & {*file.parts}
-            turns.append((elsewhere, functions[name] > 1, far, functions[name] > 3, cost, test))
+            turns.append((elsewhere, other, far, functions[name] > 3, cost, test))
         chosen: list[str] = []
         for *_, cost, test in sorted(turns):
             if len(chosen) < MOST and (cost <= seconds or not chosen):

@@ -40,7 +40,7 @@ class Job(NamedTuple):
     """The task of one fork.
 
     Attributes:
-        tests: test files, or pytest's `file::name`, in the order in which they run.
+        tests: test files, or pytest's `file::name`, with or without a case, in the order in which they run.
         words: pytest's options.
         cpu: seconds of processor time for the fork, and for each process that it starts.
         wall: seconds by the clock; a fork that waits forever ends then.
@@ -93,10 +93,12 @@ class Teller:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave the job's tests. One whose name is gone, since it depends on what was changed, is no error."""
         turn = {test: i for i, test in enumerate(self.job.tests)}
-        file = [turn.get(item.nodeid.partition("::")[0]) for item in items]
-        chosen = [(turn.get(item.nodeid, at), i) for i, (item, at) in enumerate(zip(items, file, strict=True))]
-        chosen = sorted((at, i) for at, i in chosen if at is not None and items[i].nodeid not in self.job.without)
-        items[:] = [items[i] for _, i in chosen]
+        chosen = []
+        for i, item in enumerate(items):
+            names = item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+            at = [turn[name] for name in names if name in turn]
+            chosen += [(at[0], i)] if at and item.nodeid not in self.job.without else []
+        items[:] = [items[i] for _, i in sorted(chosen)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
