@@ -1,4 +1,4 @@
-"""The two comparisons of the documents, made small: what they write, and what of it must agree."""
+"""The comparisons of the documents, made small: what they write, and what of it must agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from examples.gpt import compare_moe, compare_workers
+from examples.gpt import compare_moe, compare_precision, compare_workers
 
 SMALL = ["--layers", "1", "--d-model", "16", "--heads", "2", "--seq-len", "16", "--d-ff", "32", "--device", "cpu"]
 
@@ -25,6 +25,13 @@ def test_a_mixture_is_compared_with_the_dense_model_of_its_active_size(tmp_path,
     assert all(0 <= low <= 1 <= high for low, high in mixture["loads"])
     assert (tmp_path / "moe.png").stat().st_size > 5000
     assert "dense, " in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_a_precision_is_measured_at_even_steps_and_at_the_last(monkeypatch):
+    monkeypatch.setattr(compare_precision, "SHAPE", [*SMALL, "--micro-batch", "4", "--eval-samples", "4"])
+    found = compare_precision.train(["--dtype", "bfloat16"], seed=0, steps=3, every=2)
+    assert found["steps"] == [2, 3]
+    assert len(found["train"]) == len(found["held_out"]) == 2
 
 
 def compare(out: str) -> None:

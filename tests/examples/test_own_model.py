@@ -21,6 +21,6 @@ def losses(tp: int, zero: int) -> list[float]:
 @pytest.mark.parametrize(("size", "tp", "zero"), some((4, 2, 3), (2, 1, 2), of=[(3, 3, 0), (4, 2, 0)]))
 def test_every_mesh_has_the_losses_of_one_process(ranks, size, tp, zero):
     (alone,) = ranks(1, losses, 1, 0)
-    assert alone[-1] < alone[0]
+    assert alone[-1] < alone[0] - 1, "a nat in three steps, at this rate"
     for found in ranks(size, losses, tp, zero):
         assert found == pytest.approx(alone, rel=1e-12)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,6 +178,74 @@ def test_the_toy_keeps_how_sizes_divide():
             assert any(toy.sizes[axis] > 1 for toy in toys) == (sizes[axis] > 1)
     assert len(seen) >= 5
     assert nearest((True, False), [1, 2, 3], lambda n: (n > 1, n > 2)) == 2
+
+
+EVERY = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "full", "sizes", "changed"),
+    [
+        ("", {"tp": 4, "etp": 4, "dp": 8, "ep": 8}, {"tp": 2, "etp": 2, "dp": 2, "ep": 2}, {"etp": None}),
+        ("", {"tp": 4, "dp": 8, "ep": 4}, {"tp": 2, "etp": 1, "dp": 2, "ep": 2}, {"etp": 1}),
+        ("", {"etp": 4, "dp": 8}, {"etp": 2, "dp": 2}, {"etp": 2}),
+        ("", {"tp": 2, "dp": 3, "ep": 3}, {"tp": 2, "dp": 3, "ep": 3}, {"etp": 1}),
+        ("", {"tp": 2, "dp": 3, "ep": 2}, {"tp": 2, "dp": 3, "ep": 2}, {"etp": 1}),
+        ("--replicate 2", {"dp": 8}, {"dp": 4}, {"replicate": 2}),
+        ("--replicate 9", {"dp": 9}, {"dp": 3}, {"replicate": 3}),
+        ("--replicate 16", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 2}, {"replicate": 4}),
+        ("--workers 4 --fragments 6", {"dp": 2}, {"dp": 2, "workers": 2}, {"local_steps": 2, "fragments": 2}),
+    ],
+)
+def test_the_toy_keeps_the_axes_of_experts_replicas_and_workers(flags, full, sizes, changed):
+    args = arguments.parse(flags.split())
+    config = dataclasses.replace(PRESETS["tiny"], moe=MoEConfig(experts=64, d_ff=512))
+    (toy,) = shrink(args, config, EVERY | full, 12, find_schedule("1f1b", 1, 12, None), Path("/unused"))
+    assert toy.sizes == EVERY | sizes
+    assert toy.ranks == math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp", "workers"))
+    assert {name: getattr(toy.args, name) for name in changed} == changed
+    assert toy.config.moe is not None
+    assert (toy.config.moe.d_ff, toy.args.workers) == (48, sizes.get("workers", 1))
+
+
+def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):
+    """Checks of the sharded run say nothing where the model itself does not train."""
+
+    def fails() -> str:
+        raise ValueError("no")
+
+    checks = Preflight([*SMALL, "--out", str(tmp_path)], Options(), None).checks()  # type: ignore[arg-type]
+    names = [check.name for check in checks]
+    ended = {}
+    for name in names:
+        tried = [dataclasses.replace(check, run=fails if check.name == name else lambda: "fine") for check in checks]
+        ended[name] = [result.name for result in run_checks(tried) if result.state == SKIPPED]
+    stops = {"flags", "one process", "sharded against unsharded"}
+    assert ended == {name: names[names.index(name) + 1 :] if name in stops else [] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({}, None),
+        ({"reference": 2.1}, "one rank: the first loss is 2, torch's of the same logits 2.1"),
+        ({"wrong": "it is rounded"}, "one rank: it is rounded"),
+        ({"begun": {"a": torch.arange(3), "b": torch.arange(3)}}, "a and b begin with the same values"),
+        ({"keys": {"a": 7, "b": 7}}, "draw the same masks"),
+    ],
+)
+def test_one_process_is_compared_with_torch(wrong, sentence):
+    checks = Preflight([], Options(), None)  # type: ignore[arg-type]
+    moe = SimpleNamespace(aux_loss="sequence", z_loss=0.0)
+    checks.toys = [SimpleNamespace(name="one rank", config=SimpleNamespace(moe=moe))]  # type: ignore[list-item]
+    begun = {"a": torch.arange(3), "b": torch.arange(1, 4)}
+    found = {"losses": {0: 2.0}, "reference": 2.0, "wrong": "", "begun": begun, "keys": {"a": 7, "b": 8}} | wrong
+    checks.dense = {0: [SimpleNamespace(**found, seen=SimpleNamespace(initial=begun))]}  # type: ignore[dict-item]
+    if sentence is None:
+        assert checks.check_torch().startswith("the loss is torch's")
+        return
+    with pytest.raises(ValueError, match=sentence):
+        checks.check_torch()
 
 
 @pytest.mark.parametrize(

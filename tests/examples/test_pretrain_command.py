@@ -22,11 +22,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.gpt.checks import inner_size, model_config
+from examples.gpt.checks import find_carried, inner_size, model_config
 from examples.gpt.console import summary
 from examples.gpt.faults import Faults
 from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
+from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.checkpoint import step_path
 from mpcore.fault_tolerance import metrics
 from tests.examples.test_flags import MEASURED
@@ -218,6 +219,10 @@ def test_of_a_run_with_and_without_workers_the_newest_checkpoint_goes_on(tmp_pat
         save_as(7 if place == newest else 3, trainer("--out", str(tmp_path / place)))
     run = trainer("--out", str(tmp_path), "--resume", "auto")
     assert run.run.step == 7
+
+
+def test_a_command_without_flags_carries_its_tokenizer_alone():
+    assert find_carried(parse([]), ByteTokenizer()).config == {"bos_token_id": None, "eos_token_id": 256}
 
 
 def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import struct
 import sys
@@ -20,8 +21,10 @@ from examples.gpt import console, generate
 from examples.gpt.arguments import parse
 from examples.gpt.console import Lines, bytes_of_token
 from examples.gpt.dashboards import numbers
+from examples.gpt.faults import Faults
 from examples.gpt.pretrain import main
 from examples.gpt.tokenizer import ByteTokenizer
+from mpcore import Axis, Mesh
 from mpcore.__main__ import main as mpcore
 from tests.examples.test_flags import arguments
 
@@ -191,6 +194,8 @@ def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypat
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     records = run("--eval-every 2 --no-save --log-to tensorboard wandb --experts 4 --expert-d-ff 8", tmp_path)
+    nested = {"loss": 2.5, "experts": {"dropped": [0, 1], "of": None}, "word": "a"}
+    assert list(numbers(nested)) == [("loss", 2.5), ("experts/dropped/0", 0), ("experts/dropped/1", 1)]
     expected = {(name, entry["step"]): value for entry in records for name, value in numbers(entry) if name != "step"}
     assert ("experts/dropped/0", 3) in expected
     assert ("val_loss", 3) in expected
@@ -205,6 +210,27 @@ def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="--log-to wandb needs the package wandb"):
         main(arguments("--log-to wandb", tmp_path))
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_is_told_with_the_samples_of_this_worker(tmp_path):
+    """Also one in the first step after a resume: the losses of the steps before it count."""
+    before = [{"step": step, "loss": 2.0 + 0.01 * (step % 2)} for step in range(40)] + [{"step": 40, "loss": None}]
+    watched = parse(arguments("--check-replicas 0 --check-speed 0"))
+    mesh = Mesh(workers=Axis(size=3, rank=1))
+    for entry, lines in (
+        ({"loss": 2.0, "grad_norm": 1.0}, []),
+        ({"loss": 9.0, "grad_norm": 1.0}, [r"step 41: loss 9 is a spike, \d+ standard .*; its samples are 104 to 107"]),
+        ({"loss": 2.0, "grad_norm": math.nan}, ["step 41: .* not finite, the step was skipped on all ranks of the w"]),
+    ):
+        faults = Faults(watched, mesh, before, tmp_path)
+        said = faults.after({"step": 41, **entry}, range(100, 112), None, None)  # type: ignore[arg-type]
+        assert len(said) == len(lines)
+        assert all(re.match(line, text) for line, text in zip(lines, said, strict=True)), said
+    (skipped,) = map(json.loads, (tmp_path / "skipped.jsonl").read_text().splitlines())
+    assert (skipped["step"], skipped["samples"]) == (41, [104, 107])
 
 
 # --- the end --------------------------------------------------------------------------------------------------------

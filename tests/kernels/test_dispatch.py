@@ -227,11 +227,13 @@ def test_a_traced_choice_is_that_of_all_rows_or_the_rule(gpu, monkeypatch):
 
 
 def test_each_operator_hands_on_the_sizes_that_measurements_have(monkeypatch):
-    """A size that isn't handed on would match every row of the table."""
+    """A size that isn't handed on would match every row of the table, another one the wrong rows."""
     seen = {}
 
     def record(impl, x, operator, **sizes):
         seen.setdefault(operator, set()).add("".join(sorted(sizes)))
+        if len(sizes) == 1 and not sizes.keys() <= {"E", "n"}:
+            assert [*sizes.values()] == [x.shape[-1] // (1 + operator.endswith("glu"))], operator
         return "reference"
 
     def record_product(impl, x, operator, fits, **sizes):

@@ -252,6 +252,8 @@ def test_torch_multiplies_where_it_has_the_product(hopper, dtype):
         assert torch.equal(fp8_matmul(a, b, dtype), fp8_matmul(a, b, dtype, impl="reference"))
     recipes = torch.nn.functional.ScalingType
     assert hopper == [recipes.BlockWise128x128] * 2 + [recipes.BlockWise1x128]
+    assert fp8_matmul(factor(1, 128), factor(16, 128), dtype).shape == (1, 16)
+    assert len(hopper) == 4, "the least that has the product"
 
 
 @pytest.mark.parametrize(

@@ -48,4 +48,19 @@ NOTES: dict[tuple[str, str, str], str] = {
         "y = y.transpose(0, 1) if self.sequence_dim == 0 else y",
         "y = y.transpose(0, 0) if self.sequence_dim == 0 else y",
     ): "A missing test: none runs a mixture with `sequence_dim=0`",
+    (
+        "draw",
+        'loads.axhline(1, color="gray", lw=0.5)',
+        'loads.axhline(0, color="gray", lw=0.5)',
+    ): "A grey line in a picture",
+    (
+        "draw",
+        'figure, (losses, apart) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")',
+        'figure, (losses, apart) = plt.subplots(2, 1, figsize=(10, 4), layout="constrained")',
+    ): "Two pictures below each other instead of side by side",
+    (
+        "draw",
+        'panels[0].set(ylabel="held-out loss, nats a byte", ylim=(None, 3))',
+        "panels[0].set(ylim=(None, 3))",
+    ): "The label of an axis in a picture",
 }
