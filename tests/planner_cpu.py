@@ -157,7 +157,8 @@ def section() -> str:
     draw(results, DOCS / "planner_cpu.png")
     errors = [abs(p / s - 1) for _, s, p in results]
     lines = [f"| {name} | {s:.3f} | {p:.3f} | {p / s - 1:+.1%} |" for name, s, p in results]
-    load = f"Load average before {content['load'][0]:.1f}, after {content['load'][1]:.1f}, on {content['cores']} cores."
+    before, after = content["load"]
+    load = f"on {content['cores']} cores with a load average of {before:.1f} before and {after:.1f} after the runs"
     close = sum(abs(planned / real - 1) <= 0.05 for _, real, planned in content["peaks"])
     bytes_ = [
         f"| {name} | {real:,} | {planned:,} | {planned / real - 1:+.1%} |" for name, real, planned in content["peaks"]
@@ -165,18 +166,19 @@ def section() -> str:
     return "\n".join([
         "## A worked example: two CPU ranks\n",
         f"`python -m tests.planner_cpu --write docs/planner_cpu.json` measured {len(content['rows'])} layouts on "
-        f"{content['when']}. {load} The planner suggested {len(chosen)} of them "
-        f"({'; '.join(chosen)}), was "
-        f"fitted to those, and predicted the others: mean absolute error "
+        f"{content['when']}, {load}. `wide` is a GPT with 4 layers of width 512, `deep` one with 12 layers of width "
+        "256.\n",
+        f"1. `--suggest {len(chosen)}` named {len(chosen)} of the layouts: {'; '.join(chosen)}.",
+        "2. The profile `this-cpu` was fitted to the times of these layouts.",
+        "3. The planner predicted the other layouts: mean absolute error "
         f"{sum(errors) / len(errors):.1%}, largest {max(errors):.1%}.\n",
         "| layout | measured, s | predicted, s | error |", "|---|---|---|---|", *lines,
         "\n![Errors of the predicted layouts](planner_cpu.png)\n",
-        "Rates of each kind of collective, of products of a block's sizes and `x_dp` 1 were put into the profile after "
-        "a first try had a mean error of 15.7 %, and of 32 % at most.\n",
+        "A first try had a mean error of 15.7 %, and 32 % at most. Then the profile got a rate for each kind of "
+        "collective, a rate for matrix products of a block's sizes, and `x_dp` 1.\n",
         "## Planned and measured peaks\n",
-        "The most bytes that any CPU rank holds at any time of its second step, measured on every storage, and "
-        "planned: "
-        f"{close} of {len(bytes_)} within 5 %.\n",
+        "The table compares measured and planned peaks. A peak is the most bytes that any CPU rank holds at any time "
+        f"of its second step, summed over all storages. {close} of {len(bytes_)} planned peaks are within 5 %.\n",
         "| layout | measured | planned | error |", "|---|---|---|---|", *bytes_, "",
     ])  # fmt: skip
 

@@ -39,134 +39,274 @@ LAYOUTS = [
     ("1T", f"{GPT} --layers 128 --d-model 25600 --heads 160 --global-batch 3072 --recompute full",
      {"tp": 8, "pp": 64, "dp": 6}),
 ]  # fmt: skip
-HEAD = """# The planner: layouts, seconds, and their errors
+HEAD = """# The planner: which layouts fit, and how long a step takes
+
+`mpcore plan` lists the layouts of a model that fit a machine, the fastest first. It runs on one CPU core and allocates no weights. This page shows how
+to plan, what the printed table means, and how long planning takes. Then it compares the predictions with real runs.
 
 `python -m tests.planner_page --write docs/planner.md` wrote this page. Don't edit it by hand.
 
+## Plan
+
 ```console
-mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16 \\
-    --global-batch 1024 --wide --out plan.png
-mpcore plan .. --explain 1                                  where the seconds and the memory of row 1 go
-mpcore plan .. --ranks ranks.png                            which rank is on which GPU of which node, as a picture
-mpcore plan .. --what-if bandwidth=2x --what-if memory=141e9    the same on another machine
-mpcore calibrate runs.csv --machine h100 --out mine.json    fit a profile; `--machine mine.json` plans with it
-mpcore calibrate candidates.csv --machine h100 --suggest 4  which runs to measure first
+$ mpcore plan examples.gpt.plan:build --world 16 --machine h100 --preset llama3-8b --seq-len 4096 \\
+    --micro-batch 1 --global-batch 64 --dtype bfloat16 --tp 1,2 --pp 1 --vary zero=1,3
+16 ranks of h100: 74.5 GiB each, 2.8 of them in reserve, 8 a node; a model of 8,030,261,248 parameters
+row  tp  pp  dp     GiB   step, s   +-  compute  not compute                                  flags
+  1   1   1  16    70.8     1.424  13%    81.5%  operators 14%, cluster 3%, host 1%           --zero 1
+  2   2   1   8    40.3     1.543  13%    75.2%  operators 16%, tp sent 4%, cluster 3%        --zero 1
+  3   1   1  16    30.2     1.640  14%    70.8%  operators 24%, cluster 3%, dp sent 2%        --zero 3
+  4   2   1   8    20.9     1.805  14%    64.3%  operators 25%, tp sent 3%, cluster 3%        --zero 3
+GiB: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
+AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest.
+flags: what a row adds to the flags of its mesh and of this command; flags that neither names have their defaults.
+the fastest: --dp 16 --zero 1 --preset llama3-8b --seq-len 4096 --micro-batch 1 --global-batch 64 --dtype bfloat16
+best choices, where no other layout is both faster and smaller: rows 1, 2, 3, 4
 ```
 
-The planner counts what a rank of a layout holds, computes and sends, on fake tensors with the operators that a GPU runs. It estimates the
-seconds of a step from the counts and the rates of a *profile*, a JSON file in which each value has its source. The planner prints a table of the
-layouts that fit, the fastest first. `mpcore calibrate` also accepts a folder that `examples.gpt.pretrain` wrote.
+`--world` is the number of GPUs. `--machine` names a *profile*, a JSON file with the rates of one kind of machine. `--tp`, `--pp` and `--vary` limit
+what the planner tries. All other flags are flags of the model.
 
-A target is `module:build` of your own, called as `build(mesh, arguments)`, which returns an `mpcore.analysis.Work`
-(`mpcore.analysis.make_work` makes it in one call, and [the first hour](start.md) shows one); the presets of `examples.gpt.plan:build`; or a Hugging
-Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the shape from its config.json. Of a `Work` all stages are run in full. An
-`mpcore.analysis.Model` describes the blocks of each stage first, so that only stages of one and two blocks are run.
+- The planner runs each stage of a layout on fake tensors, which have shapes but no data, with the operators that a GPU runs. It counts what a rank
+  holds, computes and sends.
+- It estimates the seconds per step from these counts and from the profile's rates. The profile has the source of each rate.
 
-`make_work` plans one pipeline stage. To plan your own model with pp, return `Work(stages, plan, inputs, loss)` with the stages of
-`mesh.pp.rank` alone: `plan = find_schedule("1f1b", mesh.pp.size, micro_batches)` of `mpcore.pipeline.schedules`, and `inputs(i)` makes the
-arguments of `stages[i]`, `(args, kwargs)`, for one micro-batch.
+More commands; `..` stands for the target and the flags above:
 
-## The terms of the table
+```sh
+mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16 \\
+    --global-batch 1024 --wide --out plan.png                     # all sizes, many flags, and a picture
+mpcore plan .. --explain 1                                        # where the seconds and the memory of row 1 go
+mpcore plan .. --ranks ranks.png                                  # which rank is on which GPU of which node, as a picture
+mpcore plan .. --what-if bandwidth=2x --what-if memory=141e9      # the same on another machine
+mpcore plan --fit 65e9 --dp 64                                    # the model's state by arithmetic, without a model
+mpcore calibrate runs.csv --machine h100 --out mine.json          # fit a profile to your runs
+mpcore plan .. --machine mine.json                                # plan with this profile
+mpcore calibrate candidates.csv --machine h100 --suggest 4        # which runs to measure first
+```
 
-| word | what it counts |
+## What the table shows
+
+| word | what it is |
 |---|---|
 | GiB | the most bytes that any rank holds at any time, without the machine's reserve |
-| step, s | seconds of a step: the sum of all parts below |
-| +- | the relative standard error of the step, from those of the profile's rates |
+| step, s | seconds per step: the sum of compute and all other parts |
+| +- | the relative standard error of the step, from the standard errors of the profile's rates |
 | compute | the share of the step in matrix products and attention |
-| operators | all other kernels, such as norms, activations and the loss: bytes over the reached bandwidth of the GPU's memory |
-| tp sent, dp sent, .. | the part of the collectives over an axis that computation doesn't hide; `ends` are the first and last stage, which share tied embeddings |
+| not compute | the largest other parts of the step |
+| operators | all other kernels, such as norms, activations and the loss: their bytes over the bandwidth that kernels reach |
+| tp sent, dp sent, .. | collectives over an axis that computation doesn't hide; `ends` is the axis of the first and the last stage, which share tied embeddings |
 | bubble | waiting for other pipeline ranks, and for their messages |
-| host | launching kernels, and what small shapes lose: `tau` seconds per block and micro-batch |
+| host | kernel launches, and what small shapes lose: `tau` seconds per block and micro-batch |
 | optimizer | the optimizer's step |
-| cluster | a factor of the step for what no other row counts, such as slow nodes |
+| cluster | stragglers, jitter, and everything that the planner doesn't model: the profile's factor `cluster`, such as 1.03, multiplies the sum of all other parts |
 
-The best choices are the layouts that no other layout beats in both time and memory. The planner doesn't try flags that change nothing on a mesh, such as a
-schedule on one pipeline rank. "Needs at least" is a lower bound from the sizes alone; such a layout was not counted.
+- The best choices are the layouts that no other layout beats in both time and memory.
+- "Needs at least" is a lower bound from the sizes alone: the planner did not count this layout, because the bound doesn't fit.
+- The planner leaves out flags that change nothing on a mesh, such as a schedule on one pipeline rank.
+
+## The model to plan
+
+The target, such as `examples.gpt.plan:build`, is `module:function`. There are three kinds:
+
+- The example's GPT: `examples.gpt.plan:build` with a [preset](start.md#choose-a-layout-for-16-gpus) or sizes.
+- A Hugging Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the sizes from the folder's config.json.
+- Your own model: the planner calls your function as `work(mesh, arguments)`, and the function returns an `mpcore.analysis.Work`, which describes what
+  this rank runs. [The first hour](start.md#choose-a-layout-for-16-gpus) makes it in one call of `mpcore.analysis.make_work`, for one pipeline stage.
+
+With several pipeline stages, make the `Work` of the stages that this rank holds. Save this as `stages.py`, and run `mpcore plan stages:work --world 16`:
+
+```python
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.analysis import Work, dry_run
+from mpcore.pipeline.schedules import find_schedule
+from mpcore.training import lay_out
+
+D, BLOCKS, MICRO_BATCHES = 64, 8, 4
+
+
+class Stage(nn.Module):  # the blocks that one pipeline rank holds, named by their numbers in the unsharded model
+    def __init__(self, mesh: mp.Mesh) -> None:
+        super().__init__()
+        mine = mp.partition([1.0] * BLOCKS, mesh.pp.size)[mesh.pp.rank]
+        self.blocks = nn.ModuleDict({str(i): mp.ParallelMLP(D, 4 * D, tp=mesh.tp) for i in mine})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = x + block(x)
+        return x
+
+
+def work(mesh: mp.Mesh, arguments: list[str]) -> Work:
+    with torch.device("meta"):
+        stage = Stage(mesh)
+    lay_out(
+        [stage], mesh, list(stage.blocks.values()), seed=0, initialize=False, compile=None, data=mp.Zero(1),
+        precision=mp.Precision("float32"), recompute=mp.Recompute("none"),
+    )  # fmt: skip
+    schedule = find_schedule("1f1b", mesh.pp.size, MICRO_BATCHES)
+    return Work([stage], schedule, inputs=lambda i: ((torch.empty(8, 32, D),), {}), loss=torch.sum)
+
+
+assert dry_run(work, tp=2, pp=1).parameters == 2 * dry_run(work, tp=2, pp=2).parameters
+```
+
+`inputs(i)` returns the arguments `(args, kwargs)` of the i-th stage in the list, for one micro-batch. The planner runs all blocks of all stages of a
+`Work`. If your model is large, return an `mpcore.analysis.Model`: it describes the blocks of each stage first, and the planner then runs only stages of
+one and two blocks.
 """
 ROWS = """
-## Rows
+## Fit a profile to your runs
 
-A row of a JSON list, or of a CSV file with the same columns, is a run with a known time:
+`mpcore calibrate` fits six rates of a profile to runs whose time per step is known:
+
+| rate | what it is |
+|---|---|
+| `e_gemm` | the share of the GPU's peak that matrix products reach |
+| `e_hbm` | the share of the memory's bandwidth that other kernels reach |
+| `x_tp` | the share of the communication over tp, cp and ep that computation doesn't hide |
+| `x_dp` | the same for the communication over data-parallel ranks |
+| `tau` | the seconds that a block and micro-batch take in addition: kernel launches, small shapes |
+| `cluster` | the factor for everything else |
+
+A run is a folder that `examples.gpt.pretrain` wrote, or a row of a JSON list, or a row of a CSV file with the same columns:
 
 ```json
 [{"name": "8B", "set": "mine", "machine": "h100", "gpus": 8, "tp": 1, "cp": 2, "preset": "llama3-8b",
   "dtype": "bfloat16", "micro_batch": 1, "batch": 128, "seconds": 12.78}]
 ```
 
-- `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner`: the mesh. By default `dp` is `gpus` divided by the other axes.
-- `seconds` of a step; or `tflops` per GPU, with `flops` per step: a number, `plain` (72 B s L h² (1 + s/6h + V/12Lh)) or `recomputed`
-  (96 B s L h² (1 + s/6h + V/16Lh)); or `"seconds": "oom"`.
-- `attention`: `unfused` if attention writes its scores to memory. `gradient_bytes`: 2 if the run summed gradients in 16 bits, 6 if it kept 16-bit gradients in addition to float32 sums. `set`: rows that are fitted together. `machine`: a profile.
-- `nodes`: the state of the nodes, if the source reports several states, such as before and after a repair. Each state is fitted with a factor of its own.
-- `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`,
-  `recompute`, `zero`, `sequence_parallel`, `even_stages`, and any other flag of the target (column `target`).
+| column | what it is |
+|---|---|
+| `name`, `set`, `machine` | the run's name; the set of rows that are fitted together; the profile to begin with |
+| `gpus`, `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner` | the mesh; by default `dp` is `gpus` divided by tp, pp and cp |
+| `seconds` | seconds per step, or `"oom"` for a run that ran out of memory |
+| `tflops`, `flops` | instead of `seconds`: TFLOP/s per GPU, and the operations per step from which the source computed them. `flops` is a number, `plain` or `recomputed` |
+| `attention` | `unfused` if attention writes its scores to memory |
+| `gradient_bytes` | bytes of gradients per parameter: 4 by default; 2 if the run summed gradients in 16 bits; 6 if it kept 16-bit gradients in addition to float32 sums |
+| `nodes` | the state of the nodes, if the source reports several states, such as before and after a repair; the fit gives each state a factor of its own |
+| `layers`, `hidden`, `heads`, `kv_heads`, `d_ff`, `vocab_size`, `seq_len`, `preset`, `dtype`, `micro_batch`, `batch`, `stages_per_rank`, `recompute`, `zero`, `sequence_parallel`, `even_stages`, .. | flags of the target; the column `target` names the target |
 
-Presets for such rows: `megatron-gpt` (GELU, layer norm, learned positions, biases, tied embeddings), `megatron-gpt-rope`, the llamas and
-`nemotron4-15b`. A row that can't be read, or whose layout is refused, is an error that names the row and the column.
+With B samples per step, sequence length s, L layers, width h and V words, `plain` is 72 B s L h² (1 + s/6h + V/12Lh), and `recomputed` is
+96 B s L h² (1 + s/6h + V/16Lh).
+
+Presets for such rows are `megatron-gpt` (GELU, layer norm, learned positions, biases, tied embeddings), `megatron-gpt-rope`, the llamas and
+`nemotron4-15b`. If a row can't be read, or its layout is refused, the error names the row and the column.
 """
-SEARCH = """The search that the first lines of this page show tries 1,224 layouts. With 144 more, whose flags change nothing on their mesh and are now left
-out, it took 293 CPU seconds on 2026-11-25 on a busy machine of two cores. The search counts no layout that arithmetic rules out, and no larger micro-batch if a smaller one doesn't fit."""
-HALVES = """The source has several tables, split by a rule that was fixed beforehand. The errors of the first, third, .. table were looked at while the planner was
-changed. The errors of the second, fourth, .. table were not; but their times had been read, and the errors of an earlier planner were published. Three
-versions of the method predicted these runs. The first version had a mean error of 4.9 % and 17.9 % at most. After it, a test on made-up runs led `--suggest` to
-weigh errors by their logarithms. All rows together, including these, were also fitted in between, to find faults. So these rows are not a clean test set.
-Each line of the table fits the four layouts that `--suggest 4` names among its rows, and predicts the others. For each model with several layouts
-it takes the layout that seems fastest, by a known or a predicted time, and compares the time of this layout with the least time.
+SEARCH = """The search over 1,024 GPUs [above](#plan) tries 1,224 layouts. On 2026-11-25 it took 293 CPU seconds on a busy machine of two cores; at that time it
+also tried 144 layouts with flags that change nothing on their mesh. The search skips a layout if arithmetic shows that it doesn't fit, and larger
+micro-batches if a smaller one doesn't fit."""
+HALVES = """BigScience searched for the layout of its model with 176 billion parameters, on 384 A100 of the cluster Jean Zay. "Line N" is a line of
+[its chronicle](https://github.com/bigscience-workshop/bigscience/blob/master/train/tr11-176B-ml/chronicles-prequel.md).
 
-The choice of the four measured runs matters as much as the method, because some times of the source are off by more than a planner can predict. A run that took
-a fifth longer than similar runs spoils the fit if it is one of the four, and spoils the choice if it is not. So the table also has means over random halves of
-the tables. Its last three lines are not predictions. The first of them fits all times, and shows the errors and costs of choices that remain even then. One run
-causes more than half of these costs: line 775 took 113.0 s for a batch of 1,568, and line 776 took 114.1 s for 2,048. The last line takes the fitted times as true, and
-varies each run: by 1 %, as repeated runs of one layout vary, and as often and as far as the lines named below the table took longer. It shows what
-choices would cost a planner without any error.
+- Each of the first three rows below takes some runs of the source, fits the profile to the four runs that `--suggest 4` names, and predicts the other
+  runs.
+- *Choice costs*: for each model with several layouts, the planner chooses the layout with the least time, known or predicted. The cost is by how much
+  this layout's time exceeds the least time.
+- The source has several tables, split by a rule that was fixed beforehand. *Looked at* are the first, third, .. table: their errors were seen while the
+  planner was changed.
+- *Held out* are the second, fourth, .. table. Their errors were not looked at, but they are not a clean test set: their times had been read; three
+  versions of the method predicted them, and the errors of an earlier version were published; and all rows together were fitted in between, to find
+  faults. The first version had a mean error of 4.9 % and 17.9 % at most. After it, a test on made-up runs led `--suggest` to weigh errors by their
+  logarithms.
+- Which four runs are measured matters as much as the method, because some times of the source are off by more than a planner can predict. A run that
+  took a fifth longer than similar runs spoils the fit if it is one of the four, and spoils the choice if it isn't. So the table also has means over
+  random halves of the source's tables.
+- The last three rows are not predictions. The first of them fits all times: its errors and costs remain even then. One run causes more than half of
+  these costs: line 775 took 113.0 s for a batch of 1,568, and line 776 took 114.1 s for a batch of 2,048. The second leaves line 775 out.
+- The last row shows what choices would cost a planner without any error. It takes the fitted times as true and varies each run by 1 %, as repeated runs
+  of one layout vary. It also lengthens some runs, as often and as far as the lines named below the table took longer.
 """
-NOT = """
-## Not modelled
+LIMITS = """
+## What the planner doesn't model
 
-- The runs are of other runtimes; the counts are of this one. Its memory is this one's too, so rows that ran elsewhere may be planned too large:
-  this runtime sums gradients in float32, and keeps more without recomputation than one with other fused kernels.
-- For Megatron-Core neither micro-batches nor stages a rank were published. Assumed: micro-batch 2 for 7.1B and 1 for the others, 7
-  stages a rank for 462B, 1 for the others. Other assumptions give other errors: with micro-batch 1 for 7.1B the mean was a point higher.
-- These assumptions were chosen by their error, among several, and the prior of `x_dp` on h100 was lowered from 0.3 to 0.04 after the 32B row missed by
-  33%. So the error of the Megatron-Core rows is fitted in part, not a forecast. None of its other rows is held out.
-- The rows of SC'21 and DGXC that were never fitted were predicted, and no rate was changed after. DGXC's flags were: `regather`, since its runtime
-  keeps shards of the sequence for backward (not in Megatron-Core's rows: when this was chosen, their mean error was 5.1 % with it and 4.8 % without, so this choice too is partly fitted), and 16-bit
-  gradients of GPT-3 and Nemotron-4 340B, as their published configurations say. So 4 of 31 are planned too large, not 9.
-- BigScience's rows of 02-28 keep 16-bit gradients besides float32 sums, as the source says (`gradient_bytes` 6), and the profile's reserve is 5 GB, not
-  3 GB: an assumption, made in the knowledge that 5 instead of 4 of 6 failures are seen with it. Its fullest ranks still held 5 to 12 GB more than is planned, and more with larger micro-batches.
-- After the errors of half of BigScience's rows were looked at: heads of 108 take attention off the tensor cores, where it is written out; the
-  source says CUDA_LAUNCH_BLOCKING=1, so the profile jean-zay hides nothing (`x_dp` 1) and begins with 10 ms a block and micro-batch (`tau`, from
-  these rows, instead of 0.1 ms); errors of single runs are cut off (Huber); and `--suggest` prefers runs that resemble others.
-- What is left of BigScience's errors is mostly single rows: the source took one iteration of each run, and six took 15 to 30 % longer than
-  their like (lines 727, 760, 775, 830, 847 and 930). Where one of them is suggested, the other predictions suffer, as in the line of all layouts.
-  Rows before 02-25 ran on nodes that were 1 to 5 % slower, by the source: they have a factor of their own, which other layouts that ran in both
-  states put at 5 %. The factor was added after all errors had been seen. The twelve draws are printed with it and without it: errors fall, what choices
-  cost does not. The first three lines were better without it: 3.3 %, 4.8 % and 4.1 % mean error, and choices that cost 0.3 %, 0.3 % and 2.5 %.
-- Between nodes the profile jean-zay has the specified bandwidth, 6.25 GB/s a GPU. The source also measured an all-reduce (40.5 of a link's 100 Gb/s, 2.5 GB/s a
-  GPU), and a fit on all rows gives `x_dp` 2.5. With the measured value that fit has a mean error of 4.3 % instead of 3.3 %, since it slows messages
-  between stages too. With messages in shards over tp as well it is 3.3 % again, with `x_dp` 0.9: this may be how the source's runtime sends
-  them. It is not built in: choices were no better.
-- Choices cost more than the 2 % that we aim at. With all runs fitted, 8 of 13 choices are right, and three cost more than 2 %: line 775 above (21.8 %);
-  line 777 (9.2 %), the only run with micro-batch 6; and line 884 (7.9 %), with tp 4 and pp 6, which like line 803 took longer than planned. A fit with 41
-  free effects, of each combination of tp, pp, dp and micro-batch, and of heads, layers, batch, gradients and nodes, still chooses line 775: this choice alone adds 1.7 points to the mean.
-  A fit with 37 additive effects, one of them for batch 1,568 alone, makes no wrong choice; it has seen every time.
-  The fitted errors have one more pattern: with tp 8, runs with micro-batch 2 take about 2 % longer than predicted, and those with micro-batch 4 about 1 % less.
-- Terms that should explain these errors, each tried with its cost from arithmetic and left out. The means of the twelve draws were 4.5 % (errors) and 3.9 % (choices) before;
-  tiles of 256 x 128 in whole waves of 108 multiprocessors give 4.4 % and 4.2 %, a loss that is not fused 4.4 % and 4.4 %,
-  and gradients summed and sent in the bytes that the source says 4.9 % and 4.2 %.
-- Tried on all rows of BigScience, and left out, since errors on tables left out of the fit fell by less than 0.2 %: traffic of gradients kept in 16 and
-  32 bits, host time that grows with tp, messages of the pipeline that nothing hides, rings through one port of a node, a cost a micro-batch. Also
-  tried and left out, by errors and costs of choices in twelve such draws: a Student t likelihood, narrower priors, suggesting again after each run,
-  and measuring the layouts first that seem fastest.
-- Other published rows: 66 of llm-foundry's table (MPT, 125M to 70B, 8 to 512 GPUs, sequences up to 2,048, ZeRO-3) were predicted once and nothing was changed
-  after. After four suggested runs the 41 on H100 have a mean error of 6.1 %, 22.7 % at most, the 25 on A100 6.8 % and 22.1 %: above what the rows here
-  have. Rates fitted to DGXC's rows are 25 % too fast for that runtime on H100, so a profile is of a machine and its software. The largest errors are of small models,
-  at 2,048 tokens on H100 more than at 512: attention is slower there than its profile says, and its rate is not fitted.
-- Matrix products of all sizes have one rate. Attention has the rate of the profile, which is for head dimension 128.
-- Overlap is a fixed share, `x_tp` and `x_dp`, not a simulation: a run whose communication takes longer than the compute that hides it takes longer than planned.
-- With windows and packed documents the planner counts half of the pairs, as for a causal mask. It doesn't model offload, `--compile`, and the link to the host.
-- The planner doesn't model stragglers, failures, the network's topology above a node, evaluation, checkpoints and data loading.
+- Stragglers, failures, the network's topology above a node, evaluation, checkpoints and data loading.
+- Offload, `--compile`, and the link to the host.
+- Overlap is a fixed share of the communication (`x_tp`, `x_dp`), not a simulation. If communication takes longer than the compute that hides it, a run
+  takes longer than planned.
+- Matrix products of all sizes have one rate. Attention has the profile's rate, which is for head dimension 128.
+- With windows and packed documents the planner counts half of the pairs of tokens, as for a causal mask.
+"""
+PUBLISHED_TEXT = """How good are the predictions? The rows come from four sources: Megatron-LM's paper (SC'21, table 1), NVIDIA's DGX Cloud benchmarks 25.02 (DGXC), the
+README of Megatron-Core 0.8 (MCore), and BigScience. `mpcore calibrate published --test heldout` fits and predicts the first three.
+
+- *fitted*: the time that the planner predicts after the six rates were fitted to all rows of the set, with priors around the profile's values.
+- *left out*: the time that the planner predicts for a row after a fit to the other rows only. *error* is the error of this prediction.
+- *not identified*: the rows don't determine this rate, so its value comes from the prior.
+- *planned GB*: the planned memory of the fullest rank.
+"""
+NOTES = """
+## How the published rows were used
+
+The runs are of other runtimes, but the planner counts what mpcore does. mpcore sums gradients in float32, and without recomputation it keeps more than a
+runtime with other fused kernels. So a row that ran elsewhere may be planned too large.
+
+Megatron-Core:
+
+- The source published neither micro-batches nor stages per rank. We assume micro-batch 2 for 7.1B and 1 for the other models, and 7 stages per rank for
+  462B and 1 for the other models.
+- These assumptions were chosen by their error, among several: with micro-batch 1 for 7.1B the mean error was a point higher. The prior of `x_dp` on h100
+  was lowered from 0.3 to 0.04 after the 32B row missed by 33 %. So the errors of these rows are fitted in part, not a forecast, and no other row of this
+  source is held out.
+
+SC'21 and DGXC:
+
+- The rows that were never fitted were predicted, and no rate was changed afterwards.
+- DGXC's rows have the flag `regather`, because their runtime keeps shards of the sequence for backward. Megatron-Core's rows don't have the flag: when
+  this was chosen, their mean error was 5.1 % with it and 4.8 % without it. So this choice is fitted in part, too.
+- DGXC's GPT-3 and Nemotron-4 340B sum gradients in 16 bits, as their published configurations say. With these flags 4 of 31 rows are planned too large;
+  without them it was 9.
+
+BigScience:
+
+- The rows of 02-28 keep 16-bit gradients in addition to float32 sums, as the source says (`gradient_bytes` 6).
+- The profile's reserve is 5 GB, not 3 GB. This assumption was made in the knowledge that it lets the planner see 5 of 6 failures instead of 4. The
+  fullest ranks still held 5 to 12 GB more than planned, and more with larger micro-batches.
+- Four changes were made after the errors of half of the rows had been looked at. Unfused attention with heads of 108 doesn't run on tensor cores. The
+  profile jean-zay hides no communication (`x_dp` 1) and begins with `tau` 10 ms per block and micro-batch, taken from these rows, instead of 0.1 ms: the
+  source says CUDA_LAUNCH_BLOCKING=1. Single runs with large errors count less in the fit (Huber). `--suggest` prefers runs that resemble others.
+- The remaining errors are mostly of single rows. The source timed one iteration of each run, and six runs took 15 to 30 % longer than similar runs
+  (lines 727, 760, 775, 830, 847 and 930). If `--suggest` names one of these, the other predictions suffer, as in the row "all".
+- The source says that rows before 02-25 ran on nodes that were 1 to 5 % slower. These rows have a factor of their own; other layouts that ran in both
+  states put it at 5 %. The factor was added after all errors had been seen, so the table has the twelve draws with it and without it: the factor lowers
+  the errors, but not the costs of choices. Without it the first three rows of the table were better: mean errors of 3.3 %, 4.8 % and 4.1 %, and choices
+  that cost 0.3 %, 0.3 % and 2.5 %.
+- The profile jean-zay has the specified bandwidth between nodes, 6.25 GB/s per GPU. The source also measured an all-reduce (40.5 of a link's 100 Gb/s,
+  which is 2.5 GB/s per GPU), and a fit on all rows gives `x_dp` 2.5. With the measured bandwidth this fit has a mean error of 4.3 % instead of 3.3 %,
+  because messages between stages become slower too. If messages between stages are also sharded over tp, it is 3.3 % again, with `x_dp` 0.9. The
+  source's runtime may send them so. The planner doesn't, because choices were no better.
+- Choices cost more than the 2 % that we aim at. With all runs fitted, 8 of 13 choices are right, and three cost more than 2 %: line 775 (21.8 %); line
+  777 (9.2 %), the only run with micro-batch 6; and line 884 (7.9 %), with tp 4 and pp 6, which took longer than planned, as did line 803.
+- A fit with 41 free effects (each combination of tp, pp, dp and micro-batch; heads, layers, batch, gradients and nodes) still chooses line 775. This
+  choice alone adds 1.7 points to the mean cost. A fit with 37 additive effects, one of them for batch 1,568 alone, makes no wrong choice, but this fit
+  has seen every time.
+- The fitted errors have one more pattern. With tp 8, runs with micro-batch 2 take about 2 % longer than predicted, and runs with micro-batch 4 about 1 %
+  less.
+- Three terms should explain these errors. Each was tried with its cost from arithmetic, and left out:
+
+| term | mean error of the twelve draws | mean cost of choices |
+|---|---|---|
+| none of these terms | 4.5% | 3.9% |
+| tiles of 256 x 128 in whole waves of 108 multiprocessors | 4.4% | 4.2% |
+| a loss that is not fused | 4.4% | 4.4% |
+| gradients summed and sent in the bytes that the source says | 4.9% | 4.2% |
+
+- Five more terms were tried on all rows, and left out because the errors on tables left out of the fit fell by less than 0.2 %: traffic of gradients
+  kept in 16 and 32 bits, host time that grows with tp, pipeline messages that nothing hides, rings through one port of a node, and a cost per
+  micro-batch.
+- Four changes of the method were tried in twelve such draws, and left out because of their errors and costs: a Student t likelihood, narrower priors,
+  suggesting again after each run, and measuring the layouts first that seem fastest.
+
+llm-foundry (MPT, 125M to 70B, 8 to 512 GPUs, sequences up to 2,048, ZeRO-3):
+
+- 66 rows of its table were predicted once, and nothing was changed afterwards. After four suggested runs the 41 rows on H100 have a mean error of 6.1 %
+  and 22.7 % at most; the 25 rows on A100 have 6.8 % and 22.1 %. Both are above the errors of the rows on this page.
+- Rates fitted to DGXC's rows are 25 % too fast for llm-foundry on H100: a profile describes a machine together with its software.
+- The largest errors are of small models, and on H100 they are larger at 2,048 tokens than at 512: attention is slower there than the profile says, and
+  the rate of attention is not fitted.
 """
 
 
@@ -201,9 +341,9 @@ def published() -> str:
         parts.append("| row | seconds | fitted | left out | error | planned GB |\n|---|---|---|---|---|---|")
         parts += [_line(result.row.name, result, run) for result, run in zip(results, runs, strict=True)]
         found = fit(runs, machine)
-        parts.append(f"\n```\n{scalars_table(found)}\n```\n")
+        parts.append(f"\n```text\n{scalars_table(found)}\n```\n")
         if tests := others.pop((name, profile), None):
-            parts.append(f"Rows that were never fitted:\n\n```\n{tested(found, count_rows(tests))}\n```\n")
+            parts.append(f"Rows that were never fitted:\n\n```text\n{tested(found, count_rows(tests))}\n```\n")
     parts += [sweep(name, load_machine(profile), rows) for (name, profile), rows in others.items()]
     return "\n".join(parts)
 
@@ -212,7 +352,7 @@ def sweep(name: str, machine: Machine, rows: list[Row]) -> str:
     """A set of which no row is fitted but those that the planner suggests: two halves, and all."""
     runs, half = count_rows(rows), halves(rows)
     first, second = ([run for run, odd in zip(runs, half, strict=True) if odd == is_odd] for is_odd in (True, False))
-    parts = [f"### {name}, a sweep of {len(rows)} layouts, from the profile {machine.name}\n", HALVES]
+    parts = [f"### {name}, a search over {len(rows)} layouts, from the profile {machine.name}\n", HALVES]
     parts.append("| layouts | mean error | largest | choice costs, mean | largest |\n|---|---|---|---|---|")
     for which, some in (("looked at", first), ("held out", second), ("all", runs)):
         found = predict_sweep(some, machine, SUGGESTED)
@@ -233,7 +373,7 @@ def sweep(name: str, machine: Machine, rows: list[Row]) -> str:
     far = [f"{_line_of(run)} ({e:+.0%})" for run, e in zip(timed, floor.errors.values(), strict=True) if abs(e) > FAR]
     parts.append(f"\nLines that the fit to all misses by more than 10 %: {', '.join(far)}.")
     scalars = scalars_table(predict_sweep(runs, machine, SUGGESTED).found)
-    return "\n".join([*parts, "\n```", *memory_lines(runs, machine), f"{scalars}\n```\n"])
+    return "\n".join([*parts, "\n```text", *memory_lines(runs, machine), f"{scalars}\n```\n"])
 
 
 def drawn(runs: list[Run], machine: Machine) -> list[float]:
@@ -300,21 +440,21 @@ def page() -> str:
     return "\n".join(
         [
             HEAD,
-            "## How long it takes\n",
-            "The table shows the CPU seconds of one core for one layout: with an empty cache, and a second time. In a search layouts share counts.\n",
+            "## How long planning takes\n",
+            "The table shows the CPU seconds of one core for one layout, first with an empty cache (cold), then a second time (warm). In a search layouts share counts.\n",
             speed(),
             "\n" + SEARCH,
-            "\nCounts are linear in the blocks of a stage: each kind of stage is run with one and two blocks, and `tests/test_layout.py` "
-            "compares all counts with those of full runs, integer for integer. Peaks while operators run are maxima, not sums: they agree within 4 %.",
+            "\nCounts are linear in the blocks of a stage: each kind of stage is run with one and two blocks. `tests/test_layout.py` compares all "
+            "counts with the counts of full runs, integer for integer. Only the peaks within operators are maxima instead of sums; they agree within 4 %.",
             ROWS,
+            LIMITS.lstrip(),
             "## Published runs\n",
-            "`mpcore calibrate published`. Six scalars are fitted to each set, with priors around the profile's values; *left out* is the "
-            "prediction of a fit on the set's other rows.\n",
+            PUBLISHED_TEXT,
             published(),
             cpu_section(),
-            NOT,
+            NOTES.lstrip(),
             "## The state of a model of 65 billion parameters\n",
-            f"`mpcore plan --fit 65e9 --dp 64`, from arithmetic:\n\n```\n{state_table(65e9, [64])}\n```",
+            f"`mpcore plan --fit 65e9 --dp 64`, from arithmetic:\n\n```text\n{state_table(65e9, [64])}\n```",
             "",
         ]
     )
