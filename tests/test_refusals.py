@@ -1,0 +1,126 @@
+"""Errors that no other test meets: each wrong input, and what the message says. Nothing here starts a process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpcore as mp
+from examples.gpt.config import GPTConfig
+from examples.gpt.replay import replay
+from mpcore.analysis.plan import main as plan
+from mpcore.analysis.runs import read_run
+from mpcore.interop.hugging_face import stored
+from mpcore.interop.lora.files import _keys
+from mpcore.layers.mlp import _tried
+from mpcore.pipeline import cut
+from mpcore.pipeline.makespan import resolve
+from mpcore.pipeline.messages import Message
+from mpcore.pipeline.schedules import Action, Schedule
+from mpcore.training.numerics import InvariantStep
+from mpcore.verify import verify
+
+
+class Quantized(nn.Module):
+    """Looks like a quantized model of transformers."""
+
+    config, hf_quantizer, save_pretrained = {}, object(), print
+
+
+class Gone:
+    """A message whose peer is gone."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed")
+
+
+class Two(nn.Module):
+    """Stages of it that don't fit each other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def replay_without_mesh() -> None:
+    folder = Path("run")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"run": {"dp": None, "steps": 3}}))
+    replay(folder, 1)
+
+
+def unequal_messages(mesh: mp.Mesh) -> None:
+    sizes = [[1, 3], [2, 2]][mesh.dp.rank]
+    dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], sizes, group=mesh.dp.group)
+
+
+def more_micro_batches() -> None:
+    model = mp.ColumnParallelLinear(4, 4, tp=mp.build_mesh(virtual=2).tp, gather_output=True, bias=False)
+    run = mp.prepare(
+        model, mp.build_mesh(virtual=2), blocks=[], loss=lambda y, _: y.sum(), initialize=False, numerics="invariant",
+        optimizer=lambda model: mp.AdamW(model, lr=0.1),
+    )  # fmt: skip
+    run.set_micro_batches(5)
+
+
+def invariant_sgd() -> None:
+    model = nn.Linear(2, 2)
+    InvariantStep([model], mp.Mesh(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+DEADLOCK = Schedule("mine", ((Action("B", 0, 0), Action("F", 0, 0)),), 1, 1)
+PLAN = ["tests.test_plan:build", "--world", "2"]
+REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    r"norm 'batch' must be 'rms' or 'layer', positions 'rope' 'rope' or": (ValueError, lambda: GPTConfig(norm="batch")),
+    r"positions 'none' 'rope' or 'learned'": (ValueError, lambda: GPTConfig(positions="none")),  # type: ignore[arg-type]
+    r"run has no checkpoint, and config.json doesn't tell dp: set run.dp": (ValueError, replay_without_mesh),
+    r"nowhere holds no run: config.json and metrics.jsonl can't be read": (
+        ValueError, lambda: read_run(Path("nowhere"))
+    ),
+    r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size": (
+        Exception, lambda: mp.simulate(unequal_messages, dp=2)
+    ),
+    r"no layout fits: try --vary recompute": (ValueError, lambda: plan([*PLAN, "--memory", "0.000001"])),
+    r"no layout could be counted: refused on 1": (ValueError, lambda: plan([*PLAN, "--tp", "1", "--refuse"])),
+    r"Quantized is quantized or holds adapters": (ValueError, lambda: stored.dense_shape(Quantized())),
+    r"No module named 'transformers.nothing': install transformers 5": (
+        ValueError, lambda: stored.transformers_module("nothing")
+    ),
+    r"a: up has a lora_A alone, of lora_A and lora_B": (
+        ValueError, lambda: _keys(SimpleNamespace(path="a", header=["base_model.model.up.lora_A.weight"]))  # type: ignore[arg-type]
+    ),
+    r"activation .* fails on a tensor \(2, 64\) on the CPU: .* argument": (ValueError, lambda: _tried(torch.cat)),  # type: ignore[arg-type]
+    r"unexpected keyword arguments \['biass'\]: AttentionOptions has \['causal', ": (
+        TypeError, lambda: mp.ParallelAttention(4, 2, biass=True)  # type: ignore[call-arg]
+    ),
+    r"virtual degrees don't go with cp 2: take cp 1": (
+        Exception, lambda: mp.simulate(partial(mp.build_mesh, cp=2, virtual=2), ranks=2)
+    ),
+    r"Two can't be cut into 2 stages: run in turn, they fail: RuntimeError: mat1 and mat2": (
+        ValueError, lambda: cut._compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [])
+    ),
+    r"the schedule mine deadlocks: prove\(schedule\) says where": (ValueError, lambda: resolve(DEADLOCK)),
+    r"0F0, to or from rank 3 of the pipeline, failed: connection closed": (
+        RuntimeError, lambda: Message([], [Gone()], Action("F", 0, 0), 3).wait()  # type: ignore[list-item]
+    ),
+    r'numerics "invariant" has no form of torch\'s SGD: take optimizer=mpcore.AdamW': (ValueError, invariant_sgd),
+    r'5 micro-batches: numerics "invariant" has 2 leaves in every step': (ValueError, more_micro_batches),
+    r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
+        ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_wrong_input_is_refused_with_a_reason(said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind, call = REFUSED[said]
+    with pytest.raises(kind, match=said):
+        call()
