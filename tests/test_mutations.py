@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -364,6 +365,10 @@ def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_fi
     found = Lines(tmp_path / "lines")
     with copies(tiny, 1) as (copy,):
         assert found.record(copy, "tests/test_more.py", 20, words=()) == "5 tests, died ended"
+        (tiny / "tests/test_total.py").rename(copy.folder / "tests/test_more.py")
+        again = Lines(shutil.copytree(tmp_path / "lines", tmp_path / "again"))
+        again.record(copy, "tests/test_more.py", 20, words=())
+        assert {*again.of_file("mpcore/inner/total.py")[5]} == {"tests/test_more.py::test_pitfall_03_04_add"}
     found = Lines(tmp_path / "lines")
     seconds = found.seconds["tests/test_more.py"]
     one, many, thread, after, process = seconds
@@ -390,4 +395,4 @@ def test_coverage_names_the_fastest_tests_of_a_line_one_case_of_each_function_fi
         f"tests/test_far.py::test_a[{case}]": cost for case, cost in (("0", 0.1), ("1", 0.2), ("return", 0.3))
     }
     first, other, named = found.known
-    assert of("arithmetic") == [first, named, other]  # the line is `return x + y`
+    assert of("arithmetic") == [named, first, other]  # the line is `return x + y`

@@ -11,9 +11,11 @@ import ast
 import contextlib
 import json
 import re
+import sqlite3
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -41,7 +43,8 @@ class Lines:
 
     def __init__(self, folder: Path = FOLDER) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.data, self.times = CoverageData(str(folder / "lines.db")), folder / "seconds.json"
+        self.path, self.times = folder / "lines.db", folder / "seconds.json"
+        self.data = CoverageData(str(self.path))
         self.data.read()
         self.lock = threading.Lock()
         kept = json.loads(self.times.read_text()) if self.times.is_file() else {}
@@ -55,6 +58,10 @@ class Lines:
         A test that ends the process, or takes all the time, is left out, and the file runs again without it.
         """
         passed, out, how = {}, [], []
+        if file in self.seconds:  # lines that it ran when it was recorded before
+            with self.lock, contextlib.closing(sqlite3.connect(self.path)) as known, known:
+                old = f"SELECT id FROM context WHERE context LIKE '{file}::%'"
+                known.execute(f"DELETE FROM line_bits WHERE context_id IN ({old})")
         with tempfile.TemporaryDirectory(prefix="mpcore-lines-") as part:
             for i in range(4):
                 lines = Path(part) / str(i)
@@ -79,7 +86,7 @@ class Lines:
     def tests(self, project: Project, module: str, mutant: Mutant, seconds: float) -> list[str]:
         """The fastest tests that run the line, as many as take these seconds.
 
-        First comes one case of each function, with those cases whose id has a word of the line, such as a flag's name.
+        First come cases whose id has a word of the line, such as a flag's name, and then one case of each function.
         Those of the nearest files come first: they compare what the module computes; others only need it to run.
         Tests that enter the body of an `if` come first if the line is its condition: they alone see a refusal.
         Where no test runs the line itself: those of the statement, the definition, or what names it in the module.
@@ -92,16 +99,19 @@ class Lines:
         found = next(filter(None, map(known, scopes(project.trees[module], mutant.line))), set())
         near = {str(project.paths[test]) for test in project.ranked(module, mutant.definition)[:NEAR]}
         inside = known(branch(project.trees[module], mutant.line)) & found
-        words = {*re.findall(r"\w{4,}", mutant.shown(project.texts[module])[0])} - {"None", "True", "False"}
-        functions: dict[str, int] = {}
+        code = re.sub(r"([\"'])[^\"']* [^\"']*\1", "", mutant.shown(project.texts[module])[0])  # without sentences
+        words = {*re.findall(r"\w{4,}", code)} - {"None", "True", "False"}
+        functions: Counter[str] = Counter()
+        named: Counter[str] = Counter()
         turns = []
         for elsewhere, cost, test in sorted((test not in inside, self.known[test], test) for test in found):
             name = test.partition("[")[0]
-            functions[name] = functions.get(name, 0) + 1
-            other = functions[name] > 1 and not words & {*re.findall(r"\w{4,}", test.partition("[")[2])}
+            functions[name] += 1
+            named[name] += bool(says := words & {*re.findall(r"\w{4,}", test.partition("[")[2])})
             file = Path(test.partition("::")[0])
             far = str(file) not in near and not {*module.split(".")} & {*file.parts}
-            turns.append((elsewhere, other, far, functions[name] > 3, cost, test))
+            few = bool(says) and named[name] <= 3
+            turns.append((elsewhere, not few, functions[name] > 1, far, functions[name] > 3, cost, test))
         chosen: list[str] = []
         for *_, cost, test in sorted(turns):
             if len(chosen) < MOST and (cost <= seconds or not chosen):
