@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from functools import partial
@@ -196,6 +197,79 @@ def test_a_missing_sum_is_named_where_every_rank_of_the_axis_holds_a_term(layout
     ]
     why = Judge(Seen(0, 0, 0, 0))._why(parse_layout(layout), "gradient", "w", held, terms["a"], terms["a"] + terms["b"])
     assert why.startswith(sentence)
+
+
+VALUES = torch.arange(12.0, dtype=torch.float64).view(4, 3) + 1
+PLACES = {
+    "initial": "first values", "gradients": "gradient", "updated": "update", "buffers": "buffers", "output": "forward",
+    "evaluated": "evaluation", "loss": "loss", "norm": "norm",
+}  # fmt: skip
+
+
+def seen_on(layout: str) -> tuple[Seen, list[Seen]]:
+    """What the unsharded model and two ranks recorded: an index, a sum, which depends on the rows, and values."""
+
+    def output(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"[0]": torch.tensor([7, 8]), "[1]": rows.sum(), "[2]": rows.clone()}
+
+    whole = {name: {"w": VALUES.clone()} for name in ("initial", "gradients", "updated", "buffers")}
+    numbers = {"rows": 4, "loss": 5.0, "norm": 3.0}
+    rows = VALUES.chunk(2) if layout == "dp2" else (VALUES, VALUES)
+    truth = Seen(0, 0, 0, 0, **whole, **numbers, output=output(VALUES), evaluated=output(VALUES))
+    places = [{**dict.fromkeys(("tp", "cp", "pp", "dp"), 0), layout[:2]: i} for i in range(2)]
+    both = zip(places, rows, strict=True)
+    whole = {name: {"w": VALUES.clone()} for name in whole}
+    return truth, [
+        Seen(**at, **copy.deepcopy(whole), **numbers, output=output(part), evaluated=output(part)) for at, part in both
+    ]
+
+
+def change(seen: Seen, field: str, how: float | str) -> str:
+    """Scale one number that a rank recorded, or give its tensor another shape, or drop it. Returns its name."""
+    held = getattr(seen, field)
+    if isinstance(held, float):
+        setattr(seen, field, held * how)
+        return ""
+    name = list(held)[-1]
+    if how == "shape":
+        held[name] = held[name][:, :2].T
+    elif how == "gone":
+        del held[name]
+    else:
+        held[name][1, 1] *= how
+    return name
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_whatever_differs_on_one_rank_is_named_by_its_stage(layout):
+    truth, ranks = seen_on(layout)
+    verdict = Judge(truth)(parse_layout(layout), ranks)
+    assert verdict.equal, verdict.departure
+    assert list(verdict.worst.items()) == [(stage, 0.0) for stage in STAGES]
+    for field, stage in PLACES.items():
+        of_tensors = () if field in ("loss", "norm") else ("shape", "gone")
+        for how in (1 + 2.0**-52, 1 + 1e-9, math.nan, math.inf, *of_tensors):
+            ranks = seen_on(layout)[1]
+            name = change(ranks[1], field, how)
+            found = Judge(truth)(parse_layout(layout), ranks).departure
+            if how == 1 + 2.0**-52 or (how == "gone" and field in ("initial", "buffers")):  # another stage holds it
+                assert found is None, (field, how, found)
+            else:
+                assert found is not None, (field, how)
+                assert (found.stage, name in found.name) == (stage, True), (field, how, found)
+
+
+def test_a_loss_of_gathered_logits_is_told_by_the_tokens_that_it_counts():
+    for tokens in (1, 12):
+        truth, ranks = seen_on("tp2")
+        ranks[0].loss += tokens * math.log(2)
+        found = Judge(truth)(parse_layout("tp2"), ranks).departure
+        assert found is not None
+        assert f"it is log(tp) too large for each of {tokens} tokens" in found.cause
+    ranks[0].loss = math.inf
+    assert "the output was right: the loss reads it otherwise" in str(
+        Judge(truth)(parse_layout("tp2"), ranks).departure
+    )
 
 
 def test_a_hang_says_where_each_rank_stands(ranks):

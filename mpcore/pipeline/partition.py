@@ -74,23 +74,20 @@ def _slowest(sums: list[float], stages: int) -> float:
 
 def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
     """Of the cuts whose stages all cost at most `slowest` the one with the least sum of squares."""
-    n = len(sums) - 1
-    least = [[math.inf] * (n + 1) for _ in range(stages + 1)]
-    begin = [[0] * (n + 1) for _ in range(stages + 1)]
-    least[0][0] = 0.0
+    found: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}  # of the first i blocks in the stages so far
     for stage in range(1, stages + 1):
-        for i in range(stage, n + 1):
+        longer: dict[int, tuple[float, list[range]]] = {}
+        for i in range(stage, len(sums)):
             for j in range(i - 1, stage - 2, -1):
                 cost = sums[i] - sums[j]
                 if cost > slowest:
                     break
-                total = least[stage - 1][j] + cost * cost
-                if total < least[stage][i] * (1 - 1e-12):  # ties: the last stage is the shortest, and so on
-                    least[stage][i], begin[stage][i] = total, j
-    cuts = [n]
-    for stage in range(stages, 0, -1):
-        cuts.append(begin[stage][cuts[-1]])
-    return [range(start, end) for end, start in itertools.pairwise(cuts)][::-1]
+                if j in found:
+                    total = found[j][0] + cost * cost
+                    if i not in longer or total < longer[i][0] * (1 - 1e-12):  # ties: the last stage is the shortest
+                        longer[i] = total, [*found[j][1], range(j, i)]
+        found = longer
+    return found[len(sums) - 1][1]
 
 
 def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:

@@ -220,7 +220,7 @@ def read_csv(path: Path | str) -> Schedule:
         ValueError: if the file can't be read or has no action, or a cell is not an action; with its row and column.
     """
     try:
-        with open(path, newline="") as file:
+        with open(path) as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise ValueError(f"the schedule {path} can't be read: {problem}") from problem

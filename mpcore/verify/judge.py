@@ -384,7 +384,7 @@ class Judge:
             return worst, None
         got = ranks[0].loss
         tokens = (got - self.truth.loss) / math.log(layout.tp) if layout.tp > 1 else math.nan
-        if tokens > 0.5 and _close(tokens / max(round(tokens), 1), 1.0):
+        if math.isfinite(tokens) and _close(tokens / max(round(tokens), 1), 1.0):
             cause = (
                 f"it is log(tp) too large for each of {round(tokens)} tokens: gathered logits go into a loss that "
                 f"takes them for this rank's shard of the vocabulary"

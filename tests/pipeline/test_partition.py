@@ -41,6 +41,9 @@ def test_the_cut_is_the_best_of_all_cuts(n):
             assert max(got) == min(map(max, every)), (costs, stages, cut)
             best = min(sum(c * c for c in other) for other in every if max(other) == max(got))
             assert sum(c * c for c in got) == best, (costs, stages, cut)
+            assert partition([c / 512 for c in costs], stages, first=first / 512, last=last / 512) == cut
+            huge = partition([c * 2.0**600 for c in costs], stages, first=first * 2.0**600, last=last * 2.0**600)
+            assert max(stage_costs(huge, costs, first, last)) == max(got), "though squares are infinite"
 
 
 def test_equal_blocks_make_even_stages_and_extras_shorten_the_outer_ones():
