@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -165,3 +166,21 @@ def test_row_16_17_18_any_byte_changed_or_cut_is_refused(written, at, bits, cut,
     for part, old in parts.items():
         (folder / part).write_bytes(damaged if part == name else old)
     read(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "has 0 bytes"),
+        (b"\0" * 7, "has 7 bytes"),
+        (b"\0" * 8, "is damaged: Expecting value"),
+        (struct.pack("<Q", 3) + b"{}", "is damaged: a header of 3 bytes, in a file of 10 and at most"),
+    ],
+)
+def test_a_file_without_a_header_is_told_by_its_size(tmp_path, content, told):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} {told}"):
+        TensorFile(path)
+    path.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert TensorFile(path).header == {}

@@ -243,6 +243,31 @@ def test_nothing_imports_tests_or_benches_and_the_library_has_no_junk_drawer():
     assert not [name for name in LIBRARY if name.rpartition(".")[2] in ("utils", "util", "helpers", "common", "misc")]
 
 
+A_STEP = {"collectives", "gradients", "kernels", "layers", "optim", "parallel", "pipeline", "sharding", "training"}
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+ON_CPU = {
+    "mpcore.gradients.norm.clip_gradients": "as_tensor leaves a tensor where it is",
+    "mpcore.kernels.adamw._tables": "copied to the device through pinned memory",
+    "mpcore.kernels.attention.reference._chunks": "the host chooses the chunks",
+    "mpcore.parallel.fsdp._cut_axis": "numbers of ranks",
+    "mpcore.parallel.shared.gather": "a stand-in for an input that is not read",
+    "mpcore.parallel.shared.finish": "the same",
+}
+
+
+def test_tensors_of_a_step_are_made_on_a_named_device():
+    """A test without a GPU can't see that a tensor was made on the CPU by mistake."""
+    found = set()
+    for name in (name for name in LIBRARY if room(name) in A_STEP and not name.endswith("_self_test")):
+        copied = {node.value for node in nodes(name) if isinstance(node, ast.Attribute) and node.attr == "to"}
+        for function in (node for node in nodes(name) if isinstance(node, ast.FunctionDef)):
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call) and node not in copied):
+                named = {keyword.arg for keyword in call.keywords} & {"device", "generator", None}
+                if ast.unparse(call.func) in {f"torch.{factory}" for factory in FACTORIES} and not named:
+                    found.add(f"{name}.{function.name}")
+    assert found == set(ON_CPU), "name the device: a tensor, an axis or a module has it"
+
+
 # --- import mpcore ------------------------------------------------------------------------------------------------
 
 BLOCK = """

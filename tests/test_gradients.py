@@ -32,6 +32,7 @@ from mpcore.gradients import early
 from mpcore.gradients import reduce as of_gradients
 from mpcore.gradients.accumulate import mark_reduced
 from mpcore.gradients.guard import _steps_together
+from mpcore.gradients.norm import exact_norm
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.declarations import add_partial
@@ -631,6 +632,14 @@ def test_norm_without_gradients_is_zero():
     for p in NORMS:
         assert grad_norm(model, Mesh(), p) == 0
     clip_gradients(model, 1.0, grad_norm(model, Mesh()))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30, math.inf])
+def test_the_norm_of_equal_bits_on_every_layout_is_the_norm(scale):
+    model = nn.Linear(3, 4).double()
+    for i, p in enumerate(model.parameters()):
+        p.grad = draw(i, *p.shape) * scale
+    assert float(exact_norm(model, Mesh())) == pytest.approx(float(grad_norm(model, Mesh())), rel=1e-14)
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, float])

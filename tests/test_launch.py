@@ -227,6 +227,13 @@ def test_where_no_rank_0_is_the_others_name_the_address_within_the_timeout():
         start_world(here(1, 2), "gloo", 1.0)
 
 
+def test_a_process_that_starts_its_world_again_meets_at_the_same_port():
+    launch = here(0, 1)
+    first, again = (open_store(launch, timedelta(seconds=10)) for _ in range(2))
+    first.set("who", "the first world")
+    assert again.get("who") == b"the first world"
+
+
 def test_rank_0_at_another_hosts_address_is_told():
     with pytest.raises(
         ValueError, match=r"rank 0 on .*: can't reach itself at 192\.0\.2\.1:\d+: set MASTER_ADDR to an"

@@ -8,11 +8,16 @@ import math
 import re
 import signal
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -21,19 +26,22 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.plan import build as build_gpt
 from examples.gpt.plan import check_mesh, given_blocks, least_bytes, parse
 from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear
+from mpcore._torch.fake import fake_tensors
 from mpcore.analysis import plan
 from mpcore.analysis.__main__ import main as analysis
 from mpcore.analysis.dry_run import Work, dry_run
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
+from mpcore.analysis.operators import Operators, Tally
 from mpcore.analysis.peak import peak
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.plan import Progress, main, what_if
 from mpcore.analysis.report import LEGEND, draw, explain, table
 from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
-from mpcore.analysis.seconds import Seconds, estimate
+from mpcore.analysis.seconds import Seconds, _makespan, estimate
 from mpcore.analysis.state import state_bytes
 from mpcore.analysis.work import Kept, make_work
+from mpcore.kernels.attention import attention
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.prove import Times, prove
@@ -137,8 +145,9 @@ def test_the_fast_makespan_is_that_of_the_proof(name):
 @pytest.mark.parametrize(("name", "V"), [("1f1b", 1), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)])
 def test_many_micro_batches_take_the_slope_of_few(name, V):
     times = {"F": [1.0] * 4 * V, "B": [2.0] * 4 * V, "I": [1.0] * 4 * V, "W": [1.0] * 4 * V}
-    ends = {m: resolve(build_schedule(name, 4, m, V)).makespan(times) for m in (12, 16, 40)}
-    assert ends[40] == pytest.approx(ends[16] + 24 * (ends[16] - ends[12]) / 4, rel=1e-9)
+    plans = {m: build_schedule(name, 4, m, V) for m in (12, 16, 40)}
+    layout: Any = SimpleNamespace(short=plans[16], shorter=plans[12], micro_batches=40)
+    assert _makespan(layout, times["F"], times["B"], 0.0) == pytest.approx(resolve(plans[40]).makespan(times), rel=1e-9)
 
 
 def test_flops_of_all_ranks_are_those_of_one_process():
@@ -161,6 +170,33 @@ def test_flops_of_all_ranks_are_those_of_one_process():
     again = total("--recompute", "full")
     assert again[0] == alone[0]
     assert again[1] > alone[1] + products // 2
+
+
+def _counted(attend: Callable, shape: tuple[int, ...], gpu: bool) -> tuple[Tally, Tally]:
+    """What the forward and the backward of self-attention compute."""
+    with fake_tensors(stands_for_gpu=gpu):
+        q, k, v = (torch.empty(shape, requires_grad=True) for _ in range(3))
+        with Operators() as operators:
+            y = attend(q, k, v)
+            forward, operators.tally = operators.tally, Tally()
+            y.sum().backward()
+    return forward, operators.tally
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_as_much_as_its_products_written_out(causal):
+    """Backward computes the product of q and k again. A causal mask leaves T (T + 1) / 2 pairs in each head."""
+    B, H, T, K = 2, 3, 8, 4
+    written = _counted(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, (B, H, T, K), False)
+    forward, backward = (tally.flops for tally in written)
+    theirs = _counted(partial(F.scaled_dot_product_attention, is_causal=causal), (B, H, T, K), False)
+    ours = _counted(lambda *qkv: attention(*qkv, causal=causal)[0], (B, T, H, K), True)
+    pairs = B * H * T * T
+    seen = int(torch.ones(B, H, T, T).tril().sum()) if causal else pairs
+    for found in (theirs, ours):
+        for tally, want in zip(found, (forward, backward + forward // 2), strict=True):
+            assert (tally.all_pairs, tally.scores, tally.attention) == (want, pairs, want * seen // pairs)
+            assert not tally.products
 
 
 def test_a_gpu_launches_fewer_kernels_and_keeps_less():

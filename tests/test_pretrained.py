@@ -10,6 +10,7 @@ import torch
 
 from mpcore import from_pretrained, full_state_dict, parallelize, shard_data_parallel, suggest_plan
 from mpcore.interop.hugging_face import pretrained, save_pretrained
+from mpcore.interop.hugging_face.stored import dense_shape
 from tests.pool import mesh
 from tests.quick import some
 
@@ -280,6 +281,26 @@ def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
     damage(tmp_path)
     with pytest.raises(ValueError, match=match):
         from_pretrained(tmp_path)
+
+
+class Another(torch.nn.Module):
+    """A model that has a config and can be saved, of a class that knows neither quantization nor adapters."""
+
+    save_pretrained = save_pretrained
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.weight = config, torch.nn.Parameter(torch.empty(config.vocab_size, 2))
+
+
+def test_what_is_saved_is_made_again_without_memory():
+    model = Another(hf.LlamaConfig(vocab_size=3))
+    dense = dense_shape(model)
+    assert (type(dense), dense.weight.shape, dense.weight.is_meta) == (Another, (3, 2), True)
+    assert dense.config.dtype == torch.float32
+    for name in ("hf_quantizer", "_hf_peft_config_loaded"):
+        with mock.patch.object(model, name, True, create=True), pytest.raises(ValueError, match="quantized or holds"):
+            dense_shape(model)
 
 
 def test_a_name_on_a_hub_is_no_folder():

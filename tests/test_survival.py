@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +15,9 @@ import textwrap
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,14 +27,14 @@ from torch import nn
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import Mesh, materialize, simulate
-from mpcore.fault_tolerance.leave import _PEER, _whole_text, leave_together
+from mpcore.fault_tolerance.leave import _PEER, _whole_text, leave, leave_together
 from mpcore.fault_tolerance.replicas import compare_replicas
 from mpcore.fault_tolerance.signals import StopSignals
 from mpcore.fault_tolerance.spikes import Skips, Spikes
 from mpcore.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
 from mpcore.fault_tolerance.versions import code_versions, file_versions
 from mpcore.mesh.agreement import check_same
-from mpcore.mesh.rendezvous import meet
+from mpcore.mesh.rendezvous import join_world, meet
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.local import local_tensor
 from tests.pool import mesh
@@ -368,7 +372,36 @@ def test_row_39_ranks_that_do_not_arrive_are_named_on_those_that_did():
     assert meet_all(dist.HashStore(), 2, 0.5, absent=(0,))[1] == "rank 0 did not arrive within 0.5 s"
 
 
+def test_a_group_that_cant_be_made_names_the_ranks_that_gave_no_answer_or_the_cause(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("connection refused by peer\nand thirty lines more")
+
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for rank, told in ((0, "rank 1 gave no answer"), (1, "connection refused by peer")):
+        words = f"could not make their process group within 5 s: {told}. See whether they run"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            join_world("gloo", store, rank, 2, timedelta(seconds=5))
+
+
 # --- ranks leave --------------------------------------------------------------------------------------------------
+
+
+def test_what_was_printed_is_written_before_the_process_leaves(monkeypatch):
+    class Left(BaseException):
+        pass
+
+    streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=Left))
+    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+        stream.write(name)
+    with pytest.raises(Left):
+        leave(3)
+    os._exit.assert_called_once_with(3)
+    assert [stream.buffer.getvalue() for stream in streams] == [b"stdout", b"stderr"]
+
 
 LEAVE = """
 import os, signal, sys, time

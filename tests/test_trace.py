@@ -10,10 +10,12 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mpcore import ColumnParallelLinear, RowParallelLinear
@@ -21,7 +23,7 @@ from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wai
 from mpcore.fault_tolerance.__main__ import main
 from mpcore.fault_tolerance.trace import Call, Log, calls_of, explain, read_log, record
 from mpcore.fault_tolerance.watchdog import EXIT_CODE, Watchdog
-from mpcore.mesh.axis import Mesh
+from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.build import build_mesh
 from mpcore.pipeline import Pipeline
 from tests.pool import RankError, mesh
@@ -298,6 +300,16 @@ def test_a_folder_of_logs_is_explained_again(tmp_path, capsys):
     assert "holds a log that can't be read" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2
     assert "has no rank*.json" in capsys.readouterr().err
+
+
+def test_a_watchdog_waits_for_no_log_that_is_not_there(monkeypatch):
+    """Of three ranks the first one is stopped: the log of the last one is there, and is read."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    monkeypatch.setattr("mpcore.fault_tolerance.watchdog.clone_store", lambda: store)
+    watchdog = Watchdog(Mesh(job=Axis(3, 1, name="world")), timeout=1.0, grace=0.2)
+    store.set("mpcore/trace/2", log(2, 1).to_json())
+    assert [each.rank for each in watchdog._exchange(log(1, 1))] == [1, 2]
 
 
 def check_what_a_former_mesh_did() -> None:

@@ -280,8 +280,7 @@ class Counter:
         ordered = tuple(stages[i] for i in range(plan.stages))
         if outline is None:
             blocks = [range(1)] * plan.stages
-            outline = Outline("", len(ranks), plan.micro_batches, None, blocks, lambda _: 0, _no_work)
-            outline = replace(outline, given=plan)
+            outline = Outline("", len(ranks), plan.micro_batches, None, blocks, _unknown, _unknown, given=plan)
         return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
 
 
@@ -305,7 +304,7 @@ def _resharded(outline: Outline, held: Held, counted: int, dp: int) -> Held:
     return replace(held, **parts)
 
 
-def _no_work(*_: Any) -> Any:
+def _unknown(*_: Any) -> Any:
     raise NotImplementedError
 
 

@@ -132,7 +132,7 @@ def shard_data_parallel(
     for stage in stages:
         within = set(stage.modules())
         for module in (*(block for block in blocks if block in within), stage):
-            wrap(module, whole)
+            wrap(module, whole, zero)
             module.register_forward_pre_hook(partial(before_forward, stage), prepend=True)
             module.register_forward_hook(partial(after_forward, stage))
         stage.zero_grad = partial(zero_grad, stage)  # type: ignore[assignment]

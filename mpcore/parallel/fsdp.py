@@ -96,9 +96,8 @@ class UnitWrapper:
                 )
             self.experts = fsdp_wrap.placement_on(_cut_axis(mesh.edp, policy.replicate, mesh.device_type))
 
-    def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int | None = None) -> None:
+    def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int) -> None:
         """Make a module a unit. Parameters in `ignored`, or already in a unit, are unchanged."""
-        zero = self.policy.zero if zero is None else zero
         held = [(owner, *place) for owner in module.modules() for place in owner.named_parameters(recurse=False)]
         mine = [(owner, leaf, p) for owner, leaf, p in held if p not in ignored and not is_dtensor(p)]
         reduce_dtype = None if any(p.dtype == torch.float64 for *_, p in mine) else self.policy.reduce_dtype

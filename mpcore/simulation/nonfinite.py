@@ -65,9 +65,8 @@ class FiniteCheck(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _begin(self, name: str) -> Any:
         return lambda *_: self._path.append(name)

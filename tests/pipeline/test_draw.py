@@ -50,6 +50,9 @@ def test_a_picture_has_a_box_for_every_action_and_its_colour(tmp_path):
     boxes = [text.count(f"fill: {colour}") for colour in (drawing.COLOURS[kind] for kind in "FIWB")]
     assert boxes[:3] == [9, 9, 9], "8 of a rank's first stage and one in the legend, of each kind"
     assert boxes[3] == 0, "there is no whole backward"
+    assert text.count("<!-- 3 -->") == 4 * 3, "each box of micro-batch 3 says so"
+    draw([*proof.spans, Span(0, Action("F", 0, 7), 1e3, 2e3)], path)
+    assert path.read_text().count("<!-- 3 -->") == 0, "no box is wide enough"
     assert all(f">{word}<" in text or word in text for word in ("rank 0", "rank 1", "time (ms)", "a plan"))
 
 

@@ -747,7 +747,9 @@ def check_losses(sizes: dict, name: str) -> None:
     for text, loss in LOSSES.items():
         with pytest.raises(ValueError, match=f"the loss is .*{text}: return a tensor of one number"):
             Pipeline(nn.Linear(6, 6), on, 4, loss, name).forward_backward(x, x)
-    pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum(), name)
+    shapes = itertools.cycle([(), (1,), (1, 1)])
+    pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum().view(next(shapes)), name)
+    assert pipeline.forward_backward(x, x).shape == ()
     for text, arguments in (
         ("mask is a NoneType: arguments are tensors with one row a sample", {"mask": None}),
         ("scale is a float", {"scale": 0.5}),
@@ -1023,7 +1025,11 @@ def test_zero_bubble_schedules_beat_1f1b_by_the_predicted_ratio(measured, name):
 def check_one_rank() -> list:
     pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], mesh(), 2, lambda y, t: y.sum(), "interleaved", trace=True)
     pipeline.forward_backward(torch.ones(4, 2), torch.ones(4, 2))
-    return [str(span.action) for span in pipeline.recorded()]
+    spans = pipeline.recorded()
+    times = [time for span in spans for time in (span.start, span.end)]
+    assert times == sorted(times), "one action after the other"
+    assert 0 == times[0] < times[-1] < 60, "seconds since the first of them"
+    return [str(span.action) for span in spans]
 
 
 def test_one_rank_records_as_well(ranks):
