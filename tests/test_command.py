@@ -1,5 +1,6 @@
 """The command `mpcore`: each of its commands, mistyped words, and what the doctor finds."""
 
+import argparse
 import ast
 import os
 import re
@@ -41,6 +42,14 @@ def test_the_help_of_each_command_fits_a_screen_and_names_it(name, capsys):
         assert f"mpcore {name}" in line
         if name in ("verify", "schedule", "convert", "compare", "replay", "doctor"):  # all others hand flags on
             assert set(re.findall(r"--[\w-]+", line)) <= set(re.findall(r"--[\w-]+", out.partition("examples")[0]))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_argument_of_a_command_has_a_help(name):
+    with mock.patch.object(argparse.ArgumentParser, "print_help", autospec=True) as shown, pytest.raises(SystemExit):
+        main([name, "--help"])
+    (parser,) = shown.call_args[0]
+    assert [action.dest for action in parser._actions if not action.help and not action.choices] == []
 
 
 @pytest.mark.parametrize(
@@ -213,6 +222,12 @@ def test_the_doctor_prints_versions_and_its_status_is_1_when_a_check_failed(caps
     ):
         assert main(["doctor"]) == 1
         assert "failed: port 2" in capsys.readouterr().out
+
+
+def test_the_doctor_describes_the_first_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor._choice, "describe", lambda device: [f"what runs on {device}"])
+    assert list(doctor.choices()) == ["implementations on this GPU", "what runs on cuda:0"]
 
 
 def run_doctor(folder: Path, *flags: str, first: str = "", **variables: str) -> tuple[int, list[str]]:

@@ -25,6 +25,7 @@ from mpcore.interop.parallelize import prove
 from mpcore.interop.parallelize.lockstep import lockstep
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
+from mpcore.interop.parallelize.suggest import _expert_styles
 from tests import families
 from tests.pool import mesh
 from tests.test_parallelize import MODELS, OWN_PLAN, T5_PLAN, VOCAB, hf
@@ -331,3 +332,12 @@ def test_a_copy_has_two_billion_elements_at_most(monkeypatch):
     model.one_more = torch.nn.Parameter(torch.empty(1, device="meta"))
     with pytest.raises(prove.CannotCheckError, match=rf"it has {2**31 + 1} parameters, and a copy may have {2**31}"):
         prove._twin(model, few_layers=False)
+
+
+def test_the_hidden_features_of_experts_may_be_any_size_but_their_number():
+    experts = torch.nn.Module()
+    experts.w_in, experts.w_out = (torch.nn.Parameter(torch.empty(4, *shape)) for shape in ((8, 16), (16, 8)))
+    ways = [style.hidden for style in _expert_styles(experts)]
+    assert {"w_in": Hidden(-1), "w_out": Hidden(-2)} in ways
+    assert {"w_in": Hidden(-1, blocks=2), "w_out": Hidden(-1)} in ways
+    assert {"w_in": Hidden(-2, blocks=2), "w_out": Hidden(-1, blocks=2)} not in ways, "4 experts are no features"

@@ -93,3 +93,6 @@ def end_the_world() -> int:
 def test_a_call_after_one_that_ended_its_world_has_another(ranks, size):
     assert ranks(size, end_the_world) == [0] * size
     assert ranks(size, dist.get_world_size) == [size] * size
+    worlds = ranks.worlds
+    assert ranks(size, dist.get_world_size) == [size] * size
+    assert ranks.worlds == worlds, "the next call stays in its world"

@@ -294,7 +294,7 @@ def test_what_doesnt_run_is_said(ranks):
     with pytest.raises(ValueError, match=r"timeout 0 must be seconds above 0"):
         verify(models.Mixer, {"x": torch.ones(2)}, ["tp2"], timeout=0)
     with pytest.raises(ValueError, match='no "x"'):
-        verify(models.Mixer, {"y": torch.ones(2)}, ["tp2"])
+        verify(models.Mixer, {"y": torch.ones(2)}, ["tp2"], timeout=0.5)
     with pytest.raises(ValueError, match=r"samples of the batch is a NoneType, no tensor of \[B, \.\.\.\]"):
         verify(models.Mixer, {"x": torch.ones(2), "samples": None}, ["tp2"])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="build can't be sent to other processes: make it a function of a module"):

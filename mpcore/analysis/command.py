@@ -22,7 +22,7 @@ def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Name
         "its arguments",
     )
     for name in ("tp", "cp", "pp", "ep", "dp"):
-        parser.add_argument(f"--{name}", type=int, default=1)
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"size of the {name} axis (default 1)")
     parser.add_argument("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
     parser.add_argument("--cp-inner", type=int, help="ranks of a sub-group of cp, for two-level (default: none)")
     parser.add_argument("--rank", type=int, default=0, help="the rank to plan (default 0)")

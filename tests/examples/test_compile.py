@@ -116,3 +116,12 @@ def test_an_unknown_backend_and_a_plan_are_refused():
         check(parse(["--compile", "fast"]), GPTConfig(), Mesh())
     with pytest.raises(ValueError, match="--compile is not counted here"):
         build(Mesh(), ["--compile"])
+
+
+def test_each_of_many_blocks_may_have_two_graphs(monkeypatch):
+    """Beyond torch's limit, a block would run uncompiled."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    compile_blocks([torch.nn.Linear(2, 2) for _ in range(20)], "eager")
+    assert torch._dynamo.config.recompile_limit == 40
+    compile_blocks([torch.nn.Linear(2, 2)], "eager")
+    assert torch._dynamo.config.recompile_limit == 40

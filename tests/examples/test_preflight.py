@@ -334,3 +334,12 @@ def test_a_toy_has_few_experts_which_are_chosen_in_the_same_way():
     )
     few = shrink_experts(MoEConfig(experts=3, top_k=3), {"ep": 1}, {"ep": 1}, 16)
     assert (few.experts, few.top_k, few.top_groups) == (4, 4, None), "all of them"
+
+
+@pytest.mark.parametrize(("words", "memory"), [("--memory 80", 80e9), ("--memory 0.5", 5e8), ("", None)])
+def test_the_memory_of_a_gpu_is_in_units_of_a_billion_bytes(words, memory, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("mpcore.preflight.checks_of", lambda command, options, pool: given.append(options) or [])
+    assert main(["preflight", *words.split(), "--timeout", "7", "--", "-m", "examples.gpt.pretrain"]) == 0
+    assert [(options.memory, options.timeout) for options in given] == [(memory, 7.0)]

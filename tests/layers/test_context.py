@@ -30,6 +30,9 @@ from mpcore import (
     shard_sequence,
     unshard_sequence,
 )
+from mpcore._torch.fake import fake_tensors
+from mpcore.analysis.counts import Ledger
+from mpcore.analysis.dry_run import on_mesh
 from mpcore.collectives import all_reduce, shard_sizes
 from mpcore.kernels.attention import attention, key_bounds
 from mpcore.layers.attention import scores
@@ -757,3 +760,18 @@ def check_count():
 def test_pitfall_25_one_valid_token_in_all(ranks):
     for size in (2, 4):
         ranks(size, check_count)
+
+
+@pytest.mark.parametrize("kind", ["ring", "zigzag", "allgather"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_dry_run_counts_documents_that_it_cant_read_as_one_a_row(kind, cp):
+    for rank in range(cp):
+        found = []
+        for packed in (False, True):
+            with on_mesh(rank, cp=cp) as on, fake_tensors(True):
+                q, k, v = (torch.empty(3, 16 // cp, 2, 4, requires_grad=True) for _ in range(3))
+                cu_seqlens = torch.empty(4, dtype=torch.int32) if packed else None
+                with Ledger(on) as ledger:
+                    context_attention(q, k, v, kind, on.cp, cu_seqlens=cu_seqlens).sum().backward()
+            found.append(ledger.counts)
+        assert found[0] == found[1] != {}
