@@ -16,6 +16,8 @@ from torch import nn
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.replay import replay
+from mpcore.analysis.dry_run import pretend
+from mpcore.analysis.fit_command import main as fit
 from mpcore.analysis.plan import main as plan
 from mpcore.analysis.runs import read_run
 from mpcore.interop.hugging_face import stored
@@ -26,6 +28,7 @@ from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.messages import Message
 from mpcore.pipeline.schedules import Action, Schedule
 from mpcore.training.numerics import InvariantStep
+from mpcore.verify import run as of_verify
 from mpcore.verify import verify
 
 
@@ -75,6 +78,24 @@ def invariant_sgd() -> None:
     InvariantStep([model], mp.Mesh(), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def planned_on_ranks() -> None:
+    with pretend(4):
+        pass
+
+
+def cut_beside_a_parameter() -> None:
+    body = nn.Module()
+    body.layers, body.scale = nn.ModuleList([nn.Linear(2, 2)]), nn.Parameter(torch.ones(1))
+    list(cut._units(nn.Sequential(body), body.layers))
+
+
+def two_contexts() -> None:
+    model = nn.Sequential(*(nn.Identity() for _ in range(2)))
+    for module, kind in zip(model, ("ring", "zigzag"), strict=True):
+        module.context = kind
+    of_verify._cut_sequence({"x": torch.ones(1, 4)}, model, mp.Mesh(), of_verify.Seen(0, 0, 0, 0))
+
+
 DEADLOCK = Schedule("mine", ((Action("B", 0, 0), Action("F", 0, 0)),), 1, 1)
 PLAN = ["tests.test_plan:build", "--world", "2"]
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
@@ -112,6 +133,19 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     r'numerics "invariant" has no form of torch\'s SGD: take optimizer=mpcore.AdamW': (ValueError, invariant_sgd),
     r'5 micro-batches: numerics "invariant" has 2 leaves in every step': (ValueError, more_micro_batches),
+    r"torch.distributed is running: plan in a process of its own": (
+        Exception, lambda: mp.simulate(planned_on_ranks, ranks=2)
+    ),
+    r"0.scale is a parameter beside the layers: no stage is known": (ValueError, cut_beside_a_parameter),
+    r"Linear has no table of ids: give ids \[B, T\]": (ValueError, lambda: cut._ids(nn.Linear(2, 2))),
+    r"no row is of --set mine": (ValueError, lambda: fit(["published", "--set", "mine"])),
+    r"the blocks have 1 nn.Linear, such as 'blocks\[0\]', and no parallel": (
+        ValueError, lambda: mp.convert_to_fp8([nn.Linear(2, 2)])
+    ),
+    r"has the slope 0, and its gradients say .*: a backward is not that of its": (
+        ValueError, lambda: of_verify.check_slope({"w": torch.ones(3)}, 3**0.5, 1.0, 1.0)
+    ),
+    r"the sequence can't be cut as \['ring', 'zigzag'\] at once: give all one": (ValueError, two_contexts),
     r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
         ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
     ),
