@@ -251,12 +251,35 @@ def test_whatever_differs_on_one_rank_is_named_by_its_stage(layout):
         for how in (1 + 2.0**-52, 1 + 1e-9, math.nan, math.inf, *of_tensors):
             ranks = seen_on(layout)[1]
             name = change(ranks[1], field, how)
-            found = Judge(truth)(parse_layout(layout), ranks).departure
+            verdict = Judge(truth)(parse_layout(layout), ranks)
+            found = verdict.departure
             if how == 1 + 2.0**-52 or (how == "gone" and field in ("initial", "buffers")):  # another stage holds it
                 assert found is None, (field, how, found)
             else:
                 assert found is not None, (field, how)
                 assert (found.stage, name in found.name) == (stage, True), (field, how, found)
+                assert min(found.ulps, verdict.worst[stage]) > 1, (field, how, found)
+
+
+BIAS, TERM = torch.tensor([3.0, -5.0, 7.0], dtype=torch.float64), VALUES.flip(0).sin()
+WHY = [
+    ("the bias is added 2 times, once on each rank of tp", (VALUES + BIAS, VALUES + BIAS)),
+    ("each rank of tp returns one term of a sum", (TERM, VALUES - TERM)),
+    ("each rank of tp returns one term of a sum", (TERM + BIAS, VALUES - TERM)),
+    ("it is tp = 2 times too large", (2 * VALUES, 2 * VALUES)),
+    ("it is tp = 2 times too small", (VALUES / 2, VALUES / 2)),
+    ("other elements are zero", (VALUES * (VALUES % 3 > 0), VALUES * (VALUES % 3 > 0))),
+    ("its features stand in another order", (VALUES[:, [1, 0, 2]], VALUES[:, [1, 0, 2]])),
+    ("all modules before it are right", (VALUES + TERM, VALUES + TERM)),
+    ("all modules before it are right", ((VALUES + TERM) * (VALUES % 3 > 0), VALUES)),
+]
+
+
+@pytest.mark.parametrize(("told", "outputs"), WHY)
+def test_why_a_module_is_off_is_told_by_what_its_ranks_return(told, outputs):
+    truth = Seen(0, 0, 0, 0, initial={"m.bias": BIAS}, outputs={("m", 0): VALUES})
+    held = [Seen(i, 0, 0, 0, outputs={("m", 0): each}) for i, each in enumerate(outputs)]
+    assert Judge(truth)._why_forward(parse_layout("tp2"), "m", 0, held, VALUES).startswith(told)
 
 
 def test_a_loss_of_gathered_logits_is_told_by_the_tokens_that_it_counts():

@@ -124,7 +124,8 @@ class Judge:
         error = _farthest(got, want)
         allowed = 2 * own + self.eps * scale if self.rounded else TOLERANCE * scale
         allowed = 0.0 if exact or self.exact else allowed
-        return error / (self.eps * scale), not error <= allowed  # also true for NaN
+        ulps = math.inf if math.isnan(error) else error / (self.eps * scale)
+        return ulps, not error <= allowed  # also true for NaN
 
     # --- parameters and their gradients -------------------------------------------------------------------------------
 

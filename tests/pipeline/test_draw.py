@@ -39,6 +39,9 @@ def test_the_command_draws_the_times_that_it_is_given(tmp_path):
     boxes = [e for e in events if e["ph"] == "X"]
     took = {e["name"][1]: e["dur"] / 1e3 for e in boxes}
     assert (took["F"], took["B"]) == (4, 1 + 2)
+    main(["--schedule", "zb", "--stages", "2", "--microbatches", "2", *times, "--out", str(tmp_path / "zb.json")])
+    parts = [e for e in json.loads((tmp_path / "zb.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"][1]: e["dur"] / 1e3 for e in parts} == {"F": 4, "I": 1, "W": 2}
     assert min(e["ts"] for e in boxes if e["tid"] == 1) / 1e3 == 4 + 8, "the message has arrived"
 
 
