@@ -21,7 +21,7 @@ from mpcore._torch.distributed import default_store
 from mpcore.checkpoint import load, save
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.local_updates import DiLoCo, Merge
+from mpcore.parallel.local_updates import DiLoCo, Merge, _State
 from mpcore.parallel.offload import offload_optimizer, offload_parameters
 from mpcore.sharding.local import local_tensor, reshard
 from tests.equality import close
@@ -772,3 +772,22 @@ def test_one_worker_looks_ahead():
     run = Worker(Mesh(), {"every": 1, "lr": 1.0, "momentum": 0.0})
     plain = Run(Mesh())
     assert run.steps(0, 4) == pytest.approx(plain.steps(0, 4), abs=1e-12)
+
+
+def test_the_state_of_both_optimizers_is_one_mapping():
+    a, b, c, d = torch.ones(4).unbind()
+    inner, outer = {a: {"step": 1}, b: {"step": 2}, d: {}}, {a: {"outer_anchor": a}, d: {"outer_anchor": d}}
+    state = _State(inner, outer)
+    assert list(state) == [a, b, d]
+    assert len(state) == 3
+    assert state[a] == {"step": 1, "outer_anchor": a}
+    assert (state[b], state[d]) == ({"step": 2}, {}), "what was never stepped has no anchor to save"
+    with pytest.raises(KeyError):
+        state[c]
+    state[c] = {"step": 3, "outer_anchor": c}
+    assert (inner[c], outer[c], state[c]) == ({"step": 3}, {"outer_anchor": c}, {"step": 3, "outer_anchor": c})
+    state[a] = {"step": 4}
+    assert (state[a], a in outer) == ({"step": 4}, False)
+    del state[c], state[d]
+    assert list(state) == [a, b]
+    assert _State({}, {d: {"outer_anchor": d}})[d] == {"outer_anchor": d}, "before the first step"

@@ -38,7 +38,7 @@ from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.plan import Progress, main, what_if
 from mpcore.analysis.report import LEGEND, draw, explain, table
 from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
-from mpcore.analysis.seconds import Seconds, _makespan, estimate
+from mpcore.analysis.seconds import Seconds, _attention, _makespan, estimate
 from mpcore.analysis.state import state_bytes
 from mpcore.analysis.work import Kept, make_work
 from mpcore.kernels.attention import attention
@@ -222,6 +222,16 @@ def test_heads_of_no_multiple_of_16_bytes_are_slow_where_attention_is_written_ou
         took = [estimate(layout, rates, unfused).attention for rates in (usual, vector)]
         ratio = 0.5e12 / 0.8e11 if slow and unfused else 1.0
         assert took[1] == pytest.approx(ratio * took[0], rel=1e-12)
+
+
+def test_attention_takes_its_operations_at_the_rate_of_the_units_that_run_it():
+    tally = Tally(attention=300, all_pairs=600, unaligned=150)
+    assert _attention(tally, machine(100.0, e_attention=0.5), unfused=False) == 300 / 50
+    assert _attention(tally, machine(100.0, e_attention=0.5), unfused=True) == 600 / 50
+    slow = machine(100.0, e_attention=0.5, e_gemm=0.75, peak_vector=20.0)
+    assert _attention(tally, slow, unfused=False) == 300 / 50
+    assert _attention(tally, slow, unfused=True) == 450 / 50 + 150 / 15
+    assert _attention(replace(tally, unaligned=0), slow, unfused=True) == 600 / 50
 
 
 def test_regather_keeps_shards_of_the_sequence_and_gathers_them_again():
