@@ -1,5 +1,6 @@
 """The tables of docs/memory.md, measured: `python -m tests.memory_tables --write docs/memory.md`."""
 
+# ruff: noqa: E501  (rows of the page's tables are one line each)
 from __future__ import annotations
 
 import argparse
@@ -184,51 +185,61 @@ sizes are bytes on one rank.
 ## The estimate against what a run holds
 
 The table compares the estimate of `mpcore memory examples.gpt.plan:build` with the bytes that a rank of the example
-holds in its second step, on the same layout and with the same flags. Both count parameters, gradients, optimizer
-state, and the peak of activations, buffers and messages. Each row shows the worst rank of its layout; the largest
-error is {largest}. Each row's flags follow `{flags}`.
+holds in its second step, on the same layout and with the same flags. The estimate and the measurement count
+parameters, gradients, optimizer state, and the peak of activations, buffers and messages. Each row shows the rank with
+the largest error. The largest error of all rows is {largest}. Each row's flags follow `{flags}`.
 
-The estimate omits the tokens and targets of a batch, so most errors are negative. It adds the peaks of all kinds,
-which may be at different times, so with data parallelism some errors are positive.
+- Most errors are negative, because the estimate omits the tokens and targets of a batch.
+- With data parallelism some errors are positive, because the estimate adds peaks that may occur at different times.
 
 {estimates}
 
 ## The stages of ZeRO
 
 The model is a GPT with {psi} bytes of float32 parameters (psi), trained with AdamW and {micro_batches} micro-batches
-per step.
+per step. Each stage communicates these bytes over the data-parallel ranks; a collective counts the bytes of its full
+tensor:
 
-*All-reduce, all-gather, reduce-scatter*: bytes communicated over data per step, counted by the ledger / predicted by
-the theory. A collective counts the bytes of its full tensor. On CPUs an all-gather is one broadcast per rank, and a
-reduce-scatter is an all-to-all. Stage 0 all-reduces psi. Stage 1 all-gathers and reduce-scatters psi once. Stage 2
-all-gathers once, and reduce-scatters once per micro-batch. Stage 3 all-gathers twice and reduce-scatters once per
-micro-batch. Stage 0 also all-reduces 4 bytes per tensor, which tell whether the tensor has a gradient. An all-reduce
-costs as much as an all-gather and a reduce-scatter, so with one micro-batch stages 0, 1 and 2 send 2 psi and stage 3
-sends 3 psi.
+| stage | per step | per micro-batch |
+| --- | --- | --- |
+| 0 | all-reduce of psi, and of 4 bytes per tensor, which tell whether the tensor has a gradient | |
+| 1 | all-gather of psi, reduce-scatter of psi | |
+| 2 | all-gather of psi | reduce-scatter of psi |
+| 3 | | two all-gathers of psi, reduce-scatter of psi |
 
-*Parameters, gradients, optimizer*: bytes held after a step. From stage 1 on, parameters and gradients are psi / dp
-each, and the optimizer state is 2 psi / dp.
+An all-reduce costs as much as an all-gather and a reduce-scatter together. So with one micro-batch stages 0, 1 and 2
+cost 2 psi, and stage 3 costs 3 psi.
 
-*Full parameters, full gradients*: bytes of full tensors held at the loss of the last micro-batch. From stage 1 on, a
-rank holds them in addition to its shards. Stages 0, 1 and 2 hold all parameters; stages 0 and 1 also hold gradients
-that are not yet reduced.
+The columns of the next table:
+
+- *all-reduce, all-gather, reduce-scatter*: the bytes per step, counted by the ledger / predicted by the table above. On
+  CPUs an all-gather is one broadcast per rank, and a reduce-scatter is an all-to-all.
+- *parameters, gradients, optimizer*: the bytes that a rank holds after a step. From stage 1 on, parameters and gradients
+  are psi / dp each, and the optimizer state is 2 psi / dp.
+- *full parameters, full gradients*: the bytes of full tensors that a rank holds when it computes the loss of the last
+  micro-batch. From stage 1 on, a rank holds them in addition to its shards. Stages 0, 1 and 2 hold all parameters.
+  Stages 0 and 1 also hold gradients that are not yet reduced.
 
 {zero}
 
 ## Recomputation
 
-The table shows the bytes that a block keeps for backward (the mean of four blocks), and whether all gradients are
-bitwise equal to the gradients without recomputation. B = 2 samples of T = 16 tokens, width D = 32, hidden width F =
-48, H = 4 heads, float32, dropout 0.1. t is the tp size. s is t with sequence parallelism, otherwise 1.
+Each kind of recomputation keeps other tensors of a block for backward. B samples have T tokens each; D is the width, F
+the hidden width of the MLP, H the number of heads, and t the tp size. s is t with sequence parallelism, otherwise 1.
 
-- full keeps the block's output, which is the next block's input: 4 B T D / s.
-- selective keeps also the sum after attention and the outputs of matrix products, and with sequence parallelism the
-  two all-gathered inputs: 4 B T (2 D / s + (3 D + 2 F) / t), with sequence parallelism + 8 B T D. Of an output that
-  backward doesn't need, one element (4 bytes) stays in memory; the formula omits these bytes.
-- none keeps also outputs and normalized inputs of norms, dropout masks (one byte per element), rotated q and k,
-  attention's output and log-sum-exp, and in the MLP the activated gate and its product with up: 4 B T ((4.5 D + 2) /
-  s + 2 D + (6 D + 4 F + H) / t). The fused GPU kernels keep neither normalized inputs, nor masks, nor the activated
-  gate.
+| kind | a block keeps | bytes in float32 |
+| --- | --- | --- |
+| full | its output, which is the next block's input | 4 B T D / s |
+| selective | also the sum after attention and the outputs of matrix products; with sequence parallelism also the two all-gathered inputs | 4 B T (2 D / s + (3 D + 2 F) / t), with sequence parallelism + 8 B T D |
+| none | also outputs and normalized inputs of norms, dropout masks (one byte per element), rotated q and k, attention's output and log-sum-exp, and in the MLP the activated gate and its product with up | 4 B T ((4.5 D + 2) / s + 2 D + (6 D + 4 F + H) / t) |
+
+- With selective, if backward doesn't need an output, one element of it (4 bytes) stays in memory. The formula omits
+  these bytes.
+- The formula of none is for the CPU operators. The fused GPU kernels keep neither normalized inputs, nor masks, nor the
+  activated gate.
+
+The table below shows the measured bytes per block (the mean of four blocks), and whether all gradients are bitwise
+equal to the gradients without recomputation. B = 2, T = 16, D = 32, F = 48, H = 4, dropout 0.1.
 
 {recompute}
 """
