@@ -99,7 +99,8 @@ class Lines:
         found = next(filter(None, map(known, scopes(project.trees[module], mutant.line))), set())
         near = {str(project.paths[test]) for test in project.ranked(module, mutant.definition)[:NEAR]}
         inside = known(branch(project.trees[module], mutant.line)) & found
-        code = re.sub(r"([\"'])[^\"']* [^\"']*\1", "", mutant.shown(project.texts[module])[0])  # without sentences
+        line = mutant.shown(project.texts[module])[0]
+        code = re.sub(r"\"[^\"]*\"|'[^']*'", lambda text: "" if " " in text[0] else text[0], line)  # without sentences
         words = {*re.findall(r"\w{4,}", code)} - {"None", "True", "False"}
         functions: Counter[str] = Counter()
         named: Counter[str] = Counter()
