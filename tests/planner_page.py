@@ -231,7 +231,8 @@ LIMITS = """
 - With windows and packed documents the planner counts half of the pairs of tokens, as for a causal mask.
 """
 PUBLISHED_TEXT = """How good are the predictions? The rows come from four sources: Megatron-LM's paper (SC'21, table 1), NVIDIA's DGX Cloud benchmarks 25.02 (DGXC), the
-README of Megatron-Core 0.8 (MCore), and BigScience. `mpcore calibrate published --test heldout` fits and predicts the first three.
+README of Megatron-Core 0.8 (MCore), and BigScience. `mpcore calibrate published` fits the
+first three sources. With `--set "SC'21" --set DGXC --test heldout` it also predicts the rows of SC'21 and DGXC that were never fitted.
 
 - *fitted*: the time that the planner predicts after the six rates were fitted to all rows of the set, with priors around the profile's values.
 - *left out*: the time that the planner predicts for a row after a fit to the other rows only. *error* is the error of this prediction.
