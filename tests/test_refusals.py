@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"torch.distributed is running: plan in a process of its own": (
         Exception, lambda: mp.simulate(planned_on_ranks, ranks=2)
     ),
-    r"0.scale is a parameter beside the layers: no stage is known": (ValueError, cut_beside_a_parameter),
+    r"0.scale is a parameter beside the layers, and no stage is known": (ValueError, cut_beside_a_parameter),
     r"Linear has no table of ids: give ids \[B, T\]": (ValueError, lambda: cut._ids(nn.Linear(2, 2))),
     r"no row is of --set mine": (ValueError, lambda: fit(["published", "--set", "mine"])),
     r"the blocks have 1 nn.Linear, such as 'blocks\[0\]', and no parallel": (

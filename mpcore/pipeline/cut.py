@@ -296,13 +296,15 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
 
 def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules with parameters, except the layers."""
+    for own, _ in model.named_parameters(recurse=False):
+        raise ValueError(
+            f"{prefix}{own} is a parameter beside the layers, and no stage is known to need it: make it the weight "
+            f"of a module, such as an nn.Embedding, or write the stages yourself"
+        )
     for name, module in model.named_children():
         if module is layers or next(module.parameters(), None) is None:
             continue
         if any(inner is layers for inner in module.modules()):
-            own = next((leaf for leaf, _ in module.named_parameters(recurse=False)), None)
-            if own is not None:
-                raise ValueError(f"{prefix}{name}.{own} is a parameter beside the layers: no stage is known to need it")
             yield from _units(module, layers, f"{prefix}{name}.")
         else:
             yield prefix + name, module

@@ -65,7 +65,7 @@ class LossCheck:
             return
         high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()
         error = None
-        if high - low > 1e-4 * abs(high):
+        if high - low > 1e-5 * abs(high):
             error = ValueError(
                 f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: "
                 f"{SHARDED}; or nn.Dropout drops other elements on each rank: use mpcore.Dropout, or seed the ranks of "

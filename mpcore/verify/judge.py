@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpcore.collectives import shard_sizes
-from mpcore.verify.layout import Layout
+from mpcore.verify.layout import Layout, faults_of_module
 from mpcore.verify.run import Seen
 
 STAGES = ("first values", "forward", "loss", "gradient", "norm", "update", "buffers", "evaluation")
@@ -333,11 +333,7 @@ class Judge:
             )
         if got.dim() > 1 and _same_columns(got, part):
             return "its features stand in another order: blocks such as gate and up, or heads, are cut as one"
-        return (
-            "all modules before it are right, so the fault is in this module or just before it: its weights are "
-            "sharded otherwise than its forward computes, its input lacks a sum over tp (mp.RowParallelLinear sums), "
-            "it uses another rank's shard, or the code between the module before and this one is wrong"
-        )
+        return faults_of_module(layout)
 
     # --- buffers ------------------------------------------------------------------------------------------------------
 
