@@ -173,7 +173,7 @@ def test_flops_of_all_ranks_are_those_of_one_process():
 
 
 def _counted(attend: Callable, shape: tuple[int, ...], gpu: bool) -> tuple[Tally, Tally]:
-    """What the forward and the backward of self-attention compute."""
+    """Return the operations that the forward and the backward of self-attention compute."""
     with fake_tensors(stands_for_gpu=gpu):
         q, k, v = (torch.empty(shape, requires_grad=True) for _ in range(3))
         with Operators() as operators:

@@ -207,7 +207,7 @@ PLACES = {
 
 
 def seen_on(layout: str) -> tuple[Seen, list[Seen]]:
-    """What the unsharded model and two ranks recorded: an index, a sum, which depends on the rows, and values."""
+    """Return records of the unsharded model and of two ranks: an index, a sum over the rows, and values."""
 
     def output(rows: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"[0]": torch.tensor([7, 8]), "[1]": rows.sum(), "[2]": rows.clone()}

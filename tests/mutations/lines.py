@@ -87,7 +87,7 @@ class Lines:
         """The fastest tests that run the line, as many as take these seconds.
 
         First come cases whose id has a word of the line, such as a flag's name, and then one case of each function.
-        Those of the nearest files come first: they compare what the module computes; others only need it to run.
+        Tests in the nearest files come before others: they compare what the module computes, and others only run it.
         Tests that enter the body of an `if` come first if the line is its condition: they alone see a refusal.
         Where no test runs the line itself: those of the statement, the definition, or what names it in the module.
         """
