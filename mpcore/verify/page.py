@@ -60,8 +60,9 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
         path: the file to write. Its ending sets the format: .png, .svg or .pdf.
     """
     names = list(dict.fromkeys(name for v in verdicts for name in v.gradients))
+    rows = max(len(names), 1)
     figure = matplotlib_part("figure").Figure(
-        figsize=(max(6.5, 3.5 + 0.8 * len(verdicts)), 1.8 + 0.26 * max(len(names), 1)), layout="constrained"
+        figsize=(max(6.5, 3.5 + 0.8 * len(verdicts)), 1.8 + 0.26 * rows), layout="constrained"
     )
     axes, norm = figure.add_subplot(), matplotlib_part("colors").LogNorm(0.1, 1e6, clip=True)
     colours = matplotlib_part("pyplot").get_cmap("cividis")
@@ -77,7 +78,7 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
     equal = sum(v.equal for v in verdicts)
     axes.set_title(f"{equal} of {len(verdicts)} layouts equal the unsharded model: gradients' largest\n"
                    "differences, in units of the last place", loc="left", fontsize=10)  # fmt: skip
-    axes.set(xlim=(-0.5, len(verdicts) - 0.5), ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)))
+    axes.set(xlim=(-0.5, len(verdicts) - 0.5), ylim=(rows - 0.5, -0.5), yticks=range(len(names)))
     axes.set_yticklabels(names, fontsize=7)
     axes.set_xticks(range(len(verdicts)), [f"{v.layout}\n{result(v)}" for v in verdicts],
                     fontsize=8)  # fmt: skip

@@ -61,7 +61,10 @@ class Pool:
         self.most, self.prepare, self.preload, self.start, self.grace = most, prepare, preload, start, grace
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
-        self.worlds = self.lone = self.size = 0
+        self.worlds = 0  # made so far: each has its number as its name
+        self.world = self.size = self.lone = (
+            0  # the world of several ranks, their number, and the world of a rank alone
+        )
         self.store: Any = None  # where the ranks of all worlds meet
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
@@ -83,9 +86,9 @@ class Pool:
         if not self.workers:
             self._start()
         if size not in (1, self.size):
-            self.size, self.worlds = size, self.worlds + 1
+            self.world, self.size = self._new_world(), size
         workers = self.workers[:size] if size > 1 else self.workers[-1:]
-        store = (self.store.port, str(self.worlds if size > 1 else self.lone))
+        store = (self.store.port, str(self.world if size > 1 else self.lone))
         connections = [connection for _, connection in workers]
         for rank, connection in enumerate(connections):
             connection.send((rank, size, store, check, args, kwargs))
@@ -114,17 +117,22 @@ class Pool:
         if errors:
             self.stop()  # after an error a collective may be half done: start new processes
             raise RankError("\n".join(f"--- rank {rank} of {size}\n{text}" for rank, text in sorted(errors.items())))
-        if gone:  # `check` destroyed its process group: the next call makes a new world
-            self.worlds += 1
-            self.size, self.lone = (0, self.lone) if size > 1 else (self.size, self.worlds)
+        if gone and size > 1:  # `check` destroyed its process group: the next call makes a new world
+            self.size = 0
+        elif gone:
+            self.lone = self._new_world()
         return results
+
+    def _new_world(self) -> int:
+        self.worlds += 1
+        return self.worlds
 
     def _start(self) -> None:
         context: Any = mp.get_context(self.start)
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "mpcore", *self.preload, "mpcore.verify.preloaded"]
         )
-        self.lone = self.worlds = self.worlds + 1
+        self.lone = self._new_world()
         for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self.prepare, self.folder.name), daemon=True)

@@ -1,0 +1,367 @@
+"""The numbers of `mpcore.verify.judge`: differences, tolerances, ratios, and the part of a tensor that a rank holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpcore.verify import judge
+from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
+from mpcore.verify.layout import Layout, faults_of_module, parse_layout
+from mpcore.verify.run import Seen
+
+EPS = 2.0**-52
+VALUES = torch.arange(24.0, dtype=torch.float64).view(4, 6) + 1
+
+
+def seen(tp: Any = 0, cp: Any = 0, pp: Any = 0, dp: Any = 0, **more: Any) -> Seen:
+    return Seen(tp, cp, pp, dp, **more)  # type: ignore[arg-type]
+
+
+def number(x: float, *shape: int) -> Tensor:
+    return torch.full(shape, x, dtype=torch.float64)
+
+
+# --- two tensors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_found_where_one_tensor_is_a_multiple_of_the_other():
+    for factor in (2.0, 0.5, -3.0, 1.0, 1e-3):
+        assert judge._ratio(factor * VALUES, VALUES) == pytest.approx(factor, rel=1e-15)
+    other = VALUES.clone()
+    other[2, 3] *= 1.001
+    for got, want in ((other, VALUES), (0 * VALUES, VALUES), (VALUES, 0 * VALUES), (VALUES[:1], VALUES)):
+        assert math.isnan(judge._ratio(got, want))
+
+
+@pytest.mark.parametrize("b", [2.0, -2.0, 0.25])
+def test_numbers_are_close_within_a_millionth(b):
+    for off, close in ((0.0, True), (0.9e-6, True), (-0.9e-6, True), (1.1e-6, False), (-1.1e-6, False)):
+        assert judge._close(b * (1 + off), b) is close
+    assert not judge._close(math.nan, b)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-10), (torch.float32, 2.0**-23)])
+def test_tensors_are_near_within_64_roundings_of_the_largest_value(dtype, rounding):
+    want = torch.tensor([0.0, -1024.0], dtype=torch.float64)
+    for share, near in ((0.0, True), (0.9, True), (-0.9, True), (1.1, False), (-1.1, False)):
+        got = torch.tensor([share * 64 * rounding * 1024, -1024.0], dtype=dtype)
+        assert judge._near(got, want) is near
+        assert judge._near(got.flip(0), want.flip(0).float()) is near
+    for nothing in (torch.zeros(2), torch.zeros(0)):
+        assert not judge._near(nothing, nothing), "there is no scale"
+
+
+def test_the_largest_difference_takes_equal_infinities_for_equal():
+    a, inf = [1.0, 2.0, 3.0], math.inf
+    for got, want, far in (
+        (a, a, 0.0), (a, [1.0, 5.5, 2.0], 3.5), ([inf, 1.0], [inf, 3.0], 2.0), ([-inf, 1.0], [inf, 1.0], inf),
+    ):  # fmt: skip
+        assert judge._farthest(torch.tensor(got), torch.tensor(want)) == far
+    assert math.isnan(judge._farthest(torch.tensor([math.nan, 1.0]), torch.tensor(a[:2])))
+    assert judge._farthest(torch.tensor([7, 0]), torch.tensor([4, 1])) == 3.0
+
+
+def test_columns_in_another_order_are_told_from_other_columns():
+    turned = VALUES[:, [5, 1, 0, 3, 2, 4]]
+    assert judge._same_columns(turned, VALUES)
+    assert judge._same_columns(turned.view(2, 2, 6), VALUES)
+    assert judge._same_columns(-turned, VALUES)  # their squares are compared
+    turned[0, 0] += 1
+    assert not judge._same_columns(turned, VALUES)
+    assert not judge._same_columns(VALUES.T.reshape(4, 6), VALUES)
+
+
+def test_tensors_are_the_same_if_shape_and_every_value_are():
+    assert judge._same([VALUES])
+    assert judge._same([VALUES, VALUES.clone()])
+    other = VALUES.clone()
+    other[3, 5] += 1
+    for wrong in ([VALUES, VALUES, other], [other, VALUES, VALUES], [VALUES, VALUES[:, :1]], [VALUES[:1], VALUES]):
+        assert not judge._same(wrong)
+
+
+# --- the part that a rank holds ---------------------------------------------------------------------------------------
+
+WHOLE = torch.arange(8.0 * 6 * 10, dtype=torch.float64).view(8, 6, 10)
+TOKENS = torch.tensor([0, 2, 5])
+PARTS: dict[str, tuple[str, Seen, tuple, tuple, list]] = {  # layout, rank, shape, declared features, what it may hold
+    "whole": ("tp2", seen(1), (8, 6, 10), (), [WHOLE]),
+    "its rows": ("dp4", seen(dp=2), (2, 6, 10), (), [WHOLE[4:6]]),
+    "all rows without dp": ("tp2", seen(dp=0), (8, 6, 10), (), [WHOLE]),
+    "its tokens": ("cp2", seen(cp=1, length=6, tokens=TOKENS), (8, 3, 10), (), [WHOLE[:, TOKENS]]),
+    "rows and tokens": ("cp2dp2", seen(dp=1, length=6, tokens=TOKENS), (4, 3, 10), (), [WHOLE[4:, TOKENS]]),
+    "no dimension of tokens": ("cp2", seen(length=7, tokens=TOKENS), (8, 6, 10), (), [WHOLE]),
+    "features of tp": ("tp3", seen(0), (8, 6, 4), (), [WHOLE[..., :4]]),
+    "smaller features of tp": ("tp3", seen(2), (8, 6, 3), (), [WHOLE[..., 7:]]),
+    "tokens of tp": ("tp2", seen(1), (8, 3, 10), (), [WHOLE[:, 3:]]),
+    "another rank's size": ("tp3", seen(0), (8, 6, 3), (), []),
+    "two dimensions less": ("tp2", seen(1), (8, 3, 5), (), []),
+    "another number of dimensions": ("tp2", seen(1), (8, 6), (), []),
+    "declared": ("tp2", seen(1), (8, 6, 5), ((1, 3), (7, 10)), [torch.cat([WHOLE[..., 1:3], WHOLE[..., 7:]], -1)]),
+    "declared, and all of them": ("tp2", seen(1), (8, 6, 10), ((0, 10),), [WHOLE]),
+    "declared for another size": ("tp2", seen(1), (8, 6, 5), ((1, 3), (7, 11)), [WHOLE[..., 5:]]),
+    "declared beyond it": ("tp2", seen(1), (8, 6, 5), ((0, 2), (8, 11)), [WHOLE[..., 5:]]),
+    "declared, on a part of its rows": ("tp2", seen(1), (4, 6, 5), ((0, 5),), []),
+    "declared of its tokens": (
+        "cp2tp2", seen(1, length=6, tokens=TOKENS), (8, 3, 5), ((2, 7),), [WHOLE[:, TOKENS, 2:7]],
+    ),
+    "sharded tokens of cp": ("cp2tp2", seen(0, length=6, tokens=TOKENS), (8, 2, 10), (), [WHOLE[:, TOKENS[:2]]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_rank_may_hold_its_rows_its_tokens_and_declared_features_or_a_shard(case):
+    layout, rank, shape, runs, want = PARTS[case]
+    got = list(judge._parts(parse_layout(layout), rank, WHOLE, torch.Size(shape), runs))
+    assert len(got) == len(want)
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_square_of_tokens_may_be_cut_along_either_side_and_a_number_along_none():
+    square, rank = WHOLE[:6, :6, 0], seen(length=6, tokens=TOKENS)
+    rows, columns = square[TOKENS], square[:, TOKENS]
+    for shape, want in (((3, 6), [rows]), ((6, 3), [columns]), ((6, 6), [square]), ((4, 6), [])):
+        got = list(judge._parts(parse_layout("cp2"), rank, square, torch.Size(shape), ()))
+        assert len(got) == len(want)
+        assert all(map(torch.equal, got, want))
+    assert list(judge._parts(parse_layout("dp2"), seen(dp=1), number(3.0), torch.Size(()), ())) == [number(3.0)]
+
+
+def test_of_ranks_those_are_taken_that_differ_from_the_first_on_one_axis_alone():
+    held = [seen(tp, cp, pp, dp) for tp in (1, 0) for cp in (0, 1) for pp in (0, 1) for dp in (1, 0)]
+    places = [torch.tensor([s.tp, s.cp, s.pp, s.dp]) for s in held]
+    for i, axis in enumerate(("tp", "cp", "pp", "dp")):
+        found = [t.tolist() for t in judge._one_each(held, places, axis)]
+        first, other = [1, 0, 0, 1], [1, 0, 0, 1]
+        other[i] = 1 - other[i]
+        assert found == [first, other]
+        missing = [None if t is places[0] else t for t in places]
+        assert [t.tolist() for t in judge._one_each(held, missing, axis)] == [other]
+
+
+# --- tolerances -------------------------------------------------------------------------------------------------------
+
+
+def off(got: Tensor, want: Tensor, own: float = 0.0, floor: float = 0.0, **how: object) -> tuple[float, bool]:
+    return Judge(seen(), **how)._off(got, want, own, floor)  # type: ignore[arg-type]
+
+
+def test_float64_may_differ_by_1e_10_of_the_largest_value():
+    want = torch.tensor([0.5, -4.0], dtype=torch.float64)
+    for error, bad in ((0.0, False), (3.9e-10, False), (4.1e-10, True), (math.inf, True)):
+        ulps, is_bad = off(want + torch.tensor([error, 0]), want)
+        assert ulps == pytest.approx(error / (4 * EPS), rel=1e-6)
+        assert is_bad is bad
+    assert off(want * math.nan, want) == (math.inf, True)
+    assert off(want, want, exact=True) == (0.0, False)
+    assert off(want + 1e-15, want, exact=True)[1] is True
+    assert off(torch.zeros(0), torch.zeros(0)) == (0.0, False)
+    zero, tiny = number(0.0, 2), number(9e-11, 2)
+    assert off(tiny, zero) == (pytest.approx(9e-11 / EPS), False)  # the scale of zeros is 1
+    assert off(tiny, zero, floor=0.5)[1] is True
+    assert off(tiny, zero, floor=2.0) == (pytest.approx(9e-11 / EPS / 2), False)
+    inf = torch.tensor([math.inf, 1.0], dtype=torch.float64)
+    assert off(inf + torch.tensor([0, 0.9e-10]), inf) == (pytest.approx(0.9e-10 / EPS, rel=1e-5), False)
+    assert off(inf + torch.tensor([0, 1.1e-10]), inf)[1] is True, "an infinity is no scale"
+
+
+def test_below_float64_twice_the_own_error_and_one_rounding_may_differ():
+    want, eps = torch.tensor([0.5, -4.0], dtype=torch.float64), 2.0**-23
+    how = {"dtype": torch.float32, "rounded": [seen()]}
+    for own in (0.0, 1e-3):
+        for share, bad in ((0.99, False), (1.01, True)):
+            error = share * (2 * own + eps * 4)
+            ulps, is_bad = off(want + torch.tensor([0, error]), want, own, **how)
+            assert ulps == pytest.approx(error / (eps * 4), rel=1e-6)
+            assert is_bad is bad
+
+
+def test_indices_must_be_equal_in_float64_and_may_differ_below():
+    one, other = torch.tensor([3, 5]), torch.tensor([3, 6])
+    assert off(one, one) == (0.0, False)
+    assert off(other, one) == (pytest.approx(1 / 5 / EPS), True)
+    assert off(other, one, dtype=torch.float32) == (0.0, False)
+
+
+def test_the_own_error_is_the_largest_of_the_rounded_runs():
+    def run(x: float, *shape: int) -> Seen:
+        return seen(gradients={"w": number(x, *(shape or (2,)))})
+
+    rounded = [run(1.25), run(0.5), run(9.0, 3), seen()]
+    of = Judge(run(1.0), torch.float32, rounded)
+    assert of._own("gradients", "w") == 0.5
+    assert Judge(run(1.0))._own("gradients", "w") == 0.0
+    assert Judge(run(1.0), torch.float32, rounded[2:])._own("gradients", "w") == 0.0
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def runs(count: int, axis: str, **fields: object) -> tuple[Seen, list[Seen]]:
+    """The unsharded model's record, and those of the ranks of an axis, all with these fields."""
+    fields = {"output": {}, "evaluated": {}, **fields}
+
+    def copied(value: object) -> object:
+        return {k: v.clone() for k, v in value.items()} if isinstance(value, dict) else value
+
+    ranks = [seen(**{axis: i}, **{k: copied(v) for k, v in fields.items()}) for i in range(count)]  # type: ignore[arg-type]
+    return seen(**fields), ranks
+
+
+def judged(truth: Seen, layout: Layout, ranks: list[Seen]) -> Any:
+    return Judge(truth)(layout, ranks)
+
+
+def test_a_small_tensor_is_measured_by_a_thousandth_of_the_largest_of_all():
+    for size, bad in ((1e3, True), (1e4, False)):  # the allowed difference is 1e-10 of 1e-3 of the largest
+        fields = {"w": number(size, 2), "v": number(1e-6, 2), "none": torch.zeros(0)}
+        truth, ranks = runs(2, "tp", initial=fields, gradients=fields)
+        ranks[1].gradients["v"] += 5e-10
+        verdict = judged(truth, parse_layout("tp2"), ranks)
+        want = 5e-10 / (1e-3 * size * EPS)
+        assert verdict.gradients == {"w": 0.0, "v": pytest.approx(want, rel=1e-4), "none": 0.0}
+        assert verdict.worst["gradient"] == verdict.gradients["v"]
+        assert verdict.equal is not bad
+        found = verdict.departure
+        assert (found and (found.stage, found.name, found.ulps)) == (("gradient", "v", want) if bad else None) or (
+            found is not None and found.ulps == pytest.approx(want, rel=1e-4)
+        )
+
+
+def test_the_first_tensor_that_differs_is_named_and_the_worst_is_counted():
+    fields = {name: number(1.0, 2) for name in "abc"}
+    truth, ranks = runs(2, "tp", initial=fields, updated=fields)
+    ranks[1].updated["b"] += 1e-6
+    ranks[0].updated["b"] += 1e-7
+    ranks[0].updated["c"] += 1e-5
+    verdict = judged(truth, parse_layout("tp2"), ranks)
+    found = verdict.departure
+    assert found is not None
+    assert (found.stage, found.name) == ("update", "b")
+    assert found.ulps == pytest.approx(1e-6 / EPS, rel=1e-6)
+    assert verdict.worst["update"] == pytest.approx(1e-5 / EPS, rel=1e-6)
+    assert verdict.gradients == {}
+
+
+def test_a_parameter_that_ranks_lack_or_shape_otherwise_is_infinitely_off():
+    fields = {"w": number(1.0, 2), "zero": number(0.0, 2)}
+    truth, ranks = runs(3, "tp", initial=fields, gradients=fields)
+    layout = parse_layout("tp3")
+    del ranks[1].gradients["zero"]  # a gradient of zeros may be missing on some ranks
+    assert judged(truth, layout, ranks).equal
+    del ranks[1].gradients["w"]
+    verdict = judged(truth, layout, ranks)
+    assert (verdict.departure.name, verdict.gradients["w"], verdict.worst["gradient"]) == ("w", math.inf, math.inf)
+    assert "1 of the 3 ranks" in verdict.departure.cause
+    for rank in ranks:
+        rank.initial.pop("w")
+        rank.gradients.pop("w", None)
+    verdict = judged(truth, layout, ranks)
+    assert (verdict.departure.stage, verdict.departure.name, verdict.departure.ulps) == ("first values", "w", math.inf)
+    truth, ranks = runs(2, "tp", initial=fields, gradients=fields)
+    for rank in ranks:
+        rank.gradients["w"] = number(1.0, 1)
+    verdict = judged(truth, parse_layout("tp2"), ranks)
+    assert (verdict.departure.name, verdict.gradients["w"]) == ("w", math.inf)
+    assert 'declare("w", (2,), init, shard=mpcore.sharding.cut(2, tp, 0))' in verdict.departure.cause
+
+
+def test_a_gradient_that_the_unsharded_model_lacks_is_named():
+    fields = {"w": number(1.0, 2)}
+    for zero, value, named in (("", 0.0, True), ("zero1", 0.0, False), ("zero1", 1.0, True)):
+        truth, ranks = runs(2, "dp", initial={**fields, "v": number(1.0, 1)}, gradients=fields)
+        ranks[1].gradients["v"] = number(value, 1)
+        verdict = judged(truth, parse_layout(f"dp2{zero}"), ranks)
+        assert (verdict.departure is not None) is named
+        assert verdict.worst["gradient"] == (math.inf if named else 0.0)
+        if verdict.departure is not None:
+            assert (verdict.departure.stage, verdict.departure.name) == ("gradient", "v")
+    ranks[0].gradients["b"] = ranks[0].gradients["x"] = number(1.0, 1)
+    found = judged(truth, parse_layout("dp2"), ranks).departure
+    assert (found.name, found.ulps) == ("b", math.inf), "a name that the unsharded model hasn't comes first"
+
+
+SIZES = [(f"{axis}{n}", factor) for axis in ("tp", "dp", "cp", "pp") for n in (2, 3) for factor in (n, 1 / n)]
+
+
+@pytest.mark.parametrize(("layout", "factor"), SIZES)
+def test_a_gradient_that_is_off_by_the_size_of_an_axis_is_told_with_axis_and_size(layout, factor):
+    gradient = {"w": VALUES.clone()}
+    truth, ranks = runs(int(layout[2]), layout[:2], initial=gradient, gradients=gradient)
+    for rank in ranks:
+        rank.gradients["w"] *= factor
+    found = judged(truth, parse_layout(layout), ranks).departure
+    assert f"{layout[:2]} = {layout[2]} times too {'large' if factor > 1 else 'small'}" in found.cause
+    for rank in ranks:  # another ratio, or none
+        rank.gradients["w"] *= 1.5
+    found = judged(truth, parse_layout(layout), ranks).departure
+    assert "times too" not in found.cause
+
+
+def test_a_gradient_that_was_right_before_it_was_summed_is_told_from_one_that_never_was():
+    gradient = {"w": VALUES.clone()}
+    causes = []
+    for local in (VALUES, 2 * VALUES):
+        truth, ranks = runs(2, "tp", initial=gradient, gradients=gradient)
+        for rank in ranks:
+            rank.gradients["w"] *= 2
+            rank.local["w"] = local
+        causes.append(judged(truth, parse_layout("tp2"), ranks).departure.cause)
+    assert "declared pending" in causes[0]
+    assert "declared pending" not in causes[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_departure_reads_as_stage_name_ulps_and_cause(stage):
+    assert str(Departure(stage, "w", 1234.0, "why")) == f"{stage} of w differs by 1.23e+03 ULPs: why"
+    assert str(Departure(stage, "", 2.0, "why")) == f"{stage} differs by 2 ULPs: why"
+    assert str(Departure(stage, "w", math.inf, "why")) == f"{stage} of w: why"
+
+
+def test_a_verdict_is_equal_without_a_departure_and_without_an_error():
+    assert Verdict("tp2").equal
+    assert not Verdict("tp2", error="lost").equal
+    assert not Verdict("tp2", departure=Departure("loss", "", 1.0, "why")).equal
+
+
+def test_the_loss_and_the_norm_have_the_tolerance_of_the_rounded_runs():
+    truth, ranks = runs(2, "tp", loss=4.0, norm=2.0)
+    for name in ("loss", "norm"):
+        for error, bad in ((0.9, False), (1.1, True)):
+            truth, ranks = runs(2, "tp", loss=4.0, norm=2.0)
+            value = getattr(truth, name)
+            rounded = [seen(**{"loss": 4.0, "norm": 2.0, name: value + near}) for near in (0.001, -0.004)]  # type: ignore[arg-type]
+            allowed = 2 * 0.004 + 2.0**-23 * value
+            setattr(ranks[1], name, value + error * allowed)
+            verdict = Judge(truth, torch.float32, rounded)(parse_layout("tp2"), ranks)
+            assert verdict.worst[name] == pytest.approx(error * allowed / (2.0**-23 * value), rel=1e-4)
+            assert (verdict.departure is not None) is bad
+
+
+LOSSES = [
+    ("tp2", 5.0 + 3 * math.log(2), "3 tokens"), ("tp4", 5.0 + 2 * math.log(4), "2 tokens"),
+    ("tp2", 5.0 + 2.5 * math.log(2), ""), ("tp2", 10.0, "tp = 2 times too large"), ("tp2", 15.0, ""),
+    ("dp2", 6.0, "2 parts"), ("dp2tp2cp2pp2", 6.0, "8 parts"), ("tp2", math.nan, ""), ("mb2", 10.0, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "loss", "told"), LOSSES)
+def test_a_loss_is_told_by_what_it_is_off_by(layout, loss, told):
+    truth, ranks = runs(2, "tp", loss=5.0)
+    for rank in ranks:
+        rank.loss = loss
+    cause = judged(truth, parse_layout(layout), ranks).departure.cause
+    found = [words for words in ("3 tokens", "2 tokens", "2 times too large", "2 parts", "8 parts") if words in cause]
+    assert found == ([told.removeprefix("tp = ")] if told else [])
+    truth.loss = 0.0
+    assert "times too" not in judged(truth, parse_layout("tp2"), ranks).departure.cause
+
+
+def test_what_is_cut_over_tp_is_suspected_first_where_tp_cuts():
+    assert "over tp" in faults_of_module(Layout("tp2", tp=2))
+    assert "over tp" not in faults_of_module(Layout("dp2", dp=2))

@@ -1,0 +1,468 @@
+"""What a rank of `mpcore.verify` builds, runs and records, in one process and on two simulated ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.layers.attention.sequence import sequence_index
+from mpcore.random import generator
+from mpcore.verify import parse_layout
+from mpcore.verify import run as of_run
+from mpcore.verify.run import STEP, Seen, Task, build_options, joined, listen, wrong_width
+
+ALONE, WIDTH = parse_layout("tp1"), 3
+build_model: Any = of_run.build_model
+run_step: Any = of_run.run_step
+
+
+class Small(nn.Module):
+    """A linear layer, a frozen one, a complex and an integer buffer, and a mode in eval()."""
+
+    turns: Tensor
+    steps: Tensor
+
+    def __init__(self, mesh: mp.Mesh | None = None) -> None:
+        super().__init__()
+        self.up, self.fixed = nn.Linear(WIDTH, 4), nn.Linear(4, 2, bias=False).requires_grad_(False)
+        self.register_buffer("turns", torch.tensor([1.0 + 2.0j, -1.0j], dtype=torch.complex64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("own", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[B, 3] -> [B, 2]."""
+        y = self.fixed(self.up(x).tanh()) * (1 if weights is None else weights[:, None])
+        self.steps += 1
+        return y if self.training else 3 * y
+
+
+def task(**more: Any) -> Task:
+    x = torch.arange(8.0 * WIDTH).view(8, WIDTH).sin()
+    return Task(**{"build": Small, "batch": {"x": x, "target": x.sum(1).cos()}, "loss": squares, **more})
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target[:, None]).square().sum()
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_a_builder_is_told_of_sequence_parallel_if_it_asks():
+    def asks(mesh: mp.Mesh, sequence_parallel: bool = False) -> nn.Module:
+        raise AssertionError
+
+    assert build_options(asks, parse_layout("tp2sp")) == {"sequence_parallel": True}
+    assert build_options(asks, parse_layout("tp2")) == {"sequence_parallel": False}
+    assert build_options(Small, parse_layout("tp2")) == {}
+
+
+def test_the_model_has_the_seeds_values_in_the_tasks_dtype_and_complex_buffers_stay_complex():
+    torch.manual_seed(5)
+    want = Small()
+    for dtype, complex_dtype in ((torch.float64, torch.complex128), (torch.float32, torch.complex64),
+                                 (torch.bfloat16, torch.complex64)):  # fmt: skip
+        torch.manual_seed(11)
+        model = build_model(task(seed=5, dtype=dtype), mp.Mesh(), ALONE)
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert torch.equal(p, q.to(dtype))
+        assert torch.equal(model.get_buffer("turns"), want.turns.to(complex_dtype))
+        assert model.get_buffer("turns").dtype == complex_dtype
+        assert (model.get_buffer("steps").dtype, model.get_buffer("own").dtype) == (torch.int64, dtype)
+    assert not torch.equal(build_model(task(seed=6), mp.Mesh(), ALONE).up.weight, want.up.weight.double())
+
+
+def on_meta(mesh: mp.Mesh) -> nn.Module:
+    return mp.ColumnParallelLinear(3, 4, device="meta")
+
+
+def test_a_model_on_meta_is_drawn_as_in_training_and_then_cast():
+    drawn = mp.ColumnParallelLinear(3, 4, device="meta")
+    mp.materialize(drawn, 9)
+    model = build_model(task(build=on_meta, seed=9), mp.Mesh(), ALONE)
+    assert torch.equal(model.get_parameter("weight"), drawn.get_parameter("weight").double())
+
+
+def flat(**more: Any) -> Tensor:
+    model = build_model(task(build=wide, **more), mp.Mesh(), ALONE)
+    return model.get_parameter("weight").detach().double().flatten()
+
+
+def wide(mesh: mp.Mesh) -> nn.Module:
+    return nn.Linear(40, 40, bias=False)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float64, 2.0**-52), (torch.float32, 2.0**-23)])
+def test_a_nudge_moves_parameters_by_at_most_half_a_rounding_and_then_rounds(dtype, eps):
+    plain, one, again, two = (flat(dtype=dtype, nudge=i) for i in (0, 1, 1, 2))
+    apart = (one - plain) / plain
+    assert -eps <= apart.min() < 0 < apart.max() <= eps
+    assert 0.1 < (apart != 0).double().mean() < 0.6  # p x eps / 2 is half to a whole unit in the last place
+    assert torch.equal(one, again)
+    assert not torch.equal(one, two)
+
+
+def test_a_shift_moves_trained_parameters_along_directions_that_follow_from_their_names():
+    plain, moved = (build_model(task(shift=shift), mp.Mesh(), ALONE) for shift in (0.0, 0.25))
+    for name, p in plain.named_parameters():
+        want = torch.randn(p.shape, generator=generator(0, name), dtype=torch.float64) if p.requires_grad else 0
+        torch.testing.assert_close(moved.get_parameter(name) - p, 0.25 * want + torch.zeros_like(p))
+    like = torch.zeros(4, dtype=torch.bfloat16)
+    assert torch.equal(of_run.direction("a", like), of_run.direction("a", like.double()).bfloat16())
+
+
+def stages_of_the_same_names(mesh: mp.Mesh) -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def stages_of_other_names(mesh: mp.Mesh) -> nn.Module:
+    return nn.ModuleDict({str(mesh.pp.rank): nn.Linear(2, 2)})
+
+
+def no_parameters(mesh: mp.Mesh) -> nn.Module:
+    return nn.Identity()
+
+
+def build_on_two_stages(build: Any) -> str:
+    try:
+        build_model(task(build=build), mp.build_mesh(pp=2, device_type="cpu"), parse_layout("pp2"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_stages_that_hold_the_same_names_are_refused():
+    said = mp.simulate(partial(build_on_two_stages, stages_of_the_same_names), ranks=2)
+    assert all(text.startswith("each of 2 stages holds the same 2 parameters, such as bias") for text in said)
+    for build in (stages_of_other_names, no_parameters):
+        assert mp.simulate(partial(build_on_two_stages, build), ranks=2) == ["", ""]
+
+
+# --- the slope --------------------------------------------------------------------------------------------------------
+
+
+def test_a_slope_may_be_off_by_a_millionth_of_the_norm_and_by_rounding():
+    gradient = {"p": torch.tensor([3.0, -4.0], dtype=torch.float64)}
+    want = float((gradient["p"] * of_run.direction("p", gradient["p"])).sum())
+    for off, good in ((0.0, True), (0.9e-6, True), (-0.9e-6, True), (1.3e-6, False), (-1.3e-6, False)):
+        above = (want + 5.0 * off) * 2e-6
+        if good:
+            assert of_run.check_slope(gradient, 5.0, above, 0.0) == pytest.approx(abs(off), abs=1e-9)
+        else:
+            with pytest.raises(ValueError, match="a backward is not that of its forward"):
+                of_run.check_slope(gradient, 5.0, above, 0.0)
+    # a loss of 1e6 has roundings of 1e-10, so that a slope of norm 5 may be off by 1e6 x 1e-15 / 1e-6 / 5 = 2e-4 of it
+    for off, good in ((1.9e-4, True), (2.2e-4, False)):
+        losses = (1e6 + (want + 5.0 * off) * 1e-6, 1e6 - (want + 5.0 * off) * 1e-6)
+        if good:
+            of_run.check_slope(gradient, 5.0, *losses)
+        else:
+            with pytest.raises(ValueError, match="slope"):
+                of_run.check_slope(gradient, 5.0, *losses)
+    assert of_run.check_slope({}, 0.0, 1.0, 1.0) == 0.0
+    with pytest.raises(ValueError, match="slope 1, and"):
+        of_run.check_slope({}, 0.0, 1.0 + 1e-6, 1.0 - 1e-6)
+    with pytest.raises(ValueError, match="slope nan"):
+        of_run.check_slope(gradient, 5.0, math.nan, 0.0)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(rows: slice = slice(None)) -> dict[str, Any]:
+    """The step in plain torch: a loss that nobody divides, its gradients, and a step of at most STEP."""
+    torch.manual_seed(0)
+    model = Small().double()
+    x, target = (t.double()[rows] for t in (task().batch["x"], task().batch["target"]))
+    out = model(x)
+    loss = squares(out, target)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= (STEP / max(norm, 1.0)) * p.grad if p.grad is not None else 0
+    up = initial["up.weight"]
+    return {
+        "loss": loss.item(), "norm": norm, "initial": initial, "gradients": gradients, "output": {"": out.detach()},
+        "updated": {name: p.detach() for name, p in model.named_parameters()},
+        "evaluated": {"": model.eval()(x).detach()}, "first": x @ up.T + initial["up.bias"],
+    }  # fmt: skip
+
+
+def same(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("layout", "steps"), [("tp1", 1), ("mb4", 4)])
+def test_the_record_of_one_process_is_that_of_plain_torch(layout, steps):
+    seen, want = run_step(task(), mp.Mesh(), parse_layout(layout)), by_hand()
+    assert (seen.tp, seen.cp, seen.pp, seen.dp, seen.rows, seen.length, seen.tokens) == (0, 0, 0, 0, 8, 0, None)
+    for name, value in want.items():
+        if name != "first":
+            same(getattr(seen, name), value)
+    same(seen.local, want["gradients"])
+    same(seen.outputs["up", 0], want["first"])
+    assert set(seen.outputs) == {("up", 0), ("fixed", 0), ("", 0)}
+    assert seen.buffers.keys() == {"turns", "steps"}
+    assert seen.buffers["turns"].tolist() == [[1, 2], [0, -1]]
+    assert int(seen.buffers["steps"]) == steps  # before the forward in eval(), and without the check of the loss
+
+
+def test_a_step_is_at_most_a_tenth_also_where_the_gradient_is_small():
+    seen = run_step(task(loss=tiny), mp.Mesh(), ALONE)
+    assert seen.norm < 1e-3
+    same(seen.updated["up.bias"], seen.initial["up.bias"] - STEP * seen.gradients["up.bias"])
+
+
+def tiny(output: Tensor, target: Tensor) -> Tensor:
+    return squares(output, target) * 1e-5
+
+
+def with_mesh(output: Tensor, target: Tensor, mesh: mp.Mesh) -> Tensor:
+    assert isinstance(mesh, mp.Mesh)
+    return squares(output, target)
+
+
+def with_another_name(output: Tensor, target: Tensor, on: mp.Mesh) -> Tensor:
+    return with_mesh(output, target, on)
+
+
+def with_an_option(output: Tensor, target: Tensor, power: int = 2) -> Tensor:
+    assert power == 2
+    return squares(output, target)
+
+
+def with_an_optional_mesh(output: Tensor, target: Tensor, mesh: mp.Mesh | None = None) -> Tensor:
+    return with_mesh(output, target, mesh)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [with_mesh, with_another_name, with_an_option, with_an_optional_mesh])
+def test_a_loss_gets_the_mesh_if_it_takes_it(loss):
+    assert run_step(task(loss=loss), mp.Mesh(), ALONE).loss == pytest.approx(by_hand()["loss"], rel=1e-12)
+
+
+def test_without_a_loss_half_the_sum_of_squares_is_taken_and_without_a_target_x():
+    found = run_step(task(loss=None), mp.Mesh(), ALONE)
+    assert found.loss == pytest.approx(found.output[""].square().sum().item() / 2, rel=1e-12)
+    only = Task(Plain, {"x": torch.ones(4, 2)}, loss=to_target)
+    assert run_step(only, mp.Mesh(), ALONE).loss == pytest.approx(8 * 4.0, rel=1e-12)
+
+
+class Plain(nn.Module):
+    """Three times a factor of 1."""
+
+    def __init__(self, mesh: mp.Mesh) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] -> [...]."""
+        return 3 * self.factor * x
+
+
+def to_target(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def test_other_tensors_of_the_batch_reach_the_model_by_name_and_in_parts():
+    weights = torch.arange(8.0)
+    for layout in ("tp1", "mb2"):
+        given = task()
+        given.batch["weights"] = weights  # type: ignore[index]
+        seen = run_step(given, mp.Mesh(), parse_layout(layout))
+        for which, training in (("output", True), ("evaluated", False)):
+            model = Small().double().train(training)
+            model.load_state_dict({**seen.updated, "turns": model.turns, "steps": model.steps} if not training else
+                                  {**seen.initial, "turns": model.turns, "steps": model.steps})  # fmt: skip
+            same(getattr(seen, which)[""], model(given.batch["x"].double(), weights.double()).detach())
+
+
+def test_rows_that_dont_fit_are_refused_with_the_number_that_they_must_be_a_multiple_of():
+    with pytest.raises(ValueError, match=r"layout 'mb3': 8 rows are not a multiple of dp x micro-batches = 3$"):
+        run_step(task(), mp.Mesh(), parse_layout("mb3"))
+    with pytest.raises(ValueError, match="8 rows are not a multiple of the virtual degree 16"):
+        run_step(task(build=Linear, virtual=16), mp.build_mesh(virtual=(2, 16), device_type="cpu"), ALONE)
+
+
+class Linear(mp.ColumnParallelLinear):
+    """Three inputs and two outputs."""
+
+    def __init__(self, mesh: mp.Mesh) -> None:
+        super().__init__(WIDTH, 2, tp=mesh.tp)
+
+
+def test_with_a_virtual_degree_two_steps_of_adamw_are_made():
+    on = mp.build_mesh(virtual=(2, 4), device_type="cpu")
+    seen = run_step(task(build=Linear, virtual=4), on, ALONE)
+    torch.manual_seed(0)
+    model = Linear(mp.Mesh()).double()
+    optimizer = mp.AdamW(model)
+    x, target = (task().batch[name].double() for name in ("x", "target"))
+    for _ in range(2):
+        loss = squares(model(x), target)
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = STEP / max(seen.norm, 1.0)
+        if not optimizer.state:
+            assert seen.loss == pytest.approx(loss.item(), rel=1e-12)
+            same(seen.gradients, {name: p.grad for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    same(seen.updated, {name: p.detach() for name, p in model.named_parameters()})
+    same(seen.evaluated[""], model(x).detach())
+
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two tensors."""
+
+    first: Tensor
+    second: Tensor
+
+
+def test_tensors_of_an_output_are_named_by_their_place():
+    a, b, c = torch.ones(2), torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.zeros(3, requires_grad=True)
+    found = of_run._leaves({"logits": a, 3: [b, (c, None, "x")], "pair": Pair(a, c)})
+    assert {name: t.tolist() for name, t in found.items()} == {
+        "['logits']": [1, 1], "[3][0]": [[1, -2], [3, 4]], "[3][1][0]": [0, 0, 0],
+        "['pair'][0]": [1, 1], "['pair'][1]": [0, 0, 0],
+    }  # fmt: skip
+    assert not any(t.requires_grad for t in found.values())
+    assert found["['logits']"] is not a
+    a += 1
+    assert found["['logits']"].tolist() == [1, 1]
+    assert of_run._leaves(a).keys() == {""}
+    assert of_run._leaves("text") == {}
+
+
+def test_micro_batches_are_joined_where_all_have_the_tensor_in_one_shape_of_row():
+    def part(rows: int) -> dict[str, Tensor]:
+        ones = torch.full((rows, 2), float(rows))
+        return {"a": ones, "scalar": torch.tensor(1.0), "odd": torch.zeros(2, rows)}
+
+    one = part(3)
+    assert joined([one]) == one
+    parts = [part(1), {**part(2), "late": torch.ones(1)}, part(3)]
+    got = joined([{**parts[0], "early": torch.ones(1)}, *parts[1:]])
+    assert {name: t.tolist() for name, t in got.items()} == {"a": [[1, 1], [2, 2], [2, 2], [3, 3], [3, 3], [3, 3]]}
+    assert joined([]) == {}
+
+
+class Twice(nn.Module):
+    """Calls a module twice, and a module that returns a dict of an index, a number, and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 2] -> [B, 2]."""
+        return self.inner(self.inner(x))
+
+
+def test_each_call_of_a_module_is_recorded_in_its_order_and_none_outside_of_a_forward():
+    model = Twice()
+    found = listen(model, Seen(0, 0, 0, 0))
+    x = torch.ones(3, 2)
+    for _ in range(2):
+        model(x)
+        model.inner(x)  # such as a recomputation, after the forward
+    assert [list(forward) for forward in found] == [
+        [(n, i) for i in (0, 1) for n in ("inner.0", "inner")] + [("", 0)]
+    ] * 2
+    assert torch.equal(found[0]["inner", 1], model(x))
+    assert torch.equal(found[0]["inner", 0], model.inner(x))
+
+
+def features(gather_output: bool) -> dict:
+    on, seen = mp.build_mesh(tp=2, device_type="cpu"), Seen(0, 0, 0, 0)
+    model = nn.ModuleDict({
+        "up": mp.ColumnParallelLinear(4, 6, tp=on.tp, gather_output=gather_output),
+        "down": mp.RowParallelLinear(6, 6, tp=on.tp), "same": nn.Linear(4, 6),
+        "table": mp.VocabParallelEmbedding(6, 6, tp=on.tp),
+    })  # fmt: skip
+    listen(model, seen)
+    return seen.features
+
+
+def test_the_features_that_a_column_parallel_layer_leaves_on_a_rank_are_known():
+    assert mp.simulate(partial(features, False), ranks=2) == [{"up": ((0, 3),)}, {"up": ((3, 6),)}]
+    assert mp.simulate(partial(features, True), ranks=2) == [{}, {}]
+
+
+# --- a layer of another width -----------------------------------------------------------------------------------------
+
+
+def told_of(module: nn.Module, x: Any, mesh: mp.Mesh) -> Any:
+    try:
+        module(x)
+    except RuntimeError as error:
+        found = wrong_width(error, mesh)
+        return found and str(found)
+    raise AssertionError("it ran")
+
+
+def test_a_linear_layer_whose_input_is_sharded_is_named():
+    tp2 = mp.Mesh(tp=mp.Axis(2, 0, name="tp"))
+    linear = nn.Linear(4, 3)
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(), linear))
+    told = told_of(model, torch.ones(5, 2), tp2)
+    assert told is not None
+    assert re.match(r"nn\.Linear 1\.1: its input has 2 features, and in_features is 4\. If", told)
+    assert told_of(linear, torch.ones(2), tp2).startswith("nn.Linear : its input has 2")
+    assert told_of(model, torch.ones(5, 2), mp.Mesh()) is None
+    assert told_of(model, torch.ones(5, 4).double(), tp2) is None  # the width is right
+    assert told_of(nn.Sequential(nn.Conv1d(4, 3, 1)), torch.ones(5, 2), tp2) is None
+    assert wrong_width(RuntimeError("from nowhere"), tp2) is None
+
+
+# --- the sequence -----------------------------------------------------------------------------------------------------
+
+
+class Context(nn.Module):
+    """Has a way in which its sequence is cut."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Identity() for _ in kinds)
+        for part, kind in zip(self.parts, kinds, strict=True):
+            part.context = kind  # type: ignore[assignment]
+
+
+def cut_on_rank(*kinds: str) -> tuple:
+    on = mp.build_mesh(cp=2, device_type="cpu")
+    seen: Any = Seen(0, 0, 0, 0)
+    x = torch.arange(16).view(2, 8)
+    batch = {"x": x, "values": x[..., None] + torch.zeros(3), "samples": torch.arange(2), "short": torch.ones(2, 7)}
+    got = of_run._cut_sequence(batch, Context(*kinds), on, seen)
+    return seen.length, seen.tokens.tolist(), {name: t.tolist() for name, t in got.items()}
+
+
+@pytest.mark.parametrize("kinds", [(), ("zigzag",), ("ring", "ring"), ("allgather",)])
+def test_tokens_are_cut_as_the_attention_says_and_nothing_else(kinds):
+    for rank, (length, tokens, batch) in enumerate(mp.simulate(partial(cut_on_rank, *kinds), ranks=2)):
+        kind = kinds[0] if kinds else "ring"
+        want = sequence_index(8, mp.Axis(2, rank, name="cp"), kind).tolist()
+        assert (length, tokens) == (8, want)
+        assert batch["x"] == [[8 * row + i for i in want] for row in range(2)]
+        assert batch["values"] == [[[8 * row + i] * 3 for i in want] for row in range(2)]
+        assert (batch["samples"], batch["short"]) == ([0, 1], [[1.0] * 7] * 2)
+
+
+def test_two_ways_to_cut_one_sequence_are_refused():
+    on = mp.Mesh(cp=mp.Axis(2, 0, name="cp"))
+    with pytest.raises(ValueError, match=r"can't be cut as \['ring', 'zigzag'\] at once"):
+        of_run._cut_sequence({"x": torch.ones(2, 4)}, Context("zigzag", "ring"), on, Seen(0, 0, 0, 0))
+    with pytest.raises(ValueError, match=r"x \(4,\) has no dimension 1"):
+        of_run._cut_sequence({"x": torch.ones(4)}, Context(), on, Seen(0, 0, 0, 0))
