@@ -322,7 +322,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
             weight += [(m, more_weight)] * split
             if m > 0:
                 kept.unsummed = max(empty, 0)
-            del received, edges, grads
+            del received, edges, grads, kwargs
     kept.forward_more, kept.weight_more = _most_of(forward), _most_of(weight)
     kept.backward_more = max(map(_most_of, backward.values()))
     return kept

@@ -1,0 +1,59 @@
+"""The clock of waits, on waits of a known length."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpcore import collectives
+from mpcore.analysis import CommunicationClock
+
+LONG = 0.03
+
+
+def test_the_clock_adds_the_waits_of_its_own_thread_and_leaves_nothing(monkeypatch):
+    def slow(x: torch.Tensor, *more: object) -> torch.Tensor:
+        time.sleep(LONG)
+        return x
+
+    monkeypatch.setattr(collectives, "_wait", slow)
+    monkeypatch.setattr(dist.Work, "wait", slow)
+    before = collectives._wait, dist.Work.wait
+    clock = CommunicationClock()
+    assert clock.seconds == 0
+    for _ in range(2):  # it begins at 0 again
+        with clock as entered:
+            assert entered is clock
+            assert clock.seconds == 0
+            x = torch.ones(1)
+            assert collectives._wait(x) is x
+            one = clock.seconds
+            assert LONG <= one < 10 * LONG
+            work_wait: Any = dist.Work.wait
+            work_wait(x, 5.0)
+            assert clock.seconds >= one + LONG
+            two = clock.seconds
+            other = threading.Thread(target=collectives._wait, args=(x,))
+            other.start()
+            other.join()
+            assert clock.seconds == two, "what another thread waits for"
+        assert (collectives._wait, dist.Work.wait) == before
+    collectives._wait(x)
+    assert clock.seconds == two
+
+
+def test_a_wait_that_raises_counts_too(monkeypatch):
+    def fails(x: object) -> None:
+        time.sleep(LONG)
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(collectives, "_wait", fails)
+    with CommunicationClock() as clock, pytest.raises(RuntimeError, match="gone"):
+        collectives._wait(None)
+    assert clock.seconds >= LONG
+    assert collectives._wait is fails

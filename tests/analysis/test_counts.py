@@ -1,0 +1,183 @@
+"""The ledger's bytes of every kind of call, its names of groups, its table; and the bytes of a block on paper."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpcore import Axis, build_mesh
+from mpcore import collectives as c
+from mpcore.analysis.counts import Count, Ledger, block_bytes, volume
+from mpcore.analysis.dry_run import on_mesh, pretend
+
+
+def counted(ledger: Ledger) -> dict:
+    return {key: (count.calls, count.bytes) for key, count in ledger.counts.items()}
+
+
+def test_each_call_counts_the_bytes_of_its_full_tensor():
+    """Of 4 ranks: what is gathered is 4 times as large as a shard, what is scattered 4 times as a result."""
+    x = torch.ones(4, 2)  # 32 bytes
+    calls = {
+        "all_reduce": [
+            (lambda on: dist.all_reduce(x, group=on.group), 32),
+            (lambda on: c.all_reduce(x, on), 32),
+            (lambda on: c.wait(c.start_sum_in_place(x, on)), 32),
+        ],
+        "all_gather": [
+            (lambda on: dist.all_gather_into_tensor(torch.empty(16, 2), x, group=on.group), 128),
+            (lambda on: dist.all_gather([torch.empty(4, 2) for _ in range(4)], x, group=on.group), 128),
+            (lambda on: c.all_gather(x, on, 0), 128),
+        ],
+        "reduce_scatter": [
+            (lambda on: dist.reduce_scatter_tensor(torch.empty(1, 2), x, group=on.group), 32),
+            (lambda on: c.reduce_scatter(x, on, 0), 32),
+        ],
+        "all_to_all": [
+            (lambda on: dist.all_to_all_single(torch.empty(4, 2), x, group=on.group), 32),
+            (lambda on: c.all_to_all(x, on, 0, 1), 32),
+        ],
+        "broadcast": [(lambda on: dist.broadcast(x, 0, group=on.group), 32)],
+        "reduce": [(lambda on: dist.reduce(x, 0, group=on.group), 32)],
+        "gather": [(lambda on: dist.gather(x, [torch.empty(4, 2) for _ in range(4)], group=on.group), 128)],
+        "scatter": [(lambda on: dist.scatter(x, [torch.empty(4, 2) for _ in range(4)], group=on.group), 128)],
+        "send": [(lambda on: dist.send(x, 1, group=on.group), 32)],
+        "recv": [(lambda on: dist.recv(x, 1, group=on.group), 32)],
+        "barrier": [(lambda on: dist.barrier(group=on.group), 0)],
+    }
+    with on_mesh(0, tp=4) as mesh:
+        for kind, ways in calls.items():
+            for run, size in ways:
+                with Ledger(mesh) as ledger:
+                    run(mesh.tp)
+                    run(mesh.tp)
+                ((key, (times, total)),) = counted(ledger).items()
+                assert (key, times) == (("tp", kind), 2)
+                assert total == 2 * size or kind == "barrier", (kind, total)
+
+
+def test_groups_have_the_names_of_their_axes_or_of_their_ranks():
+    x = torch.ones(2)
+    with on_mesh(0, tp=2, cp=4, dp=2, cp_inner=2) as mesh:
+        pair, many = dist.new_group([0, 8]), dist.new_group(range(0, 16, 3))
+        five: Any = dist.new_group([0, 5])
+        other, all_of_tp = dist.new_group([0, 3]), dist.new_group([0, 1])
+        extra = Axis(2, 0, five, name="extra")
+        with Ledger(mesh, extra=extra) as ledger:
+            for group in (all_of_tp, mesh.dp.group, pair, many, other, extra.group, other, mesh.world.group):
+                dist.all_reduce(x, group=group)
+            for axis in (mesh.tp, *(mesh.cp.levels or ()), mesh.cp):
+                c.all_reduce(x, axis)
+        found = {axis: count.calls for (axis, _), count in ledger.counts.items()}
+        assert found == {
+            "tp": 2, "dp": 2, "ranks 0+3+6+9..": 1, "ranks 0+3": 2, "extra": 1, "world": 1,
+            "cp_outer": 1, "cp_inner": 1, "cp": 1,
+        }  # fmt: skip
+        assert ledger.ranks("tp") == (0, 1)
+        assert ledger.ranks("extra") == (0, 5)
+        assert ledger.ranks("ranks 0+3+6+9..") == (0, 3, 6, 9, 12, 15)
+        assert ledger.ranks("cp_inner") == (0, 2)
+        assert ledger.ranks("cp_outer") == (0, 4)
+        assert ledger.ranks("nothing") == ()
+        sizes = {
+            "tp": 2,
+            "cp": 4,
+            "dp": 2,
+            "extra": 2,
+            "ranks 0+3": 2,
+            "ranks 0+3+6+9..": 6,
+            "cp_outer": 2,
+            "world": 16,
+        }
+        assert ledger.sizes.items() >= sizes.items()
+
+
+def test_what_is_no_collective_is_not_counted():
+    with on_mesh(0, tp=2) as mesh, Ledger(mesh) as ledger:
+        y = torch.ones(2) + 1
+        started = c.start_all_reduce(y, mesh.tp)
+        assert counted(ledger) == {("tp", "all_reduce"): (1, 8)}
+        c.wait(started)
+        c.all_reduce(y, Axis())
+    assert counted(ledger) == {("tp", "all_reduce"): (1, 8)}
+
+
+def test_a_ledger_of_one_axis_has_no_others():
+    with pretend(2):
+        mesh = build_mesh(tp=2, device_type="cpu")
+        assert set(Ledger(mesh).ranks_of) >= {"tp", "world"}
+        assert Ledger(mesh).counts == {}
+    alone = Ledger()
+    assert (alone.ranks_of, alone.sizes) == ({}, {})
+
+
+def test_the_volume_counts_an_all_reduce_twice_and_a_message_where_it_is_sent():
+    factors = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "send": 1, "recv": 0,
+               "broadcast": 1, "barrier": 0}  # fmt: skip
+    ledger = Ledger()
+    for i, (kind, factor) in enumerate(factors.items()):
+        assert volume(kind, 10) == 10 * factor
+        ledger.add("a" if i % 2 else "b", kind, 10**i)
+        ledger.add("a" if i % 2 else "b", kind, 0)
+    assert ledger.volume("a") == 10 + 10**3
+    assert ledger.volume("b") == 2 + 10**2 + 10**4 + 10**6
+    assert ledger.volume() == ledger.volume("a", "b") == ledger.volume("a") + ledger.volume("b")
+    assert ledger.volume("nothing") == 0
+    assert ledger.volumes() == {"a": ledger.volume("a"), "b": ledger.volume("b")}
+    assert ledger.counts["b", "all_reduce"] == Count(2, 1)
+    assert Count() == Count(0, 0)
+
+
+def test_the_table_has_a_line_for_each_count_in_the_order_of_the_axes():
+    ledger = Ledger()
+    ledger.sizes = {"tp": 4, "dp": 2}
+    for axis, kind, size in (("ranks 0+2", "send", 5), ("dp", "all_reduce", 1000), ("tp", "reduce_scatter", 3),
+                             ("tp", "all_gather", 7), ("tp", "all_gather", 2000)):  # fmt: skip
+        ledger.add(axis, kind, size)
+    want = [
+        ["tp", "4", "all_gather", "2", "2,007", "2,007"],
+        ["tp", "4", "reduce_scatter", "1", "3", "3"],
+        ["dp", "2", "all_reduce", "1", "1,000", "2,000"],
+        ["ranks", "0+2", "1", "send", "1", "5", "5"],
+    ]
+    head, *lines = ledger.table().splitlines()
+    assert [line.split() for line in lines] == want
+    assert head.split() == ["axis", "ranks", "kind", "calls", "bytes", "volume"]
+    assert str(ledger) == ledger.table()
+    head, *lines = ledger.table({("tp", "reduce_scatter"): 12345, ("dp", "all_gather"): 1}).splitlines()
+    assert "theory" in head
+    want[1].append("12,345")
+    assert [line.split() for line in lines] == want
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("regather", [False, True])
+@pytest.mark.parametrize("latents", [None, 40])
+def test_the_bytes_of_a_block_collective_by_collective(recompute, dropout, regather, latents):
+    """Attention and MLP: the input of each is copied to tp in forward, and its gradient summed; outputs are summed."""
+    full = 100
+    first = full if latents is None else latents  # what the attention's input sends
+    forward = {"gather": [first, full], "sum": [full, full]}  # attention, MLP
+    backward = {"gather": [full, full], "sum": [first, full]}  # gradients of outputs; of inputs
+    if regather:  # linears keep shards
+        backward["gather"] += [full, full]
+    if recompute == "full":  # the forward again; dropout behind the last sum needs it for its backward
+        backward["gather"] += forward["gather"]
+        backward["sum"] += forward["sum"] if dropout else forward["sum"][:1]
+    gathers, sums = (sum(map(sum, (forward[kind], backward[kind]))) for kind in ("gather", "sum"))
+    told = {"recompute": recompute, "dropout": dropout, "regather": regather, "latents": latents}
+    assert block_bytes(full, sequence_parallel=True, **told) == {"all_gather": gathers, "reduce_scatter": sums}
+    assert block_bytes(full, **told) == {"all_reduce": sums}, "no gathers: every rank has the whole input"
+
+
+def test_a_block_sends_the_same_volume_with_sequence_parallel():
+    """Korthikanti et al. 2022, section 4.2.2: four all-reduces, or four gathers and four scatters."""
+    plain, sharded = block_bytes(10), block_bytes(10, sequence_parallel=True)
+    assert (plain, sharded) == ({"all_reduce": 40}, {"all_gather": 40, "reduce_scatter": 40})
+    totals = [sum(itertools.starmap(volume, each.items())) for each in (plain, sharded)]
+    assert totals[0] == totals[1] == 80

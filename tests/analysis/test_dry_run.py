@@ -1,0 +1,339 @@
+"""What a dry run counts of small stages, against each tensor on paper."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpcore import Mesh
+from mpcore.analysis.counts import Count, Ledger
+from mpcore.analysis.dry_run import assemble, check_stages, dry_run, on_mesh, pretend, rounds_of, run_dry
+from mpcore.analysis.layout import Counter
+from mpcore.analysis.operators import Tally
+from mpcore.analysis.work import Held, Kept, Part, Round, Work
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.parallel.recompute import recompute
+from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
+from tests.theory import zero_bytes
+
+B, D, H = 5, 8, 24
+x, h = 4 * B * D, 4 * B * H  # bytes of a stage's input, output and their gradients; and of the hidden layer
+W = 2 * 4 * D * H  # of the weights of a stage
+MULTIPLY = 2 * B * D * H  # operations of one of its products
+
+
+class Stage(nn.Sequential):
+    """Two products with a ReLU between, which keeps its output."""
+
+    def __init__(self, index: int, dtype: torch.dtype) -> None:
+        linear = {"bias": False, "device": "meta", "dtype": dtype}
+        parts = (nn.Linear(D, H, **linear), nn.ReLU(), nn.Linear(H, D, **linear))
+        super().__init__(OrderedDict({f"{index}{name}": part for name, part in zip("abc", parts, strict=True)}))
+        self.register_buffer("table", torch.empty(7, device="meta"))
+
+
+def build(mesh: Mesh, arguments: list[str]) -> Work:
+    """Arguments: the schedule, the micro-batches, a dtype, a stage of ZeRO or none."""
+    name, micro_batches, dtype, zero, *more = arguments
+    plan, kind = build_schedule(name, mesh.pp.size, int(micro_batches)), getattr(torch, dtype)
+    stages = [Stage(i, kind) for i in plan.stages_of(mesh.pp.rank)]
+    if more:
+        recompute(stages, "full")
+    if zero != "none":
+        shard_data_parallel(stages, mesh, zero=int(zero))
+    return Work(stages, plan, lambda i: ((torch.empty(B, D, dtype=kind),), {}), lambda y: (y * y).sum())
+
+
+def counts(kept: Kept) -> dict[str, int]:
+    return {name: value for name, value in vars(kept).items() if name != "rounds" and value}
+
+
+FIRST = {"activations": h + x, "output": x, "returned": x, "forward_more": 2 * h}  # its input is the run's
+MIDDLE = {"received": x, "activations": x + h + x, "output": x, "returned": x, "sent_back": x, "forward_more": 2 * h}
+LAST = {"received": x, "activations": x + h + x + 4, "output": 4, "sent_back": x, "forward_more": 2 * h}  # y is kept
+ONLY = {"activations": h + x + 4, "output": 4, "forward_more": 2 * h}
+WHOLE = {"made": W, "backward_more": h + W // 2}  # the gradients of the hidden layer and of one weight
+WEIGHTS_ALONE = {"made": W, "weight_more": h + W // 2, "between": h + x}  # a first stage's first half does nothing
+LATER = {"between": x + h + x + h, "between_inputs": x, "weight_more": W // 2, "made": W}  # inputs, outputs' gradients
+HALVES = LATER | {"backward_more": 2 * h}  # the gradients behind and before the ReLU
+AT_LOSS = LATER | {"backward_more": 2 * h + x}  # y's gradient is made here
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "rank", "stages"),
+    [
+        ("1f1b", 1, 0, [ONLY | WHOLE]),
+        ("1f1b", 3, 0, [FIRST | WHOLE]),
+        ("gpipe", 3, 1, [MIDDLE | WHOLE]),
+        ("1f1b", 3, 2, [LAST | WHOLE]),
+        ("interleaved", 2, 0, [FIRST | WHOLE, MIDDLE | WHOLE]),
+        ("interleaved", 2, 1, [MIDDLE | WHOLE, LAST | WHOLE]),
+        ("zb", 3, 0, [FIRST | WEIGHTS_ALONE]),
+        ("zb", 3, 1, [MIDDLE | HALVES]),
+        ("zb", 3, 2, [LAST | AT_LOSS]),
+        ("zbv", 2, 0, [FIRST | WEIGHTS_ALONE, LAST | AT_LOSS]),
+    ],
+)
+def test_a_stage_keeps_its_tensors_from_forward_to_backward(name, pp, rank, stages):
+    found = dry_run(build, [name, "6", "float32", "none"], rank, pp=pp)
+    for kept, want in zip(found.stages, stages, strict=True):
+        assert counts(kept) == want
+        forward, backward = kept.middle.forward.operators, kept.middle.backward.operators
+        first, last = "received" not in want, "returned" not in want
+        assert forward.products == {"float32": 2 * MULTIPLY}
+        assert backward.products == {"float32": (3 if first else 4) * MULTIPLY}, "the run's input has no gradient"
+        assert forward.bytes - (3 * x + x + 4) * last == 2 * h, "the ReLU, and y * y with its sum"
+        assert forward.launches == 3 + 2 * last
+        if not last:
+            assert backward.bytes == 3 * h + 2 * W, "of the ReLU; each gradient is added to its sum in place"
+    n = len(stages)
+    held = Held(n * W, 28 * n, n * W, n * (2 * W + 2 * 4))  # AdamW counts its steps in a float of each parameter
+    assert found.held == held
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb"])
+def test_a_message_is_counted_there_and_back_for_each_micro_batch(name):
+    m = 6
+    for rank in range(3):
+        found = dry_run(build, [name, str(m), "float32", "none"], rank, pp=3)
+        ends = (rank > 0) + (rank < 2)
+        each = Count(m * ends, m * ends * x)
+        assert found.ledger.counts == {("pp", "send"): each, ("pp", "recv"): each}
+        sent = found.stages[0].middle.forward.sent, found.stages[0].middle.backward.sent
+        one = Count(1, x)
+        back, front = {("pp", "recv"): one}, {("pp", "send"): one}
+        assert sent[0] == (back if rank > 0 else {}) | (front if rank < 2 else {})
+        assert sent[1] == (front if rank > 0 else {}) | (back if rank < 2 else {})
+
+
+def test_stages_of_one_rank_send_each_other_nothing():
+    found = dry_run(build, ["zbv", "8", "float32", "none"], 1, pp=2)  # stages 1 and 2 of 4
+    assert found.ledger.counts == {(("pp"), kind): Count(16, 16 * x) for kind in ("send", "recv")}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_shards_what_its_stage_says_and_sends_what_its_paper_says(name, zero):
+    m, n = 6, 2
+    found = dry_run(build, [name, str(m), "float32", str(zero)], 2 * n if name == "1f1b" else 0, pp=3, dp=n)
+    share = n if zero else 1
+    held = (found.parameters, found.gradients, found.optimizer, found.buffers)
+    assert held == (W // share, W // share, 2 * W // share + 8, 28)
+    (kept,) = found.stages
+    full = (kept.gathered, kept.unsummed, kept.made)
+    assert full == {0: (0, 0, W), 1: (W, W, 0), 2: (W, 0, 0), 3: (0, 0, 0)}[zero]
+    sent = {kind: count.bytes for (axis, kind), count in found.ledger.counts.items() if axis == "dp"}
+    flags = {"all_reduce": 2 * 4} if zero == 0 else {}  # which parameters have a gradient
+    assert sent == {kind: size + flags.get(kind, 0) for kind, size in zero_bytes(W, zero, m).items()}
+    assert set(found.held.sent) == ({("dp", "all_reduce")} if zero == 0 else set())
+
+
+def test_parameters_of_16_bits_have_float32_gradients_and_masters():
+    found = dry_run(build, ["1f1b", "6", "bfloat16", "none"], 0)
+    assert found.held == Held(W // 2, 28, W, 3 * W + 2 * 4)
+    assert counts(found.stages[0]) == {
+        "activations": (h + x) // 2 + 2, "output": 2, "forward_more": h, "backward_more": (h + W // 2) // 2,
+    }  # fmt: skip
+    assert found.stages[0].middle.forward.operators.products == {"bfloat16": 2 * MULTIPLY}
+
+
+def test_full_recomputation_keeps_the_input_alone_and_runs_the_forward_again():
+    usual, again = (dry_run(build, ["1f1b", "6", "float32", "none", *more], 1, pp=3) for more in ([], ["full"]))
+    usual, again = usual.stages[0], again.stages[0]
+    assert counts(again)["activations"] == 2 * x
+    assert again.output == x
+    products = [kept.middle.backward.operators.products["float32"] for kept in (usual, again)]
+    assert products[1] == products[0] + MULTIPLY, "up to the last tensor that backward needs, the ReLU's"
+
+
+def test_autocast_multiplies_in_its_dtype():
+    def cast(mesh: Mesh, arguments: list[str]) -> Work:
+        model = nn.Linear(D, H, bias=False, device="meta")
+        return Work([model], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}), Tensor.sum,
+                    autocast=torch.bfloat16)  # fmt: skip
+
+    (kept,) = dry_run(cast).stages
+    assert kept.middle.forward.operators.products == {"bfloat16": MULTIPLY}
+    assert kept.middle.backward.operators.products == {"bfloat16": MULTIPLY}
+    assert dry_run(cast).parameters == W // 2
+
+
+def test_what_inputs_make_besides_their_tensors_is_not_counted():
+    def made(mesh: Mesh, arguments: list[str]) -> Work:
+        plan = build_schedule("1f1b", 2, 4)
+
+        def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
+            return (torch.empty(B, D),), {"unused": torch.empty(1000)} if arguments else {}
+
+        class Takes(Stage):
+            def forward(self, input: Tensor, unused: Tensor | None = None) -> Tensor:
+                return super().forward(input)
+
+        return Work([Takes(mesh.pp.rank, torch.float32)], plan, inputs, Tensor.sum)
+
+    for rank in (0, 1):
+        without, with_it = (dry_run(made, more, rank, pp=2) for more in ([], ["more"]))
+        assert with_it.stages == without.stages
+        assert with_it.held == without.held
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rounds_of_a_stage_stand_for_all_its_micro_batches(name):
+    for m in (6, 7, 12):
+        plan = build_schedule(name, 3 if name != "zbv" else 2, m if m % 3 == 0 or name in ("1f1b", "gpipe") else 6)
+        for index in range(plan.stages):
+            mine = [a for a in plan.ranks[plan.rank_of[index]] if a.stage == index and a.kind in ("B", "W")]
+            found = rounds_of(plan, index)
+            assert found[0] == (mine[0].kind == "W", 1)
+            assert found[-1] == (mine[-1].kind == "W", 1)
+            for split in (False, True):
+                assert sum(n for s, n in found if s == split) == sum((a.kind == "W") == split for a in mine)
+            assert len(found) <= 4
+
+
+@pytest.mark.parametrize(("m", "times"), [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (9, [1, 7, 1])])
+def test_few_micro_batches_have_few_rounds(m, times):
+    assert rounds_of(build_schedule("gpipe", 1, m), 0) == [(False, n) for n in times]
+    if m == 1:
+        alone = Schedule("mine", (tuple(Action(kind, 0, 0) for kind in "FIW"),), 1, 1)
+        assert rounds_of(alone, 0) == [(True, 1)]
+    at_first = (W // 2 + 2 * h - x) - W  # one gradient is made, both sides of the ReLU are there, y is gone
+    found = dry_run(build, ["gpipe", str(m), "float32", "none"])
+    assert found.times == [times]
+    assert len(found.stages[0].rounds) == len(times)
+    assert counts(found.stages[0]) == ONLY | WHOLE | ({"backward_more": at_first} if m == 1 else {})
+
+
+def test_a_step_is_its_rounds_times_what_they_stand_for_and_what_follows_the_last():
+    def part(n: int) -> Part:
+        return Part(Tally(), {("tp", "all_reduce"): Count(1, n)})
+
+    kept = [Kept(activations=100, rounds=[Round(part(1), part(10)), Round(part(100), part(1000))]),
+            Kept(activations=50, rounds=[Round(part(5), part(0))])]  # fmt: skip
+    held = Held(parameters=7, sent={("dp", "all_reduce"): Count(3, 9)})
+    plan = build_schedule("interleaved", 1, 5, 2)
+    found = assemble(plan, 0, kept, [[1, 4], [5]], held, Ledger())
+    want = {("tp", "all_reduce"): Count(2 + 8 + 10, 11 + 4400 + 25), ("dp", "all_reduce"): Count(3, 9)}
+    assert found.ledger.counts == want
+    assert (found.held, found.stages, found.plan, found.theory) == (held, kept, plan, {})
+    assert found.work_peak >= found.peak > 0
+    assert assemble(plan, 0, kept, [[1, 4], [5]], held, Ledger(), {("a", "b"): 1}).theory == {("a", "b"): 1}
+
+
+# --- meshes that are not there ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_of_a_pretended_mesh_has_its_place_and_leaves_no_world():
+    with on_mesh(5, tp=2, cp=2, pp=2, dp=1) as mesh:
+        assert (mesh.tp.rank, mesh.cp.rank, mesh.pp.rank) == (1, 0, 1)
+        assert mesh.device.type == "cpu"
+        assert dist.get_world_size() == 8
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="inside 3 of 4"), pretend(4, 3):
+        raise RuntimeError(f"inside {dist.get_rank()} of {dist.get_world_size()}")
+    assert not dist.is_initialized()
+    with pretend(2):
+        assert dist.get_rank() == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "sizes", "message"),
+    [
+        (0, {"tp": 0}, "tp 0 is smaller than 1"),
+        (0, {"etp": -1}, "etp -1 is smaller than 1"),
+        (-1, {"tp": 2}, "rank -1 is not from 0 to 1,"),
+        (12, {"tp": 2, "cp": 3, "dp": 2}, "rank 12 is not from 0 to 11,"),
+        (4, {"pp": 2, "dp": 2, "ep": 2}, "rank 4 is not from 0 to 3,"),
+    ],
+)
+def test_a_mesh_without_the_rank_is_refused(rank, sizes, message):
+    with pytest.raises(ValueError, match=message), on_mesh(rank, **sizes):
+        pass
+
+
+def test_the_first_two_pipeline_ranks_must_hold_different_parameters():
+    asked = []
+
+    def same(mesh: Mesh, arguments: list[str]) -> Work:
+        asked.append((mesh.pp.rank, mesh.tp.rank, mesh.dp.rank, mesh.cp.rank))
+        return Work([Stage(0, torch.float32)], build_schedule("1f1b", mesh.pp.size, 4),
+                    lambda i: ((torch.empty(B, D),), {}), Tensor.sum)  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"both hold 2 parameters of the same names, such as 0a.weight"):
+        dry_run(same, [], 0, tp=2, cp=2, dp=3, pp=2)
+    assert asked[1:] == [(0, 0, 0, 0), (1, 0, 0, 0)]
+    dry_run(same, [], 0, tp=2)
+
+    def nothing(mesh: Mesh, arguments: list[str]) -> Work:
+        return Work([nn.Identity()], build_schedule("1f1b", 2, 4), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    check_stages(nothing, [], pp=2)  # no names are no equal names
+
+
+def test_a_work_with_other_stages_than_its_schedule_is_refused():
+    with on_mesh(1, pp=2) as mesh:
+        work = build(mesh, ["interleaved", "4", "float32", "none"])
+        short = Work(work.stages[:1], work.plan, work.inputs, work.loss)
+        with pytest.raises(ValueError, match="made 1 stages for rank 1 of pp, where the schedule interleaved has 2"):
+            run_dry(short, mesh)
+
+
+def test_an_input_of_integers_is_refused_on_later_stages_alone():
+    def ids(mesh: Mesh, arguments: list[str]) -> Work:
+        stage = nn.Sequential(OrderedDict({str(mesh.pp.rank): nn.Embedding(9, 4, device="meta")}))
+        return Work([stage], build_schedule("1f1b", 2, 4), lambda i: ((torch.empty(2, 3, dtype=torch.int64),), {}),
+                    Tensor.sum)  # fmt: skip
+
+    assert counts(dry_run(ids, [], 0, pp=2).stages[0])["returned"] == 2 * 3 * 4 * 4
+    with pytest.raises(ValueError, match=r"stage 1 takes torch.int64"):
+        dry_run(ids, [], 1, pp=2)
+
+
+def test_stages_of_one_rank_that_share_a_table_make_its_gradient_once():
+    table = nn.Linear(D, D, bias=False, device="meta")
+
+    def shares(mesh: Mesh, arguments: list[str]) -> Work:
+        stages = [nn.Sequential(OrderedDict({"t": table})) for _ in range(2)]
+        return Work(stages, build_schedule("interleaved", 1, 4, 2), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    found = dry_run(shares)
+    size = 4 * D * D
+    assert [kept.made for kept in found.stages] == [size, 0]
+    assert (found.parameters, found.gradients, found.optimizer) == (size, size, 2 * size + 4)
+
+
+def test_what_isnt_trained_has_no_gradient_and_no_state():
+    def frozen(mesh: Mesh, arguments: list[str]) -> Work:
+        stage = Stage(0, torch.float32)
+        next(stage.parameters()).requires_grad_(False)
+        return Work([stage], build_schedule("1f1b", 1, 3), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    found = dry_run(frozen)
+    assert (found.parameters, found.gradients, found.optimizer) == (W, W // 2, W + 4)
+    assert found.stages[0].made == W // 2
+    assert found.stages[0].backward_flops == MULTIPLY
+
+
+def test_operators_are_those_of_a_cpu_unless_they_stand_for_a_gpu():
+    asked = []
+
+    def spies(mesh: Mesh, arguments: list[str]) -> Work:
+        class Spy(Stage):
+            def forward(self, input: Tensor) -> Tensor:
+                asked.append(input.fake_mode.stands_for_gpu)  # type: ignore[attr-defined]
+                return super().forward(input)
+
+        return Work([Spy(0, torch.float32)], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}),
+                    Tensor.sum)  # fmt: skip
+
+    dry_run(spies)
+    dry_run(spies, [], 0, True)
+    Counter(spies).rank()
+    Counter(spies, False).layout()
+    Counter(spies).layout()
+    assert asked == [False, True, True, False, True]

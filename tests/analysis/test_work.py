@@ -1,0 +1,191 @@
+"""What planners are told and what they add up, on numbers."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpcore import Mesh
+from mpcore.analysis.counts import Count, Ledger
+from mpcore.analysis.dry_run import on_mesh
+from mpcore.analysis.operators import Tally
+from mpcore.analysis.work import (
+    Found,
+    Held,
+    Kept,
+    Model,
+    Outline,
+    Part,
+    Round,
+    Work,
+    combine,
+    make_work,
+    most_bytes,
+    plan_of,
+)
+from mpcore.pipeline.schedules import NAMES, build_schedule
+from mpcore.training.policies import Precision, Recompute
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def test_sums_are_linear_in_integers_dictionaries_lists_and_dataclasses():
+    assert combine([(2, 3), (-1, 10)]) == -4
+    assert combine([(3, {"a": 1, "b": 2}), (-1, {"b": 6, "c": 4})]) == {"a": 3, "c": -4}, "a key of sum 0 is dropped"
+    assert combine([(2, [1, 2]), (1, [10, 20])]) == [12, 24]
+    assert combine([(0, {"a": 5})]) == {}
+    one = Kept(activations=10, made=3, rounds=[Round(Part(Tally({"f": 1}, bytes=5), {("tp", "send"): Count(1, 4)}))])
+    two = Kept(activations=1, made=30, rounds=[Round(Part(Tally({"f": 1, "g": 2}), {("tp", "send"): Count(2, 4)}))])
+    sum_, less = combine([(2, one), (1, two)]), combine([(2, one), (-1, two)])
+    assert (sum_.activations, sum_.made) == (21, 36)
+    forward = sum_.rounds[0].forward
+    assert forward == Part(Tally({"f": 3, "g": 2}, bytes=10), {("tp", "send"): Count(4, 12)})
+    assert less.rounds[0].forward.sent == {("tp", "send"): Count(0, 4)}
+    assert combine([(1, one), (-1, one)]).rounds[0].forward.sent == {}
+    assert one.activations == 10, "its arguments don't change"
+    with pytest.raises(ValueError, match="zip"):
+        combine([(1, [1]), (1, [1, 2])])
+
+
+def test_everything_that_is_counted_begins_at_zero():
+    for empty in (Kept(), Held(), Found()):
+        numbers = {f.name: getattr(empty, f.name) for f in fields(empty) if isinstance(getattr(empty, f.name), int)}
+        assert set(numbers.values()) == {0}, numbers
+        assert combine([(3, Kept())]) == Kept()
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gradients", "unsummed", "work", "most"),
+    [
+        (40, 0, 70, 10 + 3 + 40 + 20 + 70),  # in place
+        (40, 19, 70, 10 + 3 + 40 + 20 + 70),
+        (40, 20, 70, 10 + 3 + 20 + 70),  # shards are made when activations are gone
+        (40, 90, 100, 10 + 3 + 40 + 20 + 90),
+        (40, 90, 140, 10 + 3 + 20 + 140),
+        (0, 0, 5, 10 + 3 + 20 + 5),
+    ],
+)
+def test_gradients_before_and_after_their_reduction_exist_together_only_at_the_end(gradients, unsummed, work, most):
+    held = Held(parameters=10, buffers=3, gradients=gradients, optimizer=20)
+    stages = [Kept(unsummed=unsummed // 3), Kept(unsummed=unsummed - unsummed // 3)]
+    assert held.all == 33 + gradients
+    assert most_bytes(held, stages, work) == most
+    found = Found(held, stages, peak=work - 2, work_peak=work)
+    assert (found.most, found.total, found.between) == (most, held.all + work - 2, held.all)
+    assert (found.parameters, found.buffers, found.gradients, found.optimizer) == (10, 3, gradients, 20)
+
+
+def test_flops_are_those_of_a_micro_batch_in_the_middle():
+    def round_of(n: int) -> Round:
+        return Round(Part(Tally({"f": n}, all_pairs=1)), Part(Tally({"f": 10 * n}, attention=7, all_pairs=2)))
+
+    for count, middle in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        kept = Kept(rounds=[round_of(i + 1) for i in range(count)])
+        assert (kept.forward_flops, kept.backward_flops) == (middle + 1, 10 * middle + 2)
+
+
+# --- outlines ---------------------------------------------------------------------------------------------------------
+
+
+def nothing(*_: Any) -> Any:
+    raise AssertionError
+
+
+def outline(schedule: str, ranks: int, micro_batches: int, **more: Any) -> Outline:
+    return Outline(schedule, ranks, micro_batches, None, [range(1)] * ranks, nothing, nothing, **more)
+
+
+def test_an_outline_is_of_equal_blocks_that_nothing_is_known_of():
+    made = outline("1f1b", 2, 8)
+    told = (made.linear, made.sharded, made.few, made.key, made.given, made.parameters, made.least)
+    assert told == (True, False, 1, None, None, 0, 0)
+    assert made.theory([0, 1]) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_is_shortened_to_some_micro_batches_a_rank_unless_it_holds_all(name):
+    for m in (4, 12, 16, 40):
+        made = outline(name, 4 if m > 4 else 2, m)
+        assert made.plan() == build_schedule(name, made.ranks, m)
+        assert made.plan(8) == build_schedule(name, made.ranks, 8)
+        short = min(m, 3 * made.ranks) if name not in ("gpipe", "bfs") else m
+        assert made.short(3) == build_schedule(name, made.ranks, short)
+
+
+def test_a_given_schedule_is_never_shortened(tmp_path):
+    plan = build_schedule("1f1b", 2, 40)
+    made = outline("1f1b", 2, 40, given=plan)
+    assert made.plan() is made.short(3) is made.plan(8) is plan
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(",".join(map(str, row)) for row in plan.ranks) + "\n")
+    assert outline(str(path), 2, 40).short(3).ranks == plan.ranks
+    assert plan_of("1f1b", 2, 40, None) is plan_of("1f1b", 2, 40, None)
+    assert plan_of("interleaved", 2, 4, 3).stages == 6
+
+
+def test_a_model_builds_all_stages_of_its_rank():
+    told: list[Any] = []
+
+    def work(plan: Any, blocks: Any, choice: Any) -> Work:
+        told.append((plan, blocks, choice))
+        return Work([], plan, nothing, nothing)
+
+    def draw(mesh: Mesh, arguments: list[str]) -> Outline:
+        blocks = [range(2 * i, 2 * i + 2) for i in range(4)]
+        return Outline(arguments[0], 2, 4, None, blocks, nothing, work, theory=lambda stages: {("tp", str(stages)): 1})
+
+    with on_mesh(1, pp=2) as mesh:
+        found = Model(draw)(mesh, ["interleaved"])
+    ((plan, blocks, choice),) = told
+    assert plan == build_schedule("interleaved", 2, 4)
+    assert choice == {1: range(2, 4), 3: range(6, 8)}
+    assert len(blocks) == 4
+    assert found.theory == {("tp", "[1, 3]"): 1}
+
+
+# --- make_work --------------------------------------------------------------------------------------------------------
+
+
+def test_the_work_of_a_whole_model_is_laid_out_as_it_would_be_prepared():
+    block = nn.Linear(4, 4, device="meta")
+    x = torch.ones(2, 4)
+    work = make_work(
+        block, Mesh(), inputs=(x, 7), loss=Tensor.sum, blocks=[block], micro_batches=3,
+        precision="bfloat16", recompute="full",
+    )  # fmt: skip
+    assert work.plan == build_schedule("1f1b", 1, 3)
+    (made, seven), named = work.inputs(0)
+    assert (made.shape, made.dtype, seven, named) == (x.shape, x.dtype, 7, {})
+    assert made is not x
+    assert list(work.stages) == [block]
+    assert work.loss is Tensor.sum
+    assert (work.optimizer, work.theory) == (torch.optim.AdamW, {})
+    assert work.autocast == Precision("bfloat16").autocast_dtype
+
+
+@pytest.mark.parametrize("precision", ["float32", Precision("bfloat16", autocast=True)], ids=["text", "policy"])
+@pytest.mark.parametrize("recompute", ["none", Recompute("full")], ids=["text", "policy"])
+def test_policies_are_given_by_name_or_as_such(precision, recompute):
+    block = nn.Linear(4, 4, device="meta")
+    work = make_work(
+        block, Mesh(), inputs=(torch.ones(2, 4),), loss=Tensor.sum, blocks=[block], precision=precision,
+        recompute=recompute, optimizer=torch.optim.SGD,
+    )  # fmt: skip
+    policy = Precision(precision) if isinstance(precision, str) else precision
+    assert (work.autocast, work.optimizer, work.plan.micro_batches) == (policy.autocast_dtype, torch.optim.SGD, 1)
+    assert block.weight.is_meta, "no memory is allocated"
+
+
+def test_the_defaults_of_a_found_step_are_of_one_stage_and_micro_batch():
+    empty = Found()
+    assert (empty.plan.stages, empty.plan.micro_batches, len(empty.plan.ranks)) == (1, 1, 1)
+    assert (empty.stages, empty.times, empty.theory) == ([], [], {})
+    assert isinstance(empty.ledger, Ledger)
+    assert replace(empty, peak=5).total == 5
