@@ -1,0 +1,250 @@
+"""Counts of a layout from a few blocks of its stages, against runs of all blocks; and what a layout adds up."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpcore import Mesh
+from mpcore.analysis.counts import Count
+from mpcore.analysis.dry_run import dry_run, on_mesh
+from mpcore.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError, _growth, _resharded
+from mpcore.analysis.peak import peak
+from mpcore.analysis.work import Choice, Found, Held, Kept, Model, Outline, Work, most_bytes
+from mpcore.parallel.data import shard_data_parallel
+from mpcore.pipeline.schedules import Schedule, build_schedule
+from tests.analysis.test_dry_run import B, D, H, Stage, W
+
+
+class Blocks(nn.Sequential):
+    """A stage of blocks by their numbers; each third is a single product if kinds alternate."""
+
+    def __init__(self, numbers: list[int], mixed: bool) -> None:
+        made = {i: nn.Linear(D, D, bias=False, device="meta") if mixed and i % 3 == 2 else Stage(i, torch.float32)
+                for i in numbers}  # fmt: skip
+        super().__init__(OrderedDict({f"block {i}": block for i, block in made.items()}))
+
+
+calls: list[tuple[Any, ...]] = []
+
+
+def outline(mesh: Mesh, arguments: list[str]) -> Outline:
+    """Arguments: the schedule, the micro-batches, a stage of ZeRO, the blocks of each stage, and words."""
+    name, m, zero, sizes, *words = arguments
+    counts = [int(n) for n in sizes.split(",")]
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    blocks = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    mixed = "mixed" in words
+
+    def work(plan: Schedule, blocks: Any, choice: Choice) -> Work:
+        calls.append((mesh.pp.rank, mesh.dp.rank, mesh.cp.rank, mesh.tp.rank, dict(choice)))
+        stages = [Blocks(list(numbers), mixed) for numbers in choice.values()]
+        shard_data_parallel(stages, mesh, [b for stage in stages for b in stage], zero=int(zero))
+        return Work(stages, plan, lambda i: ((torch.empty(B, D),), {}), lambda y: (y * y).sum())
+
+    return Outline(
+        name, mesh.pp.size, int(m), len(counts) // mesh.pp.size, blocks, kind=lambda i: mixed and i % 3 == 2, work=work,
+        linear="whole" not in words, sharded=zero != "0", few=max(int(zero), 1) if mesh.dp.size > 1 else 1,
+        key=(zero, mixed), theory=lambda stages: {("tp", "all_gather"): 10 * sum(stages)},
+        least=1000 if "bound" in words else 0,
+    )  # fmt: skip
+
+
+model = Model(outline)
+
+
+def whole(found: Found) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in ("held", "stages", "times", "peak", "theory", "plan")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ("gpipe 3 0 4", {}),
+        ("1f1b 9 0 1,2,3", {"pp": 3}),
+        ("zb 8 0 3,2", {"pp": 2}),
+        ("dualpipev 8 0 1,2,1,2", {"pp": 2}),
+        ("1f1b 5 1 3", {"dp": 5}),  # the last shard of 24 rows is smaller
+        ("1f1b 6 2 3,4", {"pp": 2, "dp": 2}),
+    ],
+)
+def test_few_blocks_count_what_all_blocks_count(arguments, sizes):
+    words, world = arguments.split(), math.prod(sizes.values())
+    counter = Counter(model, False)
+    layout = counter.layout(words, **sizes)
+    pp, every = sizes.get("pp", 1), []
+    for rank in [*range(0, world, world // pp), *([world - 1] if pp == 1 < world else [])]:  # firsts, the last shard
+        full, fast = (count(words, rank, **sizes) for count in (partial(dry_run, model), counter.rank))
+        assert whole(fast) == whole(full), rank
+        assert (fast.work_peak, fast.ledger.counts) == (full.work_peak, full.ledger.counts), rank
+        every.append(full)
+    firsts = every[:pp]
+    stages = {i: kept for rank, found in enumerate(firsts) for i, kept in zip(
+        layout.short.stages_of(rank), found.stages, strict=True)}  # fmt: skip
+    assert layout.stages == tuple(stages[i] for i in range(len(stages)))
+    assert layout.held == tuple(found.held for found in firsts)
+    times = {i: each for rank, found in enumerate(firsts) for i, each in zip(
+        layout.short.stages_of(rank), found.times, strict=True)}  # fmt: skip
+    assert layout.rounds == tuple(times[i] for i in range(len(times)))
+    most = max(found.most for found in firsts)
+    assert (layout.fullest, layout.bytes_of(layout.fullest[0])) == ((layout.fullest[0], most), most)
+    assert layout.blocks == tuple(map(int, words[3].split(",")))
+    assert (layout.sizes, layout.arguments, layout.micro_batches) == (sizes, tuple(words), int(words[1]))
+    if "dp" in sizes:
+        assert layout.axes["dp"] == tuple(range(sizes["dp"]))
+
+
+def test_kinds_of_blocks_have_counts_of_their_own():
+    words, counter = ["1f1b", "6", "0", "7,5", "mixed"], Counter(model, False)
+    for rank in (0, 1):
+        full, fast = (count(words, rank, pp=2) for count in (partial(dry_run, model), counter.rank))
+        for got, want in zip(fast.stages, full.stages, strict=True):
+            for name in PEAKS:
+                assert getattr(got, name) == pytest.approx(getattr(want, name), abs=0.04 * full.work_peak), name
+                setattr(got, name, getattr(want, name))
+        assert whole(fast) == whole(full)
+
+
+def test_a_layout_is_counted_on_the_ranks_with_the_last_part_of_the_sequences():
+    calls.clear()
+    Counter(model).layout(["1f1b", "8", "0", "1,1"], tp=2, cp=3, dp=2, pp=2)
+    assert [call[:4] for call in calls] == [(0, 0, 2, 0), (1, 0, 2, 0)]
+
+
+def test_a_stage_is_run_with_one_and_with_two_blocks_of_each_kind_once():
+    calls.clear()
+    counter = Counter(model, share=True)
+    counter.layout(["1f1b", "8", "1", "6,8,8,5"], pp=4)
+    assert [len(choice[i]) for *_, choice in calls for i in choice] == [1, 2, 1, 1], "a slope is that of any stage"
+    assert [list(choice) for *_, choice in calls] == [[0], [0], [1], [3]]
+    calls.clear()
+    counter.layout(["1f1b", "8", "1", "6,8,8,5"], pp=4)
+    counter.layout(["1f1b", "20", "1", "7,9,9,9,9,4"], pp=6)
+    assert calls == [], "no other kind of stage"
+    counter.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=2)
+    assert [len(choice[i]) for *_, choice in calls for i in choice] == [1, 2, 1], "gradients are reduced meanwhile"
+    calls.clear()
+    shared = counter.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4)
+    assert calls == []
+    exact = Counter(model)
+    for got, want in zip(shared.held, exact.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4).held, strict=True):
+        assert (got.parameters, got.gradients) == (want.parameters, want.gradients), "shards without padding"
+        assert got.optimizer == pytest.approx(want.optimizer, rel=0.01), "its counts of steps are not sharded"
+    before = len(calls)
+    exact.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=2)
+    assert len(calls) > before > 0
+
+
+@pytest.mark.parametrize("words", ["1f1b 9 0 2,3 whole", "zb 40 0 2,3 whole"])
+def test_what_is_not_linear_is_run_in_full(words):
+    arguments, counter = words.split(), Counter(model, False)
+    layout = counter.layout(arguments, pp=2)
+    found = [dry_run(model, arguments, rank, pp=2) for rank in (0, 1)]
+    assert layout.stages == tuple(f.stages[0] for f in found)
+    assert layout.held == tuple(f.held for f in found)
+    assert layout.blocks == (2, 3)
+    assert layout.short == build_schedule(arguments[0], 2, min(int(arguments[1]), 2 * ROUNDS))
+    one = counter.rank(arguments, 1, pp=2)
+    assert (whole(one), one.ledger.counts) == (whole(found[1]), found[1].ledger.counts)
+
+
+def test_a_work_without_an_outline_is_run_in_full():
+    def build(mesh: Mesh, arguments: list[str]) -> Work:
+        plan = build_schedule("interleaved", mesh.pp.size, 8)
+        stages = [Stage(i, torch.float32) for i in plan.stages_of(mesh.pp.rank)]
+        return Work(stages, plan, lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    layout = Counter(build, False).layout(["x"], pp=2)
+    found = [dry_run(build, [], rank, pp=2) for rank in (0, 1)]
+    assert layout.stages == (found[0].stages[0], found[1].stages[0], found[0].stages[1], found[1].stages[1])
+    assert layout.held == tuple(f.held for f in found)
+    assert (layout.blocks, layout.short, layout.shorter) == ((1, 1, 1, 1), found[0].plan, None)
+    assert (layout.micro_batches, layout.arguments) == (8, ("x",))
+    assert layout.rounds == tuple([[1, 6, 1]] * 4)
+    assert layout.fullest[1] == max(f.most for f in found)
+
+
+def test_a_layout_whose_lower_bound_is_too_large_is_not_counted():
+    words = ["1f1b", "4", "0", "1", "bound"]
+    calls.clear()
+    with pytest.raises(TooLargeError, match="holds 1000 bytes at least, of 999") as error:
+        Counter(model).layout(words, room=999)
+    assert (error.value.least, calls) == (1000, [])
+    assert Counter(model).layout(words, room=1000).micro_batches == 4
+
+
+@pytest.mark.parametrize(("m", "rounds"), [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (4, [1, 2, 1]), (30, [1, 28, 1])])
+def test_a_layout_of_many_micro_batches_has_a_short_schedule_and_one_that_is_shorter_by_one_a_rank(m, rounds):
+    layout = Counter(model).layout(["1f1b", str(m), "0", "1"])
+    assert layout.rounds == (rounds,)
+    assert layout.short.micro_batches == min(m, 4)
+    assert (layout.shorter and layout.shorter.micro_batches) == (3 if m > 4 else None)
+    longer = Counter(model).layout(["1f1b", "24", "0", "1,1"], pp=2)
+    assert longer.shorter is not None
+    assert (longer.short.micro_batches, longer.shorter.micro_batches) == (8, 6)
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_a_stage_grows_by_what_each_more_block_holds():
+    more = Kept(activations=10, between=14, backward_more=1, weight_more=5, forward_more=99)
+    assert _growth(more, False) == {"forward_more": 10, "backward_more": 0, "weight_more": 0}
+    assert _growth(more, True) == {"forward_more": 10, "backward_more": 4, "weight_more": 5}
+    assert _growth(replace(more, backward_more=0, weight_more=-3), True) == {
+        "forward_more": 10, "backward_more": 0, "weight_more": 0,
+    }  # fmt: skip
+
+
+def test_shards_are_those_of_the_number_of_data_ranks():
+    held = Held(100, 7, 60, 40, {("dp", "all_reduce"): Count(1, 5)})
+    with on_mesh(0) as mesh:
+        sharded, plain = (outline(mesh, f"1f1b 1 {zero} 1".split()) for zero in "10")
+    assert _resharded(sharded, held, 2, 4) == replace(held, parameters=50, gradients=30, optimizer=20)
+    assert _resharded(sharded, held, 6, 4) == replace(held, parameters=150, gradients=90, optimizer=60)
+    assert _resharded(sharded, held, 4, 4) == held
+    assert _resharded(plain, held, 2, 4) == held
+
+
+def made(*held: Held, blocks: tuple[int, ...]) -> Layout:
+    """Of 1f1b, with stages that hold 100 a block."""
+    plan = build_schedule("1f1b", len(held), 8)
+    stages = tuple(Kept(activations=100 * n, unsummed=40 * n, made=20 * n, backward_more=7 * n) for n in blocks)
+    return Layout({}, (), 8, plan, None, stages, blocks, ((1, 6, 1),) * len(stages), held)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "blocks", "fullest"),
+    [
+        ((0, 0, 0, 0), (1, 1, 1, 1), 0),  # it holds four micro-batches
+        ((0, 50, 50, 800), (1, 1, 1, 1), 3),
+        ((0, 900, 900, 0), (1, 2, 2, 1), 1),  # of two that are alike the first
+        ((0, 0, 900, 0), (1, 1, 3, 1), 2),
+    ],
+)
+def test_the_fullest_rank_is_the_one_with_the_most_bytes(parameters, blocks, fullest):
+    layout = made(*(Held(p, gradients=10) for p in parameters), blocks=blocks)
+    each = [
+        most_bytes(layout.held[r], [layout.stages[r]], peak(layout.short, r, [layout.stages[r]])[1]) for r in range(4)
+    ]
+    assert [layout.bytes_of(rank) for rank in range(4)] == each
+    assert layout.fullest == (fullest, max(each))
+    ends = [(i == 0, i == 3, n) for i, n in enumerate(blocks)]
+    assert [layout.signature(i) for i in range(4)] == ends
+
+
+def test_gradients_of_other_widths_scale_what_is_held_of_them():
+    layout = made(Held(3, 5, 64, 9), Held(3, 5, 32, 9), blocks=(1, 2))
+    half = layout.with_gradients(2)
+    assert [(k.unsummed, k.made, k.activations) for k in half.stages] == [(20, 10, 100), (40, 20, 200)]
+    assert half.held == (Held(3, 5, 32, 9), Held(3, 5, 16, 9))
+    assert layout.with_gradients(6).held[0].gradients == 96
+    assert layout.with_gradients(4) == layout
+    assert W == 2 * 4 * D * H
