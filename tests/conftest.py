@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.beside import ALONE, ASKS, Beside
+from tests.beside import ASKS, LAST, Beside
 from tests.pool import BEFORE_2_13, CRASHES, Pool, Simulated, start_pool, strict_memory
 from tests.quick import mark_quick
 
@@ -59,7 +59,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     asks = [item for item in session.items if item.name == ASKS]
     if asks and not session.config.option.collectonly:
         session.config.stash[Beside.KEY] = Beside(session)
-        session.items.sort(key=lambda item: (item.path in ALONE, item in asks))
+        session.items.sort(key=lambda item: (item in asks, item.path in LAST))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path in LAST and Beside.KEY in item.config.stash:
+        item.config.stash[Beside.KEY].wait_for_ranks()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
