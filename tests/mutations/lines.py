@@ -30,7 +30,8 @@ from tests.mutations.trial import NOT_SLOW, SIMULATED, Copy, copies
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "lines"
-OTHER_MACHINES = ("tests.slurm", "tests.test_mutations", "tests.test_notebooks", "tests.test_two_hosts")
+OTHERS = ("tests.slurm", "tests.test_mutations", "tests.test_notebooks", "tests.test_two_hosts",
+          "tests.kernels.test_interpreter")  # it runs files that are recorded by themselves  # fmt: skip
 MOST, NEAR = 80, 4  # tests of a mutation, and nearest test files
 
 
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
     args = parser.parse_args(argv)
     lines, project = Lines(), Project(ROOT)
-    files = [str(project.paths[test]) for test in project.tests if not test.startswith(OTHER_MACHINES)]
+    files = [str(project.paths[test]) for test in project.tests if not test.startswith(OTHERS)]
     waiting = args.files or [file for file in sorted(files) if file not in lines.seconds]
 
     def work(copy: Copy) -> None:
