@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -18,6 +20,14 @@ from mpcore.layers.moe.router import AUX_LOSSES
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.pipeline.schedules import NAMES
 
+FROM_0 = ("bitwise", "experts", "shared_experts", "warmup", "twin", "eval_every", "record_tensors", "save_every",
+          "max_skips", "check_replicas", "check_speed")  # fmt: skip
+FROM_1 = ("tp", "pp", "cp", "ep", "dp", "etp", "replicate", "cp_inner", "virtual_stages", "workers", "local_steps",
+          "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "top_k", "expert_d_ff", "moe_every", "seq_len",
+          "steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples", "keep", "exit_step")  # fmt: skip
+NOT_NEGATIVE = ("lr", "min_lr", "weight_decay", "init_std", "aux_coefficient", "router_z_loss", "bias_rate")
+POSITIVE = ("timeout", "outer_lr", "routed_scale", "capacity_factor")
+SHARES = ("dropout", "outer_momentum", "router_jitter", "betas")
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
 
 
@@ -59,7 +69,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "(docs/bitwise.md; default 0: off)")  # fmt: skip
     add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
     add = parser.add_argument_group("local updates").add_argument
-    add("--workers", type=int, default=1, help="train so many models, each on a mesh as above, and merge them (DiLoCo)")
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        help="models to train, each on a mesh as above, and to merge (DiLoCo; default 1)",
+    )
     add("--local-steps", type=int, help="steps that workers take on their own between two merges (default 50)")
     add("--outer-lr", type=float, help="of the merge; with 1 and momentum 0 it averages: Local SGD (default 0.7)")
     add("--outer-momentum", type=float, help="Nesterov momentum of the merge (default 0.9)")
@@ -182,7 +197,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=DTYPES,
         default="float32",
         help="bfloat16: weights, activations and messages in bfloat16, masters and sums of gradients in fp32; float16: "
-        "fp32 weights, matrix products in float16",
+        "fp32 weights, matrix products in float16 (default float32)",
     )
     add("--autocast", action="store_true", help="with --dtype bfloat16: fp32 weights, matrix products in bfloat16")
     add(
@@ -303,6 +318,28 @@ def flags_of_file(path: Path) -> list[str]:
         if value is not None and value is not False and value != [] and name != "--config":
             flags += [name] if value is True else [name, *map(str, value if isinstance(value, list) else [value])]
     return flags
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Refuse a number that no run can have, whatever its other flags and its ranks are.
+
+    Raises:
+        ValueError: with the flag, its number, and the numbers that it may have.
+    """
+    ranges: list[tuple[Sequence[str], Callable[[float], bool], str]] = [
+        (FROM_0, lambda x: x >= 0, "smaller than 0"),
+        (FROM_1, lambda x: x >= 1, "smaller than 1"),
+        (NOT_NEGATIVE, lambda x: 0 <= x < math.inf, "no number from 0"),
+        (POSITIVE, lambda x: 0 < x < math.inf, "no number above 0"),
+        (SHARES, lambda x: 0 <= x < 1, "no number from 0 to below 1"),
+        (("clip",), lambda x: not math.isnan(x), "no number; 0 bounds nothing"),
+    ]
+    for names, is_legal, fault in ranges:
+        for name in names:
+            value = getattr(args, name)
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and not is_legal(each):
+                    raise ValueError(f"{flag(name)} {each} is {fault}")
 
 
 def flag(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from examples.gpt.arguments import flag
+from examples.gpt.arguments import check_ranges, flag
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.hf import open_checkpoint, read_config, tokenizer_of_checkpoint, tokenizer_of_hf
 from examples.gpt.model import GPT
@@ -152,22 +152,9 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     Returns:
         The number of micro-batches a step has on each rank.
     """
-    from_0 = ("save_every", "record_tensors", "twin", "max_skips", "check_replicas", "check_speed", "eval_every")
-    from_0 += ("eval_samples", "warmup")
-    from_1 = ("steps", "global_batch", "micro_batch", "keep", "exit_step")
-    for least, names in enumerate((from_0, from_1)):
-        for name in names:
-            if getattr(args, name) is not None and getattr(args, name) < least:
-                raise ValueError(f"{flag(name)} {getattr(args, name)} is smaller than {least}")
-    for name in ("lr", "weight_decay", "init_std"):
-        if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
-            raise ValueError(f"{flag(name)} {getattr(args, name)} is no number from 0")
-    if args.min_lr is not None and not 0 <= args.min_lr <= args.lr:
+    check_ranges(args)
+    if args.min_lr is not None and args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is not from 0 to --lr {args.lr}")
-    if not all(0 <= beta < 1 for beta in args.betas):
-        raise ValueError(f"--betas {' '.join(map(str, args.betas))}: each is a number from 0 to below 1")
-    if math.isnan(args.clip):
-        raise ValueError(f"--clip {args.clip} is no number; 0 bounds nothing")
     recompute_kind(args.recompute)
     profiled_steps(args.profile)
     if args.twin and config.moe is not None and config.moe.aux_loss == "micro_batch":
@@ -257,7 +244,7 @@ def merge_options(args: argparse.Namespace) -> dict:
     """Return the arguments of `DiLoCo`.
 
     Raises:
-        ValueError: if one is out of range, or a flag is given and there is only one worker.
+        ValueError: if there are more fragments than steps, or a flag is given and there is only one worker.
     """
     flags = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
@@ -265,14 +252,9 @@ def merge_options(args: argparse.Namespace) -> dict:
         raise ValueError(f"{', '.join(map(flag, given))} with one worker: --workers says how many merge")
     options = {"every": 50, "lr": 0.7, "momentum": 0.9, "fragments": 1}
     options |= {flags[name]: value for name, value in given.items()}
-    if options["every"] < 1 or not 1 <= options["fragments"] <= options["every"]:
+    if options["fragments"] > options["every"]:
         raise ValueError(
             f"--fragments {options['fragments']} is not from 1 to the --local-steps {options['every']} between merges"
-        )
-    if not 0 < options["lr"] < math.inf or not 0 <= options["momentum"] < 1:
-        raise ValueError(
-            f"--outer-lr {options['lr']} is not above 0, or --outer-momentum {options['momentum']} is not from 0 to "
-            "below 1"
         )
     return options
 

@@ -10,14 +10,14 @@ _gpt2 = partial(
     GPTConfig, vocab_size=50257, seq_len=1024, activation="gelu_tanh", norm="layer", positions="learned", bias=True,
     tie_embeddings=True,
 )  # fmt: skip
-_llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0)
+_llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0, norm_eps=1e-5)
 PRESETS = {
     "tiny": GPTConfig(),
-    "tiny-moe": GPTConfig(moe=MoEConfig(experts=8, top_k=2, d_ff=192)),
+    "tiny-moe": GPTConfig(moe=MoEConfig(d_ff=192)),
     "tiny-mla": GPTConfig(latent=LatentConfig()),
     "mixtral-8x7b": GPTConfig(
         vocab_size=32000, seq_len=32768, layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, rope_base=1e6,
-        moe=MoEConfig(experts=8, top_k=2, aux_coefficient=0.02),
+        norm_eps=1e-5, moe=MoEConfig(aux_coefficient=0.02),  # 8 experts, 2 a token, as of tiny-moe
     ),
     "megatron-gpt": _gpt2(vocab_size=51200, seq_len=2048, layers=24, d_model=2304, heads=24),  # SC'21, table 1
     "megatron-gpt-rope": _gpt2(
@@ -28,7 +28,9 @@ PRESETS = {
     "gpt2-large": _gpt2(layers=36, d_model=1280, heads=20),
     "gpt2-xl": _gpt2(layers=48, d_model=1600, heads=25),
     "llama-7b": GPTConfig(vocab_size=32000, seq_len=2048, layers=32, d_model=4096, heads=32, d_ff=11008),
-    "llama-65b": GPTConfig(vocab_size=32000, seq_len=2048, layers=80, d_model=8192, heads=64, d_ff=22016),
+    "llama-65b": GPTConfig(
+        vocab_size=32000, seq_len=2048, layers=80, d_model=8192, heads=64, d_ff=22016, norm_eps=1e-5
+    ),
     "llama3-1b": _llama3(layers=16, d_model=2048, heads=32, d_ff=8192, tie_embeddings=True),
     "llama3-8b": _llama3(layers=32, d_model=4096, heads=32, d_ff=14336),
     "llama3-70b": _llama3(layers=80, d_model=8192, heads=64, d_ff=28672),

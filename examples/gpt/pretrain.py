@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ if __name__ == "__main__":  # the other imports take seconds, in which a signal 
 
 import torch.distributed as dist
 
-from examples.gpt.arguments import parse
+from examples.gpt.arguments import check_ranges, parse
 from examples.gpt.checks import inner_size
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
@@ -33,8 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     stopped, out = False, Path(args.out)
     with StopSignals(leave_with=EXIT_STOPPED) as signals:
         try:
-            if not 0 < args.timeout < math.inf:
-                raise ValueError(f"--timeout {args.timeout} s is no number above 0")
+            check_ranges(args)
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
             on = {"device_type": args.device, "workers": args.workers}

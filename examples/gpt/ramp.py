@@ -67,8 +67,6 @@ def read_ramp(args: argparse.Namespace, each: int) -> Ramp:
         return Ramp(final, final)
     start, increment, samples = args.rampup_batch_size
     told = f"--rampup-batch-size {start} {increment} {samples}"
-    if min(start, increment, samples) < 1:
-        raise ValueError(f"{told}: each number is at least 1")
     if start >= final:
         raise ValueError(f"{told}: the start {start} is not below --global-batch {final}, where the ramp ends")
     if (final - start) % increment:

@@ -105,7 +105,7 @@ class Trainer:
         """Return the mean loss over the first of these samples, by default the held-out ones: alike on every layout."""
         if (samples := samples or self.held_out) is None:
             raise ValueError("the held-out part has no sample: --eval-every above 0 says why")
-        count, dp = max(min(self.args.eval_samples, len(samples)), 1), self.mesh.dp
+        count, dp = min(self.args.eval_samples, len(samples)), self.mesh.dp
         batches, documents = [], []
         for i in range(dp.rank, -(-count // dp.size) * dp.size, dp.size):
             x, targets, arguments = self.batch(samples, range(i, i + 1))

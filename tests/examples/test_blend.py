@@ -186,7 +186,7 @@ def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, 
     [
         (["--data", "0.7", "/nowhere/a", "/nowhere/b"], "a weight before each"),
         (["--min-lr", "0.1"], r"--min-lr 0.1 is not from 0 to --lr 0.003"),
-        (["--betas", "0.9", "1"], r"--betas 0.9 1.0"),
+        (["--betas", "0.9", "1"], r"--betas 1.0 is no number from 0 to below 1"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path):

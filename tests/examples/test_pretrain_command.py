@@ -161,8 +161,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
         ({"tp": 4}, "--clip nan", r"--clip nan is no number; 0 bounds nothing"),
         ({"tp": 4}, "--eval-every -1", r"--eval-every -1 is smaller than 0"),
         ({"tp": 4}, "--local-steps 4 --fragments 2", r"--local-steps, --fragments with one worker"),
-        ({"workers": 4}, "--workers 4 --local-steps 0", r"--fragments 1 is not from 1 to the --local-steps 0"),
-        ({"workers": 4}, "--workers 4 --outer-lr 0", r"--outer-lr 0.0 is not above 0"),
+        ({"workers": 4}, "--workers 4 --local-steps 0", r"--local-steps 0 is smaller than 1"),
+        ({"workers": 4}, "--workers 4 --outer-lr 0", r"--outer-lr 0.0 is no number above 0"),
         ({"workers": 2, "dp": 2}, "--workers 2 --global-batch 6", r"workers x dp x micro-batch = 2 x 2 x 2 = 8"),
         ({"workers": 3}, "", r"workers 3 do not divide the world size 4 into equal parts"),
         ({"tp": 4}, "--data /nowhere/corpus", r"/nowhere/corpus"),
@@ -229,8 +229,8 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     for flags, message in (
         (["--cp-inner", "3"], "--cp-inner 3 is of --cp-kind two-level, not of zigzag"),
         (["--cp-inner", "3", "--cp-kind", "two-level"], "--cp-inner 3 does not divide --cp 1"),
-        (["--timeout", "0"], r"--timeout 0\.0 s is no number above 0"),
-        (["--timeout", "inf"], "--timeout inf s is no number above 0"),
+        (["--timeout", "0"], r"--timeout 0\.0 is no number above 0"),
+        (["--timeout", "inf"], "--timeout inf is no number above 0"),
     ):
         with pytest.raises(SystemExit, match=f"^error: {message}"):
             main(flags)
