@@ -1,0 +1,106 @@
+"""Which ranges of a dimension several ranks hold, whom an error names, and what one process asks of nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mpcore as mp
+from mpcore.fault_tolerance import replicas
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Shard
+
+INDICES = torch.arange(24).view(2, 12)
+RUNS: dict[str, tuple[tuple, list[str]]] = {  # the runs of three ranks, and the ranges that several hold
+    "apart": ((((0, 4),), ((4, 8),), ((8, 12),)), []),
+    "two hold all": ((((0, 4),), ((0, 4),), ()), ["[0:4]"]),
+    "an overlap": ((((0, 5),), ((4, 9),), ((9, 12),)), ["[4:5]"]),
+    "overlaps side by side": ((((0, 6),), ((3, 9),), ((6, 12),)), ["[3:6]", "[6:9]"]),
+    "one in another": ((((0, 8),), ((2, 5),), ((5, 8),)), ["[2:5]", "[5:8]"]),
+    "with a gap": ((((0, 2), (6, 8)), ((0, 2), (6, 8)), ()), ["[0:2]", "[6:8]"]),
+    "three hold the middle": ((((0, 6),), ((2, 8),), ((4, 5),)), ["[2:4]", "[4:5]", "[5:6]"]),
+    "in another order": ((((6, 8), (0, 2)), ((0, 3), (6, 7)), ()), ["[0:2]", "[6:7]"]),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_ranges_that_the_same_ranks_hold_are_compared_as_one(case):
+    runs, names = RUNS[case]
+    for rank, own in enumerate(runs):
+        mine = [i for start, end in own for i in range(start, end)]
+        found = list(replicas._shared_runs(Shard(Axis(3, rank), 1, runs), INDICES[:, mine]))
+        assert [name for name, _ in found] == names, "the same on all ranks"
+        for name, part in found:
+            start, end = map(int, name[1:-1].split(":"))
+            there = [i for i in range(start, end) if i in mine]
+            assert there in ([], list(range(start, end)))
+            assert (part is not None) is bool(there)
+            if part is not None:
+                assert torch.equal(part, INDICES[:, there])
+
+
+def named(hashes: dict[int, list[int | None]]) -> list[str]:
+    """What ranks of these hashes, one for each of two tensors, say; None: the rank doesn't hold it."""
+    on = mp.build_mesh(device_type="cpu", tp=len(hashes))
+    mine = hashes[on.tp.rank]
+    held = torch.tensor([x is not None for x in mine])
+    values = torch.tensor([x or 0 for x in mine])
+    return replicas._name(on.tp, ["a", "b"], [True, False], values, held)
+
+
+@pytest.mark.parametrize(
+    ("of_a", "said"),
+    [
+        ([1, 2], "a over tp, on ranks 0 and 1"),
+        ([1, 1, 2, 2], "a over tp, on ranks 0, 1 and 2, 3"),
+        ([1, 1, 2], "a over tp, on rank 2, while ranks 0, 1 agree"),
+        ([3, 1, 2, 1], "a over tp, on rank 0, 2, while ranks 1, 3 agree"),
+        ([1, None, 2, 1], "a over tp, on rank 2, while ranks 0, 3 agree"),
+        ([1, None, 2], "a over tp, on ranks 0 and 2"),
+    ],
+)
+def test_the_ranks_that_differ_from_most_are_named(of_a, said):
+    hashes: Any = {rank: [x, 7] for rank, x in enumerate(of_a)}
+    assert mp.simulate(named, hashes, ranks=len(of_a)) == [[said]] * len(of_a)
+
+
+class Table(torch.nn.Module):
+    """Nine weights that the ranks of tp hold whole."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        for i, value in enumerate(values):
+            self.register_parameter(f"w{i}", torch.nn.Parameter(torch.tensor([value])))
+
+
+def compares(count: int, cause: str | None) -> str:
+    on = mp.build_mesh(device_type="cpu", tp=2)
+    model = Table([float(on.tp.rank)] * count + [1.0])
+    try:
+        replicas.compare_replicas(model, on, *([] if cause is None else [cause]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_eight_tensors_are_named_and_the_others_counted():
+    one = [f"w{i} over tp, on ranks 0 and 1" for i in range(11)]
+    for count, more in ((1, ""), (8, ""), (9, "; and 1 more"), (11, "; and 3 more")):
+        said = f"replicas differ, so a rank's memory is corrupt: {'; '.join(one[: min(count, 8)])}{more}"
+        assert mp.simulate(compares, count, None, ranks=2) == [said] * 2
+    assert mp.simulate(compares, 1, "as asked", ranks=2)[0] == f"replicas differ, as asked: {one[0]}"
+    assert mp.simulate(compares, 0, None, ranks=2) == ["", ""]
+
+
+def lists() -> list[tuple[str, list]]:
+    on = mp.build_mesh(device_type="cpu", tp=2, dp=2)
+    model = torch.nn.ModuleDict({"norm": mp.LayerNorm(4), "up": mp.ColumnParallelLinear(4, 4, tp=on.tp)})
+    found = replicas._replicas(model, on)
+    return [(axis.role, [name for name, x in entries if x is not None]) for axis, entries in found]
+
+
+def test_whole_tensors_are_compared_over_tp_and_data_and_shards_over_data_alone():
+    whole, shards = ["norm.weight", "norm.bias"], ["up.weight", "up.bias"]
+    assert mp.simulate(lists, ranks=4) == [[("data", whole + shards), ("tp", whole)]] * 4
