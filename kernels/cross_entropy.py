@@ -207,17 +207,15 @@ def _backward_reference(logits: Tensor, rows: _Rows) -> Tensor:
     slope, at_target = torch.zeros_like(total), torch.zeros_like(total)
     dloss, dlog_prob, dentropy = (None if d is None else d.to(z.dtype) for d in (dloss, dlog_prob, dentropy))
     if dloss is not None:
-        dloss = dloss.masked_fill(ignored, 0)
         slope = dloss * (1 + twice_z_loss * (largest + total.log())) if twice_z_loss else dloss
         at_target = -peak * dloss
     if dlog_prob is not None:
-        dlog_prob = dlog_prob.masked_fill(ignored, 0)
         slope, at_target = slope - dlog_prob, at_target + dlog_prob
     shifted = z - largest.unsqueeze(-1)
     if dentropy is None:
         dz = shifted.exp_().mul_((slope / total).unsqueeze(-1))
     else:
-        dentropy = (dentropy / total).masked_fill(ignored, 0).unsqueeze(-1)
+        dentropy = (dentropy / total).unsqueeze(-1)
         centred = shifted.clamp(min=torch.finfo(z.dtype).min) - (stats[4] / total).unsqueeze(-1)
         dz = shifted.exp_() * ((slope / total).unsqueeze(-1) - dentropy * centred)
     if uniform and dloss is not None:

@@ -7,8 +7,10 @@ and recorded instead of run. So tests read from it what would have been launched
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -101,6 +103,46 @@ def fake_gpu(target: str = "sm_90", *, record: bool = True, device: str = "") ->
         driver._active, CompiledKernel.launch_metadata = previous, plain
         _dispatch.launching_on_cpu = launching
         _triton._compiled.clear()
+
+
+class Call(NamedTuple):
+    """What a launcher hands to `launch`."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    warps: int
+    arguments: dict[str, Any]
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """All arguments but tensors."""
+        return {name: x for name, x in self.arguments.items() if not name.endswith("_ptr")}
+
+    @property
+    def given(self) -> set[str]:
+        """The names of the tensors, without those that are `None`."""
+        return {name[:-4] for name, x in self.arguments.items() if name.endswith("_ptr") and x is not None}
+
+    def at(self, name: str) -> int:
+        """The address of a tensor."""
+        return self.arguments[f"{name}_ptr"].data_ptr()
+
+
+@contextlib.contextmanager
+def calls(target: str = "sm_90", multiprocessors: int = 132) -> Iterator[list[Call]]:
+    """As `fake_gpu`, but record what the launchers hand to `launch`, and compile nothing."""
+    found: list[Call] = []
+
+    def record(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: Any) -> None:
+        found.append(Call(kernel.__name__.strip("_"), grid, num_warps, arguments))
+
+    replaced = {"launch": record, "multiprocessors": lambda device: multiprocessors}
+    with fake_gpu(target, record=False), contextlib.ExitStack() as stack:
+        for module in [m for name, m in sys.modules.items() if name.startswith("mpcore.kernels.")]:
+            for name, other in replaced.items():
+                if getattr(module, name, None) is getattr(_triton, name) and module is not _triton:
+                    stack.enter_context(mock.patch.object(module, name, other))
+        yield found
 
 
 class Empty(torch.autograd.Function):

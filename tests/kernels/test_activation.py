@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
+from fake_gpu import calls
 
 from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
 
@@ -84,30 +84,43 @@ def test_empty_in_empty_out(function, shape):
     assert function(torch.ones(shape)).shape == wanted
 
 
-def launched(f, gated, M, width):
-    x = torch.empty(M, width, dtype=torch.bfloat16)
-    with fake_gpu() as launches:
-        y = torch.ops.mpcore.activation_forward(x, f, gated)
-        torch.ops.mpcore.activation_backward(y, x, f, gated)
-    return launches
-
-
 @pytest.mark.parametrize(
-    ("f", "gated"), [("silu", True), ("gelu_tanh", True), ("gelu_none", False), ("squared", False)]
+    ("f", "gated", "kernel"),
+    [("silu", True, "silu"), ("gelu_tanh", True, "gelu_tanh"), ("gelu_tanh", False, "gelu_tanh"),
+     ("gelu_none", False, "gelu_erf"), ("squared", False, "squared")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("F", "grid", "tiles", "block_m", "block_f"),
+    [(14336, 7 * 1000, 7, 1, 2048), (100, 63, 1, 16, 128), (2, 16, 1, 64, 4)],
 )
-def test_launches(f, gated):
-    F = 14336
-    width = 2 * F if gated else F
-    forward, backward = launched(f, gated, 1000, width)
-    assert forward.grid == backward.grid == (7 * 1000, 1, 1)  # seven tiles of 2048 columns, for each row
-    assert (forward.arguments["X_STRIDE"], forward.arguments["F"], forward.arguments["M"]) == (width, F, 1000)
-
-
-def test_narrow_rows_share_a_program():
-    forward, backward = launched("gelu_tanh", False, 1000, 100)
-    assert forward.grid == backward.grid == (63, 1, 1)
-    assert (forward.arguments["BLOCK_M"], forward.arguments["BLOCK_F"]) == (16, 128)
+def test_launches(f, gated, kernel, F, grid, tiles, block_m, block_f):
+    """A tile is 2048 elements: seven tiles of 2048 columns for each row, or narrow rows that share a program."""
+    width = F * (1 + gated)
+    x, dy = torch.empty(1000, width + 8, dtype=torch.bfloat16)[:, :width], torch.empty(1000, F + 24)[:, :F]
+    with calls() as launches:
+        y = torch.ops.mpcore.activation_forward(x, f, gated)
+        dx = torch.ops.mpcore.activation_backward(dy, x, f, gated)
+    forward, backward = launches
+    shared = {
+        "M": 1000, "X_STRIDE": width + 8, "F": F, "GATED": gated, "TILES": tiles, "BLOCK_M": block_m,
+        "BLOCK_F": block_f,
+    }  # fmt: skip
+    for launch, name, own, tensors in (
+        (forward, "forward_kernel", {}, {"x": x, "y": y}),
+        (backward, "backward_kernel", {"DY_STRIDE": F + 24}, {"x": x, "dy": dy, "dx": dx}),
+    ):
+        assert (launch.kernel, launch.grid, launch.warps) == (name, (grid, 1, 1), 4)
+        found = launch.numbers
+        assert found.pop("ACTIVATION").__name__ == f"_{kernel}"
+        assert found == shared | own
+        assert launch.given == tensors.keys()
+        assert all(launch.at(key) == t.data_ptr() for key, t in tensors.items())
+    assert (y.shape, y.dtype, dx.shape, dx.dtype) == ((1000, F), x.dtype, x.shape, x.dtype)
 
 
 def test_nothing_is_launched_for_empty_tensors():
-    assert launched("gelu_tanh", False, 0, 8) == launched("silu", True, 8, 0) == []
+    with calls() as launches:
+        for shape, f, gated in (((0, 8), "gelu_tanh", False), ((8, 0), "silu", True)):
+            y = torch.ops.mpcore.activation_forward(torch.empty(shape), f, gated)
+            torch.ops.mpcore.activation_backward(y, torch.empty(shape), f, gated)
+    assert launches == []

@@ -3,11 +3,12 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import laws
 import pytest
 import torch
-from fake_gpu import fake_gpu
+from fake_gpu import calls, fake_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import _self_test
@@ -18,10 +19,10 @@ from mpcore.kernels.attention import (
     attention_reference,
     key_bounds,
     reference,
+    tiles,
 )
 from mpcore.kernels.attention.bounds import Scores
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
-from tests.quick import some
 
 T = 23
 ENDS = torch.tensor([0, 5, 5, 6, T])
@@ -281,6 +282,26 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
         ({"query": (1, 7, 4, 6)}, {}, "7 queries of 8 keys have no diagonal: give bounds, or causal=False"),
         ({}, {"window": 0}, "window 0 needs a causal mask and at least 1 token"),
         ({}, {"window": 2, "causal": False}, "window 2 needs a causal mask"),
+        ({}, {"window": -1}, "window -1 needs a causal mask and at least 1 token"),
+        ({}, {"scale": math.inf}, "scale inf is not a positive number"),
+        ({}, {"scale": math.nan}, "scale nan is not a positive number"),
+        ({}, {"softcap": 0.0}, "softcap 0.0 is not a positive number; None is none"),
+        ({}, {"softcap": math.inf}, "softcap inf is not a positive number"),
+        ({"query": (1, 8, 4, 0), "key": (1, 8, 2, 0)}, {}, "K is 0 and Kv 6: heads have no dimensions"),
+        ({"value": (1, 8, 2, 0)}, {}, "K is 6 and Kv 0: heads have no dimensions"),
+        ({"query": (1, 9, 4, 6)}, {}, "9 queries of 8 keys have no diagonal: give bounds, or causal=False"),
+        ({"query": (1, 7, 4, 6)}, {"causal": False, "cu_seqlens": torch.tensor([0, 7])}, "7 queries of 8 keys have no"),
+        ({}, {"cu_seqlens": torch.tensor([1, 8])}, "from 0 to 8, the tokens of all rows, but runs from 1 to 8$"),
+        ({}, {"cu_seqlens": torch.tensor([[0, 8]])}, r"cu_seqlens is torch.int64 \(1, 2\), but must be"),
+        ({}, {"cu_seqlens": torch.tensor([], dtype=torch.int32)}, r"cu_seqlens is torch.int32 \(0,\), but must be"),
+        ({}, {"cu_seqlens": torch.tensor([0.0, 8.0])}, r"cu_seqlens is torch.float32 \(2,\), but must be"),
+        (
+            {},
+            {"bounds": (torch.zeros(8, device="meta").int(), torch.zeros(8).int())},
+            "bound low is torch.int32 .* on meta",
+        ),
+        ({}, {"bounds": (torch.zeros(8).int(),) * 2, "cu_seqlens": torch.tensor([0, 8])}, "bounds are the whole mask"),
+        ({}, {"bounds": (torch.arange(8).flip(0).int(), torch.full((8,), 8).int())}, "bounds fall"),
         ({}, {"scale": 0.0}, "scale 0.0 is not a positive number"),
         ({}, {"softcap": -1.0}, "softcap -1.0 is not a positive number; None is none"),
         ({}, {"cu_seqlens": torch.tensor([0, 9])}, "from 0 to 8, the tokens of all rows, but runs from 0 to 9$"),
@@ -321,9 +342,12 @@ def test_dtypes_devices_and_batches_that_do_not_fit_are_refused():
         {"lse": lse[:, 1:]},
         {"output": q},
         {"dlse": lse.transpose(1, 2)},
+        *({name: x.to("meta")} for name, x in (("grad", output), ("output", output), ("lse", lse), ("dlse", lse))),
     ):
         arguments = {"grad": output, "output": output, "lse": lse} | given
-        with pytest.raises(ValueError, match=next(iter(given))):
+        name, x = next(iter(given.items()))
+        there = f"{name} is on meta, but query is on cpu" if x.is_meta else name
+        with pytest.raises(ValueError, match=there):
             attention_backward(query=q, key=k, value=v, **arguments)
 
 
@@ -342,15 +366,6 @@ def test_on_a_gpu_every_head_dimension_up_to_256_takes_the_kernels(K, V, dtype, 
     assert attention_kernels._choose(None, q, v) == chosen
 
 
-@pytest.mark.parametrize(("K", "V"), some((6, 40), of=[(32, 32), (192, 128)]))
-def test_a_launch_pads_head_dimensions_to_what_tensor_cores_multiply(K, V):
-    blocks = {6: 16, 32: 32, 192: 256, 40: 64, 128: 128}
-    forward, rows, keys, queries = launched(T=40, H=2, groups=1, K=K, V=V, B=1)
-    for launch in (forward, keys, queries):
-        assert [launch.arguments[n] for n in ("K", "V", "BLOCK_K", "BLOCK_V")] == [K, V, blocks[K], blocks[V]]
-    assert (rows.arguments["V"], rows.arguments["BLOCK_V"]) == (V, blocks[V])
-
-
 def test_on_the_meta_device_shapes_come_out():
     output, lse = attention(*(x.to("meta").requires_grad_() for x in draw(B=2)))
     assert (output.shape, lse.shape) == ((2, T, 4, 5), (2, 4, T))
@@ -360,26 +375,172 @@ def test_on_the_meta_device_shapes_come_out():
 # --- launches -----------------------------------------------------------------------------------------------------
 
 
-def launched(T=300, H=8, groups=2, K=64, V=64, B=2, keys=None, dtype=torch.bfloat16, target="sm_90", **mask):
-    shapes = (B, T, H, K), (B, T if keys is None else keys, groups, K), (B, T if keys is None else keys, groups, V)
-    q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
-    low, high = key_bounds(T, **mask) if mask else (None, None)
-    ops, options = torch.ops.mpcore, (low, high, True, 0.1, 0.0, "triton", None)
-    with fake_gpu(target) as launches:
+LAUNCHED = [
+    (64, 64, {}, "causal", 0.0, None),
+    (64, 64, {"window": 7}, "bounds", 0.0, None),
+    (192, 128, {"causal": False}, "full", 30.0, torch.float32),
+    (6, 40, {"cu_seqlens": torch.tensor([0, 100, 300])}, "bounds", 0.0, None),
+]
+
+
+@pytest.mark.parametrize(("K", "V", "mask", "kind", "softcap", "out"), LAUNCHED)
+def test_launches(K, V, mask, kind, softcap, out):
+    """A program for each block of each head, of what `tiles.tile` says; heads are padded to a power of two from 16."""
+    padded = {6: 16, 40: 64, 64: 64, 128: 128, 192: 256}
+    packed = torch.empty(2, 300, 8 * K + 2 * K + 2 * V + 5, dtype=torch.bfloat16)
+    q, k, v = (
+        x.unflatten(2, (n, -1))
+        for x, n in zip(packed[..., :-5].split([8 * K, 2 * K, 2 * V], 2), (8, 2, 2), strict=True)
+    )
+    low, high = key_bounds(300, **mask) if kind == "bounds" else (None, None)
+    options = (low, high, mask.get("causal", True), 0.1, softcap, "triton", out)
+    scores, dlse, ops = Scores(*options[:5]), torch.empty(2, 8, 300), torch.ops.mpcore
+    with calls() as launches:
+        tile = {name: tiles.tile(name, q, v, scores) for name in ("forward", "dkdv", "dq")}
         output, lse = ops.attention_forward(q, k, v, *options)
-        ops.attention_backward(output, None, q, k, v, output, lse, *options)
-    return launches
+        grad = torch.empty(2, 300, 8, V, dtype=torch.bfloat16)
+        gradients = ops.attention_backward(grad, dlse, q, k, v, output, lse, *options)
+    forward, rows, keys, queries = launches
+    row = packed.shape[2]
 
+    def strides(**heads):
+        return {
+            f"{name}_{dim}": stride
+            for name, (row, head) in heads.items()
+            for dim, stride in (("batch", 300 * row), ("token", row), ("head", head))
+        }
 
-@pytest.mark.parametrize("mask", [{}, {"window": 7}], ids=str)
-def test_a_launch_has_a_program_for_each_block_of_each_head(mask):
-    forward, rows, keys, queries = launched(**mask)
-    for launch, tokens, heads in ((forward, "BLOCK_M", 16), (keys, "BLOCK_N", 4), (queries, "BLOCK_M", 16)):
-        assert launch.grid == (-(-300 // launch.arguments[tokens]) * heads, 1, 1)
-        assert launch.arguments["MASK"] == ("bounds" if mask else "causal")
-        assert (launch.arguments["low_ptr"] is None) == (not mask)
-    assert rows.grid == (-(-300 // 32) * 16, 1, 1)
+    shared = strides(q=(row, K), k=(row, K), v=(row, V)) | {
+        "T": 300, "KEYS": 300, "H": 8, "GROUP": 4, "scale": 0.1, "K": K, "V": V, "BLOCK_K": padded[K],
+        "BLOCK_V": padded[V], "MASK": kind, "SOFTCAP": softcap,
+    }  # fmt: skip
+    of_gradients = {"size": 4800, **strides(do=(8 * V, V))}
+    held = {"low", "high"} if kind == "bounds" else set()
+    assert [launch.kernel for launch in launches] == [
+        "forward_kernel", "rows_kernel", "backward_keys_kernel", "backward_queries_kernel"
+    ]  # fmt: skip
+    for launch, name, along, heads, own, tensors in (
+        (forward, "forward", 0, 16, {}, {"output": output, "lse": lse}),
+        (keys, "dkdv", 1, 4, of_gradients, dict(zip(("dk", "dv"), gradients[1:], strict=True))),
+        (queries, "dq", 0, 16, of_gradients, {"dq": gradients[0]}),
+    ):
+        blocks, stages, warps = tile[name]
+        assert (launch.grid, launch.warps) == ((-(-300 // blocks[along]) * heads, 1, 1), warps)
+        assert launch.numbers == shared | own | {"BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "STAGES": stages}
+        tensors = tensors | {"q": q, "k": k, "v": v} | ({} if launch is forward else {"do": grad})
+        assert launch.given == tensors.keys() | held | (set() if launch is forward else {"rows"})
+        assert all(launch.at(key) == t.data_ptr() for key, t in tensors.items())
+        assert not held or (launch.arguments["low_ptr"].tolist(), launch.arguments["high_ptr"].tolist()) == (
+            low.tolist(), high.tolist()
+        )  # fmt: skip
+    assert (rows.grid, rows.warps, rows.given) == ((10 * 16, 1, 1), 4, {"do", "o", "lse", "dlse", "rows"})
+    assert rows.numbers == strides(do=(8 * V, V), o=(8 * V, V)) | {
+        "T": 300, "H": 8, "size": 4800, "V": V, "BLOCK_V": padded[V], "BLOCK_M": 32
+    }  # fmt: skip
+    wanted = (grad, output, lse, dlse)
+    assert [rows.at(name) for name in ("do", "o", "lse", "dlse")] == [t.data_ptr() for t in wanted]
     assert rows.arguments["rows_ptr"].shape == (2, 2, 8, 300)
+    assert rows.at("rows") == keys.at("rows") == queries.at("rows")
+    assert rows.arguments["rows_ptr"].dtype == lse.dtype == torch.float32
+    assert (output.shape, output.dtype, lse.shape) == ((2, 300, 8, V), out or torch.bfloat16, (2, 8, 300))
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, out or torch.bfloat16) for x in (q, k, v)]
+
+
+TARGETS = {"sm_80": tiles._A100, "sm_90": tiles._LARGE, "sm_100": tiles._BLACKWELL, "gfx942": tiles._AMD}
+
+
+def test_every_tile_is_whole_blocks_that_fit():
+    """Powers of two from 16; what has bounds or padded heads has no larger tile, nor has a wider head."""
+    for table in (*TARGETS.values(), tiles._SMALL):
+        assert table.keys() == {"forward", "dkdv", "dq"}
+        for of_kernel in table.values():
+            sizes = []
+            assert list(of_kernel) == [64, 128, 256]
+            for plain, masked in of_kernel.values():
+                for n in (*plain, *masked):
+                    assert n in (16, 32, 64, 128)
+                assert math.prod(masked) <= math.prod(plain)
+                sizes.append((math.prod(plain), math.prod(masked)))
+            assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "options", "width", "column"),
+    [
+        (64, 64, {}, 64, 0), (128, 128, {}, 128, 0), (256, 256, {}, 256, 0), (128, 64, {}, 128, 0),
+        (64, 128, {}, 128, 0), (64, 64, {"softcap": 30.0}, 64, 1), (64, 64, {"bounds": True}, 64, 1),
+        (128, 80, {}, 128, 1),
+        (80, 128, {}, 128, 1), (192, 128, {}, 256, 1), (32, 32, {}, 64, 1), (64, 32, {}, 64, 0), (1, 1, {}, 64, 1),
+        (129, 1, {}, 256, 1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("target", TARGETS)
+def test_which_tile_a_launch_has(K, V, options, width, column, target):
+    q, v = torch.empty(1, 2, 1, K).bfloat16(), torch.empty(1, 2, 1, V).bfloat16()
+    bound = torch.zeros(2, dtype=torch.int32) if options.get("bounds") else None
+    scores = Scores(bound, bound, True, 0.1, options.get("softcap", 0.0))
+    with fake_gpu(target):
+        for kernel in ("forward", "dkdv", "dq"):
+            stages, warps = (1, 4) if target == "gfx942" else (3, 8)
+            wanted = TARGETS[target][kernel][width][column]
+            assert tiles.tile(kernel, q, v, scores) == (wanted, stages, warps)
+            exact = tiles.tile(kernel, q.float(), v.float(), scores)  # no matrix instruction computes float32 exactly
+            assert exact == ((16, 16) if width == 256 else (32, 32), 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("memory", "major", "hip", "table"),
+    [
+        (227, 9, None, "_LARGE"), (200, 9, None, "_LARGE"), (227, 10, None, "_BLACKWELL"),
+        (227, 12, None, "_BLACKWELL"), (199, 9, None, "_A100"),
+        (163, 8, None, "_A100"), (160, 8, None, "_A100"), (159, 8, None, "_SMALL"),
+        (99, 12, None, "_SMALL"), (64, 9, "6.4", "_AMD"), (227, 9, "6.4", "_AMD"),
+    ],
+)  # fmt: skip
+def test_which_table_a_gpu_has(memory, major, hip, table, monkeypatch):
+    found = SimpleNamespace(shared_memory_per_block_optin=memory * 1024, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert tiles._tiles_of.__wrapped__(torch.device("cuda", 0)) is getattr(tiles, table)
+
+
+def test_more_programs_than_a_launch_counts_are_refused():
+    assert tiles.programs(300, 64, 3) == 15
+    assert tiles.programs(2**31 - 1, 1, 1) == 2**31 - 1
+    with pytest.raises(ValueError, match="2147483648 blocks of tokens are more than the 2147483647"):
+        tiles.programs(2**32, 4, 2)
+    assert [tiles.padded(n) for n in (1, 16, 17, 64, 80, 256)] == [16, 16, 32, 64, 128, 256]
+
+
+def test_defaults_are_the_values_that_they_stand_for():
+    q, k, v = draw()
+    explicit = {"causal": True, "window": None, "cu_seqlens": None, "bounds": None, "scale": 1 / math.sqrt(6)}
+    explicit |= {"softcap": None, "out_dtype": None, "impl": None}
+    output, lse = attention(q, k, v)
+    assert all(map(torch.equal, (output, lse), attention(q, k, v, **explicit)))
+    found = attention_backward(output, q, k, v, output, lse)
+    explicit["dlse"] = torch.zeros_like(lse)
+    assert all(map(torch.equal, found, attention_backward(output, q, k, v, output, lse, **explicit)))
+    low, high = key_bounds(4)
+    assert (low.tolist(), high.tolist(), low.dtype, high.dtype) == ([0] * 4, [1, 2, 3, 4], torch.int32, torch.int32)
+    assert [x.tolist() for x in key_bounds(4, causal=True, window=None)] == [[0] * 4, [1, 2, 3, 4]]
+    assert [x.tolist() for x in key_bounds(4, causal=False)] == [[0] * 4, [4] * 4]
+    assert [x.tolist() for x in key_bounds(4, window=2)] == [[0, 0, 1, 2], [1, 2, 3, 4]]
+    assert key_bounds(4, device=torch.device("meta"))[0].device.type == "meta"
+
+
+def test_a_kernel_runs_for_head_dimensions_up_to_256_and_says_so(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention_kernels, "runs_triton", lambda impl, x, name: asked.append((impl, name)) or True)
+    for K, V, runs in ((256, 1, True), (1, 256, True), (257, 1, False), (1, 257, False)):
+        q, v = torch.empty(1, 1, 1, K), torch.empty(1, 1, 1, V)
+        assert attention_kernels._choose(None, q, v) == ("triton" if runs else "reference")
+        if runs:
+            assert attention_kernels._choose("triton", q, v) == "triton"
+            continue
+        with pytest.raises(ValueError, match=rf"no kernel of head dimensions \({K}, {V}\), only of 1 to 256"):
+            attention_kernels._choose("triton", q, v)
+    assert set(asked) == {(None, "attention"), ("triton", "attention")}
 
 
 def test_views_are_not_copied():
@@ -404,9 +565,17 @@ def test_strides_beyond_32_bits_are_another_kernel():
     assert [launch.kernel.src.signature["q_batch"] for launch in launches] == ["i32", "i64"]
 
 
-def test_nothing_is_launched_for_nothing():
-    assert launched(T=0) == []
-    assert launched(B=0) == []
+@pytest.mark.parametrize(("B", "T", "keys"), [(2, 0, 0), (0, 3, 3), (2, 3, 0)])
+def test_nothing_is_launched_for_nothing(B, T, keys):
+    q, k, ops = torch.empty(B, T, 4, 16), torch.empty(B, keys, 2, 16), torch.ops.mpcore
+    options = (None, None, False, 0.1, 0.0, "triton", None)
+    with calls() as launches:
+        output = torch.zeros_like(q)
+        dq, dk, dv = ops.attention_backward(output, None, q, k, k, output, torch.zeros(B, 4, T), *options)
+        if T == 0 or B == 0:
+            ops.attention_forward(q, k, k, *options)
+    assert launches == []
+    assert (dq.shape, dk.shape, dv.shape, dq.any()) == (q.shape, k.shape, k.shape, False)
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------

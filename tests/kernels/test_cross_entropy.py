@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import fake_gpu
+from fake_gpu import calls, fake_gpu
 
 from mpcore.kernels.cross_entropy import (
     combine_stats,
@@ -134,6 +134,32 @@ def test_the_reference_computes_in_float32_and_rounds_once(dtype):
     assert torch.equal(gradient, wide.to(dtype))
 
 
+def test_defaults_are_the_values_that_they_stand_for():
+    stats = cross_entropy_stats(LOGITS, TARGET)
+    every = {"start": 0, "ignore_index": -100, "softcap": 0.0, "sum_logits": False, "entropy": False, "impl": None}
+    assert torch.equal(stats, cross_entropy_stats(LOGITS, TARGET, **every))
+    assert torch.equal(stats, cross_entropy_stats(LOGITS, TARGET.int()))
+    of_loss = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0}
+    loss = loss_of_stats(stats, TARGET, vocab_size=V)
+    assert torch.equal(loss, loss_of_stats(stats, TARGET, vocab_size=V, **of_loss))
+    assert torch.equal(log_prob_of_stats(stats, TARGET)[0], log_prob_of_stats(stats, TARGET, ignore_index=-100)[0])
+    explicit = {"start": 0, "softcap": 0.0, "dlog_prob": None, "dentropy": None, "in_place": False, **of_loss}
+    found = cross_entropy_backward(LOGITS, TARGET, stats, ROW, vocab_size=V)
+    assert torch.equal(found, cross_entropy_backward(LOGITS, TARGET, stats, ROW, vocab_size=V, **explicit))
+
+
+def test_another_id_may_be_the_ignored_one():
+    ignored, target = TARGET == 3, TARGET.masked_fill(TARGET == -100, 1)
+    stats = cross_entropy_stats(LOGITS, target, ignore_index=3, entropy=True)
+    assert torch.equal(stats[2] == 0, ignored)
+    loss, (log_prob, entropy) = (f(stats, target, ignore_index=3) for f in (
+        lambda *given, **how: loss_of_stats(*given, vocab_size=V, **how), log_prob_of_stats,
+    ))  # fmt: skip
+    dlogits = cross_entropy_backward(LOGITS, target, stats, ROW, vocab_size=V, ignore_index=3)
+    for rows in (loss, log_prob, entropy, dlogits.abs().sum(-1)):
+        assert torch.equal(rows == 0, ignored)
+
+
 def test_nothing_is_differentiated():
     logits, target = torch.randn(3, 9).requires_grad_(), torch.tensor([1, -100, 8])
     stats = cross_entropy_stats(logits, target, entropy=True)
@@ -169,6 +195,9 @@ def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
         ({"target": TARGET.to("meta")}, "target is on meta, but logits are on cpu"),
         ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
         ({"softcap": float("nan")}, "softcap nan is not a positive number"),
+        ({"softcap": float("inf")}, "softcap inf is not a positive number"),
+        ({"target": TARGET.to(torch.int16)}, "target is torch.int16; it must be int64 or int32"),
+        ({"logits": LOGITS[:5]}, r"target has shape \(6,\), but logits \(5, 11\) have other rows"),
         ({"logits": LOGITS.float(), "impl": "triton"}, "impl='triton', but x is on cpu"),
         ({"impl": "fast"}, "impl 'fast' is none of"),
     ],
@@ -193,6 +222,11 @@ def test_bad_input(arguments, message):
         ({"dentropy": ROW}, "dentropy needs stats of 5 numbers"),
         ({"dentropy": ROW[:5], "stats": torch.ones(5, N)}, r"dentropy has shape \(5,\)"),
         ({"dloss": ROW.to("meta")}, "dloss is on meta, but logits are on cpu"),
+        ({"dlog_prob": ROW.to("meta")}, "dlog_prob is on meta, but logits are on cpu"),
+        ({"dentropy": ROW.to("meta"), "stats": torch.ones(5, N)}, "dentropy is on meta, but logits are on cpu"),
+        ({"stats": torch.ones(4, N, device="meta")}, "stats is on meta, but logits are on cpu"),
+        ({"stats": torch.ones(6, N)}, r"stats have shape \(6, 6\); they are 4 or 5 numbers"),
+        ({"stats": torch.ones(())}, r"stats have shape \(\); they are 4 or 5 numbers"),
     ],
 )
 def test_bad_input_of_the_backward_pass(arguments, message):
@@ -201,35 +235,64 @@ def test_bad_input_of_the_backward_pass(arguments, message):
         cross_entropy_backward(**given | arguments)
 
 
-def launched(rows, width, *, every=False, softcap=0.0, stride=None, in_place=False, target="sm_90"):
-    logits = torch.empty(rows, stride or width, dtype=torch.bfloat16)[:, :width]
-    ids, row = torch.zeros(rows, dtype=torch.int64), torch.empty(rows)
-    ops, optional = torch.ops.mpcore, (row, row) if every else (None, None)
-    backward = ops.cross_entropy_backward_in_place if in_place else ops.cross_entropy_backward
-    with fake_gpu(target) as launches:
-        stats = ops.cross_entropy_stats(logits, ids, 0, -100, softcap, every, every)
-        backward(logits, ids, stats, row, *optional, 0, -100, 1.0, 0.0, 0.0, softcap)
-    return launches
+# By width, dtype and the width in memory: columns and warps of a tile, and the tiles of a row in backward. A row that
+# begins off a boundary of 16 bytes has up to a vector less one of columns before it.
+TILES = [
+    (128256, torch.bfloat16, 128256, 4096, 4, 8, 32),
+    (50257, torch.bfloat16, 50257, 4096, 4, 8, 13),
+    (4096, torch.bfloat16, 4096, 4096, 4, 8, 1),
+    (4096, torch.bfloat16, 4097, 4096, 4, 8, 2),
+    (4096, torch.float32, 4100, 4096, 4, 4, 1),
+    (1000, torch.float32, 1024, 1024, 1, 4, 1),
+    (9, torch.float16, 9, 256, 1, 8, 1),
+    (2048, torch.bfloat16, 2056, 2048, 2, 8, 1),
+]
 
 
-def test_launches():
-    stats, backward = launched(1000, 128256)
-    assert (stats.grid, backward.grid) == ((1000, 1, 1), (32 * 1000, 1, 1))
-    assert stats.arguments["stats_ptr"].shape == (4, 1000)
-    assert (stats.arguments["BLOCK_V"], stats.arguments["VECTOR"]) == (4096, 8)
-    assert backward.arguments["dlog_prob_ptr"] is backward.arguments["dentropy_ptr"] is None
-    stats, backward = launched(1000, 1000)
-    assert (stats.grid, backward.grid) == ((1000, 1, 1), (1000, 1, 1))
-    assert (stats.arguments["BLOCK_V"], stats.kernel.metadata.num_warps) == (1024, 1)
+@pytest.mark.parametrize(("V", "dtype", "width", "block", "warps", "vector", "tiles"), TILES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_launches(V, dtype, width, block, warps, vector, tiles, in_place):
+    logits, ids = torch.empty(7, width, dtype=dtype)[:, :V], torch.zeros(14, dtype=torch.int64)[::2]
+    dloss, dlog_prob, dentropy = torch.empty(3, 7).unbind()
+    ops, given = torch.ops.mpcore, (dloss, dlog_prob, dentropy, 40, -7, 0.9, 0.25, 0.02, 30.0)
+    with calls() as launches:
+        stats = ops.cross_entropy_stats(logits, ids, 40, -7, 30.0, True, True)
+        backward = ops.cross_entropy_backward_in_place if in_place else ops.cross_entropy_backward
+        out = backward(logits, ids, stats, *given) if not in_place else backward(logits, ids, stats, *given) or logits
+    first, second = launches
+    shared = {"N": 7, "start": 40, "ignore_index": -7, "STRIDE": width, "V": V, "SOFTCAP": 30.0, "BLOCK_V": block}
+    shared["VECTOR"] = vector
+    assert (first.kernel, first.grid, first.warps) == ("stats_kernel", (7, 1, 1), warps)
+    assert first.numbers == shared | {"SUM_LOGITS": True, "ENTROPY": True}
+    assert (first.at("x"), first.at("stats"), stats.shape, stats.dtype) == (
+        logits.data_ptr(), stats.data_ptr(), (5, 7), torch.float32
+    )  # fmt: skip
+    assert first.arguments["target_ptr"].is_contiguous()
+    assert (second.kernel, second.grid, second.warps) == ("backward_kernel", (7 * tiles, 1, 1), warps)
+    assert second.numbers == shared | {
+        "peak": 0.9,
+        "uniform": 0.25,
+        "twice_z_loss": 0.02,
+        "DX_STRIDE": width if in_place else V,
+        "TILES": tiles,
+    }
+    wanted = {"x": logits, "stats": stats, "dloss": dloss, "dlog_prob": dlog_prob, "dentropy": dentropy, "dx": out}
+    assert second.given == wanted.keys() | {"target"}
+    assert all(second.at(name) == t.data_ptr() for name, t in wanted.items())
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((7, V), dtype, not in_place or width == V)
 
 
-def test_logits_are_not_copied_and_the_gradient_may_replace_them():
-    _, backward = launched(8, 1000, stride=1024)
-    assert (backward.arguments["STRIDE"], backward.arguments["DX_STRIDE"]) == (1024, 1000)
-    stats, backward = launched(8, 1000, stride=1024, in_place=True)
-    assert backward.arguments["x_ptr"].data_ptr() == backward.arguments["dx_ptr"].data_ptr()
-    assert (backward.arguments["STRIDE"], backward.arguments["DX_STRIDE"]) == (1024, 1024)
-    assert stats.arguments["x_ptr"].data_ptr() == backward.arguments["x_ptr"].data_ptr()
+def test_launches_of_what_is_left_out():
+    logits, ids, ops = torch.empty(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64), torch.ops.mpcore
+    with calls() as launches:
+        stats = ops.cross_entropy_stats(logits, ids, 0, -100, 0.0, False, False)
+        ops.cross_entropy_backward(logits, ids, stats, None, None, None, 0, -100, 1.0, 0.0, 0.0, 0.0)
+        empty = ops.cross_entropy_stats(logits[:0], ids[:0], 0, -100, 0.0, False, True)
+        ops.cross_entropy_backward_in_place(logits[:0], ids[:0], empty, None, None, None, 0, -100, 1.0, 0.0, 0.0, 0.0)
+    first, second = launches  # and nothing for no rows
+    assert (stats.shape, empty.shape) == ((4, 2, 3), (5, 0, 3))
+    assert (first.numbers["SUM_LOGITS"], first.numbers["ENTROPY"]) == (False, False)
+    assert second.given == {"x", "target", "stats", "dx"}
 
 
 @pytest.mark.parametrize("width", [16032, 50257])
@@ -245,12 +308,12 @@ def test_tensors_off_a_16_byte_boundary_are_not_accessed_by_16_bytes(width):
 
 @pytest.mark.parametrize("width", [128256, 50257])
 def test_the_pass_takes_one_exponential_per_element_and_one_per_vector(width):
-    stats, backward = launched(1000, width)
+    logits, ids, row = torch.empty(8, width, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64), torch.empty(8)
+    with fake_gpu() as launches:
+        stats = torch.ops.mpcore.cross_entropy_stats(logits, ids, 0, -100, 0.0, False, False)
+        torch.ops.mpcore.cross_entropy_backward(logits, ids, stats, row, None, None, 0, -100, 1.0, 0.0, 0.0, 0.0)
+    stats, backward = launches
     elements = 4096 // 128  # of a thread, in each turn of the loop
     ends = 1  # after the loop, to merge threads
     assert stats.kernel.asm["ptx"].count("ex2.approx") == elements + 2 * (elements // 8) * ends
     assert backward.kernel.asm["ptx"].count("ex2.approx") == elements
-
-
-def test_nothing_is_launched_for_no_rows():
-    assert launched(0, 8) == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
+from fake_gpu import calls, fake_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -153,6 +153,24 @@ def factor(M, K, square=False, device="cpu"):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: quantize_fp8(torch.ones(1, 3, 4)), r"x \(1, 3, 4\) is no matrix"),
+        (
+            lambda: fp8_matmul(factor(3, 4), Quantized(factor(5, 4)[0], torch.ones(5, 1).double())),
+            "with scales torch.float64",
+        ),
+        (
+            lambda: fp8_matmul(factor(3, 4), factor(5, 4)._replace(scales=torch.ones(5, 1, device="meta"))),
+            "scales on meta",
+        ),
+        (lambda: fp8_matmul(factor(3, 4, device="meta"), factor(5, 4)), "b is on cpu, its scales on cpu, a on meta"),
+        (
+            lambda: fp8_matmul(factor(130, 4), factor(5, 4)._replace(scales=torch.ones(1, 2))),
+            r"b \(5, 4\) has scales \(1, 2\)",
+        ),
+        (
+            lambda: fp8_matmul(factor(130, 4)._replace(scales=torch.ones(1, 1)), factor(5, 4)),
+            r"a \(130, 4\) has scales \(1, 1\)",
+        ),
         (lambda: quantize_fp8(torch.ones(3)), r"x \(3,\) is no matrix"),
         (lambda: quantize_fp8(torch.ones(3, 4).long()), "x is torch.int64; it must be"),
         (lambda: quantize_fp8(torch.ones(3, 4), impl="triton"), "impl='triton', but x is on cpu"),
@@ -197,21 +215,34 @@ def test_a_gpu_without_eight_bit_floats_is_refused_before_a_launch(capability, h
     assert launches == []
 
 
-def test_launches_of_quantize():
-    x = torch.empty(1021, 4096, dtype=BF16)
-    with fake_gpu() as launches:
-        values, scales, turned, turned_scales = ops.quantize_fp8(x, False, True, True)
-        ops.quantize_fp8(x, True, False, True)
-        ops.quantize_fp8(x[:, :300], False, True, False)
-        ops.quantize_fp8(x, False, False, False)
-    assert [launch.grid for launch in launches] == [(8 * 32, 1, 1), (8 * 32, 1, 1), (32 * 3, 1, 1)]
-    assert (values.stride(), scales.stride()) == ((4096, 1), (1, 1021))
-    assert (turned.stride(), turned_scales.stride()) == ((1021, 1), (1, 4096))
-    assert launches[2].arguments["X_STRIDE"] == 4096, "no copy"
-    assert launches[2].arguments["x_ptr"].data_ptr() == x.data_ptr()
-    for launch, wanted in zip(launches, ((True, True), (False, True), (True, False)), strict=True):
-        names = (("values_ptr", "scales_ptr"), ("turned_ptr", "turned_scales_ptr"))
-        assert [all(launch.arguments[name] is not None for name in pair) for pair in names] == list(wanted)
+# By what is asked: rows and warps of a program, which has 128 of them where it makes blocks along M.
+QUANTIZED = [
+    (False, True, False, 32, 2, 32), (False, False, True, 128, 8, 8), (False, True, True, 128, 8, 8),
+    (True, True, False, 128, 8, 8), (True, False, True, 128, 8, 8), (True, True, True, 128, 8, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("square", "rows", "columns", "block", "warps", "blocks"), QUANTIZED)
+def test_launches_of_quantize(square, rows, columns, block, warps, blocks):
+    x = torch.empty(1021, 304, dtype=BF16)[:, :300]
+    with calls() as launches:
+        out = ops.quantize_fp8(x, square, rows, columns)
+        ops.quantize_fp8(x, square, False, False)
+    (launch,) = launches
+    assert (launch.kernel, launch.grid, launch.warps) == ("quantize_kernel", (blocks * 3, 1, 1), warps)
+    assert launch.numbers == {
+        "M": 1021, "K": 300, "X_STRIDE": 304, "SQUARE": square, "BLOCK_M": block, "BLOCK_K": 128
+    }  # fmt: skip
+    wanted = {"x": x} | ({"values": out[0], "scales": out[1]} if rows else {})
+    wanted |= {"turned": out[2], "turned_scales": out[3]} if columns else {}
+    assert launch.given == wanted.keys()
+    assert all(launch.at(name) == t.data_ptr() for name, t in wanted.items())
+    for asked, (values, scales), (M, K) in ((rows, out[:2], (1021, 300)), (columns, out[2:], (300, 1021))):
+        down = -(-M // 128) if square else M
+        assert (values.dtype, scales.dtype) == (torch.float8_e4m3fn, F32)
+        assert values.shape == ((M, K) if asked else (0,))
+        assert scales.shape == ((down, -(-K // 128)) if asked else (0,))
+        assert not asked or (values.stride(), scales.stride()) == ((K, 1), (1, down))
 
 
 def test_nothing_is_launched_for_nothing():
@@ -219,6 +250,27 @@ def test_nothing_is_launched_for_nothing():
         for M, K in ((0, 4), (4, 0)):
             ops.quantize_fp8(torch.empty(M, K), False, True, True)
     assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "has"),
+    [("cuda", (9, 0), None, True), ("cuda", (8, 9), None, False), ("cuda", (10, 0), None, False),
+     ("cuda", (9, 1), None, False), ("cuda", (9, 0), "6.4", False), ("cpu", (9, 0), None, False)],
+)  # fmt: skip
+def test_which_gpu_may_have_torchs_product_of_blocks(device, capability, hip, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert products._has_blocks(torch.device(device)) == has
+
+
+def test_defaults_are_the_values_that_they_stand_for():
+    x = draw(130, 200)
+    (rows, none), every = quantize_fp8(x), {"square": False, "rows": True, "columns": False, "impl": None}
+    assert none is None
+    assert same(rows, quantize_fp8(x, **every)[0])
+    assert fp8_matmul(rows, rows).dtype == BF16
+    assert products.fp8_matmul_reference(rows, rows).dtype == BF16
+    assert dequantize_fp8(rows).dtype == F32
 
 
 @pytest.fixture

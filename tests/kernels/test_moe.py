@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import fake_gpu
+from fake_gpu import calls, fake_gpu
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,6 +57,17 @@ def test_the_references_run_under_torchs_own_autograd():
     [
         (lambda: moe_rows(EXPERTS.double(), 4), r"experts \(4, 2\) of torch.float64 is not"),
         (lambda: moe_rows(EXPERTS[0], 4), r"experts \(2,\) of torch.int64 is not"),
+        (lambda: moe_rows(EXPERTS[None], 4), r"experts \(1, 4, 2\) of torch.int64 is not"),
+        (lambda: moe_permute(torch.ones(4), ROW, 7), r"x \(4,\), row \(4, 2\) are not \[T, D\], \[T, K\]"),
+        (lambda: moe_unpermute(torch.ones(7), ROW), r"y \(7,\), row \(4, 2\) are not \[R, D\], \[T, K\]"),
+        (
+            lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 2), torch.ones(4, device="meta").int()),
+            "counts are torch.int32 on meta; they must be integers on cpu",
+        ),
+        (
+            lambda: grouped_linear(torch.ones(7, 2).half(), torch.ones(4, 3, 2).bfloat16(), torch.ones(4).int()),
+            "x is torch.float16, but weight is torch.bfloat16",
+        ),
         (lambda: moe_permute(torch.ones(3, 2), ROW, 7), r"x \(3, 2\), row \(4, 2\) are not \[T, D\], \[T, K\]"),
         (lambda: moe_unpermute(torch.ones(7, 2), ROW, torch.ones(4)), r"weight \(4,\) are not"),
         (lambda: grouped_linear(torch.ones(7, 2), torch.ones(4, 3, 3), torch.ones(4).int()), r"x \(7, 2\), weight"),
@@ -76,18 +87,122 @@ def test_bad_input(call, message):
         call()
 
 
-def test_launches():
-    x, row, weight = torch.empty(1000, 4096, dtype=torch.bfloat16), torch.zeros(1000, 8).int(), torch.empty(1000, 8)
-    with fake_gpu() as launches:
-        ops.moe_rows(row.long(), 64)
-        y = ops.moe_permute(x, row, 8000)
-        ops.moe_unpermute(y, row, weight)
-        ops.moe_unpermute_backward(x, y, row, weight)
-    names = ["count", "place", "scatter", "fill", "unpermute", "scatter", "fill"]
-    assert [launch.name for launch in launches] == [f"_{name}_kernel" for name in names]
-    assert launches[0].grid == (63, 1, 1)  # blocks of 8192 / 64 choices
-    assert launches[2].grid == (1000, 1, 1)  # a program a token
-    assert launches[4].grid == (1000, 4, 1)
+@pytest.mark.parametrize(
+    ("E", "blocks", "block_n", "block_e"),
+    [(64, 63, 128, 64), (5, 16, 512, 16), (16, 16, 512, 16), (17, 32, 256, 32), (600, 500, 16, 1024)],
+)
+def test_launches_of_rows(E, blocks, block_n, block_e):
+    """A program holds 8192 pairs of a choice and an expert; at least 16 of each, which are powers of two."""
+    experts = torch.zeros(8, 1000, dtype=torch.int64).t()
+    with calls() as launches:
+        row, counts = ops.moe_rows(experts, E)
+    assert (row.shape, row.dtype, counts.shape, counts.dtype) == ((1000, 8), torch.int32, (E,), torch.int32)
+    for launch, name, own in zip(launches, ("count", "place"), ({"held"}, {"first", "row"}), strict=True):
+        assert (launch.kernel, launch.grid, launch.warps) == (f"{name}_kernel", (blocks, 1, 1), 4)
+        assert launch.numbers == {"N": 8000, "E": E, "BLOCK_N": block_n, "BLOCK_E": block_e}
+        assert launch.given == {"experts"} | own
+        assert launch.arguments["experts_ptr"].is_contiguous()
+    count, place = launches
+    assert count.arguments["held_ptr"].shape == place.arguments["first_ptr"].shape == (E, blocks)
+    assert place.at("row") == row.data_ptr()
+
+
+def test_between_its_launches_rows_are_counted_up(monkeypatch):
+    """Of two experts in three blocks: each begins after the choices of the experts and of the blocks before."""
+    held = torch.tensor([[3, 0, 2], [1, 4, 1]], dtype=torch.int32)
+    seen = {}
+
+    def launch(kernel, grid, **arguments):
+        if "held_ptr" in arguments:
+            arguments["held_ptr"].copy_(held)
+        else:
+            seen.update(arguments)
+
+    monkeypatch.setattr(moe, "launch", launch)
+    with fake_gpu():
+        _, counts = ops.moe_rows(torch.zeros(1100, 1, dtype=torch.int64), 2)
+    assert counts.tolist() == [5, 6]
+    assert seen["first_ptr"].tolist() == [[0, 3, 3], [5, 6, 10]]
+
+
+@pytest.mark.parametrize(
+    ("D", "block", "columns", "fill"), [(4096, 1024, 4, 256), (100, 128, 1, 128), (1025, 1024, 2, 256)]
+)
+def test_launches_of_tokens(D, block, columns, fill):
+    row, weight = torch.zeros(2, 1000).int().t(), torch.empty(2, 1000).t()
+    x, y = torch.empty(1000, D + 8).bfloat16()[:, :D], torch.empty(2100, D + 16).bfloat16()[:, :D]
+    with calls() as launches:
+        permuted = ops.moe_permute(x, row, 2100)
+        out = ops.moe_unpermute(y, row, weight)
+        ops.moe_unpermute(y, row, None)
+        dy, dweight = ops.moe_unpermute_backward(x, y, row, weight)
+    scatter, fills, unpermute, unweighted, back, fills_back = launches
+    sizes = {"R": 2100, "K": 2, "D": D, "BLOCK_D": block}
+    assert (scatter.kernel, scatter.grid, scatter.warps) == ("scatter_kernel", (1000, 1, 1), 4)
+    assert scatter.numbers == sizes | {"X_STRIDE": D + 8, "Y_STRIDE": 0}
+    assert scatter.given == {"x", "row", "out", "filled"}
+    assert (back.kernel, back.grid, back.warps) == ("scatter_kernel", (1000, 1, 1), 4)
+    assert back.numbers == sizes | {"X_STRIDE": D + 8, "Y_STRIDE": D + 16}
+    assert back.given == scatter.given | {"y", "weight", "dweight"}
+    assert [back.at(name) for name in ("x", "y", "out", "dweight")] == [t.data_ptr() for t in (x, y, dy, dweight)]
+    for launch, written, before in ((fills, permuted, scatter), (fills_back, dy, back)):
+        assert (launch.kernel, launch.grid, launch.warps) == ("fill_kernel", (132, 1, 1), 4)
+        assert launch.numbers == {"R": 2100, "D": D, "BLOCK_R": 16, "BLOCK_D": fill}
+        assert (launch.at("out"), launch.at("filled")) == (written.data_ptr(), before.at("filled"))
+        assert before.at("out") == written.data_ptr()
+        assert not launch.arguments["filled_ptr"].any()
+        assert (launch.arguments["filled_ptr"].shape, launch.arguments["filled_ptr"].dtype) == ((2100,), torch.int32)
+    for launch, weights in ((unpermute, {"weight"}), (unweighted, set())):
+        assert (launch.kernel, launch.grid, launch.warps) == ("unpermute_kernel", (1000, columns, 1), 4)
+        assert launch.numbers == sizes | {"Y_STRIDE": D + 16}
+        assert launch.given == {"y", "row", "out"} | weights
+    assert (unpermute.at("y"), unpermute.at("out")) == (y.data_ptr(), out.data_ptr())
+    assert all(launch.arguments["row_ptr"].is_contiguous() for launch in (scatter, unpermute, back))
+    assert unpermute.arguments["weight_ptr"].is_contiguous()
+    assert [t.shape for t in (permuted, out, dy, dweight)] == [(2100, D), (1000, D), (2100, D), (1000, 2)]
+
+
+@pytest.mark.parametrize(("E", "runs"), [(1, True), (1024, True), (1025, False)])
+def test_a_program_holds_1024_experts_at_most(E, runs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(moe, "runs_triton", lambda impl, x, name, **sizes: asked.append((name, sizes)) or True)
+    for name in ("_rows_op", "moe_rows_reference"):
+        monkeypatch.setattr(moe, name, lambda experts, count, name=name: (name, count))
+    assert moe_rows(EXPERTS, E) == ("_rows_op" if runs else "moe_rows_reference", E)
+    assert moe_rows(EXPERTS.to("meta"), E) == ("_rows_op", E)
+    assert asked == [("moe_permute", {"E": E})] * 2
+
+
+def test_no_experts_have_no_rows_and_shapes_come_out_on_the_meta_device():
+    for call in (moe_rows, ops.moe_rows):
+        with calls() as launches:
+            row, counts = call(EXPERTS, 0)
+        assert (row.tolist(), counts.shape, launches) == ([[-1] * 2] * 4, (0,), [])
+    x, row = torch.empty(4, 5, device="meta"), ROW.to("meta")
+    row_meta, counts = moe_rows(EXPERTS.to("meta"), 3)
+    assert (row_meta.shape, row_meta.dtype, counts.shape) == ((4, 2), torch.int32, (3,))
+    y = moe_permute(x, row, 9)
+    assert (y.shape, moe_unpermute(y, row, row.float()).shape) == ((9, 5), (4, 5))
+
+
+def test_without_choices_every_row_is_zero():
+    x = torch.randn(4, 3)
+    assert not moe_permute(x, torch.empty(4, 0, dtype=torch.int64), 2).any()
+    assert moe_permute(x, ROW, 0).shape == (0, 3)
+    permuted = moe_permute(x, ROW, 3)  # choices beyond the last row have none
+    assert torch.equal(permuted, x[[0, 1, 3]])
+    out = moe_unpermute(permuted, ROW)
+    assert torch.equal(out, torch.stack([x[0], x[1], torch.zeros(3), x[3]]))
+
+
+def test_weights_multiply_in_float32_and_the_sum_rounds_once():
+    y, weight = torch.randn(6, 5).bfloat16(), torch.randn(4, 2)
+    exact = moe_unpermute(y.double(), ROW, weight.double())
+    found = moe_unpermute(y, ROW, weight)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, moe_unpermute(y.float(), ROW, weight).bfloat16())
+    torch.testing.assert_close(moe_unpermute(y.float(), ROW, weight).double(), exact)
+    assert torch.equal(moe_unpermute(y.float(), ROW), moe_unpermute(y.float(), ROW, torch.ones(4, 2)))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 130, 2], [0, 0, 0, 0], [140, 0, 0, 0]], ids=str)

@@ -2,10 +2,22 @@
 
 import pytest
 import torch
+from fake_gpu import calls
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpcore.kernels._rows import MAX_ROWS, as_rows, count_rows, row_tile
+from mpcore.kernels._rows import (
+    MAX_ROWS,
+    as_rows,
+    by_heads,
+    ceil_div,
+    contiguous,
+    count_rows,
+    flat_tiles,
+    next_power_of_2,
+    row_tile,
+    sum_partials,
+)
 
 
 @given(D=st.integers(1, 2**17), elements_per_thread=st.sampled_from([16, 32]), elements=st.sampled_from([4096, 8192]))
@@ -45,3 +57,68 @@ def test_more_rows_than_a_kernel_counts_are_refused():
     with pytest.raises(ValueError, match="2147483648 rows are more than the 2147483647"):
         count_rows(x)
     assert count_rows(x[1:]) == MAX_ROWS
+
+
+def test_helpers_of_sizes():
+    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 2, 4, 4, 8, 1024, 1024, 2048]
+    assert [ceil_div(a, 4) for a in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    assert as_rows(None) == (None, 0)
+    x = torch.empty(4, 3)
+    same, none, copy = contiguous(x, None, x.t())
+    assert (same is x, none, copy.stride()) == (True, None, (4, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tile"),
+    [
+        ((1, 32), (1, 0, 64, 1)),  # at most 64 rows, at least a warp
+        ((8, 32), (8, 0, 64, 1)),
+        ((100, 32), (128, 0, 32, 4)),  # below 128 columns one masked tile
+        ((127, 32), (128, 0, 32, 4)),
+        ((128, 32), (128, 0, 32, 4)),
+        ((129, 32), (128, 1, 32, 4)),
+        ((192, 32), (128, 64, 32, 4)),
+        ((193, 32), (256, 0, 16, 4)),  # a tail as wide as the main part is one tile of both
+        ((4096, 32), (4096, 0, 1, 4)),
+        ((5120, 32), (4096, 1024, 1, 4)),
+        ((8192, 32), (8192, 0, 1, 8)),
+        ((1024, 16), (1024, 0, 4, 8)),
+        ((4096, 16, 8192), (4096, 0, 2, 16)),
+        ((16384, 16), (16384, 0, 1, 16)),  # at most 16 warps
+    ],
+)
+def test_rows_that_share_a_program_and_its_warps(arguments, tile):
+    assert row_tile(*arguments) == tile
+
+
+@pytest.mark.parametrize(
+    ("columns", "tiles"),
+    [(1, (64, 4, 1)), (8, (64, 8, 1)), (31, (64, 32, 1)), (33, (32, 64, 1)), (100, (16, 128, 1)),
+     (2048, (1, 2048, 1)), (2049, (1, 2048, 2)), (14336, (1, 2048, 7))],
+)  # fmt: skip
+def test_a_flat_tile_has_2048_elements_at_most(columns, tiles):
+    assert flat_tiles(columns) == tiles
+
+
+def test_heads_are_named_with_their_strides_and_copied_only_where_a_head_has_gaps():
+    x = torch.empty(2, 5, 3, 8)
+    named = by_heads(q=x[:, 1:], k=None, v=x.transpose(2, 3))
+    assert named["q_ptr"].data_ptr() == x[:, 1:].data_ptr()
+    assert [named[f"q_{dim}"] for dim in ("batch", "token", "head")] == [120, 24, 8]
+    assert [named[f"k_{dim}"] for dim in ("ptr", "batch", "token", "head")] == [None, 0, 0, 0]
+    assert named["v_ptr"].is_contiguous()
+    assert [named[f"v_{dim}"] for dim in ("batch", "token", "head")] == [120, 24, 3]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_launch_of_sums(both):
+    partials, first = torch.empty(1 + both, 7, 100), torch.empty(100)
+    second = first.clone() if both else None
+    with calls() as launches:
+        sum_partials(partials, first, second)
+        sum_partials(partials, first, second, accumulate=True)
+    for launch, accumulate in zip(launches, (False, True), strict=True):
+        assert (launch.kernel, launch.grid, launch.warps) == ("sum_partials_kernel", (4, 1 + both, 1), 4)
+        assert launch.numbers == {"P": 7, "D": 100, "ACCUMULATE": accumulate, "BLOCK_P": 64, "BLOCK_D": 32}
+        found = [launch.arguments[f"{name}_ptr"] for name in ("partials", "first", "second")]
+        assert all(a is b for a, b in zip(found, (partials, first, second), strict=True))
