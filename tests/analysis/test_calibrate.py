@@ -1,0 +1,327 @@
+"""Fits, against least squares on logarithms written out; sensitivities, against small changes of each scalar."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpcore.analysis import calibrate
+from mpcore.analysis.calibrate import (
+    NAMES,
+    NODES,
+    NOISE,
+    SPREADS,
+    USUAL,
+    Fit,
+    Result,
+    Run,
+    count_rows,
+    features,
+    fit,
+    jacobian,
+    judge_sweep,
+    leave_one_out,
+    predict,
+    predict_sweep,
+    scalars_of,
+    sensitivities,
+    states_of,
+    suggest,
+    uncertainty,
+    with_scalars,
+)
+from mpcore.analysis.counts import Count
+from mpcore.analysis.layout import Layout
+from mpcore.analysis.machine import Machine
+from mpcore.analysis.operators import Tally
+from mpcore.analysis.rows import read_row
+from mpcore.analysis.work import Held, Kept, Part, Round
+from mpcore.pipeline.schedules import build_schedule
+from tests.test_plan import build as build_mlp  # noqa: F401  (a row names it)
+
+MACHINE = Machine(
+    "test", peak=100.0, hbm=50.0, memory=1e9, peak_32=10.0, node_bandwidth=10.0, node_latency=0.0, e_gemm=0.6,
+    e_attention=0.5, e_hbm=0.4, x_tp=0.8, x_dp=0.3, tau=0.2, cluster=1.1,
+)  # fmt: skip
+M = 8
+
+
+def run(products: int, moved: int, sent: int, data: int, *, attention: int = 0, pp: int = 1, **row: Any) -> Run:
+    """A layout of `pp` equal stages: products, other operators, bytes over tp, and over dp once a step."""
+    tally = Tally({"bfloat16": products}, attention=attention, all_pairs=2 * attention, scores=attention, bytes=moved)
+    part = Part(tally, {("tp", "all_gather"): Count(1, sent)})
+    kept = Kept(rounds=[Round(part, part)] * 3)
+    held = Held(parameters=40, optimizer=60, gradients=30, sent={("dp", "reduce_scatter"): Count(1, data)})
+    plan = build_schedule("gpipe", pp, M)
+    layout = Layout({"tp": 2, "dp": 2, "pp": pp}, (), M, plan, None, (kept,) * pp, (3,) * pp, ([1, 6, 1],) * pp,  # type: ignore[arg-type]
+                    (held,) * pp, {"tp": (0, 1), "dp": (0, 2)})  # fmt: skip
+    return Run(replace(read_row({"seconds": 1.0}), **row), layout)
+
+
+RUNS = [run(9000, 100, 10, 10), run(90, 9000, 10, 10), run(90, 10, 900, 50), run(30, 10, 10, 9000), run(3, 1, 1, 1),
+        run(500, 400, 30, 900, pp=3), run(4000, 900, 90, 200, attention=300, pp=2)]  # fmt: skip
+
+
+def timed(runs: list[Run], machine: Machine, **row: Any) -> list[Run]:
+    return [Run(replace(each.row, seconds=predict(each, machine).step, **row), each.layout) for each in runs]
+
+
+# --- sensitivities ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("i", range(len(RUNS)))
+def test_the_jacobian_is_the_change_of_a_step_with_each_scalar(i):
+    """d log step / d log scalar, by differences."""
+    found = jacobian(features(RUNS[i], MACHINE))
+    for k, name in enumerate(NAMES):
+        steps = [
+            predict(RUNS[i], replace(MACHINE, **{name: getattr(MACHINE, name) * math.exp(e)})).step
+            for e in (1e-5, -1e-5)
+        ]
+        slope = (math.log(steps[0]) - math.log(steps[1])) / 2e-5
+        assert float(found[k]) == pytest.approx(slope, rel=1e-4, abs=1e-8), name
+
+
+def test_the_features_are_the_seconds_that_each_scalar_governs():
+    one, pipeline = RUNS[0], RUNS[6]
+    found = predict(one, MACHINE)
+    assert features(one, MACHINE).tolist() == pytest.approx([
+        found.products, found.operators + found.optimizer, found.exposed["tp"], found.exposed["dp"], found.host,
+        found.step / 1.1,
+    ])  # fmt: skip
+    found = predict(pipeline, MACHINE)
+    busy = found.products + found.attention + found.operators + found.host + found.exposed["tp"]
+    grown = (busy + found.bubble) / busy
+    assert found.bubble > 0
+    assert features(pipeline, MACHINE).tolist() == pytest.approx([
+        found.products * grown, found.operators * grown + found.optimizer, found.exposed["tp"] * grown,
+        found.exposed["dp"], found.host * grown, found.step / 1.1,
+    ])  # fmt: skip
+    assert jacobian(torch.tensor([1.0, 2, 3, 4, 5, 20])).tolist() == pytest.approx([-0.05, -0.1, 0.15, 0.2, 0.25, 1])
+
+
+def test_a_run_in_a_state_of_the_nodes_moves_with_its_factor():
+    old = [
+        Run(replace(each.row, nodes=name), each.layout) for each, name in zip(RUNS, ("", "b", "a", "b"), strict=False)
+    ]
+    assert states_of(old) == ["b", "a"]
+    J = sensitivities(old, MACHINE, ["b", "a"])
+    assert J.shape == (4, 8)
+    assert J[:, 6:].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
+    assert torch.equal(J[:, :6], sensitivities(RUNS[:4], MACHINE, []))
+    assert sensitivities([], MACHINE, ["a"]).shape == (0, 7)
+
+
+def test_attention_that_is_written_out_is_predicted_so():
+    slow = Run(replace(RUNS[6].row, unfused=True), RUNS[6].layout)
+    assert predict(slow, MACHINE).operators > predict(RUNS[6], MACHINE).operators
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def objective(runs: list[Run], machine: Machine, theta: Tensor) -> float:
+    """Half of minus the logarithm of the posterior, with Huber's loss."""
+    scalars, states = theta[:6], states_of(runs)
+    here, total = with_scalars(machine, scalars), 0.0
+    for each in runs:
+        factor = float(theta[6 + states.index(each.row.nodes)]) if each.row.nodes else 0.0
+        assert each.row.seconds is not None
+        r = abs(math.log(each.row.seconds) - math.log(predict(each, here).step) - factor) / NOISE
+        total += r * r / 2 if r < USUAL else USUAL * r - USUAL**2 / 2
+    prior = (scalars - scalars_of(machine)) / torch.tensor(list(SPREADS.values()), dtype=torch.float64)
+    return total + float(prior.square().sum() + (theta[6:] / NODES).square().sum()) / 2
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1.4])
+def test_the_fit_is_the_best_of_its_neighbourhood(outlier):
+    """No small step of any scalar lowers the penalised error; an outlier counts by its size alone."""
+    true = with_scalars(MACHINE, scalars_of(MACHINE) + torch.tensor([0.1, 0.2, -0.3, 0.4, 0.5, 0.0]).double())
+    runs = [*timed(RUNS, true), *timed(RUNS[:3], replace(true, cluster=1.25), nodes="old")]
+    runs[0] = Run(replace(runs[0].row, seconds=outlier * (runs[0].row.seconds or 0)), runs[0].layout)
+    found = fit(runs, MACHINE)
+    theta = torch.cat([scalars_of(found.machine), torch.tensor([math.log(found.states["old"])]).double()])
+    best = objective(runs, MACHINE, theta)
+    for k in range(7):
+        for step in (0.004, -0.004):
+            moved = theta.clone()
+            moved[k] += step
+            assert objective(runs, MACHINE, moved) > best - 1e-4, (k, step)
+
+
+def test_shares_of_a_peak_are_at_most_one():
+    fast = timed([run(9000, 9000, 1, 1)] * 5, replace(MACHINE, e_gemm=3.0, e_hbm=3.0))
+    found = fit(fast, replace(MACHINE, e_gemm=0.99, e_hbm=0.99)).machine
+    assert (found.e_gemm, found.e_hbm) == (pytest.approx(1), pytest.approx(1))
+
+
+def test_without_runs_the_fit_is_the_prior():
+    found = fit([], MACHINE)
+    assert scalars_of(found.machine).tolist() == pytest.approx(scalars_of(MACHINE).tolist())
+    assert found.errors == pytest.approx(SPREADS)
+    assert (found.identified, found.states) == ((), {})
+    assert torch.allclose(found.covariance, torch.tensor([s**2 for s in SPREADS.values()]).double().diag())
+    assert {found.machine.sources[name] for name in NAMES} == {"fitted: 0 runs"}
+
+
+def test_the_covariance_is_that_of_least_squares_with_priors():
+    runs = timed(RUNS, MACHINE)
+    oom = Run(replace(RUNS[0].row, seconds=None), RUNS[0].layout)
+    found = fit([*runs, oom], replace(MACHINE, sources={"peak": "x", "tau": "y"}))
+    J = sensitivities(runs, MACHINE, [])
+    information = J.T @ J / NOISE**2 + torch.tensor([s**-2 for s in SPREADS.values()]).double().diag()
+    assert torch.allclose(found.covariance, torch.linalg.inv(information), rtol=1e-3)
+    for k, name in enumerate(NAMES):
+        assert found.errors[name] == pytest.approx(math.sqrt(float(found.covariance[k, k])))
+        assert (name in found.identified) == (found.errors[name] < SPREADS[name] / 2)
+    assert found.machine.errors == found.errors
+    assert found.machine.sources == {"peak": "x"} | dict.fromkeys(NAMES, "fitted: 7 runs")
+    assert (found.machine.e_attention, found.machine.peak) == (0.5, 100.0), "the others are not fitted"
+
+
+def test_a_prediction_has_the_errors_of_scalars_of_the_state_and_of_noise():
+    covariance = torch.zeros(7, 7).double()
+    covariance[0, 0], covariance[6, 6], covariance[0, 6], covariance[6, 0] = 0.04, 0.01, 0.003, 0.003
+    found = Fit(MACHINE, {}, (), covariance, {"old": 1.5})
+    J = float(jacobian(features(RUNS[0], MACHINE))[0])
+    here, old, new = (Run(replace(RUNS[0].row, nodes=name), RUNS[0].layout) for name in ("", "old", "new"))
+    assert found.uncertainty(here) == pytest.approx(math.sqrt(J * J * 0.04 + NOISE**2))
+    assert found.uncertainty(old) == pytest.approx(math.sqrt(J * J * 0.04 + 2 * J * 0.003 + 0.01 + NOISE**2))
+    assert found.uncertainty(new) == pytest.approx(math.sqrt(J * J * 0.04 + NODES**2 + NOISE**2))
+    assert found.predict(old).step == pytest.approx(1.5 * found.predict(here).step)
+    assert found.predict(new) == found.predict(here) == predict(here, MACHINE)
+    assert Fit(MACHINE, {}, (), covariance).states == {}
+
+
+def test_a_machine_without_a_fit_is_as_uncertain_as_its_priors():
+    J = jacobian(features(RUNS[1], MACHINE)).tolist()
+    spreads = list(SPREADS.values())
+    want = math.sqrt(sum((j * s) ** 2 for j, s in zip(J, spreads, strict=True)) + NOISE**2)
+    assert uncertainty(RUNS[1], MACHINE) == pytest.approx(want)
+    known = replace(MACHINE, errors={"e_hbm": 0.01, "hbm": 9.0})
+    spreads[1] = 0.01
+    want = math.sqrt(sum((j * s) ** 2 for j, s in zip(J, spreads, strict=True)) + NOISE**2)
+    assert uncertainty(RUNS[1], known) == pytest.approx(want)
+
+
+def test_scalars_are_read_and_written_as_logarithms():
+    logs = scalars_of(MACHINE)
+    assert logs.exp().tolist() == pytest.approx([0.6, 0.4, 0.8, 0.3, 0.2, 1.1])
+    assert scalars_of(replace(MACHINE, tau=0.0))[4] == pytest.approx(math.log(1e-12))
+    again = with_scalars(MACHINE, torch.arange(6.0))
+    assert [getattr(again, name) for name in NAMES] == pytest.approx([math.exp(i) for i in range(6)])
+    assert NAMES == ("e_gemm", "e_hbm", "x_tp", "x_dp", "tau", "cluster")
+
+
+def test_each_run_is_predicted_by_the_fit_on_all_others():
+    runs = timed(RUNS[:4], with_scalars(MACHINE, scalars_of(MACHINE) + 0.1))
+    oom = Run(replace(RUNS[4].row, seconds=None), RUNS[4].layout)
+    results = leave_one_out([*runs, oom], MACHINE)
+    assert [result.row for result in results] == [each.row for each in runs]
+    for i, (each, result) in enumerate(zip(runs, results, strict=True)):
+        others = fit([*runs[:i], *runs[i + 1 :]], MACHINE)
+        assert result.seconds == each.row.seconds
+        assert result.fitted == pytest.approx(fit(runs, MACHINE).predict(each).step)
+        assert result.left_out == pytest.approx(others.predict(each).step)
+    assert Result(RUNS[0].row, 4.0, 9.0, 5.0).error == 0.25
+
+
+# --- the choice of runs -----------------------------------------------------------------------------------------------
+
+
+def spread_of_all(runs: list[Run], chosen: list[Run], machine: Machine) -> float:
+    """The product of the variances of all predictions once some are measured."""
+    states = states_of([*runs, *chosen])
+    prior = torch.tensor([*(s**-2 for s in SPREADS.values()), *(NODES**-2 for _ in states)]).double().diag()
+    J, known = sensitivities(runs, machine, states), sensitivities(chosen, machine, states)
+    covariance = torch.linalg.inv(prior + known.T @ known / NOISE**2)
+    return float(((J @ covariance @ J.T).diagonal() + NOISE**2).log().sum())
+
+
+def test_each_suggested_run_leaves_the_least_error_of_all_predictions():
+    runs = [*RUNS, *(Run(replace(each.row, nodes="old"), each.layout) for each in RUNS[:2])]
+    for measured in ([], RUNS[:1]):
+        chosen = suggest(runs, MACHINE, 4, measured)
+        for i, one in enumerate(chosen):
+            before = [*measured, *chosen[:i]]
+            left = {
+                id(r): spread_of_all(runs, [*before, r], MACHINE) for r in runs if all(r is not c for c in chosen[:i])
+            }
+            assert left[id(one)] == pytest.approx(min(left.values()), abs=1e-9)
+    assert len(suggest(RUNS, MACHINE, 99)) == len(RUNS)
+    assert len({id(r) for r in suggest(RUNS, MACHINE, 99)}) == len(RUNS)
+    assert suggest(RUNS, MACHINE, 0) == []
+
+
+def test_a_sweep_says_what_its_choice_costs():
+    """Of each model: the run that seems fastest, against the fastest; a measured run seems as fast as it is."""
+    base = ("--layers", "4")
+
+    def row(name: str, seconds: float, *arguments: str, size: int = 4) -> dict[str, Any]:
+        return {"name": name, "seconds": seconds, "arguments": (*base, *arguments), "gradient_bytes": size}
+
+    def step(each: Run) -> float:
+        return predict(each, MACHINE).step
+
+    shapes = [(100, 10, 1, 1), (200, 10, 1, 1), (300, 10, 1, 1)]
+    fast, middle, slow = (step(run(*shape)) for shape in shapes)
+    runs = [
+        run(*shapes[0], **row("a", 9.0 * fast, "--zero", "1")),  # seems fastest, and isn't
+        run(*shapes[1], **row("b", middle, "--zero", "3", "--micro-batch", "2")),
+        run(*shapes[2], **row("c", 0.5 * middle, "--recompute", "full")),
+        run(*shapes[0], **row("d", fast, size=2)),  # another runtime
+        run(*shapes[1], **row("e", middle, "--dropout", "0.1")),  # another model, with two layouts
+        run(*shapes[2], **row("f", slow, "--schedule", "zb", "--dropout", "0.1", "--stage-blocks", "1,3")),
+    ]
+    unfitted = Fit(MACHINE, {}, (), torch.zeros(6, 6).double())
+    found = judge_sweep(runs, [], unfitted)
+    assert found.errors == pytest.approx({
+        "a": 1 / 9 - 1, "b": 0, "c": slow / (0.5 * middle) - 1, "d": 0, "e": 0, "f": 0,
+    }, abs=1e-12)  # fmt: skip
+    assert list(found.regrets.values()) == pytest.approx([9 * fast / (0.5 * middle) - 1, 0], abs=1e-12)
+    known = judge_sweep(runs, runs[:1], unfitted)
+    assert next(iter(known.regrets.values())) == pytest.approx(1), "b seems fastest now"
+    assert list(known.errors) == ["b", "c", "d", "e", "f"]
+    assert (known.chosen, known.found) == ((runs[0],), unfitted)
+    whole = predict_sweep([*runs, Run(replace(runs[0].row, seconds=None), runs[0].layout)], MACHINE, 2)
+    assert list(whole.chosen) == suggest(runs, MACHINE, 2)
+    assert whole.found.machine.e_gemm == pytest.approx(fit(list(whole.chosen), MACHINE).machine.e_gemm)
+    assert len(whole.errors) == 4
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_counted_with_one_counter_a_target(monkeypatch):
+    made: list[Any] = []
+
+    class Spy:
+        def __init__(self, build: Any, gpu: bool, share: bool) -> None:
+            made.append((build.__name__, gpu, share))
+
+        def layout(self, arguments: tuple[str, ...], **sizes: int) -> Layout:
+            if "--refuse" in arguments:
+                raise ValueError("why")
+            return replace(RUNS[0].layout, arguments=arguments, sizes=sizes)
+
+    monkeypatch.setattr(calibrate, "Counter", Spy)
+    target = "tests.test_plan:build"
+    rows = [read_row({"target": target, "tp": tp, "x": tp, "seconds": 1, "gradient_bytes": 2 * tp}) for tp in (1, 2)]
+    told: list[tuple[int, int]] = []
+    runs = count_rows(rows, lambda done, of: told.append((done, of)))
+    assert told == [(1, 2), (2, 2)]
+    assert [each.row for each in runs] == rows
+    assert [(each.layout.arguments, each.layout.sizes["tp"]) for each in runs] == [(("--x", "1"), 1), (("--x", "2"), 2)]
+    assert [each.layout.held[0].gradients for each in runs] == [15, 30]
+    other = read_row({"target": "tests.test_plan:work_of_mlp", "seconds": 1})
+    count_rows([other, *rows], stands_for_gpu=False)
+    assert made == [("build", True, True), ("work_of_mlp", False, True), ("build", False, True)]
+    with pytest.raises(ValueError, match="mine: why"):
+        count_rows([read_row({"target": target, "name": "mine", "refuse": True, "seconds": 1})])
+    with pytest.raises(ValueError, match="mine: nowhere can't be imported"):
+        count_rows([read_row({"target": "nowhere:build", "name": "mine", "seconds": 1})])
