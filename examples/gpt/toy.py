@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +61,8 @@ def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
 
 def shrink(args: argparse.Namespace, config: GPTConfig, sizes: dict[str, int], micro_batches: int, plan: Schedule,
            folder: Path) -> list[Toy]:  # fmt: skip
-    """Make the toys of a run: one, or two where a toy with all its axes would have more than 8 ranks.
+    """Make the toys of a run: one, or several where a toy with all its axes would have more than 8 ranks. Then each
+    axis is in a toy, and so are each two axes that fit.
 
     An even size of an axis becomes 2, an odd one 3. Every other size becomes the smallest that divides, or doesn't
     divide, in the same way.
@@ -76,7 +78,8 @@ def shrink(args: argparse.Namespace, config: GPTConfig, sizes: dict[str, int], m
     workers = min(args.workers, 2)
     if 1 < args.replicate < sizes["dp"] and workers * 4 * small["tp"] * small["pp"] * small["cp"] <= RANKS:
         small["dp"] = 4
-    toys = []
+    chosen: list[dict[str, int]] = []
+    known: set[tuple[str, str]] = set()  # axes that a toy has at once
     for drop in (
         (),
         ("dp",),
@@ -87,20 +90,26 @@ def shrink(args: argparse.Namespace, config: GPTConfig, sizes: dict[str, int], m
         ("tp", "cp"),
         ("tp", "dp"),
         ("tp", "pp"),
+        ("pp",),
+        ("tp",),
+        *itertools.combinations(("tp", "cp", "pp", "dp"), 3),
     ):
         kept = {axis: 1 if axis in drop else small[axis] for axis in ("tp", "cp", "pp", "dp")}
-        if any(small[axis] == 1 for axis in drop) or np.prod(list(kept.values())) * workers > RANKS:
+        if any(small[axis] == 1 for axis in drop) or math.prod(kept.values()) * workers > RANKS:
             continue
-        if all(any(toy.sizes[a] < kept[a] for a in kept) for toy in toys):  # no other toy has all these axes
-            toys.append(
-                _toy(args, config, sizes, _experts_sizes(kept, sizes, config), workers, micro_batches, plan, folder)
-            )
+        used = [axis for axis, size in kept.items() if size > 1]
+        together = set(itertools.combinations_with_replacement(used, 2))  # an axis with itself: that it is there
+        if not drop or together - known:
+            known |= together
+            chosen = [*(each for each in chosen if any(each[axis] > kept[axis] for axis in kept)), kept]
         if not drop:
             break
-    return toys
+    return [
+        _toy(args, config, sizes, _experts_sizes(kept, sizes), workers, micro_batches, plan, folder) for kept in chosen
+    ]
 
 
-def _experts_sizes(kept: dict[str, int], sizes: dict[str, int], config: GPTConfig) -> dict[str, int]:
+def _experts_sizes(kept: dict[str, int], sizes: dict[str, int]) -> dict[str, int]:
     """Add the sizes of the axes of experts."""
     data = kept["tp"] * kept["cp"] * kept["dp"]
     etp = kept["tp"] if sizes["etp"] == sizes["tp"] else min(sizes["etp"], 2)
@@ -197,7 +206,7 @@ def shrink_model(config: GPTConfig, full: dict[str, int], small: dict[str, int],
     return replace(
         c, vocab_size=258 if c.vocab_size % T == 0 else 257, seq_len=length, layers=max(layers, 2), heads=heads,
         d_model=heads * width * (2 if wide else 1), d_ff=hidden if c.hidden % T == 0 else hidden + 1,
-        window=None if c.window is None else length if c.window >= c.seq_len else max(length // 3, 1), **changes,
+        window=None if c.window is None else length if c.window >= c.seq_len else length // 3, **changes,
     )  # fmt: skip
 
 
