@@ -67,12 +67,10 @@ def whole(found: Found) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [
-        ("gpipe 3 0 4", {}),
+        ("gpipe 3 0 3", {}),
         ("1f1b 9 0 1,2,3", {"pp": 3}),
-        ("zb 8 0 3,2", {"pp": 2}),
-        ("dualpipev 8 0 1,2,1,2", {"pp": 2}),
-        ("1f1b 5 1 3", {"dp": 5}),  # the last shard of 24 rows is smaller
-        ("1f1b 6 2 3,4", {"pp": 2, "dp": 2}),
+        ("dualpipev 8 0 1,3,1,1", {"pp": 2}),
+        ("1f1b 3 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
     ],
 )
 def test_few_blocks_count_what_all_blocks_count(arguments, sizes):
@@ -134,23 +132,24 @@ def test_a_stage_is_run_with_one_and_with_two_blocks_of_each_kind_once():
     shared = counter.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4)
     assert calls == []
     exact = Counter(model)
-    for got, want in zip(shared.held, exact.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4).held, strict=True):
+    same = exact.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4)
+    for got, want in zip(shared.held, same.held, strict=True):
         assert (got.parameters, got.gradients) == (want.parameters, want.gradients), "shards without padding"
         assert got.optimizer == pytest.approx(want.optimizer, rel=0.01), "its counts of steps are not sharded"
-    before = len(calls)
-    exact.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=2)
-    assert len(calls) > before > 0
+    calls.clear()
+    exact.layout(["1f1b", "8", "1", "1"])
+    exact.layout(["1f1b", "8", "1", "1"], dp=2)
+    assert len(calls) == 2, "they share nothing"
 
 
-@pytest.mark.parametrize("words", ["1f1b 9 0 2,3 whole", "zb 40 0 2,3 whole"])
-def test_what_is_not_linear_is_run_in_full(words):
-    arguments, counter = words.split(), Counter(model, False)
+def test_what_is_not_linear_is_run_in_full():
+    arguments, counter = ["zb", "40", "0", "1,2", "whole"], Counter(model, False)
     layout = counter.layout(arguments, pp=2)
     found = [dry_run(model, arguments, rank, pp=2) for rank in (0, 1)]
     assert layout.stages == tuple(f.stages[0] for f in found)
     assert layout.held == tuple(f.held for f in found)
-    assert layout.blocks == (2, 3)
-    assert layout.short == build_schedule(arguments[0], 2, min(int(arguments[1]), 2 * ROUNDS))
+    assert layout.blocks == (1, 2)
+    assert layout.short == build_schedule("zb", 2, 2 * ROUNDS)
     one = counter.rank(arguments, 1, pp=2)
     assert (whole(one), one.ledger.counts) == (whole(found[1]), found[1].ledger.counts)
 

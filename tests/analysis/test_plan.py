@@ -1,0 +1,392 @@
+"""The command `mpcore plan`: what it asks the search, and what it prints of its answer, by numbers."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpcore import Mesh
+from mpcore.analysis import __main__ as commands
+from mpcore.analysis import plan
+from mpcore.analysis.command import parse, sizes_of
+from mpcore.analysis.machine import Machine, load_machine
+from mpcore.analysis.plan import Progress, _size_of_model, main, what_if
+from mpcore.analysis.report import explain, table
+from mpcore.analysis.search import WIDE, Estimate, choices, meshes, useful
+from mpcore.analysis.seconds import Seconds
+from mpcore.analysis.work import Found, Model, Outline
+from tests.test_plan import BUILD, D
+from tests.test_plan import build as build_mlp
+
+GIB = 2**30
+H100 = load_machine("h100")
+
+
+def estimate(step: float, memory: float, *arguments: str, **sizes: int) -> Estimate:
+    return Estimate({"tp": 1, "pp": 1, "dp": 4} | sizes, arguments, int(memory * GIB), Seconds(step), spread=0.05)
+
+
+FOUND = [estimate(1.0, 40), estimate(2.0, 30, "--zero", "3", tp=2), estimate(3.0, 35, pp=2), estimate(4.0, 20)]
+LARGE = estimate(1.0, 200)
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[dict[str, Any]]:
+    """Each call of the search, which answers with FOUND and a layout that is too large."""
+    calls: list[dict[str, Any]] = []
+
+    def search(
+        counter: Any, machine: Machine, given: Any, layouts: Any, unfused: bool = False, each: Any = None
+    ) -> list:
+        handler = signal.getsignal(signal.SIGTERM)
+        calls.append({"counter": counter, "machine": machine, "given": list(given), "layouts": list(layouts),
+                      "unfused": unfused, "each": each, "handler": handler})  # fmt: skip
+        return [*FOUND, LARGE]
+
+    monkeypatch.setattr(plan, "search", search)
+    return calls
+
+
+def run(capsys: Any, *words: str) -> list[str]:
+    main([BUILD, "--world", "4", *words])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_search_gets_every_mesh_with_every_choice(asked, capsys):
+    run(capsys, "--vary", "x=1,2", "--given", "7", "--tp", "1,2", "--ep", "2", "--cp-inner", "1")
+    (call,) = asked
+    cuts = list(meshes(4, 8, tp=[1, 2], ep=[2], cp_inner=[1]))
+    assert call["layouts"] == useful((cut, option) for option in choices(["x=1,2"]) for cut in cuts)
+    assert call["given"] == ["--given", "7"]
+    assert (call["machine"], call["unfused"]) == (H100, False)
+    assert call["counter"].build is build_mlp
+    assert (call["counter"].stands_for_gpu, call["counter"].share) == (True, True)
+    assert (call["each"].of, call["each"].machine, call["each"].top) == (len(call["layouts"]), H100, 20)
+    assert call["handler"] is signal.default_int_handler, "SIGTERM ends the search as Ctrl-C does"
+    run(capsys, "--wide", "--vary", "x=1", "--cpu", "--unfused", "--node", "1", "--memory", "90", "--machine", "h200")
+    call = asked[-1]
+    assert call["layouts"] == useful((cut, o) for o in choices(["x=1", *WIDE]) for cut in meshes(4, 1))
+    assert (call["counter"].stands_for_gpu, call["unfused"]) == (False, True)
+    assert call["machine"] == load_machine("h200", memory=90 * GIB, node=1)
+
+
+def test_the_head_says_what_the_machine_and_the_model_are(asked, capsys):
+    first = run(capsys)[0]
+    room = (H100.memory / GIB, H100.reserve / GIB)
+    assert re.findall(r"[\d.,]*\d", first) == [
+        "4", "100", f"{room[0]:.1f}", f"{room[1]:.1f}", "8", f"{2 * D * D:,}",
+    ]  # fmt: skip
+    assert re.findall(r"[\d.,]*\d", run(capsys, "--memory", "100", "--node", "2")[0])[2:5:2] == ["100.0", "2"]
+
+
+def test_the_table_the_fastest_and_the_best_are_printed(asked, capsys):
+    lines = run(capsys, "--given", "7")
+    text = table([*FOUND, LARGE], H100, 20).splitlines()
+    assert lines[1 : 1 + len(text)] == text
+    fastest, best = lines[1 + len(text) :]
+    assert fastest.endswith(": --dp 4 --given 7")
+    assert re.findall(r"\d+", best) == ["1", "2", "4"], "the third is slower and larger than the second"
+    lines = run(capsys, "--top", "1")
+    assert (
+        lines[1 : 1 + len(table([*FOUND, LARGE], H100, 1).splitlines())] == table([*FOUND, LARGE], H100, 1).splitlines()
+    )
+    assert re.findall(r"\d+", lines[-1]) == ["1", "2"], "row 1, and 2 further down"
+    assert re.findall(r"\d+", run(capsys, "--top", "2")[-1]) == ["1", "2", "1"]
+    assert re.findall(r"\d+", run(capsys, "--top", "4")[-1]) == ["1", "2", "4"]
+
+
+def test_another_machine_is_searched_and_shown_after_the_first(asked, capsys, monkeypatch):
+    refused = Estimate({"tp": 4}, (), refused="no")
+    inner = plan.search
+    monkeypatch.setattr(plan, "search", lambda *of: [*inner(*of), refused])
+    lines = run(capsys, "--what-if", "memory=1e12", "--what-if", "bandwidth=2x", "--unfused")
+    assert len(asked) == 2
+    other = what_if(H100, ["memory=1e12", "bandwidth=2x"])
+    assert asked[1]["machine"] == other
+    assert asked[1]["unfused"] is True
+    assert asked[1]["layouts"] == [(e.sizes, e.arguments) for e in [*FOUND, LARGE]], "those that were not refused"
+    text = table([*FOUND, LARGE, refused], other, 5).splitlines()
+    assert lines[-len(text) :] == text
+    assert "memory=1e12, bandwidth=2x" in lines[-len(text) - 1]
+    monkeypatch.setattr(plan, "search", lambda *of: inner(*of)[:0] + [estimate(1.0 + i, 1) for i in range(9)])
+    lines = run(capsys, "--what-if", "memory=1e12")
+    assert lines[-1].startswith(".. and 4 "), "five rows"
+    assert run(capsys, "--what-if", "memory=1e12", "--top", "2")[-1].startswith(".. and 7 ")
+
+
+def test_a_row_is_explained(asked, capsys):
+    for row in (1, 4):
+        lines = run(capsys, "--explain", str(row), "--given", "7")
+        text = explain(FOUND[row - 1], H100, ["--given", "7"]).splitlines()
+        assert lines[-len(text) :] == text
+    for row in (0, 5, -1):
+        with pytest.raises(ValueError, match=f"--explain {row} is no row from 1 to 4"):
+            run(capsys, "--explain", str(row))
+
+
+def test_pictures_are_of_the_fastest_or_of_the_explained_layout(asked, capsys, monkeypatch, tmp_path):
+    drawn: list[Any] = []
+    monkeypatch.setattr(plan, "draw_ranks", lambda *of, **sizes: drawn.append((*of, sizes)))
+    monkeypatch.setattr(plan, "draw", lambda *of: drawn.append(of))
+    run(capsys, "--ranks", "a.svg", "--node", "2")
+    run(capsys, "--ranks", "a.svg", "--explain", "2")
+    assert drawn == [(2, "a.svg", FOUND[0].sizes), (8, "a.svg", FOUND[1].sizes)]
+    drawn.clear()
+    for suffix in (".png", ".svg", ".pdf"):
+        run(capsys, "--out", str(tmp_path / f"x{suffix}"))
+        assert drawn.pop() == ([*FOUND, LARGE], H100, tmp_path / f"x{suffix}")
+    for wrong in (tmp_path / "x.jpg", tmp_path / "none" / "x.png"):
+        with pytest.raises(ValueError, match="in a folder that is there"):
+            run(capsys, "--out", str(wrong))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "no layout fits"),
+        ([LARGE], "no layout fits"),
+        ([LARGE, Estimate({}, (), refused="no")], "no layout fits"),
+        ([Estimate({}, (), refused="why"), Estimate({}, (), refused="no")], "no layout could be counted: why"),
+    ],
+)
+def test_a_search_without_a_layout_that_fits_fails_behind_its_table(found, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "search", lambda *_: found)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match=message):
+        main([BUILD, "--world", "4", "--out", str(tmp_path / "x.png"), "--ranks", str(tmp_path / "y.png")])
+    out = capsys.readouterr().out
+    assert out.rstrip("\n").endswith(table(found, H100))
+    assert "fastest" not in out
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_has_its_handler_again_also_when_the_search_raises(monkeypatch):
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("inside")
+
+    monkeypatch.setattr(plan, "search", fails)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="inside"):
+        main([BUILD, "--world", "4"])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("words", [[], [BUILD], ["--world", "4"]])
+def test_a_target_and_a_world_are_needed(words, capsys):
+    with pytest.raises(SystemExit) as status:
+        main(words)
+    assert status.value.code == 2
+    assert "a target and --world are needed" in capsys.readouterr().err
+
+
+def test_a_world_that_no_mesh_has_is_refused(capsys):
+    with pytest.raises(ValueError, match="no mesh of these sizes has 4 ranks, with tp up to 2"):
+        main([BUILD, "--world", "4", "--tp", "3", "--node", "2"])
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("1", [1]), ("2,4,8", [2, 4, 8])])
+def test_sizes_are_numbers_between_commas(text, sizes):
+    assert plan._sizes(text) == sizes
+    for wrong in ("0", "2,0", "-1,4"):
+        with pytest.raises(Exception, match="is no size of an axis"):
+            plan._sizes(wrong)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        ("tau=3", {"tau": 3.0}), ("tau=0", {"tau": 0.0}), ("peak=2x", {"peak": 2 * H100.peak}), ("node=4", {"node": 4}),
+        ("bandwidth=0.5x", {"bandwidth": H100.bandwidth / 2}), ("node=2x", {"node": 16}),
+        ("memory=1e9", {"memory": 1e9}),
+    ],
+)  # fmt: skip
+def test_a_rate_is_set_or_multiplied(change, want):
+    found = what_if(H100, [change])
+    assert found == replace(H100, **want)
+    assert isinstance(found.node, int)
+    assert what_if(H100, []) == H100
+    assert what_if(H100, ["tau=3", "tau=2x"]).tau == 6
+
+
+@pytest.mark.parametrize("change", ["tau=-1", "tau=inf", "tau=nan", "tau=", "tau", "tau=x", "tau=2y", "tau=-2x"])
+def test_a_change_of_another_form_is_refused(change):
+    with pytest.raises(ValueError, match=f"{re.escape(change)} isn't of the form tau=2x or tau=NUMBER"):
+        what_if(H100, [change])
+
+
+@pytest.mark.parametrize("name", ["speed", "name", "sources", ""])
+def test_a_rate_that_there_is_not_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name!r} is none of peak"):
+        what_if(H100, [f"{name}=2x"])
+
+
+# --- the size of the model --------------------------------------------------------------------------------------------
+
+
+def test_the_parameters_are_those_of_the_first_layout_that_is_not_refused():
+    sizes = {"tp": 2, "cp": 1, "pp": 2, "ep": 1, "dp": 1}
+    text = f"{2 * D * D:,} parameters"
+    assert text in _size_of_model(build_mlp, [], [(sizes, ())]), "made on one rank"
+    assert text in _size_of_model(build_mlp, [], [(sizes, ("--refuse",)), (sizes, ())])
+    assert _size_of_model(build_mlp, ["--refuse"], [(sizes, ()), (sizes, ())]) == ""
+    assert _size_of_model(build_mlp, [], []) == ""
+    seen: list[Any] = []
+
+    def outline(mesh: Mesh, arguments: list[str]) -> Outline:
+        seen.append((mesh.tp.size, mesh.pp.size, arguments))
+        nothing: Any = None
+        return Outline("1f1b", 2, 4, None, [], nothing, nothing, parameters=int(arguments[-1]))
+
+    assert "1,234 parameters" in _size_of_model(Model(outline), ["--a"], [(sizes, ("1234",))])
+    assert seen == [(2, 2, ["--a", "1234"])]
+    assert _size_of_model(Model(outline), [], [(sizes, ("0",))]) == "", "unknown"
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: Any) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(plan.time, "monotonic", lambda: self.now)
+
+
+def told(capsys: Any) -> str:
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Any:
+    return lambda shown: monkeypatch.setattr(sys.stderr, "isatty", lambda: shown, raising=False)
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys, terminal):
+    clock, progress = Clock(monkeypatch), Progress(6, H100, 3)
+    terminal(True)
+    clock.now += 4
+    progress(2, [LARGE])
+    line = told(capsys)
+    assert line.startswith("\r[" + "#" * 10 + " " * 20 + "]")
+    assert re.findall(r"\d+", line) == ["2", "6", "8"], "two took 4 s, so four take 8 s"
+    assert not line.endswith("\n")
+    progress(6, [LARGE])
+    line = told(capsys)
+    assert line.startswith("\r[" + "#" * 30 + "]")
+    assert line.endswith("\n")
+
+
+def test_progress_is_a_line_now_and_then_elsewhere(monkeypatch, capsys, terminal):
+    clock, progress = Clock(monkeypatch), Progress(100, H100, 3)
+    terminal(False)
+    for after, says in ((9, False), (1, False), (1, True), (10, False), (1, True)):
+        clock.now += after
+        progress(10, [LARGE])
+        line = told(capsys)
+        assert bool(line) == says, clock.now
+        assert line.count("\n") == says
+        assert "\r" not in line
+
+
+def test_a_first_table_is_shown_once_after_some_seconds_if_anything_fits(monkeypatch, capsys, terminal):
+    clock, progress = Clock(monkeypatch), Progress(9, H100, 3)
+    terminal(True)
+    clock.now += 10
+    progress(1, FOUND[:1])
+    assert "row" not in told(capsys), "not yet"
+    clock.now += 1
+    progress(2, [LARGE])
+    assert "row" not in told(capsys), "nothing fits"
+    found = [LARGE, *(estimate(9.0 - i, 1) for i in range(8))]
+    progress(3, found)
+    text = told(capsys)
+    assert table([*sorted(found[1:], key=lambda e: e.step), LARGE], H100, 3) in text, "ranked, as many as asked"
+    assert re.findall(r"\d+", text.splitlines()[0]) == ["3", "9"]
+    progress(4, found)
+    assert "row" not in told(capsys), "once"
+    many = Progress(9, H100, 20)
+    clock.now += 11
+    many(3, found)
+    assert ".. and 3 " in told(capsys), "five rows at most"
+    last = Progress(9, H100, 20)
+    clock.now += 11
+    last(9, found)
+    last(9, found)
+    assert "row" not in told(capsys), "the search is over"
+
+
+# --- the commands that share a line -----------------------------------------------------------------------------------
+
+
+def test_the_words_of_a_target_are_handed_on():
+    args = parse("mpcore memory", "about\n\nmore", ["a:b", "--tp", "2", "--x", "1", "--rank", "3", "--cp-inner", "2"])
+    assert sizes_of(args) == {"tp": 2, "cp": 1, "pp": 1, "ep": 1, "dp": 1, "etp": None, "cp_inner": 2}
+    assert (args.target, args.rank, args.arguments, args.cpu, args.plot) == ("a:b", 3, ["--x", "1"], False, None)
+    words = ["a:b", "--etp", "4", "--pp", "5", "--ep", "6", "--dp", "7", "--cp", "8"]
+    assert sizes_of(parse("mpcore ledger", None, words)) == {
+        "tp": 1, "cp": 8, "pp": 5, "ep": 6, "dp": 7, "etp": 4, "cp_inner": None,
+    }  # fmt: skip
+    assert parse("mpcore ledger", None, ["a:b"]).rank == 0
+    assert not hasattr(parse("mpcore ledger", None, ["a:b"]), "plot"), "a ledger has no picture"
+    with pytest.raises(SystemExit):
+        parse("mpcore memory", None, [])
+    with pytest.raises(SystemExit):
+        parse("mpcore memory", None, ["a:b", "--tp", "two"])
+
+
+def test_memory_draws_the_ranks_of_one_column_of_the_pipeline(monkeypatch, capsys):
+    made: list[Any] = []
+
+    class Spy:
+        def __init__(self, build: Any, gpu: bool) -> None:
+            made.append((build, gpu))
+
+        def rank(self, arguments: list[str], rank: int, **sizes: Any) -> Any:
+            made.append((arguments, rank, sizes))
+            return plan.Counter(build_mlp).rank([], 0)
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(commands, "Counter", Spy)
+    monkeypatch.setattr(commands, "draw_memory", lambda ranks, path: drawn.append((len(ranks), path)))
+    sizes = ["--tp", "2", "--cp", "2", "--dp", "3", "--pp", "2"]
+    assert commands.main(["memory", BUILD, "--rank", "17", *sizes, "--plot", "x.svg", "--w", "1"]) == 0
+    each = {"tp": 2, "cp": 2, "dp": 3, "pp": 2, "ep": 1, "etp": None, "cp_inner": None}
+    assert made == [(build_mlp, True), (["--w", "1"], 17, each), (["--w", "1"], 5, each), (["--w", "1"], 17, each)]
+    assert drawn == [(2, "x.svg")]
+    assert "parameters" in capsys.readouterr().out
+    commands.main(["memory", BUILD, "--cpu"])
+    assert made[4][1] is False
+    assert len(made) == 6, "no picture"
+    capsys.readouterr()
+    commands.main(["ledger", BUILD])
+    assert capsys.readouterr().out.startswith("axis")
+
+
+def test_a_ledger_shows_the_theory_of_its_work(monkeypatch, capsys):
+    found = Found(theory={("tp", "all_gather"): 12})
+    found.ledger.add("tp", "all_gather", 12)
+    monkeypatch.setattr(commands, "Counter", lambda *_: SimpleNamespace(rank=lambda *_, **__: found))
+    assert commands.main(["ledger", BUILD]) == 0
+    assert capsys.readouterr().out == found.ledger.table(found.theory) + "\n"
+
+
+def test_other_words_end_with_the_usage(monkeypatch, capsys):
+    for words in ([], ["sums"], ["--help"]):
+        with pytest.raises(SystemExit) as status:
+            commands.main(words)
+        assert str(status.value).startswith("usage: python -m mpcore.analysis")
+    monkeypatch.setattr(sys, "argv", ["x", "plan", "--fit", "8"])
+    assert commands.main() == 0
+    assert capsys.readouterr().out.startswith("8 parameters")
+    assert commands.main(["calibrate", str(Path("/nowhere.json"))]) == 2
+    assert capsys.readouterr().err.startswith("mpcore calibrate: error: ")

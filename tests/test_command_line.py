@@ -1,0 +1,217 @@
+"""Words of command lines that are wrong, errors in one line, and objects by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpcore.__main__ as command
+from mpcore import __version__
+from mpcore.command_line import STATUS, Parser, did_you_mean, find_object, reports_errors
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "said"),
+    [
+        ("--zer", ["--tp", "--zero"], "; did you mean --zero?"),
+        ("--zer", ["--tp", "--pp"], ""),
+        ("", ["a"], ""),
+        ("word", [], ""),
+        ("llama3-8c", ["llama3-70b", "llama3-8b"], "; did you mean llama3-8b?"),
+        ("llama3-9b", ["llama3-70b", "llama3-8b"], ""),  # another size is no slip
+        ("llama-8b", ["llama3-8b"], "; did you mean llama3-8b?"),  # a number more may be one
+        ("tests", ["test", "tests_", "tess"], "; did you mean tests_?"),
+    ],
+)
+def test_the_nearest_word_is_named_if_it_has_the_same_numbers(word, known, said):
+    assert did_you_mean(word, known) == said
+    assert did_you_mean(word, iter(known)) == said
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (1, 1), (7, 7)])
+def test_a_command_has_the_status_that_it_returns(returned, status, capsys):
+    @reports_errors("it")
+    def run(a: int, *, b: int) -> int | None:
+        """About it."""
+        assert (a, b) == (1, 2)
+        return returned
+
+    assert run(1, b=2) == status
+    assert (run.__name__, run.__doc__) == ("run", "About it.")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [ValueError("no good"), FileNotFoundError("no good"), KeyError("no good")])
+def test_errors_are_a_line_and_a_status_of_2_and_others_keep_their_traceback(error, capsys):
+    def run() -> int:
+        raise error
+
+    if isinstance(error, KeyError):
+        with pytest.raises(KeyError):
+            reports_errors("it")(run)()
+        assert reports_errors("it", ImportError, KeyError)(run)() == 2
+        assert capsys.readouterr().err == "it: error: 'no good'\n"
+    else:
+        assert reports_errors("it")(run)() == 2
+        assert capsys.readouterr() == ("", "it: error: no good\n")
+
+
+def test_what_was_printed_is_written_before_a_command_returns(monkeypatch):
+    flushed: list[str] = []
+
+    class Out:
+        def flush(self) -> None:
+            flushed.append("now")
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    assert reports_errors("it")(lambda: 3)() == 3
+    assert flushed == ["now"]
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_current_folder_is_searched_first(tmp_path, monkeypatch):
+    (tmp_path / "own_module_of_a_test.py").write_text("x = 5\n_hidden = 6\ndef build(): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    importlib.invalidate_caches()
+    try:
+        assert find_object("own_module_of_a_test:x") == 5
+        assert sys.path[0] == ""
+        assert find_object("own_module_of_a_test:_hidden") == 6
+        assert sys.path.count("") == 1
+        for name, message in (
+            ("own_module_of_a_test:buil", "has no buil: write package.module:name; did you mean build?"),
+            ("own_module_of_a_test:", "has no name after the colon: write package.module:name"),
+            ("own_module_of_a_test", "has no name after the colon: write package.module:name"),
+            ("own_module_of_a_test:hidden", r"has no hidden: write package.module:name$"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                find_object(name)
+    finally:
+        sys.modules.pop("own_module_of_a_test", None)
+
+
+def test_a_module_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"^nowhere.at can't be imported: No module named 'nowhere'$"):
+        find_object("nowhere.at:x")
+    with pytest.raises(ValueError, match=r"can't be imported: .*; run the command in the folder of the clone$"):
+        find_object("examples.nowhere:x")
+    with pytest.raises(ValueError, match=r"^'' can't be imported"):
+        find_object("")
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+
+def parser(**told: Any) -> Parser:
+    made = Parser(prog="mpcore it", **told)
+    made.add_argument("--layers", type=int, default=3)
+    made.add_argument("--kind", choices=["one", "two"])
+    made.add_argument("--many", choices=[1, 2], type=int)
+    return made
+
+
+def test_flags_are_parsed_in_full(capsys):
+    assert vars(parser().parse_args(["--layers", "5"])) == {"layers": 5, "kind": None, "many": None}
+    known, rest = parser().parse_known_args(["--lay", "5", "word"])
+    assert (known.layers, rest) == (3, ["--lay", "5", "word"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer", "5"], "unknown --layer; did you mean --layers?"),
+        (["--layer=5"], "unknown --layer=5; did you mean --layers?"),
+        (["--nothing-like-it"], "unknown --nothing-like-it"),
+        (["--kind", "tow"], "argument --kind: 'tow' is none of one, two; did you mean two?"),
+        (["--many", "3"], "argument --many: 3 is none of 1, 2"),
+        (["--layers"], "argument --layers: expected one argument"),
+    ],
+)
+def test_a_wrong_word_ends_with_2_and_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as status:
+        parser().parse_args(words)
+    assert status.value.code == 2
+    assert capsys.readouterr() == ("", f"mpcore it: error: {message} (mpcore it --help lists the flags)\n")
+
+
+def test_a_choice_is_taken():
+    assert parser().parse_args(["--kind", "two", "--many", "1"]).kind == "two"
+
+
+def test_examples_end_the_help_and_a_command_says_its_status():
+    text = parser(examples=["mpcore it --layers 2", "mpcore it"]).format_help()
+    assert text.endswith(f"examples:\n  mpcore it --layers 2\n  mpcore it\n\n{STATUS}\n")
+    assert STATUS not in parser().format_help()
+    other = Parser(prog="other", examples=["other x"]).format_help()
+    assert other.endswith("examples:\n  other x\n")
+    assert parser(epilog="mine", examples=["x"]).format_help().endswith("mine\n")
+    assert Parser(prog="mpcore x").epilog is None
+    wide = Parser(prog="x")
+    wide.add_argument("--a-flag-of-26-characters", help="beside it")
+    (line,) = [line for line in wide.format_help().splitlines() if line.startswith("  --a-flag")]
+    assert "beside it" not in line, "the column ends before"
+    short = Parser(prog="x")
+    short.add_argument("--a-flag", metavar="OF-21-CHARS", help="beside it")
+    assert any(line.split() == ["--a-flag", "OF-21-CHARS", "beside", "it"] for line in short.format_help().splitlines())
+
+
+# --- mpcore -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_usage_has_a_line_for_each_command():
+    first, _, *lines, _, more, status = command.usage().splitlines()
+    assert first == "usage: mpcore COMMAND ..."
+    assert [line.split()[0] for line in lines] == list(command.COMMANDS)
+    for line, (_, about) in zip(lines, command.COMMANDS.values(), strict=True):
+        assert line.endswith(f"  {about}") or line[14:] == about
+        assert line.startswith("  ")
+    assert "--help" in more
+    assert status == STATUS
+
+
+def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys):
+    called: list[Any] = []
+
+    def module(path: str) -> Any:
+        class Module:
+            @staticmethod
+            def main(words: list[str]) -> int:
+                called.append((path, words))
+                return 5
+
+        return Module
+
+    monkeypatch.setattr(command, "import_module", module)
+    for name, (path, _) in command.COMMANDS.items():
+        assert command.main([name, "--a", "1"]) == 5
+        takes = name in ("plan", "calibrate", "memory", "ledger")
+        assert called.pop() == (path, [name, "--a", "1"] if takes else ["--a", "1"])
+    monkeypatch.setattr(sys, "argv", ["mpcore", "verify", "x"])
+    assert command.main() == 5
+    assert called.pop() == ("mpcore.verify.__main__", ["x"])
+    assert Path(sys.argv[0]).name == "mpcore"
+
+
+def test_words_that_are_no_command(monkeypatch, capsys):
+    for words in ([], ["--help"], ["-h"], ["--help", "x"]):
+        assert command.main(words) == 0
+        assert capsys.readouterr() == (command.usage() + "\n", "")
+    monkeypatch.setattr(sys, "argv", ["mpcore"])
+    assert command.main() == 0
+    assert capsys.readouterr().out == command.usage() + "\n"
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpcore {__version__}\n"
+    assert command.main(["verfy"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"mpcore: error: unknown command verfy; did you mean verify?\n{command.usage()}\n"

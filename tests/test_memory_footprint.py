@@ -1,0 +1,94 @@
+"""Bytes of storages that are alive: of views once, of freed ones never."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from mpcore._torch.fake import fake_tensors
+from mpcore.analysis.dry_run import pretend
+from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes, tensors_in
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_storages_made_inside_are_counted_once_while_they_live(fake):
+    with fake_tensors() if fake else torch.no_grad():
+        before = torch.ones(100)
+        with StorageTracker() as storages:
+            assert storages.held() == 0
+            x = torch.ones(10)
+            y = x + 1
+            view, other = y.view(2, 5), y[3:]
+            before.add_(1)
+            inside = before[5:]
+            assert storages.held() == 80, "no views, and nothing that was there before"
+            assert storages.held([view]) == 40
+            assert storages.held([x, other, before]) == 0
+            del y, view
+            assert storages.held() == 80, "another view lives"
+            del other
+            assert storages.held() == 40
+        z = torch.ones(1000)
+        assert storages.held() == 40, "made outside"
+        del x
+        assert storages.held() == 0
+        assert storages.made == {}, "what is freed is forgotten"
+        del z, inside
+
+
+def test_what_autograd_keeps_is_held():
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.ones(2, 4)
+    with StorageTracker() as storages:
+        y = layer(x).relu().exp()
+        assert storages.held() == 2 * 32, "the outputs of relu and exp; the layer's is not needed"
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert layer.weight.grad is not None
+        assert storages.held() == 64
+        assert storages.held([layer.weight.grad]) == 0
+
+
+def test_the_peak_is_the_most_that_was_held_since_its_beginning():
+    with PeakTracker() as storages:
+        assert (storages.most, storages.begin()) == (0, 0)
+        x = torch.ones(10)
+        y = x + x
+        assert storages.most == 80
+        del y
+        z = x * 2
+        assert storages.most == 80
+        torch.mul(x + z, 2)  # the sum is held with x and z, and then the product too
+        assert storages.most == 160
+        assert storages.begin() == 80
+        assert storages.most == 80
+        z.add_(1)
+        z.view(2, 5)
+        assert storages.most == 80, "no new storage"
+        torch.sub(x, 1)
+        assert storages.most == 120
+
+
+def test_tensors_are_found_in_nested_arguments():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    tree = (a, [b, 5, None], {"key": c, "other": ("text", [a])})
+    assert [x is y for x, y in zip(tensors_in(tree), (a, b, c, a), strict=True)] == [True] * 4
+    assert list(tensors_in("text")) == list(tensors_in(None)) == list(tensors_in({})) == []
+    sparse = torch.ones(2, 2).to_sparse()
+    assert list(tensors_in([sparse, a])) == [a]
+    with pretend(2):
+        shard = DTensor.from_local(b, init_device_mesh("cpu", (2,)), [Shard(0)])
+        assert [x.shape for x in tensors_in([shard])] == [(2,)]
+
+
+def test_bytes_of_tensors_count_a_shared_storage_once():
+    x = torch.ones(10)
+    assert storage_bytes([x, x[2:], x.view(5, 2)]) == 40
+    assert storage_bytes([x, x.clone(), torch.ones(3, dtype=torch.int64)]) == 40 + 40 + 24
+    assert storage_bytes([x[9:]]) == 40, "a view keeps the whole"
+    assert storage_bytes([]) == 0
