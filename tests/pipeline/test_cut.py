@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tests.pool import mesh
 from tests.quick import some
 
 hf = pytest.importorskip("transformers")
+module: Any = importlib.import_module("mpcore.pipeline.cut")
 
 V, T, B, LAYERS = 40, 9, 8, 4
 SMALL = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -182,3 +186,211 @@ def test_a_scaled_stream_between_layers_and_too_many_stages():
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
+
+
+# --- the parts of a cut ------------------------------------------------------------------------------------------
+
+
+class Pairs(Words):
+    """Its layers return tuples, or lists; a unit before the layers is called twice, and one is never called."""
+
+    def __init__(self, returned: int = 2, kind: type = tuple) -> None:
+        super().__init__()
+        self.returned, self.kind = returned, kind
+        self.never, self.silent = nn.Linear(2, 2), nn.ReLU()
+        del self.between, self.position
+
+    def forward(self, ids, use_cache=True):
+        assert not use_cache, "a cache would be filled"
+        x = self.table(ids)
+        for layer in self.layers:
+            x = self.kind((layer(x), *[None] * (self.returned - 1)))[0]
+        return self.head(self.silent(x))
+
+
+def cutting(model: nn.Module, **options) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return alone(model, **options)
+
+
+def test_units_before_the_layers_go_to_the_first_stage_and_all_others_to_the_last():
+    model = Pairs()
+    first, last = cutting(model)
+    names = [{n.partition(".")[0] for n, _ in stage.named_parameters()} for stage in (first, last)]
+    assert names == [{"table", "layers", "never"}, {"layers", "head"}]
+    assert type(first).__name__ == type(last).__name__ == "PipelineStagePairs"
+    assert isinstance(first, Pairs)
+    ids = torch.randint(V, (3, 5))
+    want = model(ids, use_cache=False)
+    between = first(ids)
+    assert torch.equal(last(between), want)
+    assert torch.equal(last(between), want), "nothing is kept of a forward"
+    assert last.inlet.x is None
+    with pytest.raises(TypeError):
+        last(between, other=1)
+    assert last.inlet.x is None, "also after one that failed"
+
+
+class Layers(nn.Module):
+    """Layers that return several things, between two tables that a word belongs to; a mask of ids is made of both."""
+
+    def __init__(self, returned: int) -> None:
+        super().__init__()
+        self.words, self.types = nn.Embedding(V, 6), nn.Embedding(V, 6)
+        self.layers = nn.ModuleList(Several(returned) for _ in range(3))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, ids, attention_mask=None):
+        x = self.words(ids) + self.types(ids)
+        seen = [x.shape]
+        for layer in self.layers:
+            out = layer(x) if attention_mask is None else layer(x, attention_mask)
+            x = out[0] if layer.returned else out
+            seen.append(None if not layer.returned else len(out))
+        assert seen[1:] == [self.layers[0].returned or None] * 3
+        return {"logits": self.head(x), "ids": ids}
+
+
+class Several(nn.Module):
+    """Returns a tensor, or a tuple."""
+
+    def __init__(self, returned: int) -> None:
+        super().__init__()
+        self.returned, self.linear = returned, nn.Linear(6, 6)
+
+    def forward(self, x, mask=None):
+        y = self.linear(x if mask is None else x * mask[..., None])
+        return (y, *["more"] * (self.returned - 1)) if self.returned else y
+
+
+@pytest.mark.parametrize("returned", [0, 1, 3])
+def test_a_layer_of_another_stage_returns_as_many_things(returned):
+    torch.manual_seed(0)
+    model = Layers(returned)
+    stages = cutting(model, pp=3)
+    ids, mask = torch.randint(V, (2, 5)), torch.ones(2, 5)
+    mask[0, 3:] = 0
+    want = model(ids, attention_mask=mask)["logits"]
+    x = ids
+    for stage in stages:
+        x = stage(x, attention_mask=mask)
+    assert torch.equal(x["logits"], want)
+    passed = stages[1].layers[0]
+    assert (passed.returned, passed.ends, passed.training) == (returned, False, True)
+    assert stages[0].layers[1].ends
+    assert [layer.inlet is None for layer in stages[1].layers if hasattr(layer, "inlet")] == [False, True]
+    assert not list(passed.parameters())
+
+
+def test_modes_of_training_survive_the_trial():
+    model = Words()
+    model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    first, _ = cutting(model)
+    assert [module.training for module in model.modules()] == modes
+    assert not first.layers[1].training
+
+
+def test_ids_of_the_trial_are_below_the_smallest_vocabulary():
+    model = Words()
+    ids = module._ids(model)
+    assert ids.shape == (2, 7)
+    assert 2 <= int(ids.min()) < int(ids.max()) < V
+    assert torch.equal(ids, module._ids(model))
+    model.config = types.SimpleNamespace(vocab_size=5)
+    assert int(module._ids(model).max()) == 4
+    with pytest.raises(ValueError, match=r"Linear has no table of ids: give ids \[B, T\] of a forward as example="):
+        module._ids(nn.Linear(2, 2))
+
+
+def test_the_layers_are_the_outermost_list_with_the_most_parameters():
+    def of(*sizes: int) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(size, size) for size in sizes)
+
+    model = nn.Module()
+    model.small, model.large, model.one = of(2, 2), of(3, 3), of(50)
+    assert module._layers(model)[0] == "large"
+    outer = nn.Module()
+    outer.inner, outer.other = nn.ModuleList([of(9, 9), of(9, 9)]), of(12, 12)
+    assert module._layers(outer)[0] == "inner", "lists within a list are no candidates"
+    for none in (nn.ModuleList([nn.Linear(2, 2)] * 3), nn.Sequential(nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match=r"has no nn\.ModuleList of layers"):
+            module._layers(none)
+
+
+def test_a_raw_parameter_is_refused_by_its_full_name():
+    model = nn.Module()
+    model.body = Words()
+    model.body.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"^body\.scale is a parameter beside the layers"):
+        list(module._units(model, model.body.layers))
+
+
+def test_a_model_that_is_sharded_over_data_is_refused(monkeypatch):
+    monkeypatch.setattr(module.fsdp, "units", lambda model: [model])
+    with pytest.raises(ValueError, match="the model is sharded over data already: cut it first, prepare shards its"):
+        cutting(Words())
+
+
+class Tied(Words):
+    """The head's weight is the table's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, V, bias=False)
+        self.head.weight = self.table.weight
+        del self.between
+
+
+def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one(monkeypatch):
+    first, last = cutting(Tied())
+    assert first.table.weight is last.table.weight is last.head.weight
+    assert mp.shardings(first)["table.weight"].partial == ()  # this process has no ends
+    assert [len(cutting(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]
+    pp4 = dataclasses.replace(mp.Mesh(), pp=mp.Axis(4, 0, name="pp", role="pp"))
+    four = find_schedule("1f1b", 4, 8)
+    moved = dataclasses.replace(four)
+    object.__setattr__(moved, "rank_of", {0: 1, 1: 0, 2: 3, 3: 2})
+    monkeypatch.setattr(module, "find_schedule", lambda *given: moved)
+    with pytest.raises(
+        ValueError, match=r"table\.weight is tied between the pipeline ranks \(1, 2\): only 0 and 3 sum"
+    ):
+        mp.pipeline_stages(Tied(), pp4, micro_batches=8)
+
+
+def test_stages_that_fail_in_turn_are_refused_with_the_error(monkeypatch):
+    real, calls = module._run, []
+
+    def run(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise LookupError("lost")
+        return real(*given)
+
+    monkeypatch.setattr(module, "_run", run)
+    with pytest.raises(ValueError, match="Words can't be cut into 2 stages: run in turn, they fail: LookupError: lost"):
+        cutting(Words())
+    assert [len(given[1]) for given in calls] == [1, 2]
+
+
+class Nothing(Words):
+    """Returns indices alone."""
+
+    def forward(self, ids):
+        return super().forward(ids).argmax(-1)
+
+
+def test_a_model_without_a_floating_output_cant_be_compared():
+    with pytest.raises(ValueError, match="Nothing can't be cut into 2 stages: in a row they return other values"):
+        cutting(Nothing())
+
+
+def test_infinities_at_one_place_are_the_same():
+    class Infinite(Words):
+        """Returns an infinity and NaN beside its values."""
+
+        def forward(self, ids):
+            x = super().forward(ids)
+            return torch.cat([x, torch.full_like(x[..., :1], torch.nan), x[..., :1] / 0], -1)
+
+    assert len(cutting(Infinite())) == 2
