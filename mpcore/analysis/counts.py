@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
             return
         group = next((g for x in (*args, *kwargs.values()) if (g := _group_of(x)) is not None), None)
         sizes = [sum(x.nbytes for x in tensors_in(tree)) for tree in (*args, out) if not isinstance(tree, str)]
-        self.add(self._axis(group, args), kind, max(sizes, default=0))
+        self.add(self._axis(group, args), kind, max(sizes))
 
     def _axis(self, group: dist.ProcessGroup | None, args: Sequence) -> str:
         name = group.group_name if group is not None else next((x for x in reversed(args) if isinstance(x, str)), "")

@@ -107,7 +107,7 @@ class FiniteCheck(TorchDispatchMode):
         nan = any(bool(x.isnan().any()) for x in bad)
         if name in _EMPTY or (func.namespace in _COLLECTIVES and name != "wait_tensor") or "any" in excuses:
             excuse = "any"
-        elif not nan and (not inputs or any(not math.isfinite(number) for number in _numbers(given))):
+        elif not nan and ((not inputs and not written) or any(not math.isfinite(number) for number in _numbers(given))):
             excuse = "inf"
         elif not nan and "attention" in name and bad[0] is not output[0]:
             excuse = "inf"  # the log-sum-exp of a row that attends to no key

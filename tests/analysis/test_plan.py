@@ -33,7 +33,7 @@ def estimate(step: float, memory: float, *arguments: str, **sizes: int) -> Estim
     return Estimate({"tp": 1, "pp": 1, "dp": 4} | sizes, arguments, int(memory * GIB), Seconds(step), spread=0.05)
 
 
-FOUND = [estimate(1.0, 40), estimate(2.0, 30, "--zero", "3", tp=2), estimate(3.0, 35, pp=2), estimate(4.0, 20)]
+FOUND = [estimate(1.0, 40), estimate(2.0, 30, "--zero", "3", tp=2), estimate(3.0, 35, pp=2), estimate(4.0, 20, tp=4)]
 LARGE = estimate(1.0, 200)
 
 

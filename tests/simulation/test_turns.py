@@ -154,8 +154,8 @@ def test_a_poll_returns_although_it_is_not_ready_and_all_poll_in_turn(monkeypatc
     clock, order = Clock(monkeypatch), []
     made, _ = play(*[polls(clock, order, 0.1, most=3)] * 3)
     assert made.failure is None
-    assert sorted(order) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert {*order[:3]} == {0, 1, 2}, "all once before one twice"
+    fewest = [2, 0, 1, 1, 2, 0, 0, 1, 2]  # the one that looked last comes first of those with equally few looks
+    assert order == fewest
 
 
 @pytest.mark.parametrize(("patience", "polled"), [(0.95, 10), (3.0, 31)])
