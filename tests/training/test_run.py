@@ -1,0 +1,371 @@
+"""The calls of a run in one process and on two simulated ranks, against plain torch and numbers by hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.training import run as module
+from mpcore.training.run import StepResult
+
+X = torch.arange(24.0, dtype=torch.float64).view(8, 3).sin()
+T = torch.arange(16.0, dtype=torch.float64).view(8, 2).cos()
+
+
+def squares(y: Tensor, t: Tensor) -> Tensor:
+    return (y - t).square().sum()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, whose rates differ."""
+    weight, bias = model.parameters()
+    return torch.optim.SGD([{"params": [weight], "lr": 0.5}, {"params": [bias], "lr": 0.25}])
+
+
+def start(model: nn.Module | None = None, mesh: mp.Mesh | None = None, **told: Any) -> mp.Run:
+    torch.manual_seed(1)
+    model = model or nn.Linear(3, 2).double()
+    given = {"blocks": (), "loss": squares, "optimizer": sgd, "initialize": False, **told}
+    return mp.prepare(model, mesh or mp.Mesh(), **given)
+
+
+def gradients(run: mp.Run) -> list[Tensor]:
+    return [p.grad for p in run.model.parameters()]  # type: ignore[misc]
+
+
+def by_hand(tokens: float, rows: int = 8) -> tuple[float, list[Tensor]]:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2).double()
+    loss = squares(model(X[:rows]), T[:rows]) / tokens
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "divisor"), [(None, 16), (5, 5), (torch.tensor(7.0), 7), (0, 1)])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_gradients_are_those_of_the_loss_divided_once_by_the_steps_tokens(tokens, divisor, micro_batches):
+    run = start(micro_batches=micro_batches)
+    found = run.forward_backward(X, T, tokens=tokens)
+    loss, want = by_hand(divisor)
+    close(float(found), loss)
+    close(gradients(run), want)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in want))
+    close(float(run.finish_gradients()), norm)
+    close(float(run.finish_gradients()), norm)
+    for most in (0.0, -1.0, 2 * norm):
+        again = start()
+        again.forward_backward(X, T, tokens=tokens)
+        close(float(again.clip_gradients(most)), norm)
+        close(gradients(again), want)
+
+
+def test_gradients_are_clipped_to_a_norm_and_the_step_is_a_plain_one():
+    run = start()
+    run.forward_backward(X, T)
+    loss, want = by_hand(16)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in want))
+    close(float(run.clip_gradients(norm / 4)), norm)
+    close(gradients(run), [g / 4 for g in want])
+    before = [p.detach().clone() for p in run.model.parameters()]
+    assert run.step == 0
+    result = run.optimizer_step()
+    assert result == StepResult(pytest.approx(loss, rel=1e-12), pytest.approx(norm, rel=1e-12), True, None, {}, 0)
+    assert run.step == 1
+    close([p.detach() for p in run.model.parameters()], [p - lr * g / 4 for p, lr, g in
+                                                         zip(before, (0.5, 0.25), want, strict=True)])  # fmt: skip
+    assert gradients(run) == [None, None]
+    run.forward_backward(X, T)
+    run.optimizer_step(lr=0.125)
+    assert [group["lr"] for group in run.optimizer.param_groups] == [0.125, 0.125]
+
+
+@pytest.mark.parametrize("spoiled", ["loss", "gradient", "none"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(spoiled):
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        found = squares(y, t)
+        return found + math.inf if spoiled == "loss" else found
+
+    run = start(loss=loss)
+    run.forward_backward(X, T)
+    if spoiled == "gradient":
+        gradients(run)[1][0] = math.nan
+    before = [p.detach().clone() for p in run.model.parameters()]
+    result = run.optimizer_step()
+    same = all(map(torch.equal, before, run.model.parameters()))
+    assert (result.taken, same, run.step) == (spoiled == "none", spoiled != "none", 1)
+    assert math.isfinite(result.loss) is (spoiled != "loss")
+    assert math.isfinite(result.grad_norm) is (spoiled != "gradient")
+    assert gradients(run) == [None, None]
+
+
+def test_targets_of_minus_100_are_no_tokens():
+    run = start()
+    target = torch.tensor([[1, -100, 3], [-100, -100, 0]])
+    assert run.count_tokens(target).item() == 3
+    assert run.count_tokens([target, target[:, 1:], torch.full((2,), -100)]).item() == 3 + 2
+    assert run.count_tokens(T).dtype == torch.float64
+
+
+def test_the_factor_of_a_tokens_loss_has_the_scale_of_float16():
+    run = start()
+    assert [run.loss_factor(n).item() for n in (1, 4, 0, torch.tensor(8))] == [1.0, 0.25, 1.0, 0.125]
+    run.scaler = SimpleNamespace(scale=1024.0)  # type: ignore[assignment]
+    assert [run.loss_factor(n).item() for n in (4, 0)] == [256.0, 1024.0]
+
+
+def test_a_loss_of_other_things_than_a_tensor_goes_through():
+    run = start()
+    run._factor = torch.tensor(0.5, dtype=torch.float64)
+    run._check = None
+    assert run.scaled(lambda y, t: "text")(X, T) == "text"  # type: ignore[arg-type, return-value, comparison-overlap]
+    scaled = run.scaled(squares)(X.float()[:, :2], T.float())
+    assert scaled.dtype == torch.float32
+    close(float(scaled), float(squares(X.float()[:, :2], T.float())) / 2)
+
+
+def test_the_number_of_micro_batches_may_change_between_steps():
+    run = start(micro_batches=2)
+    run.set_micro_batches(4)
+    assert run.pipeline.micro_batches == 4
+    run.forward_backward(X, T)
+    with pytest.raises(
+        ValueError, match=r"set_micro_batches while gradients wait for optimizer_step: .*drop_gradients"
+    ):
+        run.set_micro_batches(2)
+    close(gradients(run), by_hand(16)[1])
+    run.drop_gradients()
+    executor = run.pipeline.executor
+    run.set_micro_batches(4)
+    assert run.pipeline.executor is executor, "nothing is made anew for the same number"
+
+
+def test_a_step_that_raised_between_two_leaves_leaves_nothing_behind():
+    on = mp.build_mesh(virtual=(2, 4), device_type="cpu")
+    raising = [False]
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        if raising[0] and float(t[0, 0]) != float(T[0, 0]):
+            raise LookupError("the second leaf")
+        return squares(y, t)
+
+    def made() -> mp.Run:
+        torch.manual_seed(1)
+        model = mp.ColumnParallelLinear(3, 2, tp=on.tp).double()
+        return start(model, on, loss=loss, optimizer=mp.AdamW, numerics="invariant")
+
+    run, fresh = made(), made()
+    raising[0] = True
+    with pytest.raises(LookupError):
+        run.forward_backward(X, T)
+    run.drop_gradients()
+    raising[0] = False
+    for each in (run, fresh):
+        each.forward_backward(X, T)
+    assert run._loss.item() == fresh._loss.item()
+    for a, b in zip(gradients(run), gradients(fresh), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match='2 micro-batches: numerics "invariant" has 4 leaves in every step'):
+        fresh.drop_gradients() or fresh.set_micro_batches(2)
+
+
+def warned() -> list[Any]:
+    on = mp.build_mesh(dp=2, device_type="cpu")
+    run = start(mesh=on, data=mp.Zero(0))
+    for step in range(2):
+        run.forward_backward(X, T)
+        gradients(run)[0].mul_(0.5)
+        run.optimizer_step()
+        assert run.step == step + 1
+    return [p.detach() for p in run.model.parameters()]
+
+
+def test_rank_0_warns_of_gradients_that_were_changed_in_the_first_step():
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.rank)  # type: ignore[attr-defined]
+    module.log.addHandler(handler)
+    try:
+        mp.simulate(warned, ranks=2)
+    finally:
+        module.log.removeHandler(handler)
+    assert said == [0]
+
+
+# --- without gradients ------------------------------------------------------------------------------------------------
+
+
+class Modes(nn.Linear):
+    """Doubles in training."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert self.training or not torch.is_grad_enabled()
+        y = super().forward(x) * (2 if self.training else 1)
+        return y if bias is None else y + bias
+
+
+def test_the_loss_of_an_evaluation_is_over_all_tokens_of_all_batches():
+    run = start(Modes(3, 2).double())
+    batches = [(X[:3], T[:3]), (X[3:4], T[3:4])]
+    with torch.no_grad():
+        y = nn.Linear.forward(run.model, X[:4])  # type: ignore[arg-type]
+    close(run.evaluate(batches), float(squares(y, T[:4])) / 8)
+    shift = [torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    moved = torch.cat([y[:3] + 1, y[3:]])
+    close(run.evaluate(iter(batches), bias=shift), float(squares(moved, T[:4])) / 8)
+    none = torch.full((1, 2), -100.0, dtype=torch.float64)
+    close(run.evaluate([(X[:1], none)]), float(squares(y[:1], none)))
+    assert run.model.training
+    with pytest.raises(ValueError, match="evaluate got 0 batches"):
+        run.evaluate([])
+    run.forward_backward(X, T)
+    run.optimizer_step()
+    run._factor = run._factor * 0.25
+    again = run.evaluate(batches)
+    run._factor = torch.ones_like(run._factor)
+    assert run.evaluate(batches) == again, "the factor of a step is none of an evaluation's"
+
+
+def test_modes_come_back_after_an_evaluation_also_after_an_error():
+    run = start(Modes(3, 2).double())
+    run.model.eval()
+    with run.evaluating():
+        assert (run.model.training, torch.is_grad_enabled()) == (False, False)
+    with pytest.raises(LookupError), run.evaluating():
+        raise LookupError
+    assert not run.model.training
+    run.model.train()
+    with run.evaluating():
+        pass
+    assert run.model.training
+
+
+def shares(sizes: dict, count: int, micro_batches: int) -> tuple[int, int, str]:
+    on = mp.build_mesh(device_type="cpu", **sizes)
+    options = {"local_updates": mp.LocalUpdates()} if sizes.get("workers", 1) > 1 else {}
+    run = start(mesh=on, micro_batches=micro_batches, data=mp.Zero(0), **options)
+    try:
+        share = run.share(count)
+    except ValueError as error:
+        return 0, 0, str(error)
+    return share.start, share.stop, ""
+
+
+def test_each_data_rank_of_each_worker_has_consecutive_samples():
+    found = mp.simulate(shares, {"workers": 2, "dp": 2, "tp": 1}, 24, 3, ranks=4)
+    assert found == [(6 * i, 6 * i + 6, "") for i in range(4)]
+    assert mp.simulate(shares, {"tp": 2, "dp": 2}, 8, 2, ranks=4) == [(0, 4, "")] * 2 + [(4, 8, "")] * 2
+    said = "25 samples a step are not a multiple of workers x dp x micro-batches = 2 x 2 x 3 = 12: 36 are"
+    assert mp.simulate(shares, {"workers": 2, "dp": 2}, 25, 3, ranks=4) == [(0, 0, said)] * 4
+
+
+# --- saving and loading -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """The calls of `save`, `save_async` and `load`, which change nothing."""
+    found: list = []
+    answer = SimpleNamespace(step=5, extra={"scale": 4.0, "good_steps": 3.0})
+    monkeypatch.setattr(module, "save", lambda *given, **how: found.append(("save", given, how)))
+    monkeypatch.setattr(module, "save_async", lambda *given, **how: found.append(("async", given, how)) or "saving")
+    monkeypatch.setattr(module, "load", lambda *given, **how: found.append(("load", given, how)) or answer)
+    return found
+
+
+def test_a_save_has_the_runs_state_and_what_the_caller_adds(calls):
+    run = start(seed=9)
+    run.step = 3
+    path = run.save("there", keep=2, extra={"a": 1}, sample=7)
+    assert path == Path("there/step-00000003")
+    held = (path, run.model, run.optimizer)
+    state = {"mesh": run.mesh, "step": 3, "seed": 9, "extra": {"a": 1}, "keep": 2, "sample": 7}
+    assert calls.pop() == ("save", held, state)
+    before: Any = object()
+    assert run.save("there", background=True, after=before) == "saving"
+    assert calls.pop() == ("async", held, {"mesh": run.mesh, "step": 3, "seed": 9, "extra": {}, "after": before})
+    run.scaler = mp.LossScaler(scale=8.0)
+    run.save("there", extra={"a": 1})
+    assert calls.pop()[2]["extra"] == {"a": 1, "scale": 8.0, "good_steps": 0}
+
+
+def test_a_load_keeps_the_options_of_this_run_and_takes_step_and_scale(calls, monkeypatch):
+    run = start()
+    run.scaler = mp.LossScaler(scale=8.0)
+    weight = next(iter(run.model.parameters()))
+    run.optimizer.state[weight] = {"momentum": 1, **dict.fromkeys(module.OUTER_SLOTS, 2)}
+
+    def load(*given: Any, **how: Any) -> Any:
+        for group in run.optimizer.param_groups:
+            group.update(lr=9.0, momentum=0.9)
+        calls.append((given, how))
+        return SimpleNamespace(step=5, extra={"scale": 4.0, "good_steps": 3.0})
+
+    monkeypatch.setattr(module, "load", load)
+    run._begun = True
+    assert run.load("there").step == 5
+    assert calls == [(("there", run.model, run.optimizer), {"mesh": run.mesh})]
+    assert [(group["lr"], group["momentum"]) for group in run.optimizer.param_groups] == [(0.5, 0), (0.25, 0)]
+    assert run.optimizer.state[weight] == {"momentum": 1}
+    assert (run.step, run.scaler.scale, run.scaler.good_steps, run._begun) == (5, 4.0, 3, False)
+    run.load(Path("there"))
+    for wrong in (None, 3):
+        with pytest.raises(ValueError, match=f"load got {wrong} and no path"):
+            run.load(wrong)  # type: ignore[arg-type]
+
+
+def test_parameters_are_sharded_again_and_offloaded_ones_are_here(monkeypatch):
+    run, order = start(), []
+    monkeypatch.setattr(module, "reshard", order.append)
+
+    class Here:
+        def here(self) -> Here:
+            return self
+
+        def __enter__(self) -> None:
+            order.append("here")
+
+        def __exit__(self, *_: object) -> None:
+            order.append("gone")
+
+    with run.parameters() as model:
+        assert model is run.model
+        assert order == run.stages
+    run.offloaded = Here()  # type: ignore[assignment]
+    order.clear()
+    with run.parameters():
+        assert order == [*run.stages, "here"]
+    assert order[-1] == "gone"
+
+
+def test_workers_compare_their_parameters_once_before_the_first_step_and_after_a_load(monkeypatch):
+    run, begun = start(), []
+    assert run.workers is None
+    run.begin_merges()
+    run._begun = False
+    monkeypatch.setattr(type(run), "workers", property(lambda self: SimpleNamespace(begin=lambda: begun.append(1))))
+    for _ in range(2):
+        run.begin_merges()
+    assert len(begun) == 1
+
+
+def test_a_bare_step_of_the_optimizer_is_refused():
+    run = start()
+    run.forward_backward(X, T)
+    with pytest.raises(ValueError, match=r"call run.optimizer_step\(\)"):
+        run.optimizer.step()
+    assert run.optimizer_step().taken
