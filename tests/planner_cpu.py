@@ -148,7 +148,7 @@ def draw(results: list[tuple[str, float, float]], path: Path) -> None:
 
 
 def section() -> str:
-    """The part of docs/planner.md, from what was measured last; "" if nothing was."""
+    """The part of docs/planner_accuracy.md, from what was measured last; "" if nothing was."""
     path = DOCS / "planner_cpu.json"
     if not path.is_file():
         return ""

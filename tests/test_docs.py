@@ -27,6 +27,7 @@ from examples.gpt.plan import build
 from examples.gpt.presets import PRESETS
 from mpcore.__main__ import main
 from mpcore.analysis.dry_run import dry_run
+from mpcore.analysis.report import WORDS
 from mpcore.command_line import find_object
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
@@ -132,6 +133,15 @@ def test_a_command_prints_what_its_page_shows(capsys, monkeypatch, tmp_path, pag
         assert said.err.startswith(printed)
     else:
         assert (status, said.out) == (0, printed)
+
+
+def test_the_page_on_the_planner_has_the_words_of_the_legend_and_the_errors_of_the_page_on_accuracy():
+    page, accuracy = ((DOCS / name).read_text() for name in ("planner.md", "planner_accuracy.md"))
+    for word, meaning in WORDS.items():
+        assert f"| {meaning}" in page.replace("`--explain ROW`", "--explain ROW"), word
+    left_out = re.findall(r"rows left out: \*\*([\d.]+)%", accuracy)
+    others = re.findall(r"mean absolute error ([\d.]+)%", accuracy)
+    assert re.findall(r"([\d.]+) %", page[page.index("The mean error is") :])[:6] == left_out + others
 
 
 def test_the_page_on_choosing_counts_a_model_of_65_billion():

@@ -29,6 +29,8 @@ from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore._torch.fake import fake_tensors
 from mpcore.analysis import plan
 from mpcore.analysis.__main__ import main as analysis
+from mpcore.analysis.calibrate import NAMES as SCALARS
+from mpcore.analysis.calibrate import NOISE, Run, errors_of, predict
 from mpcore.analysis.dry_run import Work, dry_run
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
@@ -37,6 +39,7 @@ from mpcore.analysis.peak import peak
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.plan import Progress, main, what_if
 from mpcore.analysis.report import LEGEND, draw, explain, table
+from mpcore.analysis.rows import Row
 from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.analysis.seconds import Seconds, _attention, _makespan, estimate
 from mpcore.analysis.state import state_bytes
@@ -391,15 +394,15 @@ def test_choices_are_all_combinations():
             list(choices([wrong]))
 
 
-def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys):
-    vary = ["--vary", "schedule=gpipe,1f1b", "--vary", "nothing=1,2", "--tp", "1,2", "--explain", "1"]
+def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
+    vary = ["--vary", "schedule=gpipe,1f1b", "--vary", "nothing=1,2", "--tp", "1,2"]
     more = ["--what-if", "bandwidth=2x", "--what-if", "memory=141e9", "--out", str(tmp_path / "plan.png")]
     main([BUILD, "--world", "4", *vary, *more])
     lines = capsys.readouterr().out.splitlines()
-    head = "4 ranks of h100: 74.5 GiB each, 2.8 of them in reserve, 8 a node"
+    head = "4 ranks of h100, 8 per node: 74.5 GiB each, of which 2.8 are a reserve"
     assert lines[0] == f"{head}; a model of {2 * D * D:,} parameters", "of the whole, not of a rank's shard"
     assert lines[1].split()[:4] == ["row", "tp", "pp", "dp"]
-    end = next(i for i, line in enumerate(lines) if line.startswith("the fastest"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("no other layout"))
     first = LEGEND.replace("UNIT", "MiB").splitlines()
     assert lines[end - len(first) : end] == first
     rows = lines[2 : end - len(first)]
@@ -413,7 +416,6 @@ def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys)
     assert set(alone) == {"--nothing 1"}, "there is no schedule on one pipeline rank"
     text = "\n".join(lines)
     assert "what if bandwidth=2x, memory=141e9:" in text
-    assert "ms per step (standard error" in text
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
@@ -434,6 +436,8 @@ def test_the_command_prints_what_fits_explains_it_and_draws_it(tmp_path, capsys)
         (["--world", "4", "--machine", "b200"], "the profile b200 is none of a100-80, h100, h200"),
         (["--world", "1", "--what-if", "speed=2x"], "--what-if speed=2x: 'speed' is none of peak"),
         (["--world", "1", "--explain", "2"], "--explain 2 is no row from 1 to 1"),
+        (["--world", "1", "--explain", "0"], "--explain 0 is no row from 1 to 1"),
+        (["--world", "4", "--memory", "1e-9", "--explain", "1"], "no layout fits"),
         ([], "a target and --world are needed"),
     ],
 )
@@ -441,6 +445,82 @@ def test_where_nothing_fits_it_says_so_and_fails(flags, message, capsys):
     with pytest.raises((ValueError, SystemExit)) as error:
         main([BUILD, *flags])
     assert message in f"{error.value} {capsys.readouterr().err}"
+
+
+def test_a_row_is_explained_and_trained_by_the_commands_below_the_table(capsys):
+    """The first command plans row 1 alone. A trainer has the flags that it knows, or there is no command."""
+    small = [
+        "--layers",
+        "1",
+        "--d-model",
+        "16",
+        "--heads",
+        "2",
+        "--d-ff",
+        "16",
+        "--seq-len",
+        "16",
+        "--micro-batch",
+        "1",
+    ]
+    flags = ["--world", "4", "--memory", "40", "--vary", "zero=1", "--tp", "2", "--pp", "1", *small]
+    main(["examples.gpt.plan:build", *flags])
+    head, _, row, *_, explained, trained = capsys.readouterr().out.splitlines()
+    words = explained.removeprefix("explain row 1: mpcore plan ").split()
+    assert words[:9] == ["examples.gpt.plan:build", "--world", "4", "--machine", "h100", "--memory", "40", "--tp", "2"]
+    main(words)
+    again, place, step, *parts, shown = capsys.readouterr().out.splitlines()
+    assert (again, place, shown) == (head, "row 1 of 1:", trained)
+    assert re.findall(r"[\d.]+", step)[0] == row.split()[5]
+    shares = [float(line.split("%")[0].split()[-1]) for line in parts if "%" in line]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    run = trained.removeprefix("train as row 1: torchrun --nproc-per-node 4 -m examples.gpt.pretrain ").split()
+    assert (parse(run).tp, parse(run).dp, parse(run).zero, parse(run).d_model) == (2, 2, 1, 16)
+    main(["examples.gpt.plan:build", *flags, "--vocab-size", "512"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("explain row 1: ")
+    main([BUILD, "--world", "16", "--pp", "1"])
+    assert "train" not in capsys.readouterr().out
+    main(["examples.gpt.plan:build", "--world", "16", "--tp", "1", "--pp", "1", *small, "--explain", "1"])
+    assert "train as row 1: srun -n 16 --ntasks-per-node 8 --gpus-per-node 8 python -m" in capsys.readouterr().out
+
+
+def test_the_error_of_a_difference_leaves_out_what_both_steps_share():
+    """Against steps that are computed with each rate changed by its error."""
+    rates = replace(load_machine("a100-80"), errors=dict.fromkeys(SCALARS, 0.01))
+    counter = Counter(build_gpt, share=True)
+    flags = ["--preset", "tiny", "--global-batch", "16", "--micro-batch", "2"]
+    layouts = [counter.layout(flags, **sizes) for sizes in ({"tp": 2, "dp": 2}, {"tp": 1, "dp": 4})]
+
+    def steps(changed: Machine) -> list[float]:
+        return [estimate(layout, changed).step for layout in layouts]
+
+    usual, apart = steps(rates), 0.0
+    for name in SCALARS:
+        a, b = steps(replace(rates, **{name: getattr(rates, name) * math.exp(0.01)}))
+        apart += math.log(a / usual[0] / (b / usual[1])) ** 2
+    runs = [Run(Row("", "", "", "", {}, (), None), layout) for layout in layouts]
+    first, second = (Estimate({}, (), seconds=predict(r, rates), errors=errors_of(r, rates)) for r in runs)
+    later, error = first.slower(second)
+    assert later == pytest.approx(usual[0] / usual[1] - 1)
+    assert (error * usual[1] / usual[0]) ** 2 == pytest.approx(apart + 2 * NOISE**2, rel=1e-3)
+    assert apart > 1e-6, "the two layouts depend on different rates"
+    assert first.slower(first) == (0, pytest.approx(math.sqrt(2) * NOISE)), "two runs of one layout vary"
+
+
+def test_rows_that_may_be_as_fast_are_named(monkeypatch, capsys):
+    """Row 3 is as sure as row 2, and slower by more than two standard errors; row 4 is less sure."""
+    errors = [(0.1, 0.0), (0.1, 0.0), (0.1, 0.0), (0.1, 0.1)]
+    found = [
+        Estimate({"tp": 1, "dp": i}, (), memory=i, seconds=Seconds(host=1 + i / 20), errors=e)
+        for i, e in enumerate(errors, start=1)
+    ]
+    monkeypatch.setattr(plan, "search", lambda *_: found)
+    main([BUILD, "--world", "4"])
+    assert "perhaps as fast as row 1, by two standard errors: rows 1, 2, 4; prefer" in capsys.readouterr().out
+    main([BUILD, "--world", "4", "--top", "1"])
+    text = capsys.readouterr().out
+    assert "rows 1, and 2 further down; prefer" in text
+    assert "no other layout is both faster and smaller than these: row 1\n" in text
 
 
 def test_one_command_line_runs_all_commands(capsys):
@@ -571,7 +651,7 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
     parameters = (
         2 * 257 * 16 + 4 * 16 * 16 + 4 * 3 * 16 * 16 + 4 * 16 + 3 * 16
     )  # ends, attention, experts, router, norms
-    assert first.endswith(f"8 a node; a model of {parameters:,} parameters")
+    assert first.endswith(f"of which 2.8 are a reserve; a model of {parameters:,} parameters")
     assert head.split()[:8] == ["row", "tp", "pp", "cp", "ep", "dp", "etp", "cp_inner"]
     assert line.split()[:8] == ["1", "2", "1", "4", "2", "1", "1", "2"]
     found = dry_run(build_gpt, flags, 0, True, **sizes, etp=1, cp_inner=2)

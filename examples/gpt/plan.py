@@ -73,7 +73,13 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
     )  # fmt: skip
 
 
-build = Model(outline)
+def trainer(arguments: list[str]) -> list[str] | None:
+    """Return the words after `python` that train with these flags, or None if one of `OWN` is among them."""
+    own, rest = OWN.parse_known_args(arguments)
+    return None if own != OWN.parse_args([]) else ["-m", "examples.gpt.pretrain", *rest]
+
+
+build = Model(outline, trainer)
 DEFAULTS = vars(parse([]))
 SPLITTING = ("zb", "zbv", "dualpipev")
 UNSHARED = ("global_batch", "schedule", "virtual_stages")  # what counts of a stage don't depend on

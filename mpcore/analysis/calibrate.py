@@ -315,11 +315,18 @@ def judge_sweep(timed: Sequence[Run], chosen: Sequence[Run], found: Fit) -> Swee
     return Sweep(tuple(chosen), found, errors, regrets)
 
 
+def errors_of(run: Run, machine: Machine) -> tuple[float, ...]:
+    """Return the relative error of a predicted step that one standard error of each scalar causes, with its sign.
+
+    A scalar that was never fitted has the standard deviation of its prior.
+    """
+    J = jacobian(features(run, machine)).tolist()
+    return tuple(j * machine.errors.get(name, SPREADS[name]) for j, name in zip(J, NAMES, strict=True))
+
+
 def uncertainty(run: Run, machine: Machine) -> float:
     """Return the relative standard error of a predicted step, from the errors of a machine's scalars.
 
-    The errors are taken as independent. A scalar that was never fitted has the standard deviation of its prior.
+    The errors are taken as independent.
     """
-    J = jacobian(features(run, machine))
-    errors = torch.tensor([machine.errors.get(name, SPREADS[name]) for name in NAMES], dtype=torch.float64)
-    return math.sqrt(float((J * errors).square().sum()) + NOISE**2)
+    return math.hypot(*errors_of(run, machine), NOISE)

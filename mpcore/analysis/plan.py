@@ -4,8 +4,8 @@
 --global-batch 1024 --wide` tries every mesh of 1,024 ranks with every choice of the usual flags.
 
 Memory, operators and messages are counted on fake tensors (`mpcore.analysis.layout`). The seconds are computed from
-these counts and the rates in a profile (`mpcore.analysis.seconds`, `mpcore calibrate`). docs/planner.md shows the error
-of the estimates.
+these counts and the rates in a profile (`mpcore.analysis.seconds`, `mpcore calibrate`). docs/planner_accuracy.md
+shows the error of the estimates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shlex
 import signal
 import sys
 import time
@@ -98,7 +99,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off")
     add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)} (takes minutes)")
     add("--top", type=int, default=20, help="lines to print (20)")
-    add("--explain", type=int, metavar="ROW", help="say where the seconds of a row of the table go")
+    add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
     add("--what-if", action="append", default=[], metavar="RATE=2x", help="also plan on a machine with another rate")
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
@@ -157,6 +158,42 @@ class Progress:
             print(f"\r[{bar:<30}] {progress}", end="\n" if done == self.of else "", file=sys.stderr, flush=True)
 
 
+def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> list[str]:
+    """Return lines that name the rows to choose from. `fits` are the layouts that fit, the fastest first."""
+
+    def named(rows: Sequence[int]) -> str:
+        below = f", and {sum(row > top for row in rows)} further down" if rows[-1] > top else ""
+        return f"row{'s' * (len(rows) > 1)} {', '.join(str(row) for row in rows if row <= top)}{below}"
+
+    if not fits:
+        return []
+    differences = [e.slower(fits[0]) for e in fits]
+    close = [row for row, (later, error) in enumerate(differences, start=1) if later <= 2 * error]
+    best = [fits.index(e) + 1 for e in frontier(fits, machine)]
+    return [
+        f"no other layout is both faster and smaller than these: {named(best)}",
+        f"perhaps as fast as row 1, by two standard errors: {named(close)}; prefer few axes, and memory to spare",
+    ]
+
+
+def _commands(args: argparse.Namespace, build: Build, row: int, e: Estimate, node: int) -> list[str]:
+    """Return a command that explains this layout, and one that trains it if the target has a trainer."""
+    words = ["mpcore", "plan", args.target, "--world", str(args.world), "--machine", args.machine]
+    for name in ("memory", "node"):
+        words += [] if getattr(args, name) is None else [f"--{name}", f"{getattr(args, name):g}"]
+    words += [f"--{name}" for name in ("unfused", "cpu") if getattr(args, name)]
+    for axis, size in e.sizes.items():
+        is_default = axis == "dp" or (axis in ("cp", "ep") and size == 1)
+        words += [] if is_default else [f"--{axis.replace('_', '-')}", str(size)]
+    lines = [f"explain row {row}: {shlex.join([*words, *e.arguments, *args.arguments])} --explain 1"]
+    flags = [*e.flags.split(), *args.arguments]
+    if isinstance(build, Model) and (program := build.trainer(flags)):
+        slurm = f"srun -n {args.world} --ntasks-per-node {node} --gpus-per-node {node} python"
+        launch = f"torchrun --nproc-per-node {args.world}" if args.world <= node else slurm
+        lines.append(f"train as row {row}: {launch} {shlex.join(program)}")
+    return lines if args.explain is None else lines[1:]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     args = _parse(argv)
@@ -174,35 +211,34 @@ def main(argv: list[str] | None = None) -> None:
     options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
     layouts = useful((cut, option) for option in options for cut in cuts)  # layouts with the same flags share counts
     counter = Counter(build, not args.cpu, share=True)
-    print(f"{args.world} ranks of {machine.name}: {machine.memory / 2**30:.1f} GiB each, "
-          f"{machine.reserve / 2**30:.1f} of them in reserve, {machine.node} a node"
+    print(f"{args.world} ranks of {machine.name}, {machine.node} per node: {machine.memory / 2**30:.1f} GiB each, "
+          f"of which {machine.reserve / 2**30:.1f} are a reserve"
           f"{_size_of_model(build, args.arguments, layouts)}")  # fmt: skip
     progress = Progress(len(layouts), machine, args.top)
+    progress.shown = args.explain is not None
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends the search as Ctrl-C does
     try:
         found = search(counter, machine, args.arguments, layouts, args.unfused, progress)
     finally:
         signal.signal(signal.SIGTERM, before)
     other = what_if(machine, args.what_if) if args.what_if else None
-    print(table(found, machine, args.top))
     fits = [e for e in found if e.fits(machine)]
-    if fits:
-        print(f"the fastest: {' '.join([fits[0].flags, *args.arguments])}")
-        rows = [fits.index(e) + 1 for e in frontier(found, machine)]
-        below = f", and {sum(row > args.top for row in rows)} further down" if rows[-1] > args.top else ""
-        shown = ", ".join(str(row) for row in rows if row <= args.top)
-        print(f"best choices, where no other layout is both faster and smaller: rows {shown}{below}")
+    row = 1 if args.explain is None else args.explain
+    if fits and not 1 <= row <= len(fits):
+        raise ValueError(f"--explain {row} is no row from 1 to {len(fits)}")
+    if fits and args.explain is not None:
+        lines = [f"row {row} of {len(fits)}:", explain(fits[row - 1], machine, args.arguments)]
+    else:
+        lines = [table(found, machine, args.top), *_rows_to_choose(fits, machine, args.top)]
+    lines += _commands(args, build, row, fits[row - 1], machine.node) if fits else []
+    print("\n".join(lines))
     if other is not None:
         again = [(e.sizes, e.arguments) for e in found if not e.refused]
         changed = search(counter, other, args.arguments, again, args.unfused)
         print(f"what if {', '.join(args.what_if)}:")
         print(table(changed, other, min(args.top, 5)))
-    if args.explain is not None:
-        if not 1 <= args.explain <= len(fits):
-            raise ValueError(f"--explain {args.explain} is no row from 1 to {len(fits)}")
-        print(explain(fits[args.explain - 1], machine, args.arguments))
     if args.ranks and fits:
-        draw_ranks(machine.node, args.ranks, **fits[(args.explain or 1) - 1].sizes)
+        draw_ranks(machine.node, args.ranks, **fits[row - 1].sizes)
     if args.out and fits:
         draw(found, machine, args.out)
     if found and all(e.refused for e in found):

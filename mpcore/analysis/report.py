@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,24 @@ from mpcore.analysis.seconds import Seconds
 from mpcore.pipeline.draw import matplotlib_part
 
 COMPUTE = ("products", "attention")
-LEGEND = """\
-UNIT: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
-AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest.
-flags: what a row adds to the flags of its mesh and of this command; flags that neither names have their defaults."""
+WORDS = {
+    "UNIT": "of the fullest rank, without the reserve",
+    "+-": "standard error of the step; most of it is common to all rows",
+    "slower": "than row 1, +- the standard error of this difference",
+    "compute": "matrix products and attention",
+    "not compute": "the three largest other parts; --explain ROW prints all parts",
+    "operators": "all other kernels",
+    "AXIS sent": "communication over an axis that computation doesn't hide",
+    "bubble": "waiting for other pipeline ranks",
+    "host": "kernel launches and small shapes",
+    "optimizer": "the optimizer's step",
+    "cluster": "stragglers, jitter, and what isn't modeled",
+    "flags": "what a row adds to the sizes of its mesh and to the flags of this command",
+}
+"""The words of the table, and what each means."""
+LEGEND = textwrap.fill(
+    " ".join(f"{word}: {meaning}.".replace(" ", "\0") for word, meaning in WORDS.items()), 118, break_on_hyphens=False
+).replace("\0", " ")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = "osD^vP*X"
 
@@ -25,6 +40,11 @@ MARKERS = "osD^vP*X"
 def _clock(seconds: float) -> tuple[str, float]:
     """Return the unit in which a time is printed, s or ms, and how many of the unit a second has."""
     return ("s", 1.0) if seconds >= 0.1 else ("ms", 1e3)
+
+
+def _meaning(part: str) -> str:
+    """Return what a part of the step is, or "" if its name says it."""
+    return WORDS.get("AXIS sent" if part.endswith(" sent") else part, "")
 
 
 def why(seconds: Seconds) -> str:
@@ -48,12 +68,14 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
     second, clock = _clock(fits[0].step if fits else 1.0)
     if fits:
         head = "".join(f"{a:>{wide[a]}}" for a in axes)
-        lines.append(f"row{head} {unit:>7} {f'step, {second}':>9} {'+-':>4} {'compute':>8}  {'not compute':<44} flags")
+        numbers = f"{unit:>7} {f'step, {second}':>9} {'+-':>4} {'slower':>11} {'compute':>8}"
+        lines.append(f"row{head} {numbers}  {'not compute':<44} flags")
     for i, e in enumerate(fits[:top], start=1):
         assert e.seconds is not None
         compute = sum(e.seconds.parts()[name] for name in COMPUTE) / e.step
         cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
-        numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {compute:>8.1%}"
+        later = "{:.0%} +- {:.0%}".format(*e.slower(fits[0])) if i > 1 else ""
+        numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {later:>11} {compute:>8.1%}"
         lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
     if fits:
         lines.append(LEGEND.replace("UNIT", unit))
@@ -89,12 +111,12 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     step, memory = e.step * clock, e.memory / UNITS[unit]
     lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), {memory:.1f} {unit}"]
     lines += [
-        f"  {name:<16}{part * clock:>10.3f} {second} {part / e.step:>7.1%}"
+        f"  {name:<16}{part * clock:>10.3f} {second} {part / e.step:>7.1%}  {_meaning(name)}".rstrip()
         for name, part in e.seconds.parts().items()
         if part
     ]
     free = machine.memory - machine.reserve - e.memory
-    lines.append(f"  {free / 2**30:.1f} GiB are free, besides {machine.reserve / 2**30:.1f} in reserve")
+    lines.append(f"  {free / 2**30:.1f} GiB are free, besides the reserve of {machine.reserve / 2**30:.1f} GiB")
     lines.append(f"  flags: {' '.join([e.flags, *given])}")
     return "\n".join(lines)
 

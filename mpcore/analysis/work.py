@@ -190,9 +190,16 @@ def plan_of(schedule: str, ranks: int, micro_batches: int, virtual_stages: int |
 
 @dataclass(frozen=True)
 class Model:
-    """A `Build` that can describe its layout first: `outline(mesh, arguments)` returns an `Outline`."""
+    """A `Build` that can describe its layout first.
+
+    Attributes:
+        outline: `outline(mesh, arguments)` returns an `Outline`.
+        trainer: `trainer(arguments)` returns the words after `python` that train with these arguments, or None if no
+            program accepts them.
+    """
 
     outline: Callable[[Mesh, list[str]], Outline]
+    trainer: Callable[[list[str]], list[str] | None] = lambda arguments: None
 
     def __call__(self, mesh: Mesh, arguments: list[str]) -> Work:
         """Build all stages of the mesh's rank."""

@@ -1,4 +1,4 @@
-"""Make docs/planner.md: `python -m tests.planner_page --write docs/planner.md`."""
+"""Make docs/planner_accuracy.md: `python -m tests.planner_accuracy --write docs/planner_accuracy.md`."""
 
 # ruff: noqa: E501  (lines of the page are as long as those of other pages)
 
@@ -19,7 +19,6 @@ from mpcore.analysis.layout import Counter
 from mpcore.analysis.machine import Machine, load_machine
 from mpcore.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
 from mpcore.analysis.seconds import estimate
-from mpcore.analysis.state import state_table
 from tests.planner_cpu import SUGGESTED
 from tests.planner_cpu import section as cpu_section
 
@@ -39,145 +38,16 @@ LAYOUTS = [
     ("1T", f"{GPT} --layers 128 --d-model 25600 --heads 160 --global-batch 3072 --recompute full",
      {"tp": 8, "pp": 64, "dp": 6}),
 ]  # fmt: skip
-HEAD = """# The planner: which layouts fit, and how long a step takes
+HEAD = """# How accurate the planner is
 
-`mpcore plan` lists the layouts of a model that fit a machine, the fastest first. It runs on one CPU core and allocates no weights. This page shows how
-to plan, what the printed table means, and how long planning takes. Then it compares the predictions with real runs.
+This page compares the predictions of [`mpcore plan`](planner.md) with real runs: published runs of other libraries, and runs of two CPU ranks. It also
+compares planned with measured memory, and says how long planning takes.
 
-`python -m tests.planner_page --write docs/planner.md` wrote this page. Don't edit it by hand.
-
-## Plan
-
-```console
-$ mpcore plan examples.gpt.plan:build --world 16 --machine h100 --preset llama3-8b --seq-len 4096 \\
-    --micro-batch 1 --global-batch 64 --dtype bfloat16 --tp 1,2 --pp 1 --vary zero=1,3
-16 ranks of h100: 74.5 GiB each, 2.8 of them in reserve, 8 a node; a model of 8,030,261,248 parameters
-row  tp  pp  dp     GiB   step, s   +-  compute  not compute                                  flags
-  1   1   1  16    70.8     1.424  13%    81.5%  operators 14%, cluster 3%, host 1%           --zero 1
-  2   2   1   8    40.3     1.543  13%    75.2%  operators 16%, tp sent 4%, cluster 3%        --zero 1
-  3   1   1  16    30.2     1.640  14%    70.8%  operators 24%, cluster 3%, dp sent 2%        --zero 3
-  4   2   1   8    20.9     1.805  14%    64.3%  operators 25%, tp sent 3%, cluster 3%        --zero 3
-GiB: of the fullest rank. +-: standard error. compute: matrix products and attention. operators: other kernels.
-AXIS sent: messages that nothing hides. bubble: waits for pipeline ranks. host: launches. cluster: all the rest.
-flags: what a row adds to the flags of its mesh and of this command; flags that neither names have their defaults.
-the fastest: --dp 16 --zero 1 --preset llama3-8b --seq-len 4096 --micro-batch 1 --global-batch 64 --dtype bfloat16
-best choices, where no other layout is both faster and smaller: rows 1, 2, 3, 4
-```
-
-`--world` is the number of GPUs. `--machine` names a *profile*, a JSON file with the rates of one kind of machine. `--tp`, `--pp` and `--vary` limit
-what the planner tries. All other flags are flags of the model.
-
-- The planner runs each stage of a layout on fake tensors, which have shapes but no data, with the operators that a GPU runs. It counts what a rank
-  holds, computes and sends.
-- It estimates the seconds per step from these counts and from the profile's rates. The profile has the source of each rate.
-
-More commands; `..` stands for the target and the flags above:
-
-```sh
-mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16 \\
-    --global-batch 1024 --wide --out plan.png                     # all sizes, many flags, and a picture
-mpcore plan .. --explain 1                                        # where the seconds and the memory of row 1 go
-mpcore plan .. --ranks ranks.png                                  # which rank is on which GPU of which node, as a picture
-mpcore plan .. --what-if bandwidth=2x --what-if memory=141e9      # the same on another machine
-mpcore plan --fit 65e9 --dp 64                                    # the model's state by arithmetic, without a model
-mpcore calibrate runs.csv --machine h100 --out mine.json          # fit a profile to your runs
-mpcore plan .. --machine mine.json                                # plan with this profile
-mpcore calibrate candidates.csv --machine h100 --suggest 4        # which runs to measure first
-```
-
-## What the table shows
-
-| word | what it is |
-|---|---|
-| GiB | the most bytes that any rank holds at any time, without the machine's reserve |
-| step, s | seconds per step: the sum of compute and all other parts |
-| +- | the relative standard error of the step, from the standard errors of the profile's rates |
-| compute | the share of the step in matrix products and attention |
-| not compute | the largest other parts of the step |
-| operators | all other kernels, such as norms, activations and the loss: their bytes over the bandwidth that kernels reach |
-| tp sent, dp sent, .. | collectives over an axis that computation doesn't hide; `ends` is the axis of the first and the last stage, which share tied embeddings |
-| bubble | waiting for other pipeline ranks, and for their messages |
-| host | kernel launches, and what small shapes lose: `tau` seconds per block and micro-batch |
-| optimizer | the optimizer's step |
-| cluster | stragglers, jitter, and everything that the planner doesn't model: the profile's factor `cluster`, such as 1.03, multiplies the sum of all other parts |
-
-- The best choices are the layouts that no other layout beats in both time and memory.
-- "Needs at least" is a lower bound from the sizes alone: the planner did not count this layout, because the bound doesn't fit.
-- The planner leaves out flags that change nothing on a mesh, such as a schedule on one pipeline rank.
-
-## The model to plan
-
-The target, such as `examples.gpt.plan:build`, is `module:function`. There are three kinds:
-
-- The example's GPT: `examples.gpt.plan:build` with a [preset](start.md#choose-a-layout-for-16-gpus) or sizes.
-- A Hugging Face model: `examples.gpt.plan:build --init-from-hf FOLDER` reads the sizes from the folder's config.json.
-- Your own model: the planner calls your function as `work(mesh, arguments)`, and the function returns an `mpcore.analysis.Work`, which describes what
-  this rank runs. [The first hour](start.md#choose-a-layout-for-16-gpus) makes it in one call of `mpcore.analysis.make_work`, for one pipeline stage.
-
-With several pipeline stages, make the `Work` of the stages that this rank holds. Save this as `stages.py`, and run `mpcore plan stages:work --world 16`:
-
-```python
-import torch
-from torch import Tensor, nn
-
-import mpcore as mp
-from mpcore.analysis import Work, dry_run
-from mpcore.pipeline.schedules import find_schedule
-from mpcore.training import lay_out
-
-D, BLOCKS, MICRO_BATCHES = 64, 8, 4
-
-
-class Stage(nn.Module):  # the blocks that one pipeline rank holds, named by their numbers in the unsharded model
-    def __init__(self, mesh: mp.Mesh) -> None:
-        super().__init__()
-        mine = mp.partition([1.0] * BLOCKS, mesh.pp.size)[mesh.pp.rank]
-        self.blocks = nn.ModuleDict({str(i): mp.ParallelMLP(D, 4 * D, tp=mesh.tp) for i in mine})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks.values():
-            x = x + block(x)
-        return x
-
-
-def work(mesh: mp.Mesh, arguments: list[str]) -> Work:
-    with torch.device("meta"):
-        stage = Stage(mesh)
-    lay_out(
-        [stage], mesh, list(stage.blocks.values()), seed=0, initialize=False, compile=None, data=mp.Zero(1),
-        precision=mp.Precision("float32"), recompute=mp.Recompute("none"),
-    )  # fmt: skip
-    schedule = find_schedule("1f1b", mesh.pp.size, MICRO_BATCHES)
-    return Work([stage], schedule, inputs=lambda i: ((torch.empty(8, 32, D),), {}), loss=torch.sum)
-
-
-assert dry_run(work, tp=2, pp=1).parameters == 2 * dry_run(work, tp=2, pp=2).parameters
-```
-
-`inputs(i)` returns the arguments `(args, kwargs)` of the i-th stage in the list, for one micro-batch. The planner runs all blocks of all stages of a
-`Work`. If your model is large, return an `mpcore.analysis.Model`: it describes the blocks of each stage first, and the planner then runs only stages of
-one and two blocks.
+`python -m tests.planner_accuracy --write docs/planner_accuracy.md` wrote this page. Don't edit it by hand.
 """
-ROWS = """
-## Fit a profile to your runs
+COLUMNS = """## The columns of a run
 
-`mpcore calibrate` fits six rates of a profile to runs whose time per step is known:
-
-| rate | what it is |
-|---|---|
-| `e_gemm` | the share of the GPU's peak that matrix products reach |
-| `e_hbm` | the share of the memory's bandwidth that other kernels reach |
-| `x_tp` | the share of the communication over tp, cp and ep that computation doesn't hide |
-| `x_dp` | the same for the communication over data-parallel ranks |
-| `tau` | the seconds that a block and micro-batch take in addition: kernel launches, small shapes |
-| `cluster` | the factor for everything else |
-
-A run is a folder that `examples.gpt.pretrain` wrote, or a row of a JSON list, or a row of a CSV file with the same columns:
-
-```json
-[{"name": "8B", "set": "mine", "machine": "h100", "gpus": 8, "tp": 1, "cp": 2, "preset": "llama3-8b",
-  "dtype": "bfloat16", "micro_batch": 1, "batch": 128, "seconds": 12.78}]
-```
+A run for `mpcore calibrate` is a row of a CSV file or of a JSON list. "The target" is the function that makes the model.
 
 | column | what it is |
 |---|---|
@@ -195,10 +65,33 @@ With B samples per step, sequence length s, L layers, width h and V words, `plai
 
 Presets for such rows are `megatron-gpt` (GELU, layer norm, learned positions, biases, tied embeddings), `megatron-gpt-rope`, the llamas and
 `nemotron4-15b`. If a row can't be read, or its layout is refused, the error names the row and the column.
+
+## The rates that are fitted
+
+| rate | what it is |
+|---|---|
+| `e_gemm` | the share of the GPU's peak that matrix products reach |
+| `e_hbm` | the share of the memory's bandwidth that other kernels reach |
+| `x_tp` | the share of the communication over tp, cp and ep that computation doesn't hide |
+| `x_dp` | the same for the communication over data-parallel ranks |
+| `tau` | the seconds that a block and micro-batch take in addition: kernel launches, small shapes |
+| `cluster` | the factor for everything else |
+
+## What the planner doesn't model
+
+- Stragglers, failures, the network's topology above a node, evaluation, checkpoints and data loading.
+- Offload, `--compile`, and the link to the host.
+- Overlap is a fixed share of the communication (`x_tp`, `x_dp`), not a simulation. If communication takes longer than the compute that hides it, a run
+  takes longer than planned.
+- Matrix products of all sizes have one rate. Attention has the profile's rate, which is for head dimension 128.
+- With windows and packed documents the planner counts half of the pairs of tokens, as for a causal mask.
 """
-SEARCH = """The search over 1,024 GPUs [above](#plan) tries 1,224 layouts. On 2026-11-25 it took 293 CPU seconds on a busy machine of two cores; at that time it
-also tried 144 layouts with flags that change nothing on their mesh. The search skips a layout if arithmetic shows that it doesn't fit, and larger
-micro-batches if a smaller one doesn't fit."""
+SEARCH = """The command for 1,024 GPUs on [the planner's page](planner.md#more-commands) tries 1,224 layouts. On 2026-11-25 it took 293 CPU seconds on a busy
+machine of two cores; at that time it also tried 144 layouts with flags that change nothing on their mesh. The search skips a layout if arithmetic shows
+that it doesn't fit, and larger micro-batches if a smaller one doesn't fit.
+
+Counts are linear in the blocks of a stage: each kind of stage is run with one and two blocks. `tests/test_layout.py` compares all counts with the counts of
+full runs, integer for integer. Only the peaks within operators are maxima instead of sums; they agree within 4 %."""
 HALVES = """BigScience searched for the layout of its model with 176 billion parameters, on 384 A100 of the cluster Jean Zay. "Line N" is a line of
 [its chronicle](https://github.com/bigscience-workshop/bigscience/blob/master/train/tr11-176B-ml/chronicles-prequel.md).
 
@@ -219,16 +112,6 @@ HALVES = """BigScience searched for the layout of its model with 176 billion par
   these costs: line 775 took 113.0 s for a batch of 1,568, and line 776 took 114.1 s for a batch of 2,048. The second leaves line 775 out.
 - The last row shows what choices would cost a planner without any error. It takes the fitted times as true and varies each run by 1 %, as repeated runs
   of one layout vary. It also lengthens some runs, as often and as far as the lines named below the table took longer.
-"""
-LIMITS = """
-## What the planner doesn't model
-
-- Stragglers, failures, the network's topology above a node, evaluation, checkpoints and data loading.
-- Offload, `--compile`, and the link to the host.
-- Overlap is a fixed share of the communication (`x_tp`, `x_dp`), not a simulation. If communication takes longer than the compute that hides it, a run
-  takes longer than planned.
-- Matrix products of all sizes have one rate. Attention has the profile's rate, which is for head dimension 128.
-- With windows and packed documents the planner counts half of the pairs of tokens, as for a causal mask.
 """
 PUBLISHED_TEXT = """How good are the predictions? The rows come from four sources: Megatron-LM's paper (SC'21, table 1), NVIDIA's DGX Cloud benchmarks 25.02 (DGXC), the
 README of Megatron-Core 0.8 (MCore), and BigScience. `mpcore calibrate published` fits the
@@ -441,21 +324,16 @@ def page() -> str:
     return "\n".join(
         [
             HEAD,
-            "## How long planning takes\n",
-            "The table shows the CPU seconds of one core for one layout, first with an empty cache (cold), then a second time (warm). In a search layouts share counts.\n",
-            speed(),
-            "\n" + SEARCH,
-            "\nCounts are linear in the blocks of a stage: each kind of stage is run with one and two blocks. `tests/test_layout.py` compares all "
-            "counts with the counts of full runs, integer for integer. Only the peaks within operators are maxima instead of sums; they agree within 4 %.",
-            ROWS,
-            LIMITS.lstrip(),
             "## Published runs\n",
             PUBLISHED_TEXT,
             published(),
             cpu_section(),
             NOTES.lstrip(),
-            "## The state of a model of 65 billion parameters\n",
-            f"`mpcore plan --fit 65e9 --dp 64`, from arithmetic:\n\n```text\n{state_table(65e9, [64])}\n```",
+            COLUMNS,
+            "## How long planning takes\n",
+            "The table shows the CPU seconds of one core for one layout, first with an empty cache (cold), then a second time (warm). In a search layouts share counts.\n",
+            speed(),
+            "\n" + SEARCH,
             "",
         ]
     )
