@@ -108,7 +108,8 @@ def test_the_page_on_finetuning_has_the_same_losses_and_weights_on_a_mesh(ranks,
             torch.testing.assert_close(merged, weight, rtol=1e-4, atol=1e-6)
 
 
-PROGRAMS = {"start.md": ("first", "layouts"), "verify.md": ("mine",)}  # files that a page has the reader save
+# files that a page has the reader save
+PROGRAMS = {"launch.md": ("train",), "start.md": ("first", "layouts"), "verify.md": ("mine",)}
 
 
 def commands() -> list:
@@ -293,7 +294,7 @@ def test_the_program_for_slurm_saves_when_a_signal_comes_and_resumes(tmp_path, m
     train(mesh, 6, "whole")
     whole = capsys.readouterr().out.splitlines()
 
-    def signalled(step: int, share: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def signalled(step: int, share: range) -> dict[str, torch.Tensor]:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return batch(step, share)
@@ -352,8 +353,8 @@ def saved(request, tmp_path, monkeypatch):
     """The files of a page in the working folder, and ranks as threads for `mpcore verify`."""
     page = request.param
     blocks = python_blocks(page)
-    if page == "verify.md":
-        (tmp_path / "mine.py").write_text("\n".join(blocks))
+    if page != "start.md":
+        (tmp_path / f"{PROGRAMS[page][0]}.py").write_text("\n".join(blocks))
     else:
         first, look, layouts = blocks
         (tmp_path / "first.py").write_text(first)

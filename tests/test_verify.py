@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import re
+import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -309,6 +311,21 @@ def test_of_a_hang_the_ranks_that_had_finished_are_named_too():
     late = f'{LATE}\n  File "m.py", line 7 in forward'
     said = what_happened(f"--- rank 1 of 4\n{late}\n--- rank 2 of 4\n{late}", 3)
     assert re.match("not done after 3 seconds: rank 1 in .*; rank 2 in .*; rank 0, 3 had finished. If no", said)
+
+
+def test_a_batch_that_needs_arguments_is_refused(monkeypatch, capsys):
+    def batch(step: int, share: range = range(4)) -> dict:
+        raise AssertionError
+
+    module = ModuleType("needy")
+    vars(module).update(build=models.Mixer, batch=batch)
+    monkeypatch.setitem(sys.modules, "needy", module)
+    assert main(["needy:build"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "mpcore verify: error: needy:batch can't be called without arguments (missing a required argument: 'step'): "
+        "give each argument a default, such as batch(step=0)"
+    )
 
 
 def test_what_doesnt_run_is_said(ranks):

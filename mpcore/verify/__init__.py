@@ -6,7 +6,7 @@ The module `package.module` must have:
 
 - `build(mesh)`, which returns the model. For pp it returns the stage of `mesh.pp.rank`. Each parameter has its name in
   the unsharded model, a tied parameter its first name. For sp, `build` needs an argument `sequence_parallel`.
-- `batch()`, which returns a dict with "x" and "target".
+- `batch`, called without arguments, which returns a dict with "x" and "target".
 - If needed, `loss(output, target, mesh)` or `loss(output, target)`. It returns a sum, not a mean.
 
 Each rank imports the module in a process of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="mpcore verify",
         description="Compare a model under each layout with itself on one process: what it returns in training and in "
         "eval(), loss, gradients, and parameters and persistent buffers after a step. Write build as a def at module "
-        'level, which other processes import. The module also has batch(), a dict with "x" and "target", and if '
+        "level, which other processes import. The module also has batch, called without arguments: it returns a dict "
+        'with "x" and "target". And if '
         "needed loss(output, target, mesh), a sum. For pp build(mesh) returns the "
         "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
         examples=[
@@ -74,10 +76,18 @@ def find(name: str) -> tuple:
     """Return the builder, the batch and the loss for `package.module:build`. The loss may be None.
 
     Raises:
-        ValueError: if the module can't be imported, or has no such builder or no `batch`.
+        ValueError: if the module can't be imported, or has no such builder or no `batch`, or if `batch` can't be called
+            without arguments.
     """
     module_name, _, function = name.partition(":")
     build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
+    try:
+        inspect.signature(batch).bind()
+    except TypeError as missing:
+        raise ValueError(
+            f"{module_name}:batch can't be called without arguments ({missing}): give each argument a default, such as "
+            f"batch(step=0)"
+        ) from None
     return build, batch(), getattr(sys.modules[module_name], "loss", None)
 
 

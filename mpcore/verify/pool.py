@@ -6,6 +6,7 @@ be importable: a function at the top level of a module.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -204,10 +205,11 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
 def imported_caches() -> list[Any]:
     """Return the caches of the modules that this process has imported.
 
-    The garbage collector skips them from then on.
+    The garbage collector skips all objects that exist now, until the process exits.
     """
     caches = mesh_caches()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise Triton 3.9 prints 29 lines "nanobind: leaked ..", after the command's last
     return caches
 
 
