@@ -1,0 +1,505 @@
+"""Sizes, places, groups and joining a world: by hand, without a rank or on simulated ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpcore as mp
+from mpcore.mesh import guard, launch, layout, rendezvous
+from mpcore.mesh import log as of_log
+from mpcore.mesh.axis import Axis, Mesh
+from mpcore.mesh.build import virtual_degrees
+from mpcore.mesh.launch import Launch, read_launch
+from mpcore.mesh.rendezvous import enter_world, join_world, meet, open_store, start_world
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_axis_is_known_by_its_group_or_by_role_size_and_rank():
+    group: Any = SimpleNamespace(size=lambda: 4, group_name="g")
+    axis = Axis(4, 1, group, role="tp")
+    assert (axis.name, axis.group_name, axis.key, axis.order) == ("tp", "g", ("g",), ("tp", "g"))
+    assert Axis(4, 1, group, "other", role="tp") == axis, "a name is no identity"
+    alone = Axis(4, 1, role="tp")
+    assert (alone.key, alone.order, alone.group_name) == (("tp", 4, 1), ("tp", ""), "")
+    assert Axis().name == "axis"
+    assert [Axis(2, 0, virtual=8).pieces, Axis(8, 0, virtual=8).pieces, Axis(2).pieces] == [4, 1, 0]
+    for size in (3, 5):
+        with pytest.raises(ValueError, match=f"the tp axis has size {size}, but its process group has 4 ranks"):
+            Axis(size, 0, group, role="tp")
+
+
+def test_a_mesh_lists_its_axes_and_prints_those_that_are_cut():
+    names = ["tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world", "workers", "job"]
+    mesh = Mesh(tp=Axis(2, 1), ep=Axis(4))
+    assert list(mesh.axes) == names
+    assert all(axis.role == name for name, axis in Mesh().axes.items())
+    assert repr(mesh) == "Mesh(tp=2, ep=4)"
+    assert str(Mesh(workers=Axis(3, 2))).startswith("worker 2 of 3: mesh of 1 ranks on cpu")
+    assert str(Mesh()).startswith("mesh of 1 ranks on cpu")
+    assert Mesh().device == torch.device("cpu")
+    before = time.time_ns()
+    assert before <= Mesh().made_ns <= time.time_ns()
+
+
+def test_a_block_closes_its_mesh_unless_it_raised(monkeypatch):
+    closed: list = []
+    monkeypatch.setattr(Mesh, "close", lambda self: closed.append(self))
+    mesh = Mesh()
+    with mesh as inner:
+        assert inner is mesh
+    assert closed == [mesh]
+    with pytest.raises(LookupError), mesh:
+        raise LookupError
+    assert closed == [mesh]
+
+
+def held() -> tuple[int, bool]:
+    on = mp.build_mesh(tp=2, device_type="cpu")
+    groups = {axis.group for axis in on.axes.values()} - {None, on.job.group}
+    names = [group.group_name for group in on._held]
+    return len(on._held), names == sorted(group.group_name for group in groups if group is not None)
+
+
+def test_a_mesh_holds_each_group_once_but_the_jobs():
+    assert mp.simulate(held, ranks=4) == [(2, True)] * 4
+
+
+# --- sizes and ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("virtual", "sizes", "want"), [
+    (0, {}, {}), ((0, 0), {}, {}), (4, {"tp": 2, "dp": 4}, {"tp": 4, "dp": 4, "data": 4, "edp": 4}),
+    ((2, 8), {"tp": 2}, {"tp": 2, "dp": 8, "data": 8, "edp": 8}), (1, {}, {"tp": 1, "dp": 1, "data": 1, "edp": 1}),
+    ((8, 0), {}, "virtual degree 0 of dp, of size 1"), ((0, 8), {}, "virtual degree 0 of tp, of size 1"),
+    (6, {}, "virtual degree 6 of tp, of size 1"), (-2, {}, "virtual degree -2 of tp"),
+    (4, {"tp": 8}, "virtual degree 4 of tp, of size 8"), ((4, 2), {"dp": 4}, "virtual degree 2 of dp, of size 4"),
+    (4, {"cp": 2}, "don't go with cp 2: take cp 1"), (4, {"ep": 2}, "don't go with ep 2"),
+    (4, {"workers": 2}, "don't go with workers 2"), (0, {"cp": 2}, {}),
+])  # fmt: skip
+def test_virtual_degrees_are_powers_of_two_that_sizes_divide(virtual, sizes, want):
+    every = dict.fromkeys(("tp", "dp", "cp", "ep", "workers"), 1) | sizes
+    if isinstance(want, dict):
+        assert virtual_degrees(virtual, every) == want
+    else:
+        with pytest.raises(ValueError, match=want):
+            virtual_degrees(virtual, every)
+
+
+def degrees() -> dict[str, int]:
+    on = mp.build_mesh(tp=2, virtual=(2, 4), device_type="cpu")
+    return {name: axis.virtual for name, axis in on.axes.items() if axis.virtual}
+
+
+def test_a_mesh_has_its_virtual_degrees():
+    want = {"tp": 2, "dp": 4, "edp": 4, "data": 4}
+    assert mp.simulate(degrees, ranks=4) == [want] * 4
+    alone = mp.build_mesh(virtual=(2, 4), device_type="cpu")
+    assert {name: axis.virtual for name, axis in alone.axes.items() if axis.virtual} == want
+    with pytest.raises(ValueError, match="virtual degree 3 of tp"):
+        mp.build_mesh(virtual=3, device_type="cpu")
+
+
+def test_workers_are_worlds_of_consecutive_ranks():
+    assert [layout.worker_size(12, workers) for workers in (1, 2, 3, 12)] == [12, 6, 4, 1]
+    for wrong in (0, 5, 2.0, True, -1):
+        with pytest.raises(
+            ValueError, match=f"workers {wrong} do not divide the world size 12 into equal parts: take one"
+        ):
+            layout.worker_size(12, wrong)  # type: ignore[arg-type]
+    found = layout.for_workers({"tp": [[0, 1], [2, 3]], "ends": []}, 8, 2)
+    assert found == {
+        "tp": [[0, 1], [2, 3], [4, 5], [6, 7]], "ends": [], "world": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "workers": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    }  # fmt: skip
+
+
+def test_levels_of_cp_are_neighbours_within_and_strides_without():
+    found = layout.level_ranks([[0, 2, 4, 6], [1, 3, 5, 7]], 2)
+    assert found == {"cp_outer": [[0, 4], [2, 6], [1, 5], [3, 7]], "cp_inner": [[0, 2], [4, 6], [1, 3], [5, 7]]}
+    assert layout.level_ranks([[0, 1, 2]], 3) == {"cp_outer": [[0], [1], [2]], "cp_inner": [[0, 1, 2]]}
+    for inner in (0, -1, 2, 4):
+        with pytest.raises(ValueError, match=f"cp_inner {inner} does not divide cp 3: take one of 1, 3"):
+            layout.level_ranks([[0, 1, 2]], inner)
+    assert layout.divisors(12) == "take one of 1, 2, 3, 4, 6, 12"
+
+
+def test_a_large_mesh_is_drawn_in_short():
+    def cells(**sizes: int) -> list[str]:
+        return layout.layout_table(**sizes).splitlines()[1:]  # type: ignore[arg-type]
+
+    assert cells(dp=5)[0].count("|") == 5
+    assert cells(dp=6) == ["  stage 0 | dp 0: 0 | dp 1: 1 | dp 2: 2 | .. | dp 5: 5"]
+    assert cells(tp=5) == ["  stage 0 | dp 0: 0 1 2 3 4"]
+    assert cells(tp=6) == ["  stage 0 | dp 0: 0 1 2 .. 5"]
+    assert len(cells(pp=8)) == 8
+    assert [line.split(" |")[0] for line in cells(pp=9)] == [*(f"  stage {i}" for i in range(4)), "  ..", "  stage 8"]
+    head = layout.layout_table(ep=2, dp=4, etp=1, tp=2, device_type="cuda").splitlines()[0]
+    assert head == "mesh of 8 ranks on cuda: pp 1 x dp 4 x cp 1 x tp 2, ep 2, etp 1"
+
+
+def twins(sizes: dict[str, int]) -> dict[str, bool]:
+    on = mp.build_mesh(device_type="cpu", **sizes)
+    pairs = (("data", "dp"), ("etp", "tp"), ("edp", "data"))
+    return {a: on.axes[a].group is on.axes[b].group for a, b in pairs}
+
+
+@pytest.mark.parametrize(("sizes", "same"), [
+    ({"tp": 2, "dp": 2}, {"data": True, "etp": True, "edp": True}),
+    ({"cp": 2, "dp": 2}, {"data": False, "etp": True, "edp": True}),
+    ({"dp": 4, "ep": 2}, {"data": True, "etp": True, "edp": False}),
+    ({"tp": 2, "dp": 2, "etp": 1}, {"data": True, "etp": False, "edp": False}),
+    ({"dp": 4, "etp": 2}, {"data": True, "etp": False, "edp": False}),
+])  # fmt: skip
+def test_axes_of_the_same_ranks_share_their_group(sizes, same):
+    assert mp.simulate(twins, sizes, ranks=4) == [same] * 4
+
+
+def worlds() -> tuple[Any, ...]:
+    on = mp.build_mesh(workers=2, dp=2, device_type="cpu")
+    assert on.device_mesh is not None
+    return ((on.job.size, on.job.rank), (on.world.size, on.world.rank), (on.workers.size, on.workers.rank),
+            on.device_mesh.mesh_dim_names, on.world.role, on.job.role)  # fmt: skip
+
+
+def test_each_worker_has_a_world_of_its_own():
+    names = ("workers", "pp", "dp", "cp", "tp")
+    assert mp.simulate(worlds, ranks=4) == [
+        ((4, rank), (2, rank % 2), (2, rank // 2), names, "world", "job") for rank in range(4)
+    ]
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def test_a_world_of_one_by_its_variables_is_no_world():
+    assert read_launch(ALONE) == read_launch({"WORLD_SIZE": "1"}) == read_launch({}) == Launch()
+    assert Launch() == Launch(0, 1, 0, 1, "", 0, "", "", False, 0)
+
+
+def test_the_rank_that_keeps_the_store():
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
+    assert read_launch(told).keeps_store
+    assert not read_launch({**told, "RANK": "1"}).keeps_store
+    elastic = {**told, "TORCHELASTIC_RUN_ID": "x"}
+    assert read_launch(elastic).keeps_store
+    assert not read_launch({**elastic, "TORCHELASTIC_USE_AGENT_STORE": "True"}).keeps_store
+    assert read_launch({**told, "LOCAL_RANK": "0"}).local_size == 1
+    found = read_launch({**told, "RANK": "1", "LOCAL_RANK": "1"})
+    assert (found.local_rank, found.local_size) == (1, 2), "as many as there must be"
+    assert (read_launch(told).local_rank, read_launch(told).local_size) == (0, 1)
+
+
+def test_ports_are_between_1_and_65535():
+    for port in ("1", "65535"):
+        assert launch._port({"MASTER_PORT": port}, 5) == int(port)
+    for port in ("0", "65536", "-1"):
+        with pytest.raises(ValueError, match=f"MASTER_PORT {port} isn't between 1 and 65535"):
+            launch._port({"MASTER_PORT": port}, 5)
+    assert launch._port({}, 5) == 5
+    assert [launch._number({"A": text}, "A", 3) for text in ("7", "-7", "")] == [7, -7, 3]
+    for wrong in ("1.0", "x", "1 ", "--1"):
+        with pytest.raises(ValueError, match="is no whole number"):
+            launch._number({"A": wrong}, "A", 3)
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def here(rank: int, size: int = 2, **changes: Any) -> Launch:
+    at = Launch(rank, size, rank, size, "localhost", 29999, "variables", "one world", keeps_store=rank == 0)
+    return dataclasses.replace(at, **changes)
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list:
+    """The steps of a start, none of which is taken."""
+    found: list = []
+    store: Any = dist.HashStore()
+    now = [100.0]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+
+    def open_it(launched: Launch, limit: timedelta) -> Any:
+        found.append(("open", launched.rank, limit.total_seconds()))
+        now[0] += 2.5
+        return store
+
+    monkeypatch.setattr(rendezvous, "open_store", open_it)
+    monkeypatch.setattr(rendezvous, "enter_world", lambda s, at, seconds: found.append(("enter", s is store, seconds)))
+    monkeypatch.setattr(rendezvous, "meet", lambda s, *given: found.append(("meet", *given)) or "attempt x")
+    monkeypatch.setattr(rendezvous, "join_world", lambda *given: found.append(("join", *given)))
+    found.append(store)
+    return found
+
+
+def test_a_world_starts_with_the_time_that_is_left(steps):
+    store = steps.pop()
+    start_world(here(0), "gloo", 10.0)
+    *first, (_, backend, prefixed, rank, size, limit) = steps
+    assert first == [("open", 0, 10.0), ("enter", True, 7.5), ("meet", 0, 2, 8)]
+    assert (backend, rank, size, limit) == ("gloo", 0, 2, timedelta(seconds=10))
+    prefixed.set("a", "b")
+    assert store.get("attempt x/a") == b"b"
+    assert store.get("mpcore/world") == b"one world of 2 ranks, all of them here"
+    steps.clear()
+    start_world(here(1), "gloo", None)
+    assert steps[0] == ("open", 1, dist.default_pg_timeout.total_seconds())
+    steps.clear()
+    start_world(here(1), "gloo", 2.0)
+    assert steps[1:3] == [("enter", True, 1.0), ("meet", 1, 2, 1)], "a second at least"
+
+
+def test_rank_0_lets_the_others_read_why_it_failed(steps, monkeypatch):
+    slept: list = []
+    monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
+
+    def fail(*_: Any) -> str:
+        raise ValueError("nobody came")
+
+    monkeypatch.setattr(rendezvous, "meet", fail)
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="nobody came"):
+            start_world(here(rank), "gloo", 10.0)
+    assert slept == [1.0, 0.0]
+    assert not any(step[0] == "join" for step in steps[1:])
+
+
+def test_the_group_is_made_with_lazy_connections(monkeypatch):
+    made: list = []
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **how: made.append((given, how)))
+    store: Any = dist.HashStore()
+    join_world("gloo", store, 1, 3, timedelta(seconds=4))
+    assert made == [(("gloo",), {"store": store, "rank": 1, "world_size": 3, "timeout": timedelta(seconds=4)})]
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    join_world("gloo", store, 1, 3, timedelta(seconds=4))
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0", "a choice of the user's stays"
+
+
+def test_a_group_that_cant_be_made_names_the_silent_ranks_after_two_seconds(monkeypatch):
+    slept: list = []
+    monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("refused\nmore")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    store = dist.HashStore()
+    for rank, who in ((1, "ranks 0, 2 gave no answer"), (2, "rank 0 gave no answer"), (0, "refused")):
+        with pytest.raises(ValueError, match=rf"within 4 s: {who}\. See whether they run"):
+            join_world("gloo", store, rank, 3, timedelta(seconds=4))
+        assert store.check([f"mpcore/late/{rank}"])
+    assert slept == [2.0] * 3
+
+
+def test_a_store_is_opened_on_the_address_that_the_launcher_says(monkeypatch):
+    made, waited = [], []
+    monkeypatch.setattr(dist, "TCPStore", lambda *given, **how: made.append((given, how)) or dist.HashStore())
+    monkeypatch.setattr(rendezvous, "_wait_for_port", lambda at, seconds: waited.append((at.rank, seconds)))
+    limit = timedelta(seconds=3)
+    for rank in (0, 1):
+        assert isinstance(open_store(here(rank), limit), dist.HashStore)
+    options = {"wait_for_workers": False, "multi_tenant": True}
+    assert made == [(("localhost", 29999, 2, rank == 0, limit), options) for rank in (0, 1)]
+    assert waited == [(1, 3.0)]
+
+
+def test_a_port_is_waited_for_until_the_time_is_over(monkeypatch):
+    slept, now, tried = [], [0.0], []
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    def connect(address: tuple, timeout: float) -> Any:
+        tried.append((address, timeout))
+        if len(tried) == 3:
+            return SimpleNamespace(close=lambda: None)
+        raise OSError("refused")
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    rendezvous._wait_for_port(here(1), 1.0)
+    assert slept == [0.1] * 2
+    assert [timeout for _, timeout in tried] == [1.0, pytest.approx(0.9), pytest.approx(0.8)]
+    assert tried[0][0] == ("localhost", 29999)
+    now[0] = 0.0
+    tried.extend([None] * 9)  # type: ignore[list-item]
+    with pytest.raises(OSError, match="refused"):
+        rendezvous._wait_for_port(here(1), 0.35)
+    assert tried[-1][1] == pytest.approx(0.1), "no attempt is shorter"
+    assert now[0] == pytest.approx(0.3)
+
+
+def test_torchruns_worlds_are_told_apart_by_itself():
+    store: Any = SimpleNamespace(set=pytest.fail, wait=pytest.fail)
+    for rank in (0, 1):
+        enter_world(store, here(rank, launcher="torchrun"), 1.0)
+    real = dist.HashStore()
+    enter_world(real, here(0), 1.0)
+    assert real.get("mpcore/world") == b"one world of 2 ranks"
+    enter_world(real, here(1), 1.0)
+
+
+def test_a_meeting_counts_once_for_each_rank_and_hears_of_the_first_message(monkeypatch):
+    slept: list = []
+    real = time.sleep
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: slept.append(seconds) or real(1e-3))
+    store, names = dist.HashStore(), [""] * 3
+
+    def one(rank: int) -> None:
+        names[rank] = meet(store, rank, 3, 20.0)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (name,) = set(names)
+    assert name.startswith("attempt ")
+    assert len(name) == len("attempt ") + 16
+    assert {store.get(f"{name}/mpcore/host/{rank}").decode() for rank in range(3)} == {socket.gethostname()}
+    assert int(store.get("mpcore/tickets")) == 2, "rank 0 needs none"
+    assert set(slept) <= {0.01 + 2e-4 * 3}
+    rendezvous._tell(store, f"{name}/mpcore/met", "something else")
+    assert store.get(f"{name}/mpcore/met") == b"all are here"
+    assert meet(store, 0, 1, 1.0) != name
+    slept.clear()
+    with pytest.raises(ValueError, match=r"of 5000 ranks 1, 2, .* did not arrive within 0\.001 s"):
+        meet(dist.HashStore(), 0, 5000, 0.001)
+    assert set(slept) <= {1.0}
+
+
+# --- a start that hangs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timers(monkeypatch) -> list:
+    """The timers that are started, and what becomes of them."""
+    found: list = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds: float, work: Any, given: tuple) -> None:
+            found.append([seconds, work, given, self])
+            self.calls: list = []
+
+        def start(self) -> None:
+            self.calls.append(("start", self.daemon))
+
+        def cancel(self) -> None:
+            self.calls.append("cancel")
+
+    monkeypatch.setattr(guard.threading, "Timer", Timer)
+    return found
+
+
+def test_a_start_has_ten_seconds_more_than_its_timeout(timers, monkeypatch):
+    def start(a: int, timeout: float | None = None) -> int:
+        if a < 0:
+            raise LookupError
+        return a
+
+    guarded = guard.guard_start(start)
+    usual = dist.default_pg_timeout.total_seconds()
+    for given, how, limit in (((1,), {}, usual), ((1, 2.0), {}, 2.0), ((1,), {"timeout": 3.0}, 3.0),
+                              ((1,), {"timeout": None}, usual)):  # fmt: skip
+        assert guarded(*given, **how) == 1
+        seconds, work, arguments, timer = timers.pop()
+        assert (seconds, work, arguments) == (limit + 10.0, guard._end, (limit,))
+        assert timer.calls == [("start", True), "cancel"]
+    with pytest.raises(LookupError):
+        guarded(-1)
+    assert timers.pop()[3].calls[-1] == "cancel"
+    monkeypatch.setattr(guard, "simulated_rank", lambda: 0)
+    assert guarded(5) == 5
+    assert timers == []
+    assert guarded.__name__ == "start"
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_end_of_a_start_says_whether_the_host_of_rank_0_answers(monkeypatch, answers):
+    ends, said, tried = [], [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    guard.log.addHandler(handler)
+
+    def connect(address: tuple, timeout: float) -> Any:
+        tried.append((address, timeout))
+        if not answers:
+            raise OSError("no route")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(guard.os, "_exit", ends.append)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "there", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        guard._end(12.5)
+        monkeypatch.delenv("MASTER_PORT")  # as of another launcher
+        guard._end(12.5)
+    finally:
+        guard.log.removeHandler(handler)
+    assert ends == [70, 70]
+    assert tried == [(("there", 29400), 3), (("there", 0), 3)]
+    for line, port in zip(said, (29400, 0), strict=True):
+        silent = f"the host of rank 0 at there:{port} gives no answer (no route): it is down, or the link to it is cut"
+        why = "a rank that had arrived gives no answer" if answers else silent
+        assert line == (
+            f"on {socket.gethostname()}: the mesh was not built within 12.5 s: {why}. Start the run again when all "
+            f"hosts reach there:{port}"
+        )
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_the_rank_that_the_process_has(monkeypatch):
+    monkeypatch.setattr(of_log.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(of_log.dist, "get_rank", lambda: 7)
+    assert of_log._rank() == 7
+    monkeypatch.setattr(of_log, "simulated_rank", lambda: 3)
+    assert of_log._rank() == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(of_log.dist, "is_initialized", lambda: False)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "4")
+    assert of_log._rank() == "4", "of another launcher"
+    monkeypatch.delenv("RANK")
+    assert of_log._rank() == 0
+    record: Any = SimpleNamespace()
+    assert of_log._add_rank(record)
+    assert record.rank == 0
+
+
+def test_lines_are_printed_where_nobody_configured_a_log(monkeypatch, capsys):
+    root, ours = logging.getLogger(), logging.getLogger("mpcore")
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(ours, "handlers", [of_log._lines])
+    of_log.get_logger("mpcore.words").warning("said %d", 3)
+    line = capsys.readouterr().err
+    assert line.endswith(" rank 0: said 3\n")
+    time.strptime(line.split(" rank ")[0], "%Y-%m-%d %H:%M:%S")
+    for target, handlers in ((root, [logging.NullHandler()]), (ours, [of_log._lines, logging.NullHandler()])):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "handlers", handlers)
+            of_log.get_logger("mpcore.words").warning("said")
+        assert capsys.readouterr().err == ""
