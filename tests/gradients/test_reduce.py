@@ -1,0 +1,319 @@
+"""The parts of sums, norms and guards: buckets, what is sent, what has begun, and each refusal. Without ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.gradients import accumulate, early, guard, norm, reduce
+from mpcore.gradients.early import Begun, EarlySums
+from mpcore.sharding.declare import Shard, Sharding, cut
+
+TP = mp.Axis(2, 0, role="tp")
+
+
+@pytest.mark.parametrize(("sizes", "most", "want"), [
+    ([], 5, []), ([1, 2, 2], 5, [[1, 2, 2]]), ([1, 2, 3], 5, [[1, 2], [3]]), ([9, 1, 4, 1], 5, [[9], [1, 4], [1]]),
+    ([5, 5], 5, [[5], [5]]), ([0, 5, 0, 1], 5, [[0, 5, 0], [1]]), ([6], 5, [[6]]),
+])  # fmt: skip
+def test_buckets_hold_at_most_so_much_or_one_larger_item(sizes, most, want):
+    assert list(reduce.buckets(iter(sizes), int, most)) == want
+
+
+def test_an_entry_sends_its_parameter_or_the_slices_that_several_ranks_hold():
+    p = nn.Parameter(torch.ones(4, 3, 5))
+    assert reduce._sent_elements(("p", p, None)) == 60
+    overlapping = (((0, 3),), ((2, 4),))
+    for dim, one in ((0, 15), (1, 20), (2, 12)):
+        assert reduce._sent_elements(("p", p, Shard(TP, dim, overlapping))) == one
+    assert reduce._sent_elements(("p", p, cut(4, TP, 0))) == 0
+
+
+# --- sums within backward ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(monkeypatch) -> None:
+    monkeypatch.setattr(early, "ALONE", 4)
+
+
+class Group:
+    """A process group of two ranks."""
+
+    group_name = "g"
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_gradient_of_one_axis_with_many_elements_is_summed_alone(large):
+    axis, virtual = mp.Axis(2, 0, role="data"), mp.Axis(2, 0, role="data", virtual=4)
+    p, small = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
+    assert early.is_large(p, axis)
+    assert not early.is_large(small, axis)
+    assert not early.is_large(p, virtual)
+    whole = Sharding((2, 2))
+    assert early.only_axis(p, whole, {1: axis}) is axis
+    assert early.only_axis(p, whole, {}) is None
+    assert early.only_axis(p, whole, {1: axis, 2: TP}) is None
+    assert early.only_axis(small, whole, {1: axis}) is None
+    assert early.only_axis(p, Sharding((2, 2), (cut(2, TP, 0),)), {1: axis}) is axis
+    assert early.only_axis(p, Sharding((2, 2), (Shard(TP, 0, (((0, 2),), ((1, 2),))),)), {1: axis}) is None
+    groups: list[Any] = [Group() for _ in range(2)]
+    one, other = (mp.Axis(2, 0, group) for group in groups)
+    assert early.distinct([mp.Axis(), one, other, one]) == {groups[0]: one, groups[1]: other}
+    assert early.ALONE == 4
+
+
+@pytest.fixture
+def sent(monkeypatch) -> list:
+    """The sums that are started; `wait` only writes down what it waits for."""
+    found: list = []
+    monkeypatch.setattr(early, "start_sum_in_place", lambda x, axis: found.append((x, axis)) or x)
+    monkeypatch.setattr(early, "wait", lambda x: found.append(("waited", x)))
+    monkeypatch.setattr(early, "_pending", early._Pending())
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+                                             (torch.float64, torch.float64)])  # fmt: skip
+def test_a_sum_begins_in_float32_or_wider_where_the_gradient_lies(sent, dtype, wide):
+    p = nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    begun = early.begin_sum(p, TP)
+    assert (begun.axis, begun.here) == (TP, False)
+    assert torch.equal(begun.total, torch.zeros(2, 3, dtype=wide))
+    assert p.grad is not None
+    p.grad = torch.ones(2, 3, dtype=dtype).cumsum(1)
+    begun = early.begin_sum(p, TP)
+    assert begun.here
+    assert begun.total.dtype == wide
+    assert torch.equal(begun.total, p.grad.to(wide))
+    assert (begun.total is p.grad) is (dtype == wide)
+    assert sent[-1] == (begun.total, TP)
+    view = torch.arange(12, dtype=dtype).view(4, 3)
+    p.grad = view[:2]
+    shared = early.begin_sum(p, TP)
+    assert shared.total.data_ptr() != view.data_ptr(), "others hold the memory too"
+    p.grad = torch.ones(3, 2, dtype=dtype).T
+    assert early.begin_sum(p, TP).total.is_contiguous()
+
+
+def begun_sums(*parameters: nn.Parameter, rest: tuple[nn.Parameter, ...] = ()) -> EarlySums:
+    stage = nn.Module()
+    sums = EarlySums(stage, [stage])
+    sums.order = [(p, TP) for p in (*parameters, *rest)]
+    sums.next, sums.armed = len(parameters), True
+    sums.begun = {p: Begun(TP, torch.full((1,), float(i)), True) for i, p in enumerate(parameters)}
+    early._pending.all.append(sums)
+    return sums
+
+
+def test_what_has_begun_is_handed_over_for_the_given_parameters_alone(sent):
+    a, b, c, d = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    one, other = begun_sums(a, b, rest=(c,)), begun_sums(d)
+    totals = dict(one.begun)
+    found = early.take_begun([a, c])
+    assert set(found) == {a, c}
+    assert found[a] is totals[a]
+    assert not found[c].here, "begun now, of zeros"
+    assert (list(one.begun), one.armed, other.armed) == ([b], False, False)
+    assert early._pending.all == [one, other]
+    assert set(early.take_begun([b, d])) == {b, d}
+    assert early._pending.all == []
+    assert early.take_begun([a]) == {}
+
+
+def test_a_step_that_is_given_up_waits_for_every_sum_that_began(sent):
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    one, other = begun_sums(a, rest=(b,)), begun_sums(c)
+    first = one.begun[a].total
+    early.drop_begun([b])
+    waited = [x for what, x in (entry for entry in sent if entry[0] == "waited") if what]
+    assert len(waited) == 2
+    assert waited[0] is first
+    assert torch.equal(waited[1], torch.zeros(2)), "the announced one was started first"
+    assert (one.begun, one.armed) == ({}, False)
+    assert early._pending.all == [other]
+    assert list(other.begun) == [c]
+    early.drop_begun([nn.Parameter(torch.ones(1))])
+    assert early._pending.all == [other]
+
+
+def test_another_stage_in_its_backward_is_not_disturbed(sent):
+    p = nn.Parameter(torch.ones(2))
+    other = begun_sums(p)
+    stage = nn.Linear(2, 2)
+    sums = EarlySums(stage, [stage])
+    sums.arm()
+    assert not sums.found
+    other.armed = False
+    sums.arm()
+    assert (sums.found, sums.armed) == (True, False), "nothing is large, or declared"
+    with pytest.raises(ValueError, match="another forward would add to them: call reduce_gradients"):
+        other.check_settled()
+    sums.check_settled()
+
+
+# --- main gradients ---------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_is_known_to_be_summed_until_something_is_added():
+    p = nn.Parameter(torch.ones(2))
+    assert accumulate.is_reduced(p), "there is none"
+    p.grad = torch.ones(2)
+    assert not accumulate.is_reduced(p)
+    accumulate.mark_reduced(p)
+    assert accumulate.is_reduced(p)
+    p.grad = torch.ones(2)
+    assert not accumulate.is_reduced(p)
+    layer: Any = mp.main_gradients(nn.Linear(2, 1, bias=False, dtype=torch.bfloat16))
+    assert accumulate.is_reduced(layer.weight)
+    assert accumulate.gradient_of(layer.weight) is None
+    layer.weight.grad = torch.ones(1, 2, dtype=torch.bfloat16)
+    assert not accumulate.is_reduced(layer.weight)
+    assert torch.equal(accumulate.gradient_of(layer.weight), torch.ones(1, 2))  # type: ignore[arg-type]
+    assert layer.weight.grad is None
+    assert not accumulate.is_reduced(layer.weight)
+    accumulate.mark_reduced(layer.weight)
+    assert accumulate.is_reduced(layer.weight)
+    layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert not accumulate.is_reduced(layer.weight)
+    assert torch.equal(layer.weight.main_grad, torch.full((1, 2), 2.0))
+    mp.zero_gradients(layer.parameters())
+    assert accumulate.gradient_of(layer.weight) is None
+    assert not layer.weight.main_grad.any()
+
+
+def test_main_gradients_are_for_trained_parameters_that_are_chosen():
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    model[0].bias.requires_grad_(False)
+    mp.main_gradients(model, [model[0].bias, model[0].weight, model[1].weight])
+    main = [accumulate.main_grad(p) for p in model.parameters()]
+    assert [x if x is None else x.dtype for x in main] == [torch.float32, None, torch.float64, None]
+    held = main[0]
+    mp.main_gradients(model)
+    assert accumulate.main_grad(model[0].weight) is held, "a second call changes nothing"
+    with pytest.raises(ValueError, match="DistributedDataParallel sums no main gradients"):
+        mp.main_gradients(nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel))
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, math.inf])
+def test_a_norm_is_that_of_all_elements(p):
+    model: Any = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).double())
+    model[1].bias.grad = None
+    for i, each in enumerate(list(model.parameters())[:3]):
+        each.grad = torch.arange(each.numel(), dtype=each.dtype).view_as(each).sub(2.5) * (i + 1)
+    flat = torch.cat([each.grad.double().flatten() for each in model.parameters() if each.grad is not None])
+    want = float(flat.abs().max() if math.isinf(p) else flat.abs().pow(p).sum().pow(1 / p))
+    assert float(norm.grad_norm(model, mp.Mesh(), p)) == pytest.approx(want, rel=1e-12)
+
+
+def test_an_exact_norm_holds_sixty_bits_of_each_square():
+    model: Any = nn.Linear(3, 1, bias=False).double()
+    for values in ([1.0, 2.0**-20, 2.0**-29], [3.0, -4.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]):
+        model.weight.grad = torch.tensor([values], dtype=torch.float64)
+        largest = max(map(abs, values)) or 1.0
+        digits = sum(int((x / largest) ** 2 * 2**60) for x in values)
+        want = math.sqrt(digits * 2.0**-60) * largest if any(values) else 0.0
+        assert float(norm.exact_norm(model, mp.Mesh())) == want
+    model.weight.grad = torch.tensor([[math.nan, 1.0, 1.0]], dtype=torch.float64)
+    assert not math.isfinite(float(norm.exact_norm(model, mp.Mesh())))
+
+
+def names_of() -> dict[str, float]:
+    on = mp.build_mesh(tp=2, device_type="cpu")
+    model: Any = nn.ModuleDict({"up": mp.ColumnParallelLinear(2, 4, tp=on.tp), "norm": mp.LayerNorm(2)})
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    model["norm"].bias.grad = None
+    return norm.TensorNorms(model, on)(accumulate.gradient_of)
+
+
+def test_the_norm_of_each_tensor_is_that_of_the_unsharded_one():
+    want = {"norm.bias": 0.0, "norm.weight": 2 * math.sqrt(2), "up.bias": 4.0, "up.weight": 2 * math.sqrt(8)}
+    for found in mp.simulate(names_of, ranks=2):
+        assert list(found) == list(want)
+        assert found == pytest.approx(want)
+
+
+def test_gradients_are_scaled_in_every_dtype_and_a_norm_of_zero_scales_none():
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    for most, length, factor in ((1.0, 4.0, 0.25), (4.0, 4.0, 1.0), (5.0, 4.0, 1.0), (1.0, math.inf, 1.0),
+                                 (1.0, math.nan, 1.0), (1.0, 0.0, 1.0), (-1.0, 4.0, 1.0), (0.0, 4.0, 1.0)):  # fmt: skip
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        model[0].bias.grad = None
+        mp.clip_gradients(model, most, length)
+        assert model[0].bias.grad is None
+        for p in (model[0].weight, model[1].weight, model[1].bias):
+            assert torch.equal(p.grad, torch.full_like(p, factor))
+
+
+# --- guards -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_read_anew_when_a_group_is_added():
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    watch = guard._Guard([model])
+    watch.find(optimizer)
+    assert set(watch.names.values()) == {(0, "0.weight"), (0, "0.bias")}
+    watch(optimizer)
+    assert watch.seen == 2
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    watch(optimizer)
+    assert watch.seen == 4
+    assert (0, "1.bias") in watch.names.values()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+    with pytest.raises(ValueError, match=r"a parameter of shape \(7,\) in the optimizer is none of the model's"):
+        watch(optimizer)
+
+
+def test_sums_that_are_missing_and_parts_of_tensors_are_read_from_the_declarations():
+    single = mp.Axis(1, 0, role="tp")
+    for axis, parts in ((TP, True), (single, False)):
+        model: Any = nn.ModuleDict({
+            "up": mp.ColumnParallelLinear(2, 4, bias=False, tp=axis),
+            "norm": mp.RMSNorm(2, tp=axis, sequence_parallel=True),
+        })  # fmt: skip
+        watch = guard._Guard([model])
+        watch.find(torch.optim.SGD(model.parameters(), lr=0.1))
+        watch.read()
+        assert watch.cut == ({model["up"].weight} if parts else set())
+        assert [name for name, *_ in watch.pending] == (["norm.weight"] if parts else [])
+
+
+def test_a_gradient_that_torchs_optimizer_would_not_see_is_refused():
+    model: Any = mp.main_gradients(nn.Linear(2, 2, dtype=torch.bfloat16))
+    optimizer = mp.guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.step()
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(ValueError, match=r"is in main_grad, and SGD reads .grad alone"):
+        optimizer.step()
+    ours = mp.AdamW(model)
+    ours.step()
+    ours.zero_grad()
+    optimizer.step()
+
+
+def test_a_sum_that_is_missing_names_every_axis():
+    p = nn.Parameter(torch.ones(2))
+    axes = (mp.Axis(2, 0, name="tp"), mp.Axis(4, 0, name="ends"))
+    guard.check_reduced("w", p, axes)
+    p.grad = torch.ones(2)
+    with pytest.raises(
+        ValueError, match=r"the gradient of w is this rank's term of a sum over tp \(2 ranks\) and ends \(4"
+    ):
+        guard.check_reduced("w", p, axes)
+    guard.check_reduced("w", p, ())
+    p.requires_grad_(False)
+    guard.check_reduced("w", p, axes)
+    assert isinstance(p.grad, Tensor)
