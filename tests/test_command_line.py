@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -215,3 +217,32 @@ def test_words_that_are_no_command(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"mpcore: error: unknown command verfy; did you mean verify?\n{command.usage()}\n"
+
+
+VALUES = {
+    "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"), "--ranks": "FILE",
+             "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS"},
+    "calibrate": {"--test": "ROWS", "--suggest": "N", "--out": "PROFILE"},
+    "memory": {"--plot": "FILE"},
+    "ledger": {},
+    "compare": {"--twins": "RUN", "a": "RUN_A", "b": "RUN_B"},
+    "replay": {"run": "RUN", "--step": "N", "--program": "package.module:replay"},
+    "preflight": {"--memory": "GB", "--timeout": "S"},
+    "doctor": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_help_of_a_command_says_what_it_does_and_what_each_value_is(name):
+    with mock.patch.object(Parser, "print_help", autospec=True) as shown, pytest.raises(SystemExit):
+        command.main([name, "--help"])
+    ((made,), _) = shown.call_args
+    named = {(action.option_strings or [action.dest])[0]: action.metavar for action in made._actions}
+    assert {flag: value for flag, value in named.items() if value is not None} == VALUES[name]
+    assert len(made.description) > 20
+    assert "\n\n" not in made.description, "the first paragraph"
+    if name in ("plan", "preflight"):  # argparse would list what the target takes, or not the words behind --
+        assert made.usage.startswith(f"mpcore {name} ")
+        assert re.findall(r"[A-Z]{6,}", made.usage)[0] in ("TARGET", "COMMAND")
+    else:
+        assert made.usage is None

@@ -83,16 +83,3 @@ def test_a_layout_that_fits_is_never_ruled_out():
     with pytest.raises(TooLargeError, match=f"{least} bytes at least, of {least - 1}"):
         Counter(build).layout(flags, room=least - 1, dp=2)
     assert least <= Counter(build).layout(flags, room=least, dp=2).fullest[1] < least / 0.8, "it is a bound of use"
-
-
-def test_layouts_share_counts_and_agree_with_their_fullest_rank():
-    flags = [*FLAGS, "--layers", "8"]
-    shared, exact = Counter(build, share=True), Counter(build)
-    for dp in (2, 4):
-        found, want = (counter.layout(flags, pp=2, dp=dp) for counter in (shared, exact))
-        assert found.fullest[1] == pytest.approx(want.fullest[1], rel=5e-3), "padding of shards"
-    assert len(shared._memo) < len(exact._memo), "the second layout was counted from the first"
-    rank, most = exact.layout(flags, pp=2, dp=2).fullest
-    assert most == max(dry_run(build, flags, r, True, pp=2, dp=2).most for r in (0, 2))
-    assert most == exact.rank(flags, 2 * rank, pp=2, dp=2).most
-    assert exact.rank(flags, 1, pp=2, dp=2).held == dry_run(build, flags, 1, True, pp=2, dp=2).held, "a smaller shard"

@@ -199,6 +199,12 @@ def test_a_model_has_a_check_for_each_layout_and_a_save_of_each_that_is_sharded(
         assert list(checks) == want
 
 
+def test_a_flag_that_a_model_has_not_is_named(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        made(monkeypatch, "--layout tp2")
+    assert capsys.readouterr().err.startswith("a.b:c: error: unknown --layout; did you mean --layouts?")
+
+
 def test_each_layout_is_verified_with_the_models_batch_and_loss(monkeypatch):
     checks, pool, (build, batch, loss) = made(monkeypatch, "--layouts tp2,dp4")
     told: list[Any] = []

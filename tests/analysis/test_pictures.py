@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from mpcore.analysis.memory import parts_of
 from mpcore.analysis.pictures import MOST_NODES, crossing, draw_memory, draw_ranks
@@ -146,3 +148,53 @@ def test_a_single_rank_and_many_nodes(drawn):
     assert ";" not in full.get_title(loc="left")
     assert f"{MOST_NODES} of {MOST_NODES + 1}" in more.get_title(loc="left")
     assert len(inner.patches) == 8
+
+
+def title_of(axes: Any) -> Any:
+    """The text artist of a picture's title."""
+    (found,) = axes.findobj(lambda artist: isinstance(artist, Text) and artist.get_text() == axes.get_title(loc="left"))
+    return found
+
+
+def test_bars_have_white_edges_and_the_most_at_once_is_a_dash_above_them(drawn):
+    draw_memory([holds(1, 2, 3, 4, 5)] * 2, "x.png")
+    figure = drawn[0][0]
+    (axes,) = figure.axes
+    for bar in axes.patches:
+        assert bar.get_edgecolor()[:3] == (1, 1, 1)
+        assert bar.get_linewidth() == 0.5
+    (marks,) = axes.collections
+    assert (marks.get_sizes().tolist(), marks.get_zorder()) == ([600], 3)
+    assert marks.get_edgecolor()[0].tolist()[:3] == [0, 0, 0]
+    dash = marks.get_paths()[0].vertices
+    assert np.ptp(dash[:, 1]) < 1e-9 < np.ptp(dash[:, 0])
+    assert title_of(axes).get_fontsize() == 10
+    (legend,) = figure.legends
+    assert not legend.get_frame_on()
+    assert {text.get_fontsize() for text in legend.get_texts()} == {8}
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1, "beside the bars"
+    assert figure.get_layout_engine() is not None
+    assert axes.get_xlabel()
+
+
+def test_boxes_of_ranks_are_pale_and_their_words_are_small(drawn):
+    draw_ranks(4, "x.png", tp=2, pp=2)
+    figure = drawn[0][0]
+    (axes,) = figure.axes
+    assert {patch.get_alpha() for patch in axes.patches} == {0.35}
+    ranks, stages = ([t for t in axes.texts if t.get_text().startswith(word)] for word in ("rank", "stage"))
+    assert {(t.get_ha(), t.get_va(), t.get_fontsize()) for t in ranks} == {("center", "center", 7)}
+    style = {(t.get_ha(), t.get_va(), t.get_fontsize(), t.get_fontweight()) for t in stages}
+    assert style == {("left", "top", 6, "bold")}
+    assert title_of(axes).get_fontsize() == 10
+    assert figure.get_layout_engine() is not None
+    assert not any(tick.tick1line.get_visible() for tick in axes.yaxis.get_major_ticks())
+
+
+def test_a_picture_is_written_at_150_dots_per_inch(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **named: told.append(named))
+    draw_memory([holds(1, 1, 1, 1, 1)], "x.png")
+    draw_ranks(8, "x.png", tp=2)
+    assert told == [{"dpi": 150}] * 2

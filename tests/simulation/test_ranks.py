@@ -132,12 +132,17 @@ def test_a_debuggers_trace_function_is_that_of_each_rank_and_is_left_behind():
         assert simulate(traced, tp=2) == [None, None]
 
 
-def test_a_thread_that_a_rank_starts_waits_until_all_are_there():
-    def work(mesh: mp.Mesh) -> float:
-        x = torch.ones(1) + mesh.tp.rank
-        return all_reduce(x, mesh.tp).item()
-
-    assert simulate(work, tp=3) == [6.0] * 3
+def test_a_thread_that_is_no_rank_waits_by_looking_again_and_never_polls(monkeypatch):
+    job, looked = ranks._Job(2), []
+    slept: list[float] = []
+    monkeypatch.setattr(ranks.time, "sleep", slept.append)
+    job.wait(lambda: looked.append(1) or len(looked) > 3)
+    assert (len(looked), slept) == (4, [0.001] * 3)
+    job.wait(lambda: False, polls=True)
+    job.turns.fail(1, KeyError())
+    job.wait(lambda: False)
+    assert len(slept) == 3
+    assert job.waits_in == [None, None], "no rank waits"
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
