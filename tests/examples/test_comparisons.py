@@ -428,11 +428,16 @@ def test_the_command_of_workers_trains_all_kinds_from_both_starts(world, tmp_pat
     asked.clear()
     compare_workers.main(["--steps", "5", "--seeds", "1", "--evaluations", "9", "--out", str(out)])
     assert asked == [(flags, 0, 5, 1, begin) for begin in (0, 2) for flags in kinds]
+    out.with_suffix(".json").unlink()
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    compare_workers.main(["--steps", "1", "--seeds", "1"])
+    assert [path.name for path in (tmp_path / "docs").iterdir()] == ["local_updates.json"]
     pictures.clear()
     world.rank = 1
     compare_workers.main(["--steps", "5", "--seeds", "1", "--out", str(tmp_path / "other.png")])
     assert pictures == []
-    assert [path.name for path in tmp_path.iterdir()] == ["w.json"], "the first rank alone writes"
+    assert [path.name for path in tmp_path.iterdir()] == ["docs"], "the first rank alone writes"
 
 
 def test_the_help_of_workers_says_what_it_is(world, capsys):
