@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt.rehearsals import check_digits, check_validation, distinct, within_rounding
-from examples.gpt.rehearse import wrong_loss
+from examples.gpt import rehearse as rehearse_module
+from examples.gpt.arguments import parse
+from examples.gpt.presets import PRESETS
+from examples.gpt.rehearsals import (
+    check_digits,
+    check_validation,
+    compare,
+    differing,
+    distinct,
+    error,
+    pick,
+    resumed,
+    within_rounding,
+)
+from examples.gpt.rehearse import Rehearsal, cross_entropy, kill, quiet, rehearse, wrong_loss
+from examples.gpt.toy import Toy, shrink, write_corpus
+from mpcore.pipeline.schedules import find_schedule
+from mpcore.verify.pool import RankError
 from mpcore.verify.run import SHIFT, Seen, check_slope, direction
 
 LOGITS, TARGETS = torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(12).view(2, 6) % 5
@@ -140,3 +164,379 @@ def test_a_sum_of_half_precision_has_more_digits_than_a_term():
     check_digits(torch.bfloat16, seen(a.float() + b.float()))
     with pytest.raises(ValueError, match=r"blocks.0.w has the digits of torch.bfloat16 alone"):
         check_digits(torch.bfloat16, seen((a + b).float()))
+
+
+# --- what ranks saw -------------------------------------------------------------------------------------------------
+
+
+def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    steps = dict(enumerate(losses))
+    told = {"norms": dict.fromkeys(steps, 1.0), "state": {"w": w}, "begun": {"w": w}, "kept": {2: {"w": w}},
+            "validation": 1.5, "scales": {i + 1: 1.0 for i in steps}}  # fmt: skip
+    return Rehearsal(worker, losses=steps, **{**told, **changes})
+
+
+def test_the_ranks_of_a_worker_have_all_of_its_parameters():
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    ranks = [rank(0, state={"a": a}, kept={2: {"a": a}}), rank(1, state={"c": c})]
+    ranks += [rank(0, state={"b": b}, kept={2: {"b": b}})]
+    found = pick(ranks, 0)
+    assert (found.worker, found.state, found.kept) == (0, {"a": a, "b": b}, {2: {"a": a, "b": b}})
+    assert (found.losses, found.validation) == (ranks[0].losses, 1.5)
+    assert pick(ranks, 1).state == {"c": c}
+    assert pick([rank(0, kept={})], 0).kept == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({}, ""),
+        ({"losses": {0: 4.0, 1: 3.0 * (1 + 0.9e-8), 2: 2.0, 3: 1.0}}, ""),
+        ({"losses": {0: 4.0, 1: 3.0 * (1 + 1.1e-8), 2: 2.0, 3: 1.0}}, "here: loss 3.000000033 of step 1 is not 3: why"),
+        ({"losses": {0: 9.0, 1: 3.0, 2: 2.0, 3: 1.0}}, ""),  # of step 0, which isn't compared
+        ({"losses": {0: 4.0, 1: 3.0, 2: 2.0, 3: math.nan}}, "here: loss nan of step 3 is not 1: why"),
+        ({"norms": {1: 1.0, 2: 1.5, 3: 1.0}}, "here: norm 1.5 of step 2 is not 1: why"),
+        ({"state": {"w": torch.tensor([1.0, 2.0 + 1e-6])}}, "here, after step 3: w is off by 9.54e-07: why"),
+        ({"validation": 3.0}, "here: the training losses and the parameters are equal, but the validation loss is 3"),
+    ],
+)
+def test_a_run_is_another_one_by_its_losses_norms_parameters_and_validation(change, sentence):
+    if not sentence:
+        compare(replace(rank(), **change), rank(), range(1, 4), "here", "why")
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        compare(replace(rank(), **change), rank(), range(1, 4), "here", "why")
+
+
+def test_two_runs_that_are_nan_alike_are_alike():
+    nan = {0: math.nan, 1: math.nan}
+    compare(replace(rank(), losses=nan), replace(rank(), losses=nan), range(2), "here", "why")
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "sentence"),
+    [
+        ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(1)}, ""),
+        ({"a": torch.ones(2)}, {}, "here: a is (2,), not None: why"),
+        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "here: a is (2,), not (3,): why"),
+        ({"a": torch.ones(0)}, {"a": torch.ones(0)}, ""),
+        ({"a": 1 + 0.9e-7 * torch.ones(1).double()}, {"a": torch.ones(1)}, ""),
+        ({"a": 1 + 1.1e-7 * torch.ones(1).double()}, {"a": torch.ones(1)}, "here: a is off by 1.1e-07: why"),
+        ({"a": 8 + 7.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), -8.0).neg()}, ""),
+        ({"a": 8 + 8.1e-7 * torch.ones(1).double()}, {"a": torch.full((1,), 8.0)}, "here: a is off by 8.1e-07"),
+        ({"a": -8 - 7.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), -8.0)}, ""),
+        ({"a": 0.1 + 0.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), 0.1).double()}, ""),
+        ({"a": torch.tensor([1.0, math.nan])}, {"a": torch.ones(2)}, "here: a is off by nan: why"),
+    ],
+)
+def test_a_tensor_differs_beyond_a_ten_millionth_of_its_largest_number(got, want, sentence):
+    if not sentence:
+        differing(got, want, "here", "why")
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        differing(got, want, "here", "why")
+
+
+def later(**changes: Any) -> Rehearsal:
+    return replace(rank(), losses={2: 2.0, 3: 1.0}, norms={2: 1.0, 3: 1.0}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "whole", "sentence"),
+    [
+        ({}, {}, ""),
+        ({"begun": {"w": torch.zeros(2)}}, {}, "here: w is off by 2: it was not saved, or not loaded, as it was"),
+        ({"begun": {"w": torch.zeros(2)}}, {"kept": {}}, ""),
+        ({"scale": 2.0}, {}, "here: the loss scale is 2, it was 1: it is not saved"),
+        ({"scale": 2.0}, {"scales": {2: 2.0}}, ""),
+        ({"scale": 2.0}, {"scales": {}}, ""),
+        ({"losses": {1: 3.0, 2: 2.0, 3: 1.0}}, {}, "here: it went on with step 1, 2 steps were done"),
+        ({"losses": {2: 2.0 * (1 + 0.9e-8), 3: 1.0}}, {}, ""),
+        ({"losses": {2: 2.000001, 3: 1.0}}, {},
+         "here: parameters are what they were, the loss of step 2 is 2.000001, not 2: other samples"),
+        ({"losses": {2: 2.0 * (1 + 0.9e-7), 3: 1.0}}, {}, "here: loss 2.00000018 of step 2 is not 2: what the"),
+        ({"losses": {2: 2.0, 3: 1.5}}, {}, "here: loss 1.5 of step 3 is not 1: what the optimizer or the routers keep"),
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_on_is_the_run_that_went_on(change, whole, sentence):
+    if not sentence:
+        resumed(replace(later(), **change), rank(**whole), 2, "here")
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        resumed(replace(later(), **change), rank(**whole), 2, "here")
+
+
+def test_a_run_that_had_nothing_left_to_do_is_itself():
+    """All four steps were done when the signal came."""
+    done = replace(rank(), losses={}, norms={})
+    with pytest.raises(IndexError):
+        resumed(done, rank(), 4, "here")
+
+
+def test_constants_and_single_numbers_may_begin_alike():
+    distinct({"a": torch.ones(2), "b": torch.ones(2), "c": torch.tensor([0.5]), "d": torch.tensor([0.5])})
+    with pytest.raises(ValueError, match=r"^a and b begin with the same values: they draw from one random stream$"):
+        distinct({"a": torch.tensor([0.5, 1.0]), "b": torch.tensor([0.5, 1.0])})
+
+
+# --- the limits of rounding -----------------------------------------------------------------------------------------
+
+
+def run_of(norm: float | None = None, rows: int = 4, length: int = 8, **gradients: Tensor) -> Seen:
+    found = Seen(0, 0, 0, 0, rows=rows, length=length, gradients=dict(gradients))
+    whole = torch.cat([g.flatten() for g in gradients.values()]).double().norm()
+    found.norm = float(whole) if norm is None else norm
+    return found
+
+
+ONE = torch.tensor([3.0, 4.0], dtype=torch.float64)  # of norm 5
+
+
+def rounding(got: Seen, rounded: list[Seen], *, dtype: str = "bfloat16", eps: float = 2.0**-7, layers: int = 2,
+             experts: bool = False, truth: Seen | None = None) -> None:  # fmt: skip
+    within_rounding(dtype, eps, truth or run_of(w=ONE), rounded, got, layers=layers, experts=experts)
+
+
+def test_the_norm_of_one_process_is_off_by_all_its_roundings_at_most():
+    """24 a block and 12 others, each of half a unit: (2 * 24 + 12) * 2^-7 / 2 is 0.234."""
+    for layers, most in ((2, 60 / 256), (1, 36 / 256)):
+        for sign in (1, -1):
+            fine, far = (run_of(norm=5 * (1 + sign * most * part), w=ONE) for part in (0.99, 1.01))
+            rounding(run_of(w=ONE), [fine], layers=layers)
+            with pytest.raises(ValueError, match=r"^the norm of step 0 in bfloat16 on one process is [\d.]+, in"):
+                rounding(run_of(w=ONE), [run_of(w=ONE), far], layers=layers)
+            rounding(run_of(w=ONE), [far], layers=layers, experts=True)
+    fine, far = (run_of(norm=5 * (1 + 1e-4 * part), w=ONE) for part in (0.99, 1.01))  # never less than this
+    rounding(run_of(w=ONE), [fine], dtype="float32", eps=2.0**-23)
+    with pytest.raises(ValueError, match="on one process"):
+        rounding(run_of(w=ONE), [far], dtype="float32", eps=2.0**-23)
+
+
+def test_the_norm_of_a_rank_is_off_by_twice_that_and_four_roundings_at_most():
+    for own in (0.0, 0.03):
+        one = run_of(norm=5 * (1 + own), w=ONE)
+        for sign in (1, -1):
+            most = 2 * own + 4 / 128
+            rounding(run_of(norm=5 * (1 + sign * most * 0.99), w=ONE), [one])
+            with pytest.raises(
+                ValueError, match=r"^the norm of step 0 in bfloat16 is [\d.]+, in float64 5, and on one"
+            ):
+                rounding(run_of(norm=5 * (1 + sign * most * 1.01), w=ONE), [one])
+    moved = 2 * math.sqrt(2 / 32) + 4 / 128  # two of 32 tokens went to other experts
+    rounding(run_of(norm=5 * (1 + moved * 0.99), w=ONE), [run_of(w=ONE)], experts=True)
+    with pytest.raises(ValueError, match="lost, kept or counted twice"):
+        rounding(run_of(norm=5 * (1 + moved * 1.01), w=ONE), [run_of(w=ONE)], experts=True)
+
+
+def test_a_gradient_of_a_rank_is_off_by_twice_that_of_one_process_and_four_roundings_at_most():
+    for own in (0.0, 0.02):
+        one = run_of(norm=5, w=ONE * (1 + own))
+        far = 2 * own + 4 / 128
+        rounding(run_of(norm=5, w=ONE * (1 + 0.99 * far)), [one])
+        rounding(run_of(norm=5, w=ONE * (1 + 0.99 * far)), [run_of(norm=5, w=ONE), one])
+        with pytest.raises(ValueError, match=r"^the gradient of w in bfloat16 is off by [\d.]+ of its norm in"):
+            rounding(run_of(norm=5, w=ONE * (1 + 1.01 * far)), [one])
+        rounding(run_of(norm=5, w=ONE * (1 + 1.01 * far)), [one], experts=True)
+
+
+def test_a_small_gradient_is_measured_by_a_thousandth_of_the_largest():
+    truth = run_of(norm=5, w=ONE, small=ONE / 1e6)
+    one, floor = [run_of(norm=5, w=ONE, small=ONE / 1e6)], 5e-3 * 4 / 128
+    rounding(run_of(norm=5, w=ONE, small=ONE / 1e6 * (1 + 0.99 * floor / 5e-6)), one, truth=truth)
+    with pytest.raises(ValueError, match=r"^the gradient of small in bfloat16"):
+        rounding(run_of(norm=5, w=ONE, small=ONE / 1e6 * (1 + 1.01 * floor / 5e-6)), one, truth=truth)
+
+
+def test_one_process_in_float32_is_as_near_as_float32_is():
+    for part, fine in ((0.99, True), (1.01, False)):
+        one = [run_of(norm=5, w=ONE * (1 + 1e-4 * part))]
+        if fine:
+            rounding(run_of(norm=5, w=ONE), one, dtype="float32", eps=2.0**-23)
+        else:
+            with pytest.raises(ValueError, match=r"^the gradient of w on one process in float32 is off by 0.0001"):
+                rounding(run_of(norm=5, w=ONE), one, dtype="float32", eps=2.0**-23)
+            rounding(run_of(norm=5, w=ONE), one, dtype="float32", eps=2.0**-23, experts=True)
+            rounding(run_of(norm=5, w=ONE), one)
+
+
+def test_a_first_step_that_overflows_says_nothing():
+    far = run_of(norm=50, w=10 * ONE)
+    rounding(run_of(norm=math.inf, w=ONE), [far])
+    rounding(far, [run_of(norm=math.nan, w=ONE)])
+
+
+def test_a_gradient_that_a_rank_lacks_is_not_off():
+    assert error(run_of(w=ONE), "v", ONE) == 0.0
+    assert error(run_of(w=2 * ONE), "w", ONE) == pytest.approx(5.0)
+    assert error(run_of(w=ONE.float()), "w", ONE) == 0.0
+
+
+def test_digits_are_looked_at_in_64_numbers_of_blocks_matrices():
+    half = torch.randn(64, 1).bfloat16().float()
+    with pytest.raises(ValueError, match=r"^the gradient of blocks.0.w has the digits of torch.bfloat16 alone"):
+        check_digits(torch.bfloat16, Seen(0, 0, 0, 0, gradients={"head": half, "blocks.0.w": half}))
+    fine = {"blocks.0.w": half[:63], "blocks.0.norm": half.flatten(), "head": half, "blocks.0.experts.w": half,
+            "blocks.0.zeros": torch.cat([half[:63], torch.zeros(9, 1)])}  # fmt: skip
+    check_digits(torch.bfloat16, Seen(0, 0, 0, 0, gradients=fine))
+    digits = torch.cat([half, torch.tensor([[1 + 2.0**-20]])])
+    check_digits(torch.bfloat16, Seen(0, 0, 0, 0, gradients={"blocks.0.w": digits}))
+    check_digits(torch.float16, Seen(0, 0, 0, 0, gradients={"blocks.0.w": digits}))
+
+
+def test_the_reference_is_torchs_mean_over_the_targets_that_count():
+    targets = torch.tensor([[0, 1, -100], [2, -100, 3]])
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    chosen = logits.log_softmax(-1)[[0, 0, 1, 1], [0, 1, 0, 2], [0, 1, 2, 3]]
+    assert cross_entropy(logits, targets) == pytest.approx(-float(chosen.mean()), rel=1e-12)
+    assert cross_entropy(logits, torch.full((2, 3), -100)) == 0
+    assert cross_entropy(logits.float(), targets) == pytest.approx(-float(chosen.mean()), rel=1e-6)
+
+
+def test_a_loss_is_compared_at_three_scales():
+    asked: list[tuple] = []
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        asked.append((logits.dtype, float(logits.detach().abs().max()), (targets == -100).flatten().tolist()))
+        return sum_loss(logits, targets)
+
+    assert wrong_loss(loss, LOGITS, TARGETS) == ""
+    largest = float(LOGITS.abs().max())
+    ignored = [i % 3 == 0 for i in range(12)]
+    assert asked == [
+        (torch.float64, largest, ignored),
+        (torch.float64, pytest.approx(1e4), ignored),
+        (torch.float32, pytest.approx(largest), ignored),
+    ]
+    assert (TARGETS >= 0).all()
+    slightly = f"of logits up to {largest:.3g} in float64 is"
+    for added, fine in ((1e-12, True), (3e-12, False)):
+        said = wrong_loss(lambda x, y, f=added: sum_loss(x, y) + f * sum_loss(x.detach(), y), LOGITS, TARGETS)
+        assert (said == "") if fine else said.startswith(f"the loss {slightly}")
+    for added, fine in ((1e-14, True), (1e-13, False)):
+        said = wrong_loss(lambda x, y, f=added: sum_loss(x, y) + f * (x - x.detach())[y != -100].sum(), LOGITS, TARGETS)
+        assert (said == "") if fine else said.startswith(f"the gradient of the loss {slightly}")
+
+
+# --- a toy on one rank ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Toy:
+    folder = tmp_path_factory.mktemp("toy")
+    write_corpus(folder / "corpus", 20)
+    args = parse(["--dropout", "0.1"])
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1}
+    return shrink(args, PRESETS["tiny"], sizes, 2, find_schedule("1f1b", 1, 2, None), folder)[0].alone()
+
+
+def test_a_rehearsal_looks_saves_resumes_and_is_moved(toy, tmp_path):
+    whole = rehearse(toy, str(tmp_path / "a"), until=4, save_at=2, look=True)
+    assert (whole.worker, whole.step, whole.left, whole.wrong, whole.stopped) == (0, 4, "", "", False)
+    assert list(whole.losses) == list(whole.norms) == [0, 1, 2, 3]
+    assert whole.scales == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
+    assert whole.scale == 1.0
+    assert whole.losses[0] == pytest.approx(whole.reference, rel=1e-9)
+    assert whole.seen.loss == whole.losses[0]
+    assert whole.seen.norm == pytest.approx(whole.norms[0], rel=1e-12)
+    squares = sum(float(g.square().sum()) for g in whole.seen.gradients.values())
+    assert squares**0.5 == pytest.approx(whole.norms[0], rel=1e-9)
+    assert (whole.seen.rows, whole.seen.length, whole.seen.tokens) == (toy.args.global_batch, 6, None)
+    assert whole.seen.initial.keys() <= whole.begun.keys()
+    assert all(torch.equal(value, whole.begun[name]) for name, value in whole.seen.initial.items())
+    assert set(whole.seen.local) == set(whole.seen.gradients)
+    assert whole.seen.output[""].shape == (toy.args.global_batch, 6, 258)
+    assert list(whole.kept) == [2]
+    names = set(whole.begun)
+    assert set(whole.state) == names == set(whole.kept[2])
+    moved = [not torch.equal(whole.begun[n], whole.kept[2][n]) and not torch.equal(whole.kept[2][n], whole.state[n])
+             for n in names]  # fmt: skip
+    assert all(moved)
+    assert len(set(whole.keys.values())) == len(whole.keys) > 0
+    again = rehearse(toy, str(tmp_path / "b"), until=4, resume=str(tmp_path / "a"))
+    assert list(again.losses) == [2, 3]
+    resumed(again, whole, 2, "resumed")
+    assert all(torch.equal(again.state[name], whole.state[name]) for name in names)
+    assert again.validation == whole.validation != whole.losses[3]
+    other = rehearse(toy, str(tmp_path / "a"), until=3, resume="auto")
+    assert (list(other.losses), other.seen, other.reference) == ([2], None, pytest.approx(math.nan, nan_ok=True))
+
+
+def test_a_rehearsal_begins_elsewhere_is_poisoned_and_stopped(toy, tmp_path):
+    first = rehearse(toy, str(tmp_path / "a"), until=1, look=True)
+    up = rehearse(toy, str(tmp_path / "b"), until=1, shift=SHIFT)
+    slope = (up.losses[0] - first.losses[0]) / SHIFT
+    gradients = first.seen.gradients
+    assert slope == pytest.approx(float(sum((g * direction(n, g)).sum() for n, g in gradients.items())), rel=1e-3)
+    back = rehearse(toy, str(tmp_path / "c"), until=1, start=first.begun)
+    assert back.losses == first.losses
+    zeros = {name: torch.zeros_like(value) for name, value in first.begun.items()}
+    flat = rehearse(toy, str(tmp_path / "d"), until=1, start=zeros)
+    assert flat.losses[0] == pytest.approx(math.log(258), rel=1e-12)
+    bad = rehearse(toy, str(tmp_path / "e"), until=3, poison_at=1)
+    assert bad.skipped
+    assert [math.isnan(bad.losses[i]) for i in range(3)] == [False, True, False]
+    good = rehearse(toy, str(tmp_path / "f"), until=2)
+    assert not good.skipped
+    said = next((tmp_path / "e").glob("said-*.txt"))
+    assert said.name == f"said-{os.getpid()}.txt"
+
+
+def test_what_a_process_prints_goes_to_a_file(tmp_path, capfd):
+    print("before", flush=True)
+    with quiet(str(tmp_path / "new")) as path:
+        os.write(1, b"out\n")
+        os.write(2, b"err\n")
+    os.write(1, b"after\n")
+    os.write(2, b"wrong\n")
+    assert path.read_text() == "out\nerr\n"
+    with suppress(KeyError), quiet(str(tmp_path / "new")):
+        os.write(1, b"more\n")
+        raise KeyError
+    assert path.read_text() == "out\nerr\nmore\n"
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("before\nafter\n", "wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "sentence"),
+    [
+        (RankError("gone"), ["rank 0 stopped, because rank 2 is gone", "rank 1: stopped, because rank 2"], ""),
+        (RankError("gone"), ["stopped, because rank 1", "stopped, because rank 2"], ""),
+        (RankError("gone"), ["stopped, because rank 1\nbye"], r"rank 2 was killed, and the others said ['bye']"),
+        (RankError("gone"), [], "rank 2 was killed, and the others said nothing"),
+        (RankError("2 ranks are still running"), [], "rank 2 was killed, and after 60 s others still wait for it"),
+        (None, [], "a rank that killed itself is still there"),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_by_the_others(answer, said, sentence, tmp_path, monkeypatch):
+    made: list[Any] = []
+
+    class Lent:
+        def __init__(self, size: int, **options: Any) -> None:
+            made.append((size, options))
+
+        def __call__(self, *of: Any, **how: Any) -> None:
+            made.append((of, how))
+            for i, text in enumerate(said):
+                (tmp_path / f"said-{i}.txt").write_text(text + "\n")
+            if answer is not None:
+                raise answer
+
+        def stop(self) -> None:
+            made.append("stopped")
+
+    now = iter([10.0, 15.0])
+    monkeypatch.setattr(rehearse_module, "Pool", Lent)
+    monkeypatch.setattr(rehearse_module.time, "monotonic", lambda: next(now))
+    toy = SimpleNamespace(ranks=3)
+    if sentence:
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+            kill(toy, str(tmp_path), 7.0)  # type: ignore[arg-type]
+    else:
+        told = kill(toy, str(tmp_path), 7.0)  # type: ignore[arg-type]
+        assert told == "2 of 2 others name rank 2; from start to end 5 s"
+    assert made == [
+        (3, {"preload": ("examples.gpt.rehearse",), "grace": 60.0}),
+        ((3, rehearse_module.die, toy, str(tmp_path)), {"timeout": 7.0}), "stopped",
+    ]  # fmt: skip
