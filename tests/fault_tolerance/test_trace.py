@@ -15,6 +15,7 @@ from torch import nn
 import mpcore as mp
 from mpcore import _torch
 from mpcore.fault_tolerance import trace
+from mpcore.fault_tolerance.__main__ import main
 from mpcore.fault_tolerance.trace import Call, Log, call_site, calls_of, explain, form_of, read_log, record, stands_in
 
 TORCH, PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(mp.__file__)
@@ -142,6 +143,17 @@ def test_the_recorder_keeps_as_many_entries_as_asked(monkeypatch):
     for wrong in (0, -3):
         with pytest.raises(ValueError, match=f"entries {wrong} is smaller than 1"):
             record(wrong)
+
+
+def test_the_command_counts_the_ranks_of_the_groups(tmp_path, capsys):
+    for rank in (0, 1):
+        given = Log(rank, {"g": ("tp", (0, 1)), "h": ("world", (0, 1, 2))}, [], f"at{rank}.py:1")
+        (tmp_path / f"rank{rank}.json").write_text(given.to_json())
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 2 gives no answer: stopped, dead or cut off", "  rank 0: is at at0.py:1", "  rank 1: is at at1.py:1",
+        "  rank 2: no answer",
+    ]  # fmt: skip
 
 
 # --- who is at fault --------------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ def test_a_late_rank_is_asked_for_ever_more_rarely(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
+        assert seconds > 0, "or it would ask without a pause"
         slept.append(seconds)
         now[0] += seconds
 

@@ -98,6 +98,17 @@ def test_virtual_degrees_are_powers_of_two_that_sizes_divide(virtual, sizes, wan
             virtual_degrees(virtual, every)
 
 
+def test_a_process_alone_has_the_device_that_it_asks_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for given, device in (({}, "cuda"), ({"device_type": "cuda"}, "cuda"), ({"device_type": "cpu"}, "cpu")):
+        assert mp.build_mesh(**given).device_type == device
+    with pytest.raises(
+        ValueError, match=r"tp 2 needs 2 processes.*torch.distributed isn't running: start with torchrun"
+    ):
+        mp.build_mesh(tp=2)
+
+
 def degrees() -> dict[str, int]:
     on = mp.build_mesh(tp=2, virtual=(2, 4), device_type="cpu")
     return {name: axis.virtual for name, axis in on.axes.items() if axis.virtual}
@@ -384,6 +395,23 @@ def test_a_meeting_counts_once_for_each_rank_and_hears_of_the_first_message(monk
     with pytest.raises(ValueError, match=r"of 5000 ranks 1, 2, .* did not arrive within 0\.001 s"):
         meet(dist.HashStore(), 0, 5000, 0.001)
     assert set(slept) <= {1.0}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_speaks_when_the_time_is_over_and_the_others_hear_it_for_a_second(monkeypatch, rank):
+    store, now, slept = dist.HashStore(), [50.0], []
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        assert seconds > 0
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    monkeypatch.setattr(rendezvous, "_wait_for", lambda store, key, timeout: "attempt x")
+    with pytest.raises(ValueError, match=f"of 2 ranks {1 - rank} did not arrive within 3 s"):
+        meet(store, rank, 2, 3.0)
+    assert sum(slept) == pytest.approx(3.0 + rank, abs=0.011)
 
 
 # --- a start that hangs -----------------------------------------------------------------------------------------------
