@@ -33,14 +33,13 @@ def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
     of = dict(zip(plan.stages_of(rank), stages, strict=True))
     whole = plan.with_messages if len(plan.ranks) > 1 else plan
     released = releases(whole, rank)
-    local = {stage for stage in of if stage + 1 in of}  # their outputs are the next stage's inputs, until its backward
     started: set[int] = set()
     freed: set[int] = set()
     held = most = ever = 0
     missing = sum(kept.made for kept in stages)  # gradients that don't exist yet: a step begins without them
     for action in whole.ranks[rank]:
         kind, stage, _ = action
-        kept, before = of[stage], stage - 1 in local
+        kept, before = of[stage], stage - 1 in of  # that stage's output is this stage's input, until its backward
         for send in released.get(action, ()):
             held -= of[send.stage].output if send.kind == "SEND_F" else of[send.stage].sent_back
         if kind == "RECV_F":

@@ -68,7 +68,7 @@ def whole(found: Found) -> dict[str, Any]:
     ("arguments", "sizes"),
     [
         ("gpipe 3 0 3", {}),
-        ("1f1b 9 0 1,2,3", {"pp": 3}),
+        ("zb 6 0 1,3", {"pp": 2}),
         ("dualpipev 8 0 1,3,1,1", {"pp": 2}),
         ("1f1b 3 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
     ],

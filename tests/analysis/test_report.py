@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from mpcore.analysis.machine import Machine
-from mpcore.analysis.report import COLOURS, COMPUTE, LEGEND, MARKERS, draw, explain, table, why
+from mpcore.analysis.report import COLOURS, COMPUTE, LEGEND, MARKERS, WORDS, draw, explain, table, why
 from mpcore.analysis.search import Estimate
 from mpcore.analysis.seconds import Seconds
 
@@ -124,6 +124,8 @@ def test_a_layout_is_explained_part_by_part(scale, unit):
         (name, [part * shown, part / 10 * 100]) for name, part in want.items()
     ], "parts of 0 are left out"
     assert all(f" {unit} " in line for line in parts)
+    meanings = [line.partition("%")[2].strip() for line in parts]
+    assert meanings == ["", *(WORDS[word] for word in ("operators", "AXIS sent", "bubble", "optimizer"))]
     assert numbers(free) == [6.0, 1.0]
     assert flags.split(": ")[1] == "--tp 2 --zero 3 --preset x"
     assert explain(e, MACHINE).endswith("--tp 2 --zero 3")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpcore.analysis.calibrate import Run, uncertainty
+from mpcore.analysis.calibrate import Run, errors_of, uncertainty
 from mpcore.analysis.layout import Layout, TooLargeError
 from mpcore.analysis.machine import Machine
 from mpcore.analysis.operators import Tally
@@ -167,7 +167,9 @@ def test_a_layout_is_estimated_if_it_fits():
     assert found.seconds is not None
     assert found.step == found.seconds.step > 0
     run = Run(read_row({"seconds": 1, **ONE}), layout(2.0, 900))
-    assert found.spread == uncertainty(run, MACHINE) > 0.03
+    assert found.spread == pytest.approx(uncertainty(run, MACHINE))
+    assert found.errors == errors_of(run, MACHINE)
+    assert len(found.errors) == 6
     assert found.fits(MACHINE)
     large = consider(counter, MACHINE, [], own("b"), False)
     assert large == Estimate(ONE, ("--name", "b"), 901)
@@ -258,6 +260,14 @@ def test_the_flags_of_a_layout_are_those_of_its_mesh_and_its_own():
     assert Estimate({}, ()).flags == ""
     blank = Estimate({}, ())
     assert (blank.memory, blank.seconds, blank.spread, blank.refused, blank.bound) == (0, None, 0, "", False)
+    assert blank.errors == ()
+
+
+def test_the_error_of_a_difference_is_that_of_what_the_steps_do_not_share():
+    slow, fast = (Estimate({}, (), 1, Seconds(s), errors=e) for s, e in ((3.0, (0.5, 0.1)), (2.0, (0.5, 0.14))))
+    assert slow.slower(fast) == (pytest.approx(0.5), pytest.approx(1.5 * (0.04**2 + 2 * 0.03**2) ** 0.5))
+    with pytest.raises(ValueError, match="zip"):
+        slow.slower(replace(fast, errors=(0.1,)))
 
 
 @pytest.mark.parametrize(("memory", "refused", "fits"), [(900, "", True), (901, "", False), (0, "no", False)])
