@@ -66,7 +66,8 @@ def keeps_version(x: Tensor) -> AbstractContextManager[None]:
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """Run `torch.autograd.backward(edges, grads)` without its shape checks, which take a tenth of a small step."""
-    _engine_run_backward(tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    keep_graph = create_graph = False
+    _engine_run_backward(tuple(edges), tuple(grads), keep_graph, create_graph, accumulate_grad=True)
 
 
 def running_node() -> Node | None:

@@ -414,9 +414,6 @@ class SimulatedGroup(PythonGroup):
     def barrier(self, opts: Any = None) -> _Work:
         return self._meet("barrier", None, None, lambda parts: None)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self.barrier().wait()
-
     # torch 2.11 has other names for five of them
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -1,0 +1,803 @@
+"""What `mpcore._torch` says of torch's private names: each function beside what torch does by its public ones."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+import mpcore as mp
+from mpcore._torch import (
+    autograd,
+    compile,
+    dispatch,
+    distributed,
+    fake,
+    fsdp,
+    fsdp_wrap,
+    functional,
+    module,
+    optim,
+    pipelining,
+    pytree,
+    simulated,
+    storage,
+)
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def fake_world():
+    """Rank 1 of two ranks, of which the other does not exist."""
+    fake.start_fake_world(2, 1)
+    yield
+    dist.destroy_process_group()
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class Asks(torch.autograd.Function):
+    """A function whose backward keeps what `question()` says within it."""
+
+    @staticmethod
+    def forward(ctx, x, question, answers):
+        ctx.question, ctx.answers = question, answers
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.answers.append(ctx.question())
+        return grad, None, None
+
+
+def asked(question, **how):
+    """What a function says within a backward."""
+    x, answers = torch.ones(2, requires_grad=True), []
+    Asks.apply(x, question, answers).sum().backward(**how)
+    return answers[0]
+
+
+def test_a_backward_is_known_within_it():
+    assert not autograd.in_backward()
+    assert asked(autograd.in_backward)
+    assert autograd.running_node() is None
+    assert asked(autograd.running_node).name() == "AsksBackward"
+    assert not asked(autograd.graph_is_kept)
+    assert asked(autograd.graph_is_kept, retain_graph=True)
+
+
+def test_a_node_runs_where_its_gradient_is_asked_for():
+    x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    one, two, answers = x * 2, other * 3, []
+    nodes = one.grad_fn, two.grad_fn, None
+    y = Asks.apply(one + two, lambda: [autograd.will_run(node) for node in nodes], answers).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    torch.autograd.grad(y, other)
+    assert answers == [[True, False, True], [False, True, True]]
+
+
+def test_hooks_of_tensors():
+    x = torch.ones(2, requires_grad=True)
+    assert not (autograd.has_gradient_hooks(x))
+    assert not (autograd.has_accumulation_hooks(x))
+    gone = x.register_hook(lambda grad: None)
+    assert (autograd.has_gradient_hooks(x), autograd.has_accumulation_hooks(x)) == (True, False)
+    gone.remove()
+    first = x.register_post_accumulate_grad_hook(lambda x: None)
+    assert (autograd.has_gradient_hooks(x), autograd.has_accumulation_hooks(x)) == (False, True)
+    second = x.register_post_accumulate_grad_hook(lambda x: None)
+    assert [autograd.has_last_accumulation_hook(x, handle) for handle in (first, second)] == [False, True]
+    second.remove()
+    assert [autograd.has_last_accumulation_hook(x, handle) for handle in (first, second)] == [True, False]
+    assert not autograd.has_last_accumulation_hook(torch.ones(2), first)
+
+
+def test_the_innermost_pair_of_saved_tensor_hooks():
+    pairs = [(lambda x, i=i: (i, x), lambda held: held[1]) for i in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(*pairs[0]), torch.autograd.graph.saved_tensors_hooks(*pairs[1]):
+        assert autograd.saved_tensor_hooks() == pairs[1]
+
+
+def test_a_write_is_not_noticed_where_the_version_is_kept():
+    x, y = torch.ones(2), torch.ones(2)
+    with autograd.keeps_version(x):
+        x.add_(1)
+        y.add_(1)
+    assert (x._version, y._version) == (0, 1)
+
+
+def test_a_backward_without_checks_is_torchs():
+    def graph():
+        x = torch.linspace(1, 2, 4).requires_grad_()
+        return x, [x.exp(), x.square()]
+
+    grads = [torch.linspace(0, 1, 4), torch.linspace(3, 5, 4)]
+    (x, outs), (want, theirs) = graph(), graph()
+    autograd.run_backward([get_gradient_edge(y) for y in outs], grads)
+    torch.autograd.backward(theirs, grads)
+    assert torch.equal(x.grad, want.grad)
+    assert not x.grad.requires_grad
+    with pytest.raises(RuntimeError, match="second time"):  # the graph is freed
+        autograd.run_backward([get_gradient_edge(y) for y in outs], grads)
+    kept, _ = graph()
+    y = Asks.apply(kept, autograd.graph_is_kept, answers := [])
+    autograd.run_backward([get_gradient_edge(y)], [torch.ones(4)])
+    assert answers == [False]
+
+
+def test_below_autograd_there_is_no_graph():
+    x = torch.ones(2, requires_grad=True)
+    with autograd.below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
+
+
+def test_float64_stands_for_float32():
+    x = torch.linspace(0, 1, 3, dtype=torch.float64)
+    with dispatch.Float64() as mode:
+        assert x.float().dtype == torch.float64
+        assert mode.casts == 1
+        assert x.to(torch.float32, copy=True).dtype == torch.float64
+        assert mode.casts == 2
+        assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64
+        assert torch.ones(2, dtype=torch.int64).float().dtype == torch.float64
+        assert x.bfloat16().dtype == torch.bfloat16
+        assert torch.equal(x + 1, 1 + x)
+    assert mode.casts == 2  # of float64 tensors alone
+    assert torch.empty(2, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "kwargs", "written", "name"),
+    [
+        (aten.add.Tensor, ("x", "y"), {}, [], "Tensor"),
+        (aten.add_.Tensor, ("x", "y"), {}, ["x"], "Tensor"),
+        (aten.add.out, ("x", "y"), {"out": "z"}, ["z"], "out"),
+        (aten.add.out, ("x", "y"), {"alpha": 2, "out": "z"}, ["z"], "out"),
+        (aten.relu_.default, ("x",), {}, ["x"], ""),
+        (aten.relu_.default, (), {"self": "x"}, ["x"], ""),
+        (aten.view.default, ("x", [2]), {}, [], ""),  # an alias that it does not write to
+        (aten.max.dim_max, ("x", 0), {"max": "a", "max_values": "b"}, ["a", "b"], "dim_max"),
+        (aten.sort.values, ("x",), {"values": "a", "indices": "b"}, ["a", "b"], "values"),
+    ],
+)
+def test_which_arguments_an_operator_writes_to(operator, args, kwargs, written, name):
+    assert dispatch.written_arguments(operator, args, kwargs) == written
+    assert dispatch.overload_name(operator) == name
+
+
+# --- compile ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_stance_is_torchs_and_may_be_put_back():
+    import torch._dynamo
+
+    plain = compile.stance()
+    assert plain.stance == "default"
+    with torch.compiler.set_stance("force_eager"):
+        assert compile.stance().stance == "force_eager"
+    with compile.eagerly():
+        forced = compile.stance()
+        assert forced.stance == "force_eager"
+    compile.set_stance(forced)
+    assert torch._dynamo.eval_frame._stance is forced
+    compile.set_stance(None)
+    assert compile.stance().stance == "default"
+    compile.set_stance(plain)
+
+
+def test_without_the_compiler_there_is_no_stance(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda *_: pytest.fail("imports the compiler"))
+    assert compile.stance() is None
+    compile.set_stance("nothing is kept")
+    with compile.eagerly():
+        pass
+    assert "torch._dynamo" not in sys.modules
+
+
+def test_eagerly_and_uncompiled_functions_make_no_graph():
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    inner = compile.uncompiled(lambda x: x.sin())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: inner(x + 1) * 2, backend=backend)
+    x = torch.ones(2)
+    with compile.eagerly():
+        compiled(x)
+    assert made == []
+    assert torch.equal(compiled(x), (x + 1).sin() * 2)
+    assert "sin" not in "".join(str(graph.graph) for graph in made)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(("before", "blocks", "after"), [(8, 4, 8), (8, 5, 10), (100, 5, 100), (3, 40, 80)])
+def test_each_block_may_have_two_graphs(before, blocks, after):
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=before, allow_unspec_int_on_nn_module=False):
+        compile.allow_graphs(blocks)
+        found = torch._dynamo.config.recompile_limit, torch._dynamo.config.allow_unspec_int_on_nn_module
+    assert found == (after, True)
+
+
+# --- small ones -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("register", "has"),
+    [
+        (None, False), ("register_forward_hook", True), ("register_forward_pre_hook", True),
+        ("register_full_backward_hook", True), ("register_state_dict_pre_hook", False),
+    ],
+)  # fmt: skip
+def test_hooks_of_modules(register, has):
+    layer = nn.Linear(2, 2)
+    if register is not None:
+        getattr(layer, register)(lambda *_: None)
+    assert module.has_hooks(layer) is has
+
+
+def test_hooks_of_an_optimizer():
+    optimizer = torch.optim.SGD([torch.ones(1)], 0.1)
+    called = []
+    optimizer.register_step_pre_hook(lambda *given: called.append(("pre", *given)))
+    optimizer.register_step_post_hook(lambda *given: called.append(("post", *given)))
+    optim.call_pre_hooks(optimizer)
+    assert called == [("pre", optimizer, (), {})]
+    optim.call_post_hooks(optimizer)
+    assert called[1:] == [("post", optimizer, (), {})]
+    optim.drop_hooks(optimizer)
+    optim.call_pre_hooks(optimizer)
+    optim.call_post_hooks(optimizer)
+    optimizer.step()
+    assert len(called) == 2
+
+
+def test_lists_are_scaled_in_place():
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    functional.scale_each(tensors, torch.tensor(3.0))
+    assert [x.tolist() for x in tensors] == [[3, 3], [6, 6, 6]]
+
+
+def test_leaves_of_containers():
+    x, y = torch.ones(1), torch.ones(2)
+    tree = {"a": [x, None], "b": (y, 3), "c": SimpleNamespace(z=x)}
+    assert [type(leaf) for leaf in pytree.leaves(tree)] == [
+        torch.Tensor,
+        type(None),
+        torch.Tensor,
+        int,
+        SimpleNamespace,
+    ]
+    mapped = pytree.map_tensors(len, tree)
+    assert mapped == {"a": [1, None], "b": (2, 3), "c": tree["c"]}
+
+
+def test_the_memory_of_a_tensor():
+    x = torch.ones(4)
+    assert storage.holders(x) == 1
+    view = x[1:]
+    assert storage.holders(x) == storage.holders(view) == 2
+    assert storage.address(x.untyped_storage()) == storage.address(view.untyped_storage())
+    assert storage.address(x.untyped_storage()) != storage.address(torch.ones(4).untyped_storage())
+    weak = storage.StorageWeakRef(x.untyped_storage())
+    assert storage.alive(weak).data_ptr() == x.data_ptr()
+    del x
+    assert storage.alive(weak) is not None
+    del view
+    assert storage.alive(weak) is None
+
+
+# --- fake -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", [None, False, True])
+def test_fake_tensors_have_no_values_and_take_real_ones(gpu):
+    real = torch.ones(2)
+    with fake.fake_tensors(*(() if gpu is None else (gpu,))) as mode:
+        made = torch.ones(3, 2)
+        total = made + real
+        with pytest.raises(fake.NoValueError):
+            total.sum().item()
+        with fake.real_tensors():
+            assert not fake.is_fake(torch.ones(1))
+        assert fake.is_fake(torch.ones(1))
+    assert mode.stands_for_gpu is bool(gpu)
+    assert (fake.is_fake(total), fake.is_fake(real), fake.is_fake(3)) == (True, False, False)
+    assert fake.device_of(total) == torch.device("cpu")
+    assert total.shape == (3, 2)
+
+
+def test_a_fake_world_has_one_rank(fake_world):
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (1, 2, "fake")
+
+
+# --- distributed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("built", [("fr", "nccl"), ("fr",), ()])
+def test_records_of_every_flight_recorder_that_torch_has(built, monkeypatch):
+    """Each with collectives and stack traces, also of what is over."""
+    recorders = torch._C._distributed_c10d
+    for name in ("fr", "nccl"):
+        monkeypatch.delattr(recorders, f"_dump_{name}_trace", raising=False)
+    for name in built:
+        monkeypatch.setattr(recorders, f"_dump_{name}_trace", lambda *given, name=name: (name, *given), raising=False)
+    assert distributed.flight_records() == [(name, True, True, False) for name in built]
+
+
+def test_the_ranks_of_a_running_ddp(monkeypatch, fake_world):
+    kind = nn.parallel.DistributedDataParallel
+    assert distributed.ranks_of_running_ddp() == []
+    monkeypatch.setattr(kind, "_active_ddp_module", SimpleNamespace(process_group=dist.group.WORLD))
+    assert distributed.ranks_of_running_ddp() == [0, 1]
+
+
+def test_names_and_stores_of_a_world(fake_world):
+    world = dist.distributed_c10d._get_default_group()
+    assert distributed.group_by_name(world.group_name).group_name == world.group_name
+    assert not distributed.is_bound()
+    assert distributed.as_group(3) is None
+    assert distributed.as_group(torch.ones(1)) is None
+    before = distributed.group_count()
+    dist.new_group([0, 1])
+    assert distributed.group_count() == before + 1
+    first = distributed.reserve_groups(3)
+    assert (first, distributed.reserve_groups(1), distributed.reserve_groups(2)) == (10**9, 10**9 + 3, 10**9 + 4)
+    assert distributed.clone_store().add("mpcore/groups", 0) == 6
+
+
+def groups_of_ranks():
+    """What each rank of three gets: named by role, made once, and counted on every rank alike."""
+    rank, found = dist.get_rank(), []
+    before = distributed.group_count()
+    one, again = (distributed.share_group([0, 2], "one") for _ in range(2))
+    other = distributed.share_group([0, 2], "other")
+    found.append([one is None, again is one, other is None or other is not one])
+    found.append(distributed.group_count() - before)
+    mine = distributed.share_group([rank], "alone", distributed.reserve_groups(1))
+    found.append((dist.get_process_group_ranks(mine), mine.group_desc, distributed.group_count() - before))
+    found.append(None if one is None else (dist.get_process_group_ranks(one), one.group_desc))
+    destroyed = [distributed.use_group(mine, change) for change in (1, 1, -1, -1, -1)]
+    return [*found, destroyed, mine in dist.distributed_c10d._world.pg_names]
+
+
+def test_groups_are_shared_by_role_and_destroyed_with_their_last_user():
+    for rank, (same, count, alone, members, destroyed, alive) in enumerate(mp.simulate(groups_of_ranks, ranks=3)):
+        outside = rank == 1
+        assert same == [outside, True, True]
+        assert count == 3
+        assert alone == ([rank], "alone", 3)  # a number of its own is not counted
+        assert members == (None if outside else ([0, 2], "one"))
+        assert destroyed == [False, False, False, True, False]
+        assert not alive
+
+
+def test_caches_that_hold_meshes_are_found_and_cleared():
+    import functools
+
+    @functools.lru_cache
+    def kept(x):
+        return x
+
+    @functools.lru_cache
+    def foreign(x):
+        return x
+
+    kept.__module__ = "torch.distributed.tensor"
+    assert any(cached is kept for cached in distributed.mesh_caches())
+    assert not any(cached is foreign for cached in distributed.mesh_caches())
+    kept(1)
+    distributed.forget_meshes([kept])
+    assert kept.cache_info().currsize == 0
+    assert distributed.loaded_caches() is distributed.loaded_caches()
+    before = distributed.loaded_caches()
+    sys.modules["torch.distributed.of_a_test"] = SimpleNamespace()
+    try:
+        assert distributed.loaded_caches() is not before
+    finally:
+        del sys.modules["torch.distributed.of_a_test"]
+
+
+def test_every_wait_is_replaced(monkeypatch):
+    monkeypatch.setattr(dist.Work, "wait", dist.Work.wait)
+
+    def wait(work):
+        return "ours"
+
+    distributed.replace_wait(wait)
+    assert dist.Work.wait is wait
+
+
+# --- fully_shard ------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_of_their_own_mesh_are_sharded_over_its_last_dimension():
+    if not fsdp_wrap.SEVERAL_MESHES:
+        pytest.skip("torch before 2.13 has one mesh a unit")
+    fake.start_fake_world(4, 1)
+    try:
+        flat = fsdp_wrap.placement_on(DeviceMesh("cpu", torch.arange(4))).mesh_info
+        assert (type(flat).__name__, flat.shard_mesh_dim, flat.shard_mesh_size) == ("FSDPMeshInfo", 0, 4)
+        both = fsdp_wrap.placement_on(DeviceMesh("cpu", torch.arange(4).view(2, 2))).mesh_info
+        assert (type(both).__name__, both.shard_mesh_dim, both.replicate_mesh_dim) == ("HSDPMeshInfo", 1, 0)
+        assert fsdp_wrap.placement_on(DeviceMesh("cpu", torch.arange(4))).placement is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_several_meshes_and_dataclasses_are_torchs_since_2_13():
+    since = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    assert since == fsdp_wrap.SEVERAL_MESHES
+    assert fsdp_wrap.looks_into(timedelta(1)) is False
+
+    from dataclasses import dataclass
+
+    @dataclass
+    class Out:
+        x: torch.Tensor
+
+    out = Out(torch.ones(1, requires_grad=True))
+    assert fsdp_wrap.looks_into(out) == since
+    assert [id(x) for x in fsdp_wrap.trained_tensors(out)] == ([id(out.x)] if since else [])
+    given = [out.x, torch.ones(1), {"a": out.x, "b": 3}]
+    assert [id(x) for x in fsdp_wrap.trained_tensors(given)] == [id(out.x)] * 2
+
+
+def test_before_2_13_trained_tensors_are_those_of_torchs_containers(monkeypatch):
+    monkeypatch.setattr(fsdp_wrap, "collect_grad_tensors", None)
+    x = torch.ones(1, requires_grad=True)
+    assert [id(y) for y in fsdp_wrap.trained_tensors([x, torch.ones(1), {"a": 3}])] == [id(x)]
+
+
+def unit_of(size=4):
+    from torch.distributed.fsdp import fully_shard
+
+    unit = nn.Sequential(nn.Linear(size, size, bias=False))
+    fully_shard(unit)
+    return unit
+
+
+def units_and_gradients():
+    """One unit of two ranks through forward, backward, a failed backward and a drop."""
+    model, x = nn.ModuleDict(), torch.ones(2, 4) * (1 + dist.get_rank())
+    plain = fsdp.units(model)
+    unit = model["inside"] = unit_of()
+    beside = unit_of()
+    fsdp.add_unit(model, beside)
+    assert (plain, fsdp.units(model)) == ([], [unit, beside])
+    assert fsdp.units(unit) == [unit]
+    gathered = [fsdp.was_gathered(unit)]
+    unit(x).sum().backward()
+    gathered.append(fsdp.was_gathered(unit))
+    ((sharded, record),) = fsdp.records([unit])
+    assert sharded is next(unit.parameters())
+    told = [fsdp.unreduced_parameter([unit]), fsdp.backward_failed(unit)]
+    grad = sharded.grad.to_local().clone()
+
+    unit.set_requires_gradient_sync(False)
+    unit(x).sum().backward()
+    told.append(fsdp.unreduced_parameter([unit]))
+    held = fsdp.exchange_gradient(record, torch.full((4, 4), 3.0))
+    assert fsdp.exchange_gradient(record, None).tolist() == [[3.0] * 4] * 4
+    assert fsdp.exchange_gradient(record, None) is None
+    fsdp.exchange_gradient(record, held)
+    fsdp.drop_gradients([unit], lambda p: False)
+    told.append(fsdp.unreduced_parameter([unit]))
+    assert sharded.grad is not None
+    fsdp.drop_gradients([unit], lambda p: p is sharded)
+    told.append(fsdp.unreduced_parameter([unit]))
+    assert sharded.grad is None
+    unit.set_requires_gradient_sync(True)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("in backward")
+
+    given = x.clone().requires_grad_()
+    with pytest.raises(ArithmeticError):
+        unit(Fails.apply(given)).sum().backward()
+    told.append(fsdp.backward_failed(unit))
+    fsdp.drop_gradients([unit], lambda p: True)
+    told.append(fsdp.backward_failed(unit))
+    told.append(fsdp.unreduced_parameter([unit]))
+    unit(x).sum().backward()
+    assert torch.equal(sharded.grad.to_local(), grad)
+    return told, gathered, grad.tolist(), held.tolist()
+
+
+def test_the_life_of_a_unit():
+    for rank, (told, gathered, grad, held) in enumerate(mp.simulate(units_and_gradients, ranks=2)):
+        name = "0.weight"
+        assert told == [None, False, name, name, None, True, False, None]
+        assert gathered == [False, True]
+        assert grad == [[3.0] * 4] * 2  # the mean of 2 and 4, of this rank's two rows
+        assert held == [[2.0 * (1 + rank)] * 4] * 4  # this rank's own, of all rows
+
+
+class Two(nn.Module):
+    """Two layers, of which a rank may leave out the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x, both):
+        return self.two(self.one(x)) if both else self.one(x)
+
+
+def unused_parameters():
+    """A unit whose second layer has no gradient on rank 1: the ranks reduce zeros for it."""
+    from torch.distributed.fsdp import fully_shard
+
+    unit = Two()
+    fully_shard(unit)
+    fsdp.make_root(unit)
+    fsdp.reduce_unused(unit)
+    unit(torch.ones(1, 2), dist.get_rank() == 0).sum().backward()
+    return [None if p.grad is None else tuple(p.grad.to_local().shape) for p in unit.parameters()]
+
+
+def test_a_parameter_without_a_gradient_on_one_rank_is_reduced_all_the_same():
+    assert mp.simulate(unused_parameters, ranks=2) == [[(1, 2), (1, 2)]] * 2
+
+
+def test_without_torchs_package_no_model_has_units(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp", raising=False)
+    assert fsdp.units(nn.Linear(2, 2)) == []
+
+
+# --- pipelining -------------------------------------------------------------------------------------------------------
+
+
+def test_torchs_plan_of_two_ranks():
+    """1F1B of one stage a rank is written down in every paper: warm-up, pairs, cool-down."""
+    assert pipelining.planned("interleaved", 2, 2, 2)[0] == [
+        ("F", 0, 0), ("F", 0, 1), ("F", 2, 0), ("F", 2, 1), ("B", 2, 0), ("B", 2, 1), ("B", 0, 0), ("B", 0, 1)
+    ]  # fmt: skip
+    assert pipelining.planned("bfs", 1, 2, 1) == [[("F", 0, 0), ("F", 0, 1), ("B", 0, 1), ("B", 0, 0)]]
+    assert len(pipelining.planned("dualpipev", 2, 4, 2)) == 2
+    pairs = pipelining.planned("dualpipev", 2, 4, 2)[0]
+    assert {kind for kind, *_ in pairs} <= {"F", "I", "W", "B"}  # an overlapped pair is two actions
+
+
+def test_messages_are_posted_between_neighbours():
+    rows = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)], []]
+    assert pipelining.with_messages(rows, {0: 0, 1: 1}, 2) == [
+        [("F", 0, 0), ("SEND_F", 0, 0), ("RECV_B", 0, 0), ("B", 0, 0)],
+        [("RECV_F", 1, 0), ("F", 1, 0), ("B", 1, 0), ("SEND_B", 1, 0)],
+        [],
+    ]
+
+
+# --- simulated ranks --------------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """A job of one rank, for the store: what it waits for must be there, or comes with the next line of `later`."""
+
+    def __init__(self):
+        self.table, self.boxes, self.changes, self.waits, self.later = {}, {}, 0, [], []
+
+    def changed(self):
+        self.changes += 1
+
+    def wait(self, ready, polls=False, inside=None):
+        self.waits.append((polls, inside))
+        for act in self.later:
+            act()
+        assert polls or ready(), "waits for ever"
+
+
+def test_the_store_is_torchs_hash_store():
+    """Each call beside a `HashStore`, which has the same answers."""
+    job, theirs = Alone(), dist.HashStore()
+    ours = simulated.SimulatedStore(job)
+    for store in (ours, theirs):
+        store.set("a", "1")
+        store.set("b", b"two")
+    assert job.changes == 2
+    assert ours.get("a") == theirs.get("a") == b"1"
+    assert ours.get("b") == theirs.get("b") == b"two"
+    for amount in (2, 3, -5, 0):
+        assert ours.add("n", amount) == theirs.add("n", amount)
+    assert job.changes == 5  # to add nothing is to look
+    assert ours.get("n") == theirs.get("n") == b"0"
+    assert ours.add("looked at", 0) == 0
+    assert not ours.check(["looked at"])
+    for keys in (["a"], ["a", "b"], ["a", "c"], ["c"], []):
+        assert ours.check(keys) == theirs.check(keys), keys
+    for key, expected, desired in (("a", b"0", b"9"), ("a", b"1", b"9"), ("new", b"", b"5"), ("other", b"4", b"5")):
+        assert ours.compare_set(key, expected, desired) == theirs.compare_set(key, expected, desired), key
+    assert (ours.get("a"), ours.get("new")) == (b"9", b"5")
+    assert ours.num_keys() == 4
+    assert (ours.delete_key("a"), ours.delete_key("a")) == (True, False)
+    assert ours.num_keys() == ours.getNumKeys() == 3
+    assert ours.clone() is ours
+    assert (ours.compareSet.__func__, ours.deleteKey.__func__) == (type(ours).compare_set, type(ours).delete_key)
+
+
+def test_the_store_waits_for_a_key_and_looks_once_for_one():
+    job = Alone()
+    store = simulated.SimulatedStore(job)
+    assert not store.check(["late"])
+    assert job.waits == [(True, None)]
+    job.later.append(lambda: store.set("late", "x"))
+    assert store.check(["late"])
+    assert store.check(["late"])  # is there: nothing to wait for
+    assert len(job.waits) == 2
+    store.delete_key("late")
+    assert store.get("late") == b"x"
+    assert job.waits[2:] == [(False, None)]
+    store.wait(["late"], timedelta(seconds=1))
+
+
+def test_work_waits_once_and_then_finishes_what_it_is_for():
+    job, done = Alone(), []
+    ready = [False]
+    work = simulated._Work(job, lambda: ready[0], "a call", lambda: done.append(1))
+    assert not work.is_completed()
+    assert not work.is_success()
+    assert job.waits == [(True, None)]
+    job.later.append(lambda: ready.__setitem__(0, True))
+    assert work.is_completed()
+    assert work.is_completed()
+    assert len(job.waits) == 2
+    assert (work.is_success(), done) == (True, [])
+    for _ in range(2):
+        assert work.wait(timedelta(seconds=1)) is True
+        work.synchronize()
+    assert (job.waits[2:], done) == ([(False, "a call")], [1])
+
+
+def every_collective():
+    """What this rank of three has after each collective, and what it should have."""
+    rank, SUM = dist.get_rank(), dist.ReduceOp.SUM
+    x = [torch.arange(6.0) + 10 * r + 1 for r in range(3)]  # of every rank
+    found = {}
+
+    def is_(name, got, want):
+        want = [torch.as_tensor(w) for w in want]
+        found[name] = len(got) == len(want) and all(
+            torch.equal(a, b.to(a.dtype)) for a, b in zip(got, want, strict=True)
+        )
+
+    stacked = torch.stack(x)
+    for op, want in (
+        ("SUM", stacked.sum(0)),
+        ("AVG", stacked.mean(0)),
+        ("MAX", x[2]),
+        ("MIN", x[0]),
+        ("PRODUCT", stacked.prod(0)),
+    ):
+        dist.all_reduce(y := x[rank].clone(), getattr(dist.ReduceOp, op))
+        is_(f"all_reduce {op}", [y], [want])
+    for op, want in (("BAND", 7 & 14 & 28), ("BOR", 7 | 14 | 28), ("BXOR", 7 ^ 14 ^ 28)):
+        dist.all_reduce(y := torch.tensor(7 << rank), getattr(dist.ReduceOp, op))
+        is_(op, [y], [want])
+    dist.all_reduce_coalesced(y := [x[rank].clone(), x[rank][:2].clone()])
+    is_("all_reduce_coalesced", y, [stacked.sum(0), stacked.sum(0)[:2]])
+    for root in range(3):
+        dist.broadcast(y := x[rank].clone(), root)
+        is_(f"broadcast {root}", [y], [x[root]])
+        dist.reduce(y := x[rank].clone(), root)
+        is_(f"reduce {root}", [y], [stacked.sum(0) if rank == root else x[rank]])
+        dist.gather(x[rank], y := [torch.zeros(6) for _ in range(3)] if rank == root else None, root)
+        is_(f"gather {root}", y or [], x if rank == root else [])
+        dist.scatter(y := torch.zeros(6), [a * (1 + root) for a in x] if rank == root else None, root)
+        is_(f"scatter {root}", [y], [x[rank] * (1 + root)])
+    dist.all_gather(y := [torch.zeros(6) for _ in range(3)], x[rank])
+    is_("all_gather", y, x)
+    dist.all_gather_into_tensor(y := torch.zeros(18), x[rank])
+    is_("all_gather_into_tensor", [y], [torch.cat(x)])
+    dist.all_gather_into_tensor(y := torch.zeros(3, 6), x[rank])
+    is_("stacked", [y], [stacked])
+    dist.reduce_scatter(y := torch.zeros(2), [*x[rank].split(2)], SUM)
+    is_("reduce_scatter", [y], [stacked.sum(0)[2 * rank : 2 * rank + 2]])
+    dist.reduce_scatter(y := torch.zeros(2), [*x[rank].split(2)], dist.ReduceOp.AVG)
+    is_("reduce_scatter AVG", [y], [stacked.mean(0)[2 * rank : 2 * rank + 2]])
+    dist.reduce_scatter_tensor(y := torch.zeros(2), x[rank], dist.ReduceOp.MAX)
+    is_("reduce_scatter_tensor", [y], [x[2][2 * rank : 2 * rank + 2]])
+    dist.all_to_all_single(y := torch.zeros(6), x[rank])
+    is_("all_to_all_single", [y], [torch.cat([a[2 * rank : 2 * rank + 2] for a in x])])
+    cut = [1, 2, 3]
+    dist.all_to_all_single(y := torch.zeros(3 * cut[rank]), x[rank], [cut[rank]] * 3, cut)
+    is_("uneven", [y], [torch.cat([a.split(cut)[rank] for a in x])])
+    dist.all_to_all(y := [torch.zeros(cut[rank]) for _ in range(3)], [*x[rank].split(cut)])
+    is_("all_to_all", y, [a.split(cut)[rank] for a in x])
+    group = dist.group.WORLD
+    out, want = [torch.zeros(18), torch.zeros(6)], [torch.cat(x), torch.cat([a[:2] for a in x])]
+    group.all_gather_single_coalesced(out, [x[rank], x[rank][:2]]).wait()
+    is_("all gathers at once", out, want)
+    opts = dist.ReduceScatterOptions()
+    out, want = (
+        [torch.zeros(2), torch.zeros(1)],
+        [stacked.sum(0)[2 * rank : 2 * rank + 2], stacked.sum(0)[rank : rank + 1]],
+    )
+    group.reduce_scatter_single_coalesced(out, [x[rank], x[rank][:3]], opts).wait()
+    is_("reduce-scatters at once", out, want)
+    dist.barrier()
+    return found
+
+
+def test_every_collective_of_simulated_ranks_is_its_formula():
+    for found in mp.simulate(every_collective, ranks=3):
+        assert [name for name, right in found.items() if not right] == []
+        assert len(found) == 32
+
+
+def messages():
+    """Tags are channels of their own, and in each the order of sends is that of receives."""
+    rank, to, source = dist.get_rank(), (dist.get_rank() + 1) % 3, (dist.get_rank() - 1) % 3
+    x = torch.full((2,), float(rank))
+    works = [dist.isend(x + 10 * i, to, tag=tag) for i, tag in ((1, 0), (2, 0), (3, 7))]
+    x.fill_(-1)  # a send has copied it
+    got = [torch.zeros(2) for _ in range(3)]
+    works += [dist.irecv(y, source, tag=tag) for y, tag in zip(got, (7, 0, 0), strict=True)]
+    for work in reversed(works):
+        work.wait()
+    return [y.tolist() for y in got] == [[source + 10 * i] * 2 for i in (3, 1, 2)]
+
+
+def test_messages_of_simulated_ranks():
+    assert mp.simulate(messages, ranks=3) == [True] * 3
+
+
+def of_groups():
+    group = dist.new_group([0, 2], group_desc="of two")
+    if dist.get_rank() == 1:
+        return None
+    dist.all_reduce(x := torch.tensor(1.0 + dist.get_rank()), group=group)
+    other = dist.distributed_c10d._get_default_group()
+    told = group.size(), group.rank(), group.group_desc, group.ranks, group.getBackendName(), other.group_desc
+    group.shutdown()
+    group.abort()
+    return x.item(), told, simulated.simulated_rank(), torch.autograd.is_multithreading_enabled()
+
+
+def test_a_group_of_some_simulated_ranks():
+    process = dist.distributed_c10d._world
+    found = mp.simulate(of_groups, ranks=3)
+    for rank, place in ((0, 0), (2, 1)):
+        total, told, known, threads = found[rank]
+        assert (total, known, threads) == (4.0, rank, False)
+        assert told == (2, place, "of two", (0, 2), "simulated", "default_pg")
+    assert found[1] is None
+    assert simulated.simulated_rank() is None
+    assert dist.distributed_c10d._world is process
+    assert torch.autograd.is_multithreading_enabled()
+    assert not c10d._is_thread_isolation_mode() if hasattr(c10d, "_is_thread_isolation_mode") else True
+
+
+def unequal(how):
+    sizes = [[1, 3], [2, 2]][dist.get_rank()]
+    dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], sizes)
+
+
+def test_sizes_that_two_ranks_do_not_share_are_told():
+    words = r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size"
+    with pytest.raises(mp.simulation.RankError, match=words):
+        mp.simulate(unequal, 0, ranks=2)
