@@ -32,6 +32,7 @@ ANY_ORDER = {
     "equal",
     "gcd",
     "promote_types",
+    "suppress",
     "zip",
 }
 

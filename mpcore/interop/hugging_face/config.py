@@ -227,6 +227,7 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
             value = field.words.get(value)
         if field.ours in SIZES and field.default is not None and type(value) is not int:
             c.problems.append(f"{name} {value!r} must be a whole number")
+            value = 1  # the rules compute with it
         if field.ours == "norm_eps" and (value is None or isinstance(value, bool)):
             c.problems.append(f"{name} {value!r} must be a number")
         ours |= dict.fromkeys(field.ours.split(), value)

@@ -1,0 +1,442 @@
+"""How a config.json is read and written: each rule at its edges, and each architecture's fields written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mpcore.interop.hugging_face import config as module
+from mpcore.interop.hugging_face.architectures import ARCHITECTURES, NEEDED
+from mpcore.interop.hugging_face.config import RULES, Fields, ModelSpec, config_from_hf, config_to_hf, read_json
+
+SIZES = {"vocab_size": 8, "max_position_embeddings": 32, "num_hidden_layers": 4, "hidden_size": 16,
+         "num_attention_heads": 2, "intermediate_size": 24, "hidden_act": "silu"}  # fmt: skip
+GPT2 = {"vocab_size": 8, "n_positions": 32, "n_layer": 4, "n_embd": 16, "n_head": 2}
+OURS = {"vocab_size": 8, "seq_len": 32, "layers": 4, "d_model": 16, "heads": 2, "d_ff": 24, "tie_embeddings": False,
+        "init_std": 0.02}  # fmt: skip
+DECODER = OURS | {"activation": "swiglu", "kv_heads": 2, "head_dim": None, "norm_eps": 1e-6, "rope_base": 10000.0,
+                  "rope_scaling": None}  # fmt: skip
+PLAIN = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEEPSEEK = OURS | {"qkv_bias": False, "output_bias": False, "norm_eps": 1e-6, "rope_base": 10000.0,
+                   "rope_scaling": None, "latent": LATENT}  # fmt: skip
+# What each architecture reads from the fields that it needs.
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (GPT2, OURS | {"d_ff": 64, "tie_embeddings": True, "norm_eps": 1e-5, "activation": "gelu_tanh",
+                           "norm": "layer", "positions": "learned", "bias": True}),
+    "llama": (SIZES, DECODER | PLAIN),
+    "mistral": (SIZES | {"num_key_value_heads": 2}, DECODER | PLAIN | {"window": 4096}),
+    "qwen2": (SIZES, DECODER | PLAIN | {"qkv_bias": True, "window": None}),
+    "qwen3": (SIZES, DECODER | PLAIN | {"qk_norm": True, "head_dim": 128, "window": None}),
+    "mixtral": (SIZES | {"num_key_value_heads": 2}, DECODER | PLAIN | {
+        "window": None, "norm_eps": 1e-5, "rope_base": 1e6,
+        "moe": {"experts": 8, "top_k": 2, "aux_coefficient": 0.001, "jitter": 0.0, "normalize": True}}),
+    "phi3": (SIZES, DECODER | PLAIN | {"norm_eps": 1e-5, "window": None}),
+    "qwen3_moe": (SIZES | {"num_key_value_heads": 2}, DECODER | PLAIN | {
+        "qk_norm": True, "window": None,
+        "moe": {"experts": 128, "top_k": 8, "aux_coefficient": 0.001, "d_ff": 768, "normalize": False, "every": 1}}),
+    "deepseek_v2": (SIZES | {"num_experts_per_tok": 6}, DEEPSEEK | {
+        "moe": {"experts": 64, "top_k": 6, "shared_experts": 2, "d_ff": 1407, "dense": 0, "routed_scale": 1.0,
+                "aux_coefficient": 0.001, "score": "softmax", "normalize": False, "groups": 1, "top_groups": 1}}),
+    "deepseek_v3": (SIZES, DEEPSEEK | {
+        "moe": {"experts": 256, "top_k": 8, "shared_experts": 1, "d_ff": 2048, "dense": 3, "routed_scale": 2.5,
+                "aux_coefficient": 0.001, "score": "sigmoid", "normalize": True, "groups": 8, "top_groups": 4,
+                "bias": True}}),
+}  # fmt: skip
+ROPE = {"rope_theta": 10000.0, "rope_scaling": None}
+WRITTEN: dict[str, dict[str, Any]] = {  # besides what was read: its defaults, and what a rule adds
+    "gpt2": {"n_inner": 64, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
+             "activation_function": "gelu_new", "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.0},
+    "llama": {"num_key_value_heads": 2, "head_dim": None, "rms_norm_eps": 1e-6, "attention_bias": False,
+              "mlp_bias": False, **ROPE},
+    "mistral": {"head_dim": None, "rms_norm_eps": 1e-6, "sliding_window": 4096, **ROPE},
+    "qwen2": {"num_key_value_heads": 2, "head_dim": None, "rms_norm_eps": 1e-6, "use_sliding_window": False,
+              "sliding_window": None, "max_window_layers": 0, **ROPE},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-6, "attention_bias": False,
+              "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0, **ROPE},
+    "mixtral": {"head_dim": None, "rms_norm_eps": 1e-5, "sliding_window": None, "num_local_experts": 8,
+                "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+                "intermediate_size": 24, **ROPE, "rope_theta": 1e6},
+    "phi3": {"num_key_value_heads": 2, "head_dim": None, "rms_norm_eps": 1e-5, "sliding_window": None, **ROPE},
+    "qwen3_moe": {"head_dim": None, "rms_norm_eps": 1e-6, "attention_bias": False, "num_experts": 128,
+                  "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001, "moe_intermediate_size": 768,
+                  "norm_topk_prob": False, "use_sliding_window": False, "sliding_window": None,
+                  "max_window_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [], **ROPE},
+}  # fmt: skip
+OF_DEEPSEEK = LATENT | {"num_key_value_heads": 2, "attention_bias": False, "aux_loss_alpha": 0.001,
+                        "rms_norm_eps": 1e-6, "rope_interleave": True, "hidden_act": "silu", "moe_layer_freq": 1,
+                        "mlp_bias": False, "num_nextn_predict_layers": 0, **ROPE}  # fmt: skip
+WRITTEN["deepseek_v2"] = OF_DEEPSEEK | {
+    "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+WRITTEN["deepseek_v3"] = OF_DEEPSEEK | {
+    "num_experts_per_tok": 8, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "n_group": 8, "topk_group": 4,
+}  # fmt: skip
+
+
+@dataclass
+class Config:
+    """A model's configuration, whatever its fields are."""
+
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+SPEC = ModelSpec(lambda **fields: Config(fields), lambda config: config.fields, lambda config: {})
+
+
+def flat(ours):
+    return {f"{name}.{inner}" if isinstance(value, dict) else name: each for name, value in ours.items()
+            for inner, each in (value.items() if isinstance(value, dict) else [("", value)])}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_what_each_architecture_reads_and_writes(kind):
+    values, ours = READ[kind]
+    read = config_from_hf({"model_type": kind, **values}, spec=SPEC).fields
+    assert read == ours
+    # what a configuration of ours has besides: an export reads some of it
+    described = flat(ours) | {"dropout": 0.3} | ({"moe.d_ff": 24} if kind == "mixtral" else {})
+    written = module._write(ARCHITECTURES[kind], described)
+    wanted = {"architectures": [ARCHITECTURES[kind].class_name], "initializer_range": 0.02, **values}
+    wanted |= {"tie_word_embeddings": False} | WRITTEN[kind]
+    assert written == wanted
+    again = config_from_hf({"model_type": kind, **written}, spec=SPEC).fields
+    assert again == ours
+
+
+def test_every_architecture_is_in_the_table():
+    assert READ.keys() == WRITTEN.keys() == ARCHITECTURES.keys()
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_field_is_taken_once_and_has_its_default_after():
+    c = Fields({"a": 1, "b": "text", "c": 0, "d": None, "e": 2}, "the file")
+    with pytest.raises(ValueError, match=r"^the file has no z$"):
+        c.take("z")
+    assert (c.take("a"), c.take("a", 7), c.take("z", None)) == (1, 7, None)
+    assert (c.take("b", 3), c.problems) == (3, ["b 'text' must be a number, not text"])
+    assert c.take("c", True) is False
+    assert c.take("d", False) is False
+    assert (c.take("e", 3), c.left) == (2, {})
+    text = Fields({"a": "silu", "b": "x"}, "")
+    assert (text.take("a"), text.take("b", "y"), text.problems) == ("silu", "x", [])
+    wrong = Fields({"a": "x"}, "")
+    assert (wrong.take("a", 0.5), wrong.problems) == (0.5, ["a 'x' must be a number, not text"])
+    assert NEEDED is ...
+
+
+def test_the_one_value_is_expected_and_the_rest_is_unknown():
+    c = Fields({"a": 1, "b": 2, "x": 3, "y": None, "z": [], "n": 0, "v": False, "w": "", "d": {}}, "")
+    c.expect("a", 1)
+    c.expect("b", 1)
+    c.expect("missing", 1)
+    assert c.problems == ["b 2 is not supported: only 1 is"]
+    assert c.left.keys() == {"x", "y", "z", "n", "v", "w", "d"}
+    c.finish({"x"})
+    assert c.problems[1:] == []  # what is empty, or 0 as False, changes nothing
+    c.left["q"] = 0.1
+    c.finish({"x"})
+    c.finish(set())
+    assert c.problems[1:] == [
+        "unknown fields, which may change the model: {'q': 0.1}",
+        "unknown fields, which may change the model: {'x': 3, 'q': 0.1}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"hidden_size": True}, "hidden_size True must be a whole number"),
+        ({"hidden_size": "16"}, "hidden_size '16' must be a whole number"),
+        ({"vocab_size": 8.0}, "vocab_size 8.0 must be a whole number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps True must be a number"),
+        ({"hidden_act": "tanh"}, "hidden_act 'tanh' is none of ['gelu', 'gelu_fast', 'gelu_new'"),
+        ({"odd": 3}, "unknown fields, which may change the model: {'odd': 3}"),
+    ],
+)
+def test_values_of_another_kind_are_refused(values, problem):
+    _, problems = module._read(ARCHITECTURES["llama"], SIZES | values, "x")
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)
+    with pytest.raises(ValueError, match=r"^the file cannot be imported: "):
+        config_from_hf({"model_type": "llama", **SIZES, **values}, "the file", spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("values", "experts"),
+    [
+        ({}, 8),
+        ({"num_experts": 3}, 3),
+        ({"num_local_experts": 5}, 5),
+        ({"num_local_experts": None, "num_experts": 3}, 3),
+    ],
+)
+def test_experts_have_two_names(values, experts):
+    ours, problems = module._read(ARCHITECTURES["mixtral"], SIZES | {"num_key_value_heads": 2} | values, "x")
+    assert (ours["moe"]["experts"], problems) == (experts, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "problem"),
+    [
+        ("mixtral", {"num_local_experts": 0, "num_experts": 0}, "moe experts 0 is not supported: it must be 1 or more"),
+        ("mixtral", {"num_experts_per_tok": 0}, "moe top_k 0 is not supported: it must be 1 or more"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe d_ff 0 is not supported: it must be 1 or more"),
+    ],
+)
+def test_counts_of_zero_are_refused(kind, values, problem):
+    assert module._read(ARCHITECTURES[kind], SIZES | {"num_key_value_heads": 2} | values, "x")[1] == [problem]
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def read(rule, values, ours):
+    """What a rule adds to our fields, and the problems."""
+    c, ours = Fields(values, "x"), dict(ours)
+    before = dict(ours)
+    RULES[rule][0](c, ours)
+    return {name: value for name, value in ours.items() if before.get(name, ...) != value}, c.problems, c.left
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "found"),
+    [
+        (None, None, {"kv_heads": 4}),
+        (2, 4, {"head_dim": None}),
+        (2, 8, {}),
+        (4, 16, {}),
+        (0, 0, {"kv_heads": 4, "head_dim": None}),
+    ],
+)
+def test_heads(kv_heads, head_dim, found):
+    ours = {"heads": 4, "d_model": 16, "kv_heads": kv_heads, "head_dim": head_dim}
+    assert read("heads", {}, ours)[:2] == (found, [])
+    assert read("heads", {}, ours | {"d_model": 18, "head_dim": None})[0]["head_dim"] == 4  # 18 // 4, of 16 in all
+
+
+def test_gpt2s_hidden_features():
+    assert read("gpt2", {}, {"d_ff": None, "d_model": 5})[0] == {"d_ff": 20}
+    assert read("gpt2", {}, {"d_ff": 7, "d_model": 5})[0] == {}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "base", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 500}, 500.0, None),
+        ({"rope_theta": 500, "rope_scaling": None, "rope_parameters": None}, 500.0, None),
+        ({"rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}}, 700.0, None),
+        ({"rope_parameters": {"rope_theta": 700.0}, "rope_theta": 500.0}, 700.0, None),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0}, 500.0,
+         {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": {"type": "x", "rope_type": "linear", "factor": 2.0}}, 10000.0,
+         {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}, 10000.0,
+         {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3, "attention_factor": None}}, 10000.0,
+         {"rope_type": "llama3", "original_max_position_embeddings": 32, **LLAMA3}),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, 10000.0,
+         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}),
+        ({"rope_parameters": {"partial_rotary_factor": 1.0}, "partial_rotary_factor": None}, 10000.0, None),
+    ],
+)  # fmt: skip
+def test_rope(values, base, scaling):
+    found, problems, left = read("rope", values, {"seq_len": 32})
+    assert (found, problems, left) == ({"rope_base": base, "rope_scaling": scaling}, [], {})
+    assert type(found["rope_base"]) is float
+    assert RULES["rope"][1](found) == {"rope_theta": base, "rope_scaling": scaling}
+
+
+def test_rope_of_another_base_and_of_what_is_not_supported():
+    assert read("rope", {}, {"seq_len": 32, "rope_base": 1e6})[0] == {"rope_scaling": None}
+    for values in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        problems = read("rope", values, {"seq_len": 32})[1]
+        assert problems == ["partial_rotary_factor 0.5 is not supported: only 1.0 is"]
+    assert len(read("rope", {"rope_scaling": {"rope_type": "odd"}}, {"seq_len": 32})[1]) == 1
+
+
+F, S = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("window", "types", "fits"),
+    [(None, None, True), (None, [F, F], True), (None, [F, S], False), (None, [S, S], False), (4, [S, S], True),
+     (4, [F, S], False), (4, [F, F], False), (4, None, True), (4, [], True)],
+)  # fmt: skip
+def test_layers_with_a_window(window, types, fits):
+    problems = read("window", {"layer_types": types}, {"window": window})[1]
+    assert problems == ([] if fits else [f"layer_types {types} are not supported: all layers have the same attention"])
+    assert read("window", {}, {"window": window})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "types"),
+    [
+        ({}, None, None),
+        ({"sliding_window": 5}, None, None),
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4096, None),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, 5, None),
+        ({"use_sliding_window": True, "sliding_window": None}, None, None),
+        ({"use_sliding_window": True, "sliding_window": 5}, None, None),  # from layer 28 on, of 4
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 4}, None, None),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}, 5, [F, F, F, S]),
+        ({"sliding_window": 5, "layer_types": [S] * 4}, 5, None),
+        ({"sliding_window": 5, "layer_types": [F, S, F, S]}, 5, [F, S, F, S]),
+        ({"sliding_window": 5, "layer_types": [F] * 4, "use_sliding_window": True}, None, None),
+    ],
+)
+def test_the_window_of_qwen(values, window, types):
+    found, problems, left = read("qwen_window", values, {"layers": 4})
+    assert (found, left) == ({"window": window}, {})
+    assert problems == (
+        [] if types is None else [f"layer_types {types} are not supported: all layers have the same attention"]
+    )
+    fields = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+    assert RULES["qwen_window"][1](found) == fields
+    assert RULES["qwen_moe_window"][1](found) == fields
+
+
+def test_the_window_of_qwens_mixtures_begins_with_the_first_layer():
+    on = {"use_sliding_window": True, "sliding_window": 5}
+    assert read("qwen_moe_window", on, {"layers": 4})[:2] == ({"window": 5}, [])
+    assert read("qwen_moe_window", on | {"max_window_layers": 0}, {"layers": 4})[1] == []
+    unclear = read("qwen_moe_window", on | {"max_window_layers": 4}, {"layers": 4})[1]
+    assert unclear == ["max_window_layers 4 means different things to different transformers: only 0 is clear"]
+    assert (
+        read("qwen_moe_window", {"max_window_layers": 4}, {"layers": 4})[1] == []
+    )  # without a window it means nothing
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "layers", "every"),
+    [(1, [], 4, 1), (2, [], 4, 2), (2, [], 5, 2), (1, [0, 2], 4, 2), (3, None, 6, 3), (4, [], 4, 4),
+     (1, [0, 1], 6, None), (1, [1], 4, None), (5, [], 4, None), (1, [0, 1, 2, 3], 4, None), (2, [3], 6, None),
+     (1, [0], 2, 2)],
+)  # fmt: skip
+def test_which_layers_have_experts(step, dense, layers, every):
+    values = {"decoder_sparse_step": step, "mlp_only_layers": dense}
+    found, problems, left = read("sparse_layers", values, {"layers": layers})
+    assert (len(problems), left) == (every is None, {})
+    if every is not None:
+        assert found == {"moe.every": every}
+        assert RULES["sparse_layers"][1](found) == {"decoder_sparse_step": every, "mlp_only_layers": []}
+    else:
+        assert f"decoder_sparse_step {step} and mlp_only_layers {dense} put experts" in problems[0]
+    assert read("sparse_layers", {}, {"layers": 3})[0] == {"moe.every": 1}
+
+
+OF_V3 = {"latent.qk_nope_head_dim": 6, "latent.qk_rope_head_dim": 4, "heads": 3, "moe.shared_experts": 1,
+         "moe.top_k": 4, "moe.groups": 4, "moe.top_groups": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "ours", "problem"),
+    [
+        ({}, {}, None),
+        ({"num_key_value_heads": 3, "head_dim": 4, "qk_head_dim": 10}, {}, None),
+        ({"num_key_value_heads": 1}, {}, "num_key_value_heads 1 is not supported: only 3 is"),
+        ({"head_dim": 6}, {}, "head_dim 6 is not supported: only 4 is"),
+        ({"qk_head_dim": 2}, {}, "qk_head_dim 2 is not supported: only 10 is"),
+        ({}, {"moe.shared_experts": 0}, "n_shared_experts 0 is not supported: it must be 1 or more"),
+        ({}, {"moe.top_k": 3}, None),  # 2 of each of two groups, rounded up
+        ({}, {"moe.top_k": 2}, "num_experts_per_tok 2 and topk_group 2 of 4: transformers ranks groups by their two "
+                               "best experts, mpcore by as many as a group gives, 1"),
+        ({}, {"moe.top_k": 5}, "num_experts_per_tok 5 and topk_group 2 of 4: transformers ranks groups by their two "
+                               "best experts, mpcore by as many as a group gives, 3"),
+        ({}, {"moe.top_k": 5, "moe.top_groups": 4}, None),  # all groups: none is ranked
+        ({}, {"moe.top_k": 2, "moe.groups": 1, "moe.top_groups": 1}, None),
+    ],
+)  # fmt: skip
+def test_deepseek(values, ours, problem):
+    found, problems, left = read("deepseek", values, OF_V3 | ours)
+    assert (found, problems, left) == ({}, [] if problem is None else [problem], {})
+    assert RULES["deepseek"][1](OF_V3) == {
+        "num_key_value_heads": 3, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0
+    }  # fmt: skip
+
+
+def test_what_other_rules_write():
+    assert RULES["heads"][1]({}) == RULES["window"][1]({}) == {}
+    assert RULES["gpt2"][1]({"dropout": 0.2}) == {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
+    assert RULES["mixtral"][1]({"moe.d_ff": 9}) == {"intermediate_size": 9}
+    assert read("mixtral", {"a": 1}, {"b": 2}) == ({}, [], {"a": 1})
+
+
+# --- which architecture -----------------------------------------------------------------------------------------------
+
+
+def test_fields_are_nested_and_groups_are_one_where_all_are_chosen():
+    assert module._flat({"a": 1, "moe": None, "latent": {"b": 2}}) == {"a": 1, "latent.b": 2}
+    assert module._flat({"moe": {"experts": 3}}) == {"moe.experts": 3}
+    some, every = {"moe.groups": 4, "moe.top_groups": 2}, {"moe.groups": 4, "moe.top_groups": 4, "a": 1}
+    assert module._same_groups(some) == some
+    assert module._same_groups(every) == {"moe.groups": 1, "moe.top_groups": 1, "a": 1}
+
+
+def described(kind, **changes):
+    return Config(READ[kind][1] | {"window": READ[kind][1].get("window"), "dropout": 0.3} | changes)
+
+
+def test_the_first_architecture_that_gives_the_same_model_is_written():
+    """Llama comes before Mistral and the others; one that is asked for comes first if it fits."""
+    plain = described("llama")
+    assert module.architecture_of(plain, spec=SPEC) == "llama"
+    assert module.architecture_of(plain, spec=SPEC, first="phi3") == "phi3"
+    assert module.architecture_of(plain, spec=SPEC, first="qwen2") == "llama"  # whose projections have biases
+    window = described("mistral", window=5)
+    assert module.architecture_of(window, spec=SPEC) == "mistral"
+    assert module.architecture_of(window, spec=SPEC, first="phi3") == "phi3"
+    assert module.architecture_of(window, spec=SPEC, first="llama") == "mistral"
+    written = config_to_hf(window, spec=SPEC, first="phi3")
+    assert (written["model_type"], written["architectures"], written["sliding_window"]) == (
+        "phi3", ["Phi3ForCausalLM"], 5
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the closest is llama, but: mlp_bias None would be False"):
+        module.architecture_of(described("llama", mlp_bias=None), spec=SPEC)
+    latent = Config({**described("llama").fields, "latent": LATENT})
+    with pytest.raises(ValueError, match="no supported Hugging Face architecture has latent attention without experts"):
+        module.architecture_of(latent, spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("falcon", r"model_type 'falcon', which the blocks here cannot be: it adds attention and MLP"),
+     ("odd", r"model_type 'odd'\. Supported are \['gpt2', 'llama'"), (None, r"model_type None\. Supported are")],
+)  # fmt: skip
+def test_another_architecture_is_refused(kind, words):
+    with pytest.raises(ValueError, match=f"^the file has {words}.*mpcore.from_pretrained$"):
+        config_from_hf({} if kind is None else {"model_type": kind}, "the file", spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "is missing"), (b"{", "is not JSON: "), (b"[1]", "holds no JSON object"), (b'{"a": 1}', None),
+     (b"[" * 100000, "is not JSON: "), (b'{"a": "' + b"x" * 60 + b'"}', "has 69 bytes, more than 68")],
+)  # fmt: skip
+def test_a_json_file_holds_one_object(content, words, tmp_path, monkeypatch):
+    assert module.JSON_LIMIT == 104857600
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    if words is None:
+        assert read_json(path) == {"a": 1}
+        return
+    if "more than" in words:
+        monkeypatch.setattr(module, "JSON_LIMIT", 69)
+        assert len(read_json(path)["a"]) == 60
+        monkeypatch.setattr(module, "JSON_LIMIT", 68)
+    with pytest.raises(ValueError, match=f"{path} {words}"):
+        read_json(path)
