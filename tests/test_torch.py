@@ -667,6 +667,8 @@ def test_work_waits_once_and_then_finishes_what_it_is_for():
     assert work.is_completed()
     assert len(job.waits) == 2
     assert (work.is_success(), done) == (True, [])
+    work.synchronize()
+    assert done == [1]
     for _ in range(2):
         assert work.wait(timedelta(seconds=1)) is True
         work.synchronize()
@@ -778,7 +780,11 @@ def of_groups():
     return x.item(), told, simulated.simulated_rank(), torch.autograd.is_multithreading_enabled()
 
 
-def test_a_group_of_some_simulated_ranks():
+def test_a_group_of_some_simulated_ranks(monkeypatch):
+    isolated = []
+    monkeypatch.setattr(c10d, "_set_thread_isolation_mode", lambda on, plain=c10d._set_thread_isolation_mode: (
+        isolated.append(on), plain(on)
+    ))  # fmt: skip
     process = dist.distributed_c10d._world
     found = mp.simulate(of_groups, ranks=3)
     for rank, place in ((0, 0), (2, 1)):
@@ -789,7 +795,7 @@ def test_a_group_of_some_simulated_ranks():
     assert simulated.simulated_rank() is None
     assert dist.distributed_c10d._world is process
     assert torch.autograd.is_multithreading_enabled()
-    assert not c10d._is_thread_isolation_mode() if hasattr(c10d, "_is_thread_isolation_mode") else True
+    assert isolated == [True, False]
 
 
 def unequal(how):
@@ -801,3 +807,88 @@ def test_sizes_that_two_ranks_do_not_share_are_told():
     words = r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size"
     with pytest.raises(mp.simulation.RankError, match=words):
         mp.simulate(unequal, 0, ranks=2)
+
+
+def group_of(job, rank, size, ranks=None):
+    options = SimpleNamespace(group_rank=rank, group_size=size, group_id="g", global_ranks_in_group=ranks)
+    simulated._here.job = job
+    try:
+        return simulated.SimulatedGroup(options)
+    finally:
+        simulated._here.job = None
+
+
+class Meets(Alone):
+    """A job whose groups enter without a log."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered = []
+
+    def enters(self, group, number, kind, x, first):
+        self.entered.append((group.place, number, kind, first))
+        return [kind]
+
+
+def test_the_last_rank_to_arrive_computes_and_tells_the_others():
+    job = Meets()
+    groups = [group_of(job, rank, 2, [4, 6]) for rank in range(2)]
+    assert [(g.rank(), g.size(), g.ranks, g.group_name, g.group_desc) for g in groups] == [
+        (0, 2, (4, 6), "g", ""), (1, 2, (4, 6), "g", "")
+    ]  # fmt: skip
+    assert group_of(job, 0, 3).ranks == (0, 1, 2)
+    tensors, opts = [torch.ones(1), torch.full((1,), 2.0)], dist.AllreduceOptions()
+    first = groups[0].allreduce([tensors[0]], opts)
+    assert (first.is_success(), len(job.table), job.changes) == (False, 1, 0)
+    second = groups[1].allreduce([tensors[1]], opts)
+    assert (first.is_success(), second.is_success(), job.table, job.changes) == (True, True, {}, 1)
+    assert [x.item() for x in tensors] == [3.0, 3.0]
+    assert job.entered == [(0, 1, "all_reduce", None), (1, 1, "all_reduce", ["all_reduce"])]
+    groups[0].barrier()
+    assert job.entered[2:] == [(0, 2, "barrier", None)]
+    groups[0]._set_group_desc("of two")
+    assert groups[0].group_desc == "of two"
+
+
+def test_a_message_is_told_and_waited_for_by_its_source():
+    job = Meets()
+    groups = [group_of(job, rank, 2, [4, 6]) for rank in range(2)]
+    groups[1]._set_group_desc("of two")
+    got = torch.zeros(2)
+    waiting = groups[1].recv([got], 0, 3)
+    assert not waiting.is_success()
+    assert groups[0].send([torch.ones(2)], 1, 3).is_success()
+    assert job.changes == 1
+    assert waiting.is_success()
+    waiting.wait()
+    assert (job.waits, got.tolist()) == ([(False, "receiving from rank 4 of of two")], [1, 1])
+    groups[0].send([torch.ones(2)], 1, 4)  # of another tag
+    later = groups[1].recv([got], 0, 3)
+    assert not later.is_success()
+
+
+def one_rank():
+    """Every collective of a world of one gives back what it got."""
+    x, out = torch.arange(3.0), []
+    for call in (
+        lambda y: dist.all_reduce(y.copy_(x)), lambda y: dist.all_gather([y], x),
+        lambda y: dist.all_gather_into_tensor(y, x),
+        lambda y: dist.reduce_scatter(y, [x]), lambda y: dist.reduce_scatter_tensor(y, x),
+        lambda y: dist.all_to_all_single(y, x), lambda y: dist.all_to_all([y], [x]), lambda y: dist.gather(x, [y]),
+        lambda y: dist.scatter(y, [x]), lambda y: dist.broadcast(y.copy_(x), 0), lambda y: dist.reduce(y.copy_(x), 0),
+    ):  # fmt: skip
+        call(y := torch.zeros(3))
+        out.append(y.tolist())
+    return out
+
+
+def test_a_simulated_world_of_one():
+    assert mp.simulate(one_rank, ranks=1) == [[[0, 1, 2]] * 11]
+    assert dist.Backend.backend_capability["simulated"] == ["cpu", "cuda"]
+
+
+def test_a_partition_of_the_world_is_split_by_its_ranks(monkeypatch):
+    monkeypatch.setattr(dist, "split_group", lambda **given: given)
+    assert distributed.split_groups([[0, 1], [2]], "a role") == {
+        "split_ranks": [[0, 1], [2]], "group_desc": "a role"
+    }  # fmt: skip

@@ -449,19 +449,26 @@ def test_launches(K, V, mask, kind, softcap, out):
 TARGETS = {"sm_80": tiles._A100, "sm_90": tiles._LARGE, "sm_100": tiles._BLACKWELL, "gfx942": tiles._AMD}
 
 
-def test_every_tile_is_whole_blocks_that_fit():
+def check_tiles(table):
     """Powers of two from 16; what has bounds or padded heads has no larger tile, nor has a wider head."""
-    for table in (*TARGETS.values(), tiles._SMALL):
-        assert table.keys() == {"forward", "dkdv", "dq"}
-        for of_kernel in table.values():
-            sizes = []
-            assert list(of_kernel) == [64, 128, 256]
-            for plain, masked in of_kernel.values():
-                for n in (*plain, *masked):
-                    assert n in (16, 32, 64, 128)
-                assert math.prod(masked) <= math.prod(plain)
-                sizes.append((math.prod(plain), math.prod(masked)))
-            assert sizes == sorted(sizes, reverse=True)
+    assert table.keys() == {"forward", "dkdv", "dq"}
+    for of_kernel in table.values():
+        sizes = []
+        assert list(of_kernel) == [64, 128, 256]
+        for plain, masked in of_kernel.values():
+            for n in (*plain, *masked):
+                assert n in (16, 32, 64, 128)
+            assert math.prod(masked) <= math.prod(plain)
+            sizes.append((math.prod(plain), math.prod(masked)))
+        assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_tile_is_whole_blocks_that_fit(target):
+    with fake_gpu(target):
+        found = tiles._tiles_of.__wrapped__(f"fake {target}")
+    assert found is TARGETS[target]
+    check_tiles(found)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +508,9 @@ def test_which_table_a_gpu_has(memory, major, hip, table, monkeypatch):
     found = SimpleNamespace(shared_memory_per_block_optin=memory * 1024, major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert tiles._tiles_of.__wrapped__(torch.device("cuda", 0)) is getattr(tiles, table)
+    found = tiles._tiles_of.__wrapped__(torch.device("cuda", 0))
+    assert found is getattr(tiles, table)
+    check_tiles(found)
 
 
 def test_more_programs_than_a_launch_counts_are_refused():

@@ -1,5 +1,6 @@
 """Which implementation runs, and that everything runs without Triton."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -301,3 +302,14 @@ def test_everything_imports_and_runs_without_triton():
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "can't be imported" in done.stdout
+
+
+def test_every_operator_has_a_kernel_for_cpus_gpus_and_shapes():
+    compile_table = importlib.import_module("compile_table")  # imports all that define operators
+    assert compile_table.ops is torch.ops.mpcore
+    importlib.import_module("mpcore.kernels.grouped_linear")
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mpcore::")}
+    assert {"mpcore::norm_forward", "mpcore::adamw", "mpcore::random_words"} < names
+    for name in names:
+        for key in ("CPU", "CUDA", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
