@@ -1,0 +1,488 @@
+"""Folders of Hugging Face: which tensor lies where, which files are written, what goes along, what is refused."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mpcore._torch.fake import fake_tensors
+from mpcore.interop.hugging_face import carried, command, folder, loading, pretrained, stored, writing
+from mpcore.interop.hugging_face.carried import Carried, carried_by_hf, tokenizer_files
+from mpcore.interop.hugging_face.folder import Part, open_files, refuse_other_formats
+from mpcore.interop.hugging_face.stored import Group
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Sharding, cut_blocks
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "stored_shape", "box"),
+    [
+        (Part("k", (4, 0), (2, 3)), (2, 3), (2, 3)), (Part("k", (0, 0), (2, 3), True), (3, 2), (2, 3)),
+        (Part("k", (1, 0, 0), (1, 2, 3)), (2, 3), (1, 2, 3)), (Part("k", (0,), (5,)), (5,), (5,)),
+    ],
+)  # fmt: skip
+def test_a_part_is_a_box(part, stored_shape, box):
+    assert part.stored == stored_shape
+    tensor = torch.arange(6.0 if len(box) > 1 else 5.0).view(stored_shape)
+    found = part.box(tensor)
+    assert found.shape == box
+    assert torch.equal(found.reshape(-1, box[-1]), tensor.t() if part.transposed else tensor.view(-1, box[-1]))
+
+
+def rows(*given):
+    return [(p.key, p.start, p.shape, p.transposed) for p in folder._rows(*given)]
+
+
+def test_rows_are_split_in_the_order_of_the_keys():
+    assert rows(["a", "b"], (6, 3), None, False) == [("a", (0, 0), (3, 3), False), ("b", (3, 0), (3, 3), False)]
+    assert rows(["q", "k", "v"], (8, 3), [4, 2, 2], True) == [
+        ("q", (0, 0), (4, 3), True), ("k", (4, 0), (2, 3), True), ("v", (6, 0), (2, 3), True)
+    ]  # fmt: skip
+    assert rows(["a", "b"], (6,), None, False) == [("a", (0,), (3,), False), ("b", (3,), (3,), False)]
+    assert rows(["e.{}.a", "e.{}.b"], (2, 6, 3), None, False) == [
+        ("e.0.a", (0, 0, 0), (1, 3, 3), False), ("e.0.b", (0, 3, 0), (1, 3, 3), False),
+        ("e.1.a", (1, 0, 0), (1, 3, 3), False), ("e.1.b", (1, 3, 0), (1, 3, 3), False),
+    ]  # fmt: skip
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {}}, "has no weight_map of file names$"), ({}, "has no weight_map of file names$"),
+        ({"weight_map": ["a"]}, "has no weight_map"), ({"weight_map": {"a": 3}}, "has no weight_map"),
+        ({"weight_map": {"a": "../m.safetensors"}}, r"names '../m.safetensors', which is no safetensors file of"),
+        ({"weight_map": {"a": "model.bin"}}, "names 'model.bin', which is no safetensors file of this folder$"),
+        ({"weight_map": {"a": "other.safetensors"}}, "other.safetensors is missing$"),
+        ({"weight_map": {"b": "model.safetensors"}}, "says that b is in model.safetensors, which does not hold it$"),
+    ],
+)  # fmt: skip
+def test_an_index_that_does_not_fit_its_files(index, message, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        open_files(tmp_path)
+
+
+def test_files_are_opened_with_an_index_or_as_one(tmp_path):
+    with pytest.raises(ValueError, match=r"model.safetensors is missing$"):
+        open_files(tmp_path)
+    (tmp_path / "b.bin").write_bytes(b"")
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds its weights as pickles \(a.bin\), which run code when they are read"):
+        open_files(tmp_path)
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    files, where = open_files(tmp_path)
+    assert (list(files), where) == (["model.safetensors"], {"a": "model.safetensors"})
+    for name in ("x", "y"):
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    names = {name: f"{name}.safetensors" for name in "yx"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    files, where = open_files(tmp_path)
+    assert (list(files), where) == (["x.safetensors", "y.safetensors"], names)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("a/b/x.distcp", "torch.distributed.checkpoint, as"), ("g/mp_rank_00_model_states.pt", "DeepSpeed"),
+     ("g/zero/p/fp32.pt", "DeepSpeed, universal"), ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-LM")],
+)  # fmt: skip
+def test_checkpoints_of_other_formats_are_refused(path, kind, tmp_path):
+    refuse_other_formats(tmp_path)
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"is a checkpoint of {kind}.* \({path}\), whose tensors lie in pickles"):
+        refuse_other_formats(tmp_path)
+
+
+def write(tmp_path, limit, **sizes):
+    likes = {key: torch.empty(n, device="meta") for key, n in sizes.items()}
+    order = []
+    writing.write_weights(tmp_path, likes, lambda key: order.append(key) or torch.full((sizes[key],), 1.0), limit)
+    assert order == list(sizes)
+    return {path.name: sorted(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))}
+
+
+def test_files_have_a_limited_size(tmp_path):
+    for name, limit, found in (
+        ("one", 40, {"model.safetensors": ["a", "b", "c"]}),
+        ("full", 24, {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}),
+        ("each", 1, {f"model-0000{i}-of-00003.safetensors": [key] for i, key in enumerate("abc", 1)}),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        assert write(tmp_path / name, limit, a=2, b=4, c=4) == found
+        index = tmp_path / name / "model.safetensors.index.json"
+        assert index.exists() == (len(found) > 1)
+        if index.exists():
+            where = {key: file for file, keys in found.items() for key in keys}
+            assert json.loads(index.read_text()) == {"metadata": {"total_size": 40}, "weight_map": where}
+    assert writing.SHARD_BYTES == 5_000_000_000
+
+
+def test_a_folder_is_new_and_whole(tmp_path):
+    writing.check_new(tmp_path / "new")
+    writing.check_new(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ValueError, match=f"^{path} exists: it is not overwritten$"):
+            writing.check_new(path)
+    with writing.new_folder(tmp_path / "made") as new:
+        writing.write_json(new / "a.json", {"b": 1})
+        assert not (tmp_path / "made").exists()
+    assert (tmp_path / "made" / "a.json").read_text() == '{\n  "b": 1\n}\n'
+    with pytest.raises(FileNotFoundError), writing.new_folder(tmp_path / "failed") as new:
+        (new / "none" / "a").write_text("")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "made"]
+
+
+# --- what goes along --------------------------------------------------------------------------------------------------
+
+
+def test_what_goes_along_with_a_model(tmp_path):
+    values = {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None, "hidden_size": 3}
+    (tmp_path / "tokenizer.json").write_bytes(b"tok")
+    (tmp_path / "merges.txt").write_bytes(b"m")
+    (tmp_path / "README.md").write_bytes(b"r")
+    found = carried_by_hf(tmp_path, values)
+    assert found == Carried(
+        {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None},
+        {"tokenizer.json": b"tok", "merges.txt": b"m"},
+    )
+    sums = {"tokenizer.json": zlib.crc32(b"tok"), "merges.txt": zlib.crc32(b"m")}
+    assert found.extra == {"hugging_face": {"config": found.config, "files": sums}}
+    assert found.beside == {"hugging_face/tokenizer.json": b"tok", "hugging_face/merges.txt": b"m"}
+    assert Carried().extra == {}
+    assert Carried({"a": 1}).extra == {"hugging_face": {"config": {"a": 1}, "files": {}}}
+    assert Carried({}, {"merges.txt": b""}).extra == {"hugging_face": {"config": {}, "files": {"merges.txt": 0}}}
+    assert tokenizer_files(tmp_path) == found.files
+    assert tokenizer_files(tmp_path / "merges.txt") == {"tokenizer.json": b"m"}
+    for path in (tmp_path / "none", tmp_path / "README"):
+        with pytest.raises(
+            ValueError, match=f"^{path} is no tokenizer.json, and no folder with one of tokenizer.json, "
+        ):
+            tokenizer_files(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "given", "found"),
+    [
+        ({"eos_token_id": 7}, {"tokenizer.json": b"t"}, (b"t", 9, "<e>"),
+         ({"eos_token_id": 7}, {"tokenizer.json": b"t"})),
+        ({"a": 1}, {"tokenizer.json": b"t"}, (b"t", 9), ({"bos_token_id": None, "eos_token_id": 9, "a": 1},
+                                                        {"tokenizer.json": b"t"})),
+        ({"bos_token_id": 3}, {"tokenizer.json": b"t"}, (b"t", 9), ({"bos_token_id": 3, "eos_token_id": 9},
+                                                                  {"tokenizer.json": b"t"})),
+        ({"eos_token_id": 7}, {"tokenizer.json": b"t"}, (b"u", 9), ({"bos_token_id": None, "eos_token_id": 9}, {})),
+        ({"eos_token_id": 7}, {"tokenizer.json": b"t"}, (None, 9, "<e>"),
+         ({"bos_token_id": None, "eos_token_id": 9}, {})),
+        ({"eos_token_id": 7}, {}, (None, 9), ({"eos_token_id": 7}, {})),
+        ({}, {}, (None, 9), ({"bos_token_id": None, "eos_token_id": 9}, {})),
+    ],
+)  # fmt: skip
+def test_a_model_that_trains_with_a_tokenizer_keeps_its_own_alone(config, files, given, found):
+    assert Carried(config, files).with_tokenizer(*given) == Carried(*found)
+
+
+def test_another_tokenizer_is_named_as_transformers_reads_it():
+    made = Carried({"eos_token_id": 7}, {"tokenizer.json": b"t", "merges.txt": b"m"}).with_tokenizer(b"u", 9, "<e>")
+    assert made.config == {"bos_token_id": None, "eos_token_id": 9}
+    assert made.files.keys() == {"tokenizer.json", "tokenizer_config.json"}
+    assert made.files["tokenizer.json"] == b"u"
+    assert json.loads(made.files["tokenizer_config.json"]) == {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"
+    }  # fmt: skip
+
+
+def test_files_are_checked_against_their_sums(tmp_path):
+    (tmp_path / "merges.txt").write_bytes(b"m")
+    right = {"merges.txt": zlib.crc32(b"m")}
+    assert carried._read_files(tmp_path, right) == {"merges.txt": b"m"}
+    with pytest.raises(ValueError, match=r"vocab.json is missing$"):
+        carried._read_files(tmp_path, right | {"vocab.json": 3})
+    with pytest.raises(ValueError, match=r"merges.txt is damaged: its CRC-32 is [0-9a-f]{8}, written was 4$"):
+        carried._read_files(tmp_path, {"merges.txt": 4})
+    with pytest.raises(ValueError, match=r"damaged: its CRC-32 is .*, written was None"):
+        carried._read_files(tmp_path, {})
+    assert carried._read_files(tmp_path) == {"merges.txt": b"m"}
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    _keep_in_fp32_modules_strict, _keep_in_fp32_modules = ["router"], ["norm"]
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.norm, self.other = (nn.Linear(2, 2, bias=False) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [(torch.float16, {"router.weight", "norm.weight"}), (torch.bfloat16, {"router.weight"}), (torch.float64, set())],
+)
+def test_parameters_that_are_never_of_16_bits(dtype, wide):
+    model = Keeps().to(dtype)
+    loading._widen(model, dtype)
+    assert {name for name, p in model.named_parameters() if p.dtype == torch.float32} == wide
+    assert {p.dtype for name, p in model.named_parameters() if name not in wide} == {dtype}
+    plain = nn.Linear(2, 2).half()
+    loading._widen(plain, torch.float16)
+    assert plain.weight.dtype == torch.float16
+
+
+def test_parameters_are_made_without_memory_and_buffers_with_it():
+    before = nn.Module.register_parameter
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            p = nn.Parameter(torch.ones(2), requires_grad=False)
+            p.no_decay = True
+            self.p, self.none = p, None
+            self.register_parameter("nothing", None)
+            self.register_buffer("b", torch.ones(2))
+
+    with loading._parameters_on_meta(torch.float64):
+        model = Marked()
+        assert torch.get_default_dtype() == torch.float64
+    assert (model.p.is_meta, model.p.requires_grad, model.p.no_decay) == (True, False, True)
+    assert (model.b.tolist(), model.nothing) == ([1, 1], None)
+    assert torch.get_default_dtype() == torch.float32
+    assert nn.Module.register_parameter is before
+    with pytest.raises(ArithmeticError), loading._parameters_on_meta(torch.float64):
+        raise ArithmeticError
+    assert (torch.get_default_dtype(), nn.Module.register_parameter) == (torch.float32, before)
+
+
+def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
+    dense = SimpleNamespace(base_model_prefix="model")
+    group = Group(["model.a"], {"model.a": torch.empty(1), "b": torch.empty(1)}, False)
+    for where, found in (
+        ({"model.a", "b"}, ("model.a", "b")), ({"a", "b"}, ("a", "b")),
+        ({"model.a", "model.b"}, ("model.a", "model.b")),
+        ({"a", "model.a", "b", "model.b"}, ("model.a", "b")), ({"model.model.a", "b"}, ("model.model.a", "b")),
+    ):  # fmt: skip
+        keys = loading._keys(tmp_path, dense, group, dict.fromkeys(where, "f"))
+        assert keys == {"model.a": found[0], "b": found[1]}
+    with pytest.raises(
+        ValueError, match=f"^{tmp_path} has no tensor 'b', which model.a needs: if transformers can open"
+    ):
+        loading._keys(tmp_path, dense, group, {"a": "f"})
+
+
+def axes(size, count):
+    return [Axis(size, rank, name="tp") for rank in range(count)]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("lengths", "unit"), [((6,), 1), ((2, 4), 1), ((4, 2), 2)])
+def test_a_part_is_copied_range_by_range(dim, lengths, unit):
+    whole = torch.arange(36.0).view(6, 6)
+    units = tuple(unit if length % (2 * unit) == 0 else 1 for length in lengths)
+    for axis in axes(2, 2):
+        sharding = Sharding((6, 6), (cut_blocks(lengths, axis, dim, units),))
+        value = torch.empty(sharding.local_shape)
+        loading._copy_part(value, whole, sharding)
+        assert torch.equal(value, sharding.take(whole))
+    one = Sharding((6, 6), (cut_blocks(lengths, Axis(name="tp"), dim, units),))
+    value = torch.empty(6, 6)
+    loading._copy_part(value, whole, one)
+    assert torch.equal(value, whole)
+    both = Sharding((6, 6), (cut_blocks((6,), axis, 0, (1,)), cut_blocks((6,), axis, 1, (1,))))
+    value = torch.empty(3, 3)
+    loading._copy_part(value, whole, both)
+    assert torch.equal(value, whole[3:, 3:])
+    loading._copy_part(value := torch.empty(6, 6), whole, Sharding((6, 6)))
+    assert torch.equal(value, whole)
+
+
+def test_parameters_are_put_in_their_places():
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2))
+    model[0].register_parameter("none", None)
+    made = {id(p): nn.Parameter(torch.full(p.shape, 3.0)) for p in model[0].parameters()}
+    norm = model[1].weight
+    loading._put(model, made, torch.device("cpu"))
+    assert model[0].weight.tolist() == [[3, 3], [3, 3]]
+    assert model[0].bias.tolist() == [3, 3]
+    assert model[1].weight is norm
+    loading._put(model[1], {}, torch.device("meta"))
+    assert model[1].running_mean.is_meta
+
+
+# --- gathering and the stored form ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dim", "piece"), [((6, 4), 0, 32), ((6, 4), 1, 1), ((6, 4), 0, 10**6), ((6,), 0, 8), ((6, 5, 4), 1, 300)]
+)
+def test_a_tensor_is_gathered_in_pieces_along_a_dimension_that_is_whole(shape, dim, piece, keep, monkeypatch):
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    monkeypatch.setattr(pretrained, "PIECE", piece)
+    taken = []
+
+    def assemble(sharding, part):
+        taken.append(part.shape)
+        at = sum(s[split] for s in taken[:-1]) if (split := other) is not None else 0
+        return whole if other is None else whole.narrow(other, at, part.shape[other])
+
+    monkeypatch.setattr(Sharding, "assemble", assemble)
+    sharding = Sharding(shape, (cut_blocks((shape[dim],), Axis(2, 0, name="tp"), dim, (1,)),))
+    local = sharding.take(whole)
+    rest = [d for d in range(len(shape)) if d != dim]
+    other = max(rest, key=lambda d: local.shape[d], default=None)
+    found = pretrained._whole_on_host(local, sharding, keep)
+    assert torch.equal(found, whole) if keep else found.numel() == 0
+    if other is None:
+        assert taken == [local.shape]
+    else:
+        step = max(1, piece * shape[other] // (4 * whole.numel()))
+        assert [s[other] for s in taken] == [min(step, shape[other] - i) for i in range(0, shape[other], step)]
+
+
+def test_a_tensor_that_is_whole_is_only_moved():
+    x = torch.arange(3.0)
+    assert torch.equal(pretrained._whole_on_host(x, Sharding((3,)), True), x)
+    assert pretrained._whole_on_host(x, Sharding((3,)), False).numel() == 0
+    one = Sharding((3,), (cut_blocks((3,), Axis(name="tp"), 0, (1,)),))
+    assert torch.equal(pretrained._whole_on_host(x, one, True), x)
+    assert pretrained.PIECE == 1048576
+
+
+def test_what_is_no_plain_model_of_transformers_is_refused():
+    with pytest.raises(ValueError, match=r"^Linear is no model of transformers: save a model of your own"):
+        stored.dense_shape(nn.Linear(2, 2))
+
+    class Named(nn.Module):
+        config = SimpleNamespace()
+
+    with pytest.raises(ValueError, match=r"^Named is no model of transformers"):
+        stored.dense_shape(Named())
+
+    class Quantized(nn.Module):
+        config, save_pretrained = SimpleNamespace(), None
+
+        def __init__(self, config=None):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+    Quantized.save_pretrained = lambda self: None
+    for name in ("hf_quantizer", "_hf_peft_config_loaded"):
+        model = Quantized()
+        vars(model)[name] = True
+        with pytest.raises(ValueError, match=r"^Quantized is quantized or holds adapters: only plain weights"):
+            stored.dense_shape(model)
+    model = Quantized()
+    dense = stored.dense_shape(model)
+    assert (type(dense), dense.weight.is_meta) == (Quantized, True)
+    vars(model)["_weight_conversions"] = ["c"]
+    assert vars(stored.dense_shape(model))["_weight_conversions"] == ["c"]
+
+
+def test_file_tensors_are_grouped_by_the_model_tensors_that_make_them(monkeypatch):
+    """a is only renamed; b and c are joined in one; d becomes two; e and f share a part."""
+    state = {name: torch.empty(2, device="meta") for name in "abcdef"}
+
+    def revert(dense, given):
+        d = given["d"].chunk(2)
+        mixed = torch.cat([given["e"], given["f"]]).contiguous()
+        return {"A": given["a"], "BC": torch.stack([given["b"], given["c"]]), "D0": d[0], "D1": d[1], "EF": mixed,
+                "F": given["f"] + 0}  # fmt: skip
+
+    monkeypatch.setattr(stored, "_revert", revert)
+    groups = stored.stored_groups(None, state)
+    assert [(g.sources, list(g.files), g.renamed) for g in groups] == [
+        (["a"], ["A"], True), (["b", "c"], ["BC"], False), (["d"], ["D0", "D1"], False),
+        (["e", "f"], ["EF", "F"], False),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"^transformers writes no file of \['g'\]$"):
+        stored.stored_groups(None, state | {"g": torch.empty(1, device="meta")})
+    x = torch.ones(2)
+    assert stored.stored_tensors(None, groups[0], {"a": x}) == {"A": x}
+    monkeypatch.setattr(stored, "_revert", lambda dense, given: {"other": given["b"].t().contiguous()})
+    found = stored.stored_tensors(None, groups[1], {"b": torch.ones(2, 3), "c": x})
+    assert list(found) == ["BC"]
+    assert found["BC"].stride() == (1, 3)  # a view: nothing was copied
+    monkeypatch.setattr(stored, "_revert", lambda dense, given: {"D1": x, "D0": x + 1})
+    found = stored.stored_tensors(None, groups[2], {"d": x})
+    assert (list(found), found["D0"].tolist()) == (["D0", "D1"], [2, 2])
+
+
+def test_transformers_that_is_not_there(monkeypatch):
+    assert stored.transformers_module().__name__ == "transformers"
+    assert stored.transformers_module("modeling_utils").__name__ == "transformers.modeling_utils"
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(stored, "import_module", missing)
+    with pytest.raises(ValueError, match=r"^No module named 'transformers': install transformers 5 or later$"):
+        stored.transformers_module()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    calls = []
+    monkeypatch.setattr(command, "import_hf", lambda *given, **how: calls.append(("import", *given, how)) or given[1])
+    monkeypatch.setattr(command, "export_hf", lambda *given, **how: calls.append(("export", *given, how)) or given[1])
+    monkeypatch.setattr(command, "find_object", lambda name: f"the spec {name}")
+    return calls
+
+
+def test_the_command_converts_both_ways(converted, tmp_path, capsys):
+    new = str(tmp_path / "new")
+    for before, spec, want in ((["convert"], "S", "S"), (["m:SPEC"], None, "the spec m:SPEC")):
+        assert command.main([*before, "--from-hf", "hf", "--to", new], spec=spec) == 0
+        assert (
+            command.main(
+                [*before, "--from", "c", "--to-hf", "out", "--dtype", "bfloat16", "--tokenizer", "t"], spec=spec
+            )
+            == 0
+        )
+        assert converted == [
+            ("import", "hf", new, {"spec": want, "dtype": None}),
+            ("export", "c", "out", {"spec": want, "dtype": torch.bfloat16, "tokenizer": "t"}),
+        ]
+        assert capsys.readouterr().out == f"wrote {new}\nwrote out\n"
+        converted.clear()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], ["--from-hf", "a"], ["--to", "b"], ["--from", "a"], ["--to-hf", "b"], ["--from-hf", "a", "--to-hf", "b"],
+     ["--from-hf", "a", "--to", "b", "--from", "c"], ["--from-hf", "a", "--to", "b", "--to-hf", "c"],
+     ["--from", "a", "--to-hf", "b", "--from-hf", "c"], ["--from", "a", "--to-hf", "b", "--to", "c"]],
+)  # fmt: skip
+def test_the_command_takes_one_direction(given, converted, capsys):
+    with pytest.raises(SystemExit) as error:
+        command.main(["convert", *given], spec="S")
+    assert error.value.code == 2
+    assert "give --from-hf and --to, or --from and --to-hf" in capsys.readouterr().err
+    assert converted == []
+
+
+def test_the_command_replaces_a_checkpoint_on_demand(converted, tmp_path, capsys):
+    assert command.main(["convert", "--from-hf", "hf", "--to", str(tmp_path)], spec="S") == 2
+    assert f"{tmp_path} exists: --force replaces it" in capsys.readouterr().err
+    assert converted == []
+    assert command.main(["convert", "--from-hf", "hf", "--to", str(tmp_path), "--force"], spec="S") == 0
+    assert len(converted) == 1
+
+
+def test_fake_models_have_no_values_to_save():
+    with fake_tensors():
+        assert pretrained._whole_on_host(torch.ones(2), Sharding((2,)), True).shape == (2,)
