@@ -1,0 +1,416 @@
+"""Adapters layer by layer: which layers get one, its initial values, what it computes, and what its files say."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import mpcore as mp
+from mpcore.interop.lora import adapters, files
+from mpcore.interop.lora import layers as of_layers
+from mpcore.interop.lora.layers import LoRAColumn, LoRARow, LoRAWhole, is_transposed, sizes_of, with_adapter
+from mpcore.interop.parallelize.layers import ColumnParallelConv1D, FusedColumnParallelLinear, RowParallelConv1D
+from mpcore.mesh.axis import Axis
+
+TP = Axis(2, 1, name="tp")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def filled(model):
+    """With factors that are not zero."""
+    with torch.no_grad():
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if "lora_" in name:
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape) * (1 + i))
+    return model
+
+
+# --- which layers -----------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Layers whose names end alike, and a head."""
+
+    def __init__(self, head=True):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.ModuleDict({"q_proj": nn.Linear(4, 4), "out": nn.Linear(4, 4)}) for _ in range(2)]
+        )
+        self.xq_proj, self.norm, self.table = nn.Linear(4, 4), nn.LayerNorm(4), nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5) if head else None
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def chosen(targets, model=None):
+    return list(adapters._chosen(Blocks() if model is None else model, targets))
+
+
+def test_targets_are_the_last_parts_of_names():
+    every = ["blocks.0.q_proj", "blocks.0.out", "blocks.1.q_proj", "blocks.1.out", "xq_proj", "head"]
+    assert chosen("q_proj") == chosen(("q_proj",)) == ["blocks.0.q_proj", "blocks.1.q_proj"]
+    assert chosen("1.q_proj") == chosen("blocks.1.q_proj") == ["blocks.1.q_proj"]
+    assert chosen(("out", "q_proj")) == [*every[:4]]  # in the model's order
+    assert chosen(("head", "xq_proj")) == ["xq_proj", "head"]
+    assert chosen("all-linear") == every[:-1]
+    assert chosen("all-linear", Blocks(False)) == every[:-1]
+    tied = Blocks()
+    tied.xq_proj.weight = tied.blocks[0]["out"].weight
+    assert chosen("all-linear", tied) == ["blocks.0.q_proj", "blocks.1.q_proj", "blocks.1.out"]
+    with pytest.raises(ValueError, match=r"^xq_proj shares its weight|^blocks.0.out shares its weight"):
+        mp.add_lora(tied, targets=("out", "xq_proj"))
+    mixed = nn.Sequential(Conv1D(4, 3), nn.LayerNorm(3), nn.Linear(3, 3))
+    assert [name for name, _ in adapters.linear_layers(mixed)] == ["0", "2"]
+    assert [name for name, _ in adapters.linear_layers(nn.Linear(2, 2))] == [""]
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("k_proj", "^target 'k_proj' matches no module; the linear layers are head, out, q_proj, xq_proj$"),
+        ("norm", "^target 'norm' matches a LayerNorm and no linear layer; the linear layers are head, out, q_proj"),
+        (("q_proj", "proj"), "^target 'proj' matches no module"), ((), r'^targets \(\) names 0 layers: give names, or'),
+    ],
+)  # fmt: skip
+def test_targets_that_match_nothing(targets, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(targets)
+
+
+def test_layers_that_cannot_have_an_adapter():
+    weight_normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"^0 has no plain weight: add adapters before it is parametrized$"):
+        mp.add_lora(weight_normed, targets="0")
+    twice = mp.add_lora(net(), targets="0")
+    with pytest.raises(ValueError, match=r"^0 has an adapter already: merge_lora\(model\) first$"):
+        mp.add_lora(twice, targets=("0", "2"))
+    assert not isinstance(twice[2], LoRAWhole)
+    for given, message in (
+        ({"rank": True}, "rank is True"), ({"rank": 1.0}, "rank is 1.0"), ({"rank": 0}, "rank is 0"),
+        ({"alpha": 0}, "alpha is 0: give a number above 0, such as 16 for rank 8"),
+        ({"alpha": math.inf}, "alpha is inf"), ({"alpha": math.nan}, "alpha is nan"),
+        ({"dropout": 1.0}, r"dropout 1.0 is not in \[0, 1\)"),
+        ({"dropout": -0.1}, "dropout -0.1"),
+    ):  # fmt: skip
+        model = net()
+        with pytest.raises(ValueError, match=f"^{message}"):
+            mp.add_lora(model, targets="0", **given)
+        assert all(p.requires_grad for p in model.parameters())
+    assert mp.add_lora(net(), 1, 0.5, "0", 0.0)[0].scaling == 0.5
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_initial_values_are_pefts_and_depend_on_seed_and_name():
+    """A is uniform within in_features^-1/2, as by Kaiming with a = sqrt 5; B is zero."""
+    wide = mp.add_lora(nn.Sequential(nn.Linear(400, 8), nn.Linear(400, 8)), 50, targets=("0", "1"))
+    for layer in wide:
+        a = layer.lora_A.weight
+        assert a.shape == (50, 400)
+        assert 0.98 * 400**-0.5 < a.abs().max().item() <= 400**-0.5
+        assert a.std().item() == pytest.approx(400**-0.5 / 3**0.5, rel=0.02)
+        assert not layer.lora_B.weight.any()
+        assert layer.lora_B.weight.shape == (8, 50)
+    assert not torch.equal(wide[0].lora_A.weight, wide[1].lora_A.weight)
+    again = mp.add_lora(nn.Sequential(nn.Linear(400, 8)), 50, targets="0")
+    assert torch.equal(again[0].lora_A.weight, wide[0].lora_A.weight)
+    one, other = (mp.add_lora(net(), targets="0", seed=seed)[0].lora_A.weight for seed in (0, 1))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32),
+     (torch.float64, torch.float64)],
+)  # fmt: skip
+def test_factors_of_narrow_weights_are_float32(dtype, factor):
+    layer = mp.add_lora(net().to(dtype), targets="0")[0]
+    assert {p.dtype for p in (layer.lora_A.weight, layer.lora_B.weight)} == {factor}
+    assert layer(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+
+
+def test_only_factors_are_trained_and_the_mode_stays():
+    model = mp.add_lora(net().eval(), targets="0")
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.lora_A.weight", "0.lora_B.weight"}
+    assert not model[0].lora_A.training
+    assert repr(model[0].lora_A) == "Factor(8 x 4)"
+    meta = mp.add_lora(net().to("meta"), targets="0")
+    assert meta[0].lora_A.weight.is_meta
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 6), lambda: Conv1D(6, 4)])
+def test_the_formula_and_its_merged_weight(make):
+    torch.manual_seed(0)
+    plain = nn.Sequential(make())
+    model = nn.Sequential(make())
+    model.load_state_dict(plain.state_dict())
+    filled(mp.add_lora(model, 2, 6, "0"))
+    x, layer = torch.randn(5, 4), model[0]
+    with torch.no_grad():
+        want = plain(x) + 3 * x @ layer.lora_A.weight.t() @ layer.lora_B.weight.t()
+        torch.testing.assert_close(model(x), want)
+        product = 3 * layer.lora_B.weight @ layer.lora_A.weight
+        weight = plain[0].weight + (product.t() if isinstance(plain[0], Conv1D) else product)
+        torch.testing.assert_close(mp.merged_state_dict(model)["0.weight"], weight)
+        assert adapters.factor_names(model) == {"0.lora_A.weight", "0.lora_B.weight"}
+        assert adapters.adapters_of(model) == {"0.weight": layer}
+        kind, held = type(plain[0]), set(vars(plain[0]))
+        merged = mp.merge_lora(model)
+        torch.testing.assert_close(merged[0].weight, weight)
+        torch.testing.assert_close(merged(x), want)
+    assert type(merged[0]) is kind
+    assert set(vars(merged[0])) == held
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    with pytest.raises(ValueError, match=r"^this Sequential has 0 layers with an adapter: call add_lora or load_lora"):
+        mp.merge_lora(merged)
+    lone = nn.Sequential(nn.Linear(2, 2))[0]
+    assert list(adapters.adapters_of(lone)) == []
+
+
+def test_a_merged_weight_is_summed_in_float32():
+    layer = mp.add_lora(nn.Sequential(nn.Linear(2, 2)), 1, 1, "0")[0]
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    a, b = torch.tensor([[2.0**-9, 1.0]]), torch.tensor([[1.0], [2.0]])
+    found = adapters.merged_weight(layer, weight, a, b)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (weight.float() + b @ a).bfloat16())
+    exact = adapters.merged_weight(layer, weight.double(), a.bfloat16(), b.bfloat16())
+    assert torch.equal(exact, weight.double() + b.double() @ a.double())
+
+
+def test_dropout_is_of_the_adapters_input_in_training():
+    model = filled(mp.add_lora(nn.Sequential(nn.Linear(4, 6)), 2, 6, "0", 0.5))
+    layer, x = model[0], torch.randn(8, 4)
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    a, b = layer.lora_A.weight, layer.lora_B.weight
+    torch.manual_seed(3)
+    found = layer(x)
+    torch.manual_seed(3)
+    mask = nn.functional.dropout(torch.ones(8, 4), 0.5)
+    assert set(mask.flatten().tolist()) == {0.0, 2.0}
+    torch.testing.assert_close(found, plain + 3 * (x * mask) @ a.t() @ b.t())
+    torch.testing.assert_close(model.eval()(x), plain + 3 * x @ a.t() @ b.t())
+
+
+# --- parallel layers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "a", "b", "partial"),
+    [
+        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP), LoRAColumn, None, 0, ([], [])),
+        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP, sequence_parallel=True), LoRAColumn, None, 0, (["tp"], [])),
+        (lambda: mp.RowParallelLinear(4, 6, tp=TP), LoRARow, 1, None, ([], ["tp"])),
+        (lambda: FusedColumnParallelLinear(4, 6, blocks=(2, 4), tp=TP), LoRAColumn, None, 0, ([], [])),
+        (lambda: ColumnParallelConv1D(4, 6, blocks=(6,), tp=TP), LoRAColumn, None, 0, ([], [])),
+        (lambda: RowParallelConv1D(4, 6, tp=TP), LoRARow, 1, None, ([], ["tp"])),
+        (lambda: nn.Linear(4, 6), LoRAWhole, None, None, ([], [])),
+        (lambda: mp.RowParallelLinear(4, 6), LoRARow, None, None, ([], [])),
+        (lambda: mp.ColumnParallelLinear(4, 6), LoRAColumn, None, None, ([], [])),
+    ],
+)  # fmt: skip
+def test_how_the_factors_of_a_parallel_layer_lie(make, kind, a, b, partial):
+    whole = make()
+    runs = None if not getattr(whole, "shardings", None) else whole.shardings["weight"].shards
+    layer = mp.add_lora(nn.Sequential(whole), 2, targets="0")[0]
+    assert isinstance(layer, kind)
+    assert sizes_of(layer) == (4, 6)
+    for factor, shape, dim, summed in ((layer.lora_A, (2, 4), a, partial[0]), (layer.lora_B, (6, 2), b, partial[1])):
+        sharding = factor.shardings["weight"]
+        assert sharding.shape == shape
+        assert [shard.dim for shard in sharding.shards if shard.axis.size > 1] == ([] if dim is None else [dim])
+        assert [axis.name for axis in sharding.partial if axis.size > 1] == summed
+        assert dim is None or sharding.shards[0].runs == runs[0].runs
+        assert factor.weight.shape == sharding.local_shape
+    dense = mp.add_lora(nn.Sequential(nn.Linear(4, 6)), 2, targets="0")[0]
+    assert torch.equal(layer.lora_A.weight, layer.lora_A.shardings["weight"].take(dense.lora_A.weight))
+
+
+def test_how_a_layer_stores_its_weight():
+    found = {
+        make().__class__.__name__: is_transposed(make())
+        for make in (
+            lambda: nn.Linear(2, 2), lambda: Conv1D(2, 2), lambda: mp.ColumnParallelLinear(2, 2),
+            lambda: ColumnParallelConv1D(2, 2, blocks=(2,)), lambda: RowParallelConv1D(2, 2),
+        )
+    }  # fmt: skip
+    assert found == {
+        "Linear": False, "Conv1D": True, "ColumnParallelLinear": False, "ColumnParallelConv1D": True,
+        "RowParallelConv1D": True,
+    }  # fmt: skip
+    assert with_adapter(nn.Linear) is with_adapter(nn.Linear)
+    assert (with_adapter(nn.Linear).__name__, with_adapter(nn.Linear).kind) == ("LoRALinear", nn.Linear)
+
+
+@pytest.mark.parametrize("sequence", [None, 0, 1])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_ranks_compute_the_layer_with_its_adapter(sequence, dropout):
+    """Column-parallel, then row-parallel, beside the dense pair: outputs, and the gradients of all factors."""
+    torch.manual_seed(0)
+    dense = filled(mp.add_lora(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), 2, 6, ("0", "1"), dropout)).double()
+    state, x = dense.state_dict(), torch.randn(4, 2, 4, dtype=torch.float64)
+    torch.manual_seed(5)
+    want = dense(x)
+    want.square().sum().backward()
+    options = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
+    dim = sequence or 0
+
+    def work(mesh):
+        axis = mesh.tp
+        column = mp.ColumnParallelLinear(4, 6, tp=axis, dtype=torch.float64, **options)
+        row = mp.RowParallelLinear(6, 4, tp=axis, dtype=torch.float64, **options)
+        model = mp.add_lora(nn.Sequential(column, row), 2, 6, ("0", "1"), dropout)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                layer = model.get_submodule(name.rpartition(".")[0])
+                p.copy_(layer.shardings[name.rpartition(".")[2]].take(state[name]))
+        mine = x if sequence is None else x.chunk(2, dim)[axis.rank]
+        torch.manual_seed(5)
+        y = model(mine)
+        y.square().sum().backward()
+        mp.reduce_gradients(model)
+        grads = {}
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                want_grad = layer.shardings["weight"].take(dense.get_parameter(name).grad)
+                grads[name] = (p.grad, want_grad)
+        return y.detach(), grads
+
+    for rank, (y, grads) in enumerate(mp.simulate(work, tp=2)):  # each with a random state of its own
+        torch.testing.assert_close(y, want.detach() if sequence is None else want.detach().chunk(2, dim)[rank])
+        assert grads.keys() == {f"{i}.lora_{f}.weight" for i in range(2) for f in "AB"}
+        for name, (found, wanted) in grads.items():
+            torch.testing.assert_close(found, wanted, msg=name)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_files_say(tmp_path):
+    model = filled(mp.add_lora(net(), 2, 6, ("0", "2"), 0.25))
+    assert mp.save_lora(model, tmp_path / "a") == tmp_path / "a"
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert tensors.keys() == {f"base_model.model.{i}.lora_{f}.weight" for i in (0, 2) for f in "AB"}
+    assert torch.equal(tensors["base_model.model.2.lora_B.weight"], model[2].lora_B.weight)
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True, "r": 2,
+        "lora_alpha": 6, "lora_dropout": 0.25, "target_modules": ["0", "2"], "fan_in_fan_out": False, "bias": "none",
+        "use_rslora": False,
+    }  # fmt: skip
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    again = mp.load_lora(net(), tmp_path / "a")
+    assert (again[2].rank, again[2].alpha, again[2].dropout, again[2].scaling) == (2, 6.0, 0.25, 3.0)
+    for name, p in model.named_parameters():
+        assert torch.equal(again.get_parameter(name), p)
+    mp.save_lora(filled(mp.add_lora(net(), 3, targets="0")), tmp_path / "a")  # replaces it
+    assert load_file(tmp_path / "a" / "adapter_model.safetensors")["base_model.model.0.lora_A.weight"].shape == (3, 4)
+    assert mp.load_lora(mp.add_lora(net(), 3, 16, "0"), tmp_path / "a")[0].rank == 3
+
+
+def test_targets_in_a_file_are_last_parts_unless_another_layer_ends_alike():
+    model = mp.add_lora(Blocks(), targets=("blocks.0.q_proj", "out"))
+    assert files._targets(model, adapters.lora_layers(model)) == {"blocks.0.q_proj", "out"}
+
+    class TinyForCausalLM(nn.Sequential):
+        pass
+
+    named = mp.add_lora(TinyForCausalLM(Conv1D(4, 4)), targets="0")
+    named.config = type("Config", (), {"_name_or_path": "some/model"})()
+    said = files._config(named, adapters.lora_layers(named), {"b", "a"})
+    assert (said["task_type"], said["base_model_name_or_path"], said["fan_in_fan_out"], said["target_modules"]) == (
+        "CAUSAL_LM", "some/model", True, ["a", "b"]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"r": 4}, (4, 8.0, 0.0)), ({"r": 4, "lora_alpha": 2, "lora_dropout": 0.5}, (4, 2.0, 0.5)),
+        ({"r": 4, "lora_alpha": 6, "use_rslora": True}, (4, 12.0, 0.0)), ({"r": 4, "use_dora": False, "bias": "none"},
+                                                                         (4, 8.0, 0.0)),
+    ],
+)  # fmt: skip
+def test_a_configuration_is_read_as_peft_does(said, found, tmp_path):
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "LORA", **said}))
+    assert files._read_config(path) == dict(zip(("r", "lora_alpha", "lora_dropout"), found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("{", "is damaged: JSONDecodeError"), ("[]", "is damaged: TypeError"),
+        ('{"peft_type": "LORA"}', "is damaged: KeyError"), ('{"r": "x"}', "is damaged: ValueError"),
+        ('{"r": 2}', "peft_type None with bias None; only LORA, none$"), ('{"r": 2, "peft_type": "IA3"}', "'IA3'"),
+        ('{"r": 2, "peft_type": "LORA", "bias": "all"}', "bias 'all'; only LORA, none$"),
+        *((f'{{"r": 2, "peft_type": "LORA", "{name}": 1}}', f"{name} is 1, which mpcore's adapters don't have$")
+          for name in ("use_dora", "lora_bias", "alpha_pattern", "rank_pattern", "layer_replication", "modules_to_save",
+                       "target_parameters", "trainable_token_indices")),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_something_else_is_refused(said, message, tmp_path):
+    path = tmp_path / "adapter_config.json"
+    with pytest.raises(ValueError, match=r"adapter_config.json is missing: give the folder"):
+        files._read_config(path)
+    path.write_text(said)
+    with pytest.raises(ValueError, match=message):
+        files._read_config(path)
+
+
+def changed(folder, change):
+    """An adapter's folder with other tensors."""
+    mp.save_lora(mp.add_lora(net(), 2, 6, ("0", "2")), folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+KEY = "base_model.model.0.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(odd=torch.ones(1)), "odd is no factor of a linear layer's adapter, which is all"),
+        (lambda t: t.update({KEY + "s": torch.ones(1)}), f"{KEY}s is no factor"),
+        (lambda t: t.pop(KEY), "0 has a lora_B alone, of lora_A and lora_B$"),
+        (lambda t: t.update({KEY: torch.ones(2, 5)}), rf"{KEY} has shape \[2, 5\], 0 needs \[2, 4\]$"),
+        (lambda t: t.update({KEY: torch.ones(3, 4)}), rf"{KEY} has shape \[3, 4\], 0 needs \[2, 4\]$"),
+        (lambda t: t.update({KEY.replace("_A", "_B"): torch.ones(2, 6)}), r"has shape \[2, 6\], 0 needs \[6, 2\]$"),
+        (lambda t: t.update({KEY.replace("0", "9").replace("_A", f"_{f}"): torch.ones(1) for f in "AB"}),
+         "has adapters of 3 layers, and 1 are no linear layers of this Sequential, such as 9$"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
+    model = net()
+    with pytest.raises(ValueError, match=message):
+        mp.load_lora(model, changed(tmp_path / "a", change))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_values_are_loaded_into_the_same_adapters_alone(tmp_path):
+    folder = changed(tmp_path / "a", lambda t: t.update({KEY.replace(".weight", ".default.weight"): t.pop(KEY) + 1}))
+    loaded = mp.load_lora(mp.add_lora(net(), 2, 6, ("0", "2")), folder)
+    assert torch.equal(loaded[0].lora_A.weight, mp.add_lora(net(), 2, 6, "0")[0].lora_A.weight + 1)
+    for model in (mp.add_lora(net(), 2, 7, ("0", "2")), mp.add_lora(net(), 2, 6, "0")):
+        with pytest.raises(ValueError, match=r"load it into the model without adapters|in one of them alone"):
+            mp.load_lora(model, folder)
+
+
+def test_factors_have_names():
+    layer = mp.add_lora(net(), targets="0")[0]
+    assert of_layers.factors(layer) == (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
