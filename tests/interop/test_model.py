@@ -1,0 +1,353 @@
+"""`parallelize` as a whole: its checks in their order, what it warns of, when a plan is tested, and what it guards."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import mpcore as mp
+from mpcore.interop.parallelize import generation
+from mpcore.interop.parallelize import model as module
+from mpcore.interop.parallelize.model import GPT2_PLAN, parallelize
+from mpcore.interop.parallelize.plan import Colwise, LocalSizes
+from mpcore.interop.parallelize.prove import CannotCheckError
+from mpcore.layers.linear import ColumnParallelLinear
+from mpcore.mesh.axis import Axis
+
+TP = Axis(2, 0, name="tp")
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+def net(wide=8):
+    return nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 4))
+
+
+def test_gpt2s_plan_is_the_base_models_and_a_head():
+    assert {
+        "transformer.wte": "vocab", "transformer.h.*.attn": LocalSizes(("num_heads", "split_size")),
+        "transformer.h.*.attn.c_attn": Colwise(blocks=3), "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    } == GPT2_PLAN  # fmt: skip
+
+
+def test_on_an_axis_of_one_rank_nothing_is_tested_or_guarded(monkeypatch):
+    monkeypatch.setattr(module, "_try_plan", lambda *_: pytest.fail("tested"))
+    monkeypatch.setattr(module, "check_same", lambda *_: pytest.fail("compared"))
+    model = net()
+    before = dict(model.named_parameters())
+    found = parallelize(model, PLAN)
+    assert found is model
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert type(model[0]) is ColumnParallelLinear
+    assert not model._forward_pre_hooks
+    with pytest.raises(ValueError, match="carries no tp plan"):
+        parallelize(net())  # by default the model's own
+    with pytest.raises(TypeError, match="an axis is wanted, such as mesh.tp"):
+        parallelize(net(), PLAN, 3)
+
+
+def test_what_is_compared_between_ranks_and_in_which_order(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "check_same", lambda what, value, axis: seen.append((what, value, axis)))
+    parallelize(net(), PLAN, TP, check=False)
+    words = "model and plan given to parallelize"
+    assert [(what, axis) for what, _, axis in seen] == [(words, TP)] * 2
+    assert seen[0][1] == {"error": None}
+    assert seen[1][1].keys() == {"plan", "shapes", "weights"}
+    seen.clear()
+    with pytest.raises(ValueError, match="matches no module"):
+        parallelize(net(), {"odd": "colwise"}, TP)
+    assert len(seen) == 1
+    assert seen[0][1]["error"].startswith("plan pattern 'odd' matches no module")
+
+
+def test_modules_that_are_skipped_stay_whole():
+    model = parallelize(net(), PLAN | {"1": "replicate"}, TP, skip=("0", "2"), check=False)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    with pytest.raises(ValueError, match="'odd' matches no module"):
+        parallelize(net(), PLAN, TP, skip=("odd",))
+
+
+class Half(nn.Module):
+    """Two layers, of which a plan may name one."""
+
+    def __init__(self, one, two):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, one, bias=False), nn.Linear(4, two, bias=False)
+
+    def forward(self, x):
+        return self.one(x), self.two(x)
+
+
+@pytest.mark.parametrize(("one", "two", "warned"), [(8, 8, False), (8, 10, True), (8, 6, False), (2, 14, True)])
+def test_a_plan_that_shards_less_than_half_is_warned_of(one, two, warned):
+    plan = {"one": "colwise_rep"}
+    percent = f"{two / (one + two):.0%}"
+    said = (
+        rf"leaves {percent} of the model's {16 * (one + two)} bytes whole on each of 2 ranks, most of all two.weight "
+    )
+    said += rf"\({16 * two} bytes\): name its module"
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        parallelize(Half(one, two), plan, TP, check=False)
+        parallelize(Half(one, two), plan, Axis(2, 1, name="tp"), check=False)  # rank 0 alone warns
+        parallelize(Half(one, two), plan, Axis(name="tp"))
+    assert len(seen) == warned
+    assert module.FLOOR == 0.5
+    if warned:
+        assert __file__ == seen[0].filename
+        with pytest.raises(ValueError, match=said):
+            parallelize(Half(one, two), plan, Axis(2, 1, name="tp"), strict=True)
+    else:
+        parallelize(Half(one, two), plan, TP, strict=True)
+    parallelize(nn.Sequential(nn.ReLU(), nn.Linear(1, 1)), {"1": "replicate"}, Axis(name="tp"), strict=True)
+
+
+# --- the test of a plan -----------------------------------------------------------------------------------------------
+
+
+class Needs(nn.Module):
+    """Its argument can't be guessed."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return self.two(self.one(x)) + y
+
+
+RIGHT, WRONG = {"one": "colwise", "two": "rowwise"}, {"one": "colwise", "two": "colwise_rep"}
+X = torch.ones(2, 4)
+
+
+def test_a_wrong_plan_is_refused_and_a_right_one_is_not_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(net(), PLAN, TP)
+        parallelize(Needs(), RIGHT, TP, example=(X, X))
+        parallelize(Needs(), RIGHT, TP, example={"x": X, "y": X}, strict=True)
+    with pytest.raises(ValueError, match=r"^2 fails on 2 ranks"):
+        parallelize(net(), {"0": "colwise", "2": "colwise"}, TP)
+    with pytest.raises(ValueError, match=r"^two fails on 2 ranks"):
+        parallelize(Needs(), WRONG, TP, example=(X, X))
+    assert type(parallelize(Needs(), WRONG, TP, check=False).two) is ColumnParallelLinear
+
+
+def test_what_cannot_be_tested_waits_for_the_first_forward(monkeypatch):
+    model = parallelize(Needs(), WRONG, TP)
+    assert len(model._forward_pre_hooks) == 2
+    with pytest.raises(ValueError, match="two fails on 2 ranks"):
+        model(X, X)
+    assert len(model._forward_pre_hooks) == 1  # it is tested once
+    monkeypatch.setattr(module, "_cannot_try", lambda why, strict=False: pytest.fail(why))
+    right = parallelize(Needs(), RIGHT, TP)
+    hook = next(iter(right._forward_pre_hooks.values()))
+    hook(right, (X.to("meta"), X), {})  # a dry run has no values: the test waits
+    assert len(right._forward_pre_hooks) == 2
+    hook(right, (X, X), {})
+    assert len(right._forward_pre_hooks) == 1
+
+
+def test_a_plan_that_cannot_be_tested_is_said_once(monkeypatch):
+    strange = {"x": torch.full((2, 4), torch.nan), "y": X}
+    words = "parallelize can't try the plan on this model: .* Give arguments of a forward as example=.., or compare"
+    with pytest.warns(UserWarning, match=words):
+        parallelize(Needs(), RIGHT, TP, example=strange)
+    for how in ({"example": strange}, {}):
+        with pytest.raises(ValueError, match=words):
+            parallelize(Needs(), RIGHT, TP, strict=True, **how)
+
+    def refuse(model):
+        raise CannotCheckError("it can't be copied")
+
+    monkeypatch.setattr(module, "shapes_of", refuse)
+    with pytest.warns(UserWarning, match=r"on this model: it can't be copied. Give"):
+        assert not [
+            hook for hook in parallelize(Needs(), RIGHT, TP)._forward_pre_hooks.values() if "first" in str(hook)
+        ]
+    with pytest.raises(ValueError, match=r"on this model: it can't be copied. Give"):
+        parallelize(Needs(), RIGHT, TP, strict=True)
+    monkeypatch.undo()
+
+    class Broken:
+        def __init__(self, *given):
+            pass
+
+        def verdict(self, *given):
+            raise ArithmeticError("odd")
+
+    monkeypatch.setattr(module, "Prover", Broken)
+    trial = module._Trial(Needs(), [], TP)
+    assert trial.run(None) == "ArithmeticError: odd"
+    assert trial.done is False
+
+
+def asks_of(rank):
+    """What a trial does on a rank of a real axis: rank 0 tests, and all hear the verdict."""
+
+    def work(mesh):
+        calls = []
+
+        class Counts:
+            def __init__(self, shapes, example):
+                calls.append(example)
+
+            def verdict(self, styles, size, cut):
+                return "wrong" if rank == "wrong" else None
+
+        plain, module.Prover = module.Prover, Counts
+        try:
+            trial = module._Trial(nn.Linear(2, 2), [("a", None, Colwise())], mesh.tp)
+            assert trial.styles == {"a": Colwise()}
+            try:
+                said = trial.run(((X,), {}))
+            except ValueError as error:
+                said = str(error)
+        finally:
+            module.Prover = plain
+        return len(calls), said
+
+    return mp.simulate(work, tp=3)
+
+
+def test_rank_0_tests_for_all():
+    assert asks_of("wrong") == [(1, "wrong"), (0, "wrong"), (0, "wrong")]
+    assert asks_of("right") == [(1, None), (0, None), (0, None)]
+
+
+def test_data_parallel_over_ranks_of_tp_is_refused(monkeypatch):
+    group = object()
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda g: [0, 1] if g is group else [])
+    tp = SimpleNamespace(size=2, group=group)
+    for ranks, refused in (([0, 1, 2, 3], True), ([0, 2], False), ([1, 3], False), ([], False), ([1, 0], True)):
+        monkeypatch.setattr(module, "ranks_of_running_ddp", lambda ranks=ranks: ranks)
+        module._refuse_ddp(SimpleNamespace(size=2, group=None))
+        if not refused:
+            module._refuse_ddp(tp, "more", "arguments")
+            continue
+        with pytest.raises(
+            ValueError, match=rf"over ranks \{ranks} has given all ranks of tp 2 the shards of rank {ranks[0]}"
+        ):
+            module._refuse_ddp(tp)
+    assert any(hook.func is module._refuse_ddp for hook in parallelize(net(), PLAN, TP)._forward_pre_hooks.values())
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Generates as a model of transformers does, as far as a guard looks at it."""
+
+    def __init__(self, head=None, **config):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.head = head
+        self.generation_config = SimpleNamespace(**config)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def generate(self, *args, **kwargs):
+        return "generated", args, kwargs
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    seen = []
+    monkeypatch.setattr(generation, "check_same", lambda what, value, axis: seen.append((what[:6], value, axis)))
+    return seen
+
+
+def test_all_ranks_must_generate_from_the_same(compared):
+    model, ids = Writes(do_sample=False), torch.tensor([[1, 2]])
+    generation.guard_generate(model, TP)
+    assert model.generate(ids, use_cache=False) == ("generated", (ids,), {"use_cache": False})
+    assert [(what, axis) for what, _, axis in compared] == [("prompt", TP)]
+    prompts = []
+    for given in ((ids,), (ids.int(),), (ids.t(),), (ids + 1,), (ids, ids)):
+        compared.clear()
+        model.generate(*given)
+        prompts.append(compared[0][1])
+    assert len({*prompts}) == 5
+    compared.clear()
+    model.generate(ids, do_sample=True)
+    assert [what for what, *_ in compared] == ["prompt", "state "]
+    state = compared[1][1]
+    torch.rand(1)
+    compared.clear()
+    model.generate(ids, do_sample=True)
+    assert compared[1][1] != state
+    compared.clear()
+    model.generate(ids, generation_config=SimpleNamespace(do_sample=True))
+    assert len(compared) == 2
+    sampling = Writes(do_sample=True)
+    generation.guard_generate(sampling, TP)
+    compared.clear()
+    sampling.generate(ids)
+    assert len(compared) == 2
+    compared.clear()
+    sampling.generate(ids, do_sample=False)
+    assert len(compared) == 1
+
+
+def test_a_digest_is_of_shape_dtype_and_bytes():
+    x = torch.tensor([1.0, 2.0])
+    found = hashlib.sha256(repr(((2,), torch.float32)).encode() + x.numpy().tobytes()).hexdigest()[:12]
+    assert generation._digest({"a": [x, "text", None]}) == found
+    assert generation._digest(x.view(2, 1)) != found
+    assert torch.equal(generation._random_state(torch.device("cpu")), torch.get_rng_state())
+
+
+def test_what_generate_cannot_do_on_shards(compared):
+    head = ColumnParallelLinear(4, 6, tp=TP)
+    for model, given, message in (
+        (
+            Writes(head),
+            {},
+            "^generate needs the logits of all 6 tokens, but this rank's head gives 3 of them: plan the",
+        ),
+        (Writes(max_time=3.0), {}, r"^max_time 3.0 would end ranks of tp 2 at different tokens"),
+        (Writes(), {"max_time": 1}, r"^max_time 1 would end ranks"),
+        (Writes(), {"generation_config": SimpleNamespace(max_time=2)}, r"^max_time 2 would end ranks"),
+    ):
+        generation.guard_generate(model, TP)
+        with pytest.raises(ValueError, match=message):
+            model.generate(torch.ones(1, 1), **given)
+    for head in (
+        None,
+        nn.Linear(4, 6),
+        ColumnParallelLinear(4, 6),
+        ColumnParallelLinear(4, 6, tp=TP, gather_output=True),
+    ):
+        model = Writes(head, max_time=None)
+        generation.guard_generate(model, TP)
+        assert model.generate(torch.ones(1, 1))[0] == "generated"
+
+
+def test_only_what_can_generate_is_guarded():
+    class Plain(nn.Module):
+        generation_config = SimpleNamespace()
+
+    model = nn.ModuleDict({"a": Writes(), "b": Plain(), "c": nn.Linear(2, 2)})
+    model["d"] = Writes()
+    model["d"].generation_config = None
+    generation.guard_generate(model, TP)
+    assert ["generate" in vars(m) for m in model.values()] == [True, False, False, False]
+
+
+def test_simulated_ranks_have_a_model_each():
+    shared = net()
+
+    def work(mesh):
+        parallelize(shared, PLAN, mesh.tp, check=False)
+
+    with pytest.raises(mp.simulation.RankError, match=r"simulated ranks 0 and 1 shard one Sequential: build the model"):
+        mp.simulate(work, tp=2)
+    assert mp.simulate(lambda mesh: parallelize(net(), PLAN, mesh.tp)[0].weight.shape[0], tp=2) == [4, 4]
