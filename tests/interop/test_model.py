@@ -48,7 +48,7 @@ def test_on_an_axis_of_one_rank_nothing_is_tested_or_guarded(monkeypatch):
     assert not model._forward_pre_hooks
     with pytest.raises(ValueError, match="carries no tp plan"):
         parallelize(net())  # by default the model's own
-    with pytest.raises(TypeError, match="an axis is wanted, such as mesh.tp"):
+    with pytest.raises(TypeError, match=r"an axis is wanted, such as mesh\.tp"):
         parallelize(net(), PLAN, 3)
 
 
