@@ -322,7 +322,7 @@ def _layout(
     if short.splits_backward:
         rounds = [[time for _, time in rounds_of(outline.plan(), index)] for index in range(short.stages)]
     else:
-        rounds = [[1, m - 2, 1] if m > 2 else [1] * m] * short.stages
+        rounds = [[1] * m if m < 4 else [1, m - 2, 1]] * short.stages
     blocks = tuple(len(of) for of in outline.blocks)
     return Layout(
         dict(sizes), tuple(arguments), m, short, shorter, stages, blocks, tuple(rounds), tuple(held), dict(axes)

@@ -58,6 +58,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
 
 
 model = Model(outline)
+several = Counter(model, False)  # what one layout needs is not what another one left
 
 
 def whole(found: Found) -> dict[str, Any]:
@@ -70,16 +71,16 @@ def whole(found: Found) -> dict[str, Any]:
         ("gpipe 3 0 3", {}),
         ("zb 6 0 1,3", {"pp": 2}),
         ("dualpipev 8 0 1,3,1,1", {"pp": 2}),
+        ("interleaved 4 0 1,1,1,1", {"pp": 2}),
         ("1f1b 3 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
     ],
 )
 def test_few_blocks_count_what_all_blocks_count(arguments, sizes):
     words, world = arguments.split(), math.prod(sizes.values())
-    counter = Counter(model, False)
-    layout = counter.layout(words, **sizes)
+    layout = several.layout(words, **sizes)
     pp, every = sizes.get("pp", 1), []
     for rank in [*range(0, world, world // pp), *([world - 1] if pp == 1 < world else [])]:  # firsts, the last shard
-        full, fast = (count(words, rank, **sizes) for count in (partial(dry_run, model), counter.rank))
+        full, fast = (count(words, rank, **sizes) for count in (partial(dry_run, model), several.rank))
         assert whole(fast) == whole(full), rank
         assert (fast.work_peak, fast.ledger.counts) == (full.work_peak, full.ledger.counts), rank
         every.append(full)
@@ -144,7 +145,10 @@ def test_a_stage_is_run_with_one_and_with_two_blocks_of_each_kind_once():
 
 def test_what_is_not_linear_is_run_in_full():
     arguments, counter = ["zb", "40", "0", "1,2", "whole"], Counter(model, False)
+    calls.clear()
     layout = counter.layout(arguments, pp=2)
+    counter.rank(arguments, 1, pp=2)
+    assert [dict(choice) for *_, choice in calls] == [{0: range(1)}, {1: range(1, 3)}, {1: range(1, 3)}]
     found = [dry_run(model, arguments, rank, pp=2) for rank in (0, 1)]
     assert layout.stages == tuple(f.stages[0] for f in found)
     assert layout.held == tuple(f.held for f in found)
