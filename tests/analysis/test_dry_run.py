@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpcore import Mesh
+from mpcore import ColumnParallelLinear, Mesh
 from mpcore.analysis.counts import Count, Ledger
 from mpcore.analysis.dry_run import assemble, check_stages, dry_run, on_mesh, pretend, rounds_of, run_dry
 from mpcore.analysis.layout import Counter
 from mpcore.analysis.operators import Tally
 from mpcore.analysis.work import Held, Kept, Part, Round, Work
+from mpcore.gradients import early
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
@@ -116,21 +117,51 @@ def test_stages_of_one_rank_send_each_other_nothing():
     assert found.ledger.counts == {(("pp"), kind): Count(16, 16 * x) for kind in ("send", "recv")}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb"])
+@pytest.mark.parametrize(("name", "rank"), [("1f1b", 2), ("zb", 0), ("zb", 1)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_zero_shards_what_its_stage_says_and_sends_what_its_paper_says(name, zero):
+def test_zero_shards_what_its_stage_says_and_sends_what_its_paper_says(name, rank, zero):
     m, n = 6, 2
-    found = dry_run(build, [name, str(m), "float32", str(zero)], 2 * n if name == "1f1b" else 0, pp=3, dp=n)
+    found = dry_run(build, [name, str(m), "float32", str(zero)], rank * n, pp=3, dp=n)
     share = n if zero else 1
     held = (found.parameters, found.gradients, found.optimizer, found.buffers)
     assert held == (W // share, W // share, 2 * W // share + 8, 28)
     (kept,) = found.stages
     full = (kept.gathered, kept.unsummed, kept.made)
-    assert full == {0: (0, 0, W), 1: (W, W, 0), 2: (W, 0, 0), 3: (0, 0, 0)}[zero]
+    late = W if name == "zb" and rank else 0  # gradients that a second half has made are reduced in the next one
+    assert full == {0: (0, 0, W), 1: (W, W, 0), 2: (W, late, 0), 3: (0, late, 0)}[zero]
     sent = {kind: count.bytes for (axis, kind), count in found.ledger.counts.items() if axis == "dp"}
     flags = {"all_reduce": 2 * 4} if zero == 0 else {}  # which parameters have a gradient
     assert sent == {kind: size + flags.get(kind, 0) for kind, size in zero_bytes(W, zero, m).items()}
     assert set(found.held.sent) == ({("dp", "all_reduce")} if zero == 0 else set())
+
+
+def test_gathered_parameters_are_copied_out_of_what_was_gathered():
+    """ZeRO-3 in each forward; ZeRO-1 in the first, where the parameters that stay are counted on their own."""
+    (every,), (first,) = (dry_run(build, ["gpipe", "1", "float32", zero], dp=2).stages for zero in "31")
+    assert (every.gathered, every.forward_more) == (0, 2 * W + 2 * h)
+    assert (first.gathered, first.forward_more) == (W, W + 2 * h)
+
+
+def test_large_gradients_are_reduced_within_the_last_backward_and_the_rest_after_it(monkeypatch):
+    monkeypatch.setattr(early, "ALONE", D * H)
+    found = dry_run(build, ["1f1b", "3", "float32", "0"], 0, dp=2)
+    backward = [round_.backward.sent for round_ in found.stages[0].rounds]
+    assert backward == [{}, {}, {("dp", "all_reduce"): Count(2, W)}]
+    after = found.held.sent["dp", "all_reduce"]
+    assert after.bytes < W // 10, "which parameters have a gradient"
+    assert found.ledger.counts["dp", "all_reduce"] == Count(2 + after.calls, W + after.bytes)
+
+
+@pytest.mark.parametrize(("name", "splits"), [("1f1b", False), ("zb", True)])
+def test_linear_layers_split_their_backward_where_the_schedule_does(name, splits):
+    made: list[ColumnParallelLinear] = []
+
+    def layers(mesh: Mesh, arguments: list[str]) -> Work:
+        made.append(ColumnParallelLinear(D, D, bias=False, device="meta"))
+        return Work([made[-1]], build_schedule(name, 1, 4), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    dry_run(layers)
+    assert [layer.mode.split_backward for layer in made] == [splits]
 
 
 def test_parameters_of_16_bits_have_float32_gradients_and_masters():
@@ -203,6 +234,8 @@ def test_few_micro_batches_have_few_rounds(m, times):
         alone = Schedule("mine", (tuple(Action(kind, 0, 0) for kind in "FIW"),), 1, 1)
         assert rounds_of(alone, 0) == [(True, 1)]
     at_first = (W // 2 + 2 * h - x) - W  # one gradient is made, both sides of the ReLU are there, y is gone
+    if m == 1:
+        assert dry_run(build, ["zb", "1", "float32", "none"]).stages[0].weight_more == at_first
     found = dry_run(build, ["gpipe", str(m), "float32", "none"])
     assert found.times == [times]
     assert len(found.stages[0].rounds) == len(times)
@@ -281,6 +314,20 @@ def test_a_work_with_other_stages_than_its_schedule_is_refused():
         short = Work(work.stages[:1], work.plan, work.inputs, work.loss)
         with pytest.raises(ValueError, match="made 1 stages for rank 1 of pp, where the schedule interleaved has 2"):
             run_dry(short, mesh)
+
+
+def test_a_value_that_is_read_is_named_by_its_module_and_line():
+    class Reads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())
+
+    def reads(mesh: Mesh, arguments: list[str]) -> Work:
+        stage = nn.Sequential(Stage(0, torch.float32), nn.Sequential(Reads()))
+        return Work([stage], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    line = Reads.forward.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"in 1.0 at test_dry_run.py:{line}, and a dry run has no values"):
+        dry_run(reads)
 
 
 def test_an_input_of_integers_is_refused_on_later_stages_alone():
