@@ -88,6 +88,14 @@ def test_rounding_bits_are_philox_words_of_index_and_step():
         ({"exp_avg_sq": torch.ones(12)[::2]}, r"exp_avg_sq has strides \(2,\) at shape \(6,\): make it contiguous"),
         ({"exp_avg": torch.ones(6, device="meta")}, "exp_avg is on meta, but param is on cpu"),
         ({"master": torch.ones(6, dtype=torch.bfloat16)}, r"master is torch.bfloat16; it must be float32"),
+        ({"now": torch.ones(3).double()}, r"now is torch.float64 \(3,\) on cpu; adamw_now gives float64"),
+        ({"now": torch.ones(4, device="meta").double()}, r"now is torch.float64 \(4,\) on meta; adamw_now gives"),
+        ({"key": -1}, "key -1 is not in"),
+        ({"master": torch.ones(6).half()}, r"master is torch.float16; it must be float32"),
+        ({"master": torch.ones(5)}, r"master has shape \(5,\), but param has \(6,\)"),
+        ({"param": torch.ones(12)[::2]}, r"param has strides \(2,\) at shape \(6,\): make it contiguous"),
+        ({"grad": torch.ones(6).int()}, "grad is torch.int32"),
+        ({"place": (torch.arange(2), torch.arange(2))}, "place has 2 x 2 indices, but param has 6 elements"),
         ({"now": torch.ones(4)}, r"now is torch.float32 \(4,\) on cpu; adamw_now gives float64"),
         ({"key": 2**63}, "key 9223372036854775808 is not in"),
         ({"key": 1, "place": (torch.arange(2), torch.arange(2))}, "place has 2 x 2 indices, but param has 6 elements"),
@@ -145,6 +153,68 @@ def test_one_launch_a_list(on_a_gpu):
     assert (arguments["ROUND"], arguments["ALIGNED"], arguments["beta2"]) == (False, True, 0.95)
     assert arguments["weight1"] == pytest.approx(0.1)
     assert all(arguments[f"{name}_ptr"] is None for name in ("master", "scale", "rows"))
+
+
+@pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.parametrize("master", [False, True])
+def test_the_numbers_of_a_launch(key, master, monkeypatch):
+    monkeypatch.setattr(module, "runs_triton", lambda *given, **sizes: True)
+    place = (torch.arange(4) * 10, torch.arange(5)) if key else None
+    held = states_of([20, 2000], key=key, place=place) if not key else states_of([20], key=key, place=place)
+    held = [s._replace(master=torch.zeros_like(s.param, dtype=torch.float32)) if master else s for s in held]
+    scale = torch.ones(())
+    with fake_gpu.calls() as launches:
+        adamw_foreach(held, betas=(0.75, 0.5), eps=0.125, weight_decay=0.25, scale=scale)
+    (launch,) = launches
+    assert (launch.kernel, launch.grid, launch.warps) == ("adamw_kernel", (1 if key else 3, 1, 1), 4)
+    assert launch.numbers == {
+        "weight1": 0.25, "beta2": 0.5, "weight2": 0.5, "eps": 0.125, "weight_decay": 0.25, "ROUND": key is not None,
+        "ALIGNED": True, "BLOCK": 1024,
+    }  # fmt: skip
+    wanted = {
+        "param": held[0].param,
+        "grad": held[0].grad,
+        "exp_avg": held[0].exp_avg,
+        "exp_avg_sq": held[0].exp_avg_sq,
+    }
+    wanted |= ({"master": held[0].master} if master else {}) | ({"rows": place[0]} if key else {}) | {"scale": scale}
+    assert launch.given == wanted.keys() | {"tiles", "table"}
+    assert all(launch.at(name) == x.data_ptr() for name, x in wanted.items())
+    row = launch.arguments["table_ptr"].tolist()[0]
+    places = [x.data_ptr() for x in place] if key else [0, 0]
+    now = [held[0].now.data_ptr(), held[0].master.data_ptr() if master else 0, *places]
+    assert row == [*(x.data_ptr() for x in held[0][:4]), *now, 20, 5 if key else 20, key or 20, 0]
+
+
+def test_tables_are_kept_for_64_lists_of_sizes(monkeypatch):
+    monkeypatch.setattr(module, "_kept", {})
+    for n in range(1, 66):
+        module._tables([[torch.zeros(n)]] * 4 + [[torch.zeros(4).double()], [], [], []], [])
+        assert len(module._kept) == (n if n <= 64 else 1)
+    ((tiles, table, host, numbers),) = module._kept.values()
+    assert table is not None
+    assert (tiles.tolist(), host.tolist()) == ([0], numbers)
+
+
+def test_which_states_one_launch_steps():
+    base, place = states_of([8])[0], (torch.arange(2), torch.arange(4))
+    assert base.kind == states_of([100])[0].kind
+    others = [
+        base._replace(grad=base.grad.float()), base._replace(key=1), base._replace(key=1, place=place),
+        base._replace(master=torch.zeros(8)), states_of([8], torch.float32)[0], states_of([8], offset=1)[0],
+    ]  # fmt: skip
+    assert len({state.kind for state in (base, *others)}) == 7
+    assert base.tensors.keys() == {"param", "grad", "exp_avg", "exp_avg_sq"}
+    assert others[3].tensors.keys() == base.tensors.keys() | {"master"}
+    meta = base._replace(**{name: x.to("meta") for name, x in base.tensors.items()})
+    assert meta.kind[-1] == 0
+
+
+def test_where_somebody_wrote_to_the_parameter_its_value_counts():
+    master = torch.tensor([1 + 2.0**-12, 2.0, 3.0])
+    param = master.bfloat16()
+    param[1] = 7.0
+    assert module.followed(master, param).tolist() == [1 + 2.0**-12, 7.0, 3.0]
 
 
 def test_one_launch_for_each_kind_of_tensors_and_none_for_nothing(on_a_gpu):

@@ -203,6 +203,43 @@ def test_the_reference_never_holds_all_scores(monkeypatch):
     assert 0 < largest <= max(2 * 2**12, q.numel()) < 4 * 256 * 256 / 8
 
 
+@pytest.mark.parametrize(
+    ("chunk", "rows", "step"),
+    [(2**19, 256, 10), (2**12, 20, 1), (100, 16, 1), (6000, 30, 1), (2**14, 81, 1), (6400, 32, 1)],
+)
+def test_a_chunk_has_so_many_queries_and_heads(chunk, rows, step, monkeypatch):
+    """From 16 to 256 queries of each of two query heads, which see 100 keys; then as many KV heads as fit."""
+    monkeypatch.setattr(reference, "CHUNK_SCORES", chunk)
+    q, k = torch.empty(2, 2, 300, 4), torch.empty(2, 1, 100, 4)
+    found = list(reference._chunks(q, k, Scores(None, None, False, 1.0, 0.0)))
+    starts = range(0, 300, rows)
+    heads = [slice(n, n + step) for n in range(0, 2, step)]
+    assert [each[0] for each in found[: len(heads)]] == heads
+    assert [each[1] for each in found[:: len(heads)]] == [slice(s, min(s + rows, 300)) for s in starts]
+    assert all(each[2:] == (slice(0, 100), []) for each in found)
+
+
+def test_a_chunk_reads_the_keys_that_its_queries_see_and_knows_which_are_hidden(monkeypatch):
+    monkeypatch.setattr(reference, "CHUNK_SCORES", 100)
+    q, k = torch.empty(1, 1, 40, 4), torch.empty(1, 1, 40, 4)
+    index = torch.arange(40, dtype=torch.int32)
+    for scores, see in (
+        (Scores(None, None, True, 1.0, 0.0), lambda i, j: j <= i),
+        (Scores(index - 5, index + 1, True, 1.0, 0.0), lambda i, j: i - 5 <= j <= i),
+        (Scores(index // 20 * 20, index // 20 * 20 + 20, True, 1.0, 0.0), lambda i, j: i // 20 == j // 20),
+        (Scores(index - 60, index - 20, True, 1.0, 0.0), lambda i, j: j < i - 20),
+    ):
+        seen = torch.zeros(40, 40, dtype=torch.bool)
+        for _, rows, keys, hidden in reference._chunks(q, k, scores):
+            part = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool)
+            for columns, mask in hidden:
+                assert mask.any()  # what hides nothing is left out
+                part[:, columns].masked_fill_(mask, False)
+            assert part.any(0)[[0, -1]].all()  # no key at either end that no query sees
+            seen[rows, keys] = part
+        assert torch.equal(seen, torch.tensor([[see(i, j) for j in range(40)] for i in range(40)]))
+
+
 def test_autocast_takes_its_dtype():
     inputs = draw(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

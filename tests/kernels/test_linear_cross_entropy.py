@@ -305,6 +305,41 @@ def test_no_tokens():
     assert not weight.grad.any()
 
 
+def test_defaults_are_the_values_that_they_stand_for():
+    explicit = {"start": 0, "vocab_size": V, "ignore_index": -100, "softcap": 0.0, "gather": None, "chunk_rows": N}
+    for function, _, options in ROWS:
+        every = explicit | ({} if function is linear_log_prob else {"label_smoothing": 0.0, "z_loss": 0.0})
+        found = rows_and_gradients(function, X, WEIGHT, TARGET, **options)
+        assert all(map(torch.equal, found, rows_and_gradients(function, X, WEIGHT, TARGET, **every | options)))
+    every = explicit | {"label_smoothing": 0.0, "z_loss": 0.0, "impl": None}
+    found = value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE)
+    assert all(map(torch.equal, found, value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE, **every)))
+    assert module.CHUNK_BYTES == 536870912
+
+
+def test_statistics_are_asked_for_as_the_loss_needs_them(monkeypatch):
+    asked = []
+    plain = module.cross_entropy_stats
+    monkeypatch.setattr(module, "cross_entropy_stats", lambda z, t, **how: asked.append(how) or plain(z, t, **how))
+    how = {"start": 0, "ignore_index": 3, "softcap": 2.0, "impl": "reference"}
+    for options, sums in (({}, False), ({"label_smoothing": 0.1}, True)):
+        linear_cross_entropy(X, WEIGHT, TARGET.clamp(min=0), SCALE, **how, **options)
+        assert asked.pop() == how | {"sum_logits": sums, "entropy": False}
+    linear_log_prob(X, WEIGHT, TARGET.clamp(min=0), **how)
+    assert asked.pop() == how | {"sum_logits": False, "entropy": True}
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_a_product_is_added_in_the_dtype_of_the_sum(wide):
+    x, y = torch.randn(9000, 3).bfloat16(), torch.randn(3, 2).bfloat16()
+    total = torch.ones(9000, 2, dtype=wide)
+    module._add_product(total, x, y)
+    torch.testing.assert_close(total, 1 + x.to(wide) @ y.to(wide))
+    same = torch.ones(9000, 2, dtype=torch.bfloat16)
+    module._add_product(same, x, y)
+    torch.testing.assert_close(same, torch.addmm(torch.ones(9000, 2).bfloat16(), x, y))
+
+
 def test_rows_of_a_chunk():
     x = torch.empty(8192, 1, dtype=torch.bfloat16)
     assert rows_of_chunk(x, 128256) == 2048  # of at most 2093

@@ -244,6 +244,51 @@ def test_what_torch_would_refuse_or_read_counts_for_is_the_reference(shape, dtyp
         grouped_linear(x, weight, counts, impl="torch")
 
 
+@pytest.mark.parametrize(
+    ("x", "weight", "fits"),
+    [
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 16).bfloat16(), True),
+        (torch.empty(3, 8), torch.empty(2, 8, 16), False),
+        (torch.empty(3, 8).half(), torch.empty(2, 8, 16).half(), False),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 16), True),  # of a wider weight, which is cast
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 12, 16).bfloat16(), False),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 16, 12).bfloat16(), False),
+        (torch.empty(3, 8).bfloat16(), torch.empty(0, 8, 16).bfloat16(), False),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 20).bfloat16()[..., :16], False),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 24).bfloat16()[..., :16], True),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2 * 8 * 16 + 1).bfloat16()[1:].view(2, 8, 16), False),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 16, device="meta").bfloat16(), True),
+        (torch.empty(3, 8).bfloat16(), torch.empty(2, 16, 8).bfloat16().mT, True),
+    ],
+)
+def test_factors_that_torchs_product_takes(x, weight, fits):
+    from mpcore.kernels.grouped_linear import _fits
+
+    assert _fits(x, weight) == fits
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_gradients_of_grouped_products_are_made_where_they_are_wanted(wanted):
+    from mpcore.kernels import grouped_linear as module
+
+    x, weight, counts = torch.randn(9, 4), torch.randn(3, 6, 4).double(), torch.tensor([2, 0, 5])
+    leaves = x.clone().requires_grad_(wanted[0]), weight.clone().requires_grad_(wanted[1])
+    y = module._GroupedLinear.apply(*leaves, counts)
+    dy = torch.randn(9, 6)
+    assert (y.grad_fn.saved_tensors[0] is None) == (not wanted[1])
+    y.backward(dy)
+    dense = [t.double().requires_grad_() for t in (x, weight)]
+    grouped_linear(*dense, counts).backward(dy.double())
+    for leaf, other, want in zip(leaves, dense, wanted, strict=True):
+        assert (leaf.grad is not None) == want
+        if want:
+            assert leaf.grad.dtype == leaf.dtype
+            torch.testing.assert_close(leaf.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="grouped_linear kernel has no second derivative"):
+        torch.autograd.grad(module._GroupedLinear.apply(*leaves, counts).sum(), [t for t in leaves if t.requires_grad],
+                            create_graph=True)  # fmt: skip
+
+
 def test_without_triton_the_rows_after_the_last_are_cleared_by_torch(monkeypatch):
     monkeypatch.setattr(moe, "HAS_TRITON", False)
     assert moe.zero_rows(torch.ones(3, 2), torch.tensor([1, 0, 1])).tolist() == [[1, 1], [0, 0], [1, 1]]
