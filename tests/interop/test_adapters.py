@@ -179,6 +179,14 @@ def test_the_formula_and_its_merged_weight(make):
     assert list(adapters.adapters_of(lone)) == []
 
 
+def test_a_layer_under_two_names_has_its_adapter_under_both():
+    layer = nn.Linear(4, 4)
+    model = mp.add_lora(nn.ModuleDict({"a": layer, "b": layer}), targets="a")
+    assert adapters.factor_names(model) == {f"{n}.lora_{f}.weight" for n in "ab" for f in "AB"}
+    assert adapters.adapters_of(model).keys() == {"a.weight", "b.weight"}
+    assert list(adapters.lora_layers(model)) == ["a"]
+
+
 def test_a_merged_weight_is_summed_in_float32():
     layer = mp.add_lora(nn.Sequential(nn.Linear(2, 2)), 1, 1, "0")[0]
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)

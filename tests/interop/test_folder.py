@@ -281,6 +281,64 @@ def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
         loading._keys(tmp_path, dense, group, {"a": "f"})
 
 
+class File:
+    """A file of tensors that knows which were freed."""
+
+    path = "a file"
+
+    def __init__(self, **tensors):
+        self.tensors, self.freed = tensors, []
+
+    def whole(self, name):
+        return self.tensors[name]
+
+    def forget(self, name):
+        self.freed.append(name)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_group_is_read_into_this_ranks_shards(joined, monkeypatch):
+    """Renamed, or made of two tensors of the file; a buffer keeps its place, and a parameter its attributes."""
+    weight = nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float64), requires_grad=False)
+    weight.no_decay, buffer = True, torch.zeros(3)
+    sharding = Sharding((4, 3), (cut_blocks((4,), Axis(2, 1, name="tp"), 0, (1,)),))
+    held = {"w": (weight, sharding), "b": (buffer, Sharding((3,)))}
+    full, made = torch.arange(12.0).view(4, 3), {}
+    if joined:
+        file = File(top=full[:1], rest=full[1:], B=torch.ones(3))
+        group = Group(["w"], {"top": full[:1], "rest": full[1:]}, False)
+        monkeypatch.setattr(stored, "_revert", lambda dense, given: {"top": given["w"][:1], "rest": given["w"][1:]})
+    else:
+        file, group = File(W=full, B=torch.ones(3)), Group(["w"], {"W": full}, True)
+    keys = {key: key for key in group.files}
+    loading._read(None, group, keys, dict.fromkeys(keys, file), held, made, torch.device("cpu"))
+    value = made[id(weight)]
+    assert torch.equal(value, full[2:].double())
+    assert (value.requires_grad, value.no_decay, file.freed) == (False, True, list(keys))
+    loading._read(None, Group(["b"], {"B": buffer}, True), {"B": "B"}, {"B": file}, held, made, torch.device("cpu"))
+    assert buffer.tolist() == [1, 1, 1]
+    assert len(made) == 1
+    wrong = Group(["w"], {key: torch.empty(7) for key in group.files}, group.renamed)
+    with pytest.raises(ValueError, match=r"^a file: \w+ has shape \(\d, 3\), config.json makes it \(7,\)$"):
+        loading._read(None, wrong, keys, dict.fromkeys(keys, file), held, made, torch.device("cpu"))
+
+
+def test_tensors_that_are_no_views_are_joined_by_their_places(monkeypatch):
+    """The file holds a transposed copy of two tensors side by side, of another dtype."""
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(6.0, 10.0).view(2, 2)
+
+    def revert(dense, given):
+        return {"ab": torch.cat([given["a"], given["b"]], 1).t().clone(memory_format=torch.contiguous_format)}
+
+    monkeypatch.setattr(stored, "_revert", revert)
+    held = {"a": (a, Sharding((2, 3))), "b": (b, Sharding((2, 2)))}
+    group = Group(["a", "b"], {"ab": torch.empty(5, 2)}, False)
+    found = loading._joined(None, group, {"ab": revert(None, {"a": a, "b": b})["ab"].half()}, held)
+    assert torch.equal(found["a"], a.half())
+    assert torch.equal(found["b"], b.half())
+    assert found["a"].dtype == torch.float16
+
+
 def axes(size, count):
     return [Axis(size, rank, name="tp") for rank in range(count)]
 

@@ -109,6 +109,20 @@ def test_a_plan_that_shards_less_than_half_is_warned_of(one, two, warned):
     parallelize(nn.Sequential(nn.ReLU(), nn.Linear(1, 1)), {"1": "replicate"}, Axis(name="tp"), strict=True)
 
 
+def test_the_plan_that_a_model_carries_is_not_asked_for_its_heads():
+    class Hub(nn.Module):
+        config = SimpleNamespace(base_model_tp_plan={"q": "colwise", "o": "rowwise"}, model_type="x")
+
+        def __init__(self):
+            super().__init__()
+            self.q, self.o, self.num_heads = nn.Linear(4, 4), nn.Linear(4, 4), 2
+
+    for plan in ("auto", None):
+        assert type(parallelize(Hub(), plan, TP, check=False).q) is ColumnParallelLinear
+    with pytest.raises(ValueError, match="num_heads is 2 on each of 2 ranks"):
+        parallelize(Hub(), Hub.config.base_model_tp_plan, TP, check=False)
+
+
 # --- the test of a plan -----------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self.is_mean = abs(twice - value) <= slack * abs(value) > 0 # a sum is twice as large",
         "self.is_mean = abs(twice - value) < slack * abs(value) > 0 # a sum is twice as large",
     ): "No loss is just at the limit, which is a width of rounding",
+    (
+        "launch",
+        "scalars = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in numbers(arguments)]",
+        "scalars = [type(s) is int and (s != 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in numbers(arguments)]",
+    ): "A part of a key: two launches differ in it as before",
+    (
+        "_LinearCrossEntropy.backward",
+        "main.addcmul_(dweight, dtotal)",
+        "main.addcmul_(dtotal, dweight)",
+    ): "Both are multiplied",
+    (
+        "PythonGroup.__init__",
+        "super().__init__(options.group_rank, options.group_size)",
+        "super().__init__(options.group_size, options.group_rank)",
+    ): "Nothing reads the two numbers of torch's class: the subclass overrides both functions that return them",
 }
 
 # Changes that a test could see, and none does.
