@@ -14,6 +14,7 @@ import torch
 
 from mpcore.verify import LATE, parse_layout, verify, what_happened
 from mpcore.verify.__main__ import main
+from mpcore.verify.causes import packed_before, why_module, why_parameter
 from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
 from mpcore.verify.page import draw, page, table
 from mpcore.verify.run import Seen, listen
@@ -197,7 +198,7 @@ def test_a_missing_sum_is_named_where_every_rank_of_the_axis_holds_a_term(layout
         Seen(**{**dict.fromkeys(("tp", "cp", "pp", "dp"), 0), axis: i}, gradients={"w": terms[c]} if c in terms else {})
         for i, c in enumerate(holds)
     ]
-    why = Judge(Seen(0, 0, 0, 0))._why(parse_layout(layout), "gradient", "w", held, terms["a"], terms["a"] + terms["b"])
+    why = why_parameter(parse_layout(layout), "gradient", "w", held, terms["a"], terms["a"] + terms["b"])
     assert why.startswith(sentence)
 
 
@@ -272,6 +273,8 @@ WHY = [
     ("it is tp = 2 times too small", (VALUES / 2, VALUES / 2)),
     ("other elements are zero", (VALUES * (VALUES % 3 > 0), VALUES * (VALUES % 3 > 0))),
     ("its features stand in another order", (VALUES[:, [1, 0, 2]], VALUES[:, [1, 0, 2]])),
+    ("3 of its 12 elements are NaN or infinite", (VALUES.index_fill(0, torch.tensor(1), math.nan),) * 2),
+    ("4 of its 12 elements are NaN or infinite", (VALUES.index_fill(1, torch.tensor(1), math.inf),) * 2),
     ("all modules before it are right", (VALUES + TERM, VALUES + TERM)),
     ("all modules before it are right", ((VALUES + TERM) * (VALUES % 3 > 0), VALUES)),
 ]
@@ -281,7 +284,73 @@ WHY = [
 def test_why_a_module_is_off_is_told_by_what_its_ranks_return(told, outputs):
     truth = Seen(0, 0, 0, 0, initial={"m.bias": BIAS}, outputs={("m", 0): VALUES})
     held = [Seen(i, 0, 0, 0, outputs={("m", 0): each}) for i, each in enumerate(outputs)]
-    assert Judge(truth)._why_forward(parse_layout("tp2"), "m", 0, held, VALUES).startswith(told)
+    assert why_module(truth, parse_layout("tp2"), "m", 0, held, VALUES).startswith(told)
+
+
+ROWS = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm, lambda size: torch.nn.Softmax(-1), None])
+def test_a_norm_over_this_ranks_features_is_told(norm):
+    truth = Seen(0, 0, 0, 0, outputs={("m", 0): norm(8).double()(ROWS).detach() if norm else ROWS})
+    held = [Seen(i, 0, 0, 0, features={"m": ((4 * i, 4 * i + 4),)}) for i in range(2)]
+    for seen, rows in zip(held, ROWS.chunk(2, -1), strict=True):
+        seen.outputs["m", 0] = norm(4).double()(rows).detach() if norm else rows.square()
+    why = why_module(truth, parse_layout("tp2"), "m", 0, held, truth.outputs["m", 0])
+    told = "a norm or a softmax over 8 features sees only the 4 of this rank. Normalize where each rank has all"
+    assert (told in why) == (norm is not None), why
+
+
+@pytest.mark.parametrize(
+    ("features", "rows", "tp", "between", "hint"),
+    [
+        ({"qkv": ((0, 12),)}, 8, 2, False, True),
+        ({"qkv": ((0, 12),)}, 24, 2, False, False),  # an MLP
+        ({"qkv": ((0, 12),)}, 8, 2, True, False),  # another layer reads all features
+        ({"qkv": ((0, 12),), "m": ((0, 4),)}, 8, 2, False, False),  # the module isn't row-parallel
+        ({"qkv": ((0, 4), (8, 12), (16, 20))}, 8, 2, False, False),  # QKVParallelLinear
+        ({"later": ((0, 12),)}, 8, 2, False, False),
+        ({}, 8, 2, False, False),
+        ({"qkv": ((0, 12),)}, 8, 1, False, False),
+    ],
+)
+def test_packed_projections_sharded_as_one_matrix_are_told(features, rows, tp, between, hint):
+    sizes = {"norm.weight": (8,), "qkv.weight": (24, 8), "down.weight": (8, 24), "m.weight": (8, rows)}
+    initial = {name: torch.zeros(size) for name, size in sizes.items() if between or name != "down.weight"}
+    calls = ["norm", "qkv", "drop", *(["down"] if between else []), "m", "later"]
+    truth = Seen(0, 0, 0, 0, initial=initial, outputs={(name, 0): VALUES for name in calls})
+    seen = Seen(0, 0, 0, 0, features=features)
+    found = packed_before(truth, parse_layout(f"tp{tp}dp2"), "m", 0, seen)
+    assert ("qkv returns 24 features, and this one reads 8. If qkv packs q, k and v" in found) == hint
+    assert bool(found) == hint
+
+
+def test_the_sharded_weight_is_named_before_what_was_drawn_after_it():
+    for sharded, name, told in (
+        ({"b"}, "b", "drew this rank's shard.* Pass init= to the layer"),
+        ({"c"}, "a", "code of yours drew other random numbers before it. Build the model on the meta device"),
+    ):
+        truth = Seen(0, 0, 0, 0, initial=dict.fromkeys("abc", VALUES))
+        initial = {"a": VALUES + TERM, "b": VALUES - TERM, "c": VALUES}
+        ranks = [Seen(i, 0, 0, 0, initial=dict(initial), sharded=frozenset(sharded)) for i in range(2)]
+        found = Judge(truth)._parameters(parse_layout("tp2"), ranks, "first values", "initial")[1]
+        assert found is not None
+        assert found.name == name
+        assert re.search(told, found.cause), found.cause
+
+
+def test_the_first_module_without_finite_outputs_is_named():
+    """Infinity and NaN that the unsharded model has too are no difference."""
+    calls = [("mask", 0), ("first", 0), ("second", 0)]
+    mask = torch.tensor([[0, -math.inf, math.nan]], dtype=torch.float64).expand(4, 3)
+    truth = Seen(0, 0, 0, 0, outputs=dict(zip(calls, (mask, VALUES, VALUES), strict=True)), output={"": VALUES})
+    for value in (math.nan, math.inf):
+        outputs = dict(zip(calls, (mask, VALUES * value, VALUES * value), strict=True))
+        ranks = [Seen(i, 0, 0, 0, outputs=outputs, output={"": VALUES * value}) for i in range(2)]
+        worst, found = Judge(truth)._output(parse_layout("tp2"), ranks, "forward", "output")
+        assert found is not None
+        assert (found.name, worst) == ("first", math.inf)
+        assert found.cause.startswith("12 of its 12 elements are NaN or infinite, and none of the unsharded model's")
 
 
 def test_a_loss_of_gathered_logits_is_told_by_the_tokens_that_it_counts():

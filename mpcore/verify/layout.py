@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+NORMALIZE = (
+    "Normalize where each rank has all features: before the column-parallel layer, after the row-parallel one, or "
+    "behind gather_output=True"
+)
 _TOKEN = re.compile(r"(tp|cp|pp|dp|ep|zero|mb)(\d+)|(sp)")
 
 
@@ -80,16 +84,3 @@ def parse_layout(name: str) -> Layout:
     if (layout.dp * layout.cp) % layout.ep:
         raise ValueError(f"layout {name!r}: ep {layout.ep} does not divide dp x cp = {layout.dp * layout.cp}")
     return layout
-
-
-def faults_of_module(layout: Layout) -> str:
-    """Return what may be wrong where a module's output is the first that differs, and nothing more is known."""
-    sharded = (
-        "its weights are sharded otherwise than its forward computes, its input lacks a sum over tp "
-        "(mp.RowParallelLinear sums), it uses another rank's shard"
-    )
-    mixed = "it mixes the samples or the tokens of a batch, of which each rank holds a part"
-    return (
-        f"all modules before it are right, so the fault is in this module or just before it: "
-        f"{sharded if layout.tp > 1 else mixed}, or the code between the module before and this one is wrong"
-    )

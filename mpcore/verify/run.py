@@ -16,6 +16,7 @@ from mpcore._torch import pytree
 from mpcore._torch.compile import eagerly
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
+from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.adamw import AdamW
@@ -25,7 +26,7 @@ from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
-from mpcore.verify.layout import Layout
+from mpcore.verify.layout import NORMALIZE, Layout
 
 SHIFT = 1e-6  # for weights near 0.02: the central difference is then off by 1e-8 of the gradient's norm
 SLOPE = 1e-6  # the largest accepted error of a slope, relative to the gradient's norm
@@ -78,6 +79,7 @@ class Seen:
         output: the tensors that the last stage returned, by their position in its output. None on other stages.
         buffers: this rank's persistent buffers after the step.
         evaluated: like `output`, for the same batch in eval() after the step.
+        sharded: the names of the parameters of which a rank holds a shard.
         rows: B, the number of rows of the full batch.
         loss: the loss of the full batch.
         norm: the norm of all gradients.
@@ -99,6 +101,7 @@ class Seen:
     output: dict[str, Tensor] | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
     evaluated: dict[str, Tensor] | None = None
+    sharded: frozenset[str] = frozenset()
     rows: int = 0
     loss: float = 0.0
     norm: float = 0.0
@@ -207,6 +210,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     seen = Seen(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
     declared = shardings(model)
     seen.initial = full_tensors({name: p for name, p, _ in declarations(model)}, declared)
+    seen.sharded = frozenset(name for name, s in declared.items() if any(len(each.runs) > 1 for each in s.shards))
     seen.rows = len(task.batch["x"])
     each = task.virtual or mesh.dp.size * layout.micro_batches
     if seen.rows % each:
@@ -242,7 +246,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     with eagerly():  # otherwise the hooks are compiled with the modules, again for each call
         try:
             seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             told = wrong_width(error, mesh)
             if told is None:
                 raise
@@ -271,20 +275,29 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     return seen
 
 
-def wrong_width(error: RuntimeError, mesh: Mesh) -> ValueError | None:
-    """Return an error that names the `nn.Linear` whose input is sharded over tp, or None for any other error."""
+def wrong_width(error: Exception, mesh: Mesh) -> ValueError | None:
+    """Return an error that names the linear or the norm whose input is sharded over tp, or None for any other error."""
     frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [each for each in frames if isinstance(each.get("self"), nn.Module)]
-    linear, x = (calls[-1]["self"], calls[-1].get("input")) if calls else (None, None)
-    if mesh.tp.size == 1 or type(linear) is not nn.Linear or not isinstance(x, Tensor):
+    module, x = (calls[-1]["self"], calls[-1].get("input", calls[-1].get("x"))) if calls else (None, None)
+    if mesh.tp.size == 1 or not isinstance(x, Tensor) or x.dim() == 0:
         return None
-    if x.dim() == 0 or x.shape[-1] == linear.in_features:
+    package = "nn"
+    if type(module) is nn.Linear:
+        argument, features = "in_features", module.in_features
+        told = "make the layer a RowParallelLinear ('rowwise' in a plan)"
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        argument, features, told = "normalized_shape", module.normalized_shape[-1], NORMALIZE[0].lower() + NORMALIZE[1:]
+    elif isinstance(module, LayerNorm | RMSNorm):
+        package, argument, features, told = "mp", "dim", module.dim, NORMALIZE[0].lower() + NORMALIZE[1:]
+    else:
         return None
-    names = (name for call in calls for name, module in named_modules(call["self"]) if module is linear and name)
+    if x.shape[-1] == features:
+        return None
+    names = (name for call in calls for name, each in named_modules(call["self"]) if each is module and name)
     return ValueError(
-        f"nn.Linear {next(names, '')}: its input has {x.shape[-1]} features, and in_features is {linear.in_features}. "
-        f"If the input is sharded over tp, as behind a ColumnParallelLinear, make the layer a RowParallelLinear "
-        f"('rowwise' in a plan)"
+        f"{package}.{type(module).__name__} {next(names, '')}: its input has {x.shape[-1]} features, and {argument} is "
+        f"{features}. If the input is sharded over tp, as behind a ColumnParallelLinear, {told}"
     )
 
 

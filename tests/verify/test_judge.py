@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpcore.verify import judge
+from mpcore.verify import parts as tensors
+from mpcore.verify.causes import faults_of_module
 from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
-from mpcore.verify.layout import Layout, faults_of_module, parse_layout
+from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.run import Seen
 
 EPS = 2.0**-52
@@ -31,18 +32,18 @@ def number(x: float, *shape: int) -> Tensor:
 
 def test_a_ratio_is_found_where_one_tensor_is_a_multiple_of_the_other():
     for factor in (2.0, 0.5, -3.0, 1.0, 1e-3):
-        assert judge._ratio(factor * VALUES, VALUES) == pytest.approx(factor, rel=1e-15)
+        assert tensors.ratio(factor * VALUES, VALUES) == pytest.approx(factor, rel=1e-15)
     other = VALUES.clone()
     other[2, 3] *= 1.001
     for got, want in ((other, VALUES), (0 * VALUES, VALUES), (VALUES, 0 * VALUES), (VALUES[:1], VALUES)):
-        assert math.isnan(judge._ratio(got, want))
+        assert math.isnan(tensors.ratio(got, want))
 
 
 @pytest.mark.parametrize("b", [2.0, -2.0, 0.25])
 def test_numbers_are_close_within_a_millionth(b):
     for off, close in ((0.0, True), (0.9e-6, True), (-0.9e-6, True), (1.1e-6, False), (-1.1e-6, False)):
-        assert judge._close(b * (1 + off), b) is close
-    assert not judge._close(math.nan, b)
+        assert tensors.close(b * (1 + off), b) is close
+    assert not tensors.close(math.nan, b)
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-10), (torch.float32, 2.0**-23)])
@@ -50,10 +51,10 @@ def test_tensors_are_near_within_64_roundings_of_the_largest_value(dtype, roundi
     want = torch.tensor([0.0, -1024.0], dtype=torch.float64)
     for share, near in ((0.0, True), (0.9, True), (-0.9, True), (1.1, False), (-1.1, False)):
         got = torch.tensor([share * 64 * rounding * 1024, -1024.0], dtype=dtype)
-        assert judge._near(got, want) is near
-        assert judge._near(got.flip(0), want.flip(0).float()) is near
+        assert tensors.near(got, want) is near
+        assert tensors.near(got.flip(0), want.flip(0).float()) is near
     for nothing in (torch.zeros(2), torch.zeros(0)):
-        assert not judge._near(nothing, nothing), "there is no scale"
+        assert not tensors.near(nothing, nothing), "there is no scale"
 
 
 def test_the_largest_difference_takes_equal_infinities_for_equal():
@@ -61,28 +62,28 @@ def test_the_largest_difference_takes_equal_infinities_for_equal():
     for got, want, far in (
         (a, a, 0.0), (a, [1.0, 5.5, 2.0], 3.5), ([inf, 1.0], [inf, 3.0], 2.0), ([-inf, 1.0], [inf, 1.0], inf),
     ):  # fmt: skip
-        assert judge._farthest(torch.tensor(got), torch.tensor(want)) == far
-    assert math.isnan(judge._farthest(torch.tensor([math.nan, 1.0]), torch.tensor(a[:2])))
-    assert judge._farthest(torch.tensor([7, 0]), torch.tensor([4, 1])) == 3.0
+        assert tensors.farthest(torch.tensor(got), torch.tensor(want)) == far
+    assert math.isnan(tensors.farthest(torch.tensor([math.nan, 1.0]), torch.tensor(a[:2])))
+    assert tensors.farthest(torch.tensor([7, 0]), torch.tensor([4, 1])) == 3.0
 
 
 def test_columns_in_another_order_are_told_from_other_columns():
     turned = VALUES[:, [5, 1, 0, 3, 2, 4]]
-    assert judge._same_columns(turned, VALUES)
-    assert judge._same_columns(turned.view(2, 2, 6), VALUES)
-    assert judge._same_columns(-turned, VALUES)  # their squares are compared
+    assert tensors.same_columns(turned, VALUES)
+    assert tensors.same_columns(turned.view(2, 2, 6), VALUES)
+    assert tensors.same_columns(-turned, VALUES)  # their squares are compared
     turned[0, 0] += 1
-    assert not judge._same_columns(turned, VALUES)
-    assert not judge._same_columns(VALUES.T.reshape(4, 6), VALUES)
+    assert not tensors.same_columns(turned, VALUES)
+    assert not tensors.same_columns(VALUES.T.reshape(4, 6), VALUES)
 
 
 def test_tensors_are_the_same_if_shape_and_every_value_are():
-    assert judge._same([VALUES])
-    assert judge._same([VALUES, VALUES.clone()])
+    assert tensors.same([VALUES])
+    assert tensors.same([VALUES, VALUES.clone()])
     other = VALUES.clone()
     other[3, 5] += 1
     for wrong in ([VALUES, VALUES, other], [other, VALUES, VALUES], [VALUES, VALUES[:, :1]], [VALUES[:1], VALUES]):
-        assert not judge._same(wrong)
+        assert not tensors.same(wrong)
 
 
 # --- the part that a rank holds ---------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ PARTS: dict[str, tuple[str, Seen, tuple, tuple, list]] = {  # layout, rank, shap
 @pytest.mark.parametrize("case", PARTS)
 def test_a_rank_may_hold_its_rows_its_tokens_and_declared_features_or_a_shard(case):
     layout, rank, shape, runs, want = PARTS[case]
-    got = list(judge._parts(parse_layout(layout), rank, WHOLE, torch.Size(shape), runs))
+    got = list(tensors.parts(parse_layout(layout), rank, WHOLE, torch.Size(shape), runs))
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
 
@@ -126,22 +127,22 @@ def test_a_square_of_tokens_may_be_cut_along_either_side_and_a_number_along_none
     square, rank = WHOLE[:6, :6, 0], seen(length=6, tokens=TOKENS)
     rows, columns = square[TOKENS], square[:, TOKENS]
     for shape, want in (((3, 6), [rows]), ((6, 3), [columns]), ((6, 6), [square]), ((4, 6), [])):
-        got = list(judge._parts(parse_layout("cp2"), rank, square, torch.Size(shape), ()))
+        got = list(tensors.parts(parse_layout("cp2"), rank, square, torch.Size(shape), ()))
         assert len(got) == len(want)
         assert all(map(torch.equal, got, want))
-    assert list(judge._parts(parse_layout("dp2"), seen(dp=1), number(3.0), torch.Size(()), ())) == [number(3.0)]
+    assert list(tensors.parts(parse_layout("dp2"), seen(dp=1), number(3.0), torch.Size(()), ())) == [number(3.0)]
 
 
 def test_of_ranks_those_are_taken_that_differ_from_the_first_on_one_axis_alone():
     held = [seen(tp, cp, pp, dp) for tp in (1, 0) for cp in (0, 1) for pp in (0, 1) for dp in (1, 0)]
     places = [torch.tensor([s.tp, s.cp, s.pp, s.dp]) for s in held]
     for i, axis in enumerate(("tp", "cp", "pp", "dp")):
-        found = [t.tolist() for t in judge._one_each(held, places, axis)]
+        found = [t.tolist() for t in tensors.one_each(held, places, axis)]
         first, other = [1, 0, 0, 1], [1, 0, 0, 1]
         other[i] = 1 - other[i]
         assert found == [first, other]
         missing = [None if t is places[0] else t for t in places]
-        assert [t.tolist() for t in judge._one_each(held, missing, axis)] == [other]
+        assert [t.tolist() for t in tensors.one_each(held, missing, axis)] == [other]
 
 
 # --- tolerances -------------------------------------------------------------------------------------------------------

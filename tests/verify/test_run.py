@@ -407,7 +407,7 @@ def test_the_features_that_a_column_parallel_layer_leaves_on_a_rank_are_known():
 def told_of(module: nn.Module, x: Any, mesh: mp.Mesh) -> Any:
     try:
         module(x)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         found = wrong_width(error, mesh)
         return found and str(found)
     raise AssertionError("it ran")
@@ -425,6 +425,21 @@ def test_a_linear_layer_whose_input_is_sharded_is_named():
     assert told_of(model, torch.ones(5, 4).double(), tp2) is None  # the width is right
     assert told_of(nn.Sequential(nn.Conv1d(4, 3, 1)), torch.ones(5, 2), tp2) is None
     assert wrong_width(RuntimeError("from nowhere"), tp2) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "argument"),
+    [(nn.LayerNorm, "normalized_shape"), (nn.RMSNorm, "normalized_shape"), (mp.LayerNorm, "dim"), (mp.RMSNorm, "dim")],
+)
+def test_a_norm_whose_input_is_sharded_is_named(norm, argument):
+    tp2 = mp.Mesh(tp=mp.Axis(2, 0, name="tp"))
+    told = told_of(nn.Sequential(nn.Identity(), norm(4)), torch.ones(5, 2), tp2)
+    library = norm.__module__.partition(".")[0].replace("torch", "nn").replace("mpcore", "mp")
+    assert told.startswith(
+        f"{library}.{norm.__name__} 1: its input has 2 features, and {argument} is 4. If the input is"
+    )
+    assert told.endswith("or behind gather_output=True")
+    assert told_of(nn.Sequential(norm(4)), torch.ones(5, 2), mp.Mesh()) is None
 
 
 # --- the sequence -----------------------------------------------------------------------------------------------------
