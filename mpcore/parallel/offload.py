@@ -31,7 +31,7 @@ from mpcore._torch import optim
 from mpcore._torch.autograd import keeps_version
 from mpcore._torch.compile import uncompiled
 from mpcore._torch.fsdp_wrap import trained_tensors
-from mpcore._torch.storage import address
+from mpcore._torch.storage import StorageWeakRef, address, alive
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import OF_WHOLE_TENSORS
 from mpcore.gradients.reduce import buckets
@@ -214,11 +214,11 @@ class _Moved:
         self.writes = x.detach()  # counts what is written to x, and holds none of its memory
         self.writes.data = x.new_empty(0)
         self.coming: tuple[Tensor, _Event] | None = None
-        self.back: weakref.ref[Tensor] | None = None
+        self.back: StorageWeakRef | None = None  # the bytes on the device, as long as a tensor uses them
 
     def call(self) -> None:
         """Start to copy the bytes back, unless they are on the device or this copy has started."""
-        if self.coming is None and (self.back is None or self.back() is None):
+        if self.coming is None and (self.back is None or alive(self.back) is None):
             flat = torch.empty_like(self.host, device=self.device)
             self.coming = flat, self.copies.copy(flat, self.host)
 
@@ -233,15 +233,14 @@ class _Moved:
                 f"a tensor of {self.host.numel()} bytes that backward needs was written to in place after "
                 f"offload_activations began to copy it: write to a clone"
             )
+        storage = None if self.back is None else alive(self.back)
+        if storage is not None:
+            return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         self.call()
-        if self.coming is None:
-            assert self.back is not None
-            flat = self.back()
-            assert flat is not None
-        else:
-            (flat, event), self.coming = self.coming, None
-            self.copies.wait(event, self.device)
-            self.back = weakref.ref(flat)
+        assert self.coming is not None
+        (flat, event), self.coming = self.coming, None
+        self.copies.wait(event, self.device)
+        self.back = StorageWeakRef(flat.untyped_storage())
         return flat
 
 
@@ -297,9 +296,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         for before in reversed(saved[max(0, place - ahead) : place]):
             if (earlier := before()) is not None:
                 earlier.call()
-        out = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
-        out.flat_bytes = flat  # type: ignore[attr-defined]  # keeps it alive, so that other views find it
-        return out
+        return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset, size, stride)
 
     with saved_tensors_hooks(pack, unpack):
         yield

@@ -1,6 +1,7 @@
 """What changes the scores of attention, each alone and together: the formula written out, on every tp."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -190,6 +191,24 @@ def check_bias_of_own_heads():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_bias_may_be_of_this_ranks_heads(ranks, size):
     ranks(size, check_bias_of_own_heads)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (B,)], ids=str)
+def test_samples_may_share_a_bias(leading):
+    attention, x, bias = build({"causal": False}).double(), draw(1, B, T, D), draw(6, HEADS[0], T, T)
+    given = bias.expand(*leading, HEADS[0], T, T)
+    close(attention(x, bias=given).detach(), attention(x, bias=bias.repeat(B, 1, 1, 1)).detach(), "one for each sample")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(0, HEADS[0], T, T), (B + 1, HEADS[0], T, T), (HEADS[0], T, T + 1), (HEADS[0], 1, T), (HEADS[1], T, T), (T, T)],
+    ids=str,
+)
+def test_a_bias_of_another_shape_is_refused(shape):
+    attention, x = build({"causal": False}), draw(1, B, T, D)
+    with pytest.raises(ValueError, match=re.escape(f"bias {shape} of torch.float64 is no float")):
+        attention(x, bias=torch.zeros(shape, dtype=torch.float64))
 
 
 def test_one_token_and_none():

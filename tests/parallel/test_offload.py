@@ -198,6 +198,20 @@ def test_large_tensors_that_autograd_saves_are_copied_once_and_parameters_never(
     assert copied == [2**12]
 
 
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_views_that_an_operation_saves_come_back_in_one_copy(copied, ahead):
+    x = torch.ones(64, requires_grad=True)
+    with offload_activations(min_bytes=64, ahead=ahead):
+        y = x * 1
+        z = y[:32] * y[32:]
+    assert copied == [256]
+    copied.clear()
+    z.sum().backward()
+    assert copied == [256]
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(64))
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_so_many_tensors_come_back_before_backward_asks_for_them(copied, ahead):
     x, order = torch.ones(1, requires_grad=True), []

@@ -11,6 +11,7 @@ from mpcore.pipeline.schedules import (
     Action,
     Schedule,
     build_schedule,
+    check_schedule,
     default_placement,
     default_virtual_stages,
     find_schedule,
@@ -160,3 +161,18 @@ def test_stages_lie_in_a_loop_or_in_a_v():
     with pytest.raises(ValueError, match="style 'w' must be 'loop' or 'v'"):
         stage_ranks(2, 2, "w")
     assert Schedule("x", ((Action("F", 0, 0),), (Action("F", 1, 0),)), 2, 1).rank_of == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize(("name", "P", "M", "V", "fits"), [
+    ("interleaved", 4, 2, 2, True), ("interleaved", 4, 1, 2, True), ("interleaved", 2, 3, 2, True),
+    ("interleaved", 2, 4, 2, True), ("interleaved", 2, 5, 2, False), ("zb", 2, 7, 1, False), ("zb", 3, 2, 1, True),
+    ("zb", 2, 6, 3, True), ("1f1b", 4, 4, 1, True), ("1f1b", 4, 3, 1, False), ("dualpipev", 2, 4, 2, True),
+    ("dualpipev", 2, 3, 2, False), ("gpipe", 4, 1, 1, True), ("naive", 4, 1, 1, True), ("bfs", 4, 1, 3, True),
+    ("zbv", 4, 1, 2, True), ("interleaved", 4, 4, 1, True), ("gpipe", 1, 1, 1, True),
+])  # fmt: skip
+def test_which_numbers_of_micro_batches_a_schedule_takes(name, P, M, V, fits):
+    if fits:
+        check_schedule(name, P, M, V)
+    else:
+        with pytest.raises(ValueError, match=f"^{M} micro-batches "):
+            check_schedule(name, P, M, V)
