@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("a", metavar="RUN_A", type=Path, help="folder of a run that you trust")
     parser.add_argument("b", metavar="RUN_B", type=Path, help="folder of the run in question")
     parser.add_argument(
-        "--twins", nargs="+", type=Path, metavar="RUN", default=[],
+        "--twins", nargs="+", type=Path, metavar="RUN",
         help="folders of twins of RUN_A: the same command with --twin 1, --twin 2, ..; 4 are enough",
     )  # fmt: skip
     args = parser.parse_args(argv)

@@ -26,8 +26,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("rows", nargs="+", help="files .json or .csv of rows, folders of runs, published, or heldout")
     add("--machine", help=f"profile to begin with: {', '.join(profile_names())} or a path (default: the rows' own)")
-    add("--set", action="append", default=[], help="only rows of this set; may be given again")
-    add("--test", action="append", default=[], metavar="ROWS", help="rows to predict, which are not fitted")
+    add("--set", action="append", help="only rows of this set; may be given again")
+    add("--test", action="append", metavar="ROWS", help="rows to predict, which are not fitted")
     add("--suggest", type=int, metavar="N", help="name the N rows to measure first; needs no times")
     add("--out", type=Path, metavar="PROFILE", help="write the fitted profile, a .json file")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")

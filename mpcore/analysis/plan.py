@@ -100,7 +100,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)} (takes minutes)")
     add("--top", type=int, default=20, help="lines to print (20)")
     add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
-    add("--what-if", action="append", default=[], metavar="RATE=2x", help="also plan on a machine with another rate")
+    add("--what-if", action="append", metavar="RATE=2x", help="also plan on a machine with another rate")
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
     add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")

@@ -134,6 +134,13 @@ def test_numbers_that_are_not_finite_differ_from_those_that_are():
     assert (anything.first, anything.nearest) == (None, 0.0), "twins that differ so say nothing"
 
 
+def test_a_twin_that_ended_early_is_measured_on_the_steps_that_it_has():
+    a, short = of(*[1.0] * 6), of(*[1.2] * 3)
+    found = compare_runs(a, a, [of(*[1.01] * 6), of(*[0.99] * 6), short])
+    assert found.count == 3, "the band has the steps of all"
+    assert found.twins == pytest.approx([0.01 / (5 * 0.21), 0.01 / (5 * 0.2), 0.2 / (5 * 0.02)])
+
+
 def test_a_curve_that_one_run_lacks_is_named():
     a: Curves = of(1.0)
     a["weight", "w"] = {0: 1.0}

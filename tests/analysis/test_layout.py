@@ -72,7 +72,7 @@ def whole(found: Found) -> dict[str, Any]:
         ("zb 6 0 1,3", {"pp": 2}),
         ("dualpipev 8 0 1,3,1,1", {"pp": 2}),
         ("interleaved 4 0 1,1,1,1", {"pp": 2}),
-        ("1f1b 3 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
+        ("1f1b 2 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
     ],
 )
 def test_few_blocks_count_what_all_blocks_count(arguments, sizes):
