@@ -1,5 +1,6 @@
 """Every dual pair: what it gives, that each backward is the adjoint of its forward, and what it must never touch."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,6 +13,95 @@ from tests.pool import mesh
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [4, 8, 10, 3, 7]
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "unit", "sizes"),
+    [
+        (10, 4, 1, [3, 3, 2, 2]),
+        (8, 4, 1, [2, 2, 2, 2]),
+        (3, 4, 1, [1, 1, 1, 0]),
+        (0, 2, 1, [0, 0]),
+        (7, 1, 1, [7]),
+        (12, 2, 4, [8, 4]),
+        (8, 3, 4, [4, 4, 0]),
+    ],
+)
+def test_longer_shards_come_first_and_follow_each_other(length, size, unit, sizes):
+    assert c.shard_sizes(length, size, unit) == sizes
+    ends = list(itertools.accumulate(sizes))
+    for rank, (n, end) in enumerate(zip(sizes, ends, strict=True)):
+        assert c.shard_range(length, Axis(size, rank), unit) == (end - n, end)
+
+
+def test_a_length_that_no_unit_divides_is_refused():
+    with pytest.raises(ValueError, match="length 10 is not a multiple of the unit 4"):
+        c.shard_sizes(10, 2, 4)
+
+
+def test_a_tree_adds_neighbours_first():
+    """Terms of which every other order of adding gives another sum."""
+    big = 2.0**54
+    for terms, want in (
+        ([1.0], 1.0),
+        ([1.0, 2.0], 3.0),
+        ([big, 1.0, -big, 1.0], 0.0),  # in turn: 1
+        ([big, -big, 1.0, 1.0], 2.0),
+        ([1.0, 1.0, big, -big, 1.0, 1.0, -big, big], 4.0),
+    ):
+        assert c.tree_sum(torch.tensor(x, dtype=torch.float64) for x in terms).item() == want
+    with pytest.raises(ValueError, match="zip"):
+        c.tree_sum(torch.ones(3))
+
+
+def check_plain():
+    """What has no gradient: each operation, messages to one rank and to none, and a sum in place."""
+    axis = mesh(tp=3).tp
+    terms = per_rank(axis, (6, 2))
+    mine = terms[axis.rank]
+    stack = torch.stack(terms)
+    for op, want in (("sum", stack.sum(0)), ("max", stack.amax(0)), ("min", stack.amin(0))):
+        close(c.all_reduce(mine, axis, op), want, op)
+        close(c.wait(c.start_all_reduce(mine, axis, op)), want, op)
+    close(c.wait(c.start_all_gather(mine.t().contiguous().t(), axis)), torch.cat(terms), "all_gather")
+    close(c.wait(c.start_reduce_scatter(mine, axis)), stack.sum(0).chunk(3)[axis.rank], "reduce_scatter")
+    to = {0: 2, 1: None, 2: 0}[axis.rank]  # a message of as many numbers as its sender's rank tells
+    message = torch.arange(axis.rank + 1) + 10.0 * axis.rank
+    receive = {0: [0, 0, 3], 1: [0, 0, 0], 2: [1, 0, 0]}[axis.rank]
+    got = c.wait(c.start_send(message, axis, to, receive))
+    assert got.tolist() == {0: [20.0, 21.0, 22.0], 1: [], 2: [0.0]}[axis.rank]
+    here = mine.clone()
+    assert c.wait(c.start_sum_in_place(here, axis)).data_ptr() == here.data_ptr()
+    close(here, stack.sum(0), "in place")
+    with torch.no_grad():
+        assert c.copy(mine, axis) is mine
+        close(c.reduce(mine, axis), stack.sum(0), "reduce without gradients")
+
+
+def test_what_has_no_gradient_gives_what_plain_torch_gives(ranks):
+    ranks(3, check_plain)
+
+
+def check_virtual(length):
+    """Terms whose sum shows the order: the tree of ranks, whole and in shards, and the gradient of a gather."""
+    axis = dataclasses.replace(mesh(tp=4).tp, virtual=4)
+    big = 2.0**54
+    mine = torch.full((2, length), [big, -big, 1.0, 1.0][axis.rank], dtype=torch.float64)
+    mine[1] = [big, 1.0, -big, 1.0][axis.rank]
+    want = torch.tensor([[2.0], [0.0]], dtype=torch.float64).expand(2, length)
+    assert torch.equal(c.all_reduce(mine, axis), want)
+    assert torch.equal(c.reduce(mine, axis), want)
+    assert torch.equal(c.reduce_scatter(mine, axis, 1), shard(want, axis, 1))
+    assert torch.equal(c.reduce_scatter(mine.t().contiguous(), axis, 0), shard(want.t(), axis, 0))
+    part = shard(want, axis, 1).requires_grad_()
+    c.all_gather(part, axis, 1, length).backward(mine)
+    assert torch.equal(part.grad, shard(want, axis, 1))
+    assert torch.equal(c.all_reduce(mine[1], axis, "max"), torch.full((length,), big, dtype=torch.float64))
+
+
+def test_a_virtual_axis_sums_in_the_tree_of_its_ranks(ranks):
+    for length in (4, 6):
+        ranks(4, check_virtual, length)
 
 
 def shard(full, axis, dim):
