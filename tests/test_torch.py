@@ -391,7 +391,7 @@ def test_groups_are_shared_by_role_and_destroyed_with_their_last_user():
         assert not alive
 
 
-def test_caches_that_hold_meshes_are_found_and_cleared():
+def test_caches_that_hold_meshes_are_found_and_cleared(monkeypatch):
     import functools
 
     @functools.lru_cache
@@ -406,7 +406,10 @@ def test_caches_that_hold_meshes_are_found_and_cleared():
     assert any(cached is kept for cached in distributed.mesh_caches())
     assert not any(cached is foreign for cached in distributed.mesh_caches())
     kept(1)
+    cleared = []
+    monkeypatch.setattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: cleared.append(1))
     distributed.forget_meshes([kept])
+    assert cleared == [1]
     assert kept.cache_info().currsize == 0
     assert distributed.loaded_caches() is distributed.loaded_caches()
     before = distributed.loaded_caches()
@@ -563,6 +566,66 @@ def unused_parameters():
 
 def test_a_parameter_without_a_gradient_on_one_rank_is_reduced_all_the_same():
     assert mp.simulate(unused_parameters, ranks=2) == [[(1, 2), (1, 2)]] * 2
+
+
+class Group:
+    """A unit's parameters before torch 2.13, as far as the reduction of zeros looks at them."""
+
+    def __init__(self, *parameters, reduces=True):
+        self.fsdp_params, self.reduce_grads, self.ended = parameters, reduces, []
+
+    def post_backward(self):
+        self.ended.append([None if p._unsharded_param is None else p._unsharded_param.grad for p in self.fsdp_params])
+
+
+def held(*, made=True, trains=True, grad=None, accumulated=None):
+    whole = nn.Parameter(torch.ones(2), requires_grad=trains) if made else None
+    if grad is not None:
+        whole.grad = grad
+    return SimpleNamespace(_unsharded_param=whole, unsharded_accumulated_grad=accumulated)
+
+
+def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():
+    """Not for a parameter that was never gathered, that is frozen, or whose gradient is held elsewhere."""
+    one = torch.ones(2)
+    parameters = [held(), held(grad=one), held(trains=False), held(made=False), held(accumulated=one)]
+    for reduces, first in ((True, [0.0, 0.0]), (False, None)):
+        group = Group(*parameters, reduces=reduces)
+        parameters[0]._unsharded_param.grad = None
+        state = SimpleNamespace(_fsdp_param_group=group)
+        fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda state=state: state))
+        group.post_backward("arguments of a hook")
+        ((zeros, kept, *others),) = group.ended
+        assert (None if zeros is None else zeros.tolist()) == first
+        assert kept is one
+        assert others == [None, None, None]
+    nothing = SimpleNamespace(_fsdp_param_group=None)
+    fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda: nothing))
+
+
+def freed_after_a_failure():
+    """After a backward that failed, gradients are dropped and the gathered parameters are freed."""
+    unit = unit_of()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        unit(Fails.apply(torch.ones(1, 4, requires_grad=True))).sum().backward()
+    unit.unshard()
+    before = next(unit.parameters()).shape
+    fsdp.drop_gradients([unit], lambda p: False)
+    return tuple(before), tuple(next(unit.parameters()).to_local().shape)
+
+
+def test_a_backward_that_failed_frees_what_was_gathered():
+    assert mp.simulate(freed_after_a_failure, ranks=2) == [((4, 4), (2, 4))] * 2
 
 
 def test_without_torchs_package_no_model_has_units(monkeypatch):

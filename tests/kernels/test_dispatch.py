@@ -313,3 +313,60 @@ def test_every_operator_has_a_kernel_for_cpus_gpus_and_shapes():
     for name in names:
         for key in ("CPU", "CUDA", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
+
+
+def test_how_a_launcher_becomes_an_operator(monkeypatch):
+    """A launcher allocates and then launches; of nothing it launches nothing; what it writes gets a new version."""
+    launched = []
+
+    @_dispatch.operator("launcher_of_a_test(Tensor x, Tensor(a!)? y, Tensor(b!)? z) -> (Tensor, Tensor)")
+    def launcher(x, y, z):
+        out = torch.full_like(x, 7.0), torch.full_like(x, 8.0, dtype=torch.float64)
+        yield out
+        launched.append(x.shape)
+        for each in (y, z):
+            if each is not None:
+                each.add_(0)
+
+    @_dispatch.operator("reference_of_a_test(Tensor x) -> Tensor", lambda x: x * 2)
+    def other(x):
+        yield torch.full_like(x, 7.0)
+        launched.append("other")
+
+    @_dispatch.operator("nothing_of_a_test(Tensor x) -> ()")
+    def nothing(x):
+        yield
+        launched.append("nothing")
+
+    x, y, z = torch.ones(2), torch.ones(2), torch.ones(2)
+    one, two = launcher(x, y, None)
+    assert (one.tolist(), two.tolist(), launched) == ([7, 7], [8, 8], [(2,)])
+    assert (y._version, z._version, x._version) == (2, 0, 0)  # its own write, and the operator's
+    launcher(x, None, z)
+    assert (y._version, z._version) == (2, 2)
+    launched.clear()
+    one, two = launcher(x[:0], y, z)
+    assert (one.shape, two.dtype, launched) == ((0,), torch.float64, [])
+    with FakeTensorMode():
+        one, two = launcher(torch.ones(3), None, None)
+    assert (one.shape, two.dtype, launched) == ((3,), torch.float64, [])
+    monkeypatch.setattr(_dispatch, "launching_on_cpu", False)
+    assert (other(x).tolist(), launched) == ([2, 2], [])
+    assert nothing(x) is None
+    assert launched == ["nothing"]
+    monkeypatch.setattr(_dispatch, "launching_on_cpu", True)
+    assert (other(x).tolist(), launched) == ([7, 7], ["nothing", "other"])
+    assert nothing(x[:0]) is None
+    assert len(launched) == 2
+    for name in ("launcher", "reference", "nothing"):
+        for key in ("CPU", "CUDA", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mpcore::{name}_of_a_test", key), (name, key)
+
+
+def test_an_operator_of_no_elements_gives_zeros():
+    @_dispatch.operator("sum_of_a_test(Tensor x, int n) -> Tensor")
+    def launcher(x, n):
+        yield torch.full((n,), 7.0)
+
+    assert launcher(torch.ones(2), 3).tolist() == [7, 7, 7]
+    assert launcher(torch.ones(0), 3).tolist() == [0, 0, 0]

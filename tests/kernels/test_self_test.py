@@ -34,6 +34,34 @@ def test_inputs_are_the_same_each_time_and_reach_every_part(name):
     assert all(out.dtype == F64 for out in run_kernel(name, "reference", F32, "cpu"))
 
 
+# Odd sizes: rows and columns have tails, ids reach every expert and token, and a matrix of FP8 has partial blocks.
+SHAPES = {
+    "adamw": {"param": (300,), "grad": (300,)},
+    "attention": {"query": (1, 37, 4, 16), "key": (1, 37, 2, 16), "value": (1, 37, 2, 16)},
+    "dropout_add": {"x": (2, 9, 33), "residual": (2, 9, 33), "samples": (2,)},
+    "fp8_matmul": {"a": (64, 256), "b": (128, 256)},
+    "geglu": {"x": (9, 66)}, "gelu": {"x": (9, 33)}, "relu_squared": {"x": (9, 33)}, "swiglu": {"x": (9, 66)},
+    "layer_norm": {"x": (9, 33), "weight": (33,), "bias": (33,)}, "rms_norm": {"x": (9, 33), "weight": (33,)},
+    "linear_cross_entropy": {"x": (9, 16), "weight": (50, 16), "target": (9,), "scale": (9,)},
+    "moe_permute": {"x": (9, 16), "weight": (9, 2), "chosen": (9, 2)}, "quantize_fp8": {"x": (130, 140)},
+    "rope": {"q": (1, 9, 2, 16), "k": (1, 9, 2, 16), "cos": (9, 8), "sin": (9, 8)},
+}  # fmt: skip
+IDS = {"dropout_add": ("samples", 9), "fp8_matmul": ("a", 3), "linear_cross_entropy": ("target", 50)}
+IDS["moe_permute"] = ("chosen", 4)
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_the_shapes_that_a_self_test_takes(name):
+    made = TESTS[name][0]()
+    assert {key: tuple(x.shape) for key, x in made.items() if isinstance(x, torch.Tensor)} == SHAPES[name]
+    if name in IDS:
+        key, end = IDS[name]
+        assert made[key].dtype == torch.int64
+        assert 0 <= made[key].min() <= made[key].max() < end
+        assert made[key].max() == end - 1 or made[key].numel() < 10
+    assert made.get("p", 0.3) == 0.3
+
+
 GRADIENTS = {"adamw": 1, "attention": 2 + 3, "dropout_add": 1 + 2, "fp8_matmul": 4, "geglu": 2, "gelu": 2,
              "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 1,
              "relu_squared": 2, "rms_norm": 1 + 2, "rope": 2 + 2, "swiglu": 2}  # fmt: skip
