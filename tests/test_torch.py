@@ -955,3 +955,55 @@ def test_a_partition_of_the_world_is_split_by_its_ranks(monkeypatch):
     assert distributed.split_groups([[0, 1], [2]], "a role") == {
         "split_ranks": [[0, 1], [2]], "group_desc": "a role"
     }  # fmt: skip
+
+
+def test_the_groups_of_a_rank_are_its_own():
+    world, other = simulated._World(), simulated._World()
+    assert (world.default_pg, world.group_count, world.comms) == (None, 0, [])
+    maps = ["pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state"]
+    for name in maps:
+        assert getattr(world, name) == {}
+        assert getattr(world, name) is not getattr(other, name)
+    process = SimpleNamespace(group_count=5)
+    worlds = simulated._Worlds(process)
+    worlds.group_count += 1  # of no rank: that of the process
+    assert (worlds.group_count, process.group_count) == (6, 6)
+    simulated._here.world = world
+    try:
+        worlds.group_count += 2
+        assert (worlds.group_count, world.group_count, process.group_count) == (2, 2, 6)
+    finally:
+        simulated._here.world = None
+    assert simulated._Here.rank is simulated._Here.job is simulated._Here.world is None
+
+
+def test_threads_are_ranks_only_within_their_context():
+    before, hook = dist.distributed_c10d._world, sys.excepthook
+
+    def fails():
+        assert type(dist.distributed_c10d._world) is simulated._Worlds
+        sys.excepthook = print
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError), simulated.rank_threads():
+        fails()
+    assert dist.distributed_c10d._world is before
+    assert sys.excepthook is hook
+
+
+def test_a_box_gives_the_nth_message_to_the_nth_receive():
+    box, meeting = simulated._Box(), simulated._Meeting()
+    assert (box.sent, box.received, box.messages) == (0, 0, {})
+    assert (meeting.parts, meeting.entry, meeting.done) == ({}, None, False)
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "found"),
+    [("SUM", (1.0, 2.0, 6.0), 9.0), ("AVG", (1.0, 2.0, 6.0), 3.0), ("PRODUCT", (2.0, 3.0, 4.0), 24.0),
+     ("MIN", (5.0, 2.0, 3.0), 2.0), ("MAX", (5.0, 7.0, 3.0), 7.0), ("BAND", (7, 14), 6), ("BOR", (7, 8), 15),
+     ("BXOR", (7, 14), 9)],
+)  # fmt: skip
+def test_reductions_leave_their_inputs_alone(op, values, found):
+    tensors = [torch.tensor(v) for v in values]
+    assert simulated._reduced(tensors, getattr(dist.ReduceOp, op)).item() == found
+    assert [x.item() for x in tensors] == list(values)
