@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import mpcore as mp
+from mpcore.checkpoint import __main__ as command
 from mpcore.checkpoint import folders, load, loading, pieces, report, saving, tensor_file
 from mpcore.checkpoint.folders import checkpoints, prune, read_complete, resolve
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, read_manifest
@@ -251,6 +252,47 @@ def test_files_of_another_size_and_missing_ones_are_told(tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=f"{file} is missing"):
         read_complete(path)
+
+
+def test_a_checkpoint_that_cannot_be_renamed_leaves_the_one_before(tmp_path, monkeypatch):
+    path = saved(tmp_path, 1, "c")
+    rename = os.rename
+
+    def fails(source: Any, to: Any) -> None:
+        if str(source).endswith("-tmp"):
+            raise OSError(28, "no space")
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", fails)
+    for name, there in (("c", True), ("d", False)):
+        with pytest.raises(ValueError, match="no space"):
+            saved(tmp_path, 2, name)
+        assert (tmp_path / name).exists() is there
+    assert read_manifest(path).step == 1
+    assert checkpoints(tmp_path) == [path]
+    monkeypatch.undo()
+    saved(tmp_path, 2, "c")
+    assert read_manifest(path).step == 2
+    assert not (tmp_path / ".c.mpcore-old").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path, caplog, capsys):
+    one, two = saved(tmp_path, 1), saved(tmp_path, 2)
+    (two / "model-00000.safetensors").unlink()
+    assert folders.latest(tmp_path) == one
+    assert f"{two} is incomplete, and ignored: {two}/model-00000.safetensors is missing" in caplog.text
+    for given in ((one, two), (two, one)):
+        with pytest.raises(ValueError, match=f"{two}/model-00000.safetensors is missing"):
+            report.diff(*given)
+    assert not command.main(["verify", str(one)])
+    assert capsys.readouterr().out == f"{one}: every byte is as written\n"
+    for given in ([one, two], [two, one]):
+        assert command.main(["verify", *map(str, given)]) == 1
+        out = capsys.readouterr().out
+        assert f"{one}: every byte is as written\n" in out
+        assert f"{two}/model-00000.safetensors is missing\n" in out
+    assert command.main(["diff", str(one), str(one)]) == 0
+    assert capsys.readouterr().out == "no difference\n"
 
 
 # --- files of tensors -------------------------------------------------------------------------------------------------

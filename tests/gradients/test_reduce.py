@@ -159,6 +159,56 @@ def test_another_stage_in_its_backward_is_not_disturbed(sent):
     sums.check_settled()
 
 
+def test_sums_begin_in_one_order_on_every_rank_however_the_gradients_come(sent, large):
+    stage: Any = nn.ModuleDict({name: mp.RMSNorm(4, tp=TP, sequence_parallel=True) for name in "abc"})
+    first, second, third = (stage[name].weight for name in "abc")
+    second.requires_grad_(False)
+    sums = EarlySums(stage, [stage])
+    sums.arm()
+    assert [p for p, _ in sums.order] == [third, first], "as backward comes to them"
+    assert early._pending.all == [sums]
+    first.sum().backward()
+    assert sent == []
+    third.sum().backward()
+    assert list(sums.begun) == [third, first]
+    assert [x.data_ptr() for x, _ in sent] == [third.grad.data_ptr(), first.grad.data_ptr()]
+    with pytest.raises(ValueError, match=r"of shape \(4,\) got another gradient after the backward that"):
+        first.sum().backward()
+    early.drop_begun([first])
+    del sent[:]
+    sums.arm()
+    third.sum().backward()
+    sums.begin_rest()
+    assert [here.here for here in sums.begun.values()] == [True, True], "of the step before"
+    early.drop_begun([first])
+    first.grad = third.grad = None
+    hooks = list(sums.hooks)
+    sums.arm()
+    assert all(one is other for one, other in zip(sums.hooks, hooks, strict=True)), "nothing has changed"
+    del sent[:]
+    stage["a"].weight = replaced = nn.Parameter(torch.ones(4))
+    sums.arm()
+    assert len(sums.order) == 2
+    assert sums.order[1][0] is replaced
+    first.sum().backward()
+    third.sum().backward()
+    assert list(sums.begun) == [third]
+    replaced.sum().backward()
+    assert len(sums.begun) == 2
+    early.drop_begun([third])
+    twice = EarlySums(stage, [stage, nn.ModuleDict({"tied": stage["c"]})])
+    twice.arm()
+    assert len(twice.order) == 1, "stages share the other"
+    assert twice.order[0][0] is replaced
+
+
+def test_a_gradient_that_fsdp_still_holds_is_refused(monkeypatch):
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(reduce.fsdp, "unreduced_parameter", lambda units: "0.weight")
+    with pytest.raises(ValueError, match=r"the gradient of 0.weight is not summed over data: "):
+        mp.reduce_gradients(model, mp.Mesh())
+
+
 # --- main gradients ---------------------------------------------------------------------------------------------------
 
 

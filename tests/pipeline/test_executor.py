@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +334,81 @@ def test_an_output_without_a_gradient_is_left_out():
     (none,), nothing = backward_inputs([], [], [x])
     assert none is None
     backward_weights(nothing)
+
+
+class Fails(torch.autograd.Function):
+    """Raises in the backward of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        raise OSError("in backward")
+
+
+class Failing(nn.Module):
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.weight = of, nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fails.apply(x) * self.weight if self.of == "x" else x * Fails.apply(self.weight)
+
+
+class Step(of_executor._Step):
+    """The step of one rank, whose messages go nowhere."""
+
+    def __init__(self, size: int, module: nn.Module) -> None:
+        self.of: Any = SimpleNamespace(stages={1: module}, pp=mp.Axis(size, 0), problems=[], noted=self.note)
+        self.at: list[Any] = []
+        self.held, self.last = {}, None
+
+    @contextmanager
+    def note(self, *at: Any) -> Iterator[None]:
+        self.at.append(at)
+        yield
+
+    def _await(self, action: Action) -> None: ...
+
+    def _finish(self, action: Action, stage: int) -> None:
+        self.at.append("finished")
+
+    def _send_back(self, stage: int, m: int, held: Held, dxs: Any) -> None:
+        self.at.append(list(dxs))
+
+    def _is_last(self, stage: int, m: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("of", "kind"), [("x", "B"), ("weight", "B"), ("x", "I"), ("weight", "W")])
+def test_an_error_in_backward_is_raised_on_one_rank_and_kept_on_several(of, kind, size):
+    """There the step goes on with zeros, so that no other rank waits for a message, and all are told at its end."""
+    module = Failing(of)
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    y = module(x)
+    step = Step(size, module)
+    held = Held((x,), (True,), [torch.autograd.graph.get_gradient_edge(y)], (torch.ones_like(y),))
+    step.held[1, 0] = held
+    if kind == "W":
+        step.backward_inputs(Action("I", 1, 0), 1, 0)
+        (dx,) = step.at[-1]
+        assert torch.equal(dx, torch.ones_like(x))
+        assert held.inputs is None
+    run = {"B": step.backward, "I": step.backward_inputs, "W": step.backward_weights}[kind]
+    if size == 1:
+        with pytest.raises(OSError, match="in backward"):
+            run(Action(kind, 1, 0), 1, 0)
+        assert step.of.problems == []
+        return
+    run(Action(kind, 1, 0), 1, 0)
+    assert [str(error) for error in step.of.problems] == ["in backward"]
+    assert (kind, 1, 0) in step.at
+    assert ("finished" in step.at) is (kind != "I")
+    assert any(isinstance(told, list) for told in step.at), "what the previous rank waits for"
+    assert step.held == ({} if kind != "I" else {(1, 0): held})
 
 
 # --- times and stages -------------------------------------------------------------------------------------------------

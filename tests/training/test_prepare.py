@@ -338,6 +338,12 @@ def check_refused(sizes: dict, words: str, told: dict) -> None:
             {"blocks": [], "compile": mp.Compile("eager"), "offload": mp.Offload(parameters=True), "data": mp.Zero(0)},
             "blocks is empty, and offload of parameters and compile would do nothing",
         ),
+        (
+            4,
+            {"pp": 2, "workers": 2},
+            {"local_updates": mp.LocalUpdates(2, fragments=2)},
+            r"2 fragments on 2 pipeline ranks need the blocks' numbers .*: blocks=\{number: block\}",
+        ),
         (1, {}, {"initialize": False}, r'initialize=False keeps values, and .* is on "meta", without one'),
     ],
 )
