@@ -1,0 +1,103 @@
+"""The rules by which a configuration derives what it does not say, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from examples.gpt.config import GPTConfig, LatentConfig, Layout, MoEConfig
+from examples.gpt.presets import PRESETS
+from mpcore import Mesh
+
+
+def test_a_configuration_derives_what_it_does_not_say():
+    c = GPTConfig()
+    assert [GPTConfig(norm=n, norm_eps=e).eps for n, e in (("rms", None), ("layer", None), ("rms", 0.0))] == [
+        1e-6,
+        1e-5,
+        0,
+    ]
+    assert (c.head_width, GPTConfig(head_dim=24).head_width, GPTConfig(d_model=96).head_width) == (32, 24, 24)
+    assert c.hidden == 384  # 8/3 of 128 is 341.3: six times 64
+    assert GPTConfig(d_model=96).hidden == 256, "8/3 of 96 is a multiple of 64 itself"
+    assert [GPTConfig(d_model=d, heads=1).hidden for d in (24, 25, 97)] == [64, 128, 320]
+    assert GPTConfig(d_ff=100).hidden == 100
+    assert [GPTConfig(activation=a).hidden for a in ("geglu", "gelu", "relu_squared")] == [384, 512, 512]
+    assert GPTConfig(layers=8, init_std=0.4).output_std == pytest.approx(0.1, rel=1e-12)
+    assert GPTConfig(bias=True).biases == (True, True, True)
+    assert GPTConfig(qkv_bias=True).biases == (True, False, False)
+    assert GPTConfig(output_bias=True).biases == (False, True, False)
+    assert GPTConfig(bias=True, mlp_bias=False).biases == (True, True, False)
+
+
+def test_a_configuration_is_a_key_and_a_layout_is_of_one_process():
+    scaled = GPTConfig(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert hash(scaled) == hash(GPTConfig())  # `lru_cache` takes it; a dict has no hash
+    assert scaled != GPTConfig()
+    assert Layout() == Layout(Mesh(), "zigzag", sequence_parallel=False, device=None, dtype=None)
+
+
+def test_blocks_that_have_experts():
+    def which(layers: int, **moe: int) -> list[int]:
+        config = GPTConfig(layers=layers, moe=MoEConfig(**moe))
+        return [i for i in range(layers) if config.has_experts(i)]
+
+    assert which(4) == [0, 1, 2, 3]
+    assert which(6, every=2) == [1, 3, 5]
+    assert which(6, every=3) == [2, 5]
+    assert which(5, dense=2) == [2, 3, 4]
+    assert which(6, dense=2, every=2) == [3, 5]
+    assert which(4, every=4) == [3]
+    assert not any(GPTConfig().has_experts(i) for i in range(4))
+
+
+def test_a_configuration_reads_its_parts_from_a_checkpoint():
+    for config in (PRESETS["tiny-moe"], PRESETS["tiny-mla"]):
+        assert GPTConfig(**dataclasses.asdict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        *(({name: 0}, f"{name} 0 is smaller than 1") for name in ("vocab_size", "seq_len", "layers", "d_model")),
+        ({"heads": 0}, "heads 0 is smaller than 1"),
+        ({"layers": 10_001}, "layers 10001 is more than 10000"),
+        ({"heads": 3}, "d_model 128 is not a multiple of heads 3"),
+        ({"kv_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
+        ({"kv_heads": 0}, "heads 4 is not a multiple of kv_heads 0"),
+        ({"norm": "batch"}, "norm 'batch' must be 'rms' or 'layer'"),
+        ({"positions": "alibi"}, "positions 'alibi' 'rope' or 'learned'"),
+        ({"latent": LatentConfig(), "kv_heads": 2}, "latent attention has no {'kv_heads': 2}"),
+        ({"latent": LatentConfig(), "head_dim": 32}, "latent attention has no {'head_dim': 32}"),
+        ({"latent": LatentConfig(), "qk_norm": True}, "latent attention has no {'qk_norm': True}"),
+        ({"latent": LatentConfig(), "qkv_bias": True}, "latent attention has no biases of one projection alone"),
+        ({"latent": LatentConfig(), "output_bias": True}, "latent attention has no biases of one projection alone"),
+        ({"moe": MoEConfig(experts=6), "bias": True}, "6 experts in the place of an MLP with biases"),
+        ({"moe": MoEConfig(every=0)}, "moe every 0 is not between 1 and the 4 layers"),
+        ({"moe": MoEConfig(every=5)}, "moe every 5 is not between 1 and the 4 layers"),
+        ({"moe": MoEConfig(dense=-1)}, "moe dense -1 leaves no experts in the 4 layers"),
+        ({"moe": MoEConfig(dense=4)}, "moe dense 4 leaves no experts in the 4 layers"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(changes, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        GPTConfig(**changes)
+
+
+def test_the_limits_of_a_configuration_are_legal():
+    for changes in (
+        {"vocab_size": 1, "seq_len": 1, "layers": 1, "d_model": 1, "heads": 1},
+        {"layers": 10_000},
+        {"heads": 3, "head_dim": 5},
+        {"kv_heads": 4},
+        {"kv_heads": 1},
+        {"latent": LatentConfig(), "bias": True},
+        {"latent": LatentConfig(), "heads": 3},
+        {"latent": LatentConfig(), "qkv_bias": True, "output_bias": True},
+        {"moe": MoEConfig(every=4)},
+        {"moe": MoEConfig(dense=3)},
+        {"moe": MoEConfig(), "bias": True, "mlp_bias": False},
+    ):
+        GPTConfig(**changes)  # type: ignore[arg-type]
