@@ -29,6 +29,7 @@ from mpcore.layers.initialize import _to_empty
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
+from mpcore.parallel.shared import state_of
 from mpcore.parallel.sync import (
     begin_sums,
     finish_gradients,
@@ -263,8 +264,9 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
     own = list(stage.parameters())
     there = _whole_gradients(own)  # made by an earlier stage that shares parameters with this one
     mode = nullcontext() if work.autocast is None else torch.autocast("cpu", work.autocast)
+    alike = len(pattern) > 2 and not any(pattern) and not state_of(stage).last_differs
     with PeakTracker() as storages, Operators() as operators:
-        for m, split in enumerate(pattern):
+        for m, split in enumerate(pattern[:-1] if alike else pattern):
             last = m == len(pattern) - 1
             sync_gradients(stage, last)
             empty, _ = _held(storages, stage, own)
@@ -323,6 +325,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
             if m > 0:
                 kept.unsummed = max(empty, 0)
             del received, edges, grads, kwargs
+    kept.rounds += kept.rounds[-1:] * alike  # the last micro-batch is like those in the middle
     kept.forward_more, kept.weight_more = _most_of(forward), _most_of(weight)
     kept.backward_more = max(map(_most_of, backward.values()))
     return kept

@@ -24,6 +24,7 @@ class DataParallel:
         shared: units of the parameters that several stages of this rank share.
         early: with zero 0, the all-reduces that start during backward.
         leaves: keep each micro-batch's gradients until the step's last one, on meshes with virtual degrees.
+        replicate: with zero 1 to 3, the number of replicas of the shards (HSDP).
         gathered: whether a forward without gradients leaves parameters gathered; see `gathered`.
     """
 
@@ -33,6 +34,13 @@ class DataParallel:
     gathered: bool = False
     leaves: bool = False
     early: EarlySums | None = None
+    replicate: int = 1
+
+    @property
+    def last_differs(self) -> bool:
+        """Whether the backward of a step's last micro-batch sums other gradients over data than the others do."""
+        once = bool(self.units) and (self.zero < 3 or self.replicate > 1)
+        return once or bool(self.shared) or self.leaves or self.early is not None
 
     @property
     def root(self) -> FSDPModule | None:
