@@ -37,9 +37,8 @@ from torch.nn import functional as F
 
 from mpcore._torch.autograd import below_autograd
 from mpcore._torch.dispatch import OpOverload
+from mpcore._torch.dispatch import collective_ops as _ops
 from mpcore.mesh.axis import Axis, check_axis
-
-_ops = torch.ops._c10d_functional
 
 
 def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:

@@ -1,7 +1,8 @@
 """Intercept each operator that runs. Checked with torch 2.11 and 2.13: no difference.
 
 `TorchDispatchMode` is a context whose `__torch_dispatch__(func, types, args, kwargs)` is called instead of each
-operator. `OpOverload` is the type of `func`.
+operator. `OpOverload` is the type of `func`. `collective_ops` has torch's functional collectives. `unsafe_view` returns
+a view that autograd treats as a new tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Float64", "OpOverload", "TorchDispatchMode", "overload_name", "written_arguments"]
+__all__ = [
+    "Float64", "OpOverload", "TorchDispatchMode", "collective_ops", "overload_name", "unsafe_view", "written_arguments",
+]  # fmt: skip
+collective_ops = torch.ops._c10d_functional
+unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class Float64(TorchDispatchMode):

@@ -50,7 +50,7 @@ class Dropout(ParallelLayer, RandomModule):
         """[B, T, D] -> [B, T, D] ([T, B, D] with `sequence_dim=0`). In eval mode, or with p = 0, nothing is zeroed.
 
         Args:
-            samples: int64 [B], the global sample index of each row.
+            samples: int64 [B], the global sample index of each row. None is allowed only in eval mode or with p = 0.
             tokens: int64 [T], the position of each token in the full sequence. None: 0 .. T-1. Under context
                 parallelism pass this cp rank's positions (`sequence_index`). Under sequence parallelism pass those of
                 all tp ranks' tokens.
@@ -69,7 +69,8 @@ class Dropout(ParallelLayer, RandomModule):
         if samples is None:
             raise input_error(
                 f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
-                "the mask depends on it, and not on which rank computes the row"
+                "the mask depends on it, and not on which rank computes the row. Call dropout(x, samples) in a forward "
+                "that has samples: nn.Sequential passes x alone"
             )
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from mpcore import collectives
 from mpcore._torch.autograd import will_run
+from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad, will_accumulate
 from mpcore.kernels._torch import is_on_gpu
@@ -26,7 +27,6 @@ from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
 _ALONE = Axis()
-unsafe_view = torch.ops.aten._unsafe_view.default  # a view could not be written to in place
 
 
 def copy_linear(

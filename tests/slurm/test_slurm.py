@@ -46,7 +46,8 @@ class Slurm:
     def submit(self, log: Path, *flags: str) -> str:
         """Submit the script of the examples that requeues itself, on both nodes. Returns the job's number."""
         status, job, stderr = self.run(
-            "sbatch", "--parsable", "--export=ALL", "-N2", "-n2", "--ntasks-per-node=1", f"--output={log}",
+            "sbatch", "--parsable", "--export=ALL", "-N2", "-n2", "--ntasks-per-node=1", "--cpus-per-task=1",
+            f"--output={log}",
             "examples/slurm/requeue.sbatch", *flags,
         )  # fmt: skip
         assert status == 0, stderr

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
+from mpcore._torch.dispatch import collective_ops as _ops
 from mpcore.mesh.axis import Axis
 
 T = TypeVar("T")
-_ops = torch.ops._c10d_functional
 
 
 class CommunicatesError(RuntimeError):
