@@ -146,6 +146,7 @@ def test_features_in_another_order_and_rows_that_were_normalized_apart():
     apart = [scaled, NOISE]
     assert "over 8 features sees only the 4" in module("tp2", "tp", apart, wide, features={"m": [(0, 4)]})
     bent = [scaled + 0.1 * NOISE, NOISE]
+    assert "a norm or a softmax over" not in module("tp2", "tp", [scaled, scaled]), "each rank has all features"
     assert "over 8 features" not in module("tp2", "tp", bent, wide, features={"m": [(0, 4)]})
 
 
