@@ -129,6 +129,14 @@ def test_zero_shards_what_its_stage_says_and_sends_what_its_paper_says(name, ran
     full = (kept.gathered, kept.unsummed, kept.made)
     late = W if name == "zb" and rank else 0  # gradients that a second half has made are reduced in the next one
     assert full == {0: (0, 0, W), 1: (W, W, 0), 2: (W, late, 0), 3: (0, late, 0)}[zero]
+    waits = {} if name == "1f1b" else {each: LATER[each] for each in ("between", "between_inputs")}
+    waits = {"between": h + x} if name == "zb" and rank == 0 else waits
+    own = {
+        each: (FIRST, MIDDLE, LAST)[rank].get(each, 0) for each in ("received", "activations", "output", "sent_back")
+    }
+    assert {each: getattr(kept, each) for each in (*own, *waits)} == own | waits, (
+        "without what is gathered or unreduced"
+    )
     sent = {kind: count.bytes for (axis, kind), count in found.ledger.counts.items() if axis == "dp"}
     flags = {"all_reduce": 2 * 4} if zero == 0 else {}  # which parameters have a gradient
     assert sent == {kind: size + flags.get(kind, 0) for kind, size in zero_bytes(W, zero, m).items()}
