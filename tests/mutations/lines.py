@@ -88,7 +88,8 @@ class Lines:
         """The fastest tests that run the line, as many as take these seconds.
 
         First come cases whose id has a word of the line, such as a flag's name, and then one case of each function.
-        Tests in the nearest files come before others: they compare what the module computes, and others only run it.
+        Tests in the nearest files come before others, the nearest first: they compare what the module computes, and
+        others only run it.
         Tests that enter the body of an `if` come first if the line is its condition: they alone see a refusal.
         Where no test runs the line itself: those of the statement, the definition, or what names it in the module.
         """
@@ -98,7 +99,8 @@ class Lines:
             return {test for line in lines for test in of_line.get(line, ()) if test in self.known}
 
         found = next(filter(None, map(known, scopes(project.trees[module], mutant.line))), set())
-        near = {str(project.paths[test]) for test in project.ranked(module, mutant.definition)[:NEAR]}
+        ranked = project.ranked(module, mutant.definition)[:NEAR]
+        near = {str(project.paths[test]): i for i, test in enumerate(ranked)}
         inside = known(branch(project.trees[module], mutant.line)) & found
         line = mutant.shown(project.texts[module])[0]
         code = re.sub(r"\"[^\"]*\"|'[^']*'", lambda text: "" if " " in text[0] else text[0], line)  # without sentences
@@ -111,7 +113,7 @@ class Lines:
             functions[name] += 1
             named[name] += bool(says := words & {*re.findall(r"\w{4,}", test.partition("[")[2])})
             file = Path(test.partition("::")[0])
-            far = str(file) not in near and not {*module.split(".")} & {*file.parts}
+            far = near.get(str(file), NEAR + (not {*module.split(".")} & {*file.parts}))
             few = bool(says) and named[name] <= 3
             turns.append((elsewhere, not few, functions[name] > 1, far, functions[name] > 3, cost, test))
         chosen: list[str] = []
