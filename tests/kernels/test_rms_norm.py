@@ -160,6 +160,11 @@ def test_launches_of_both_passes(D, options, tile, warps, back):
     assert not total.numbers["ACCUMULATE"]
 
 
+def test_programs_of_one_warp_fill_a_multiprocessor_with_sixteen():
+    (_, backward, _), _ = called(64 * 132 * 16 + 1, 8)
+    assert (backward.grid, backward.warps, backward.numbers["BLOCK_M"]) == ((132 * 16, 1, 1), 1, 64)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_sums_go_to_main_gradients_where_there_are_any(bias):
     (_, _, total), made = called(5, 8, bias=bias, subtract_mean=bias, main=True)
