@@ -1,6 +1,6 @@
 """Tensors without memory, and process groups without other processes.
 
-Checked with torch 2.11 and 2.13: no difference.
+Checked with torch 2.11 and 2.13: no difference. The short cuts of `_Fake` were checked with 2.13 alone.
 """
 
 from __future__ import annotations
