@@ -488,6 +488,11 @@ def rewrite(path: Path, change: Callable[[dict], None]) -> None:
     (path / MANIFEST).write_text(json.dumps(body))
 
 
+def other_format(path: Path) -> str:
+    rewrite(path, lambda body: body.update(format="torch"))
+    return "manifest.json is not the manifest of an mpcore checkpoint"
+
+
 def future_version(path: Path) -> str:
     rewrite(path, lambda body: body.update(version=3))
     return "manifest.json has format version 3, this mpcore reads version 2"
@@ -605,8 +610,8 @@ def pickled_tensors(path: Path) -> str:
 
 BROKEN = [
     flip_bit, flip_optimizer_bit, flip_header_bit, truncate, truncate_to_nothing, remove_file, giant_header,
-    no_manifest, half_manifest, deep_manifest, giant_manifest, changed_manifest, future_version, old_version, way_out,
-    hole, overlapping, wrong_key, another_key, unknown_dtype, unknown_file,
+    no_manifest, half_manifest, deep_manifest, giant_manifest, changed_manifest, other_format, future_version,
+    old_version, way_out, hole, overlapping, wrong_key, another_key, unknown_dtype, unknown_file,
     wrong_fields, negative, missing_tensor, missing_slot, missing_group, extra_tensor,
     pickles, pickled_tensors,
 ]  # fmt: skip

@@ -105,7 +105,7 @@ def test_ids_that_can_be_read_now():
     [
         ([0, 4], 5, None, None), ([0, 5], 5, None, 5), ([-1, 4], 5, None, -1), ([-1, 9], 5, None, -1),
         ([-100, 4], 5, -100, None), ([-100, 5], 5, -100, 5), ([-100, -1], 5, -100, -1), ([-100], 5, None, -100),
-        ([7, 4], 5, 7, None), ([], 5, None, None), ([4], 4, None, 4),
+        ([7, 4], 5, 7, None), ([-100, 0], 1, -100, None), ([], 5, None, None), ([4], 4, None, 4),
     ],
 )  # fmt: skip
 def test_an_id_outside_of_the_vocabulary(ids, size, ignored, found):
