@@ -633,7 +633,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong type": (
         lambda f: change_config(f, num_attention_heads=None, head_dim=None),
-        r"config.json describes no model",
+        r"config.json cannot be imported: num_attention_heads None must be a whole number",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
     "broken config": (lambda f: (f / "config.json").write_text("[" * 100_000), r"config.json is not JSON"),

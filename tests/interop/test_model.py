@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import warnings
+from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -205,30 +208,26 @@ def test_a_plan_that_cannot_be_tested_is_said_once(monkeypatch):
 
 def asks_of(rank):
     """What a trial does on a rank of a real axis: rank 0 tests, and all hear the verdict."""
+    calls = Counter()  # of each rank, which is a thread
+
+    class Counts:
+        def __init__(self, shapes, example):
+            calls[threading.get_ident()] += 1
+
+        def verdict(self, styles, size, cut):
+            return "wrong" if rank == "wrong" else None
 
     def work(mesh):
-        calls = []
-
-        class Counts:
-            def __init__(self, shapes, example):
-                calls.append(example)
-
-            def verdict(self, styles, size, cut):
-                return "wrong" if rank == "wrong" else None
-
-        plain, module.Prover = module.Prover, Counts
+        trial = module._Trial(nn.Linear(2, 2), [("a", None, Colwise())], mesh.tp)
+        assert trial.styles == {"a": Colwise()}
         try:
-            trial = module._Trial(nn.Linear(2, 2), [("a", None, Colwise())], mesh.tp)
-            assert trial.styles == {"a": Colwise()}
-            try:
-                said = trial.run(((X,), {}))
-            except ValueError as error:
-                said = str(error)
-        finally:
-            module.Prover = plain
-        return len(calls), said
+            said = trial.run(((X,), {}))
+        except ValueError as error:
+            said = str(error)
+        return calls[threading.get_ident()], said
 
-    return mp.simulate(work, tp=3)
+    with mock.patch.object(module, "Prover", Counts):  # once: the ranks share it
+        return mp.simulate(work, tp=3)
 
 
 def test_rank_0_tests_for_all():
