@@ -471,6 +471,16 @@ def test_before_2_13_trained_tensors_are_those_of_torchs_containers(monkeypatch)
     assert [id(y) for y in fsdp_wrap.trained_tensors([x, torch.ones(1), {"a": 3}])] == [id(x)]
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in backward")
+
+
 def unit_of(size=4):
     from torch.distributed.fsdp import fully_shard
 
@@ -510,15 +520,6 @@ def units_and_gradients():
     told.append(fsdp.unreduced_parameter([unit]))
     assert sharded.grad is None
     unit.set_requires_gradient_sync(True)
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("in backward")
 
     given = x.clone().requires_grad_()
     with pytest.raises(ArithmeticError):
@@ -606,15 +607,6 @@ def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():
 def freed_after_a_failure():
     """After a backward that failed, gradients are dropped and the gathered parameters are freed."""
     unit = unit_of()
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
         unit(Fails.apply(torch.ones(1, 4, requires_grad=True))).sum().backward()
