@@ -145,7 +145,7 @@ class Progress:
             self.shown = True
             if done < self.of:
                 print(f"after {done} of {self.of} layouts:", file=sys.stderr)
-                first = table(ranked(found, self.machine), self.machine, min(self.top, 5))
+                first = table(ranked(found, self.machine), self.machine, min(self.top, 5), legend=False)
                 print(first, file=sys.stderr, flush=True)
         left = (time.monotonic() - self.began) / done * (self.of - done)
         progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         again = [(e.sizes, e.arguments) for e in found if not e.refused]
         changed = search(counter, other, args.arguments, again, args.unfused)
         print(f"what if {', '.join(args.what_if)}:")
-        print(table(changed, other, min(args.top, 5)))
+        print(table(changed, other, min(args.top, 5), legend=False))
     if args.ranks and fits:
         draw_ranks(machine.node, args.ranks, **fits[row - 1].sizes)
     if args.out and fits:

@@ -54,10 +54,16 @@ def why(seconds: Seconds) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
 
 
-def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str:
+def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend: bool = True) -> str:
     """Return a table of the layouts that fit, one line each, the fastest first.
 
     After the table come the number of layouts that don't fit or are refused, and why.
+
+    Args:
+        estimates: the layouts, as `search` returns them.
+        machine: the machine.
+        top: the largest number of rows.
+        legend: if True, the text below the rows explains the words of the table.
     """
     fits = [e for e in estimates if e.fits(machine)]
     large = [e for e in estimates if not e.fits(machine) and not e.refused]
@@ -77,7 +83,7 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
         later = "{:.0%} +- {:.0%}".format(*e.slower(fits[0])) if i > 1 else ""
         numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {later:>11} {compute:>8.1%}"
         lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
-    if fits:
+    if fits and legend:
         lines.append(LEGEND.replace("UNIT", unit))
     if len(fits) > top:
         lines.append(f".. and {len(fits) - top} slower ones that fit")

@@ -14,7 +14,7 @@ from mpcore.analysis.rows import AXES, Row
 from mpcore.analysis.seconds import Seconds, estimate
 
 Choice = tuple[dict[str, int], tuple[str, ...]]
-WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,3", "schedule=1f1b,interleaved",
+WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,2,3", "schedule=1f1b,interleaved",
         "sequence-parallel=on")  # fmt: skip
 """What `--wide` varies: the flags of `examples.gpt`."""
 
@@ -115,7 +115,7 @@ def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for text in vary:
         name, equals, values = text.partition("=")
         if not (name and equals and all(values.split(","))):
-            raise ValueError(f"--vary {text} isn't of the form name=value,value: such as zero=1,3")
+            raise ValueError(f"--vary {text} isn't of the form name=value,value: such as zero=1,2,3")
         flag = f"--{name.lstrip('-').replace('_', '-')}"
         if flag[2:].replace("-", "_") in AXES:
             raise ValueError(f"--vary {text}: the axes of the mesh are the planner's own flags: {flag} {values}")

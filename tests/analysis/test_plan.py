@@ -176,7 +176,7 @@ def test_another_machine_is_searched_and_shown_after_the_first(asked, capsys, mo
     assert asked[1]["machine"] == other
     assert asked[1]["unfused"] is True
     assert asked[1]["layouts"] == [(e.sizes, e.arguments) for e in [*FOUND, LARGE]], "those that were not refused"
-    text = table([*FOUND, LARGE, refused], other, 5).splitlines()
+    text = table([*FOUND, LARGE, refused], other, 5, legend=False).splitlines()
     assert lines[-len(text) :] == text
     assert "memory=1e12, bandwidth=2x" in lines[-len(text) - 1]
     monkeypatch.setattr(plan, "search", lambda *of: inner(*of)[:0] + [estimate(1.0 + i, 1) for i in range(9)])
@@ -377,7 +377,7 @@ def test_a_first_table_is_shown_once_after_some_seconds_if_anything_fits(monkeyp
     found = [LARGE, *(estimate(9.0 - i, 1) for i in range(8))]
     progress(3, found)
     text = told(capsys)
-    assert table([*sorted(found[1:], key=lambda e: e.step), LARGE], H100, 3) in text, "ranked, as many as asked"
+    assert table([*sorted(found[1:], key=lambda e: e.step), LARGE], H100, 3, legend=False) in text, "ranked, as asked"
     assert re.findall(r"\d+", text.splitlines()[0]) == ["3", "9"]
     progress(4, found)
     assert "row" not in told(capsys), "once"

@@ -55,6 +55,7 @@ def test_a_row_has_its_mesh_its_memory_its_seconds_and_its_flags(scale, unit):
     slower = ["20%", "+-", f"{1.2 * math.hypot(0.03, 0.03):.0%}"]
     assert two.split() == ["2", "4", "4", "8", "5.0", f"{3 * scale * clock:.3f}", "7%", *slower, "100.0%"]
     assert "\n".join(legend) == LEGEND.replace("UNIT", "GiB")
+    assert table([first, second], MACHINE, legend=False).splitlines() == [head, one, two]
     for name in ("tp", "pp", "dp"):
         end = re.search(rf"\b{name}\b", head).end()  # type: ignore[union-attr]
         assert one[:end].split()[-1] == str(first.sizes[name]), "below its name"

@@ -106,7 +106,7 @@ def test_an_axis_is_not_varied(axis):
 
 def test_what_wide_varies_are_choices():
     found = list(choices(WIDE))
-    assert len(found) == len(set(found)) == 3 * 3 * 2 * 2
+    assert len(found) == len(set(found)) == 3 * 3 * 3 * 2
     assert all("--sequence-parallel" in each for each in found)
 
 
