@@ -261,4 +261,5 @@ def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     """
     if axis.size > 1:
         old = sharding_of(module, leaf, getattr(module, leaf))
-        declare_anew(module, leaf, replace(old, partial=(*old.partial, axis), added=(*old.added, axis)))
+        partial, added = ((*had, axis) if axis not in had else had for had in (old.partial, old.added))
+        declare_anew(module, leaf, replace(old, partial=partial, added=added))

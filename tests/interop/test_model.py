@@ -214,7 +214,7 @@ def asks_of(rank):
         def __init__(self, shapes, example):
             calls[threading.get_ident()] += 1
 
-        def verdict(self, styles, size, cut):
+        def verdict(self, styles, size, cut, tp):
             return "wrong" if rank == "wrong" else None
 
     def work(mesh):
@@ -233,6 +233,63 @@ def asks_of(rank):
 def test_rank_0_tests_for_all():
     assert asks_of("wrong") == [(1, "wrong"), (0, "wrong"), (0, "wrong")]
     assert asks_of("right") == [(1, None), (0, None), (0, None)]
+
+
+class Scales(nn.Module):
+    """A parameter of its own beside sharded features; its all-reduce, if it is given an axis, is one of its own."""
+
+    def __init__(self, talks=Axis()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.scale = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.full((2,), 0.5))
+        self.talks = talks
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.scale[0]) + mp.collectives.reduce(x.new_zeros(1), self.talks)
+
+
+SCALES = {"up": "colwise", "down": "rowwise"}
+
+
+def gradient(model):
+    model(X).square().sum().backward()
+    mp.reduce_gradients(model)
+    return model.scale.grad
+
+
+@pytest.mark.parametrize("axis", ["mesh", "own"])
+def test_a_partial_gradient_may_be_declared_before_the_plan_is_tested(axis):
+    want = gradient(Scales())
+
+    def work(mesh):
+        tp = mesh.tp if axis == "mesh" else Axis(2, mesh.tp.rank, mesh.tp.group)
+        model = Scales()
+        mp.add_partial(model, "scale", tp)
+        mp.add_partial(model, "scale", tp)  # once more changes nothing
+        mp.add_partial(model.down, "bias", Axis(2, 0, name="other"))  # of other ranks, which have no twin
+        parallelize(model, SCALES, tp)
+        assert mp.shardings(model)["scale"].partial == (tp,)
+        torch.testing.assert_close(gradient(model), want)
+        with pytest.raises(ValueError, match=r"the gradient of scale on 2 ranks is not that of the unsharded model"):
+            parallelize(Scales(), SCALES, tp)
+        single = Scales()
+        single.scale = nn.Parameter(torch.ones(1))
+        with pytest.raises(ValueError, match="the model itself has a parameter of one element"):
+            parallelize(single, SCALES, tp)
+        mp.add_partial(single, "scale", tp)
+        parallelize(single, SCALES, tp)
+
+    mp.simulate(work, tp=2)
+
+
+def test_a_model_that_communicates_is_not_run_on_one_rank():
+    def work(mesh):
+        return parallelize(Scales(mesh.tp), SCALES, mesh.tp)(X)
+
+    with pytest.warns(UserWarning, match="the model calls .*all_reduce.* itself, which one process can't run"):
+        results = mp.simulate(work, tp=2)
+    for got in results:
+        torch.testing.assert_close(got, Scales()(X))
 
 
 def test_data_parallel_over_ranks_of_tp_is_refused(monkeypatch):

@@ -237,6 +237,10 @@ def test_what_is_said_of_another_gradient():
         "If it meets sharded heads or features, write 'replicated_with_grad_allreduce' for its module; if it sees all "
         "of them on every rank, 'replicate'"
     )
+    assert compare(twin, whole, [whole, wrong], [("0", twin.model[0], LocalSizes(("heads",)))], 1e-4).endswith(
+        "heads or features, call mp.add_partial(module, 'weight', tp) before parallelize, for example in the module's "
+        "__init__"
+    )
     whole, wrong = Run(gradients={"input 0": g}), Run(gradients={"input 0": g + 1})
     said = compare(twin, whole, [whole, wrong], [], 1e-4)
     assert said.startswith("the gradient of input 0 on 2 ranks is not that")

@@ -15,6 +15,8 @@ from mpcore.interop.parallelize.layers import VocabShard
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Rowwise, Style, Target
 from mpcore.layers.module import ParallelModule
 from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import sharding_of
+from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
 
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
@@ -108,14 +110,22 @@ def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = Fal
     """
     check_local_sizes(styles, tp)
     if tp.size > 1:
-        check_shared_parameters(model, styles)
+        check_shared_parameters(model, styles, tp)
         if not own:
             check_head_counts(model, styles, tp)
             check_fused(styles)
 
 
-def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
-    """Raise ValueError if sharded heads or features meet a replicated parameter that the plan doesn't name."""
+def is_partial(sharding: Sharding, tp: Axis | None) -> bool:
+    """Return whether a gradient is declared partial over `tp`, or over an axis with the role "tp" of any mesh."""
+    return any(axis.role == "tp" or (tp is not None and axis.key == tp.key) for axis in sharding.partial)
+
+
+def check_shared_parameters(model: nn.Module, styles: list[Target], tp: Axis) -> None:
+    """Raise ValueError if sharded heads or features meet a replicated parameter whose gradient nothing sums.
+
+    Modules that the plan names, and gradients that `add_partial` declares partial over tp, are accepted.
+    """
     named = {id(target) for _, target, _ in styles}
     for name, _, _ in _sharded(styles):
         attention = _owner(name)
@@ -125,9 +135,9 @@ def check_shared_parameters(model: nn.Module, styles: list[Target]) -> None:
             beside = attention or not inner or ("." not in inner and not any(owner.children()))  # root: its leaves
             if id(owner) in named or not beside:
                 continue
-            for p in owner.parameters(recurse=False):
+            for leaf, p in owner.named_parameters(recurse=False):
                 head = p.shape[-1:] == (head_dim,)  # such as a norm of each head
-                if not head and p.numel() != 1:
+                if (not head and p.numel() != 1) or is_partial(sharding_of(owner, leaf, p), tp):
                     continue
                 where = ".".join(filter(None, (attention, inner))) or "the model itself"
                 meets = f"one head's {head_dim} features, and the heads" if head else "one element, and the features"

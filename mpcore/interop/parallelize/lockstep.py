@@ -84,6 +84,11 @@ class _Collectives(TorchDispatchMode):
         return total if func is _ops.all_reduce.default else total.chunk(self.group.ranks)[self.rank].clone()
 
 
+def without_collectives() -> TorchDispatchMode:
+    """Return a context in which every collective raises `CommunicatesError`: no other rank would call it."""
+    return _Collectives(_Group(1), 0)
+
+
 def lockstep(size: int, work: Callable[[Axis], T]) -> list[T]:
     """Call `work(axis)` for each rank of an axis, and return the results in rank order. Tensors must be on the CPU.
 

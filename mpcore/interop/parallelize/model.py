@@ -193,7 +193,7 @@ class _Trial:
         wrong = unknown = None
         if self.tp.rank == 0 or self.tp.group is None:
             try:
-                wrong = Prover(self.shapes, example).verdict(self.styles, self.tp.size, cut_model)
+                wrong = Prover(self.shapes, example).verdict(self.styles, self.tp.size, cut_model, self.tp)
             except CannotCheckError as error:
                 unknown = str(error)
             except ValueError as error:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,8 +20,14 @@ from torch import Tensor, nn
 from mpcore._torch.fake import real_tensors
 from mpcore._torch.pytree import leaves, map_tensors
 from mpcore.gradients.reduce import reduce_gradients
-from mpcore.interop.parallelize.lockstep import CommunicatesError, UnequalError, lockstep
-from mpcore.interop.parallelize.plan import Colwise, Rowwise, Style, Target
+from mpcore.interop.parallelize.checks import is_partial
+from mpcore.interop.parallelize.lockstep import (
+    CommunicatesError,
+    UnequalError,
+    lockstep,
+    without_collectives,
+)
+from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Rowwise, Style, Target
 from mpcore.interop.parallelize.twin import (
     MOST,
     SMALL,
@@ -34,7 +40,7 @@ from mpcore.interop.parallelize.twin import (
     twin_of,
 )
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import declarations, declare_anew, declared_by
 from mpcore.sharding.declare import Sharding
 
 # Relative to the largest value. float32 inside a forward causes differences of about 1e-6, a wrong plan 1e-2 or more.
@@ -117,13 +123,15 @@ class Prover:
         with real_tensors(), torch.device("cpu"), torch.enable_grad():
             return _whole_run(self.shapes, self.example)
 
-    def verdict(self, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
+    def verdict(self, styles: dict[str, Style], size: int, cut: Cut, tp: Axis | None = None) -> str | None:
         """Compare the twin sharded by a plan with the unsharded twin.
 
         Args:
             styles: the plan: a style by module name.
             size: the number of ranks.
             cut: the function that shards a model in place for one rank, as `parallelize` will.
+            tp: the axis over which `parallelize` will shard. A gradient that the model declares partial over this axis,
+                or over an axis with the role "tp", is summed over the twin's ranks.
 
         Returns:
             What is wrong, as text that names the first module that differs. None: nothing is wrong.
@@ -141,6 +149,7 @@ class Prover:
 
             def rank_run(axis: Axis) -> None:
                 part = copy.deepcopy(twin.model)
+                _declare_on(part, axis, tp)
                 mine = [(name, part.get_submodule(name), style) for name, _, style in found]
                 runs[axis.rank] = run(cut(part, mine, axis), arguments)
 
@@ -159,7 +168,11 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Argu
         twin = None
         for arguments in [example] if example is not None else guesses(shapes):
             twin = twin or _twin(shapes, few)
-            found = run(twin.model, plain_arguments(arguments))
+            try:
+                with without_collectives():
+                    found = run(twin.model, plain_arguments(arguments), sharded=False)
+            except CommunicatesError as error:
+                raise CannotCheckError(str(error)) from error
             finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
             if found.error is None and finite:
                 twin.model.zero_grad()
@@ -178,8 +191,23 @@ def _twin(shapes: nn.Module, few_layers: bool) -> Twin:
     return twin_of(shapes, few_layers)
 
 
-def run(model: nn.Module, arguments: Arguments) -> Run:
-    """Run one forward and backward. The loss has the same gradients for a full output and for its shards."""
+def _declare_on(model: nn.Module, axis: Axis, tp: Axis | None) -> None:
+    """Declare gradients that are partial over tp as partial over `axis`, and drop the other axes of `add_partial`."""
+    for module in model.modules():
+        for leaf, sharding in declared_by(module).items():
+            if sharding.partial:
+                partial = (axis,) if is_partial(sharding, tp) else ()
+                declare_anew(module, leaf, replace(sharding, partial=partial, added=partial))
+
+
+def run(model: nn.Module, arguments: Arguments, sharded: bool = True) -> Run:
+    """Run one forward and backward. The loss has the same gradients for a full output and for its shards.
+
+    Args:
+        model: the twin, or one rank's part of it.
+        arguments: the arguments of the forward.
+        sharded: whether to sum partial gradients. The gradients of an unsharded twin are complete.
+    """
     found, stack = Run(), [""]
     handles = []
     for name, module in model.named_modules():
@@ -197,7 +225,8 @@ def run(model: nn.Module, arguments: Arguments) -> Run:
         loss = sum(((x + x.square() / 2).sum() for x in found.outputs if x.requires_grad), torch.zeros(()))
         loss.backward()
         held = list(declarations(model))
-        reduce_gradients(model)
+        if sharded:
+            reduce_gradients(model)
     except CommunicatesError:
         raise
     except Exception as error:
@@ -250,7 +279,7 @@ def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tole
     where = ".".join(filter(None, (twin.names.get(owner, owner), leaf)))
     return (
         f"the gradient of {where} on {len(runs)} ranks is not that of the unsharded model, off by {last.error:.1%} of "
-        f"the largest{_gradient_advice(last)}"
+        f"the largest{_gradient_advice(last, targets)}"
     )
 
 
@@ -360,9 +389,15 @@ def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: boo
     return said
 
 
-def _gradient_advice(found: Departure) -> str:
+def _gradient_advice(found: Departure, targets: list[Target]) -> str:
     if found.name.startswith("input "):
         return ""
+    owner, _, leaf = found.name.rpartition(".")
+    if any(name == owner and isinstance(style, LocalSizes) for name, _, style in targets):  # one style for a module
+        return (
+            f". If it meets sharded heads or features, call mp.add_partial(module, {leaf!r}, tp) before parallelize, "
+            f"for example in the module's __init__"
+        )
     return (
         ". If it meets sharded heads or features, write 'replicated_with_grad_allreduce' for its module; if it sees "
         "all of them on every rank, 'replicate'"
