@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.interleave import interleave, judge
+from bench.interleave import interleave, judge, spread
+from bench.kernels.protocol import device_times
 from examples.gpt.config import GPTConfig
+from examples.gpt.console import PEAK_FLOPS
+from examples.gpt.flops import flops_of_token
 from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS
 from mpcore import vocab_parallel_cross_entropy
@@ -143,3 +149,81 @@ def test_gpt_step(benchmark) -> None:
     benchmark.pedantic(calls["mpcore"], rounds=5, iterations=1)
     judge(benchmark.extra_info, "tokens/s over torch.nn's", times.ratios("torch.nn", "mpcore"), at_least=1.0)
     judge(benchmark.extra_info, "tokens/s over transformers'", times.ratios("transformers", "mpcore"), at_least=1.2)
+
+
+ON_GPU = dataclasses.replace(PRESETS["gpt2"], vocab_size=50304, seq_len=2048, layers=8, d_model=2048, heads=16)
+BATCH_ON_GPU = 8
+
+
+def measure_on_gpu() -> dict[str, Any]:
+    """Time a training step in bfloat16 on a GPU, beside plain `torch.nn`, the same compiled, and transformers.
+
+    Returns:
+        A row: shape, providers, ratios, and the kernels of one step of ours that take the GPU longest.
+    """
+    c, device = ON_GPU, torch.device("cuda")
+    torch.manual_seed(0)
+    ours = GPT(c, device=device, dtype=torch.bfloat16)
+    plain = PlainGPT(c).to(device, torch.bfloat16)
+    plain.load_state_dict(ours.state_dict())
+    theirs = hugging_face(c, {name: x.cpu() for name, x in ours.state_dict().items()}).to(device, torch.bfloat16)
+    compiled_too = copy.deepcopy(plain)
+    faster = torch.compile(compiled_too, dynamic=False)
+    tokens = torch.randint(c.vocab_size, (BATCH_ON_GPU, c.seq_len + 1), device=device)
+    x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    calls = {
+        "mpcore": trainer(ours, lambda: vocab_parallel_cross_entropy(ours(x), target)),
+        "torch.nn": trainer(plain, lambda: F.cross_entropy(plain(x).flatten(0, 1).float(), target.flatten())),
+        "torch.compile": trainer(
+            compiled_too, lambda: F.cross_entropy(faster(x).flatten(0, 1).float(), target.flatten())
+        ),
+        "transformers": trainer(theirs, lambda: theirs(input_ids=x, labels=target, shift_labels=target).loss),
+    }
+    first = {}
+    for name, call in list(calls.items()):
+        try:
+            first[name] = call()
+        except Exception as error:  # a peer that can't run is left out, and named
+            if name == "mpcore":
+                raise
+            first[name] = f"{type(error).__name__}: {error}"[:200]
+            del calls[name]
+    for name in calls:
+        assert first[name] == pytest.approx(first["mpcore"], rel=5e-3), first
+    times = device_times(calls, 0.0)
+    flops = flops_of_token(c) * x.numel()
+    providers = {}
+    for name, seconds in times.items():
+        low, middle, high = spread(seconds)
+        providers[name] = {
+            "ms": round(1e3 * middle, 2), "ms_p20": round(1e3 * low, 2), "ms_p80": round(1e3 * high, 2),
+            "tokens_per_second": round(x.numel() / middle), "mfu": round(flops / middle / PEAK_FLOPS["H100"], 4),
+        }  # fmt: skip
+    pairs = {name: zip(times[name], times["mpcore"], strict=True) for name in times if name != "mpcore"}
+    return {
+        "shape": f"GPT-2 with {c.layers} layers, width {c.d_model}, vocabulary {c.vocab_size}, tokens "
+        f"[{BATCH_ON_GPU}, {c.seq_len}], bfloat16 weights, fused AdamW",
+        "first losses": first,
+        "providers": providers,
+        "ratios": {name: round(statistics.median(a / b for a, b in of), 3) for name, of in pairs.items()},
+        "kernels": longest(calls["mpcore"]),
+    }
+
+
+def longest(call: Callable[[], object], most: int = 30) -> list[tuple[str, float, int]]:
+    """The kernels of a call that take the GPU longest: name, milliseconds and launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [(event.key[:90], round(event.self_device_time_total / 1e3, 3), event.count) for event in found[:most]]
+
+
+@pytest.mark.benchmark(group="GPT training step on a GPU")
+def test_gpt_step_on_a_gpu(benchmark) -> None:
+    """Target: as many tokens a second as plain `torch.nn`, eager. First losses agree, or the bench is red."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    row = measure_on_gpu()
+    benchmark.extra_info |= row | {"ratios": {f"time of {n} / ours": ratio for n, ratio in row["ratios"].items()}}
+    benchmark.pedantic(torch.cuda.synchronize, rounds=1)

@@ -3,12 +3,12 @@
 Each job runs in a process of its own under a time limit, and what became of it joins a file of results at once. Run the
 command again to go on: jobs that the file has are skipped. The jobs, in this order:
 
-1. the environment, and the rates of a copy and of a matrix product;
-2. every kernel compiled, on all cores;
-3. one correctness case and one repeat of each kernel, four at a time;
-4. one shape of each kernel beside eager, torch.compile, SDPA and all peers that are installed;
-5. two stages against three in the loops of every kernel;
-6. the tests of the marker `gpu`, in several processes, and the example's model FLOPs utilization (MFU).
+1. together, for they need not be timed: the environment, `mpcore doctor`, the tests of the marker `gpu` in several
+   processes, one correctness case and one repeat of each kernel;
+2. the rates of a copy and of a matrix product;
+3. one shape of each kernel beside eager, torch.compile, SDPA and all peers that are installed;
+4. a training step beside plain torch, and the example's model FLOPs utilization (MFU);
+5. two stages against three in the loops of every kernel.
 
 A report in Markdown, a plot and a table for `kernels/measured.json` lie beside the results after every call.
 """
@@ -36,6 +36,9 @@ from bench.machine import ROOT
 
 WRONG = 3  # as in `jobs.py`, which this process does not import: it would hold memory of the GPU
 OK, HANG, CRASH, WRONG_RESULT, FAILED = "ok", "hang", "crash", "wrong", "failed"
+LOG = 3000  # lines of what a job printed that stay, if it has no rows or failed
+SIDE_BY_SIDE = 2  # processes of which one is timed and the other starts
+EXAMPLES = ("dense", "compiled", "fp8", "recomputed")  # of `jobs.EXAMPLES`, which a test compares
 LEAST = 15.0  # seconds of budget that a job needs to begin
 NAMES = (  # of the kernels of `jobs.kernels`, which a test compares
     "rms_norm", "add_rms_norm", "cross_entropy", "linear_cross_entropy", "linear_cross_entropy_rows", "linear_log_prob",
@@ -82,7 +85,13 @@ def run(job: Job, limit: float | None = None) -> dict[str, Any]:
         rows, log = Path(folder) / "rows", Path(folder) / "log"
         rows.touch()
         command = [part.replace("{rows}", str(rows)) for part in job.command]
-        env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", **job.environment}
+        env = {
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",
+            **os.environ,
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "PYTHONUNBUFFERED": "1",
+            **job.environment,
+        }
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, cwd=job.folder or ROOT, env=env, stdout=output, stderr=output, start_new_session=True
@@ -107,7 +116,7 @@ def run(job: Job, limit: float | None = None) -> dict[str, Any]:
         why = lines[-1] if lines else f"status {status}"
     seconds = round(time.monotonic() - began, 1)
     line = {"job": job.kind, "name": job.name, "state": state, "seconds": seconds, "why": why[:300], "rows": found}
-    return line if state == OK and found else line | {"log": lines[-40:]}
+    return line if state == OK and found else line | {"log": lines[-LOG:]}
 
 
 def _parsed(text: str) -> Iterator[dict[str, Any]]:
@@ -197,40 +206,45 @@ def plan(args: argparse.Namespace, folder: Path) -> Iterator[tuple[list[Job], in
             for name in names
         ]
 
-    yield (
-        [Job("environment", "", _command("environment", ""), 60), Job("ceilings", "", _command("ceilings", ""), 60)],
-        1,
-    )
-    yield jobs("precompile", 120), os.cpu_count() or 1
     interpreted = {"TRITON_INTERPRET": "1"} if args.rehearse else {}
-    yield jobs("check", 90, faulty=True, **interpreted), 2 if args.rehearse else 4
-    yield jobs("measure", 120), 1
+    checks = jobs("check", 180, faulty=True, **interpreted)
+    doctor = Job("doctor", "", (sys.executable, "-m", "mpcore", "doctor"), 180)
+    yield [*_tests(args.rehearse), doctor, *one_of("environment"), *checks], 2 if args.rehearse else 6
+    yield one_of("ceilings"), 1
+    yield jobs("measure", 180), SIDE_BY_SIDE
+    runs = ["dense"] if args.rehearse else EXAMPLES
+    yield (
+        [*([] if args.rehearse else one_of("step")), *(Job("example", n, _command("example", n), 150) for n in runs)],
+        SIDE_BY_SIDE,
+    )
     make = "import sys; from pathlib import Path; from bench.gpu_hour.jobs import sources_with_stages as copy; "
     make += "copy(int(sys.argv[1]), Path(sys.argv[2]))"
     variants = {count: folder / f"stages_{count}" for count in (2, 3)}
     for count, to in variants.items():
         if not to.is_dir():
             subprocess.run([sys.executable, "-c", make, str(count), str(to)], cwd=ROOT, check=True)
-    yield stages_of(names, variants, {}), 1
-    yield [_tests(args.rehearse), _example(args.rehearse)], 1
+    yield stages_of(names, variants, {}), SIDE_BY_SIDE
+    if not args.rehearse:
+        yield [_pytest("giants", "tests/kernels/test_on_gpu.py", "among", 1)], 1
 
 
-def _tests(rehearse: bool) -> Job:
+def one_of(kind: str) -> list[Job]:
+    """List the one job of a kind that has no names."""
+    return [Job(kind, "", _command(kind, ""), 180)]
+
+
+def _tests(rehearse: bool) -> list[Job]:
+    """List the tests of the kernels, and those of the example."""
     if rehearse:
-        command = ("-m", "pytest", "-q", "tests/kernels/test_rows.py")
-    else:
-        command = ("-m", "pytest", "-q", "-m", "gpu", "tests/kernels", "--timeout", "120", "--timeout-method", "thread",
-                   "-k", "not beyond", "-n", "8", "--no-header", "-p", "no:cacheprovider")  # fmt: skip
-    return Job("tests", "", (sys.executable, *command), 540)
+        return [Job("tests", "kernels", (sys.executable, "-m", "pytest", "-q", "tests/kernels/test_rows.py"), 540)]
+    more = "tests/examples/test_on_gpu.py tests/test_cross_replica_hash.py"
+    return [_pytest("kernels", "tests/kernels", "not among", 9), _pytest("example", more, "not none", 3)]
 
 
-def _example(rehearse: bool) -> Job:
-    size = ("--steps", "2", "--device", "cpu") if rehearse else (
-        "--steps", "30", "--device", "cuda", "--d-model", "2048", "--layers", "16", "--heads", "16",
-        "--seq-len", "2048",
-        "--global-batch", "8", "--dtype", "bfloat16")  # fmt: skip
-    out = tempfile.mkdtemp(prefix="gpu_hour_")
-    return Job("example", "", (sys.executable, "-m", "examples.gpt.pretrain", *size, "--no-save", "--out", out), 120)
+def _pytest(name: str, files: str, which: str, processes: int) -> Job:
+    """A run of tests of the marker `gpu`. A test that hangs takes its process with it, which another replaces."""
+    flags = f"-q --no-header --tb short -m gpu --timeout 120 --timeout-method thread -p no:cacheprovider -n {processes}"
+    return Job("tests", name, (sys.executable, "-m", "pytest", *flags.split(), *files.split(), "-k", which), 400)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ where a result is wrong; any other end is a failure, a crash or a hang.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -14,7 +15,9 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -38,8 +41,9 @@ BENCHES = (  # what matters most comes first
     "dropout_add", "moe_permute", "quantize_fp8",
 )  # fmt: skip
 PEERS = ("liger_kernel", "quack", "cut_cross_entropy", "flash_attn", "megatron.core", "apex", "torchao", "transformers")
-FEW = {"M": 64, "B": 1, "T": 256, "R": 512, "n": 2**16}  # rows; kernels are compiled for any number of them
-LONG_ON_CPU = ("linear_cross_entropy",)  # its products would take a CPU minutes, its kernels are those of cross_entropy
+ALONE = ("ceilings", "measure", "stages", "step", "example")  # jobs that have the GPU to themselves
+EXAMPLE = "--d-model 2048 --layers 16 --heads 16 --seq-len 2048 --global-batch 16 --micro-batch 8 --dtype bfloat16"
+EXAMPLES = {"dense": "", "compiled": "--compile", "fp8": "--fp8", "recomputed": "--recompute full"}
 CUDA = torch.cuda.is_available()
 
 
@@ -74,29 +78,6 @@ def environment(name: str) -> Rows:
             versions[package] = "not installed"
     found = {"platform": platform.platform(), "versions": versions, "peers": there, "kernels": len(kernels())}
     yield {**describe(), "cuda": CUDA, **found}
-
-
-def precompile(name: str) -> Rows:
-    """Compile a kernel for all shapes and dtypes, and launch nothing: a driver of straw names the target."""
-    sys.path.insert(0, str(ROOT / "tests" / "kernels"))
-    from fake_gpu import TARGETS, fake_gpu  # pyright: ignore[reportMissingImports]
-
-    target = "sm_{}{}".format(*torch.cuda.get_device_capability()) if CUDA else "sm_90"
-    if target not in TARGETS or name.startswith(LONG_ON_CPU):
-        return
-    kernel, compiled = kernels()[name], 0
-    with (
-        fake_gpu(target, record=False),
-        mock.patch.object(_dispatch, "is_on_gpu", return_value=True),
-        use_kernels("triton"),
-    ):
-        for shape in kernel.shapes[: None if CUDA else 1]:
-            few = {size: min(n, FEW.get(size, n)) for size, n in shape.items()}
-            for dtype in kernel.dtypes:
-                inputs = kernel.inputs(few, dtype, torch.device("cpu"))
-                _once(kernel, kernel.ours, inputs, kernel.passes[-1])
-                compiled += 1
-    yield {"target": target, "shapes": compiled}
 
 
 def ceilings(name: str) -> Rows:
@@ -149,6 +130,30 @@ def stages(name: str) -> Rows:
     shape, dtype = _case(kernel)
     sources = str(Path(_dispatch.__file__).resolve().parent)
     yield protocol.measure(kernel, shape, dtype, kernel.passes[-1])[0] | {"sources": sources}
+
+
+def step(name: str) -> Rows:
+    """A training step of a GPT beside plain torch, torch.compile and transformers, and which kernels ours launches."""
+    from bench.examples.bench_gpt_step import measure_on_gpu
+
+    yield measure_on_gpu()
+
+
+def example(name: str) -> Rows:
+    """Tokens per second, model FLOPs utilization and memory of the example's pretraining, over the last half of it."""
+    from examples.gpt.pretrain import main as pretrain
+
+    steps = 24 if CUDA else 4
+    size = EXAMPLE if CUDA else "--device cpu"
+    with tempfile.TemporaryDirectory() as out:
+        words = f"{size} {EXAMPLES[name]} --steps {steps} --eval-every 0 --no-save --out {out}"
+        pretrain(words.split())
+        lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line.get("step", 0) >= steps // 2 and "tokens_per_second" in line]
+    told = {key: statistics.median(line[key] for line in last) for key in ("tokens_per_second", "memory")}
+    if CUDA:
+        told["mfu"] = statistics.median(line["mfu"] for line in last)
+    yield {"flags": f"{size} {EXAMPLES[name]}", "steps": len(last), "losses": [line["loss"] for line in last], **told}
 
 
 def _once(
@@ -207,7 +212,7 @@ def inject(fault: str, kernel: Kernel) -> AbstractContextManager[Any]:
 
 
 JOBS: dict[str, Callable[[str], Rows]] = {
-    job.__name__: job for job in (environment, precompile, ceilings, check, measure, stages)
+    job.__name__: job for job in (environment, ceilings, check, measure, stages, step, example)
 }
 
 
@@ -219,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_hour.jobs", description=__doc__)
     parser.add_argument("job", choices=JOBS)
-    parser.add_argument("name", help="of a kernel, or empty")
+    parser.add_argument("name", help="of a kernel or a run of the example, or empty")
     parser.add_argument("file", type=Path)
     parser.add_argument("--fault", choices=("hang", "crash", "wrong"))
     args = parser.parse_args(argv)
@@ -229,8 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _dispatch.INTERPRETING:
             sys.path.insert(0, str(ROOT / "tests" / "kernels"))
             importlib.import_module("interpreter_repair").install()
-        if CUDA or _dispatch.INTERPRETING:
+        if (CUDA or _dispatch.INTERPRETING) and args.job not in ("step", "example"):
             stack.enter_context(use_kernels("triton"))
+        if CUDA and args.job in ALONE:  # two processes may start side by side; one at a time uses the GPU
+            lock = stack.enter_context((Path(tempfile.gettempdir()) / "gpu_hour.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             for row in JOBS[args.job](args.name):
                 file.write(json.dumps(row) + "\n")

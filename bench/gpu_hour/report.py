@@ -103,12 +103,33 @@ def text(lines: Sequence[Line]) -> Iterator[str]:
     yield "\n## Stages of the loops\n"
     yield "| kernel | us with 2 | us with 3 | 2 over 3 |\n|---|---|---|---|"
     yield from stages(lines)
-    yield "\n## Tests and the example\n"
+    yield "\n## Training\n"
+    for row in _rows(lines, "step"):
+        yield from training(row)
+    yield "\n| run of the example | tokens per second | MFU | GiB |\n|---|---|---|---|"
+    for row in _rows(lines, "example"):
+        used = f"{row['mfu']:.1%}" if "mfu" in row else "-"
+        yield f"| {row['flags']} | {row['tokens_per_second']:.0f} | {used} | {row['memory'] / 2**30:.1f} |"
+    yield "\n## Tests\n"
     for line in lines:
-        if line["job"] in ("tests", "example"):
+        if line["job"] in ("tests", "doctor"):
             log = line.get("log", [])
-            told = [one for one in log if "MFU" in one or " passed" in one or " failed" in one][-3:] or log[-1:]
-            yield f"- {line['job']}, {line['state']}, {line['seconds']} s: {'; '.join(told)}"
+            told = [one for one in log if " passed" in one or " failed" in one][-3:] or log[-1:]
+            yield f"- {line['job']} {line['name']}, {line['state']}, {line['seconds']} s: {'; '.join(told)}"
+
+
+def training(row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tables of a training step: who is how fast, and which of ours takes the GPU's time."""
+    yield f"{row['shape']}\n"
+    yield "| model | ms per step (p20-p80) | tokens per second | MFU | time over ours |\n|---|---|---|---|---|"
+    for name, one in row["providers"].items():
+        yield (
+            f"| {name} | {one['ms']} ({one['ms_p20']}-{one['ms_p80']}) | {one['tokens_per_second']} "
+            f"| {one['mfu']:.1%} | {row['ratios'].get(name, 1)} |"
+        )
+    yield "\n| kernel of a step of ours | ms | calls |\n|---|---|---|"
+    for name, ms, calls in row["kernels"]:
+        yield f"| `{name}` | {ms} | {calls} |"
 
 
 def speed(row: Mapping[str, Any], every_goal: Mapping[tuple[str, str], Mapping[str, float]]) -> str:

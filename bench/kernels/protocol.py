@@ -31,6 +31,7 @@ from mpcore.kernels import use_kernels
 FORWARD, BOTH = "forward", "forward+backward"
 OURS = "mpcore"
 ROUNDS, HOST_CALLS = 50, 20
+FEWEST_ROUNDS, SECONDS = 10, 3.0  # of a row whose rounds are long
 PEER_SLACK = 16  # times the error of the plain reference in the same dtype; a peer may round inside
 EVICT = 2**26  # int32 in 256 MiB, more than any L2 cache holds
 YARDSTICK = 2**28, 8192  # int32 in a copy's 1 GiB, rows and columns of a product's matrices
@@ -380,6 +381,8 @@ def _measure(
 def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict[str, list[float]]:
     """Seconds on the device of each call, a list of one for each round; the rounds of all belong together.
 
+    There are 50 rounds, or as many as `SECONDS` hold, but at least 10.
+
     Args:
         calls: by name; all warm.
         hold: seconds for which the stream is held before a call, so that the host is always ahead of it.
@@ -387,7 +390,12 @@ def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict
     evict = torch.zeros(EVICT, dtype=torch.int32, device="cuda")  # only read, so nothing is written back
     cycles = int(3e9 * min(2 * hold, 0.01))
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-    for turn in range(-5, ROUNDS):
+    turn, rounds, began_at = -5, ROUNDS, 0.0
+    while turn < rounds:
+        if turn == -3:
+            began_at = time.monotonic()
+        if turn == 0:
+            rounds = max(FEWEST_ROUNDS, min(ROUNDS, int(SECONDS * 3 / (time.monotonic() - began_at))))
         names = list(calls)
         first = turn % len(names)
         for name in names[first:] + names[:first]:
@@ -400,6 +408,7 @@ def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict
             if turn >= 0:
                 events[name].append((began, ended))
         torch.cuda.synchronize()
+        turn += 1
     return {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in events.items()}
 
 
