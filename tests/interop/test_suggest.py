@@ -67,7 +67,7 @@ def flow_of(model, example=None):
 
 def test_a_transformer_is_sharded_whole():
     found = suggest_plan(GPT())
-    assert (found.proven, found.left) == (True, {})
+    assert (found.proven, found.left, found.replicated) == (True, {}, {})
     assert found.plan == {
         "blocks.0.0": LocalSizes(("num_heads",)), "blocks.1.0": LocalSizes(("num_heads",)),
         **{f"blocks.*.*.{name}": "colwise" for name in ("k", "q", "v", "up")},
@@ -83,9 +83,12 @@ def test_a_transformer_is_sharded_whole():
 
 
 def test_what_is_found_is_written_as_a_plan_with_a_reason_for_the_rest():
-    found = Suggestion({"a.*": "colwise", "b": LocalSizes(("n",))}, 0.456, True, {"c": "nothing divides it"})
+    found = Suggestion(
+        {"a.*": "colwise", "b": LocalSizes(("n",))}, 0.456, True, {"c": "nothing divides it"}, {"o": "of a norm"}
+    )
     assert str(found) == (
         "'a.*': 'colwise',\n'b': LocalSizes(names=('n',), kept=()),\n# c stays whole: nothing divides it\n"
+        "# each rank computes the full input of o (all heads, if this is attention): of a norm\n"
         "# shards 46% of the bytes, proven equal to the unsharded model"
     )
     assert str(Suggestion({}, 0.0, False, {})) == "# shards 0% of the bytes, not proven"
@@ -94,10 +97,62 @@ def test_what_is_found_is_written_as_a_plan_with_a_reason_for_the_rest():
 def test_heads_that_nothing_divides_are_gathered():
     found = suggest_plan(Attention(9, 3), 2)
     assert found.plan == dict.fromkeys("kqv", "colwise_gather_output") | {"o": "rowwise_split_input"}
+    assert found.replicated == {"o": "tp 2 does not divide num_heads 3"}
     assert suggest_plan(Attention(9, 3), 3).plan == dict.fromkeys("kqv", "colwise") | {
         "": LocalSizes(("num_heads",)), "o": "rowwise", "q_norm": "replicated_with_grad_allreduce"
     }  # fmt: skip
     assert suggest_plan(MLP(4, 9)).plan == suggest_plan(MLP(4, 9), 2).plan == {"up": "colwise", "down": "rowwise"}
+
+
+class Written(Attention):
+    """Heads whose number stands in the forward, or a norm over all features of the queries."""
+
+    def __init__(self, norm=False, **sizes):
+        super().__init__(8, 4)
+        del self.num_heads, self.head_dim
+        vars(self).update(sizes)
+        self.q_norm = nn.LayerNorm(8) if norm else nn.Identity()
+
+    def forward(self, x):
+        q, k, v = self.q_norm(self.q(x)), self.k(x), self.v(x)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            *(z.unflatten(-1, (4, 2)).transpose(1, 2) for z in (q, k, v))
+        )
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Written(), ["fails on 2 ranks", "heads, read their number from Written.num_heads"]),
+        (Written(head_dim=2), ["fails on 2 ranks"]),
+        (Written(num_heads=4), ["on 2 ranks"]),
+        (Written(norm=True), ["norms over all features come before it (q_norm)"]),
+        (Attention(8, 4), []),
+    ],
+)
+def test_the_suggestion_says_why_each_rank_computes_all_heads(model, words):
+    found = suggest_plan(model)
+    assert found.plan["q"] == ("colwise_gather_output" if words else "colwise")
+    assert list(found.replicated) == ["o"][: len(words)]
+    for word in words:
+        assert word in str(found)
+    assert ("read their number" in str(found)) == (len(words) == 2)
+
+
+def test_an_input_that_several_layers_feed_has_a_reason_why_it_is_full():
+    inputs = {"a": "-", "b": "-", "c": "ab", "d": "c", "e": "cd", "f": "ab*", "g": "a*"}
+    flow = _Flow(
+        {name: frozenset("" if each == "-" else each for each in came) for name, came in inputs.items()},
+        full_norms={"n": frozenset("a"), "m": frozenset("z")},
+        output=frozenset("f"),
+        patterns={name: name.upper() for name in "abcdefgmn"},
+    )
+    assert module._full_inputs(flow) == {
+        "C": "no plan shards all that feeds it (A, B)",
+        "E": "no plan shards all that feeds it (C, D)",
+        "F": "norms over all features come before it (N)",
+    }
 
 
 def test_what_no_plan_shards_is_left_with_the_reason():
@@ -139,7 +194,7 @@ def test_the_part_of_the_bytes_that_a_plan_shards():
 def test_which_layers_feed_which():
     _, flow = flow_of(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 4)))
     whole = ""
-    assert flow.inputs == {"0": {whole}, "2": {"0", whole}, "3": {"2"}}  # a norm over all features needs them all
+    assert flow.inputs == {"0": {whole}, "2": {"0", "*"}, "3": {"2"}}  # a norm over all features needs them all
     assert flow.norms == {}
     assert flow.output == {"3"}
     assert (flow.patterns, flow.labelled) == ({n: n for n in ("", "0", "1", "2", "3")}, {})

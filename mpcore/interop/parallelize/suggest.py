@@ -22,6 +22,7 @@ from mpcore.mesh.axis import Axis
 
 LARGE = 0.005  # a layer with more than this part of the model's parameters is sharded separately
 _WHOLE = ""  # marks tensors that every rank must have unsharded
+_NORMED = "*"  # marks tensors behind a norm over all features of linear layers
 Styles = dict[str, "str | Style"]
 T = TypeVar("T")
 
@@ -35,16 +36,23 @@ class Suggestion:
         share: the part of the model's bytes that the plan shards, in [0, 1].
         proven: whether a small random copy of the model computed the same sharded by this plan as unsharded.
         left: the reason why a module stays unsharded, by module pattern.
+        replicated: the reason why each rank computes the full input of a layer, such as the attention of all heads, by
+            the layer's pattern. The ranks may store shards of the layers around it, which saves memory and no time.
     """
 
     plan: Styles
     share: float
     proven: bool
     left: dict[str, str]
+    replicated: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{pattern!r}: {style!r}," for pattern, style in self.plan.items()]
         lines += [f"# {pattern} stays whole: {why}" for pattern, why in self.left.items()]
+        lines += [
+            f"# each rank computes the full input of {name} (all heads, if this is attention): {why}"
+            for name, why in self.replicated.items()
+        ]
         sure = "proven equal to the unsharded model" if self.proven else "not proven"
         return "\n".join([*lines, f"# shards {self.share:.0%} of the bytes, {sure}"])
 
@@ -71,8 +79,8 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
         example: arguments of a forward, as for `parallelize`. None: guess them.
 
     Returns:
-        A `Suggestion`: the plan, the fraction of the bytes that it shards, whether it was proven, and why each other
-        part stays unsharded. `print` it to see all of these.
+        A `Suggestion`: the plan, the fraction of the bytes that it shards, whether it was proven, why each other part
+        stays unsharded, and why attention is computed in full on each rank. `print` it to see all of these.
 
     Raises:
         ValueError: if the model can't be copied, or its forward accepts none of the arguments tried.
@@ -91,17 +99,20 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
         raise ValueError(
             f"no plan can be tried on this model: {error}. Give arguments of a forward: example=.."
         ) from None
-    twin, plan, left = prover.whole[0], {}, {}
+    twin, plan, left, replicated = prover.whole[0], {}, {}, {}
     for region in _regions(flow):
-        why = "nothing divides it"
-        for part in map(flow.spelled, _parts(twin, flow, region, tp)):
-            wrong = _verdict(prover, plan | part, tp)
+        rows = dict.fromkeys(flow.patterns[name] for name in region.rows)
+        failed: list[str] = []
+        for part in _parts(twin, flow, region, tp):
+            wrong = _verdict(prover, plan | flow.spelled(part), tp)
             if wrong is None:
-                plan |= part
+                plan |= flow.spelled(part)
+                if "rowwise_split_input" in part.values():
+                    replicated |= flow.spelled(dict.fromkeys(rows, _why_replicated(twin, region, failed[0], tp)))
                 break
-            why = wrong
+            failed.append(wrong)
         else:
-            left |= flow.spelled(dict.fromkeys((flow.patterns[name] for name in region.rows), why))
+            left |= flow.spelled(dict.fromkeys(rows, failed[-1]))
     for part in map(flow.spelled, (*_experts(twin, flow), *_ends(twin, flow), *_large(twin, flow))):
         if not part.keys() & plan.keys():
             wrong = _verdict(prover, plan | part, tp)
@@ -109,8 +120,27 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
                 plan |= part
             else:
                 left |= dict.fromkeys(part, wrong)
+    replicated |= flow.spelled(_full_inputs(flow))
     left = {pattern: why for pattern, why in left.items() if pattern not in plan}
-    return Suggestion(plan, share_of(prover.shapes, plan, tp), bool(plan), left)
+    return Suggestion(plan, share_of(prover.shapes, plan, tp), bool(plan), left, replicated)
+
+
+def _why_replicated(twin: Twin, region: _Region, wrong: str, tp: int) -> str:
+    """Return why no rank can compute a part of what lies between the layers of a region.
+
+    Args:
+        twin: the copy of the model.
+        region: the region.
+        wrong: what was wrong with the most likely plan that shards the region's computation.
+        tp: the number of ranks.
+    """
+    owner = twin.model.get_submodule(owner_of(twin.model, next(iter(region.columns))))
+    heads = {name: value for name, value in vars(owner).items() if HEADS.fullmatch(name) and type(value) is int}
+    if uneven := [f"{name} {value}" for name, value in heads.items() if value % tp]:
+        return f"tp {tp} does not divide {', '.join(uneven)}"
+    if heads or head_dim_of(owner):
+        return wrong
+    return f"{wrong}. If it has heads, read their number from {type(owner).__name__}.num_heads"
 
 
 def share_of(model: nn.Module, plan: Plan | str | None, tp: int) -> float:
@@ -167,7 +197,8 @@ class _Flow:
 
     Attributes:
         inputs: for each linear layer, the layers whose outputs reach its input.
-        norms: for each norm, the layers whose outputs it normalizes.
+        norms: for each norm of heads, the layers whose outputs it normalizes.
+        full_norms: the same for each norm over all features of its input.
         tables: the embeddings.
         output: the layers whose outputs reach the model's output.
         patterns: the pattern of each module, by its name in the twin. If modules of several classes match one pattern,
@@ -177,6 +208,7 @@ class _Flow:
 
     inputs: dict[str, frozenset[str]] = field(default_factory=dict)
     norms: dict[str, frozenset[str]] = field(default_factory=dict)
+    full_norms: dict[str, frozenset[str]] = field(default_factory=dict)
     tables: dict[str, None] = field(default_factory=dict)
     output: frozenset[str] = frozenset()
     patterns: dict[str, str] = field(default_factory=dict)
@@ -216,7 +248,8 @@ def _flow(twin: Twin, prover: Prover) -> _Flow:
         elif came and all(next(m.parameters(), None) is None for m in module.children()):
             widths = {p.shape[-1] for p in module.parameters(recurse=False) if p.dim()}
             if widths & {sizes[one] for one in came if one in sizes}:
-                sources.set(out, came | {_WHOLE})  # a norm over all features
+                found.full_norms[name] = found.full_norms.get(name, frozenset()) | came
+                sources.set(out, came | {_NORMED})
             elif widths:
                 found.norms[name] = found.norms.get(name, frozenset()) | came
 
@@ -261,13 +294,31 @@ def _pattern(model: nn.Module, name: str) -> str:
     return ".".join(said)
 
 
-def _regions(flow: _Flow) -> list[_Region]:
-    """Return the parts of the model that can be sharded separately. Equal parts of several layers are joined."""
+def _rows(flow: _Flow) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
+    """Return for each layer that may be "rowwise" the layers that feed it, and the layers whose outputs stay full."""
     rows: dict[str, frozenset[str]] = {}
     for name, came in flow.inputs.items():  # in the order of the forward
-        if came and _WHOLE not in came and not came & rows.keys():
+        if came and not came & {_WHOLE, _NORMED, *rows}:
             rows[name] = came
-    whole = flow.output | frozenset().union(*(came for name, came in flow.inputs.items() if name not in rows))
+    return rows, flow.output | frozenset().union(*(came for name, came in flow.inputs.items() if name not in rows))
+
+
+def _full_inputs(flow: _Flow) -> dict[str, str]:
+    """Return why no plan shards the input of a layer that several other layers feed, by the layer's pattern."""
+    rows, full = _rows(flow)
+    found = {}
+    for name, came in flow.inputs.items():
+        if len(came - {_NORMED}) > 1 and _WHOLE not in came and came & {_NORMED, *rows, *full}:
+            norms = [norm for norm, of in flow.full_norms.items() if _NORMED in came and of <= came]
+            why = "norms over all features come before it" if norms else "no plan shards all that feeds it"
+            named = dict.fromkeys(flow.patterns[one] for one in norms or sorted(came & {*rows, *full} - {_NORMED}))
+            found[flow.patterns[name]] = f"{why} ({', '.join(named)})"
+    return found
+
+
+def _regions(flow: _Flow) -> list[_Region]:
+    """Return the parts of the model that can be sharded separately. Equal parts of several layers are joined."""
+    rows, whole = _rows(flow)
     found: dict[object, _Region] = {}
     for row, came in rows.items():
         if not came & whole:
