@@ -15,7 +15,7 @@ from torch import Tensor
 from mpcore.kernels._philox import philox, random_words
 from mpcore.kernels.dropout_add import dropout_add
 
-__all__ = ["dropout", "generator", "philox", "random_words", "stream_key"]
+__all__ = ["dropout", "generator", "philox", "random_state", "random_words", "stream_key"]
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -26,6 +26,11 @@ def stream_key(seed: int, name: str) -> int:
 def generator(seed: int, name: str) -> torch.Generator:
     """Return a CPU generator for the stream `name`."""
     return torch.Generator().manual_seed(stream_key(seed, name))
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of torch's default generator of `device`: uint8, on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def dropout(

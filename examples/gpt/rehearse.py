@@ -260,6 +260,7 @@ def observe(trainer: Trainer, toy: Toy) -> Seen:
 
     def then() -> Tensor:
         run.finish_gradients = finish  # type: ignore[method-assign]
+        run.replica_check = None  # the comparison with the unsharded model says more
         with run.parameters() as model:
             parameters = {name: p for name, p, _ in declarations(model)}
             grads = {name: g for name, p in parameters.items() if (g := gradient_of(p)) is not None}

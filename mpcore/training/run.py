@@ -32,6 +32,7 @@ from mpcore.sharding.local import local_tensor, reshard
 from mpcore.training.loss_check import LossCheck
 from mpcore.training.numerics import InvariantStep
 from mpcore.training.policies import Offload, Precision
+from mpcore.training.replica_check import ReplicaCheck
 
 log = get_logger(__name__)
 
@@ -77,6 +78,7 @@ class Run:
         scaler: the `LossScaler` of float16; otherwise None.
         invariant: sums the gradients with `numerics="invariant"`; otherwise None.
         bounds: the `DispatchBounds` of the experts' dispatch buffers.
+        replica_check: in the first step, compares the gradients of replicated parameters within tp; None afterwards.
         step: the number of optimizer steps that are done, skipped ones included.
 
     Example:
@@ -106,6 +108,7 @@ class Run:
         self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
         self._begun = False  # the workers have compared the parameters that they begin with
         self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
+        self.replica_check: ReplicaCheck | None = None
         self._written: list[int] = []  # how often each gradient of the first step was written
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
@@ -174,6 +177,7 @@ class Run:
         def compute() -> Tensor:
             if self._check:
                 self._check.begin(tokens, self.pipeline.micro_batches)
+                self.replica_check = ReplicaCheck(self.mesh) if self._check.tokens else None
             moved = offload_activations() if self.offload.activations else nullcontext()
             with self._autocast(), moved:
                 total = self.pipeline.forward_backward(x, target, **arguments)
@@ -183,6 +187,8 @@ class Run:
         if self._check:
             self._check.end(total / self._factor)
             self._check = None
+            if self.replica_check:
+                self.replica_check.end()
             self._written = self._writes()
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self._next = "clip_gradients"
@@ -213,6 +219,10 @@ class Run:
 
         Returns:
             The gradient norm of the unsharded model in float64, the same on every rank.
+
+        Raises:
+            ValueError: if `forward_backward` was not called first; in the first step, if the ranks of tp have different
+                gradients of a replicated parameter.
         """
         if self._next == "clip_gradients":
             if self._written and self._written != self._writes() and self.mesh.job.rank == 0:
@@ -222,6 +232,9 @@ class Run:
                 )
             self._written = []
             reduce_gradients(self._tree)
+            replica_check, self.replica_check = self.replica_check, None
+            if replica_check:
+                replica_check.compare(self._tree)
             if self.scaler:
                 self.scaler.unscale(self._tree)
             self._norm = (exact_norm if self.invariant else grad_norm)(self._tree, self.mesh)

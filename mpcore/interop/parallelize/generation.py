@@ -13,6 +13,7 @@ from mpcore._torch.pytree import leaves
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis
+from mpcore.random import random_state
 
 
 def guard_generate(model: nn.Module, tp: Axis) -> None:
@@ -47,16 +48,12 @@ def _guarded(tp: Axis) -> Any:
             check_same(
                 "state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one "
                 "seed on all ranks of tp before generate",
-                _digest(_random_state(next(self.parameters()).device)),
+                _digest(random_state(next(self.parameters()).device)),
                 tp,
             )
         return type(self).generate(self, *args, **kwargs)
 
     return generate
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def _digest(*values: Any) -> str:

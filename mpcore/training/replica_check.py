@@ -1,0 +1,83 @@
+"""Compare the gradients of replicated parameters in a run's first step: different ones would let replicas drift."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpcore.collectives import all_reduce
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.mesh.agreement import gather_objects, raise_together
+from mpcore.mesh.axis import Mesh
+from mpcore.random import random_state
+from mpcore.sharding.declarations import ModelTree
+from mpcore.sharding.local import local_tensor
+
+# A difference is an error if it exceeds OWN times the gradient's norm, and LARGEST times the largest norm. Rounding in
+# 16 bits stays below, also in a gradient that is 0 but for rounding, such as the gradient of a bias of keys.
+OWN, LARGEST = 1e-2, 1e-3
+PIECE = 2**20
+
+
+class ReplicaCheck:
+    """Check that the ranks of tp have the same gradients of replicated parameters. Begin it before a step's forward."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.before = self.after = random_state(mesh.device)
+
+    def end(self) -> None:
+        """End the forward and backward: note whether they drew numbers from torch's random generator."""
+        self.after = random_state(self.mesh.device)
+
+    @torch.no_grad()
+    def compare(self, tree: ModelTree) -> None:
+        """After all sums over ranks, raise ValueError on every rank if replicas would get different updates."""
+        tp, error = self.mesh.tp, None
+        names, sketches = [], []
+        for name, parameter, sharding in tree.declared:
+            if parameter.requires_grad and any(axis.key == tp.key for axis in sharding.replica_axes(self.mesh)):
+                names.append(name)
+                sketches.append(_sketch(gradient_of(parameter)).to(self.mesh.device))
+        if names and tp.size > 1:
+            total, norm = torch.stack(sketches).unbind(1)
+            most, least, norm = all_reduce(torch.stack([total, -total, norm]), tp, "max")
+            off = most + least
+            wrong = (off > OWN * norm) & (off > LARGEST * norm.max())
+            if bool(wrong.any()):
+                worst = int(torch.where(wrong, off / norm, 0).argmax())
+                error = self._error(names[worst], float(off[worst] / norm[worst]), int(wrong.sum()) - 1)
+        raise_together(error, self.mesh.world)
+
+    def _error(self, name: str, off: float, more: int) -> ValueError:
+        """Return the error of this rank's tp group. All ranks of the group call it."""
+        told = gather_objects((self.before.numpy().tobytes(), torch.equal(self.before, self.after)), self.mesh.tp.group)
+        states, idle = zip(*told, strict=True)
+        if len(set(states)) > 1 and not all(idle):
+            why = (
+                "the random states differ within the tp group, and the step drew random numbers, as nn.Dropout does. "
+                "Use mpcore.Dropout, or call torch.manual_seed(mesh.data.rank) after prepare"
+            )
+        else:
+            why = (
+                f"if it meets only this rank's heads, features or tokens, call mpcore.add_partial(module, "
+                f"{name.rpartition('.')[2]!r}, mesh.tp), which sums its gradient; otherwise the ranks of tp compute "
+                f"different things with it or behind it"
+            )
+        return ValueError(
+            f"{name} is replicated, but the ranks of tp have different gradients of it (by {off:.1%}"
+            f"{f'; and of {more} more parameters' if more else ''}), so the replicas would drift apart: {why}"
+        )
+
+
+def _sketch(grad: Tensor | None) -> Tensor:
+    """Return the sum of a gradient's elements, each with its own weight, and the norm: [2] in float64; 0 for None."""
+    if grad is None:
+        return torch.zeros(2, dtype=torch.float64)
+    local = local_tensor(grad).reshape(-1)
+    total = torch.zeros(2, dtype=torch.float64, device=local.device)
+    for piece in local.split(PIECE):  # a copy in float64 of all of a large gradient could run out of memory
+        x = piece.double()
+        weights = torch.arange(len(x), dtype=torch.float64, device=x.device).cos()
+        total += torch.stack([(x * weights).sum(), x.square().sum()])
+    return torch.stack([total[0], total[1].sqrt()])

@@ -1,0 +1,77 @@
+"""The first step of a run compares the gradients of replicated parameters within tp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.simulation import RankError
+from mpcore.training import replica_check
+
+V, D = 6, 8
+
+
+class Net(nn.Module):
+    """Dropout of replicated features (`at` 0) or of sharded ones (`at` 1), and a scalar that meets sharded features."""
+
+    def __init__(self, tp: mp.Axis, at: int, partial: bool) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(V, D), nn.LayerNorm(D)
+        self.up, self.down = mp.ColumnParallelLinear(D, 4 * D, tp=tp), mp.RowParallelLinear(4 * D, D, tp=tp)
+        self.head = mp.ColumnParallelLinear(D, V, tp=tp)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.dropout, self.at = nn.Dropout(0.1), at
+        if partial:
+            mp.add_partial(self, "scale", tp)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        hidden = self.up(self.dropout(x) if self.at == 0 else x) * self.scale
+        return self.head(self.down(self.dropout(hidden) if self.at == 1 else hidden))
+
+
+def steps(mesh: mp.Mesh, at: int, alike: bool, partial: bool = True, zero: int = 1, tokens: int | None = None) -> int:
+    def loss(logits: Tensor, target: Tensor) -> Tensor:  # the same on all ranks of tp, whatever the masks
+        return mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
+
+    with torch.device("meta"):
+        net = Net(mesh.tp, at, partial)
+    run = mp.prepare(net, mesh, blocks=[net.up], loss=loss, data=mp.Zero(zero), optimizer=lambda m: mp.AdamW(m, lr=0.1))
+    torch.manual_seed(mesh.data.rank if alike else mesh.world.rank)
+    for _ in range(2):
+        run.forward_backward(torch.arange(V).view(2, 3), torch.arange(V).view(2, 3), tokens=tokens)
+        run.optimizer_step()
+    return run.step
+
+
+DROPOUT = r"is replicated, but the ranks of tp have different gradients of it \(by .*%; and of . more parameters\), so "
+DROPOUT += r"the replicas would drift apart: the random states differ within the tp group, .* torch.manual_seed\(mesh"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_masks_of_replicated_features_must_be_alike(zero: int) -> None:
+    with pytest.raises(RankError, match=DROPOUT):
+        mp.simulate(steps, 0, False, True, zero, tp=2, dp=2)
+    assert mp.simulate(steps, 0, True, True, zero, tp=2, dp=2) == [2] * 4
+    assert mp.simulate(steps, 1, False, True, zero, tp=2, dp=2) == [2] * 4  # masks of sharded features may differ
+
+
+def test_a_sum_that_nobody_declares_is_named() -> None:
+    for at, alike in ((1, True), (2, False)):  # random states don't matter if nothing draws
+        with pytest.raises(RankError, match=r"scale is replicated, .* mpcore.add_partial\(module, 'scale', mesh.tp\)"):
+            mp.simulate(steps, at, alike, False, tp=2)
+    assert mp.simulate(steps, 1, True, False, 1, 1, tp=2) == [2] * 2  # not of a step with a token: as in verify
+    assert mp.simulate(steps, 0, False, False, tp=1, dp=2) == [2] * 2
+
+
+def test_a_sketch_sees_each_element() -> None:
+    x = torch.randn(replica_check.PIECE + 5)
+    want = torch.stack([(x * torch.cat([torch.arange(n).cos() for n in (replica_check.PIECE, 5)])).sum(), x.norm()])
+    torch.testing.assert_close(replica_check._sketch(x), want.double(), rtol=1e-3, atol=1e-2)
+    assert replica_check._sketch(None).tolist() == [0, 0]
+    assert float(replica_check._sketch(x.flip(0))[0]) != float(replica_check._sketch(x)[0])
