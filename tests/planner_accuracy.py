@@ -86,9 +86,9 @@ Presets for such rows are `megatron-gpt` (GELU, layer norm, learned positions, b
 - Matrix products of all sizes have one rate. Attention has the profile's rate, which is for head dimension 128.
 - With windows and packed documents the planner counts half of the pairs of tokens, as for a causal mask.
 """
-SEARCH = """The command for 1,024 GPUs on [the planner's page](planner.md#more-commands) tries 1,224 layouts. On 2026-11-25 it took 293 CPU seconds on a busy
-machine of two cores; at that time it also tried 144 layouts with flags that change nothing on their mesh. The search skips a layout if arithmetic shows
-that it doesn't fit, and larger micro-batches if a smaller one doesn't fit.
+SEARCH = """On the same day and machine, the command for 1,024 GPUs on [the planner's page](planner.md#more-commands) took 268 CPU seconds for 1,800 layouts. `--wide` with
+the model and the 16 GPUs of [the first hour](start.md#choose-a-layout-for-16-gpus) took 227 CPU seconds for 504 layouts. The search skips a layout if
+arithmetic shows that it doesn't fit, and larger micro-batches if a smaller one doesn't fit.
 
 Counts are linear in the blocks of a stage: each kind of stage is run with one and two blocks. `tests/test_layout.py` compares all counts with the counts of
 full runs, integer for integer. Only the peaks within operators are maxima instead of sums; they agree within 4 %."""
@@ -195,7 +195,7 @@ llm-foundry (MPT, 125M to 70B, 8 to 512 GPUs, sequences up to 2,048, ZeRO-3):
 
 
 def speed() -> str:
-    """A table of cold and warm processor seconds."""
+    """Return a table of cold and warm CPU seconds."""
     lines = ["| model | GPUs | layout | cold, s | warm, s | GiB | step on h100, s |", "|---|---|---|---|---|---|---|"]
     machine = load_machine("h100")
     Counter(build).layout([*LAYOUTS[0][1].split(), "--layers", "1"], dp=2)  # what a process imports and does once
@@ -331,7 +331,7 @@ def page() -> str:
             NOTES.lstrip(),
             COLUMNS,
             "## How long planning takes\n",
-            "The table shows the CPU seconds of one core for one layout, first with an empty cache (cold), then a second time (warm). In a search layouts share counts.\n",
+            "The table shows the CPU seconds for one layout, first with an empty cache (cold), then a second time (warm). In a search layouts share counts. Measured on 2026-11-26 on one core of a busy machine (AMD EPYC).\n",
             speed(),
             "\n" + SEARCH,
             "",
