@@ -145,6 +145,25 @@ def test_the_page_on_the_planner_has_the_words_of_the_legend_and_the_errors_of_t
     assert re.findall(r"([\d.]+) %", page[page.index("The mean error is") :])[:6] == left_out + others
 
 
+def test_the_planner_plans_a_model_of_its_real_size():
+    """With two of its layers and short samples."""
+    page = (DOCS / "planner.md").read_text()
+    held: dict = {"__name__": "big"}
+    exec(next(block for block in python_blocks("planner.md") if "LAYERS" in block), held)
+    held |= {"LAYERS": 2, "TOKENS": 16}
+    d, f, vocab = held["D"], 11008, held["VOCAB"]
+    block, ends = 4 * d * d + 3 * d * f + 2 * d, 2 * vocab * d + d
+    assert f"GPT with {(32 * block + ends) / 1e9:.1f} billion parameters" in page
+    plain, recomputed = (
+        dry_run(held["work"], ["--zero", "2", "--micro-batch", "2", "--recompute", how], dp=16)
+        for how in ("none", "selective")
+    )
+    assert plain.parameters == 4 * (2 * block + ends) / 16, "masters in float32, sharded over 16 ranks"
+    assert recomputed.peak < plain.peak
+    with pytest.raises(ValueError, match="64 samples are not a multiple of dp 16 x --micro-batch 3"):
+        dry_run(held["work"], ["--micro-batch", "3"], dp=16)
+
+
 def test_the_page_on_choosing_counts_a_model_of_65_billion():
     held = run_page("choose.md")
     n = held["parameters"]
