@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore.kernels._checks import can_read, outside
 from mpcore.layers.linear import check_sequence, check_size
-from mpcore.layers.module import Init, LayerOptions, ParallelModule, TensorOptions, input_error, normal
+from mpcore.layers.module import Init, LayerOptions, ParallelModule, TensorOptions, fill, input_error, normal
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut
 
@@ -48,8 +48,7 @@ class _Table(ParallelModule):
 
 @torch.no_grad()
 def _padded(tensor: Tensor, generator: torch.Generator | None = None, *, init: Init, padding_idx: int) -> Tensor:
-    tensor = init(tensor) if generator is None else init(tensor, generator=generator)
-    tensor[padding_idx] = 0
+    fill(init, tensor, generator)[padding_idx] = 0
     return tensor
 
 

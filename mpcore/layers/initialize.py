@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.layers.dropout import seed_dropout
+from mpcore.layers.module import fill
 from mpcore.random import generator, stream_key
 from mpcore.sharding.declarations import named_modules, owners, sharding_of
 from mpcore.sharding.local import is_dtensor
@@ -73,7 +74,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         parameter = getattr(module, leaf)
         sharding = sharding_of(module, leaf, parameter)
         full = torch.empty(sharding.shape, dtype=parameter.dtype, device="cpu")
-        parameter.copy_(sharding.take(init(full, generator=generator(seed, name))))
+        parameter.copy_(sharding.take(fill(init, full, generator(seed, name))))
     for name, module in sorted(resets.values(), key=lambda reset: getattr(reset[1], "reset_parameters", None) is None):
         _reset(name, module, seed, device)  # torch's attention last: it resets its output projection again
     for (name, module, leaf, buffer), version in zip(emptied, versions, strict=True):
@@ -105,7 +106,9 @@ def _unfilled(name: str, module: nn.Module, leaf: str, what: str) -> ValueError:
     other = "" if what == "parameter" else ", or make the buffer outside the meta device"
     return ValueError(
         f"no code gives the {what} {full} its first values: add a method to {kind} that fills it in place{other}. For "
-        f"example:\n    def reset_parameters(self):\n        torch.nn.init.normal_(self.{leaf}, std=0.02)"
+        f"example:\n    def reset_parameters(self):\n        torch.nn.init.normal_(self.{leaf}, std=0.02)\n"
+        f"Values that the model's own code sets on the meta device, as self.apply(self._init_weights) does, are lost "
+        f"in all modules. To keep them, build the model with values and pass initialize=False to prepare"
     )
 
 

@@ -52,7 +52,9 @@ class LayerOptions(TensorParallelOptions, TensorOptions, total=False):
     Attributes:
         tp, sequence_parallel, sequence_dim: see `TensorParallelOptions`.
         device, dtype: device and dtype of the parameters, as in torch's layers.
-        init: fills the logical weights in place. None: the initial values of torch's own layer.
+        init: a function `init(tensor, generator=None)` that fills the logical weight in place, such as
+            `functools.partial(torch.nn.init.normal_, std=0.02)`; biases then begin at 0. None: the initial values of
+            torch's own layer.
     """
 
     init: Init | None
@@ -91,6 +93,42 @@ def constant(value: float) -> Init:
 
 def _fill(tensor: Tensor, generator: torch.Generator | None = None, *, value: float) -> Tensor:
     return nn.init.constant_(tensor, value)
+
+
+def check_init(init: object) -> None:
+    """Raise TypeError if `init` can't be called as an `Init`."""
+    fits = callable(init)
+    if callable(init):
+        try:
+            inspect.signature(init).bind(torch.empty(0), generator=None)
+        except TypeError:
+            fits = False
+        except ValueError:  # a builtin function without a signature
+            pass
+    if not fits:
+        raise TypeError(
+            f"init {init!r:.60} is no function init(tensor, generator=None) that fills the unsharded weight in place: "
+            f"pass, for example, functools.partial(torch.nn.init.normal_, std=0.02)"
+        )
+
+
+def fill(init: Init, tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill a logical tensor in place, and return it.
+
+    Raises:
+        TypeError: if `init` is no `Init`, or returns another tensor.
+    """
+    try:
+        found: Any = init(tensor) if generator is None else init(tensor, generator=generator)
+    except TypeError:
+        check_init(init)
+        raise
+    if found is not None and found is not tensor:
+        raise TypeError(
+            f"init {init!r:.60} returned a {type(found).__name__} in place of the tensor that it was given: fill the "
+            f"given tensor in place"
+        )
+    return tensor
 
 
 def input_error(message: str) -> ValueError:
@@ -218,7 +256,12 @@ class ParallelModule(ParallelLayer):
             blocks: lengths of the matrices that are concatenated in this parameter; see `Sharding`.
             block_dim: the dimension along which the matrices are concatenated.
             device, dtype: device and dtype of the parameter; None: those of the layer.
+
+        Raises:
+            TypeError: if `init` is not such a function.
         """
+        if not callable(init):
+            check_init(init)
         if isinstance(shard, Shard):
             shard = (shard,) if shard.axis.size > 1 else None
         sharding = Sharding(shape, shard or (), tuple(axis for axis in partial if axis.size > 1), blocks, block_dim)
@@ -229,5 +272,5 @@ class ParallelModule(ParallelLayer):
             local = torch.empty(sharding.local_shape, device=device, dtype=dtype)
         else:
             with torch.no_grad():
-                local = sharding.take(init(torch.empty(shape, device=device, dtype=dtype)))
+                local = sharding.take(fill(init, torch.empty(shape, device=device, dtype=dtype)))
         self.register_parameter(name, nn.Parameter(local))

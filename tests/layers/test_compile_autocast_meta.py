@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -286,8 +287,40 @@ def test_what_is_not_ours_is_reset_from_its_name():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(ValueError, match=r"no code gives the parameter scale its first values: add a method to Bare"):
+    with pytest.raises(ValueError, match=r"the parameter scale its first values: add a method to Bare") as raised:
         materialize(Bare(), 1)
+    assert str(raised.value).endswith("To keep them, build the model with values and pass initialize=False to prepare")
+
+
+def test_an_init_is_a_function_that_fills_the_tensor_in_place():
+    words = r"^init .* is no function init\(tensor, generator=None\) that fills .* functools.partial\(torch.nn.init"
+    for wrong in (0.02, "normal", lambda: None, lambda tensor, std: tensor):
+        for build in (partial(ColumnParallelLinear, 2, 3), partial(VocabParallelEmbedding, 3, 2, padding_idx=0)):
+            with pytest.raises(TypeError, match=words):
+                build(init=wrong)
+            with pytest.raises(TypeError, match=words):
+                materialize(build(init=wrong, device="meta"), 0)
+    with pytest.raises(TypeError, match=words):
+        materialize(RowParallelLinear(2, 3, init=lambda tensor: tensor.zero_(), device="meta"), 0)  # no generator
+    with pytest.raises(TypeError, match=words):
+        RowParallelLinear(2, 3, init=0.02, device="meta")  # at once
+    with pytest.raises(TypeError, match=r"returned a Tensor in place of the tensor that it was given"):
+        RowParallelLinear(2, 3, init=lambda tensor, generator=None: torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="own"):
+        RowParallelLinear(2, 3, init=refuse)
+
+    def fills(tensor, generator=None):  # and returns None
+        nn.init.normal_(tensor, std=0.02, generator=generator)
+
+    for init in (fills, partial(nn.init.normal_, std=0.02), nn.init.normal_, torch.Tensor.zero_):
+        layer = RowParallelLinear(64, 64, init=init)
+        want = {nn.init.normal_: 1, torch.Tensor.zero_: 0}.get(init, 0.02)
+        assert layer.weight.std().item() == pytest.approx(want, rel=0.1)
+        assert layer.bias.count_nonzero() == 0
+
+
+def refuse(tensor, generator=None):
+    raise TypeError("own")
 
 
 class Table(nn.Module):
