@@ -285,6 +285,29 @@ def test_why_a_module_is_off_is_told_by_what_its_ranks_return(told, outputs):
     truth = Seen(0, 0, 0, 0, initial={"m.bias": BIAS}, outputs={("m", 0): VALUES})
     held = [Seen(i, 0, 0, 0, outputs={("m", 0): each}) for i, each in enumerate(outputs)]
     assert why_module(truth, parse_layout("tp2"), "m", 0, held, VALUES).startswith(told)
+    truth.random.add(("m", 0))
+    draws = why_module(truth, parse_layout("tp2"), "m", 0, held, VALUES)
+    assert draws.startswith("in it, or between the m" if told.startswith(("its features", "all modules")) else told)
+
+
+def test_the_calls_are_noted_before_whose_end_random_numbers_were_drawn():
+    class Draws(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.drop, self.two, self.three = (torch.nn.Linear(2, 2) for _ in range(4))
+            self.drop = torch.nn.Dropout(0.5)
+
+        def forward(self, x):
+            x = torch.nn.functional.dropout(self.two(self.drop(self.one(x))), 0.5, self.training)
+            return self.one(self.three(x))
+
+    seen, model = Seen(0, 0, 0, 0), Draws()
+    listen(model, seen)
+    model.eval()(torch.ones(2, 2))
+    assert seen.random == set()
+    torch.rand(1)
+    model.train()(torch.ones(2, 2))
+    assert seen.random == {("drop", 0), ("three", 0)}
 
 
 ROWS = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

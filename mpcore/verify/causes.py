@@ -104,6 +104,12 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
             "other elements are zero: its dropout mask depends on the layout (mpcore.Dropout with samples draws "
             "the same one everywhere)"
         )
+    if (name, call) in truth.random:
+        return (
+            "in it, or between the module before and it, the forward draws random numbers from torch's generator, as "
+            "nn.Dropout and dropout_p of scaled_dot_product_attention do, and other layouts draw others: pass "
+            "dropout_p=0, and use mp.Dropout with samples"
+        )
     if got.dim() > 1 and same_columns(got, part):
         return (
             "its features stand in another order: q, k and v, or gate and up, are sharded as one matrix (use "

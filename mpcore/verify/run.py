@@ -75,6 +75,8 @@ class Seen:
             name.
         local: the gradients of replicated parameters before any reduction.
         outputs: what each call of a module returned on this rank, in the order of the forward.
+        random: the calls of modules before whose end the forward drew from torch's random generator, since the end of
+            the module call before.
         features: by module name, the index ranges of the last dimension that this rank holds.
         output: the tensors that the last stage returned, by their position in its output. None on other stages.
         buffers: this rank's persistent buffers after the step.
@@ -97,6 +99,7 @@ class Seen:
     local: dict[str, Tensor] = field(default_factory=dict)
     updated: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[Call, Tensor] = field(default_factory=dict)
+    random: set[Call] = field(default_factory=set)
     features: dict[str, tuple[Run, ...]] = field(default_factory=dict)
     output: dict[str, Tensor] | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -353,20 +356,24 @@ def listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
     """Record, for each forward of the model, the first tensor that each module call returns, inner modules first."""
     forwards: list[dict[Call, Tensor]] = []
     inside = False  # False during recomputation, whose calls are not recorded
+    state = torch.get_rng_state()
 
     def begin(module: nn.Module, args: Any) -> None:
-        nonlocal inside
+        nonlocal inside, state
         forwards.append({})
-        inside = True
+        inside, state = True, torch.get_rng_state()
 
     def keep(name: str) -> Callable:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            nonlocal inside
+            nonlocal inside, state
             tensors = (x for x in pytree.leaves(output) if isinstance(x, Tensor))
             first = next((x for x in tensors if x.is_floating_point() and x.dim() and not x.is_meta), None)
             if inside and first is not None:
                 call = next(i for i in itertools.count() if (name, i) not in forwards[-1])
                 forwards[-1][name, call] = first.detach().clone()
+                before, state = state, torch.get_rng_state()
+                if not torch.equal(before, state):
+                    seen.random.add((name, call))
             inside = inside and module is not model
 
         return hook

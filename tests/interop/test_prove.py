@@ -280,6 +280,13 @@ def test_what_is_advised():
     assert both.startswith(". It has the sizes n_head: ")
     assert both.endswith(fused)
     assert advice("part", ("part.q", Rowwise()), n_head=4) == ""
+    part, q = ("part", LocalSizes(("n_head",))), ("part.q", Colwise(unit=2))
+    assert advice("part", part, q, n_head=4) == (
+        ". n_head is divided already: if its forward computes another size from its input's width, as C // n_head "
+        "does, write -1 for this size, and chunk for split"
+    )
+    assert advice("part", part, q, n_head=4, width=6).startswith(". It has the sizes width: name in LocalSizes those")
+    assert advice("part", part, n_head=4) == ""
     assert "n_head" not in advice("part", ("part.q", Colwise()), n_head=4, size=3)
     assert advice("", ("part.q", Colwise())) == fused
 
@@ -304,6 +311,23 @@ def test_verdicts_of_right_and_wrong_plans():
     with pytest.raises(ValueError, match="odd"):
         prover.verdict(two(Colwise(), LocalSizes(("odd",))), 2, refuse)
     assert all(p.grad is None for p in prover.whole[0].model.parameters())
+
+
+def test_a_forward_that_draws_in_evaluation_is_named():
+    class Drops(nn.Sequential):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x, 0.5))
+
+    plan, draws = two(Colwise(), Rowwise()), ". The forward draws random numbers, although the copy is in eval(): if"
+    prover = Prover(shapes_of(Drops(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
+    state = torch.get_rng_state()
+    told = prover.verdict(plan, 2, cut_model)
+    assert told.startswith("2 returns other values on 2 ranks than on one")
+    assert draws in told
+    assert torch.equal(state, torch.get_rng_state())  # the other ranks of tp draw nothing
+    prover = Prover(shapes_of(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))))
+    assert prover.verdict(plan, 2, cut_model) is None
+    assert draws not in prover.verdict(two(Colwise(), Replicate()), 2, cut_model)
 
 
 def refuse(*_):

@@ -45,6 +45,10 @@ from mpcore.sharding.declare import Sharding
 
 # Relative to the largest value. float32 inside a forward causes differences of about 1e-6, a wrong plan 1e-2 or more.
 TOLERANCE = 1e-4
+DRAWS = (
+    ". The forward draws random numbers, although the copy is in eval(): if they change its output, no plan passes. "
+    "Draw in training only: F.dropout(x, p, self.training), dropout_p=p if self.training else 0.0"
+)
 Cut = Callable[[nn.Module, list[Target], Axis], nn.Module]
 
 
@@ -62,6 +66,7 @@ class Run:
         gradients: the gradients by parameter name; None for a parameter without one. The gradients of inputs have the
             names "input 0" and so on.
         shardings: the declaration of each parameter.
+        random: whether the forward or backward drew from torch's random generator, although the twin is in evaluation.
         error: the exception of the forward or backward. None: it succeeded.
         where: the innermost module in which `error` was raised.
     """
@@ -70,6 +75,7 @@ class Run:
     calls: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     shardings: dict[str, Sharding] = field(default_factory=dict)
+    random: bool = False
     error: Exception | None = None
     where: str = ""
 
@@ -120,7 +126,7 @@ class Prover:
         Raises:
             CannotCheckError: if no twin can be made or run.
         """
-        with real_tensors(), torch.device("cpu"), torch.enable_grad():
+        with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             return _whole_run(self.shapes, self.example)
 
     def verdict(self, styles: dict[str, Style], size: int, cut: Cut, tp: Axis | None = None) -> str | None:
@@ -141,7 +147,7 @@ class Prover:
             CannotCheckError: if no twin can be made or run.
         """
         twin, arguments, whole = self.whole
-        with real_tensors(), torch.device("cpu"), torch.enable_grad():
+        with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             named = [(n, m, twin.names.get(n, n)) for n, m in twin.model.named_modules()]  # a forward may add modules
             found = [(name, module, styles[full]) for name, module, full in named if full in styles]
 
@@ -158,7 +164,8 @@ class Prover:
                     lockstep(size, rank_run)
             except CommunicatesError as error:
                 raise CannotCheckError(str(error)) from error
-            return compare(twin, whole, runs, found, self.tolerance)
+            wrong = compare(twin, whole, runs, found, self.tolerance)
+            return wrong + DRAWS if wrong and whole.random else wrong
 
 
 def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Arguments, Run]:
@@ -218,6 +225,7 @@ def run(model: nn.Module, arguments: Arguments, sharded: bool = True) -> Run:
     args, kwargs = plain_arguments(arguments)
     inputs = [x.requires_grad_() for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     args, kwargs = map_tensors(lambda x: x.clone(), (args, kwargs))
+    state = torch.get_rng_state()
     try:
         out = model(*args, **kwargs)
         found.where, stack[:] = "the backward", ["the backward"]
@@ -233,6 +241,7 @@ def run(model: nn.Module, arguments: Arguments, sharded: bool = True) -> Run:
         found.error, found.where = error, stack[-1]
         return found
     finally:
+        found.random = not torch.equal(state, torch.get_rng_state())
         for handle in handles:
             handle.remove()
     found.outputs = [x.detach() for x in found.outputs]
@@ -379,10 +388,17 @@ def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: boo
         if isinstance(style, Colwise):
             return f". 'colwise' takes a whole input: make what feeds {full} 'rowwise', or {full} itself"
     inside = [n for n, _, style in targets if n.startswith(f"{name}." if name else "") and isinstance(style, Colwise)]
-    sizes = sorted(k for k, v in vars(module).items() if type(v) is int and v > 1 and v % size == 0)
+    divided = style.names if isinstance(style, LocalSizes) else ()
+    counts = {k: v for k, v in vars(module).items() if type(v) is int and k not in divided}
+    sizes = sorted(k for k, v in counts.items() if v > 1 and v % size == 0)
     said = ""
     if inside and sizes:
         said = f". It has the sizes {', '.join(sizes)}: name in LocalSizes those that count sharded heads or features"
+    if inside and divided:
+        said += (
+            f". {', '.join(divided)} {'is' if len(divided) == 1 else 'are'} divided already: if its forward computes "
+            f"another size from its input's width, as C // n_head does, write -1 for this size, and chunk for split"
+        )
     fused = [n for n in inside if styles[n] == Colwise()]
     if fused:
         said += f". Where {twin.names[fused[0]]} packs several projections, write Colwise(blocks=.., unit=..)"
