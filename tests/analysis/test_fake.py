@@ -38,6 +38,11 @@ def forms(mode: FakeTensorMode) -> list[tuple]:
             x, w = torch.empty(4, 6), torch.empty(6, 8, dtype=torch.float32, requires_grad=True)
             see(x, w, x @ w, x.t(), x.t() @ x, x[1:3], x.view(2, 12), x.double(), x + 1, x + x.t().sum(), x * 2.0)
             see(*x.split(2), *torch.unbind(x), *x.max(0), x.transpose(0, 1).contiguous(), x.expand(3, 4, 6), x.sum())
+            see(x.t() + 1, torch.empty(6, 4) + 1, torch.empty(4, 6, device="cuda") + 1)  # strides and devices
+            torch.set_default_dtype(torch.float64)
+            see(torch.arange(5) / 2)
+            torch.set_default_dtype(torch.float32)
+            see(torch.arange(5) / 2)
             see(x.add_(1), torch.zeros_like(x.t()), torch.cat([x, x]), torch.full((2,), 3), x.detach(), x.bfloat16())
             see(
                 torch.tensor([1.0, 2.0]) + 1,
@@ -62,13 +67,31 @@ def test_operators_return_what_they_return_in_torchs_mode(gpu):
     assert forms(fake_tensors(gpu)) == expected, "from the cache alone"
 
 
+def test_a_result_is_cached_only_if_it_is_new_and_fills_its_storage():
+    with fake_tensors():
+        x, y = torch.empty(4, 6), torch.empty(4, 6)
+        assert fake._form_of((x, None, y), ()) == (False, (form(x), None, form(y)))
+        for shared in ((x, (x,)), (x.view(24), ([x],)), ((x, x.view(24)), ()), (x[:, :2], ()), (x[1:], ()), ([x], ())):
+            assert fake._form_of(*shared) is None
+
+
+def form(x: torch.Tensor) -> tuple:
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
 @pytest.mark.parametrize(
     ("flags", "sizes"),
     [
         ("--zero 3 --sequence-parallel --dtype bfloat16", {"tp": 2, "dp": 2}),
         ("--zero 3 --replicate 2", {"dp": 4}),
         ("--zero 0", {"dp": 2}),
-        ("--recompute selective --dropout 0.1", {"tp": 2, "pp": 2}),
+        ("--zero 1 --recompute selective --dropout 0.1", {"tp": 2, "pp": 2, "dp": 2}),
+        ("--zero 1 --preset tiny-moe --expert-d-ff 8", {"dp": 2, "ep": 2}),
+        (
+            "--zero 2 --preset tiny-moe --expert-d-ff 8 --dispatch all_to_all --capacity-factor 1 --recompute full "
+            "--dtype bfloat16",
+            {"dp": 2, "ep": 2},
+        ),
     ],
 )
 def test_a_step_counts_as_in_torchs_mode_and_with_every_micro_batch_run(flags, sizes):
