@@ -29,11 +29,12 @@ Inputs = dict[str, Any]
 
 
 def _draw(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")  # whatever the default device
 
 
 def _ids(end: int, *shape: int) -> Tensor:
-    return torch.randint(end, shape, generator=torch.Generator().manual_seed(end))
+    return torch.randint(end, shape, generator=torch.Generator().manual_seed(end), device="cpu")
 
 
 def _adamw(param: Tensor, grad: Tensor, impl: str) -> Tensor:

@@ -28,6 +28,7 @@ from ._checks import check_shapes, outside
 from ._dispatch import refuse_second_derivative
 from ._main_grad import remember_main_grad, take_main_grad
 from ._rows import ceil_div
+from ._torch import has_no_values
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class LogitOptions(TypedDict, total=False):
         ignore_index, softcap, impl: the parameters of `cross_entropy_stats`.
         gather: all-gathers statistics `[4 or 5, n]` of this rank to `[P, 4 or 5, n]` of all P ranks; by default there
             is one rank. With `gather`, the gradient of `x` is one term of the sum over ranks.
-        chunk_rows: tokens of a chunk, the same on all ranks; by default as many as make 512 MiB of logits.
+        chunk_rows: tokens of a chunk, the same on all ranks; by default as many as make 512 MiB of logits, or all if
+            their logits are no larger than the float32 gradient of the weight that several chunks need, and a chunk.
     """
 
     start: int
@@ -131,9 +133,16 @@ def linear_log_prob(
     return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), True)
 
 
-def rows_of_chunk(x: Tensor, columns: int) -> int:
-    """Return how many rows of `x` `[N, D]` make a chunk of at most `CHUNK_BYTES` of logits: equal chunks, in 128s."""
-    most = max(1, CHUNK_BYTES // (max(columns, 1) * x.element_size()))
+def rows_of_chunk(x: Tensor, columns: int, weight_gradient: bool = False) -> int:
+    """Return how many rows of `x` `[N, D]` make a chunk of at most `CHUNK_BYTES` of logits: equal chunks, in 128s.
+
+    With a gradient of the weight, several chunks need its sum in float32. All rows are one chunk if their logits are no
+    larger than that sum and a chunk.
+    """
+    of_row = max(columns, 1) * x.element_size()
+    if weight_gradient and x.shape[0] * of_row <= CHUNK_BYTES + 4 * columns * x.shape[1]:
+        return max(1, x.shape[0])
+    most = max(1, CHUNK_BYTES // of_row)
     rows = ceil_div(x.shape[0], max(1, ceil_div(x.shape[0], most)))
     return max(1, ceil_div(rows, 128) * 128 if rows > 128 else rows)
 
@@ -161,7 +170,8 @@ class _Head:
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         if x.dtype != weight.dtype and not autocast:
             raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
-        chunk_rows = rows_of_chunk(x, weight.shape[0]) if chunk_rows is None else chunk_rows
+        if chunk_rows is None:
+            chunk_rows = rows_of_chunk(x, weight.shape[0], torch.is_grad_enabled() and weight.requires_grad)
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows {chunk_rows} is not positive")
         vocab_size = weight.shape[0] if vocab_size is None else vocab_size
@@ -204,26 +214,30 @@ class _Head:
             if wanted[1] and x.shape[0] <= self.chunk_rows:
                 dweight = dz.t() @ part
             elif wanted[1]:
-                if dweight is None:
-                    exact = torch.promote_types(dz.dtype, torch.float32)
-                    dweight = torch.zeros_like(weight, dtype=exact, memory_format=torch.contiguous_format)
-                _add_product(dweight, dz.t(), part)
+                dweight = _add_product(dweight, dz.t(), part, torch.promote_types(dz.dtype, torch.float32))
             del dz  # before the next chunk's logits exist
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)
         return dx, dweight
 
 
-def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add x y to `total` in its dtype: no product is rounded to a narrower one, or makes a second trip to memory."""
-    if x.dtype == total.dtype:
-        torch.addmm(total, x, y, out=total)
-    elif x.is_cuda and torch.version.hip is None:
-        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
-    else:  # elsewhere there is no such product, so some rows at a time are widened
-        y = y.to(total.dtype)
-        for part, rows in zip(total.split(4096), x.split(4096), strict=True):
-            torch.addmm(part, rows.to(total.dtype), y, out=part)
+def _add_product(total: Tensor | None, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `total` + x y, in place, in `dtype`: no product is rounded to a narrower one. None stands for zeros."""
+    wide = x.is_cuda and torch.version.hip is None  # elsewhere there is no product of another dtype
+    if total is None and (wide or x.dtype == dtype):
+        return torch.mm(x, y) if x.dtype == dtype else torch.mm(x, y, out_dtype=dtype)
+    if total is None:
+        total = x.new_zeros(x.shape[0], y.shape[1], dtype=dtype)
+    if x.dtype == dtype:
+        return torch.addmm(total, x, y, out=total)
+    if wide and (torch.compiler.is_compiling() or has_no_values(x)):
+        return total.add_(torch.mm(x, y, out_dtype=dtype))  # torch 2.11 can't trace the sum of the next line
+    if wide:
+        return torch.addmm(total, x, y, out_dtype=dtype, out=total)
+    y = y.to(dtype)
+    for part, rows in zip(total.split(4096), x.split(4096), strict=True):  # some at a time are widened
+        torch.addmm(part, rows.to(dtype), y, out=part)
+    return total
 
 
 def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

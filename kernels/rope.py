@@ -106,7 +106,8 @@ def rope_qkv(
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 3 or min(num_heads, num_kv_heads) < 1 or qkv.shape[2] % heads:
         raise ValueError(f"qkv {tuple(qkv.shape)} is not [B, T, ({num_heads} + 2 x {num_kv_heads}) heads x head_dim]")
-    qkv = qkv.unflatten(2, (heads, -1))
+    # torch 2.11 can't compile `unflatten` under a default device
+    qkv = qkv.view(*qkv.shape[:2], heads, qkv.shape[2] // heads)
     q, k, v = _parts(qkv, None, num_heads, num_kv_heads)
     options = _Options(cos, sin, q_weight, k_weight, eps, interleaved)
     if not _check(q, k, options, impl):

@@ -6,8 +6,8 @@ command again to go on: jobs that the file has are skipped. The jobs, in this or
 1. together, for they need not be timed: the environment, `mpcore doctor`, the tests of the marker `gpu` in several
    processes, one correctness case and one repeat of each kernel;
 2. the rates of a copy and of a matrix product;
-3. one shape of each kernel beside eager, torch.compile, SDPA and all peers that are installed;
-4. a training step beside plain torch, and the example's model FLOPs utilization (MFU);
+3. a training step beside plain torch, and the example's model FLOPs utilization (MFU);
+4. one shape of each kernel beside eager, torch.compile, SDPA and all peers that are installed;
 5. two stages against three in the loops of every kernel.
 
 A report in Markdown, a plot and a table for `kernels/measured.json` lie beside the results after every call.
@@ -211,12 +211,12 @@ def plan(args: argparse.Namespace, folder: Path) -> Iterator[tuple[list[Job], in
     doctor = Job("doctor", "", (sys.executable, "-m", "mpcore", "doctor"), 180)
     yield [*_tests(args.rehearse), doctor, *one_of("environment"), *checks], 2 if args.rehearse else 6
     yield one_of("ceilings"), 1
-    yield jobs("measure", 180), SIDE_BY_SIDE
     runs = ["dense"] if args.rehearse else EXAMPLES
     yield (
         [*([] if args.rehearse else one_of("step")), *(Job("example", n, _command("example", n), 150) for n in runs)],
         SIDE_BY_SIDE,
     )
+    yield jobs("measure", 180), SIDE_BY_SIDE
     make = "import sys; from pathlib import Path; from bench.gpu_hour.jobs import sources_with_stages as copy; "
     make += "copy(int(sys.argv[1]), Path(sys.argv[2]))"
     variants = {count: folder / f"stages_{count}" for count in (2, 3)}

@@ -284,8 +284,9 @@ class SimulatedGroup(PythonGroup):
     def _meet(self, kind: str, x: Tensor | None, part: Any, compute: Callable[[list], None]) -> _Work:
         """Enter the next collective of the group with this rank's input.
 
-        The last rank computes all results in place.
+        The last rank computes all results in place. Ranks may use different CUDA streams.
         """
+        _finish_stream(x)
         self.number += 1
         key = (self._name, self.ranks, self.number)
         meeting = self.job.table.setdefault(key, _Meeting())
@@ -295,6 +296,7 @@ class SimulatedGroup(PythonGroup):
         if len(meeting.parts) == self.count:
             with _disable_current_modes(), torch.no_grad(), below_autograd():
                 compute([meeting.parts[place] for place in range(self.count)])
+            _finish_stream(x)
             meeting.done = True
             del self.job.table[key]
             self.job.changed()
@@ -425,6 +427,7 @@ class SimulatedGroup(PythonGroup):
         box = self.job.boxes.setdefault((self._name, self.ranks, self.place, to, tag), _Box())
         with _disable_current_modes(), torch.no_grad():
             box.messages[box.sent] = [x.clone() for x in tensors]
+        _finish_stream(tensors[0])
         box.sent += 1
         self.job.changed()
         return _Work(self.job, lambda: True)
@@ -440,6 +443,12 @@ class SimulatedGroup(PythonGroup):
 
         inside = f"receiving from rank {self.ranks[source]} of {self.described}"
         return _Work(self.job, lambda: number in box.messages, inside, take)
+
+
+def _finish_stream(x: Tensor | None) -> None:
+    """Wait for what the current CUDA stream has to do, if `x` is on a GPU: a stream of another rank may use it next."""
+    if x is not None and x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
 
 
 def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:

@@ -256,7 +256,8 @@ def _head(
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
     gather = None if tp.size == 1 else lambda stats: _gather_pieces(stats.unsqueeze(0), tp)
-    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size))  # shards may be uneven
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size), wanted)  # shards may be uneven
     options = {**how.columns, "vocab_size": how.size, "gather": gather, "chunk_rows": chunk_rows}
     return (rows, weight, target.reshape(-1)), options
 

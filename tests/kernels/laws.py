@@ -41,11 +41,12 @@ def check_errors(
     inputs: Inputs,
     layout: str = "contiguous",
     gradients: bool = True,
+    roundings: int = 1,
     **options: Any,
 ) -> None:
     """Law: in outputs and (unless left out) gradients, the kernel errs at most twice as much as its reference here.
 
-    Errors are against the reference in float64, in the largest and in the mean square. An error of one rounding is
+    Errors are against the reference in float64, in the largest and in the mean square. An error of so many roundings is
     granted, as the reference may hit the exact value by luck. Memory around every tensor is NaN, and outputs start as
     NaN: a stray read or a missing write shows as NaN, a stray write as a broken guard.
     """
@@ -60,7 +61,7 @@ def check_errors(
         assert (found.dtype, found.shape) == (plain.dtype, plain.shape), name
         if exact.numel() == 0:
             continue
-        rounding = torch.finfo(plain.dtype).eps
+        rounding = roundings * torch.finfo(plain.dtype).eps
         for size, granted in ((_largest, rounding), (_mean_square, rounding / 2)):
             bound = 2 * max(size(plain - exact), granted * size(exact))
             error = size(found - exact)

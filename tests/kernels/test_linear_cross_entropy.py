@@ -333,10 +333,11 @@ def test_statistics_are_asked_for_as_the_loss_needs_them(monkeypatch):
 def test_a_product_is_added_in_the_dtype_of_the_sum(wide):
     x, y = torch.randn(9000, 3).bfloat16(), torch.randn(3, 2).bfloat16()
     total = torch.ones(9000, 2, dtype=wide)
-    module._add_product(total, x, y)
+    assert module._add_product(total, x, y, wide) is total
     torch.testing.assert_close(total, 1 + x.to(wide) @ y.to(wide))
+    torch.testing.assert_close(module._add_product(None, x, y, wide), x.to(wide) @ y.to(wide))
     same = torch.ones(9000, 2, dtype=torch.bfloat16)
-    module._add_product(same, x, y)
+    module._add_product(same, x, y, torch.bfloat16)
     torch.testing.assert_close(same, torch.addmm(torch.ones(9000, 2).bfloat16(), x, y))
 
 
@@ -347,6 +348,15 @@ def test_rows_of_a_chunk():
     assert rows_of_chunk(x[:1000], 128256) == 1024
     assert rows_of_chunk(x[:100], 128256) == 100
     assert rows_of_chunk(x, 2**40) == rows_of_chunk(x[:0], 8) == 1
+
+
+def test_all_rows_are_one_chunk_if_their_logits_are_no_larger_than_the_float32_gradient_and_a_chunk():
+    """Of V rows: 2 bytes of N logits against 4 bytes of D elements, and 512 MiB."""
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+    assert [rows_of_chunk(x, 128256, wanted) for wanted in (True, False)] == [8192, 2048]
+    for rows, found in ((8192 + 2092, 8192 + 2092), (8192 + 2093, 2176)):  # 2092.98 rows are 512 MiB
+        assert rows_of_chunk(x[:1].expand(rows, 4096), 128256, True) == found
+    assert rows_of_chunk(x[:0], 8, True) == 1
 
 
 @pytest.mark.parametrize(
@@ -378,9 +388,10 @@ def test_bad_input(arguments, message):
 def test_the_weight_gradient_of_chunks_is_summed_in_float32(dtype):
     torch.manual_seed(5)
     dz, x = torch.randn(64, 301).to(dtype), torch.randn(64, 32).to(dtype)
-    total = torch.zeros(301, 32)
+    total = None
     for rows in range(0, 64, 4):
-        module._add_product(total, dz[rows : rows + 4].t(), x[rows : rows + 4])
+        total = module._add_product(total, dz[rows : rows + 4].t(), x[rows : rows + 4], torch.float32)
+    assert total is not None
     exact = dz.double().t() @ x.double()
     assert (total.double() - exact).abs().max() < 2e-6 * exact.abs().max()
     scaled = module._scaled(total, torch.tensor(0.3), dtype)

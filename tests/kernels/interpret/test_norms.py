@@ -60,7 +60,9 @@ def norm(request):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("D", [1, 3, 64, 257, 1000, 1280])  # the last is covered by 1024 columns and 256
 def test_errors(norm, D, dtype):
-    norm.check(norm.inputs(13 if D <= 1000 else 3, D, dtype=dtype))
+    inputs = norm.inputs(13 if D <= 1000 else 3, D, dtype=dtype)
+    # the gradient of a row of one is w dy - w dy, of which a fused multiply-add leaves the product's rounding
+    norm.check(inputs, gradients=D > 1 or norm.name == "rms_norm" or not inputs["x"].is_cuda)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
