@@ -228,7 +228,13 @@ def count_stages(
         held.buffers = storage_bytes(owner.buffers())
         held.gradients = storage_bytes(local_tensor(g) for p in parameters if (g := gradient_of(p)) is not None)
         stepped = [_master(p) if p in half else p for p in trained]
-        optimizer = work.optimizer(stepped)
+        try:
+            optimizer = work.optimizer(stepped)
+        except Exception as error:
+            raise ValueError(
+                f"optimizer= gets a list of {len(stepped)} parameters, not the model, and raised {error!r:.200}: give "
+                f"optimizer=lambda ps: torch.optim.AdamW(ps), which has as much state as mpcore.AdamW has by default"
+            ) from error
         optimizer.step()
         states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         masters = [stand_in for p, stand_in in zip(trained, stepped, strict=True) if p in half]

@@ -100,7 +100,7 @@ def check_init(init: object) -> None:
     fits = callable(init)
     if callable(init):
         try:
-            inspect.signature(init).bind(torch.empty(0), generator=None)
+            inspect.signature(init).bind(None, generator=None)
         except TypeError:
             fits = False
         except ValueError:  # a builtin function without a signature

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,18 @@ from mpcore.mesh.log import get_logger
 log = get_logger(__name__)
 Loss = Callable[[Any, Tensor], Tensor]
 SHARDED = "sharded logits need mpcore.vocab_parallel_cross_entropy(.., tp=mesh.tp, vocab_size=V), not F.cross_entropy"
+
+
+def with_mesh(loss: Callable[..., Tensor], mesh: Mesh) -> Loss:
+    """Return `loss(output, target)` of a loss that may also accept the mesh: as `mesh`, or as a third argument."""
+    try:
+        asked = inspect.signature(loss).parameters
+    except (ValueError, TypeError):  # a builtin function without a signature
+        return loss
+    if "mesh" in asked:
+        return partial(loss, mesh=mesh)
+    needed = sum(each.default is each.empty for each in asked.values())
+    return (lambda output, target: loss(output, target, mesh)) if needed > 2 else loss
 
 
 class LossCheck:

@@ -42,7 +42,7 @@ from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
-from mpcore.training.loss_check import Loss
+from mpcore.training.loss_check import with_mesh
 from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_rank
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
@@ -55,7 +55,7 @@ def prepare(
     mesh: Mesh,
     *,
     blocks: Iterable[nn.Module] | Mapping[int, nn.Module],
-    loss: Loss,
+    loss: Callable[..., Tensor],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     seed: int = 0,
     initialize: bool | None = None,
@@ -77,14 +77,15 @@ def prepare(
         mesh: the mesh from `build_mesh` whose axes the model's layers were built with.
         blocks: the transformer blocks in the order of forward: the units of ZeRO, recompute, FP8, offload and compile.
             With pp > 1 and fragments of local updates, pass `{number in the full model: block}`.
-        loss: `loss(output, target)`, the SUM over the tokens of a micro-batch. Never divide it: the run divides once,
-            by the tokens of the whole step on all ranks. The first step calls it once more, to detect a mean.
+        loss: `loss(output, target)` or `loss(output, target, mesh)`, the SUM over the tokens of a micro-batch. Never
+            divide it: the run divides once, by the tokens of the whole step on all ranks. The first step calls it once
+            more, to detect a mean.
         optimizer: a function that gets the prepared model and returns its optimizer: `lambda model: AdamW(model,
             lr=3e-4)` or `lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)`.
         seed: seed of parameters and dropout.
         initialize: None: draw the values; the model must be on "meta". True: draw the values, replacing existing ones.
-            False: keep the values, for example of a pretrained model. A drawn value depends only on the seed and the
-            full name, so it is the same on every layout.
+            False: keep the values, for example of a pretrained model; a model on the CPU is moved to the mesh's device.
+            A drawn value depends only on the seed and the full name, so it is the same on every layout.
         micro_batches: the number of micro-batches per step on each rank. Gradients accumulate over them.
         schedule: the pipeline schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a
             `Schedule`.
@@ -189,7 +190,7 @@ def prepare(
     if local_updates is not None:
         made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
-    summed, after = run.scaled(loss), None
+    summed, after = run.scaled(with_mesh(loss, mesh)), None
     if numerics == "invariant":
         run.invariant = InvariantStep(stages, mesh, made)
         summed, after = run.invariant.watch_loss(summed), run.invariant.take
@@ -222,6 +223,8 @@ def lay_out(
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
+        if data.stage == 0 or mesh.data.size == 1:  # otherwise sharding moves the model, block by block
+            _move(whole, mesh.device)
     masters = {} if precision.param_dtype is None else round_parameters(whole, precision.param_dtype)
     with raising_together():  # blocks of one rank alone may be refused, as for a budget that they can't keep
         if precision.fp8:
@@ -244,6 +247,13 @@ def lay_out(
     if compile is not None:
         compile_blocks(blocks, compile.backend)
     return whole, masters
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move a model with values to a device. A model on "meta" stays there, as in a dry run."""
+    held = [*model.parameters(), *model.buffers()]
+    if any(x.device.type != device.type for x in held) and not any(x.is_meta for x in held):
+        model.to(device)
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -38,7 +38,7 @@ class ReplicaCheck:
         for name, parameter, sharding in tree.declared:
             if parameter.requires_grad and any(axis.key == tp.key for axis in sharding.replica_axes(self.mesh)):
                 names.append(name)
-                sketches.append(_sketch(gradient_of(parameter)).to(self.mesh.device))
+                sketches.append(_sketch(gradient_of(parameter), self.mesh.device))
         if names and tp.size > 1:
             total, norm = torch.stack(sketches).unbind(1)
             most, least, norm = all_reduce(torch.stack([total, -total, norm]), tp, "max")
@@ -70,14 +70,12 @@ class ReplicaCheck:
         )
 
 
-def _sketch(grad: Tensor | None) -> Tensor:
+def _sketch(grad: Tensor | None, device: torch.device) -> Tensor:
     """Return the sum of a gradient's elements, each with its own weight, and the norm: [2] in float64; 0 for None."""
-    if grad is None:
-        return torch.zeros(2, dtype=torch.float64)
-    local = local_tensor(grad).reshape(-1)
-    total = torch.zeros(2, dtype=torch.float64, device=local.device)
-    for piece in local.split(PIECE):  # a copy in float64 of all of a large gradient could run out of memory
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    pieces = () if grad is None else local_tensor(grad).reshape(-1).split(PIECE)
+    for piece in pieces:  # a copy in float64 of all of a large gradient could run out of memory
         x = piece.double()
         weights = torch.arange(len(x), dtype=torch.float64, device=x.device).cos()
-        total += torch.stack([(x * weights).sum(), x.square().sum()])
+        total += torch.stack([(x * weights).sum(), x.square().sum()]).to(device)
     return torch.stack([total[0], total[1].sqrt()])

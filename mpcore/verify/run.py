@@ -24,6 +24,7 @@ from mpcore.random import generator
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.training.loss_check import with_mesh
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
 from mpcore.verify.layout import NORMALIZE, Layout
@@ -221,18 +222,15 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         raise ValueError(f"layout {layout.name!r}: {seen.rows} rows are not a multiple of {what} {each}")
     forwards = listen(model, seen)
     returned: list[dict[str, Tensor]] = []
-    asked = inspect.signature(task.loss).parameters if task.loss else {}
-    takes_mesh = "mesh" in asked or sum(each.default is each.empty for each in asked.values()) > 2
+    own_loss = with_mesh(task.loss, mesh) if task.loss else None
 
     def loss(output: Any, target: Tensor) -> Tensor:
-        if task.loss is None and not isinstance(output, Tensor):
+        if own_loss is None and not isinstance(output, Tensor):
             raise ValueError(f"the model returns a {type(output).__name__}: a loss(output, target, mesh) must take it")
         returned.append(_leaves(output))
         if not any(leaf.is_floating_point() for leaf in returned[-1].values()):
             raise ValueError(f"the model returns a {type(output).__name__} without a floating tensor: none to compare")
-        if task.loss is None:
-            return output.square().sum() / 2
-        return task.loss(output, target, mesh) if takes_mesh else task.loss(output, target)
+        return output.square().sum() / 2 if own_loss is None else own_loss(output, target)
 
     batch = {name: t.chunk(mesh.dp.size)[mesh.dp.rank] for name, t in task.batch.items()}
     if mesh.cp.size > 1:

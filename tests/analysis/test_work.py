@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpcore import Mesh
 from mpcore.analysis.counts import Count, Ledger
-from mpcore.analysis.dry_run import on_mesh
+from mpcore.analysis.dry_run import dry_run, on_mesh
 from mpcore.analysis.operators import Tally
 from mpcore.analysis.work import (
     Found,
@@ -181,6 +181,17 @@ def test_policies_are_given_by_name_or_as_such(precision, recompute):
     policy = Precision(precision) if isinstance(precision, str) else precision
     assert (work.autocast, work.optimizer, work.plan.micro_batches) == (policy.autocast_dtype, torch.optim.SGD, 1)
     assert block.weight.is_meta, "no memory is allocated"
+
+
+def test_an_optimizer_that_expects_the_model_is_refused_in_a_line():
+    def work(mesh, arguments):
+        block = nn.Linear(4, 4, device="meta")
+        inputs = {"inputs": (torch.ones(2, 4),), "loss": Tensor.sum, "blocks": [block]}
+        return make_work(block, mesh, optimizer=lambda model: torch.optim.SGD(model.parameters()), **inputs)
+
+    words = r"^optimizer= gets a list of 2 parameters, not the model, and raised AttributeError.*: give optimizer"
+    with pytest.raises(ValueError, match=words):
+        dry_run(work)
 
 
 def test_the_defaults_of_a_found_step_are_of_one_stage_and_micro_batch():

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.training import loss_check
-from mpcore.training.loss_check import LossCheck
+from mpcore.training.loss_check import LossCheck, with_mesh
 from mpcore.training.numerics import check_invariant, leaves_of_rank
 from mpcore.training.policies import DTYPES, check_policies
 
@@ -117,6 +118,28 @@ def test_a_loss_in_sixteen_bits_is_warned_of_on_rank_0(caplog, dtype, rank, said
     with caplog.at_level(logging.WARNING):
         begun(rank=rank).call(lambda y, t: torch.tensor(2.0, dtype=dtype), Y, Y)
     assert len(caplog.records) == said
+
+
+def test_a_loss_may_accept_the_mesh():
+    on = mp.Mesh()
+
+    def plain(y: Tensor, t: Tensor, weight: float = 1.0) -> Tensor:
+        return squares(y, t) * weight
+
+    def named(y: Tensor, t: Tensor, weight: float = 1.0, *, mesh: mp.Mesh | None = None) -> Tensor:
+        assert mesh is on
+        return squares(y, t) * weight
+
+    def third(y: Tensor, t: Tensor, where: mp.Mesh) -> Tensor:
+        assert where is on
+        return squares(y, t)
+
+    for loss in (plain, named, third, partial(third, where=on), nn.MSELoss(reduction="sum")):
+        assert float(with_mesh(loss, on)(Y, 2 * Y)) == float(squares(Y, 2 * Y))
+    assert with_mesh(torch.dist, on) is torch.dist, "it has no signature"
+    net = nn.Linear(2, 2)
+    run = mp.prepare(net, on, blocks=(), loss=third, initialize=False, optimizer=lambda m: mp.AdamW(m, lr=0.1))
+    assert float(run.forward_backward(Y, Y)) == pytest.approx(float(squares(net(Y), Y) / Y.numel()))
 
 
 def end_on_rank(totals: list[float], is_mean: bool, tokens: int) -> str:

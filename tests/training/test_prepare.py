@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.sharding import full_state_dict
+from mpcore.training.policies import Precision, Recompute
+from mpcore.training.prepare import lay_out
 from tests.pool import mesh
 
 V, D, T, LAYERS = 12, 8, 6, 4
@@ -485,6 +487,18 @@ def test_weights_that_are_there_are_never_drawn_anew_in_silence():
         small(0.5)
     for again, drawn in itertools.pairwise((small(None), small(0.5, initialize=True), small(None, initialize=True))):
         assert torch.equal(*(run.model.get_parameter("0.weight") for run in (again, drawn)))
+
+
+def test_a_model_with_values_is_moved_to_the_meshs_device(monkeypatch):
+    monkeypatch.setattr(mp.Mesh, "device", property(lambda self: torch.device("meta")))
+    model = nn.ModuleList([nn.Embedding(4, 2), mp.ColumnParallelLinear(2, 4, bias=False), nn.BatchNorm1d(2)])
+    policies = {"precision": Precision("float32"), "recompute": Recompute("none"), "compile": None}
+    lay_out([model], mp.Mesh(), [], seed=0, initialize=False, data=mp.Zero(1), **policies)
+    assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
+    monkeypatch.undo()
+    lay_out([model], mp.Mesh(), [], seed=0, initialize=False, data=mp.Zero(1), **policies)  # as in a dry run
+    assert all(x.is_meta for x in model.parameters())
+    assert model[1].shardings["weight"].shape == (4, 2)
 
 
 # --- the loss, in the first step ------------------------------------------------------------------------------------
