@@ -51,9 +51,14 @@ class ReplicaCheck:
 
     def _error(self, name: str, off: float, more: int) -> ValueError:
         """Return the error of this rank's tp group. All ranks of the group call it."""
-        told = gather_objects((self.before.numpy().tobytes(), torch.equal(self.before, self.after)), self.mesh.tp.group)
-        states, idle = zip(*told, strict=True)
-        if len(set(states)) > 1 and not all(idle):
+        mine = [state.numpy().tobytes() for state in (self.before, self.after)]
+        before, after = map(set, zip(*gather_objects(mine, self.mesh.tp.group), strict=True))
+        if len(before) == 1 and len(after) > 1:
+            why = (
+                "the ranks drew unequal numbers of random values in the step, as nn.Dropout does with uneven shards. "
+                "Use mpcore.Dropout"
+            )
+        elif before != after and len(before) > 1:
             why = (
                 "the random states differ within the tp group, and the step drew random numbers, as nn.Dropout does. "
                 "Use mpcore.Dropout, or call torch.manual_seed(mesh.data.rank) after prepare"

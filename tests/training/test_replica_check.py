@@ -14,12 +14,16 @@ V, D = 6, 8
 
 
 class Net(nn.Module):
-    """Dropout of replicated features (`at` 0) or of sharded ones (`at` 1), and a scalar that meets sharded features."""
+    """Dropout of replicated features (`at` 0) or of sharded ones (`at` 1), and a scalar that meets sharded features.
+
+    With `at` 3 unevenly sharded features are dropped, and then replicated ones.
+    """
 
     def __init__(self, tp: mp.Axis, at: int, partial: bool) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(V, D), nn.LayerNorm(D)
-        self.up, self.down = mp.ColumnParallelLinear(D, 4 * D, tp=tp), mp.RowParallelLinear(4 * D, D, tp=tp)
+        hidden = 4 * D + (at == 3)
+        self.up, self.down = mp.ColumnParallelLinear(D, hidden, tp=tp), mp.RowParallelLinear(hidden, D, tp=tp)
         self.head = mp.ColumnParallelLinear(D, V, tp=tp)
         self.scale = nn.Parameter(torch.ones(1))
         self.dropout, self.at = nn.Dropout(0.1), at
@@ -32,7 +36,8 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.embedding(tokens))
         hidden = self.up(self.dropout(x) if self.at == 0 else x) * self.scale
-        return self.head(self.down(self.dropout(hidden) if self.at == 1 else hidden))
+        x = self.down(self.dropout(hidden) if self.at in (1, 3) else hidden)
+        return self.head(self.dropout(x) if self.at == 3 else x)
 
 
 def steps(mesh: mp.Mesh, at: int, alike: bool, partial: bool = True, zero: int = 1, tokens: int | None = None) -> int:
@@ -59,6 +64,11 @@ def test_masks_of_replicated_features_must_be_alike(zero: int) -> None:
         mp.simulate(steps, 0, False, True, zero, tp=2, dp=2)
     assert mp.simulate(steps, 0, True, True, zero, tp=2, dp=2) == [2] * 4
     assert mp.simulate(steps, 1, False, True, zero, tp=2, dp=2) == [2] * 4  # masks of sharded features may differ
+
+
+def test_ranks_may_draw_unequal_numbers_of_values() -> None:
+    with pytest.raises(RankError, match=r"the ranks drew unequal numbers of random values in the step, as nn.Dropout"):
+        mp.simulate(steps, 3, True, tp=2)
 
 
 def test_a_sum_that_nobody_declares_is_named() -> None:
