@@ -246,12 +246,16 @@ def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
 def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     """Declare that the gradient of `module`'s parameter `leaf` is partial over `axis` and must be all-reduced.
 
-    The axis is added to the axes that the module declares. An axis of size 1 changes nothing.
+    The axis is added to the axes that the module declares. An axis of size 1 changes nothing. Call it before
+    `mpcore.parallelize`, whose test of the plan then sums the gradient, and before `mpcore.prepare`.
 
     Args:
         module: the module that holds the parameter.
         leaf: the parameter's name in the module, such as "weight".
         axis: the axis. Each of its ranks computes one term of the gradient.
+
+    Raises:
+        AttributeError: if the module has no attribute `leaf` (on an axis of more than one rank).
 
     Example:
         >>> table, pp = nn.Embedding(4, 2), mpcore.Axis(size=2, rank=0, name="pp")

@@ -90,6 +90,7 @@ def parallelize(
         - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
           layers, the other is sharded too, and its outputs are gathered on every rank.
         - On an axis of size 1 the parameters stay the same objects.
+        - If a parameter of your own meets sharded heads or features, call `mpcore.add_partial` for it before this call.
         - If the last layer is "colwise", the model returns this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
         - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
