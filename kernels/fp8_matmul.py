@@ -84,7 +84,8 @@ def _matmul_op(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: 
     recipe_a = recipe_b = F.ScalingType.BlockWise1x128
     a_scales = a_scales.t().contiguous().t()  # cuBLAS reads scales of rows along their first dimension,
     if _square(right):  # and others in whole vectors of four
-        recipe_b, b_scales = F.ScalingType.BlockWise128x128, F.pad(b_scales, (0, -b_scales.shape[1] % 4)).t()
+        padded = F.pad(b_scales, (0, -b_scales.shape[1] % 4))  # without padding a view with any strides
+        recipe_b, b_scales = F.ScalingType.BlockWise128x128, padded.contiguous().t()
     else:
         b_scales = b_scales.t().contiguous().t()
     return F.scaled_mm(a.contiguous(), b.contiguous().t(), a_scales, recipe_a, b_scales, recipe_b, output_dtype=dtype)

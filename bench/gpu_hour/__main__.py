@@ -243,7 +243,7 @@ def _tests(rehearse: bool) -> list[Job]:
 
 def _pytest(name: str, files: str, which: str, processes: int) -> Job:
     """A run of tests of the marker `gpu`. A test that hangs takes its process with it, which another replaces."""
-    flags = f"-q --no-header --tb short -m gpu --timeout 120 --timeout-method thread -p no:cacheprovider -n {processes}"
+    flags = f"-v --no-header --tb short -m gpu --timeout 120 --timeout-method thread -p no:cacheprovider -n {processes}"
     return Job("tests", name, (sys.executable, "-m", "pytest", *flags.split(), *files.split(), "-k", which), 400)
 
 

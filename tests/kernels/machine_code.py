@@ -91,6 +91,16 @@ def read(sass: str) -> MachineCode:
     )
 
 
+def undefined(sass: str) -> list[str]:
+    """Return the instructions that compute with R1 though it holds the stack's address, which no kernel asks for.
+
+    The assembler names R1 for a value that is never set. Bytes that a later instruction drops may come from it
+    (`PRMT`, and the third operand of `F2FP`), but no mask or shift needs them. The ptxas of Triton 3.6 computed
+    `LOP3.LUT R90, R1, 0xffff` from values that PTX defines, and an H100 wrote these bytes.
+    """
+    return re.findall(r"(?:LOP3|SHF|FMUL|FADD|FFMA|SEL|FSEL|ISETP|FSETP|VIMNMX)\S* [^;\[]*, -?R1\b[^;]*", sass)
+
+
 def programs_at_once(target: str, registers: int, warps: int, shared: int) -> int:
     """How many programs of a kernel a multiprocessor holds."""
     memory, file, threads = MULTIPROCESSOR[target]
@@ -178,8 +188,10 @@ def _most_in_flight(code: list[_Instruction], copying: list[list[_Instruction]])
 
 
 def facts(target: str, cubin: bytes, registers: int, warps: int, shared: int) -> dict[str, object]:
-    """The facts of one kernel, as `golden_compile.json` holds them."""
-    found, programs = read(disassemble(cubin)), programs_at_once(target, registers, warps, shared)
+    """The facts of one kernel, as `golden_compile.json` holds them; `AssertionError` if it computes with garbage."""
+    sass = disassemble(cubin)
+    assert not undefined(sass), f"{target}: the assembler took an undefined register: {undefined(sass)[0]}"
+    found, programs = read(sass), programs_at_once(target, registers, warps, shared)
     return {
         "loops": [[loop.wait, loop.depth] for loop in found.loops],
         "local": found.local,

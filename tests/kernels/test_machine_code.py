@@ -39,6 +39,14 @@ def test_a_loop_at_the_end_of_whose_body_the_copies_stand_is_refused():
         compile_table.check("sm_90", "rms_norm", "backward_kernel", facts)
 
 
+def test_a_value_of_the_stack_pointer_is_found_and_bytes_that_are_dropped_are_not():
+    right = ["F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R66, R67, R66, R1", "PRMT R44, R84, 0x3340, R1", "LDL R5, [R1]"]
+    wrong = ["LOP3.LUT R90, R1.reuse, 0xffff, RZ, 0xc0, !PT", "SHF.R.U32.HI R4, RZ, 0x8, R1"]
+    for lines, found in ((right, []), (right + wrong, wrong)):
+        sass = "\n".join(f"/*{16 * i:04x}*/ {x};" for i, x in enumerate(lines))
+        assert machine_code.undefined(sass) == found
+
+
 def test_programs_at_once_are_limited_by_registers_shared_memory_and_threads():
     assert machine_code.programs_at_once("sm_90", 120, 8, 1000) == 2
     assert machine_code.programs_at_once("sm_90", 32, 4, 100_000) == 2

@@ -39,7 +39,7 @@ SHAPES = {
     "adamw": {"param": (300,), "grad": (300,)},
     "attention": {"query": (1, 37, 4, 16), "key": (1, 37, 2, 16), "value": (1, 37, 2, 16)},
     "dropout_add": {"x": (2, 9, 33), "residual": (2, 9, 33), "samples": (2,)},
-    "fp8_matmul": {"a": (64, 256), "b": (128, 256)},
+    "fp8_matmul": {"a": (64, 512), "b": (256, 512)},
     "geglu": {"x": (9, 66)}, "gelu": {"x": (9, 33)}, "relu_squared": {"x": (9, 33)}, "swiglu": {"x": (9, 66)},
     "layer_norm": {"x": (9, 33), "weight": (33,), "bias": (33,)}, "rms_norm": {"x": (9, 33), "weight": (33,)},
     "linear_cross_entropy": {"x": (9, 16), "weight": (50, 16), "target": (9,), "scale": (9,)},
@@ -62,8 +62,14 @@ def test_the_shapes_that_a_self_test_takes(name):
     assert made.get("p", 0.3) == 0.3
 
 
+@pytest.mark.parametrize("draw", [lambda: _self_test._draw(3, 2), lambda: _self_test._ids(5, 3)])
+def test_inputs_are_drawn_on_the_cpu_whatever_the_default_device(draw):
+    with torch.device("meta"):
+        assert draw().device == torch.device("cpu")
+
+
 GRADIENTS = {"adamw": 1, "attention": 2 + 3, "dropout_add": 1 + 2, "fp8_matmul": 4, "geglu": 2, "gelu": 2,
-             "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 1,
+             "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 4,
              "relu_squared": 2, "rms_norm": 1 + 2, "rope": 2 + 2, "swiglu": 2}  # fmt: skip
 
 
