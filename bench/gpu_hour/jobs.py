@@ -29,10 +29,12 @@ from unittest import mock
 
 import torch
 
+from bench.examples.bench_gpt_step import measure_on_gpu
 from bench.interleave import interleave, spread
 from bench.kernels import protocol
 from bench.kernels.protocol import OURS, Kernel, WrongError
 from bench.machine import ROOT, describe
+from examples.gpt.pretrain import main as pretrain
 from mpcore.kernels import _dispatch, use_kernels
 
 WRONG = 3  # the status of a process whose result is wrong
@@ -134,15 +136,11 @@ def stages(name: str) -> Rows:
 
 def step(name: str) -> Rows:
     """A training step of a GPT beside plain torch, torch.compile and transformers, and which kernels ours launches."""
-    from bench.examples.bench_gpt_step import measure_on_gpu
-
     yield measure_on_gpu()
 
 
 def example(name: str) -> Rows:
     """Tokens per second, model FLOPs utilization and memory of the example's pretraining, over the last half of it."""
-    from examples.gpt.pretrain import main as pretrain
-
     steps = 24 if CUDA else 4
     size = EXAMPLE if CUDA else "--device cpu"
     with tempfile.TemporaryDirectory() as out:

@@ -17,7 +17,8 @@ def test_the_table_has_what_is_counted(moved):
 def test_every_memory_bound_kernel_is_at_its_floor(moved):
     for case, kernels in moved.items():
         for kernel, ratio in kernels.items():
-            assert 1 <= ratio <= 1.05, (case, kernel, ratio)
+            most = 1.7 if "fp32 square both ways" in case else 1.05  # two passes: 10 bytes of each element, not 6
+            assert 1 <= ratio <= most, (case, kernel, ratio)
 
 
 def test_all_kernels_but_products_are_counted(moved):
