@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito, 2008
+MARKERS, TICKS = "osD^vPX*<>", (0.5, 0.7, 1, 1.5, 2, 3, 5, 10)
 COLUMNS, WIDTH, HEIGHT = 3, 5.5, 3.2
 YARDSTICK = {"GB/s": "a copy", "TFLOP/s": "a matrix product"}
 
@@ -43,6 +45,42 @@ def plot(entries: Sequence[dict[str, Any]], file: Path) -> bool:
         axes.set_axis_off()
     about = groups[next(iter(groups))][0]
     figure.suptitle(f"{about['device']}, {about['date']}, {about['commit']}", fontsize=10)
+    figure.savefig(file, dpi=100)
+    return True
+
+
+def compare(entries: Sequence[dict[str, Any]], file: Path) -> bool:
+    """Write one picture of all kernels on a GPU: the time of each peer over ours, of the longest pass.
+
+    Args:
+        entries, file: the parameters of `plot`.
+
+    Returns:
+        Whether there was a kernel with a peer.
+    """
+    rows = {f"{e['extra_info']['kernel']}, {e['extra_info']['shape']}": e["extra_info"] for e in entries
+            if e["extra_info"].get("peer_ratios")}  # fmt: skip
+    peers = list(dict.fromkeys(name for info in rows.values() for name in info["peer_ratios"]))
+    if not rows:
+        return False
+    figure = Figure(figsize=(9, 1.6 + 0.34 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for i, name in enumerate(peers):
+        dots = [(info["peer_ratios"][name], y) for y, info in enumerate(rows.values()) if name in info["peer_ratios"]]
+        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+        axes.scatter(*zip(*dots, strict=True), color=color, marker=marker, s=45, label=name, zorder=3)
+    axes.axvline(1, color="black", linewidth=1.2)
+    axes.set_xscale("log")
+    axes.set_xticks(TICKS, [f"{t:g}x" for t in TICKS], minor=False)
+    axes.minorticks_off()
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.4)
+    about = next(iter(rows.values()))
+    axes.set_xlabel("time of the peer / time of mpcore: right of 1x mpcore is faster", fontsize=9)
+    figure.suptitle(f"Each kernel's forward and backward, {about['device']}, {about['date']}", fontsize=11)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=100)
     return True
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.plots import plot
+from bench.plots import compare, plot
 
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
@@ -95,7 +95,9 @@ def plots(results: Path = RESULTS) -> list[Path]:
     """Draw the newest file of each machine."""
     last = {path.stem.partition("_")[0]: path for path in _files(results)}
     drawn = [(path.with_suffix(".png"), json.loads(path.read_text())["benchmarks"]) for path in last.values()]
-    return [png for png, entries in drawn if plot(entries, png)]
+    found = [png for png, entries in drawn if plot(entries, png)]
+    beside = [(png.with_name(f"{png.stem}_peers.png"), entries) for png, entries in drawn]
+    return found + [png for png, entries in beside if compare(entries, png)]
 
 
 def main(arguments: list[str] | None = None) -> None:

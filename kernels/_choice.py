@@ -127,7 +127,7 @@ def describe(device: torch.device) -> Iterator[str]:
     for operator in _self_test.OPERATORS:
         own = [r for r in measurements if (r.device, r.operator) == (name, operator)]
         if not own:
-            yield f"{operator:<22}{by_rule(operator):<10}by rule, nothing measured"
+            yield f"{operator:<22}{by_rule(operator):<10}by rule"
         for r in own:
             sizes = ", ".join(f"{n} {size}" for n, size in r.sizes.items())
             times = ", ".join(f"{n} {us:g} us" for n, us in r.microseconds.items())

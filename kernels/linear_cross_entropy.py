@@ -1,4 +1,4 @@
-"""Chunked linear cross-entropy: the loss of a linear layer's output; the full logits never exist.
+"""Chunked linear cross-entropy: the loss of a linear layer's output, with the logits of a chunk of tokens at a time.
 
     logits = x W^T,  total = sum over rows of scale loss(logits, target),  loss as in `cross_entropy.py`
     dx = dlogits W,  dW = dlogits^T x
@@ -6,7 +6,8 @@
 For each chunk of rows, one product computes the logits, two kernels replace them in place by their gradient, and two
 products compute dx and add to dW. The forward pass computes the gradients, and the backward pass only multiplies them
 by dtotal. A loss, log p or entropy of each row has a gradient that only the backward pass knows, so there the logits of
-each chunk are computed again: four products.
+each chunk are computed again: four products. Several chunks sum dW in float32. If the logits of all tokens take no
+more memory than that sum and a chunk, one chunk is faster and takes no more.
 
 Where the vocabulary is sharded over ranks, W holds this rank's rows and dx is one term of a sum over ranks. The forward
 pass calls `gather` to all-gather the statistics of each chunk, five numbers per row.

@@ -1,4 +1,4 @@
-"""The head and its cross-entropy, the sum or of each token, or its log-probabilities; never all logits in memory."""
+"""The head and its cross-entropy, the sum or of each token, or its log-probabilities, in chunks of tokens."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ class HeadLossOptions(TypedDict, total=False):
     Attributes:
         tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
         sequence_parallel, sequence_dim: see `LayerOptions`.
-        chunk_rows: the number of tokens per chunk; None: the number whose logits take 512 MiB.
+        chunk_rows: the number of tokens per chunk; None: the number whose logits take 512 MiB, or all tokens if their
+            logits take no more memory than a float32 gradient of the weight and 512 MiB.
     """
 
     tp: Axis
@@ -161,7 +162,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     **head: Unpack[HeadLossOptions],
 ) -> Tensor:
-    """Compute `vocab_parallel_cross_entropy(x @ weight.T, target)` chunk by chunk; the full logits never exist.
+    """Compute `vocab_parallel_cross_entropy(x @ weight.T, target)` chunk by chunk.
 
     The forward pass also computes the gradients, in three matrix products per chunk: the logits, the gradient of x and
     the gradient of the weight. With reduction "none", backward computes the logits again: four products.
@@ -201,7 +202,7 @@ def linear_cross_entropy(
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **head: Unpack[HeadLossOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk; the full logits never exist.
+    """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk.
 
     Backward computes the logits of each chunk again, which costs one more matrix product than keeping them.
 
