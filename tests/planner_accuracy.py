@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import time
@@ -27,6 +28,7 @@ FAR = 0.1
 """A run whose time the fit to all misses by more is named on the page."""
 ODD = "775"
 """The line of a run that took as long as one with a third more micro-batches."""
+ONE_GPU = Path(__file__).parents[1] / "bench" / "results" / "h100-80gb-hbm3_2026-11-26.json"
 REPEATED = 0.01
 """The standard deviation of a run's time, from the nine runs of BigScience whose layout was run again in the same state of the nodes."""
 GPT = "--preset megatron-gpt --dtype bfloat16 --sequence-parallel --micro-batch 1 --even-stages"
@@ -40,8 +42,8 @@ LAYOUTS = [
 ]  # fmt: skip
 HEAD = """# How accurate the planner is
 
-This page compares the predictions of [`mpcore plan`](planner.md) with real runs: published runs of other libraries, and runs of two CPU ranks. It also
-compares planned with measured memory, and says how long planning takes.
+This page compares the predictions of [`mpcore plan`](planner.md) with real runs: published runs of other libraries, a run of one H100, and runs of two CPU
+ranks. It also compares planned with measured memory, and says how long planning takes.
 
 `python -m tests.planner_accuracy --write docs/planner_accuracy.md` wrote this page. Don't edit it by hand.
 """
@@ -213,6 +215,26 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+def one_gpu() -> str:
+    """Return the section on the example's pretraining on one H100, which no rate was fitted to."""
+    words = "--d-model 2048 --layers 16 --heads 16 --seq-len 2048 --global-batch 16 --micro-batch 8 --dtype bfloat16"
+    runs = json.loads(ONE_GPU.read_text())["benchmarks"]
+    (found,) = (run["extra_info"] for run in runs if run["fullname"].strip() == f"bench/gpu_hour pretrain {words}")
+    layout = Counter(build).layout([*f"--preset tiny --vocab-size 257 {words}".split()])
+    step, (_, held) = estimate(layout, load_machine("h100")).step, layout.fullest
+    seconds, gib = 16 * 2048 / found["ratios"]["tokens per second"], found["ratios"]["GiB"]
+    return f"""## One H100
+
+`python -m bench.gpu_hour` ran `examples.gpt.pretrain {words}` on one {found["device"]}, {found["date"]}: 811 million parameters. No rate of the profile
+`h100` was fitted to it.
+
+| | planned | measured | error |
+|---|---|---|---|
+| seconds per step | {step:.3f} | {seconds:.3f} | {step / seconds - 1:+.1%} |
+| GiB at the peak | {held / 2**30:.1f} | {gib:.1f} | {held / 2**30 / gib - 1:+.1%} |
+"""
+
+
 def published() -> str:
     """Each set of rows that comes with the package: the fit, the errors of rows left out, and those of rows held out."""
     parts, others = [], groups_of(read_rows(HELD_OUT), None)
@@ -327,6 +349,7 @@ def page() -> str:
             "## Published runs\n",
             PUBLISHED_TEXT,
             published(),
+            one_gpu(),
             cpu_section(),
             NOTES.lstrip(),
             COLUMNS,
