@@ -114,6 +114,10 @@ def rank_threads() -> Iterator[None]:
     module: Any = dist.distributed_c10d
     hook, process = sys.excepthook, module._world
     module._world = _Worlds(process)
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        # In torch 2.11 (not 2.14) that is built for CUDA, a fake tensor, such as DTensor makes, ends the process with
+        # SIGSEGV if a thread other than this one is the first to replace the guard of devices that are not there.
+        torch._C._ensureCUDADeviceGuardSet()
     c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, SimulatedGroup, extended_api=True, devices=["cpu", "cuda"])
