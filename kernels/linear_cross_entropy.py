@@ -134,7 +134,7 @@ def linear_log_prob(
     return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), True)
 
 
-def rows_of_chunk(x: Tensor, columns: int, weight_gradient: bool = False) -> int:
+def rows_of_chunk(x: Tensor, columns: int, weight_gradient: bool) -> int:
     """Return how many rows of `x` `[N, D]` make a chunk of at most `CHUNK_BYTES` of logits: equal chunks, in 128s.
 
     With a gradient of the weight, several chunks need its sum in float32. All rows are one chunk if their logits are no

@@ -343,11 +343,11 @@ def test_a_product_is_added_in_the_dtype_of_the_sum(wide):
 
 def test_rows_of_a_chunk():
     x = torch.empty(8192, 1, dtype=torch.bfloat16)
-    assert rows_of_chunk(x, 128256) == 2048  # of at most 2093
-    assert rows_of_chunk(x, 100) == 8192
-    assert rows_of_chunk(x[:1000], 128256) == 1024
-    assert rows_of_chunk(x[:100], 128256) == 100
-    assert rows_of_chunk(x, 2**40) == rows_of_chunk(x[:0], 8) == 1
+    assert rows_of_chunk(x, 128256, False) == 2048  # of at most 2093
+    assert rows_of_chunk(x, 100, False) == 8192
+    assert rows_of_chunk(x[:1000], 128256, False) == 1024
+    assert rows_of_chunk(x[:100], 128256, False) == 100
+    assert rows_of_chunk(x, 2**40, False) == rows_of_chunk(x[:0], 8, False) == 1
 
 
 def test_all_rows_are_one_chunk_if_their_logits_are_no_larger_than_the_float32_gradient_and_a_chunk():
