@@ -184,7 +184,7 @@ sizes are bytes on one rank.
 
 ## The estimate against what a run holds
 
-The table compares the estimate of `mpcore memory examples.gpt.plan:build` with the bytes that a rank of the example
+The table compares the estimate of `mpcore memory --cpu examples.gpt.plan:build` with the bytes that a rank of the example
 holds in its second step, on the same layout and with the same flags. The estimate and the measurement count
 parameters, gradients, optimizer state, and the peak of activations, buffers and messages. Each row shows the rank with
 the largest error. The largest error of all rows is {largest}. Each row's flags follow `{flags}`.

@@ -176,7 +176,7 @@ class Preflight:
         sizes |= {} if inner is None else {"cp_inner": inner}
         stride = sizes["dp"] * sizes["cp"] * sizes["tp"]
         ranks = sorted({0, min(1, sizes["pp"] - 1), sizes["pp"] - 1})[:DRY_RANKS]
-        found = [dry_run(build, flags, rank * stride, **sizes) for rank in ranks]
+        found = [dry_run(build, flags, rank * stride, args.device != "cpu", **sizes) for rank in ranks]
         most = max(found, key=lambda each: each.total)
         sent = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sorted(most.ledger.volumes().items()) if size)
         told = f"{most.total / UNITS['GiB']:.3g} GiB on the fullest rank; GB sent a step: {sent or 'none'}"

@@ -18,10 +18,12 @@ import torch
 from examples.gpt import arguments
 from examples.gpt.config import MoEConfig
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
+from examples.gpt.plan import build
 from examples.gpt.preflight import Preflight
 from examples.gpt.presets import PRESETS
 from examples.gpt.toy import SIZE_NAMES, nearest, shrink, shrink_experts
 from mpcore.__main__ import main
+from mpcore.analysis.dry_run import dry_run
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
 from tests.examples.planted import BUGS, Lent, Planted
@@ -94,6 +96,18 @@ def test_a_fault_of_flags_or_data_is_refused_before_anything_trains(ranks, tmp_p
     assert results[check].state == FAILED
     assert re.search(sentence, results[check].detail), results[check].detail
     assert all(result.state == OK for name, result in results.items() if name != check and check != "flags")
+
+
+@pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=str)
+def test_memory_is_that_of_the_devices_kernels(ranks, tmp_path, device):
+    """As `mpcore memory` counts them, by default those of a GPU."""
+    words = [*SMALL, "--dtype", "bfloat16", *device]
+    lent: Any = Lent(ranks)
+    *_, result = run_checks(Preflight([*words, "--out", str(tmp_path)], Options(), lent).checks()[:4])
+    flags = [*SMALL, "--dtype", "bfloat16"]
+    totals = [dry_run(build, flags, 0, gpu).total / 2**30 for gpu in (False, True)]
+    assert totals[0] > 1.03 * totals[1]  # norms keep float32 copies on a CPU
+    assert result.detail.startswith(f"{totals[not device]:.3g} GiB on the fullest rank")
 
 
 def test_more_than_the_memory_of_a_gpu_is_refused(ranks, tmp_path):
