@@ -137,11 +137,11 @@ def linear_log_prob(
 def rows_of_chunk(x: Tensor, columns: int, weight_gradient: bool) -> int:
     """Return how many rows of `x` `[N, D]` make a chunk of at most `CHUNK_BYTES` of logits: equal chunks, in 128s.
 
-    With a gradient of the weight, several chunks need its sum in float32. All rows are one chunk if their logits are no
-    larger than that sum and a chunk.
+    With a gradient of a 16-bit weight, several chunks need its sum in float32. All rows are one chunk if their logits
+    are no larger than that sum and a chunk.
     """
     of_row = max(columns, 1) * x.element_size()
-    if weight_gradient and x.shape[0] * of_row <= CHUNK_BYTES + 4 * columns * x.shape[1]:
+    if weight_gradient and x.element_size() == 2 and x.shape[0] * of_row <= CHUNK_BYTES + 4 * columns * x.shape[1]:
         return max(1, x.shape[0])
     most = max(1, CHUNK_BYTES // of_row)
     rows = ceil_div(x.shape[0], max(1, ceil_div(x.shape[0], most)))

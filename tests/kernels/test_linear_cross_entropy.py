@@ -357,6 +357,7 @@ def test_all_rows_are_one_chunk_if_their_logits_are_no_larger_than_the_float32_g
     for rows, found in ((8192 + 2092, 8192 + 2092), (8192 + 2093, 2176)):  # 2092.98 rows are 512 MiB
         assert rows_of_chunk(x[:1].expand(rows, 4096), 128256, True) == found
     assert rows_of_chunk(x[:0], 8, True) == 1
+    assert rows_of_chunk(x.float(), 128256, True) == 1024  # its sum is its gradient
 
 
 @pytest.mark.parametrize(
