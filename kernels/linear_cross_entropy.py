@@ -134,14 +134,15 @@ def linear_log_prob(
     return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), True)
 
 
-def rows_of_chunk(x: Tensor, columns: int, weight_gradient: bool) -> int:
+def rows_of_chunk(x: Tensor, columns: int, weight: Tensor) -> int:
     """Return how many rows of `x` `[N, D]` make a chunk of at most `CHUNK_BYTES` of logits: equal chunks, in 128s.
 
-    With a gradient of a 16-bit weight, several chunks need its sum in float32. All rows are one chunk if their logits
+    With a gradient of a 16-bit `weight`, several chunks need its sum in float32. All rows are one chunk if their logits
     are no larger than that sum and a chunk.
     """
     of_row = max(columns, 1) * x.element_size()
-    if weight_gradient and x.element_size() == 2 and x.shape[0] * of_row <= CHUNK_BYTES + 4 * columns * x.shape[1]:
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    if wanted and x.element_size() == 2 and x.shape[0] * of_row <= CHUNK_BYTES + 4 * columns * x.shape[1]:
         return max(1, x.shape[0])
     most = max(1, CHUNK_BYTES // of_row)
     rows = ceil_div(x.shape[0], max(1, ceil_div(x.shape[0], most)))
@@ -171,8 +172,7 @@ class _Head:
         autocast = device != "meta" and torch.is_autocast_enabled(device)
         if x.dtype != weight.dtype and not autocast:
             raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}: cast one of them")
-        if chunk_rows is None:
-            chunk_rows = rows_of_chunk(x, weight.shape[0], torch.is_grad_enabled() and weight.requires_grad)
+        chunk_rows = rows_of_chunk(x, weight.shape[0], weight) if chunk_rows is None else chunk_rows
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows {chunk_rows} is not positive")
         vocab_size = weight.shape[0] if vocab_size is None else vocab_size

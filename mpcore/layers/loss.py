@@ -138,8 +138,7 @@ class HeadLossOptions(TypedDict, total=False):
     Attributes:
         tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
         sequence_parallel, sequence_dim: see `LayerOptions`.
-        chunk_rows: the number of tokens per chunk; None: the number whose logits take 512 MiB, or all tokens if their
-            logits take no more memory than a float32 gradient of the weight and 512 MiB.
+        chunk_rows: tokens per chunk; None: those of 512 MiB of logits, or all if several chunks need more memory.
     """
 
     tp: Axis
@@ -257,8 +256,7 @@ def _head(
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
     gather = None if tp.size == 1 else lambda stats: _gather_pieces(stats.unsqueeze(0), tp)
-    wanted = torch.is_grad_enabled() and weight.requires_grad
-    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size), wanted)  # shards may be uneven
+    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size), weight)  # shards may be uneven
     options = {**how.columns, "vocab_size": how.size, "gather": gather, "chunk_rows": chunk_rows}
     return (rows, weight, target.reshape(-1)), options
 

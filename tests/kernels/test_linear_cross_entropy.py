@@ -341,23 +341,26 @@ def test_a_product_is_added_in_the_dtype_of_the_sum(wide):
     torch.testing.assert_close(same, torch.addmm(torch.ones(9000, 2).bfloat16(), x, y))
 
 
+TRAINED, FROZEN = torch.empty(0, requires_grad=True), torch.empty(0)
+
+
 def test_rows_of_a_chunk():
     x = torch.empty(8192, 1, dtype=torch.bfloat16)
-    assert rows_of_chunk(x, 128256, False) == 2048  # of at most 2093
-    assert rows_of_chunk(x, 100, False) == 8192
-    assert rows_of_chunk(x[:1000], 128256, False) == 1024
-    assert rows_of_chunk(x[:100], 128256, False) == 100
-    assert rows_of_chunk(x, 2**40, False) == rows_of_chunk(x[:0], 8, False) == 1
+    assert rows_of_chunk(x, 128256, FROZEN) == 2048  # of at most 2093
+    assert rows_of_chunk(x, 100, FROZEN) == 8192
+    assert rows_of_chunk(x[:1000], 128256, FROZEN) == 1024
+    assert rows_of_chunk(x[:100], 128256, FROZEN) == 100
+    assert rows_of_chunk(x, 2**40, FROZEN) == rows_of_chunk(x[:0], 8, FROZEN) == 1
 
 
 def test_all_rows_are_one_chunk_if_their_logits_are_no_larger_than_the_float32_gradient_and_a_chunk():
     """Of V rows: 2 bytes of N logits against 4 bytes of D elements, and 512 MiB."""
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
-    assert [rows_of_chunk(x, 128256, wanted) for wanted in (True, False)] == [8192, 2048]
+    assert [rows_of_chunk(x, 128256, weight) for weight in (TRAINED, FROZEN)] == [8192, 2048]
     for rows, found in ((8192 + 2092, 8192 + 2092), (8192 + 2093, 2176)):  # 2092.98 rows are 512 MiB
-        assert rows_of_chunk(x[:1].expand(rows, 4096), 128256, True) == found
-    assert rows_of_chunk(x[:0], 8, True) == 1
-    assert rows_of_chunk(x.float(), 128256, True) == 1024  # its sum is its gradient
+        assert rows_of_chunk(x[:1].expand(rows, 4096), 128256, TRAINED) == found
+    assert rows_of_chunk(x[:0], 8, TRAINED) == 1
+    assert rows_of_chunk(x.float(), 128256, TRAINED) == 1024  # its sum is its gradient
 
 
 @pytest.mark.parametrize(
