@@ -257,8 +257,9 @@ def planned(flags: str, monkeypatch: Any, **options: Any) -> tuple[str, list]:
     """What the check says, and what was planned. Rank r needs 2 GiB + r bytes and sends 3 GB over tp and r over dp."""
     asked: list[tuple] = []
 
-    def dry_run(build: Any, flags: list[str], rank: int, **sizes: int) -> Any:
+    def dry_run(build: Any, flags: list[str], rank: int, stands_for_gpu: bool, **sizes: int) -> Any:
         assert build is preflight.build
+        assert stands_for_gpu == ("cpu" not in flags)
         asked.append((flags, rank, sizes))
         volumes = {"tp": 3_000_000_000, "dp": 1_500_000_000 * rank, "cp": 0}
         return SimpleNamespace(total=2 * 2**30 + rank, ledger=SimpleNamespace(volumes=lambda: volumes))
@@ -300,6 +301,7 @@ def test_more_than_a_gpu_has_is_refused_unless_it_is_offloaded(monkeypatch):
     with pytest.raises(ValueError, match=r"^2 GiB on the fullest rank; GB sent a step: tp 3, and a GPU has 1 GiB$"):
         planned("", monkeypatch, memory=2**30)
     planned("--offload optimizer", monkeypatch, memory=2**30)
+    planned("--device cpu", monkeypatch)
     with pytest.raises(ValueError, match="GiB"):
         planned("--compile", monkeypatch, memory=2**30)
 
