@@ -1309,8 +1309,6 @@ def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ra
         (["--resume", "auto", "--optimizer", "muon"], "run: optimizer is 'adamw' there, 'muon' here. "),
         (["--resume", "auto", "--optimizer", "adamw-bf16"], "run: optimizer is 'adamw' there, 'adamw-bf16' here. "),
         (["--resume", str(at / "none")], "there is no checkpoint at .*none"),
-        (["--save-every", "-1"], "--save-every -1 is smaller than 0"),
-        (["--keep", "0"], "--keep 0 is smaller than 1"),
     ):
         ranks(2, check_resume_refused, str(out), flags, message, timeout=30)
     for step, name in ((6, MANIFEST), (4, "model-00001.safetensors")):

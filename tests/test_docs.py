@@ -23,8 +23,10 @@ import torch
 import mpcore
 from examples.gpt.arguments import parse
 from examples.gpt.model import GPT
+from examples.gpt.optimizer import lr_schedule
 from examples.gpt.plan import build
 from examples.gpt.presets import PRESETS
+from examples.gpt.resume import other_schedule
 from mpcore.__main__ import main
 from mpcore.analysis.dry_run import dry_run
 from mpcore.analysis.report import WORDS
@@ -303,6 +305,15 @@ def test_the_page_on_checkpoints_goes_on_where_it_was(tmp_path):
         held["FOLDER"] = str(tmp_path / "one")
         whole = mpcore.simulate(held["train"], 6)[0]
     assert held["begun"] + held["resumed"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_page_on_checkpoints_trains_on_with_the_schedule_of_the_first_command():
+    page = (DOCS / "checkpoints.md").read_text()
+    first, second = (lr_schedule(parse(shlex.split(flags))) for flags in re.findall(r"gpt\.pretrain (--.*)", page))
+    told = other_schedule(first, {**first, "lr_decay_steps": 400}, 200)
+    assert first == second
+    assert told is not None
+    assert f"{told}\n" in page
 
 
 def test_the_program_for_slurm_saves_when_a_signal_comes_and_resumes(tmp_path, monkeypatch, capsys):

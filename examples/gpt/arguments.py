@@ -24,7 +24,8 @@ FROM_0 = ("bitwise", "experts", "shared_experts", "warmup", "twin", "eval_every"
           "max_skips", "check_replicas", "check_speed")  # fmt: skip
 FROM_1 = ("tp", "pp", "cp", "ep", "dp", "etp", "replicate", "cp_inner", "virtual_stages", "workers", "local_steps",
           "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "top_k", "expert_d_ff", "moe_every", "seq_len",
-          "steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples", "keep", "exit_step")  # fmt: skip
+          "steps", "lr_decay_steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples", "keep",
+          "exit_step")  # fmt: skip
 NOT_NEGATIVE = ("lr", "min_lr", "weight_decay", "init_std", "aux_coefficient", "router_z_loss", "bias_rate")
 POSITIVE = ("timeout", "outer_lr", "routed_scale", "capacity_factor")
 SHARES = ("dropout", "outer_momentum", "router_jitter", "betas")
@@ -32,7 +33,18 @@ DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "floa
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Every flag has a default; `--config` names a file that gives flags first."""
+    """Parse the command line. Every flag has a default; `--config` names a file that gives flags first.
+
+    Raises:
+        ValueError: as `check_ranges`.
+        SystemExit: if argparse can't parse the flags.
+    """
+    args = _parse(argv)
+    check_ranges(args)
+    return args
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m examples.gpt.pretrain", description="Pretrain a GPT on any mesh.",
         examples=[
@@ -155,6 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--min-lr", type=float, help="lowest learning rate after warm-up (default: a tenth of --lr)")
     add("--warmup", type=int, default=20, help="steps of linear warm-up (default 20)")
     add("--lr-schedule", choices=SCHEDULES, default="cosine", help="the way down to --min-lr (default cosine)")
+    add("--lr-decay-steps", type=int, help="steps until the rate reaches --min-lr, where it stays (default: --steps)")
     add("--betas", type=float, nargs=2, default=[0.9, 0.95], help="of Adam's two moments (default 0.9 0.95)")
     add(
         "--optimizer",
@@ -269,7 +282,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--exit-step",
         type=int,
-        help="save and leave, as on SIGTERM and SIGUSR1, when so many steps of the whole run are done",
+        help="save and exit with status 0 when so many steps of the whole run are done (default: --steps)",
     )
     add = parser.add_argument_group("faults").add_argument
     add("--timeout", type=float, default=600, help="seconds without progress: a hang, to be explained (default 600)")

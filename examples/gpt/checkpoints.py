@@ -18,8 +18,9 @@ import torch.distributed as dist
 from examples.gpt.console import Console
 from examples.gpt.faults import check_writable, was_restarted
 from examples.gpt.hf import load_hf
+from examples.gpt.optimizer import lr_schedule
 from examples.gpt.records import locked, read_records, write_whole
-from examples.gpt.resume import init_from, left_behind, other_run
+from examples.gpt.resume import init_from, left_behind, other_run, other_schedule
 from examples.gpt.setup import Setup, about
 from examples.gpt.twins import FILE as TENSORS
 from mpcore import Run
@@ -27,6 +28,9 @@ from mpcore.checkpoint import Loaded, Saving, checkpoints, latest, step_path
 from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.mesh import raise_together, raising_together
+
+SCHEDULE = "lr_schedule"
+"""The field of a checkpoint's `extra` that holds the flags of the learning rate schedule."""
 
 
 class Checkpoints:
@@ -103,6 +107,10 @@ class Checkpoints:
             worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
             other = f" of {path}" if path is not None and self.out not in path.parents else ""
             print(f"{worker}resumed after step {loaded.step}, from sample {loaded.sample}{other}", flush=True)
+            schedule = lr_schedule(self.args)
+            changed = other_schedule(loaded.extra.get(SCHEDULE, schedule), schedule, loaded.step)
+            if changed is not None:
+                print(changed, flush=True)
         return True
 
     def _check(self, path: Path, resume: str) -> None:
@@ -203,7 +211,8 @@ class Checkpoints:
     def save(self) -> None:
         """Write a checkpoint."""
         carried = self.setup.carried
-        state: dict[str, Any] = {"sample": self.sample(self.run.step), "config": self.about, "extra": carried.extra}
+        state: dict[str, Any] = {"sample": self.sample(self.run.step), "config": self.about}
+        state |= {"extra": {**carried.extra, SCHEDULE: lr_schedule(self.args)}}
         state |= {"keep": self.args.keep, "beside": carried.beside}
         if not self.args.async_save:
             self.run.save(self.path, **state)

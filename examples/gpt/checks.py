@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from examples.gpt.arguments import check_ranges, flag
+from examples.gpt.arguments import flag
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.hf import open_checkpoint, read_config, tokenizer_of_checkpoint, tokenizer_of_hf
 from examples.gpt.model import GPT
@@ -76,7 +76,7 @@ def inner_size(args: argparse.Namespace, each: int | None = None) -> int | None:
     if args.cp_inner is not None:
         if args.cp_kind != "two-level":
             raise ValueError(f"--cp-inner {args.cp_inner} is of --cp-kind two-level, not of {args.cp_kind}")
-        if args.cp_inner < 1 or args.cp % args.cp_inner:
+        if args.cp % args.cp_inner:
             raise ValueError(f"--cp-inner {args.cp_inner} does not divide --cp {args.cp}: sub-groups have one size")
         return args.cp_inner
     if args.cp_kind != "two-level":
@@ -152,7 +152,6 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     Returns:
         The number of micro-batches a step has on each rank.
     """
-    check_ranges(args)
     if args.min_lr is not None and args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is not from 0 to --lr {args.lr}")
     recompute_kind(args.recompute)
@@ -232,7 +231,7 @@ def check_replicate(args: argparse.Namespace, mesh: Mesh) -> None:
         ValueError: with the sizes that fit.
     """
     n, data, edp = args.replicate, mesh.data.size, mesh.edp.size
-    if n != 1 and (n < 1 or args.zero == 0 or data % n or edp % n or n == data):
+    if n != 1 and (args.zero == 0 or data % n or edp % n or n == data):
         experts = f" and the {edp} of the experts" if edp != data else ""
         raise ValueError(
             f"--replicate {n} with --zero {args.zero} on {data} data ranks leaves nothing to shard, or unequal groups: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import resource
@@ -17,6 +18,7 @@ import torch
 from examples.gpt.dashboards import Dashboards
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import sample_text
+from examples.gpt.optimizer import lr_schedule
 from examples.gpt.records import LOCK, draw_trace, plot_losses
 from mpcore import Mesh
 from mpcore.fault_tolerance.metrics import MetricsWriter
@@ -75,7 +77,9 @@ class Console:
         if self.shows:
             print(summary(trainer), flush=True)
         if done >= steps:
-            self.tell(f"nothing is left to train: {done} steps are done, --steps is {steps}")
+            self.tell(f"nothing is left to train: {done} steps are done, --steps is {steps}; to train on, {on(args)}")
+        elif done >= (args.exit_step or steps):
+            self.tell(f"nothing is left to train: {done} steps are done, --exit-step is {args.exit_step}")
         try:
             yield
         finally:
@@ -146,11 +150,17 @@ class Console:
                 here = os.path.relpath(sys.executable)  # such as .venv/bin/python, which needs no activation
                 python = "python" if here.startswith("..") else here
                 print(
-                    f"train on:  the same command with more --steps and --resume auto\n"
+                    f"train on:  {on(trainer.args)}\n"
                     f"generate:  {python} -m examples.gpt.generate --checkpoint {saved} --prompt 'def '\n"
                     f"export:    {python} -m mpcore convert examples.gpt.hf:SPEC --from {saved} "
                     f"--to-hf {self.out / 'hugging_face'}"
                 )
+
+
+def on(args: argparse.Namespace) -> str:
+    """Return how to train on after the last step, with the learning rate that the run ended with."""
+    kept = lr_schedule(args)["lr_decay_steps"]
+    return f"the same command with --resume auto --steps {2 * args.steps} --lr-decay-steps {kept}"
 
 
 class Lines:

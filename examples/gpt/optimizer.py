@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,23 @@ from mpcore.optim.muon import Muon
 from mpcore.optim.schedules import SCHEDULES
 
 
-def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Return the learning rate of a step."""
-    floor = {} if args.min_lr is None or args.lr == 0 else {"floor": args.min_lr / args.lr}
-    return SCHEDULES[args.lr_schedule](step, steps=args.steps, warmup=args.warmup, lr=args.lr, **floor)
+def lr_schedule(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that the learning rate depends on, by name. A checkpoint stores them."""
+    given = {name: getattr(args, name) for name in ("lr_schedule", "lr", "min_lr", "warmup")}
+    return {**given, "lr_decay_steps": args.lr_decay_steps or args.steps}
+
+
+def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        schedule: what `lr_schedule` returns.
+        step: the number of optimizer steps done.
+    """
+    lr, min_lr = schedule["lr"], schedule["min_lr"]
+    floor = {} if min_lr is None or lr == 0 else {"floor": min_lr / lr}
+    rate = SCHEDULES[schedule["lr_schedule"]]
+    return rate(step, steps=schedule["lr_decay_steps"], warmup=schedule["warmup"], lr=lr, **floor)
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:

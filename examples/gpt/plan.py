@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import check_ranges, flag, parse
+from examples.gpt.arguments import flag, parse
 from examples.gpt.checks import check, merge_options, model_config, recompute_kind, stage_blocks
 from examples.gpt.config import GPTConfig
 from examples.gpt.flops import count_parameters, parameter_shares
@@ -42,7 +42,6 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
     """
     own, rest = OWN.parse_known_args(arguments)
     args = argparse.Namespace(**vars(parse(rest)), regather=own.regather)
-    check_ranges(args)
     check_mesh(args, mesh)
     config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
     config = config if own.vocab_size is None else dataclasses.replace(config, vocab_size=own.vocab_size)

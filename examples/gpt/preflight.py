@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from examples.gpt.arguments import check_ranges, parse
+from examples.gpt.arguments import parse
 from examples.gpt.checks import check_replicate, inner_size
 from examples.gpt.config import GPTConfig
 from examples.gpt.faults import check_writable
@@ -93,7 +93,6 @@ class Preflight:
                 self.args = args = parse(self.flags)
         except SystemExit:
             raise ValueError(said.getvalue().strip() or "the flags ask for help, not for a run") from None
-        check_ranges(args)
         sizes = {axis: getattr(args, axis) for axis in SIZE_NAMES}
         ranks = self.options.ranks
         if min(sizes["tp"], sizes["cp"], sizes["pp"], args.workers) >= 1 and ranks is None:

@@ -14,7 +14,7 @@ if __name__ == "__main__":  # the other imports take seconds, in which a signal 
 
 import torch.distributed as dist
 
-from examples.gpt.arguments import check_ranges, parse
+from examples.gpt.arguments import parse
 from examples.gpt.checks import inner_size
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
@@ -25,14 +25,14 @@ __all__ = ["Trainer", "main", "parse"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0 when all is done, 75 after a signal made it save; else it exits."""
-    args = parse(argv)
+    """Run the command. Return 0 after the last step or --exit-step, 75 if a signal stopped the run; otherwise exit."""
     if not dist.is_initialized():
         record()  # collectives, so that a watchdog can explain a hang
-    stopped, out = False, Path(args.out)
+    stopped = False
     with StopSignals(leave_with=EXIT_STOPPED) as signals:
         try:
-            check_ranges(args)
+            args = parse(argv)
+            out = Path(args.out)
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
             on = {"device_type": args.device, "workers": args.workers}

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from examples.gpt.arguments import flag
 from examples.gpt.config import GPTConfig
+from examples.gpt.optimizer import learning_rate
 from mpcore import Mesh
 from mpcore.checkpoint import Manifest, inspect, load
 from mpcore.checkpoint.format import read_manifest
@@ -43,6 +45,25 @@ def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun
     return ValueError(
         f"{path} is of another run: {'; '.join(found)}.{begun} --init-from {path} with another --out begins a new "
         f"one from its weights"
+    )
+
+
+def other_schedule(saved: Mapping[str, Any], schedule: Mapping[str, Any], step: int) -> str | None:
+    """Describe how the learning rate schedule differs from the saved run's. Return None if the schedules are equal.
+
+    Args:
+        saved, schedule: what `lr_schedule` returned for the saved run, and returns for this run.
+        step: the number of steps done, for which the learning rates are compared.
+    """
+    changed = [name for name in schedule if saved[name] != schedule[name]]
+    if not changed:
+        return None
+    before, now = (" ".join(f"{flag(n)} {s[n]}" if s[n] is not None else f"no {flag(n)}" for n in changed)
+                   for s in (saved, schedule))  # fmt: skip
+    rates = [learning_rate(s, step) for s in (saved, schedule)]
+    return (
+        f"the learning rate of step {step} is {rates[1]:.3g} with {now}; the saved run's schedule gives "
+        f"{rates[0]:.3g}: {before} keeps it"
     )
 
 

@@ -19,7 +19,7 @@ from examples.gpt.dashboards import Profile
 from examples.gpt.experts import summarize_experts
 from examples.gpt.faults import Faults, is_timed
 from examples.gpt.model import GPT
-from examples.gpt.optimizer import build_optimizer, learning_rate
+from examples.gpt.optimizer import build_optimizer, learning_rate, lr_schedule
 from examples.gpt.policies import policies, residual_dtype
 from examples.gpt.samples import Samples, to_device
 from examples.gpt.setup import set_up
@@ -81,7 +81,7 @@ class Trainer:
 
     def step(self) -> dict[str, Any]:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
-        step, lr = self.run.step, learning_rate(self.args, self.run.step)
+        step, lr = self.run.step, learning_rate(lr_schedule(self.args), self.run.step)
         timed = self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext()
         with self.times.data(), timed:
             tokens, targets, arguments = self.batch(self.train_samples, self.share(step))
@@ -118,7 +118,8 @@ class Trainer:
         args, console, checkpoints = self.args, self.console, self.checkpoints
         with checkpoints.folder() as records, console.recording(self, records):
             faults = Faults(args, self.mesh, records, self.out)
-            bar = console.bar(range(self.run.step, args.steps), args.steps)
+            until = min(args.steps, args.exit_step or args.steps)
+            bar = console.bar(range(self.run.step, until), args.steps)
             for step in bar:
                 self.profile.before(step)
                 with self.times:
@@ -135,7 +136,7 @@ class Trainer:
                     console.record_evaluation(step, self.evaluate(), sets)
                 self.beat()
                 checkpoints.tell_saved()
-                if self.stop.after_step() or self.run.step == args.exit_step:
+                if self.stop.after_step() or self.run.step == until < args.steps:
                     bar.close()
                     checkpoints.save_and_leave()
                     self.stop.tell_workers()
@@ -144,5 +145,6 @@ class Trainer:
                     checkpoints.save_last() if step + 1 == args.steps else checkpoints.try_to_save()
                 self.beat()
             bar.close()
-            console.end(self)
+            if self.run.step >= args.steps:  # otherwise --exit-step left nothing to train
+                console.end(self)
         return False

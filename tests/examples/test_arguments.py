@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from examples.gpt import arguments
 from examples.gpt.arguments import DTYPES, check_ranges, flag, flags_of_file, parse
 from examples.gpt.pretrain import main
 from mpcore.command_line import Parser
@@ -35,7 +36,7 @@ FLAGS: dict[str, tuple[str, Any, Any]] = {
     "data": ("0.7 a 0.3 b", ["0.7", "a", "0.3", "b"], None), "without_documents": ("FILE", "FILE", None),
     "tokenizer": ("byte", "byte", None), "end_of_document": ("EOD", "EOD", None),
     "document_masking": ("", True, False), "eval_data": ("a=b c=d", ["a=b", "c=d"], []),
-    "seq_len": ("64", 64, None), "steps": ("9", 9, 200), "global_batch": ("8", 8, 16),
+    "seq_len": ("64", 64, None), "steps": ("9", 9, 200), "lr_decay_steps": ("9", 9, None), "global_batch": ("8", 8, 16),
     "rampup_batch_size": ("2 3 4", [2, 3, 4], None), "micro_batch": ("4", 4, 2), "lr": ("0.5", 0.5, 0.003),
     "min_lr": ("0.1", 0.1, None), "warmup": ("7", 7, 20), "lr_schedule": ("wsd", "wsd", "cosine"),
     "betas": ("0.8 0.9", [0.8, 0.9], [0.9, 0.95]), "optimizer": ("muon", "muon", "adamw"),
@@ -71,7 +72,7 @@ METAVARS = {  # what the usage shows for a value, where it is not the flag in ca
 
 def actions() -> dict[str, argparse.Action]:
     """The flags as argparse knows them."""
-    with mock.patch.object(Parser, "parse_args", lambda self, _: self):
+    with mock.patch.object(Parser, "parse_args", lambda self, _: self), mock.patch.object(arguments, "check_ranges"):
         parser: Any = parse([])
     return {action.dest: action for action in parser._actions if action.dest != "help"}
 
@@ -143,8 +144,8 @@ RANGES: dict[int, str] = {
     FROM_0: "bitwise experts shared_experts warmup twin eval_every record_tensors save_every max_skips check_replicas "
             "check_speed",
     FROM_1: "tp pp cp ep dp etp replicate cp_inner virtual_stages workers local_steps fragments layers d_model heads "
-            "kv_heads d_ff top_k expert_d_ff moe_every seq_len steps global_batch rampup_batch_size micro_batch "
-            "eval_samples keep exit_step",
+            "kv_heads d_ff top_k expert_d_ff moe_every seq_len steps lr_decay_steps global_batch "
+            "rampup_batch_size micro_batch eval_samples keep exit_step",
     NOT_NEGATIVE: "lr min_lr weight_decay init_std aux_coefficient router_z_loss bias_rate",
     POSITIVE: "timeout outer_lr routed_scale capacity_factor",
     SHARE: "dropout outer_momentum router_jitter betas",

@@ -11,7 +11,7 @@ import pytest
 
 from examples.gpt.blend import PERIOD, Blend, Corpora, parse_sources
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from examples.gpt.optimizer import learning_rate
+from examples.gpt.optimizer import learning_rate, lr_schedule
 from examples.gpt.pretrain import parse
 from examples.gpt.samples import TokenSamples
 from mpcore.optim.schedules import SCHEDULES
@@ -151,7 +151,7 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
 def test_the_learning_rate_ends_at_its_least(schedule):
     flags = ["--lr", "0.01", "--lr-schedule", schedule, "--steps", "10", "--warmup", "2"]
     for given, least in ((["--min-lr", "0.004"], 0.004), (["--min-lr", "0"], 0.0), ([], 0.001)):
-        args = parse([*flags, *given])
+        args = lr_schedule(parse([*flags, *given]))
         assert learning_rate(args, 10) == pytest.approx(least)
         assert max(learning_rate(args, step) for step in range(10)) == pytest.approx(0.01)
 

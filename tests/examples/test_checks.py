@@ -171,8 +171,6 @@ def test_a_model_to_begin_with_has_positions_of_its_own():
         ("--replicate 3", {"dp": 8}, False),
         ("--replicate 8", {"dp": 8}, False),
         ("--replicate 2", {"dp": 2}, False),
-        ("--replicate 0", {"dp": 8}, False),
-        ("--replicate -1", {"dp": 8}, False),
         ("--replicate 4", {"dp": 8, "ep": 4}, False),
         ("--replicate 2", {"dp": 8, "ep": 4}, True),
     ],
@@ -232,7 +230,6 @@ def test_recomputation_and_profiles_are_read():
         ("--cp 8 --cp-kind two-level --cp-inner 1", 2, 1),
         ("--cp 8 --cp-inner 2", 8, "--cp-inner 2 is of --cp-kind two-level, not of zigzag"),
         ("--cp 8 --cp-kind two-level --cp-inner 3", 8, "--cp-inner 3 does not divide --cp 8: sub-groups have one size"),
-        ("--cp 8 --cp-kind two-level --cp-inner 0", 8, "--cp-inner 0 does not divide --cp 8"),
     ],
 )
 def test_a_sub_group_of_cp_lies_in_a_node(flags, each, inner):

@@ -244,7 +244,7 @@ def test_the_end_of_a_run_draws_and_says_how_to_go_on(tmp_path, monkeypatch, cap
     assert drawn[1] == ("plan", ["span"], tmp_path)
     here = f"bin/{Path(sys.executable).name}"
     assert capsys.readouterr().out.splitlines()[4:] == [
-        "train on:  the same command with more --steps and --resume auto",
+        "train on:  the same command with --resume auto --steps 10 --lr-decay-steps 5",
         f"generate:  {here} -m examples.gpt.generate --checkpoint ckpt --prompt 'def '",
         f"export:    {here} -m mpcore convert examples.gpt.hf:SPEC --from ckpt --to-hf {tmp_path / 'hugging_face'}",
     ]
@@ -766,10 +766,19 @@ def test_samples_of_a_step_follow_those_before():
     assert (made.sample(2), made.samples(4)) == (5, range(21, 29))
 
 
+SCHEDULE = {"lr_schedule": "cosine", "lr": 0.003, "min_lr": None, "warmup": 20, "lr_decay_steps": 200}
+
+
 def test_a_save_has_the_place_in_the_data_and_what_lies_beside(monkeypatch):
     made = checkpoints_of("--keep 3")
     made.save()
-    state = {"sample": 32, "config": {"model": 1}, "extra": {"e": 1}, "keep": 3, "beside": {"b": 2}}
+    state = {
+        "sample": 32,
+        "config": {"model": 1},
+        "extra": {"e": 1, "lr_schedule": SCHEDULE},
+        "keep": 3,
+        "beside": {"b": 2},
+    }
     assert made.saved == [(Path("ckpt"), state)]
     assert (made.saving, made.lines) == (None, [])
 

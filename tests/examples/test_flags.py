@@ -232,6 +232,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "min_lr": (trains, "--warmup 0", "--min-lr 0.002"),
     "warmup": (trains, "", "--warmup 3"),
     "lr_schedule": (trains, "--steps 8 --warmup 0", "--lr-schedule wsd"),
+    "lr_decay_steps": (trains, "--warmup 0", "--lr-decay-steps 99"),
     "betas": (trains, "", "--betas 0.8 0.9"),
     "optimizer": (trains, "", "--optimizer muon"),
     "weight_decay": (trains, "", "--weight-decay 0.5"),

@@ -306,7 +306,8 @@ def test_the_optimizer_is_that_of_the_flags():
 
 def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
     def rate(flags: str, step: int) -> float:
-        return optimizer.learning_rate(parse(["--steps", "10", "--warmup", "2", *flags.split()]), step)
+        args = parse(["--steps", "10", "--warmup", "2", *flags.split()])
+        return optimizer.learning_rate(optimizer.lr_schedule(args), step)
 
     assert [rate("--lr 0.5", step) for step in (0, 1)] == [0.25, 0.5]
     for schedule in ("cosine", "linear"):
@@ -316,6 +317,7 @@ def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
     assert rate("--lr 0.5 --min-lr 0.25", 6) == pytest.approx(0.375)
     assert rate("--lr 0 --min-lr 0", 5) == 0
     assert rate("--lr 0.5 --lr-schedule wsd", 7) == 0.5
+    assert rate("--lr 0.5 --lr-decay-steps 5", 5) == rate("--lr 0.5 --lr-decay-steps 5", 9) == pytest.approx(0.05)
 
 
 # --- twins ------------------------------------------------------------------------------------------------------------

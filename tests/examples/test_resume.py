@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from examples.gpt import resume
 from examples.gpt.arguments import parse
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.config import GPTConfig, MoEConfig
+from examples.gpt.optimizer import lr_schedule
 from examples.gpt.ramp import Ramp
 from mpcore import Axis, Mesh
 
@@ -152,6 +153,7 @@ def begun(
     out: str = "out",
     samples: dict[int, int] | None = None,
     unmerged: tuple = (),
+    extra: Any = MappingProxyType({}),
 ) -> Any:
     """What a run without a model begins with. `folders` has the steps of the checkpoints in each, newest first."""
     folders = folders or {}
@@ -168,7 +170,7 @@ def begun(
         step = int(path.name.removeprefix("step-"))
         if str(path) in damaged:
             raise ValueError(f"{path} is damaged")
-        return SimpleNamespace(step=step, sample=(samples or {}).get(step, 16 * step))
+        return SimpleNamespace(step=step, sample=(samples or {}).get(step, 16 * step), extra=extra)
 
     def begin_merges() -> None:
         before = made.said[-1:]
@@ -234,6 +236,26 @@ def test_a_run_goes_on_from_the_newest_or_the_named_checkpoint(capsys):
     assert capsys.readouterr().out == "resumed after step 3, from sample 48 of elsewhere/step-3\n"
     made = begun("--resume auto --global-batch 8", {"out": [8]}, samples={8: 100})
     assert (made.first_step, made.first_sample) == (8, 100), "a batch of another size began later"
+
+
+def test_a_resumed_run_tells_of_another_learning_rate_schedule(capsys):
+    saved = "--steps 8 --warmup 2 --lr 0.1"
+
+    def said(flags: str, saved: str = saved) -> str:
+        begun(f"--resume auto {flags}", {"out": [8]}, extra={"lr_schedule": lr_schedule(parse(saved.split()))})
+        return "".join(capsys.readouterr().out.splitlines(keepends=True)[1:])
+
+    assert said(saved) == said(f"{saved} --lr-decay-steps 8") == said(f"{saved} --steps 99 --lr-decay-steps 8") == ""
+    assert said(f"{saved} --steps 14") == (
+        "the learning rate of step 8 is 0.055 with --lr-decay-steps 14; the saved run's schedule gives 0.01: "
+        "--lr-decay-steps 8 keeps it\n"
+    )
+    assert said(f"{saved} --min-lr 0.1", f"{saved} --warmup 3") == (
+        "the learning rate of step 8 is 0.1 with --min-lr 0.1 --warmup 2; the saved run's schedule gives 0.01: "
+        "no --min-lr --warmup 3 keeps it\n"
+    )
+    begun("--resume auto", {"out": [8]})  # a checkpoint of an earlier version has no schedule
+    assert "learning rate" not in capsys.readouterr().out
 
 
 def test_damaged_checkpoints_are_passed_over_and_told(capsys):
