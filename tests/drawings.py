@@ -125,31 +125,32 @@ def one_loss() -> str:
 
 @picture
 def choose() -> str:
-    svg = Svg(576, "Take the first answer that fits; add one axis at a time")
+    svg = Svg(660, "Take the first answer that fits; add one axis at a time")
     questions = [
-        ("Does the model fit on one GPU?", "18 bytes a parameter, and more", "data parallel", "Zero(1), the default"),
-        ("Does it fit, sharded over all GPUs,", "with one sample a GPU?", "ZeRO-3", "Zero(3)"),
-        ("Does it fit, layers sharded", "over the GPUs of a node?", "+ tensor, sequence parallel", "build_mesh(tp=8)"),
-        ("Does it fit with its blocks", "spread over several nodes?", "+ pipeline", "build_mesh(tp=8, pp=4)"),
+        ("Does the model fit if the GPUs shard", "the optimizer state?", "ZeRO-1", "Zero(1), the default"),
+        ("Does it fit if they shard", "the gradients, too?", "ZeRO-2", "Zero(2)"),
+        ("Does it fit if they shard", "the parameters, too?", "ZeRO-3", "Zero(3)"),
+        ("Does it fit if the GPUs of a node", "shard each layer?", "+ tensor, sequence parallel", "build_mesh(tp=8)"),
+        ("Does it fit if nodes hold", "different blocks?", "+ pipeline", "build_mesh(tp=8, pp=4)"),
         ("Are the samples too long,", "32,000 tokens and more?", "+ context parallel", "build_mesh(tp=8, cp=4)"),
-        ("Does it have experts?", "", "+ expert parallel", "build_mesh(ep=8)"),
+        ("Does the model have experts?", "", "+ expert parallel", "build_mesh(ep=8)"),
     ]  # fmt: skip
     for i, (*question, answer, code) in enumerate(questions):
-        y = 48 + 84 * i + 30 * (i > 3)
+        y = 48 + 84 * i + 30 * (i > 4)
         svg.box(12, y, 330, 60, PALE, *filter(None, question), line=BLUE)
         svg.box(436, y, 312, 60, "#fdf3dc", answer, code, line=ORANGE)
         svg.arrow(342, y + 30, 434, y + 30, "yes")
-        if i < 3:
+        if i < 4:
             svg.arrow(177, y + 60, 177, y + 83)
             svg.text(187, y + 76, "no", size=12)
-    svg.text(12, 404, "In addition to each of these:", weight="bold")
+    svg.text(12, 488, "In addition to each of these:", weight="bold")
     return str(svg)
 
 
 @picture
 def choose_memory() -> str:
     found = rows("choose.md", "layout of 64 ranks")
-    svg = Svg(110 + 46 * len(found), "A 65B model fits on 80 GB by ZeRO-3, or by tensor and pipeline parallelism")
+    svg = Svg(110 + 46 * len(found), "A 65B model fits on 80 GB with ZeRO-3, or with tensor parallelism and ZeRO-1")
     kinds = ((BLUE, "parameters"), (ORANGE, "gradients"), (GREEN, "optimizer"), (PINK, "activations and gathered"))
     svg.legend(190, 54, kinds)
     scale, left, most = 3.0, 190, 155

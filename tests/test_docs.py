@@ -189,7 +189,7 @@ LARGE = "--preset llama-65b --micro-batch 1 --global-batch 128 --dtype bfloat16"
 def test_each_row_of_the_65_billion_is_what_a_dry_run_counts(row):
     layout, flags, *sizes = row
     axes = {name: int(size) for name, size in re.findall(r"(tp|pp|dp) (\d+)", layout)}
-    found = dry_run(build, [*LARGE.split(), *flags.split()], **axes)
+    found = dry_run(build, [*LARGE.split(), *flags.split()], stands_for_gpu=True, **axes)
     counted = (found.parameters, found.gradients, found.optimizer, found.peak, found.total)
     assert sizes == [f"{size / 2**30:.1f}" for size in counted]
 

@@ -519,7 +519,7 @@ def test_rows_that_may_be_as_fast_are_named(monkeypatch, capsys):
     assert "perhaps as fast as row 1, by two standard errors: rows 1, 2, 4; prefer" in capsys.readouterr().out
     main([BUILD, "--world", "4", "--top", "1"])
     text = capsys.readouterr().out
-    assert "rows 1, and 2 further down; prefer" in text
+    assert "rows 1, and 2 more (--top 4 prints them); prefer" in text
     assert "no other layout is both faster and smaller than these: row 1\n" in text
 
 

@@ -162,7 +162,7 @@ def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> lis
     """Return lines that name the rows to choose from. `fits` are the layouts that fit, the fastest first."""
 
     def named(rows: Sequence[int]) -> str:
-        below = f", and {sum(row > top for row in rows)} further down" if rows[-1] > top else ""
+        below = f", and {sum(row > top for row in rows)} more (--top {rows[-1]} prints them)" if rows[-1] > top else ""
         return f"row{'s' * (len(rows) > 1)} {', '.join(str(row) for row in rows if row <= top)}{below}"
 
     if not fits:

@@ -96,8 +96,8 @@ def test_the_table_the_best_and_the_nearly_fastest_are_printed(asked, capsys):
     text = table([*FOUND, LARGE], H100, 1).splitlines()
     lines = run(capsys, "--top", "1")
     assert lines[1 : 1 + len(text)] == text
-    assert rows_of(lines[-3]) == ["1", "2"], "row 1, and 2 further down"
-    assert rows_of(run(capsys, "--top", "2")[-3]) == ["1", "2", "1"]
+    assert rows_of(lines[-3]) == ["1", "2", "4"], "row 1, and 2 more (--top 4 prints them)"
+    assert rows_of(run(capsys, "--top", "2")[-3]) == ["1", "2", "1", "4"]
     assert rows_of(run(capsys, "--top", "4")[-3]) == ["1", "2", "4"]
 
 
