@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -61,4 +62,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     gc.freeze()  # a collection over all imported modules would hold up a rank for 0.2 s, and the ranks that wait for it
+    atexit.register(gc.unfreeze)  # otherwise Triton 3.9 prints "nanobind: leaked .." after --help and after an error
     leave(main())
