@@ -340,6 +340,12 @@ def test_the_program_for_slurm_saves_when_a_signal_comes_and_resumes(tmp_path, m
     assert capsys.readouterr().out.splitlines() == [*whole[:3], *told, *whole[3:]]
 
 
+def test_the_page_on_launching_shows_the_script_of_the_examples():
+    assert (
+        f"```sh\n{(DOCS.parent / 'examples/slurm/train.sbatch').read_text()}```\n" in (DOCS / "launch.md").read_text()
+    )
+
+
 @pytest.mark.slow
 def test_the_program_for_slurm_saves_and_resumes_under_torchrun(tmp_path):
     (tmp_path / "train.py").write_text(python_blocks("launch.md")[0])

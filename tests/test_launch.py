@@ -309,9 +309,9 @@ def test_the_batch_scripts_are_bash_and_have_flags_of_the_command(script):
 
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text()
-    assert f"sbatch examples/slurm/{script.name} --" in text or f"examples/slurm/{script.name} --" in text
-    assert "srun " in text
-    shown = re.search(rf"examples/slurm/{script.name} (--.*)", text)
+    for line in ("--account=", "--partition=", "--chdir=", "--time=", "source ", "srun "):
+        assert line in text, line
+    shown = re.search(rf"sbatch examples/slurm/{script.name} (?:-m examples.gpt.pretrain )?(--.*)", text)
     assert shown is not None
     parse(shown[1].split())
 

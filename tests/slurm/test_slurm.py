@@ -24,6 +24,8 @@ from tests.examples.test_pretrain import TINY
 
 ROOT = Path(__file__).parents[2]
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
+SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
+PRETRAIN = ["-m", "examples.gpt.pretrain", "--resume", "auto"]
 FLAGS = [*TINY, "--warmup", "2", "--eval-every", "0", "--micro-batch", "1"]
 
 
@@ -43,12 +45,18 @@ class Slurm:
         stdout, stderr = run.communicate(timeout=timeout)
         return run.returncode, stdout, stderr
 
-    def submit(self, log: Path, *flags: str) -> str:
-        """Submit the script of the examples that requeues itself, on both nodes. Returns the job's number."""
+    def submit(self, log: Path, *words: str, chdir: Path = ROOT) -> str:
+        """Submit the script of the examples on both nodes. Return the job's number.
+
+        The environment is this process's, and flags replace the folder, the partition and the sizes.
+        """
+        script, found = re.subn(r"^source .*\n", "", SCRIPT.read_text(), flags=re.MULTILINE)
+        assert found == 1
+        copy = log.with_suffix(".sbatch")
+        copy.write_text(script)
         status, job, stderr = self.run(
-            "sbatch", "--parsable", "--export=ALL", "-N2", "-n2", "--ntasks-per-node=1", "--cpus-per-task=1",
-            f"--output={log}",
-            "examples/slurm/requeue.sbatch", *flags,
+            "sbatch", "--parsable", "--export=ALL", "--partition=all", "-N2", "--ntasks-per-node=1",
+            "--cpus-per-task=1", "--gpus-per-node=0", f"--chdir={chdir}", f"--output={log}", str(copy), *words,
         )  # fmt: skip
         assert status == 0, stderr
         return job.strip()
@@ -115,7 +123,7 @@ class Jobs:
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.again, self.killed, self.log = folder / "again", folder / "killed", folder / "log"
         self.flags = [*FLAGS, "--tp", "2", "--steps", "80", "--save-every", "100000", "--dropout", "0.1"]
-        self.job = slurm.submit(self.log, *self.flags, "--out", str(self.again))
+        self.job = slurm.submit(self.log, *PRETRAIN, *self.flags, "--out", str(self.again))
         self.unequal = slurm.start("srun", "-N2", "-n4", "--distribution=plane=3", "python", "-m", "tests.slurm.train")
         fault = ("python", "-m", "tests.examples.faulty", "kill", "1", "7", *FLAGS)
         flags = ["--steps", "100000", "--tp", "2", "--save-every", "3", "--out", str(self.killed)]
@@ -169,28 +177,21 @@ def test_a_killed_rank_is_named_and_the_others_leave(jobs):
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples" / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
 def test_slurm_would_run_the_example(slurm, script):
-    status, _, stderr = slurm.run("sbatch", "--test-only", str(script))
+    status, _, stderr = slurm.run("sbatch", "--test-only", "--partition=all", f"--chdir={ROOT}", str(script))
     assert status == 0, stderr
     assert "to start at" in stderr
 
 
 @pytest.mark.slow
 def test_the_program_and_script_of_the_page_on_launching_save_and_resume(slurm, tmp_path):
-    """Copied as they stand, without the environment's line; the flags name a smaller cluster."""
     page = (ROOT / "docs" / "launch.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (script,) = re.findall(r"```sh\n(#!/bin/bash.*?)```", page, re.DOTALL)
-    script, found = re.subn(r"^source .*\n", "", script, flags=re.MULTILINE)
-    assert found == 1
     (tmp_path / "train.py").write_text(program)
-    (tmp_path / "train.sbatch").write_text(script.replace("--tp 8", "--tp 2 --steps 400"))
-    flags = f"--parsable --export=ALL -N2 --ntasks-per-node=1 --cpus-per-task=1 --chdir={tmp_path} --output=log".split()
-    status, job, stderr = slurm.run("sbatch", *flags, str(tmp_path / "train.sbatch"))
-    assert status == 0, stderr
     log = tmp_path / "log"
+    job = slurm.submit(log, "train.py", "--tp", "2", "--steps", "400", chdir=tmp_path)
     wait("a step", lambda: log.exists() and "step 3: " in log.read_text())
-    assert slurm.run("scancel", "--signal=TERM", job.strip())[0] == 0
-    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job.strip())[1] == "")
+    assert slurm.run("scancel", "--signal=TERM", job)[0] == 0
+    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "")
     steps = [int(step) for step in re.findall(r"^step (\d+): loss", log.read_text(), re.MULTILINE)]
     assert steps == list(range(1, 401)), log.read_text()
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -203,7 +204,7 @@ def test_a_job_whose_node_is_lost_starts_again_by_itself(slurm, tmp_path):
     """Node n1 loses its daemon and all of its processes at once, and comes back when Slurm has noticed."""
     flags = [*FLAGS, "--dp", "2", "--steps", "200", "--save-every", "20"]
     out, log = tmp_path / "out", tmp_path / "log"
-    job = slurm.submit(log, *flags, "--out", str(out))
+    job = slurm.submit(log, *PRETRAIN, *flags, "--out", str(out))
     wait("a checkpoint", lambda: latest(out / "checkpoints") is not None)
     tasks = slurm.pids("SLURMD_NODENAME=n1")
     parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
