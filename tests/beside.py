@@ -1,7 +1,7 @@
 """Tests that run in processes of their own beside all others, which keep hardly more than one core busy.
 
 The ranks of a test wait for each other, and many tests need one process. So a second pool runs a third of the tests of
-ranks. None of them has a deadline of its own.
+ranks. They start before the collection, which takes as long as some of them.
 """
 
 import os
@@ -39,49 +39,55 @@ def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
     return {TESTS / folder / f"test_{name}.py" for folder, each in names.items() for name in each}
 
 
-LAST = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts", "gpu_hour")})
-"""Tests with deadlines of their own. They run last, beside what has the lowest priority: they mostly wait."""
+WAITING = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts", "gpu_hour")})
+"""Tests that mostly wait: they have deadlines of their own, and therefore the first priority."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
+WHOLE = ("not slow", "slow or not slow")
+
+
+def is_whole_suite(config: pytest.Config) -> bool:
+    """Whether the command runs every test of `make test` or `make soak`."""
+    chosen = config.option
+    some = chosen.keyword or chosen.deselect or chosen.collectonly or getattr(chosen, "lf", False)
+    return [Path(arg).resolve() for arg in config.args] == [TESTS] and chosen.markexpr in WHOLE and not some
 
 
 class Beside:
-    """The processes, started at a low priority: what is timed beside them is not slowed down.
+    """The processes, most of them at a low priority: what is timed beside them is not slowed down.
 
-    Two run the kernels in Triton's interpreter. In the whole suite a third runs what needs no ranks, and a fourth, as
-    long as no long proofs are asked for, what needs a pool. With a GPU, which they would share, these two don't run.
+    Two run the kernels in Triton's interpreter. For the whole suite a third runs what needs no ranks, a fourth what
+    mostly waits, and a fifth, as long as no long proofs are asked for, what needs a pool. With a GPU, which they would
+    share, these three don't run.
 
     Args:
-        session: after its collection; what runs beside it is taken out.
+        config: of the command.
+        whole: whether the command runs the whole suite.
+
+    Attributes:
+        paths: the test files that run beside the others, and not with them.
     """
 
     KEY = pytest.StashKey["Beside"]()
 
-    def __init__(self, session: pytest.Session) -> None:
+    def __init__(self, config: pytest.Config, whole: bool) -> None:
         pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
-        chosen = session.config.option
-        marked = ["-m", chosen.markexpr]
+        marked = ["-m", config.option.markexpr]
         interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
-        runs = [(19, INTERPRETED, marked, environment) for environment in interpret]
-        if any(item.path.parent.name == "layers" for item in session.items) and not torch.cuda.is_available():
-            moved = [(19, RANKLESS), (5, RANKED)] if chosen.markexpr == "not slow" else [(19, RANKLESS)]
-            runs += [(*each, [*marked, "-k", chosen.keyword], {}) for each in moved]
-            session.items[:] = [item for item in session.items if not any(item.path in each for _, each in moved)]
+        moved = [(19, RANKLESS), (0, WAITING)] if whole and not torch.cuda.is_available() else []
+        moved += [(5, RANKED)] if moved and config.option.markexpr == "not slow" else []
+        runs = [(19, INTERPRETED, environment) for environment in interpret] + [(*each, {}) for each in moved]
+        self.paths = {path for _, paths in moved for path in paths}
         self.processes = []
-        for nice, paths, options, environment in runs:
+        for nice, paths, environment in runs:
             said = tempfile.TemporaryFile("w+")  # noqa: SIM115
             process = subprocess.Popen(
-                ["nice", "-n", str(nice), *pytest_command, *options, *map(str, sorted(paths))],
+                ["nice", "-n", str(nice), *pytest_command, *marked, *map(str, sorted(paths))],
                 env=os.environ | threads | environment, stdout=said, stderr=subprocess.STDOUT,
             )  # fmt: skip
             self.processes.append((process, said))
         self.summaries: list[str] = []
-
-    def wait_for_ranks(self) -> None:
-        """Wait for the fourth process: its ranks would make tests with deadlines late."""
-        for process, _ in self.processes[3:]:
-            process.wait()
 
     def wait(self) -> str:
         """What those said that failed."""

@@ -1,12 +1,13 @@
 """What all tests share: the pool of ranks, and memory that is NaN until written."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.beside import ASKS, LAST, Beside
+from tests.beside import ASKS, Beside, is_whole_suite
 from tests.pool import BEFORE_2_13, CRASHES, Pool, Simulated, start_pool, strict_memory
 from tests.quick import mark_quick
 
@@ -55,16 +56,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )  # a broken layer is named before the runs it breaks
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_whole_suite(session.config):
+        session.config.stash[Beside.KEY] = Beside(session.config, whole=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if Beside.KEY in config.stash and collection_path in config.stash[Beside.KEY].paths else None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     asks = [item for item in session.items if item.name == ASKS]
     if asks and not session.config.option.collectonly:
-        session.config.stash[Beside.KEY] = Beside(session)
-        session.items.sort(key=lambda item: (item in asks, item.path in LAST))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.path in LAST and Beside.KEY in item.config.stash:
-        item.config.stash[Beside.KEY].wait_for_ranks()
+        session.items.sort(key=lambda item: item in asks)
+        if Beside.KEY not in session.config.stash:
+            session.config.stash[Beside.KEY] = Beside(session.config, whole=False)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
