@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -91,7 +92,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 
         rtol: ignore differences up to `rtol` times the largest magnitude in the tensor of `a`. 0: compare bit for bit.
 
     Returns:
-        One line per difference. Empty: the checkpoints are equal.
+        One line per difference. Empty: the checkpoints are equal. "2e-07 of the largest value" means that an `rtol`
+        above 2e-07 ignores the difference.
 
     Raises:
         ValueError: if one of them is damaged or is no complete checkpoint.
@@ -128,7 +130,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 
             if bits.any():
                 count = int(bits.view(x.numel(), -1).any(1).sum())
                 wide = torch.complex128 if x.is_complex() else torch.float64
-                most = float((x.to(wide) - y.to(wide)).abs().max())
-                if not (rtol and most <= rtol * float(x.to(wide).abs().max())):  # NaN differs
-                    lines.append(f"{name}: {count:,} of {x.numel():,} elements differ, by {most:.3g} at most")
+                most, largest = float((x.to(wide) - y.to(wide)).abs().max()), float(x.to(wide).abs().max())
+                if not (rtol and most <= rtol * largest):  # NaN differs
+                    line = f"{name}: {count:,} of {x.numel():,} elements differ, by {most:.3g} at most"
+                    is_finite = largest > 0 and math.isfinite(most / largest)
+                    lines.append(f"{line}, {most / largest:.2g} of the largest value" if is_finite else line)
     return lines

@@ -516,15 +516,16 @@ def test_differences_are_counted_and_measured(tmp_path):
             net.register_buffer(key, value)
         return saving.save(tmp_path / name, net, mesh=mp.Mesh(), step=len(name), sample=3)
 
+    z = "model/z: 1 of 1 elements differ, by 2 at most, 1.4 of the largest value"
     base = {"x": torch.tensor([1.0, -8.0, 3.0]), "i": torch.tensor([1, 2]), "z": torch.tensor([1 + 1j])}
     one, same = at("a", **base), at("b", **base)
     assert report.diff(one, same) == []
     other = at("cc", x=torch.tensor([1.5, -8.0, 2.0]), i=torch.tensor([1, 5]), z=torch.tensor([1 + 3j]))
     assert report.diff(one, other) == [
-        "step: 1 and 2", "model/i: 1 of 2 elements differ, by 3 at most",
-        "model/x: 2 of 3 elements differ, by 1 at most", "model/z: 1 of 1 elements differ, by 2 at most",
+        "step: 1 and 2", "model/i: 1 of 2 elements differ, by 3 at most, 1.5 of the largest value",
+        "model/x: 2 of 3 elements differ, by 1 at most, 0.12 of the largest value", z,
     ]  # fmt: skip
-    assert report.diff(one, other, rtol=0.125)[2:] == ["model/z: 1 of 1 elements differ, by 2 at most"]
+    assert report.diff(one, other, rtol=0.125)[2:] == [z]
     assert len(report.diff(one, other, rtol=0.124)) == 4
     shapes = at("d", x=torch.ones(2), i=torch.tensor([1.0, 2.0]), y=torch.ones(1))
     assert report.diff(one, shapes) == [
@@ -533,3 +534,5 @@ def test_differences_are_counted_and_measured(tmp_path):
     ]  # fmt: skip
     spoiled = at("e", **{**base, "x": torch.tensor([1.0, float("nan"), 3.0])})
     assert report.diff(one, spoiled, rtol=1e9) == ["model/x: 1 of 3 elements differ, by nan at most"]
+    zeros, ones = (at(name, x=value) for name, value in (("f", torch.zeros(2)), ("g", torch.ones(2))))
+    assert report.diff(zeros, ones) == ["model/x: 2 of 2 elements differ, by 1 at most"]
