@@ -205,6 +205,13 @@ def count_stages(
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
         trained = [p for p in owner.parameters() if p.requires_grad]
+        if not trained:
+            smaller = f", or take a smaller pp than {mesh.pp.size}" if mesh.pp.size > 1 else ""
+            count = len(list(owner.parameters()))
+            raise ValueError(
+                f"0 of the {count} parameters of pipeline rank {mesh.pp.rank} have requires_grad, so its "
+                f"optimizer has nothing to train: set requires_grad of one{smaller}"
+            )
         half = {p for p in trained if p.dtype in (torch.bfloat16, torch.float16) and not is_dtensor(p)}
         main_gradients(owner, half)  # as `prepare` does: its optimizers step float32 master weights of these
         # Stages that share a table are two owners of it; parameters() names it once.

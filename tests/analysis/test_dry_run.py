@@ -374,6 +374,16 @@ def test_what_isnt_trained_has_no_gradient_and_no_state():
     assert found.stages[0].backward_flops == MULTIPLY
 
 
+@pytest.mark.parametrize(("pp", "way_out"), [(1, "of one$"), (2, "of one, or take a smaller pp than 2$")])
+def test_a_rank_that_trains_nothing_is_refused(pp, way_out):
+    def frozen(mesh: Mesh, arguments: list[str]) -> Work:
+        stage = Stage(mesh.pp.rank, torch.float32).requires_grad_(False)
+        return Work([stage], build_schedule("1f1b", pp, 2), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
+
+    with pytest.raises(ValueError, match=f"0 of the 2 parameters of pipeline rank 0 have requires_grad, .*{way_out}"):
+        dry_run(frozen, pp=pp)
+
+
 def test_operators_are_those_of_a_cpu_unless_they_stand_for_a_gpu():
     asked = []
 
