@@ -154,6 +154,7 @@ def choose_memory() -> str:
     kinds = ((BLUE, "parameters"), (ORANGE, "gradients"), (GREEN, "optimizer"), (PINK, "activations and gathered"))
     svg.legend(190, 54, kinds)
     scale, left, most = 3.0, 190, 155
+    gpu, bottom = left + scale * 80e9 / 2**30, 80 + 46 * len(found)
     for i, (layout, flags, *sizes, total) in enumerate(found):
         y, x = 76 + 46 * i, float(left)
         recompute, zero = re.findall(r"--(?:recompute|zero) (\w+)", flags)
@@ -164,10 +165,10 @@ def choose_memory() -> str:
             svg.box(x, y, width, 28, fill)
             x += width
         over = float(total.replace(",", "")) > most
+        x = gpu if gpu - 60 < x < gpu else x  # the label doesn't cross the line
         svg.text(x + 6, y + 19, f"{'... ' if over else ''}{total} GiB", size=12)
-    x, bottom = left + scale * 80e9 / 2**30, 80 + 46 * len(found)
-    svg.parts.append(f'<path d="M{x:g} 66V{bottom}" stroke="{INK}" stroke-dasharray="4 3"/>')
-    svg.text(x, bottom + 16, "a GPU of 80 GB", size=12, at="middle")
+    svg.parts.append(f'<path d="M{gpu:g} 66V{bottom}" stroke="{INK}" stroke-dasharray="4 3"/>')
+    svg.text(gpu, bottom + 16, "a GPU of 80 GB", size=12, at="middle")
     return str(svg)
 
 
