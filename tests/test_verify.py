@@ -290,6 +290,15 @@ def test_why_a_module_is_off_is_told_by_what_its_ranks_return(told, outputs):
     assert draws.startswith("in it, or between the m" if told.startswith(("its features", "all modules")) else told)
 
 
+@pytest.mark.parametrize(("name", "shards"), [("tp2", False), ("tp2sp", True)])
+def test_a_mask_that_differs_names_the_arguments_of_dropout_under_sequence_parallelism(name, shards):
+    truth = Seen(0, 0, 0, 0, outputs={("m", 0): VALUES})
+    held = [Seen(i, 0, 0, 0, outputs={("m", 0): VALUES * (VALUES % 3 > 0)}) for i in range(2)]
+    told = why_module(truth, parse_layout(name), "m", 0, held, VALUES)
+    assert told.startswith("other elements are zero")
+    assert ("tp= and sequence_parallel=True" in told) == shards
+
+
 def test_the_calls_are_noted_before_whose_end_random_numbers_were_drawn():
     class Draws(torch.nn.Module):
         def __init__(self):

@@ -100,9 +100,10 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
     zero, zero_here = part == 0, got == 0
     both = ~(zero | zero_here)
     if bool((zero != zero_here).any()) and near(got[both], part[both]):
+        shards = "; for a shard of the sequence, pass it tp= and sequence_parallel=True"
         return (
             "other elements are zero: its dropout mask depends on the layout (mpcore.Dropout with samples draws "
-            "the same one everywhere)"
+            f"the same one everywhere{shards if layout.sequence_parallel else ''})"
         )
     if (name, call) in truth.random:
         return (
