@@ -454,11 +454,10 @@ def test_what_doesnt_run_is_said(ranks):
         ValueError, match=r"^one process can't run the model: \w+Error: .*\n(  File .*verify_models.*\n(    .*\n?)+)+$"
     ):
         verify(models.broken(""), {"x": torch.ones(4, 8)}, ["tp2"], loss=models.loss, pool=ranks)
-    with pytest.raises(ValueError, match="the builder takes no argument sequence_parallel"):
-        verify(models.Mixer, {"x": models.batch()["x"]}, ["dp3", "tp2sp"], pool=ranks)
-    (verdict,) = verify(models.Mixer, {"x": models.batch()["x"]}, ["dp3"], pool=ranks)
-    assert "4 rows are not a multiple of dp x micro-batches = 3" in verdict.error
-    assert not verdict.equal
+    refused = verify(models.Mixer, {"x": models.batch()["x"]}, ["tp2sp", "dp3", "dp2"], pool=ranks)
+    assert "layout 'tp2sp': the builder takes no argument sequence_parallel" in refused[0].error
+    assert "4 rows are not a multiple of dp x micro-batches = 3" in refused[1].error
+    assert [verdict.equal for verdict in refused] == [False, False, True]
     (verdict,) = verify(models.Forgotten, {"x": torch.ones(4, 6)}, ["tp2"], pool=ranks)
     assert "nn.Linear inner.down: its input has 4 features, and in_features is 8. If" in verdict.error, verdict
 

@@ -24,7 +24,8 @@ class Dropout(ParallelLayer, RandomModule):
 
     Args:
         p: probability of zeroing an element, in [0, 1).
-        options: `TensorParallelOptions`: how the input is sharded.
+        options: `TensorParallelOptions`: how the input is sharded. In a model with sequence parallelism pass
+            `tp=mesh.tp`, and `sequence_parallel=True` if the input is this rank's shard of the sequence.
 
     Raises:
         ValueError: if p is outside [0, 1).
@@ -95,12 +96,25 @@ def seed_dropout(model: nn.Module, seed: int) -> None:
         model: the model, or this rank's pipeline stage.
         seed: the run's seed.
 
+    Raises:
+        ValueError: if a layer of the model is sequence parallel, and a `Dropout` was not given `tp`. It can't know
+            whether its input is a shard of the sequence, on which its mask depends.
+
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.1), mpcore.Dropout(0.1))
         >>> mpcore.seed_dropout(model, seed=0)
         >>> model[0].key == model[1].key
         False
     """
-    for name, module in named_modules(model):
+    modules = tuple(named_modules(model))
+    layers = {name: module for name, module in modules if isinstance(module, ParallelLayer)}
+    shards = next((name for name, layer in layers.items() if layer.sequence_parallel), None)
+    for name, module in modules:
+        if isinstance(module, Dropout) and module.p and module.tp.size == 1 and shards is not None:
+            raise ValueError(
+                f"{name} is a Dropout without tp, and {shards} is sequence parallel: pass it tp=mesh.tp and "
+                f"sequence_parallel=True if its input is this rank's shard of the sequence, or tp=mesh.tp alone if its "
+                f"input has all tokens. Otherwise its masks would depend on the layout"
+            )
         if isinstance(module, RandomModule):
             module.seed_stream(seed, name)

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.dispatch import Float64
+from mpcore.verify.causes import why_sizes
 from mpcore.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
-from mpcore.verify.run import Seen, Task, build_options, run_step
+from mpcore.verify.run import Seen, Task, run_step
 
 SAMPLES = 5  # runs that measure the unsharded model's rounding error: in one run a small tensor's may be 0 by chance
 SAME = "make all ranks call the same collectives, and make their process groups in the same order"
@@ -84,12 +85,11 @@ def verify(
             virtual shards, in `dtype` (float32 or float64), and no bit may differ (docs/bitwise.md). 0: none.
 
     Returns:
-        One verdict per layout.
+        One verdict per layout. If the model refuses a layout, its verdict has the error.
 
     Raises:
         ValueError: if a layout's name is invalid, `timeout` is not above 0, the batch is no mapping of tensors with
-            "x", `build` or `loss` is no function of a module, one process can't run the model, or a layout has sp and
-            `build` takes no argument `sequence_parallel`.
+            "x", `build` or `loss` is no function of a module, or one process can't run the model.
     """
     if not timeout > 0:
         raise ValueError(f"timeout {timeout} must be seconds above 0")
@@ -110,8 +110,6 @@ def verify(
     if virtual and dtype not in (torch.float32, torch.float64):
         raise ValueError(f"virtual degree {virtual} with {dtype}: take float32 or float64")
     plans = [parse_layout(name) for name in layouts]
-    for plan in plans:
-        build_options(build, plan)
     most = max((plan.size for plan in plans), default=1)
     task = Task(build, batch, loss, dtype if virtual else torch.float64, seed, virtual=virtual)
     ours = pool is None
@@ -131,7 +129,8 @@ def verify(
             try:
                 verdict = judge(plan, pool(plan.size, _run, task, plan, timeout=timeout))
             except RankError as error:
-                verdict = Verdict(plan.name, error=what_happened(str(error), timeout))
+                said = what_happened(str(error), timeout)
+                verdict = Verdict(plan.name, error=said + why_sizes(said, plan))
             if verdict.departure and verdict.departure.ulps < OF_FLOAT32 and dtype == torch.float64 and not virtual:
                 verdict = _widened(pool, task, plan, timeout, verdict)
             verdicts.append(verdict)

@@ -1,10 +1,13 @@
 """Dropout: the mask of an element is the same wherever, and with whatever beside it, the element is computed."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import mpcore as mp
 from mpcore import Axis, Dropout, seed_dropout
 from mpcore import collectives as c
 from mpcore.random import dropout, stream_key
@@ -166,6 +169,20 @@ def test_what_is_missing_is_named():
             Dropout(p)
         with pytest.raises(ValueError, match=rf"dropout probability {p} is not in \[0, 1\)"):
             dropout(x, p, key=1, samples=torch.arange(B))
+
+
+def test_beside_sequence_parallel_layers_a_dropout_says_which_tokens_it_has():
+    two = Axis(size=2, rank=1)
+
+    def model(*dropouts: Dropout, **options: Any) -> nn.Module:
+        return nn.Sequential(mp.RowParallelLinear(4, 4, tp=two, device="meta", **options), *dropouts)
+
+    said = r"^1 is a Dropout without tp, and 0 is sequence parallel: pass it tp=mesh.tp and sequence_parallel=True if"
+    with pytest.raises(ValueError, match=said):
+        seed_dropout(model(Dropout(0.1), sequence_parallel=True), 9)
+    for told in (Dropout(0.0), Dropout(0.1, tp=two), Dropout(0.1, tp=two, sequence_parallel=True)):
+        seed_dropout(model(told, sequence_parallel=True), 9)
+    seed_dropout(model(Dropout(0.1)), 9)
 
 
 def test_keys_come_from_the_full_name():
