@@ -93,10 +93,9 @@ def simulate(
     if dp is None:
         inside, experts = tp * cp, ep * (more.get("etp") or tp)
         dp = experts // math.gcd(inside, experts) if min(inside, experts) > 0 else 1
-    size = max(tp * cp * pp * dp, 1) * more.get("workers", 1)
-    etp = more.get("etp")
-    mesh_shape(max(tp * cp * pp * dp, 1), **sizes, dp=dp, etp=etp)  # raises if the sizes don't fit
-    job = _Job(size)
+    size = max(tp * cp * pp * dp, 1)
+    mesh_shape(size, **sizes, dp=dp, etp=more.get("etp"))  # raises if the sizes don't fit
+    job = _Job(size * more.get("workers", 1))
 
     def work(rank: int) -> Any:
         job.meshes[rank] = build_mesh(**sizes, dp=dp, **more)

@@ -383,6 +383,9 @@ def test_pitfall_27_evaluation_moves_no_bias_and_counts_nothing():
     with torch.no_grad():
         moe.train()(draw(8, B, T, D))
     assert moe.router.tally is None
+    statistics = update_routers(build(bias_rate=0.0).eval(), Mesh())["router"]
+    assert statistics.tokens_per_expert.dtype == torch.float64
+    assert statistics.tokens_per_expert.count_nonzero() == 0
     for name, p in moe.named_parameters():
         assert torch.equal(p, before[name]), name
 

@@ -63,6 +63,14 @@ def test_ranks_and_sizes_are_not_given_together(told):
         simulate(lambda *_: None, **told)
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": 0}, {"tp": 2, "ep": 3, "dp": 2}, {"cp": -1}])
+def test_sizes_that_make_no_mesh_are_refused_before_any_rank_starts(sizes):
+    began = []
+    with pytest.raises(ValueError, match=r"\d"):
+        simulate(began.append, **sizes)
+    assert not began
+
+
 def test_an_error_names_the_rank_and_its_axes():
     def fails(mesh: mp.Mesh, rank: int) -> None:
         if mesh.world.rank == rank:

@@ -245,7 +245,7 @@ def _flow(twin: Twin, prover: Prover) -> _Flow:
         elif isinstance(module, nn.Embedding):
             found.tables[name] = None
             sources.set(out, frozenset([_WHOLE] if module.embedding_dim in widths_in else []))
-        elif came and all(next(m.parameters(), None) is None for m in module.children()):
+        elif came:
             widths = {p.shape[-1] for p in module.parameters(recurse=False) if p.dim()}
             if widths & {sizes[one] for one in came if one in sizes}:
                 found.full_norms[name] = found.full_norms.get(name, frozenset()) | came
