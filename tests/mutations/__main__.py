@@ -82,8 +82,7 @@ def with_tests(project: Project, trials: Sequence[Trial], args: argparse.Namespa
     lines = Lines()
     for trial in trials:
         tests = args.written or lines.tests(project, trial.module, trial.mutant, args.budget)
-        none = tests and not args.again
-        others = args.written or ([] if none else _files(project, trial.module, trial.mutant, args.files))
+        others = args.written or _files(project, trial.module, trial.mutant, args.files)
         yield trial._replace(tests=tests, others=others)  # a new test may need ranks that are processes
 
 
@@ -173,10 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=20, metavar="S", help="tests of so many seconds (default 20)")
     parser.add_argument("--limit", type=float, default=120, metavar="S", help="processor seconds each (default 120)")
     parser.add_argument("--files", type=int, default=2, metavar="K",
-                        help="how many test files where no recorded test runs the line (default 2)")  # fmt: skip
+                        help="then try survivors by all tests of the K nearest files (default 2)")  # fmt: skip
     parser.add_argument("--workers", type=int, default=2, metavar="K", help="how many at a time (default 2)")
     parser.add_argument("--record", metavar="FILE", type=Path, help="keep verdicts here, and don't try those again")
-    parser.add_argument("--again", action="store_true", help="with --record: try survivors with the nearest files too")
+    parser.add_argument("--again", action="store_true", help="with --record: try survivors once more")
     parser.add_argument("--written", nargs="+", metavar="TEST", help="with --record: try survivors with new tests")
     parser.add_argument(
         "--new", type=int, metavar="K", help="with --record: try only so many more; 0 writes the page alone"

@@ -27,13 +27,13 @@ them fails. A mutation that no test notices has survived: either a test is missi
   is wrong. Each names a definition and the shape of an expression, no file and no line.
 
 `python -m tests.mutations.lines` records once which tests run which line, with coverage.py: ranks are threads of one
-process, and the processes that a test starts are recorded too. Each mutation is tried by the fastest of the tests that
-run its line, those of the nearest files first (same name, then imports, or same folder); where there is none, by the
-two nearest files. A kill counts only if the same test passes without the mutation. *by a test
-written since*: the mutation survived when it was drawn, and is killed now. *timeout*: no test failed, but the time was
-over before all had run; it counts as not killed. *equivalent*: the change cannot be seen (`tests/mutations/notes.py`
-says why); it is not counted. *unsure*: the test that failed fails without the mutation too; not counted. *stale*: the
-place is gone; not counted.
+process, and the processes that a test starts are recorded too. Each mutation is tried by the fastest of the tests
+that run its line, one case of each test, those of the nearest files first (same name, then imports, or same folder);
+what survives is tried by all tests of the two nearest files. A kill counts only if the same test passes without the
+mutation. *by a test written since*: the mutation survived when it was drawn, and is killed now. *timeout*: no test
+failed, but the time was over before all had run; it counts as not killed. *equivalent*: the change cannot be seen
+(`tests/mutations/notes.py` says why); it is not counted. *unsure*: the test that failed fails without the mutation
+too; not counted. *stale*: the place is gone; not counted.
 """
 
 
