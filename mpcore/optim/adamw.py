@@ -40,7 +40,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
     Args:
         model: the model, or this rank's pipeline stage. Shard it over data first.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
-        groups: parameter groups; None: `decay_groups(model, weight_decay)`.
+        groups: parameter groups; None: `decay_groups(model, weight_decay)`, which decays matrices only.
         state_dtype: dtype of the moments: bfloat16, or None for float32 (float64 for float64 parameters).
         masters: keep a float32 master weight of each bfloat16 or float16 parameter. float16 requires it; without it,
             bfloat16 parameters are rounded stochastically. If you write to a parameter, for example to load other

@@ -33,6 +33,7 @@ from mpcore.training.loss_check import LossCheck
 from mpcore.training.numerics import InvariantStep
 from mpcore.training.policies import Offload, Precision
 from mpcore.training.replica_check import ReplicaCheck
+from mpcore.training.samples import SampleCheck, share_of
 
 log = get_logger(__name__)
 
@@ -109,6 +110,7 @@ class Run:
         self._begun = False  # the workers have compared the parameters that they begin with
         self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
         self.replica_check: ReplicaCheck | None = None
+        self._sample_check = SampleCheck(model, mesh)
         self._written: list[int] = []  # how often each gradient of the first step was written
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
@@ -169,6 +171,7 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self._may("forward_backward")
+        self._sample_check.compare(self.step, arguments.get("samples"))
         self.begin_merges()
         tokens = self.count_tokens(target) if tokens is None else tokens
         self._factor = self.loss_factor(tokens)
@@ -412,16 +415,17 @@ class Run:
         Raises:
             ValueError: if `count` is no multiple of workers x data-parallel ranks x micro-batches.
         """
-        workers, dp, each = self.mesh.workers, self.mesh.dp, self.pipeline.micro_batches
-        parts = workers.size * dp.size * each
-        if count % parts:
-            raise ValueError(
-                f"{count} samples a step are not a multiple of workers x dp x micro-batches = {workers.size} x "
-                f"{dp.size} x {each} = {parts}: {-(-count // parts) * parts} are"
-            )
-        size = count // (workers.size * dp.size)
-        first = (workers.rank * dp.size + dp.rank) * size
-        return range(first, first + size)
+        return share_of(self.mesh, self.pipeline.micro_batches, count)
+
+    def samples(self, count: int) -> Tensor:
+        """Return the indices of this rank's samples of this step in the whole run, int64 [B], for `mpcore.Dropout`.
+
+        Step s has the indices s * count to (s + 1) * count - 1, so dropout draws other masks in each step.
+
+        Raises:
+            ValueError: as `share`.
+        """
+        return self.step * count + torch.tensor([*self.share(count)], dtype=torch.int64, device=self.mesh.device)
 
     def save(
         self, folder: str | os.PathLike[str], *, background: bool = False, after: Saving | None = None, **about: Any

@@ -1,0 +1,60 @@
+"""Which samples of a step a rank has, and a warning if dropout gets the same samples in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.layers.dropout import Dropout
+from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
+
+log = get_logger(__name__)
+
+
+def share_of(mesh: Mesh, micro_batches: int, count: int) -> range:
+    """Return the indices of this rank's samples among the `count` samples of a step.
+
+    Raises:
+        ValueError: if `count` is no multiple of workers x data-parallel ranks x micro-batches.
+    """
+    workers, dp = mesh.workers, mesh.dp
+    parts = workers.size * dp.size * micro_batches
+    if count % parts:
+        raise ValueError(
+            f"{count} samples a step are not a multiple of workers x dp x micro-batches = {workers.size} x "
+            f"{dp.size} x {micro_batches} = {parts}: {-(-count // parts) * parts} are"
+        )
+    size = count // (workers.size * dp.size)
+    first = (workers.rank * dp.size + dp.rank) * size
+    return range(first, first + size)
+
+
+class SampleCheck:
+    """Warn if a model with `Dropout` gets the same `samples` in two steps: it would draw the same masks.
+
+    Only the first two steps are compared, so that the host waits for the device at most once.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.is_due = any(isinstance(module, Dropout) and module.p for module in model.modules())
+        self.tells = mesh.tp.rank == mesh.data.rank == 0
+        self.before: tuple[int, Tensor] | None = None
+
+    def compare(self, step: int, samples: Tensor | Sequence[Tensor] | None) -> None:
+        """Keep the samples of a step, or compare them with those of the step before."""
+        if not self.is_due or samples is None:
+            return
+        given = samples if isinstance(samples, Tensor) else torch.cat([*samples])
+        if self.before is None or self.before[0] == step:
+            self.before = step, given.clone()
+            return
+        self.is_due = False
+        if self.tells and torch.equal(given, self.before[1]):
+            log.warning(
+                "step %d has the same samples as step %d, so dropout draws the same masks: pass "
+                "samples=run.samples(B), whose indices differ in each step", step, self.before[0]
+            )  # fmt: skip
+        self.before = None
