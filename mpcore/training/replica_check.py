@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.layers.module import ParallelLayer
 from mpcore.mesh.agreement import gather_objects, raise_together
 from mpcore.mesh.axis import Mesh
 from mpcore.random import random_state
@@ -73,6 +77,29 @@ class ReplicaCheck:
             f"{name} is replicated, but the ranks of tp have different gradients of it (by {off:.1%}"
             f"{f'; and of {more} more parameters' if more else ''}), so the replicas would drift apart: {why}"
         )
+
+
+def without_sequence_parallel(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return the names of layers with tp that aren't sequence parallel, if other layers are.
+
+    A layer inside another layer with tp is left out: the outer layer built it.
+
+    Args:
+        modules: the names and modules of the model, outer modules before inner ones.
+    """
+    layers: dict[str, ParallelLayer] = {}
+    for name, module in modules:
+        outer = ("", *accumulate(name.split(".")[:-1], "{}.{}".format)) if name else ()
+        if isinstance(module, ParallelLayer) and module.tp.size > 1 and not layers.keys() & {*outer}:
+            layers[name] = module
+    found = [name for name, layer in layers.items() if not layer.sequence_parallel]
+    return found if len(found) < len(layers) else []
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the first names, such as "a, b and 4 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _sketch(grad: Tensor | None, device: torch.device) -> Tensor:

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.dispatch import Float64
-from mpcore.verify.causes import why_sizes
 from mpcore.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
 from mpcore.verify.layout import Layout, parse_layout
 from mpcore.verify.pool import DIED, LATE, Pool, RankError, mesh
@@ -129,8 +128,7 @@ def verify(
             try:
                 verdict = judge(plan, pool(plan.size, _run, task, plan, timeout=timeout))
             except RankError as error:
-                said = what_happened(str(error), timeout)
-                verdict = Verdict(plan.name, error=said + why_sizes(said, plan))
+                verdict = Verdict(plan.name, error=what_happened(str(error), timeout))
             if verdict.departure and verdict.departure.ulps < OF_FLOAT32 and dtype == torch.float64 and not virtual:
                 verdict = _widened(pool, task, plan, timeout, verdict)
             verdicts.append(verdict)

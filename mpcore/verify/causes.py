@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 
 import torch
@@ -123,23 +122,6 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
             f"sees only the {got.shape[-1]} of this rank. {NORMALIZE}"
         )
     return packed_before(truth, layout, name, call, held[0]) + faults_of_module(layout)
-
-
-def why_sizes(error: str, layout: Layout) -> str:
-    """Return a hint for torch's error about two sizes, if one is tp times the other; otherwise ""."""
-    found = re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", error)
-    small, large = sorted(map(int, found.groups())) if found else (0, 0)
-    if not found or layout.tp == 1 or small * layout.tp != large:
-        return ""
-    if layout.sequence_parallel:
-        return (
-            f". A rank holds {small} of {large} tokens under sequence parallelism: use mp.PositionEmbedding with "
-            "tp=mesh.tp and sequence_parallel=True for learned positions, and this rank's tokens of other operands"
-        )
-    return (
-        f". A rank holds {small} of the {large} features that a column-parallel layer shards: the other operand must "
-        "be sharded too"
-    )
 
 
 def packed_before(truth: Seen, layout: Layout, name: str, call: int, seen: Seen) -> str:

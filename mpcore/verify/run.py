@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from mpcore._torch import pytree
 from mpcore._torch.compile import eagerly
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence
 from mpcore.layers.initialize import materialize
-from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.adamw import AdamW
@@ -27,7 +25,8 @@ from mpcore.sharding.state_dict import full_tensor
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
-from mpcore.verify.layout import NORMALIZE, Layout
+from mpcore.verify.errors import explained, wrong_width
+from mpcore.verify.layout import Layout
 
 SHIFT = 1e-6  # for weights near 0.02: the central difference is then off by 1e-8 of the gradient's norm
 SLOPE = 1e-6  # the largest accepted error of a slope, relative to the gradient's norm
@@ -249,9 +248,10 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
             seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
         except (RuntimeError, ValueError) as error:
             told = wrong_width(error, mesh)
-            if told is None:
-                raise
-            raise told from error
+            if told is not None:
+                raise told from error
+            error.args = (explained(error, model, loss, layout),)
+            raise
     seen.output = joined(returned) if returned else None
     seen.outputs = joined(forwards)
     parameters = {name: p for name, p, _ in declarations(model)}
@@ -274,32 +274,6 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         evaluated = [_leaves(output) for output in run.pipeline.forward(x.chunk(parts), **rest)]
     seen.evaluated = joined(evaluated) if returned else None
     return seen
-
-
-def wrong_width(error: Exception, mesh: Mesh) -> ValueError | None:
-    """Return an error that names the linear or the norm whose input is sharded over tp, or None for any other error."""
-    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    calls = [each for each in frames if isinstance(each.get("self"), nn.Module)]
-    module, x = (calls[-1]["self"], calls[-1].get("input", calls[-1].get("x"))) if calls else (None, None)
-    if mesh.tp.size == 1 or not isinstance(x, Tensor) or x.dim() == 0:
-        return None
-    package = "nn"
-    if type(module) is nn.Linear:
-        argument, features = "in_features", module.in_features
-        told = "make the layer a RowParallelLinear ('rowwise' in a plan)"
-    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        argument, features, told = "normalized_shape", module.normalized_shape[-1], NORMALIZE[0].lower() + NORMALIZE[1:]
-    elif isinstance(module, LayerNorm | RMSNorm):
-        package, argument, features, told = "mp", "dim", module.dim, NORMALIZE[0].lower() + NORMALIZE[1:]
-    else:
-        return None
-    if x.shape[-1] == features:
-        return None
-    names = (name for call in calls for name, each in named_modules(call["self"]) if each is module and name)
-    return ValueError(
-        f"{package}.{type(module).__name__} {next(names, '')}: its input has {x.shape[-1]} features, and {argument} is "
-        f"{features}. If the input is sharded over tp, as behind a ColumnParallelLinear, {told}"
-    )
 
 
 def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: Seen) -> dict[str, Tensor]:

@@ -208,14 +208,3 @@ def test_a_rank_of_each_place_on_an_axis_is_compared():
     for axis, want in (("tp", [0, 1]), ("dp", [0, 2]), ("cp", [0, 3]), ("pp", [0, 4])):
         assert [int(t) for t in tensors.one_each(held, values, axis)] == want
     assert [int(t) for t in tensors.one_each(held, [None, *values[1:]], "tp")] == [1]
-
-
-def test_two_sizes_of_which_one_is_tp_times_the_other_are_explained():
-    said = "RuntimeError: The size of tensor a (16) must match the size of tensor b ({}) at non-singleton dimension 1"
-    assert causes.why_sizes(said.format(32), parse_layout("tp2sp")).startswith(
-        ". A rank holds 16 of 32 tokens under seq"
-    )
-    assert causes.why_sizes(said.format(8), parse_layout("tp2")).startswith(". A rank holds 8 of the 16 features")
-    for other, layout in ((33, "tp2sp"), (32, "tp4"), (16, "tp2"), (16, "dp2")):
-        assert causes.why_sizes(said.format(other), parse_layout(layout)) == ""
-    assert causes.why_sizes("RuntimeError: no sizes", parse_layout("tp2")) == ""

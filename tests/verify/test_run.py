@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from mpcore.layers.attention.sequence import sequence_index
 from mpcore.random import generator
 from mpcore.verify import parse_layout
 from mpcore.verify import run as of_run
-from mpcore.verify.run import STEP, Seen, Task, build_options, joined, listen, wrong_width
+from mpcore.verify.run import STEP, Seen, Task, build_options, joined, listen
 
 ALONE, WIDTH = parse_layout("tp1"), 3
 build_model: Any = of_run.build_model
@@ -250,6 +249,17 @@ def test_a_loss_gets_the_mesh_if_it_takes_it(loss):
     assert run_step(task(loss=loss), mp.Mesh(), ALONE).loss == pytest.approx(by_hand()["loss"], rel=1e-12)
 
 
+def test_an_error_of_the_step_says_where_it_was():
+    def refuses(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no\ntokens")
+
+    with pytest.raises(ValueError, match=r"^no tokens \(in the loss\)$"):
+        run_step(task(loss=refuses), mp.Mesh(), ALONE)
+    short = {"x": torch.ones(8, WIDTH), "weights": torch.ones(8, 2), "target": torch.ones(8)}
+    with pytest.raises(RuntimeError, match=r"must match the size .* \(in the model's own forward\)$"):
+        run_step(task(batch=short), mp.Mesh(), ALONE)
+
+
 def test_without_a_loss_half_the_sum_of_squares_is_taken_and_without_a_target_x():
     found = run_step(task(loss=None), mp.Mesh(), ALONE)
     assert found.loss == pytest.approx(found.output[""].square().sum().item() / 2, rel=1e-12)
@@ -402,44 +412,6 @@ def test_the_features_that_a_column_parallel_layer_leaves_on_a_rank_are_known():
 
 
 # --- a layer of another width -----------------------------------------------------------------------------------------
-
-
-def told_of(module: nn.Module, x: Any, mesh: mp.Mesh) -> Any:
-    try:
-        module(x)
-    except (RuntimeError, ValueError) as error:
-        found = wrong_width(error, mesh)
-        return found and str(found)
-    raise AssertionError("it ran")
-
-
-def test_a_linear_layer_whose_input_is_sharded_is_named():
-    tp2 = mp.Mesh(tp=mp.Axis(2, 0, name="tp"))
-    linear = nn.Linear(4, 3)
-    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(), linear))
-    told = told_of(model, torch.ones(5, 2), tp2)
-    assert told is not None
-    assert re.match(r"nn\.Linear 1\.1: its input has 2 features, and in_features is 4\. If", told)
-    assert told_of(linear, torch.ones(2), tp2).startswith("nn.Linear : its input has 2")
-    assert told_of(model, torch.ones(5, 2), mp.Mesh()) is None
-    assert told_of(model, torch.ones(5, 4).double(), tp2) is None  # the width is right
-    assert told_of(nn.Sequential(nn.Conv1d(4, 3, 1)), torch.ones(5, 2), tp2) is None
-    assert wrong_width(RuntimeError("from nowhere"), tp2) is None
-
-
-@pytest.mark.parametrize(
-    ("norm", "argument"),
-    [(nn.LayerNorm, "normalized_shape"), (nn.RMSNorm, "normalized_shape"), (mp.LayerNorm, "dim"), (mp.RMSNorm, "dim")],
-)
-def test_a_norm_whose_input_is_sharded_is_named(norm, argument):
-    tp2 = mp.Mesh(tp=mp.Axis(2, 0, name="tp"))
-    told = told_of(nn.Sequential(nn.Identity(), norm(4)), torch.ones(5, 2), tp2)
-    library = norm.__module__.partition(".")[0].replace("torch", "nn").replace("mpcore", "mp")
-    assert told.startswith(
-        f"{library}.{norm.__name__} 1: its input has 2 features, and {argument} is 4. If the input is"
-    )
-    assert told.endswith("or behind gather_output=True")
-    assert told_of(nn.Sequential(norm(4)), torch.ones(5, 2), mp.Mesh()) is None
 
 
 # --- the sequence -----------------------------------------------------------------------------------------------------
