@@ -255,7 +255,7 @@ def test_an_error_of_the_step_says_where_it_was():
 
     with pytest.raises(ValueError, match=r"^no tokens \(in the loss\)$"):
         run_step(task(loss=refuses), mp.Mesh(), ALONE)
-    short = {"x": torch.ones(8, WIDTH), "weights": torch.ones(8, 2), "target": torch.ones(8)}
+    short = {"x": torch.ones(8, WIDTH), "weights": torch.ones(8, 3), "target": torch.ones(8)}
     with pytest.raises(RuntimeError, match=r"must match the size .* \(in the model's own forward\)$"):
         run_step(task(batch=short), mp.Mesh(), ALONE)
 
