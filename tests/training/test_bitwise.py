@@ -160,6 +160,15 @@ def test_every_layout_has_the_same_bits(layout: str) -> None:
     assert not differing(alone(Case()), on(layout))
 
 
+def test_the_bits_are_those_of_the_default_numerics_but_for_rounding() -> None:
+    """Layouts with equal bits would share an error: here is the run that has no virtual shards."""
+    case = Case(dtype="float64")
+    (invariant,) = simulate(lambda mesh: train(prepared(mesh, case, "tp1"), case, 3), dp=1, mesh={"virtual": V})
+    default = train(prepared(Mesh(), case, "tp1"), case, 3)
+    for got, want in zip(invariant, default, strict=True):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
 SHORT = (("tp2sp", "selective"), ("dp2zero3", "full"))
 OTHERS = (("tp2spdp2zero3", "selective"), ("tp2pp2dp2zero1", "full"))
 
