@@ -1,4 +1,5 @@
-# Every target sets up its own .venv: on a fresh machine `make pretrain` or `make test` is the whole command.
+# Every target sets up its own .venv, also if another environment is active: on a fresh machine `make pretrain` or
+# `make test` is the whole command.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

@@ -144,7 +144,8 @@ class Console:
             self.write("loss.png", lambda: plot_losses(self.records, self.out / "loss.png"))
         text = sample_text(trainer)
         if self.shows:
-            written = sorted(str(path) for path in self.out.iterdir() if path.name != LOCK)
+            earlier = (LOCK, "errors")  # a run that writes errors doesn't end here: they are an earlier run's
+            written = sorted(str(path) for path in self.out.iterdir() if path.name not in earlier)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
             if (saved := trainer.checkpoints.last) is not None:
                 here = os.path.relpath(sys.executable)  # such as .venv/bin/python, which needs no activation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -25,14 +26,26 @@ from mpcore.mesh import read_launch
 __all__ = ["Trainer", "main", "parse"]
 
 
+def check_packages() -> None:
+    """Refuse to start without the packages that every run needs, besides those of mpcore.
+
+    Raises:
+        ValueError: naming the packages that are missing.
+    """
+    if missing := [name for name in ("tqdm", "matplotlib") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"the example needs {' and '.join(missing)}: run pip install '.[examples]' in the clone")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0 after the last step or --exit-step, 75 if a signal stopped the run; otherwise exit."""
     if not dist.is_initialized():
         record()  # collectives, so that a watchdog can explain a hang
-    stopped = False
+    stopped, begun = False, False
     with StopSignals(leave_with=EXIT_STOPPED) as signals:
         try:
             args = parse(argv)
+            check_packages()
+            begun = True
             out = Path(args.out)
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
@@ -50,9 +63,10 @@ def main(argv: list[str] | None = None) -> int:
                 except ValueError as error:
                     sys.exit(f"rank {mesh.job.rank}: error: {error}")
         except ValueError as error:
-            if not dist.is_initialized():
-                sys.exit(f"error: {error}")
             tell_launcher(f"error: {error}")
+            if not dist.is_initialized():
+                one = begun or os.environ.get("LOCAL_RANK", "0") == "0"  # flags are wrong on every rank of a host
+                sys.exit(f"error: {error}" if one else 1)
             one = read_launch(os.environ).local_rank == 0  # every rank raised it: one of each host says so
             sys.exit(f"rank {dist.get_rank()}: error: {error}" if one else 1)
     if dist.is_initialized():  # not after a failure: a save in the background may still use the groups

@@ -226,7 +226,7 @@ def test_the_end_of_a_run_draws_and_says_how_to_go_on(tmp_path, monkeypatch, cap
     monkeypatch.setattr(console, "plot_losses", lambda *of: drawn.append(of))
     monkeypatch.setattr(console, "draw_trace", lambda *of: drawn.append(of))
     monkeypatch.setattr(console, "sample_text", lambda trainer: "some text")
-    for name in ("b.json", "a.png", ".lock"):
+    for name in ("b.json", "a.png", ".lock", "errors"):
         (tmp_path / name).write_text("")
     made = Console(FIRST, tmp_path)
     made.records = [{"step": 0}]

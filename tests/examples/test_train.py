@@ -436,6 +436,17 @@ def test_errors_of_the_command_name_the_rank(monkeypatch):
         called.tell_launcher.assert_called_once_with("error: --steps 0 is smaller than 1")
 
 
+@pytest.mark.parametrize(("local", "shown"), [("0", True), ("1", False)])
+def test_the_command_names_missing_packages_once_a_host_before_it_starts(monkeypatch, local, shown):
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    text = "error: the example needs tqdm: run pip install '.[examples]' in the clone"
+    status, called = command("", Started())
+    assert status == (text if shown else 1)
+    called.build_mesh.assert_not_called()
+    called.tell_launcher.assert_called_once_with(text)
+
+
 def test_the_command_frees_at_its_exit_what_the_garbage_collector_skipped(monkeypatch, capsys):
     """Triton 3.9 prints the names of objects that are left at a normal exit, such as after --help."""
     said = []
