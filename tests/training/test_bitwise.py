@@ -59,7 +59,7 @@ def prepared(mesh: Mesh, case: Case, layout: str, recompute: str = "none") -> mp
     held = [range(i * case.config.layers // count, (i + 1) * case.config.layers // count) for i in range(count)]
     stages = build_stages(
         case.config, mesh, held, [i % plan.pp for i in range(count)], sequence_parallel=plan.sequence_parallel,
-        device="meta",
+        device="meta", dtype=torch.float64 if case.dtype == "float64" else None,
     )  # fmt: skip
     run = prepare(
         stages, mesh, blocks={int(i): block for stage in stages for i, block in stage.blocks.items()}, seed=3,
