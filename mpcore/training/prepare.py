@@ -47,7 +47,10 @@ from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_r
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
-OTHER_VALUES = "as each rank made its own: build the model after one torch.manual_seed on all ranks, or load weights"
+OTHER_VALUES = (
+    "as each rank made its own: build the model after one torch.manual_seed on all ranks, and pass init= to parallel "
+    "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights"
+)
 
 
 def prepare(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.layers.module import ParallelLayer
+from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.mesh.agreement import gather_objects, raise_together
 from mpcore.mesh.axis import Mesh
 from mpcore.random import random_state
@@ -50,11 +51,20 @@ class ReplicaCheck:
             wrong = (off > OWN * norm) & (off > LARGEST * norm.max())
             if bool(wrong.any()):
                 worst = int(torch.where(wrong, off / norm, 0).argmax())
-                error = self._error(names[worst], float(off[worst] / norm[worst]), int(wrong.sum()) - 1)
+                others = [names[i] for i in wrong.nonzero().flatten().tolist() if i != worst]
+                norm_of = norms_of_shards(tree.modules).get(names[worst].rpartition(".")[0], "")
+                error = self._error(names[worst], float(off[worst] / norm[worst]), others, norm_of)
         raise_together(error, self.mesh.world)
 
-    def _error(self, name: str, off: float, more: int) -> ValueError:
-        """Return the error of this rank's tp group. All ranks of the group call it."""
+    def _error(self, name: str, off: float, others: Sequence[str], norm: str) -> ValueError:
+        """Return the error of this rank's tp group. All ranks of the group call it.
+
+        Args:
+            name: the parameter with the largest relative difference.
+            off: the difference, relative to the gradient's norm.
+            others: the other parameters whose gradients differ.
+            norm: what the parameter's module should be, from `norms_of_shards`; "": it is no such norm.
+        """
         mine = [state.numpy().tobytes() for state in (self.before, self.after)]
         before, after = map(set, zip(*gather_objects(mine, self.mesh.tp.group), strict=True))
         if len(before) == 1 and len(after) > 1:
@@ -68,14 +78,19 @@ class ReplicaCheck:
                 "Use mpcore.Dropout, or call torch.manual_seed(mesh.data.rank) after prepare"
             )
         else:
+            meets = (
+                f"its input is a shard of the sequence, make it {norm}"
+                if norm
+                else f"it meets only this rank's heads, features or tokens, call mpcore.add_partial(module, "
+                f"{name.rpartition('.')[2]!r}, mesh.tp), which sums its gradient"
+            )
             why = (
-                f"if it meets only this rank's heads, features or tokens, call mpcore.add_partial(module, "
-                f"{name.rpartition('.')[2]!r}, mesh.tp), which sums its gradient; otherwise the ranks of tp compute "
-                f"different things with it or behind it"
+                f"if {meets}; otherwise the ranks of tp compute different things with it or behind it: run mpcore "
+                f"verify, which names the first module that is off"
             )
         return ValueError(
             f"{name} is replicated, but the ranks of tp have different gradients of it (by {off:.1%}"
-            f"{f'; and of {more} more parameters' if more else ''}), so the replicas would drift apart: {why}"
+            f"{f'; and of {first_names(others, 3)}' if others else ''}), so the replicas would drift apart: {why}"
         )
 
 
@@ -94,6 +109,27 @@ def without_sequence_parallel(modules: Iterable[tuple[str, nn.Module]]) -> list[
             layers[name] = module
     found = [name for name, layer in layers.items() if not layer.sequence_parallel]
     return found if len(found) < len(layers) else []
+
+
+def norms_of_shards(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Return what to replace each norm by that isn't sequence parallel, if other layers of the model are.
+
+    Args:
+        modules: the names and modules of the model.
+
+    Returns:
+        By the norm's name, such as "mp.LayerNorm(.., tp=mesh.tp, sequence_parallel=True)".
+    """
+    modules = list(modules)
+    if not any(isinstance(module, ParallelLayer) and module.sequence_parallel for _, module in modules):
+        return {}
+    found = {}
+    for name, module in modules:
+        norm = isinstance(module, nn.LayerNorm | nn.RMSNorm | LayerNorm | RMSNorm)
+        if norm and not getattr(module, "sequence_parallel", False):
+            kind = "LayerNorm" if isinstance(module, nn.LayerNorm | LayerNorm) else "RMSNorm"
+            found[name] = f"mp.{kind}(.., tp=mesh.tp, sequence_parallel=True)"
+    return found
 
 
 def first_names(names: Sequence[str], most: int) -> str:

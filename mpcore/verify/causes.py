@@ -26,7 +26,7 @@ def why_parameter(layout: Layout, stage: str, name: str, held: Sequence[Seen], g
             "other random numbers before it. Build the model on the meta device: mp.materialize draws each parameter "
             "from the seed and its name"
         )
-    leaf = name.rpartition(".")[2]
+    owner, _, leaf = name.rpartition(".")
     if stage == "update":
         return "its gradient was right: the optimizer steps on something else, or ranks hold unequal replicas"
     for axis, size in axes(layout):
@@ -38,6 +38,11 @@ def why_parameter(layout: Layout, stage: str, name: str, held: Sequence[Seen], g
                     "each pipeline stage holds one term of its gradient, and nobody sums them: declare the tied "
                     f"parameter with mp.add_partial(module, {leaf!r}, mesh.ends), under one name on both stages; "
                     "where other stages hold it, over an Axis of their ranks' own group"
+                )
+            if axis == "tp" and owner in held[0].norms:
+                return (
+                    "each rank of tp holds one term of its gradient, and nobody sums them: if its input is a shard of "
+                    f"the sequence, make it {held[0].norms[owner]}"
                 )
             return (
                 f"each rank of {axis} holds one term of its gradient, and nobody sums them: the parameter is "
@@ -121,7 +126,12 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
             f"each row is off by a factor and a shift of its own: a norm or a softmax over {want.shape[-1]} features "
             f"sees only the {got.shape[-1]} of this rank. {NORMALIZE}"
         )
-    return packed_before(truth, layout, name, call, held[0]) + faults_of_module(layout)
+    forgotten = (
+        "it was built without sequence_parallel=True, and other layers with it: pass it to every layer. Otherwise "
+        if name in held[0].forgotten
+        else ""
+    )
+    return forgotten + packed_before(truth, layout, name, call, held[0]) + faults_of_module(layout)
 
 
 def packed_before(truth: Seen, layout: Layout, name: str, call: int, seen: Seen) -> str:
@@ -165,7 +175,12 @@ def faults_of_module(layout: Layout) -> str:
         "features alone"
     )
     mixed = "it mixes the samples or the tokens of a batch, of which each rank holds a part"
+    positions = (
+        "it counts positions from 0 on each rank of cp (pass mp.sequence_index(T, mesh.cp, context) to "
+        "PositionEmbedding, RotaryEmbedding and Dropout), "
+    )
     return (
         f"all modules before it are right, so the fault is in this module or just before it: "
-        f"{sharded if layout.tp > 1 else mixed}, or the code between the module before and this one is wrong"
+        f"{positions if layout.cp > 1 else ''}{sharded if layout.tp > 1 else mixed}, or the code between the module "
+        f"before and this one is wrong"
     )

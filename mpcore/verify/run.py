@@ -25,6 +25,7 @@ from mpcore.sharding.state_dict import full_tensor
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
+from mpcore.training.replica_check import norms_of_shards, without_sequence_parallel
 from mpcore.verify.errors import explained, wrong_width
 from mpcore.verify.layout import Layout
 
@@ -82,6 +83,8 @@ class Seen:
         buffers: this rank's persistent buffers after the step.
         evaluated: like `output`, for the same batch in eval() after the step.
         sharded: the names of the parameters of which a rank holds a shard.
+        norms: what to replace each norm by that isn't sequence parallel, if other layers are.
+        forgotten: the layers with tp that were built without sequence parallelism, if others were built with it.
         rows: B, the number of rows of the full batch.
         loss: the loss of the full batch.
         norm: the norm of all gradients.
@@ -105,6 +108,8 @@ class Seen:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     evaluated: dict[str, Tensor] | None = None
     sharded: frozenset[str] = frozenset()
+    norms: dict[str, str] = field(default_factory=dict)
+    forgotten: frozenset[str] = frozenset()
     rows: int = 0
     loss: float = 0.0
     norm: float = 0.0
@@ -214,6 +219,8 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     declared = shardings(model)
     seen.initial = full_tensors({name: p for name, p, _ in declarations(model)}, declared)
     seen.sharded = frozenset(name for name, s in declared.items() if any(len(each.runs) > 1 for each in s.shards))
+    seen.norms = norms_of_shards(named_modules(model))
+    seen.forgotten = frozenset(without_sequence_parallel(named_modules(model))) - seen.norms.keys()
     seen.rows = len(task.batch["x"])
     each = task.virtual or mesh.dp.size * layout.micro_batches
     if seen.rows % each:

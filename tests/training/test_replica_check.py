@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,8 +56,10 @@ def steps(mesh: mp.Mesh, at: int, alike: bool, partial: bool = True, zero: int =
     return run.step
 
 
-DROPOUT = r"is replicated, but the ranks of tp have different gradients of it \(by .*%; and of . more parameters\), so "
-DROPOUT += r"the replicas would drift apart: the random states differ within the tp group, .* torch.manual_seed\(mesh"
+DROPOUT = r"is replicated, but the ranks of tp have different gradients of it \(by .*%; and of [a-z.]+, [a-z.]+"
+DROPOUT += (
+    r".*\), so the replicas would drift apart: the random states differ within the tp group, .* torch.manual_seed\(mesh"
+)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -73,10 +77,67 @@ def test_ranks_may_draw_unequal_numbers_of_values() -> None:
 
 def test_a_sum_that_nobody_declares_is_named() -> None:
     for at, alike in ((1, True), (2, False)):  # random states don't matter if nothing draws
-        with pytest.raises(RankError, match=r"scale is replicated, .* mpcore.add_partial\(module, 'scale', mesh.tp\)"):
+        with pytest.raises(
+            RankError,
+            match=r"scale is replicated, .* mpcore.add_partial\(module, 'scale', mesh.tp\), .* mpcore verify, which",
+        ):
             mp.simulate(steps, at, alike, False, tp=2)
     assert mp.simulate(steps, 1, True, False, 1, 1, tp=2) == [2] * 2  # not of a step with a token: as in verify
     assert mp.simulate(steps, 0, False, False, tp=1, dp=2) == [2] * 2
+
+
+def test_the_error_names_three_parameters_and_the_norm_that_takes_shards() -> None:
+    check, others = replica_check.ReplicaCheck(mp.Mesh()), ["b.w", "c.w", "d.w", "e.w", "f.w"]
+    told = str(check._error("a.w", 0.5, others, "mp.N()"))
+    assert "(by 50.0%; and of b.w, c.w, d.w and 2 more), so" in told
+    assert "if its input is a shard of the sequence, make it mp.N(); otherwise" in told
+    assert told.endswith("run mpcore verify, which names the first module that is off")
+    assert "add_partial" not in told
+    told = str(check._error("a.w", 0.5, others[:3], ""))
+    assert "; and of b.w, c.w, d.w), so" in told
+    assert "add_partial(module, 'w', mesh.tp)" in told
+    assert "(by 50.0%), so" in str(check._error("a.w", 0.5, [], ""))
+
+
+def test_norms_that_are_not_sequence_parallel_are_found_in_a_model_that_is() -> None:
+    tp = mp.Axis(2, 0, name="tp")
+    norms = [nn.LayerNorm(4), nn.RMSNorm(4), mp.LayerNorm(4, tp=tp), mp.RMSNorm(4), nn.ReLU()]
+    shards = mp.LayerNorm(4, tp=tp, sequence_parallel=True)
+    kinds = {"1": "LayerNorm", "2": "RMSNorm", "3": "LayerNorm", "4": "RMSNorm"}
+    want = {name: f"mp.{kind}(.., tp=mesh.tp, sequence_parallel=True)" for name, kind in kinds.items()}
+    assert replica_check.norms_of_shards(nn.Sequential(shards, *norms).named_modules()) == want
+    assert replica_check.norms_of_shards(nn.Sequential(nn.ReLU(), *norms).named_modules()) == {}
+
+
+class Sharded(nn.Module):
+    """A norm of sequence shards that declares no partial gradient."""
+
+    def __init__(self, tp: mp.Axis) -> None:
+        super().__init__()
+        on: Any = {"tp": tp, "sequence_parallel": True}
+        self.embedding, self.norm = mp.VocabParallelEmbedding(V, D, **on), nn.LayerNorm(D)
+        self.head = mp.ColumnParallelLinear(D, V, **on)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def shard_steps(mesh: mp.Mesh) -> None:
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
+
+    with torch.device("meta"):
+        net = Sharded(mesh.tp)
+    run = mp.prepare(net, mesh, blocks=[net.norm], loss=loss, optimizer=lambda m: mp.AdamW(m, lr=0.1))
+    run.forward_backward(torch.arange(8).view(2, 4) % V, torch.arange(8).view(2, 4) % V)
+    run.optimizer_step()
+
+
+def test_a_norm_of_sequence_shards_is_told_which_norm_to_be() -> None:
+    with pytest.raises(
+        RankError, match=r"norm\.(weight|bias) is repl.*; and of norm\.\w+\), so .*make it mp\.LayerNorm\("
+    ):
+        mp.simulate(shard_steps, tp=2)
 
 
 def sketch(x: Tensor | None) -> Tensor:

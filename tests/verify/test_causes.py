@@ -43,6 +43,12 @@ def test_terms_of_a_gradient_are_told_where_every_rank_has_one(axis):
     assert NOWHERE in why(f"{axis}4", axis, [part, W - part], NOISE), "two of four ranks"
 
 
+def test_a_norm_of_sequence_shards_is_told_which_norm_to_be():
+    part = W * 0.25
+    for axis, names, said in (("tp", "a", "make it mp.N"), ("dp", "a", "add_partial"), ("tp", "b", "add_partial")):
+        assert said in why(f"{axis}2", axis, [part, W - part], part, norms={names: "mp.N"})
+
+
 def test_stages_that_hold_a_parameter_have_terms_though_others_dont():
     part = W * 0.25
     told = why("pp4", "pp", [part, None, None, W - part], part)
@@ -200,6 +206,13 @@ def test_a_declaration_is_shown_for_the_first_dimension_that_differs(shape, want
     told = causes.undeclared("a.b.w", shape, want)
     assert f"mpcore.sharding.{cut}" in told
     assert f'self.declare("w", {want}, init, shard=' in told
+
+
+def test_a_layer_built_without_sequence_parallelism_is_told_first():
+    for names, told in (({"m"}, True), ({"n"}, False)):
+        said = module("tp2", "tp", [NOISE, NOISE], forgotten=frozenset(names))
+        assert said.startswith("it was built without sequence_parallel=True") is told
+        assert said.endswith(causes.faults_of_module(parse_layout("tp2")))
 
 
 def test_a_rank_of_each_place_on_an_axis_is_compared():

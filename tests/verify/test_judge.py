@@ -366,3 +366,9 @@ def test_a_loss_is_told_by_what_it_is_off_by(layout, loss, told):
 def test_what_is_cut_over_tp_is_suspected_first_where_tp_cuts():
     assert "over tp" in faults_of_module(Layout("tp2", tp=2))
     assert "over tp" not in faults_of_module(Layout("dp2", dp=2))
+    for layout, told in (
+        (Layout("cp2", cp=2), True),
+        (Layout("tp2cp2", tp=2, cp=2), True),
+        (Layout("dp2", dp=2), False),
+    ):
+        assert ("mp.sequence_index(T, mesh.cp, context) to PositionEmbedding" in faults_of_module(layout)) is told

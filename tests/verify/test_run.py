@@ -260,6 +260,26 @@ def test_an_error_of_the_step_says_where_it_was():
         run_step(task(batch=short), mp.Mesh(), ALONE)
 
 
+def sequence_parallel_layers() -> tuple:
+    on = mp.build_mesh(tp=2, device_type="cpu")
+
+    def build(mesh: mp.Mesh, sequence_parallel: bool = False) -> nn.Module:
+        sp: Any = {"tp": mesh.tp, "sequence_parallel": sequence_parallel}
+        torch.manual_seed(0)
+        return nn.Sequential(mp.RowParallelLinear(4, 4, **sp), nn.LayerNorm(4), mp.LayerNorm(4, tp=mesh.tp),
+                             mp.Dropout(0.0, tp=mesh.tp))  # fmt: skip
+
+    batch = {"x": torch.ones(2, 4, 2), "target": torch.ones(2, 2)}
+    found = [run_step(task(build=build, batch=batch, loss=lambda y, _: y.sum()), on, parse_layout(name))
+             for name in ("tp2sp", "tp2")]  # fmt: skip
+    return [(sorted(seen.norms), seen.forgotten) for seen in found]
+
+
+def test_norms_and_layers_without_sequence_parallelism_are_noted_in_a_model_with_it():
+    for found in mp.simulate(sequence_parallel_layers, ranks=2):
+        assert found == [(["1", "2"], {"3"}), ([], set())]
+
+
 def test_without_a_loss_half_the_sum_of_squares_is_taken_and_without_a_target_x():
     found = run_step(task(loss=None), mp.Mesh(), ALONE)
     assert found.loss == pytest.approx(found.output[""].square().sum().item() / 2, rel=1e-12)
