@@ -70,7 +70,7 @@ def test_bfloat16_is_judged_by_the_dense_models_own_rounding(ranks):
 
 FAULTS = [
     (10, "gathered", "tp2", models.gathered_loss, "loss", "", r"log\(tp\) too large for each of 17 tokens"),
-    (11, "norm", "tp2sp", models.loss, "gradient", "norm.weight", r"mp.add_partial\(module, 'weight', mesh\.tp\)"),
+    (11, "norm", "tp2sp", models.loss, "gradient", "norm.weight", r"make it mp\.RMSNorm\(\.\., tp=mesh\.tp, seq"),
     (12, "qk-norm", "tp2", models.loss, "gradient", "attention.q_norm.weight", "each rank of tp holds one term"),
     (13, "gather", "tp2", models.loss, "gradient", "scale.weight", "2 times too large: what feeds it sums"),
     (14, "tied", "pp2", models.loss, "gradient", "embedding.weight", "each pipeline stage holds one term .*mesh.ends"),
