@@ -1399,6 +1399,6 @@ def test_a_signal_saves_and_leaves_within_a_step(tmp_path, number):
     assert run.returncode == 75, stderr
     found = latest(tmp_path / "checkpoints")
     assert found is not None
-    assert f"saved {found} and left" in stdout
+    assert f"saved {found} and stopped" in stdout
     assert inspect(found).step == len(losses_of(tmp_path))
     assert not verify(found)

@@ -248,7 +248,7 @@ class Checkpoints:
         self.save_last()
         if self.console.lead:
             path = step_path(self.path, self.run.step)
-            print(f"saved {path} and left: --resume auto goes on from it", flush=True)
+            print(f"saved {path} and stopped; --resume auto continues from there", flush=True)
 
     @property
     def failed(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from examples.gpt.dashboards import Dashboards
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import sample_text
-from examples.gpt.optimizer import lr_schedule
+from examples.gpt.optimizer import long_warmup, lr_schedule
 from examples.gpt.records import LOCK, draw_trace, plot_losses
 from mpcore import Mesh
 from mpcore.fault_tolerance.metrics import MetricsWriter
@@ -134,7 +134,7 @@ class Console:
         self.record({"step": step, "val_loss": value, **also, **({"val_losses": sets} if sets else {})})
         named = "".join(f", {name} {of:.4f}" for name, of in sets.items())
         also_shown = f"perplexity {also['perplexity']:.2f}, {also['bits_per_byte']:.3f} bits a byte"
-        self.tell(f"step {step}: validation loss {value:.4f} ({also_shown}){named}")
+        self.tell(f"after {step + 1} steps: validation loss {value:.4f} ({also_shown}){named}")
 
     def end(self, trainer: Trainer) -> None:
         """Draw the plots, generate a sample of text, and print the files and what to do next. Call it on all ranks."""
@@ -217,10 +217,11 @@ def summary(trainer: Trainer) -> str:
         held = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB resident"
     return (
         f"{mesh}\n"
-        f"{count_parameters(config):,} parameters{active}, {here:,} on this rank; "
+        f"{count_parameters(config):,} parameters{active}, {here:,} on rank [{mesh.world.rank}]; "
         f"parameters, gradients and Adam: {size / 2**20:.1f} MiB ({held} so far)\n"
         f"{len(trainer.setup.train):,} training samples of {config.seq_len} tokens, "
         f"{len(trainer.held_out or ()):,} held out; {trainer.setup.micro_batches} micro-batches a step"
+        + (f"\n{warning}" if (warning := long_warmup(trainer.args)) else "")
     )
 
 

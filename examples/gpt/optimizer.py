@@ -34,6 +34,17 @@ def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
     return rate(step, steps=schedule["lr_decay_steps"], warmup=schedule["warmup"], lr=lr, **floor)
 
 
+def long_warmup(args: argparse.Namespace) -> str:
+    """Return a warning if the warm-up is not shorter than the schedule, otherwise ""."""
+    length, name = args.lr_decay_steps or args.steps, "--lr-decay-steps" if args.lr_decay_steps else "--steps"
+    if args.warmup < length:
+        return ""
+    return (
+        f"--warmup {args.warmup} is not below {name} {length}: the learning rate rises until step {args.warmup}, then "
+        "drops to --min-lr in one step. Pass a smaller --warmup"
+    )
+
+
 def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
     """Build the optimizer of --optimizer. Muon leaves the `heads` to AdamW."""
     options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}

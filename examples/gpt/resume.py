@@ -62,7 +62,7 @@ def other_schedule(saved: Mapping[str, Any], schedule: Mapping[str, Any], step: 
                    for s in (saved, schedule))  # fmt: skip
     rates = [learning_rate(s, step) for s in (saved, schedule)]
     return (
-        f"the learning rate of step {step} is {rates[1]:.3g} with {now}; the saved run's schedule gives "
+        f"the learning rate after {step} steps is {rates[1]:.3g} with {now}; the saved run's schedule gives "
         f"{rates[0]:.3g}: {before} keeps it"
     )
 

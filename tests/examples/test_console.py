@@ -26,6 +26,7 @@ from examples.gpt.console import Console, Lines, bytes_of_token, peak_memory, su
 from examples.gpt.dashboards import Dashboards, Profile, check_installed, numbers
 from examples.gpt.experts import summarize_experts
 from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
+from examples.gpt.optimizer import learning_rate, long_warmup, lr_schedule
 from examples.gpt.ramp import Ramp
 from examples.gpt.records import draw_trace, locked, plot_losses, read_records, whole, write_whole
 from examples.gpt.stop import Stop
@@ -162,6 +163,24 @@ def test_on_a_gpu_a_step_has_its_mfu_where_the_peak_is_known(tmp_path, monkeypat
     assert asked == [80.0, 80.0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ("--steps 21", ""),
+        ("--steps 20", "--warmup 20 is not below --steps 20: "),
+        ("--steps 24 --lr-decay-steps 16", "--warmup 20 is not below --lr-decay-steps 16: "),
+        ("--steps 16 --lr-decay-steps 24", ""),
+    ],
+)
+def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_named(flags, warning):
+    args = parse(flags.split())
+    assert long_warmup(args).startswith(warning)
+    assert bool(long_warmup(args)) == bool(warning)
+    if warning:
+        rates = [learning_rate(lr_schedule(args), step) for step in (18, 19, 20, 21)]
+        assert rates == pytest.approx([0.95 * args.lr, args.lr, args.lr, 0.1 * args.lr])
+
+
 def test_merges_and_evaluations_are_recorded(tmp_path, capsys):
     made = Console(FIRST, tmp_path)
     merge: Any = SimpleNamespace(fragment=1, norm=2.0, agreement=0.5, norms=[3.0, 4.0])
@@ -181,7 +200,7 @@ def test_merges_and_evaluations_are_recorded(tmp_path, capsys):
     assert two["val_losses"] == {"code": 1.25, "text": 2.5}
     assert two["perplexity"] == math.exp(700)
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "step 5: validation loss 2.0794 (perplexity 8.00, 1.500 bits a byte)"
+    assert told[0] == "after 6 steps: validation loss 2.0794 (perplexity 8.00, 1.500 bits a byte)"
     assert told[1].endswith("bits a byte), code 1.2500, text 2.5000")
 
 
@@ -285,12 +304,14 @@ def test_the_summary_counts_parameters_memory_and_samples(monkeypatch):
     monkeypatch.setattr(console.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**10))
     config = GPTConfig(seq_len=16, layers=1, d_model=8, heads=1)
     setup = SimpleNamespace(train=range(1234), micro_batches=3)
-    trainer: Any = SimpleNamespace(config=config, mesh=FIRST, model=linear, setup=setup, held_out=range(56))
+    trainer: Any = SimpleNamespace(
+        config=config, mesh=FIRST, model=linear, setup=setup, held_out=range(56), args=parse([])
+    )
     for dtype, size in ((torch.float32, 16), (torch.bfloat16, 18), (torch.float64, 32)):
         linear.to(dtype)
         *mesh, counts, samples = summary(trainer).splitlines()
         assert "\n".join(mesh) == str(FIRST)
-        assert f"{2**20:,} on this rank; parameters, gradients and Adam: {size}.0 MiB (3 MiB resident so far)" in counts
+        assert f"{2**20:,} on rank [0]; parameters, gradients and Adam: {size}.0 MiB (3 MiB resident so far)" in counts
         assert "active" not in counts
         assert samples == "1,234 training samples of 16 tokens, 56 held out; 3 micro-batches a step"
     trainer.config = GPTConfig(seq_len=16, layers=1, d_model=8, heads=1, moe=MoEConfig(experts=4, d_ff=8))
@@ -299,6 +320,8 @@ def test_the_summary_counts_parameters_memory_and_samples(monkeypatch):
     counts, samples = summary(trainer).splitlines()[-2:]
     assert counts.startswith(f"{experts + others:,} parameters ({experts // 2 + others:,} active), ")
     assert ", 0 held out;" in samples
+    trainer.args = parse(["--steps", "2"])
+    assert summary(trainer).splitlines()[-1] == long_warmup(trainer.args)
     assert peak_memory(FIRST) == 3 * 2**20
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 9)
@@ -875,7 +898,7 @@ def test_a_run_that_leaves_says_where_it_goes_on(tmp_path, capsys):
     assert made.last is None
     made.save_and_leave()
     path = tmp_path / "step-00000004"
-    assert capsys.readouterr().out == f"saved {path} and left: --resume auto goes on from it\n"
+    assert capsys.readouterr().out == f"saved {path} and stopped; --resume auto continues from there\n"
     path.mkdir()
     assert made.last == path
     made.console.lead = False

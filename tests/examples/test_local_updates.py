@@ -295,7 +295,7 @@ def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
     assert result.stdout.count("mesh of") == 1
     assert result.stdout.count("worker 0 of 2: mesh of 1 ranks") == 1
     assert result.stdout.count("--- a sample") == 1
-    assert "worker 1: step 1: validation loss" in result.stderr + result.stdout
+    assert "worker 1: after 2 steps: validation loss" in result.stderr + result.stdout
 
 
 @pytest.mark.slow

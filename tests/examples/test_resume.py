@@ -247,11 +247,11 @@ def test_a_resumed_run_tells_of_another_learning_rate_schedule(capsys):
 
     assert said(saved) == said(f"{saved} --lr-decay-steps 8") == said(f"{saved} --steps 99 --lr-decay-steps 8") == ""
     assert said(f"{saved} --steps 14") == (
-        "the learning rate of step 8 is 0.055 with --lr-decay-steps 14; the saved run's schedule gives 0.01: "
+        "the learning rate after 8 steps is 0.055 with --lr-decay-steps 14; the saved run's schedule gives 0.01: "
         "--lr-decay-steps 8 keeps it\n"
     )
     assert said(f"{saved} --min-lr 0.1", f"{saved} --warmup 3") == (
-        "the learning rate of step 8 is 0.1 with --min-lr 0.1 --warmup 2; the saved run's schedule gives 0.01: "
+        "the learning rate after 8 steps is 0.1 with --min-lr 0.1 --warmup 2; the saved run's schedule gives 0.01: "
         "no --min-lr --warmup 3 keeps it\n"
     )
     begun("--resume auto", {"out": [8]})  # a checkpoint of an earlier version has no schedule

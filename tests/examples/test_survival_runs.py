@@ -133,7 +133,7 @@ def test_row_31_sigterm_saves_and_every_worker_says_so(tmp_path):
     assert status != 0, stderr
     found = latest(tmp_path / "checkpoints")
     assert found is not None
-    assert f"saved {found} and left" in stdout
+    assert f"saved {found} and stopped" in stdout
     assert inspect(found).step == len(losses(tmp_path))
 
 
@@ -153,7 +153,7 @@ def test_row_32_the_first_interrupt_saves(tmp_path):
     status, stdout, stderr = finish(run)
     assert status == 75, stderr
     assert "ctrl-C again leaves at once" in stderr
-    assert f"saved {latest(tmp_path / 'checkpoints')} and left" in stdout
+    assert f"saved {latest(tmp_path / 'checkpoints')} and stopped" in stdout
 
 
 @pytest.mark.slow
