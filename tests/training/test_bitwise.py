@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ def train(run: mp.Run, case: Case, steps: int) -> list[tuple[float, float]]:
         targets = tokens[:, 1:].masked_fill(torch.rand(tokens[:, 1:].shape, generator=g) < 0.1, -100)
         mine = run.share(case.samples)
         part = slice(mine.start, mine.stop)
-        run.forward_backward(tokens[part, :-1], targets[part], samples=torch.arange(mine.start, mine.stop))
+        run.forward_backward(tokens[part, :-1], targets[part], samples=run.samples(case.samples))
         run.clip_gradients(0.5)
         result = run.optimizer_step()
         found.append((result.loss, result.grad_norm))
@@ -167,6 +168,30 @@ def test_the_bits_are_those_of_the_default_numerics_but_for_rounding() -> None:
     default = train(prepared(Mesh(), case, "tp1"), case, 3)
     for got, want in zip(invariant, default, strict=True):
         assert got == pytest.approx(want, rel=1e-12)
+
+
+def _given_up(mesh: Mesh, drop: bool) -> list[tuple[float, float]]:
+    case = Case()
+    run = prepared(mesh, case, "tp1")
+    if drop:  # in the third of four leaves
+        calls = itertools.count()
+
+        def fail(*_: object) -> None:
+            if next(calls) == 2:
+                raise RuntimeError("no third leaf")
+
+        hook = run.stages[0].register_forward_pre_hook(fail)
+        tokens = torch.arange(12 * 12).view(12, 12) % 37
+        with pytest.raises(RuntimeError, match="no third leaf"):
+            run.forward_backward(tokens, tokens, samples=torch.arange(12))
+        hook.remove()
+        run.drop_gradients()
+    return train(run, case, 2)
+
+
+def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
+    (want,), (got,) = (simulate(_given_up, drop, dp=1, mesh={"virtual": V}) for drop in (False, True))
+    assert got == want
 
 
 SHORT = (("tp2sp", "selective"), ("dp2zero3", "full"))
