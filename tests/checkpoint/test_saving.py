@@ -349,13 +349,16 @@ def test_a_write_goes_on_where_the_system_wrote_a_part(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("threads", "items", "most"), [(0, 9, 4), (2, 9, 2), (1, 9, 1), (4, 2, 2), (0, 0, 0)])
 def test_items_are_worked_on_in_so_many_threads_and_come_back_in_order(threads, items, most):
-    running, peak, lock = [0], [0], threading.Lock()
+    running, peak, lock, full = [0], [0], threading.Lock(), threading.Event()
 
     def work(i: int) -> int:
         with lock:
             running[0] += 1
             peak[0] = max(peak[0], running[0])
-        time.sleep(0.01)
+            if running[0] == most:
+                full.set()
+        full.wait(20)  # until all threads have begun, however busy the machine is
+        time.sleep(0.01)  # one thread too many would begin now
         with lock:
             running[0] -= 1
         return i * i
