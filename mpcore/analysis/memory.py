@@ -3,8 +3,9 @@
     python -m mpcore.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
 
 Activations are the bytes that live between the forward and the backward of a micro-batch, times the number of
-micro-batches that the schedule holds at the same time. The working set is what operators hold in addition while they
-run. The allocator's loss is not included.
+micro-batches that the schedule holds at the same time. With ZeRO, the line "activations and gathered" also counts the
+parameters that are gathered, and the gradients that are not yet reduced. The working set is what operators hold in
+addition while they run. The allocator's loss is not included.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def table(found: Found) -> str:
     name = unit_of(found.most)
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
-    lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
+    if any(stage.gathered + stage.unsummed for stage in found.stages):
+        rows = {"activations and gathered" if what == "activations" else what: size for what, size in rows.items()}
+    width = max(12, *map(len, rows))
+    lines = [f"{what:<{width}} {size / unit:>12.3f} {name}" for what, size in rows.items()]
     lines[-1] += "  at the peak; each line above is a peak of its own, so the lines can add up to more"
     for i, stage in enumerate(found.stages):
         data = stage.gathered + stage.unsummed

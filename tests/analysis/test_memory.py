@@ -43,6 +43,10 @@ def test_the_table_has_a_line_for_each_part_and_each_stage(unit, name):
     assert [line.split()[0] for line in lines[:7]] == [
         "parameters", "gradients", "optimizer", "buffers", "activations", "working", "total",
     ]  # fmt: skip
+    assert lines[4].startswith("activations and gathered ")
     assert numbers == [[1], [2], [3], [4], [5], [6], [21], [7, 8.5], [9]]
     assert all(name in line for line in lines)
     assert [line.split(":")[0] for line in lines[7:]] == ["stage 0", "stage 1"]
+    alone = found(unit)
+    alone.stages[:] = alone.stages[1:]
+    assert table(alone).splitlines()[4].startswith(f"activations {5:>13.3f} {name}"), "nothing is gathered"
