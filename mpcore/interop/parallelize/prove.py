@@ -365,6 +365,8 @@ def _last_used(whole: Run, gradients: list[Departure]) -> Departure:
 
 # --- advice -----------------------------------------------------------------------------------------------------------
 
+DIVIDED = "divided already"  # said if `LocalSizes` has all sizes, and the module still fails
+
 
 def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: bool) -> str:
     """Return advice on how to change the plan, as far as the failing module tells."""
@@ -396,7 +398,7 @@ def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: boo
         said = f". It has the sizes {', '.join(sizes)}: name in LocalSizes those that count sharded heads or features"
     if inside and divided:
         said += (
-            f". {', '.join(divided)} {'is' if len(divided) == 1 else 'are'} divided already: if its forward computes "
+            f". {', '.join(divided)} {'is' if len(divided) == 1 else 'are'} {DIVIDED}: if its forward computes "
             f"another size from its input's width, as C // n_head does, write -1 for this size, and chunk for split"
         )
     fused = [n for n in inside if styles[n] == Colwise()]

@@ -15,7 +15,7 @@ from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize.checks import HEAD_DIMS, HEADS, check_plan, head_dim_of, linear_sizes, owner_of
 from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Plan, Style, resolve
-from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove import DIVIDED, CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
 from mpcore.mesh.axis import Axis
@@ -54,7 +54,8 @@ class Suggestion:
             for name, why in self.replicated.items()
         ]
         sure = "proven equal to the unsharded model" if self.proven else "not proven"
-        return "\n".join([*lines, f"# shards {self.share:.0%} of the bytes, {sure}"])
+        full = f"; attention, or what else feeds {', '.join(self.replicated)}, is computed in full on each rank"
+        return "\n".join([*lines, f"# shards {self.share:.0%} of the bytes, {sure}{full if self.replicated else ''}"])
 
 
 @dataclass
@@ -108,7 +109,8 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
             if wrong is None:
                 plan |= flow.spelled(part)
                 if "rowwise_split_input" in part.values():
-                    replicated |= flow.spelled(dict.fromkeys(rows, _why_replicated(twin, region, failed[0], tp)))
+                    closest = next((wrong for wrong in failed if DIVIDED in wrong), failed[0])
+                    replicated |= flow.spelled(dict.fromkeys(rows, _why_replicated(twin, region, closest, tp)))
                 break
             failed.append(wrong)
         else:
@@ -131,7 +133,7 @@ def _why_replicated(twin: Twin, region: _Region, wrong: str, tp: int) -> str:
     Args:
         twin: the copy of the model.
         region: the region.
-        wrong: what was wrong with the most likely plan that shards the region's computation.
+        wrong: what was wrong with the plan closest to one that shards the region's computation.
         tp: the number of ranks.
     """
     owner = twin.model.get_submodule(owner_of(twin.model, next(iter(region.columns))))
