@@ -25,8 +25,8 @@ NO_RANKS = {
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }  # fmt: skip
 RANKS = {
-    ".": ("collectives", "data_parallel", "gradients", "layout", "ledger", "lora", "memory", "odd_models", "optim",
-          "parallelize", "plans", "pretrained", "recompute"),
+    ".": ("collectives", "data_parallel", "gradients", "layout", "ledger", "local_updates", "lora", "memory",
+          "odd_models", "optim", "parallelize", "plans", "pretrained", "recompute"),
     "examples": ("hf",),
     "oracles": ("oracles",),
     "pipeline": ("memory",),

@@ -80,7 +80,7 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
     ({"dp": 4, "ep": 4}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--dispatch", "all_to_all"]),
 ]
 # gpipe is off where logits are held to backward, zbv where what lies between I and W is, and what a rank hands itself.
-SHORT = [8, 21, 31]
+SHORT = [8, 31]
 
 
 def measure_peak(sizes: dict[str, int], flags: list[str]) -> int:
@@ -105,7 +105,7 @@ def peaks(ranks: Any, sizes: dict[str, int], flags: list[str]) -> tuple[int, int
     return max(real), max(planned)
 
 
-@pytest.mark.parametrize(("sizes", "flags"), some(LAYOUTS[7], LAYOUTS[22], of=LAYOUTS), ids=str)
+@pytest.mark.parametrize(("sizes", "flags"), some(LAYOUTS[22], of=LAYOUTS), ids=str)
 def test_the_planned_peak_is_that_of_a_run(ranks, sizes, flags):
     real, planned = peaks(ranks, sizes, flags)
     assert planned == pytest.approx(real, rel=0.05), f"planned {planned:,} against {real:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -207,7 +208,8 @@ def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypat
 
 
 def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *at: None if name == "wandb" else find(name, *at))
     with pytest.raises(SystemExit, match="--log-to wandb needs the package wandb"):
         main(arguments("--log-to wandb", tmp_path))
 
