@@ -129,7 +129,7 @@ def choose() -> str:
     questions = [
         ("Does the model fit if the GPUs shard", "the optimizer state?", "ZeRO-1", "Zero(1), the default"),
         ("Does it fit if they shard", "the gradients, too?", "ZeRO-2", "Zero(2)"),
-        ("Does it fit if they shard", "the parameters, too?", "ZeRO-3", "Zero(3)"),
+        ("Does it fit with ZeRO-3, selective", "recomputation, or tp=2?", "the fastest of them", "see mpcore plan"),
         ("Does it fit if the GPUs of a node", "shard each layer?", "+ tensor, sequence parallel", "build_mesh(tp=8)"),
         ("Does it fit if nodes hold", "different blocks?", "+ pipeline", "build_mesh(tp=8, pp=4)"),
         ("Are the samples too long,", "32,000 tokens and more?", "+ context parallel", "build_mesh(tp=8, cp=4)"),
