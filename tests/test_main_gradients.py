@@ -23,6 +23,7 @@ from mpcore import (
     main_gradients,
     reduce_gradients,
     shardings,
+    simulate,
     zero_gradients,
 )
 from mpcore.gradients.accumulate import gradient_of
@@ -138,6 +139,18 @@ def test_the_product_of_half_precision_is_not_rounded():
     close(layer.weight.main_grad, dy.float().t() @ x.float(), "weight", 1e-6)
     close(layer.bias.main_grad, dy.float().sum(0), "bias", 1e-6)
     assert not torch.equal(layer.weight.main_grad, layer.weight.main_grad.bfloat16().float())
+
+
+def check_gathered_product(on):
+    layer = main_gradients(ColumnParallelLinear(6, 10, dtype=torch.bfloat16, tp=on.tp, sequence_parallel=True))
+    x, dy = draw(1, 1, 8, 6).bfloat16(), draw(2, 1, 8, 10).bfloat16().chunk(2, -1)[on.tp.rank]
+    layer(x.chunk(2, 1)[on.tp.rank]).backward(dy)
+    close(layer.weight.main_grad, dy[0].float().t() @ x[0].float(), "weight", 1e-6)
+    close(layer.bias.main_grad, dy[0].float().sum(0), "bias", 1e-6)
+
+
+def test_the_product_of_gathered_tokens_is_not_rounded():
+    simulate(check_gathered_product, tp=2)
 
 
 def test_under_autocast_the_float32_parameters_get_unrounded_products():

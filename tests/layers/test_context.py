@@ -367,16 +367,18 @@ def attended(layer: ParallelAttention, x: Tensor, see: Tensor) -> Tensor:
 
 
 def check_any_mask():
-    for kind, see in itertools.product(("alltoall", "allgather"), odd_masks()):
-        cp = cp_axis(kind)
+    masks = [(see, True) for see in odd_masks()] + [(odd_masks()[3], False)]  # of keys alone, for every query
+    for kind, (see, causal) in itertools.product(("alltoall", "allgather"), masks):
+        cp, order = cp_axis(kind), torch.ones(T, T).bool()
         rope = RotaryEmbedding(K, 100.0)
         dense, plain, sharded = (
-            ParallelAttention(D, 6, 2, K, cp=a, context=kind, rope=rope).double() for a in (Axis(), Axis(), cp)
+            ParallelAttention(D, 6, 2, K, cp=a, context=kind, rope=rope, causal=causal).double()
+            for a in (Axis(), Axis(), cp)
         )
         for layer in (plain, sharded):
             load_full_state_dict(layer, full_state_dict(dense))
         x, x_plain, x_cut = (draw(1, B, T, D).requires_grad_() for _ in range(3))
-        want, y = attended(dense, x, see & torch.ones(T, T).bool().tril()), plain(x_plain, mask=see)
+        want, y = attended(dense, x, see & (order.tril() if causal else order)), plain(x_plain, mask=see)
         part = sharded(shard_sequence(x_cut, cp, kind, 1), mask=see)
         y_cut = unshard_sequence(part, cp, kind, 1, T)
         for t in (want, y, y_cut):
