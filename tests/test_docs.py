@@ -208,13 +208,12 @@ def test_the_page_on_pipelines_has_what_each_schedule_costs():
 
 
 def right_hand_sides() -> list[tuple[str, str]]:
-    """What the pages for people from elsewhere tell to write: code in the last column of their tables.
+    """Return the code in the tables of the pages about other libraries: each page's name and the code to write.
 
-    Megatron's page has notes in the last column, and the code in the second.
+    The code is in the last column; on Megatron's page it is in the second, and the last column has notes.
     """
     found = []
-    for page, column in (("megatron.md", 1), *((page.name, -1) for page in sorted(DOCS.glob("from_*.md")))):
-        page = DOCS / page
+    for page, column in ((DOCS / "megatron.md", 1), *((page, -1) for page in sorted(DOCS.glob("from_*.md")))):
         cells = [
             line.rstrip("|").split(" | ")[column] for line in page.read_text().splitlines() if line.startswith("| ")
         ]

@@ -36,7 +36,7 @@ def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
 
 def long_warmup(args: argparse.Namespace) -> str:
     """Return a warning if the warm-up is not shorter than the schedule, otherwise ""."""
-    length, name = args.lr_decay_steps or args.steps, "--lr-decay-steps" if args.lr_decay_steps else "--steps"
+    length, name = lr_schedule(args)["lr_decay_steps"], "--lr-decay-steps" if args.lr_decay_steps else "--steps"
     if args.warmup < length:
         return ""
     return (

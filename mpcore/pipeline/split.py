@@ -1,8 +1,8 @@
 """Floor 4: split a stage's backward in two: first the gradients of its inputs, then the gradients of its weights.
 
-torch's version (`torch.distributed.pipelining._backward`) silently omits the gradients of weights that don't depend on
-an input with a gradient, and counts some gradients of weights that share an operation twice. The two halves here
-compute the same gradients as one backward.
+torch's version (in `torch.distributed.pipelining`) silently omits the gradients of weights that don't depend on an
+input with a gradient, and counts some gradients of weights that share an operation twice. The two halves here compute
+the same gradients as one backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is said of an error of the user's forward or loss."""
+"""An error of the user's forward or loss is reported with the layer that raised it and a likely cause."""
 
 from __future__ import annotations
 
