@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib.util
 import os
 import signal
 import sys
@@ -26,16 +25,6 @@ from mpcore.mesh import read_launch
 __all__ = ["Trainer", "main", "parse"]
 
 
-def check_packages() -> None:
-    """Refuse to start without the packages that every run needs, besides those of mpcore.
-
-    Raises:
-        ValueError: naming the packages that are missing.
-    """
-    if missing := [name for name in ("tqdm", "matplotlib") if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"the example needs {' and '.join(missing)}: run pip install '.[examples]' in the clone")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 0 after the last step or --exit-step, 75 if a signal stopped the run; otherwise exit."""
     if not dist.is_initialized():
@@ -44,7 +33,6 @@ def main(argv: list[str] | None = None) -> int:
     with StopSignals(leave_with=EXIT_STOPPED) as signals:
         try:
             args = parse(argv)
-            check_packages()
             begun = True
             out = Path(args.out)
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+import examples
 from examples.gpt import pretrain, train
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, MoEConfig
@@ -437,14 +438,18 @@ def test_errors_of_the_command_name_the_rank(monkeypatch):
 
 
 @pytest.mark.parametrize(("local", "shown"), [("0", True), ("1", False)])
-def test_the_command_names_missing_packages_once_a_host_before_it_starts(monkeypatch, local, shown):
+def test_a_program_names_missing_packages_once_a_host_before_it_starts(monkeypatch, local, shown):
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    text = "error: the example needs tqdm: run pip install '.[examples]' in the clone"
-    status, called = command("", Started())
-    assert status == (text if shown else 1)
-    called.build_mesh.assert_not_called()
-    called.tell_launcher.assert_called_once_with(text)
+    examples.check_packages()  # an import alone, of a test for example, doesn't need them
+    monkeypatch.setattr("sys.argv", ["-m"])
+    told = []
+    monkeypatch.setattr("mpcore.fault_tolerance.tell_launcher", told.append)
+    with pytest.raises(SystemExit) as ended:
+        examples.check_packages()
+    text = "error: examples/ needs tqdm: run pip install '.[examples]' in the clone"
+    assert ended.value.code == (text if shown else 1)
+    assert told == [text]
 
 
 def test_the_command_frees_at_its_exit_what_the_garbage_collector_skipped(monkeypatch, capsys):
