@@ -273,7 +273,7 @@ def test_what_is_advised():
     fused = ". Where m.part.q packs several projections, write Colwise(blocks=.., unit=..)"
     assert advice("part", ("part.q", Colwise())) == fused
     assert advice("part", ("a", Colwise())) == ""
-    assert advice("part", ("part.q", Colwise(blocks=3)), width=6, n_head=4, odd=3, one=1, half=2.0) == (
+    assert advice("part", ("part.q", Colwise(blocks=3)), width=6, n_head=4, head_dim=2, odd=3, half=2.0) == (
         ". It has the sizes n_head, width: name in LocalSizes those that count sharded heads or features"
     )
     both = advice("part", ("part.q", Colwise()), n_head=4)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mpcore._torch.fake import real_tensors
 from mpcore._torch.pytree import leaves, map_tensors
 from mpcore.gradients.reduce import reduce_gradients
-from mpcore.interop.parallelize.checks import is_partial
+from mpcore.interop.parallelize.checks import HEAD_DIMS, is_partial
 from mpcore.interop.parallelize.lockstep import (
     CommunicatesError,
     UnequalError,
@@ -391,7 +391,7 @@ def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: boo
             return f". 'colwise' takes a whole input: make what feeds {full} 'rowwise', or {full} itself"
     inside = [n for n, _, style in targets if n.startswith(f"{name}." if name else "") and isinstance(style, Colwise)]
     divided = style.names if isinstance(style, LocalSizes) else ()
-    counts = {k: v for k, v in vars(module).items() if type(v) is int and k not in divided}
+    counts = {k: v for k, v in vars(module).items() if type(v) is int and k not in (*HEAD_DIMS, *divided)}
     sizes = sorted(k for k, v in counts.items() if v > 1 and v % size == 0)
     said = ""
     if inside and sizes:
