@@ -70,6 +70,7 @@ class GPTConfig:
     positions: str = "rope"  # or "learned"
     rope_base: float = 10000.0
     rope_scaling: dict[str, Any] | None = dataclasses.field(default=None, hash=False)  # as in `RotaryEmbedding`
+    rope_fraction: float = 1.0  # of each head that is rotated
     window: int | None = None  # number of tokens that each token attends to, itself included; None: all before it
     bias: bool = False
     qkv_bias: bool | None = None  # these three: None: as `bias`
@@ -100,6 +101,11 @@ class GPTConfig:
         if self.norm not in ("rms", "layer") or self.positions not in ("rope", "learned"):
             raise ValueError(
                 f"norm {self.norm!r} must be 'rms' or 'layer', positions {self.positions!r} 'rope' or 'learned'"
+            )
+        if self.rope_fraction != 1 and (self.positions != "rope" or self.latent is not None):
+            raise ValueError(
+                f"rope_fraction {self.rope_fraction} needs positions 'rope' and no latent attention, which has "
+                f"dimensions of its own for RoPE"
             )
         if self.moe is not None:
             self._check_moe(self.moe)

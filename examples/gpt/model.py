@@ -128,7 +128,8 @@ class GPT(nn.Module):
         self.rope = None
         if c.positions == "rope":
             width, pairs = (c.head_width, False) if c.latent is None else (c.latent.qk_rope_head_dim, True)
-            self.rope = RotaryEmbedding(width, c.rope_base, scaling=c.rope_scaling, interleaved=pairs)
+            more = {"fraction": c.rope_fraction, "scaling": c.rope_scaling, "interleaved": pairs}
+            self.rope = RotaryEmbedding(width, c.rope_base, **more)
 
         self.blocks = nn.ModuleDict({str(i): build_block(c, i, layout, self.rope) for i in blocks})
         if self.last:

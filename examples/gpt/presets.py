@@ -37,6 +37,6 @@ PRESETS = {
     "llama3-405b": _llama3(layers=126, d_model=16384, heads=128, d_ff=53248),
     "nemotron4-15b": GPTConfig(
         vocab_size=256000, seq_len=4096, layers=32, d_model=6144, heads=48, kv_heads=8, d_ff=24576,
-        activation="relu_squared", norm="layer",
+        rope_fraction=0.5, activation="relu_squared", norm="layer",
     ),
 }  # fmt: skip

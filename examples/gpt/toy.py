@@ -197,6 +197,8 @@ def shrink_model(config: GPTConfig, full: dict[str, int], small: dict[str, int],
     else:
         changes["kv_heads"] = None if c.kv_heads is None else kv
         changes["head_dim"] = None if c.head_dim is None else width
+    if c.rope_fraction * width % 2:
+        changes["rope_fraction"] = 0.5
     if c.rope_scaling is not None:
         scaling = dict(c.rope_scaling)
         if "original_max_position_embeddings" in scaling:

@@ -58,7 +58,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim = int(head_dim * fraction)
         if self.dim % 2:
-            raise ValueError(f"rope turns {self.dim} of head_dim {head_dim} dimensions, which is not even")
+            raise ValueError(f"RoPE rotates pairs: {self.dim} of head_dim {head_dim}, fraction {fraction}, is not even")
         self.base, self.scaling, self.interleaved = base, dict(scaling or {}), interleaved
         frequencies, self.amplitude = rope_frequencies(self.dim, base, self.scaling)
         everywhere = self.scaling.get("mscale_all_dim")

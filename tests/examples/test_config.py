@@ -69,6 +69,8 @@ def test_a_configuration_reads_its_parts_from_a_checkpoint():
         ({"kv_heads": 0}, "heads 4 is not a multiple of kv_heads 0"),
         ({"norm": "batch"}, "norm 'batch' must be 'rms' or 'layer'"),
         ({"positions": "alibi"}, "positions 'alibi' 'rope' or 'learned'"),
+        ({"positions": "learned", "rope_fraction": 0.5}, "rope_fraction 0.5 needs positions 'rope'"),
+        ({"latent": LatentConfig(), "rope_fraction": 0.5}, "rope_fraction 0.5 needs positions 'rope' and no latent"),
         ({"latent": LatentConfig(), "kv_heads": 2}, "latent attention has no {'kv_heads': 2}"),
         ({"latent": LatentConfig(), "head_dim": 32}, "latent attention has no {'head_dim': 32}"),
         ({"latent": LatentConfig(), "qk_norm": True}, "latent attention has no {'qk_norm': True}"),

@@ -6,15 +6,18 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from examples.gpt.flops import count_active_parameters, count_parameters
+from examples.gpt.model import GPT
 from examples.gpt.presets import PRESETS
+from mpcore import Mesh
 
 LLAMA: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "d_ff": None, "activation": "swiglu", "norm": "rms", "norm_eps": None,
-    "qk_norm": False, "positions": "rope", "rope_base": 10000.0, "rope_scaling": None, "window": None, "bias": False,
-    "qkv_bias": None, "output_bias": None, "mlp_bias": None, "dropout": 0.0, "tie_embeddings": False,
-    "init_std": 0.02, "moe": None, "latent": None,
+    "qk_norm": False, "positions": "rope", "rope_base": 10000.0, "rope_scaling": None, "rope_fraction": 1.0,
+    "window": None, "bias": False, "qkv_bias": None, "output_bias": None, "mlp_bias": None, "dropout": 0.0,
+    "tie_embeddings": False, "init_std": 0.02, "moe": None, "latent": None,
 }  # fmt: skip
 # Radford et al. 2019, and `config.json` of openai-community/gpt2: learned positions, gelu_new, biases, one table.
 GPT2 = {**LLAMA, "vocab_size": 50257, "seq_len": 1024, "activation": "gelu_tanh", "norm": "layer",
@@ -54,9 +57,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "megatron-gpt": {**GPT2, "vocab_size": 51200, "seq_len": 2048, "layers": 24, "d_model": 2304, "heads": 24},
     "megatron-gpt-rope": {**GPT2, "vocab_size": 131072, "seq_len": 4096, "layers": 30, "d_model": 4096, "heads": 32,
                           "positions": "rope", "tie_embeddings": False},
-    # Parmar et al. 2024, arXiv:2402.16819, table 1: squared ReLU, RoPE, no biases, tables not tied.
+    # Parmar et al. 2024, arXiv:2402.16819, table 1 and section 2.1: squared ReLU, no biases, tables not
+    # tied, and `partial_rotary_factor` of transformers' NemotronConfig.
     "nemotron4-15b": {**LLAMA, "vocab_size": 256000, "seq_len": 4096, "layers": 32, "d_model": 6144, "heads": 48,
-                      "kv_heads": 8, "d_ff": 24576, "activation": "relu_squared", "norm": "layer"},
+                      "kv_heads": 8, "d_ff": 24576, "activation": "relu_squared", "norm": "layer",
+                      "rope_fraction": 0.5},
 }  # fmt: skip
 
 
@@ -80,3 +85,32 @@ def test_a_token_of_mixtral_uses_two_of_eight_experts():
     """12.9 billion parameters: 46.7 less six of the eight experts, of three matrices, in each of 32 layers."""
     unused = 32 * 6 * 3 * 4096 * 14336
     assert count_active_parameters(PRESETS["mixtral-8x7b"]) == 46_702_792_704 - unused
+
+
+def test_nemotron_rotates_half_of_each_head_as_transformers_does():
+    """Its norms multiply by 1 + weight in transformers, and by the weight here."""
+    from transformers import NemotronConfig, NemotronForCausalLM
+
+    sizes = {"vocab_size": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "d_ff": 48, "seq_len": 16}
+    ours = GPT(dataclasses.replace(PRESETS["nemotron4-15b"], **sizes), Mesh(), dtype=torch.float64)
+    theirs = NemotronForCausalLM(NemotronConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=16, partial_rotary_factor=0.5, attn_implementation="eager",
+    )).double()  # fmt: skip
+    torch.manual_seed(0)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    values = {name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
+    values |= {name: p + 1 for name, p in values.items() if name.endswith("norm.weight")}
+    for i in range(2):
+        heads = [values.pop(f"layers.{i}.self_attn.{which}_proj.weight") for which in "qkv"]
+        values[f"layers.{i}.self_attn.qkv.weight"] = torch.cat(heads)
+    words = {"embed_tokens": "embedding", "lm_head": "head", "layers.": "blocks.", "self_attn": "attention",
+             "o_proj": "output", "up_proj": "up", "down_proj": "down", "post_attention_layernorm": "mlp_norm",
+             "input_layernorm": "attention_norm"}  # fmt: skip
+    for word, other in words.items():
+        values = {name.replace(word, other): value for name, value in values.items()}
+    ours.load_state_dict(values)
+    tokens = torch.randint(64, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-6, atol=1e-6)

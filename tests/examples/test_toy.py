@@ -234,6 +234,8 @@ TOY = GPTConfig(vocab_size=258, seq_len=6, layers=2, heads=2, d_model=16, d_ff=4
          {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}},
          {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6}}),
+        ({"rope_fraction": 0.25}, {"rope_fraction": 0.25}),
+        ({"rope_fraction": 0.125}, {"rope_fraction": 0.5}),
         ({"latent": LatentConfig()}, {"latent": LatentConfig(16, 16, 8, 8, 8)}),
         ({"latent": LatentConfig(q_lora_rank=None)}, {"latent": LatentConfig(16, None, 8, 8, 8)}),
     ],

@@ -135,8 +135,8 @@ def test_far_positions_keep_their_angle():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_dim": 8, "fraction": 0.4}, "rope turns 3 of head_dim 8 dimensions, which is not even"),
-        ({"head_dim": 7}, "rope turns 7 of head_dim 7 dimensions, which is not even"),
+        ({"head_dim": 8, "fraction": 0.4}, "RoPE rotates pairs: 3 of head_dim 8, fraction 0.4, is not even"),
+        ({"head_dim": 7}, "RoPE rotates pairs: 7 of head_dim 7, fraction 1.0, is not even"),
         ({"head_dim": 8, "scaling": {"rope_type": "dynamic"}},
          r"rope_type 'dynamic' is unknown: it is one of \['default', 'linear', 'llama3', 'yarn'\]"),
         ({"head_dim": 8, "scaling": {"rope_type": "linear"}}, r"rope scaling 'linear' lacks \['factor'\]"),
