@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOptions, input_error
 from mpcore.sharding.declarations import named_modules
+from mpcore.sharding.declare import cut
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,11 +25,14 @@ class Dropout(ParallelLayer, RandomModule):
 
     Args:
         p: probability of zeroing an element, in [0, 1).
+        sharded_features: the number of features on all tp ranks, if `x` holds this rank's shard of the features, as
+            between a column-parallel and a row-parallel layer. None: `x` holds all D features.
+        unit: the number of consecutive features that stay on one rank, as in the column-parallel layer before.
         options: `TensorParallelOptions`: how the input is sharded. In a model with sequence parallelism pass
             `tp=mesh.tp`, and `sequence_parallel=True` if the input is this rank's shard of the sequence.
 
     Raises:
-        ValueError: if p is outside [0, 1).
+        ValueError: if p is outside [0, 1), or both the features and the sequence of `x` would be sharded.
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.5))
@@ -39,16 +43,28 @@ class Dropout(ParallelLayer, RandomModule):
         True
     """
 
-    def __init__(self, p: float, **options: Unpack[TensorParallelOptions]) -> None:
+    def __init__(
+        self, p: float, *, sharded_features: int | None = None, unit: int = 1, **options: Unpack[TensorParallelOptions]
+    ) -> None:
         super().__init__(**options)
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability {p} is not in [0, 1)")
-        self.p = p
+        self.p, self.shard = p, None
+        if sharded_features is not None:
+            if self.sequence_parallel:
+                raise ValueError(
+                    f"sharded_features={sharded_features} with sequence_parallel=True: between a column-parallel and a "
+                    f"row-parallel layer x has all tokens, so leave sequence_parallel out"
+                )
+            runs = cut(sharded_features, self.tp, 0, unit).runs[self.tp.rank]
+            self.shard = range(*runs[0]) if runs else range(0)
 
     def forward(
         self, x: Tensor, samples: Tensor | None = None, tokens: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] ([T, B, D] with `sequence_dim=0`). In eval mode, or with p = 0, nothing is zeroed.
+
+        D is the number of features of this rank's shard with `sharded_features`.
 
         Args:
             samples: int64 [B], the global sample index of each row. None is allowed only in eval mode or with p = 0.
@@ -61,7 +77,8 @@ class Dropout(ParallelLayer, RandomModule):
             A tensor of the shape of `x`, in the dtype of `x`; with a residual, in the wider of both dtypes.
 
         Raises:
-            ValueError: in training, if the module is not seeded or `samples` is missing.
+            ValueError: in training, if the module is not seeded, `samples` is missing, or D is not the size of this
+                rank's shard.
         """
         if not self.training or self.p == 0:
             return x if residual is None else residual + x
@@ -73,13 +90,24 @@ class Dropout(ParallelLayer, RandomModule):
                 "the mask depends on it, and not on which rank computes the row. Call dropout(x, samples) in a forward "
                 "that has samples: nn.Sequential passes x alone"
             )
+        if self.shard is not None and x.shape[-1] != len(self.shard):
+            raise input_error(
+                f"x has {x.shape[-1]} features, and this rank's shard {len(self.shard)}: pass sharded_features and "
+                f"unit of the column-parallel layer before"
+            )
         length = x.shape[self.sequence_dim]
         first = self.tp.rank * length if self.sequence_parallel else 0
         if tokens is not None:
             tokens = tokens[first : first + length]
         elif self.sequence_parallel:
             tokens = torch.arange(first, first + length, device=x.device)
-        where = {"samples": samples, "tokens": tokens, "sequence_dim": self.sequence_dim}
+        first_feature = 0 if self.shard is None else self.shard.start
+        where = {
+            "samples": samples,
+            "tokens": tokens,
+            "sequence_dim": self.sequence_dim,
+            "first_feature": first_feature,
+        }
         return dropout_add(x, residual, self.p, key=self.key, **where)
 
     def extra_repr(self) -> str:

@@ -105,10 +105,12 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
     zero, zero_here = part == 0, got == 0
     both = ~(zero | zero_here)
     if bool((zero != zero_here).any()) and near(got[both], part[both]):
-        shards = "; for a shard of the sequence, pass it tp= and sequence_parallel=True"
+        shards = "; for a shard of the sequence, pass it tp= and sequence_parallel=True" * layout.sequence_parallel
+        if got.shape[-1] < want.shape[-1]:
+            shards = f"; for a shard of the features, pass it tp= and sharded_features={want.shape[-1]}"
         return (
             "other elements are zero: its dropout mask depends on the layout (mpcore.Dropout with samples draws "
-            f"the same one everywhere{shards if layout.sequence_parallel else ''})"
+            f"the same one everywhere{shards})"
         )
     if (name, call) in truth.random:
         return (

@@ -185,6 +185,31 @@ def test_beside_sequence_parallel_layers_a_dropout_says_which_tokens_it_has():
     seed_dropout(model(Dropout(0.1)), 9)
 
 
+@pytest.mark.parametrize(
+    ("tp", "unit", "sizes"),
+    [(1, 1, [10]), (2, 1, [5, 5]), (2, 2, [6, 4]), (3, 1, [4, 3, 3]), (3, 5, [5, 5, 0])],
+)
+def test_masks_of_sharded_features_are_slices_of_the_whole_mask(tp, unit, sizes):
+    samples, x = torch.arange(B), torch.randn(B, T, D, dtype=torch.float64)
+    whole, first = seeded().first(x, samples), 0
+    for rank, size in enumerate(sizes):
+        site = seeded(tp=Axis(size=tp, rank=rank), sharded_features=D, unit=unit).first
+        mine = slice(first, first + size)
+        assert torch.equal(site(x[..., mine], samples), whole[..., mine])
+        assert torch.equal(site.eval()(x, samples), x), "any width where nothing is dropped"
+        first += size
+
+
+def test_what_does_not_fit_sharded_features_is_named():
+    two = Axis(size=2, rank=1)
+    with pytest.raises(ValueError, match="x has 10 features, and this rank's shard 5: pass sharded_features and unit"):
+        seeded(tp=two, sharded_features=D).first(torch.ones(B, T, D), torch.arange(B))
+    with pytest.raises(ValueError, match="sharded_features=10 with sequence_parallel=True: between a column-parallel"):
+        Dropout(0.1, tp=two, sharded_features=D, sequence_parallel=True)
+    with pytest.raises(ValueError, match="not a multiple"):
+        Dropout(0.1, tp=two, sharded_features=D, unit=4)
+
+
 def test_keys_come_from_the_full_name():
     model = nn.Sequential(seeded(), nn.ModuleList([seeded()]))
     seed_dropout(model, 9)

@@ -141,6 +141,8 @@ def test_other_zeros_are_those_of_a_dropout_mask():
     one[0, 0], other[1, 2] = 0, 0
     assert "dropout" in module("dp1tp2", "tp", [other, other], one)
     assert "dropout" not in module("tp2", "tp", [other + NOISE, other + NOISE], one), "the rest differs too"
+    assert "sharded_features" not in module("tp2", "tp", [other, other], one)
+    assert "pass it tp= and sharded_features=4" in module("tp2", "tp", [one[:, :2], other[:, 2:]], other)
 
 
 def test_features_in_another_order_and_rows_that_were_normalized_apart():
