@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
@@ -791,3 +792,18 @@ def test_the_state_of_both_optimizers_is_one_mapping():
     del state[c], state[d]
     assert list(state) == [a, b]
     assert _State({}, {d: {"outer_anchor": d}})[d] == {"outer_anchor": d}, "before the first step"
+
+
+def check_begin_after_forward():
+    on = mesh(workers=1, dp=2)
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    shard_data_parallel(model, on, zero=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4, dtype=torch.float64))  # ZeRO-2 keeps them gathered, and no backward follows
+    outer = DiLoCo(optimizer, model, on, every=1)
+    assert set(outer.names.values()) == {"weight", "bias"}
+    assert all(isinstance(p, DTensor) for p in outer.names)
+
+
+def test_merges_may_begin_after_a_forward_that_gathered_parameters(ranks):
+    ranks(2, check_begin_after_forward)
