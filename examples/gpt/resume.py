@@ -49,22 +49,24 @@ def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun
 
 
 def other_schedule(saved: Mapping[str, Any], schedule: Mapping[str, Any], step: int) -> str | None:
-    """Describe how the learning rate schedule differs from the saved run's. Return None if the schedules are equal.
+    """Describe how the learning rate schedule differs from the saved run's. Return None if the rates to come are equal.
 
     Args:
         saved, schedule: what `lr_schedule` returned for the saved run, and returns for this run.
-        step: the number of steps done, for which the learning rates are compared.
+        step: the number of steps done.
     """
     changed = [name for name in schedule if saved[name] != schedule[name]]
-    if not changed:
-        return None
-    before, now = (" ".join(f"{flag(n)} {s[n]}" if s[n] is not None else f"no {flag(n)}" for n in changed)
-                   for s in (saved, schedule))  # fmt: skip
-    rates = [learning_rate(s, step) for s in (saved, schedule)]
-    return (
-        f"the learning rate after {step} steps is {rates[1]:.3g} with {now}; the saved run's schedule gives "
-        f"{rates[0]:.3g}: {before} keeps it"
-    )
+    both = (saved, schedule)
+    for at in range(step, max(step, *(s["lr_decay_steps"] for s in both)) + 1 if changed else step):
+        old, new = (f"{learning_rate(s, at):.3g}" for s in both)
+        if old != new:
+            before, now = (" ".join(f"{flag(n)} {s[n]}" if s[n] is not None else f"no {flag(n)}" for n in changed)
+                           for s in both)  # fmt: skip
+            return (
+                f"the learning rate after {at} steps is {new} with {now}; the saved run's schedule gives {old}: "
+                f"{before} keeps it"
+            )
+    return None
 
 
 def left_behind(path: Path, newest: Path | None) -> ValueError | None:

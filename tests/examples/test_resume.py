@@ -254,6 +254,10 @@ def test_a_resumed_run_tells_of_another_learning_rate_schedule(capsys):
         "the learning rate after 8 steps is 0.1 with --min-lr 0.1 --warmup 2; the saved run's schedule gives 0.01: "
         "no --min-lr --warmup 3 keeps it\n"
     )
+    assert said("--steps 20 --warmup 8 --lr 0.1", "--steps 14 --warmup 8 --lr 0.1").startswith(
+        "the learning rate after 9 steps is 0.0985 with --lr-decay-steps 20; the saved run's schedule gives 0.094: "
+    ), "the first step whose rates differ"
+    assert said(f"{saved} --warmup 3") == "", "no later step differs"
     begun("--resume auto", {"out": [8]})  # a checkpoint of an earlier version has no schedule
     assert "learning rate" not in capsys.readouterr().out
 
