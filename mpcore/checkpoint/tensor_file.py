@@ -79,7 +79,7 @@ def _write_at(file: BufferedWriter, data: bytes | memoryview, offset: int) -> No
         view, offset = view[done:], offset + done
 
 
-def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = 0) -> list[R]:
+def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = THREADS) -> list[R]:
     """Call `work` on each item in several threads, for work that releases the GIL: file I/O, copies and zlib.
 
     `concurrent.futures` isn't used because it accepts no work while the interpreter waits at exit for a background
@@ -88,7 +88,7 @@ def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = 0) -> 
     Args:
         work: called with each item; calls start in the order of the items.
         items: the items.
-        threads: the number of threads. 0: `THREADS`.
+        threads: the number of threads.
 
     Returns:
         The results, in the order of the items.
@@ -113,7 +113,7 @@ def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = 0) -> 
             except Exception as error:  # raised again below
                 errors[number] = error
 
-    workers = [threading.Thread(target=run) for _ in range(min(threads or THREADS, len(todo)) - 1)]
+    workers = [threading.Thread(target=run) for _ in range(min(threads, len(todo)) - 1)]
     for worker in workers:
         worker.start()
     run()

@@ -347,7 +347,9 @@ def test_a_write_goes_on_where_the_system_wrote_a_part(tmp_path, monkeypatch):
     assert (tmp_path / "f").read_bytes() == b"\0\x000123456789"
 
 
-@pytest.mark.parametrize(("threads", "items", "most"), [(0, 9, 4), (2, 9, 2), (1, 9, 1), (4, 2, 2), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("threads", "items", "most"), [((), 9, 4), ((2,), 9, 2), ((1,), 9, 1), ((4,), 2, 2), ((), 0, 0)]
+)
 def test_items_are_worked_on_in_so_many_threads_and_come_back_in_order(threads, items, most):
     running, peak, lock, full = [0], [0], threading.Lock(), threading.Event()
 
@@ -363,7 +365,7 @@ def test_items_are_worked_on_in_so_many_threads_and_come_back_in_order(threads, 
             running[0] -= 1
         return i * i
 
-    assert in_threads(work, iter(range(items)), threads) == [i * i for i in range(items)]
+    assert in_threads(work, iter(range(items)), *threads) == [i * i for i in range(items)]
     assert peak[0] == most
 
 
