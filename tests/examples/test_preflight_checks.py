@@ -394,9 +394,10 @@ def verdict(equal: bool = True, departure: str = "", error: str = "", **worst: f
 def test_each_toy_is_judged_on_its_layout_and_trained_some_steps(monkeypatch):
     monkeypatch.setattr(preflight, "Judge", Verdicts)
     made = Fake("--tp 2 --workers 2 --local-steps 4 --zero 0")
-    made.dense[0] = [rank(0), rank(1)]
+    of_worker_1 = (4.0, 3.5, 3.0, 2.5)  # it reads other samples than worker 0
+    made.dense[0] = [rank(0), rank(1, of_worker_1)]
     made.answers["first-0"] = ranks = [rank(0), rank(0), rank(1), rank(1)]
-    made.answers["sharded-0"] = [rank(0), rank(0), rank(1), rank(1)]
+    made.answers["sharded-0"] = [rank(0), rank(0), rank(1, of_worker_1), rank(1, of_worker_1)]
     Verdicts.found, Verdicts.asked = [verdict(), verdict(gradient=2.5)], []
     assert made.check_sharded() == "tp 2 x etp 2 x workers 2: equal to 2.5 ULPs, 4 steps"
     assert made.told == [
@@ -415,9 +416,9 @@ def test_each_toy_is_judged_on_its_layout_and_trained_some_steps(monkeypatch):
         Verdicts.found = [found]
         with pytest.raises(ValueError, match=f"^tp 2 x etp 2 x workers 2: {sentence}$"):
             made.check_sharded()
-    made.answers["sharded-0"][3] = rank(1, (4.0, 3.0, 2.5, 1.0))
+    made.answers["sharded-0"][3] = rank(1, (4.0, 3.5, 2.0, 2.5))
     Verdicts.found = [verdict(), verdict()]
-    with pytest.raises(ValueError, match=r"against one process: loss 2.5 of step 2 is not 2: the gradients"):
+    with pytest.raises(ValueError, match=r"against one process: loss 2 of step 2 is not 3: the gradients"):
         made.check_sharded()
     for place in (2, 3):
         made.answers["first-0"][place] = rank(1, state={})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextlib import suppress
+import signal
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from examples.gpt.rehearsals import (
     resumed,
     within_rounding,
 )
-from examples.gpt.rehearse import Rehearsal, cross_entropy, kill, quiet, rehearse, wrong_loss
+from examples.gpt.rehearse import Rehearsal, cross_entropy, die, kill, quiet, rehearse, wrong_loss
 from examples.gpt.toy import Toy, shrink, write_corpus
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.verify.pool import RankError
@@ -496,6 +497,33 @@ def test_what_a_process_prints_goes_to_a_file(tmp_path, capfd):
     assert path.read_text() == "out\nerr\nmore\n"
     said = capfd.readouterr()
     assert (said.out, said.err) == ("before\nafter\n", "wrong\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_last_rank_is_killed_in_its_second_step(rank, toy, tmp_path, monkeypatch):
+    done: list[Any] = []
+
+    class Trains:
+        def __init__(self, args: Any, on: Any, config: Any) -> None:
+            self.run = SimpleNamespace(step=0)
+
+        def step(self) -> None:
+            self.run.step += 1
+            done.append(self.run.step)
+
+        def train(self) -> None:
+            for _ in range(3):
+                self.step()
+
+    on = SimpleNamespace(job=SimpleNamespace(rank=rank, size=3))
+    monkeypatch.setattr(rehearse_module, "mesh", lambda **sizes: on)
+    monkeypatch.setattr(rehearse_module, "leave_together", nullcontext)
+    monkeypatch.setattr(rehearse_module, "Watchdog", lambda on, timeout: nullcontext())
+    monkeypatch.setattr(rehearse_module, "Trainer", Trains)
+    monkeypatch.setattr(rehearse_module.os, "kill", lambda process, number: done.append((process, number)))
+    die(toy, str(tmp_path))
+    killed = [(os.getpid(), signal.SIGKILL)] if rank == 2 else []
+    assert done == [1, *killed, 2, 3]
 
 
 @pytest.mark.parametrize(
