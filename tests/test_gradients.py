@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_module
 from mpcore import (
     Axis,
     ColumnParallelLinear,
+    GroupedLinear,
     Mesh,
     RMSNorm,
     RowParallelLinear,
@@ -703,6 +704,13 @@ def check_of_whole_tensors(tp):
         with pytest.raises(ValueError, match=f"^{kind.__name__} {words}") if tp > 1 else contextlib.nullcontext():
             guard_optimizer(kind(model.parameters(), lr=1e-3), model).step(lambda: torch.zeros(()))
     guard_optimizer(torch.optim.AdamW(model.parameters()), model).step()
+
+
+def test_experts_on_one_rank_are_whole_tensors():
+    experts = GroupedLinear(2, 4, 6, ep=Axis(), shard=cut(6, Axis(), 1))
+    assert experts.shardings["weight"].shards, "the axis of one rank is declared all the same"
+    experts.weight.grad = torch.ones_like(experts.weight)
+    guard_optimizer(torch.optim.Adafactor(experts.parameters()), experts).step()
 
 
 def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):

@@ -195,6 +195,19 @@ def test_there_and_back_again(dtype, shard_bytes, tmp_path):
     assert (named / "tokenizer.json").read_bytes() == b"m"
 
 
+def test_an_export_plans_its_files_from_tensors_without_memory(tmp_path, monkeypatch):
+    path = convert.import_hf(folder_of(tmp_path / "hf"), tmp_path / "ckpt", spec=SPEC)
+    devices, write = [], convert.write_weights
+
+    def look(folder, likes, *rest):
+        devices.extend(like.device.type for like in likes.values())
+        write(folder, likes, *rest)
+
+    monkeypatch.setattr(convert, "write_weights", look)
+    convert.export_hf(path, tmp_path / "out", spec=SPEC)
+    assert devices == ["meta"] * len(TENSORS)
+
+
 @pytest.mark.parametrize(("carried", "written"), [(4, 8), (8, 8), (32, 32)])
 def test_an_export_keeps_the_longer_length(carried, written, tmp_path, monkeypatch):
     path = convert.import_hf(folder_of(tmp_path / "hf"), tmp_path / "ckpt", spec=SPEC)

@@ -125,6 +125,14 @@ def test_a_model_in_bfloat16_keeps_its_frequencies():
         assert torch.equal(RotaryEmbedding(K).inv_freq, before)
 
 
+def test_frequencies_follow_their_module_to_its_device():
+    rope = RotaryEmbedding(K)
+    before, rope.inv_freq = rope.inv_freq, rope.inv_freq.to("meta")
+    with torch.device("meta"):  # the default device, which is not the module's
+        rope.to_empty(device="cpu")
+    assert torch.equal(rope.inv_freq, before)
+
+
 def test_far_positions_keep_their_angle():
     """bf16 angles are off by whole turns at 100,000; fp32 tables under any model dtype aren't."""
     cos, _ = RotaryEmbedding(K).to(torch.bfloat16)(torch.tensor([100_000]))

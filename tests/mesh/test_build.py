@@ -52,6 +52,7 @@ def test_a_mesh_lists_its_axes_and_prints_those_that_are_cut():
     assert Mesh().device == torch.device("cpu")
     before = time.time_ns()
     assert before <= Mesh().made_ns <= time.time_ns()
+    assert mesh == Mesh(tp=Axis(2, 1), ep=Axis(4)), "meshes of the same axes are equal, whenever they were made"
 
 
 def test_a_block_closes_its_mesh_unless_it_raised(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -334,6 +335,29 @@ def test_an_output_without_a_gradient_is_left_out():
     (none,), nothing = backward_inputs([], [], [x])
     assert none is None
     backward_weights(nothing)
+
+
+def test_the_second_half_frees_what_an_operation_saved_before_the_next_runs():
+    class Saved:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    saved, left = weakref.WeakSet(), []
+
+    def pack(x: Tensor) -> Saved:
+        saved.add(found := Saved(x))
+        return found
+
+    layers = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    for p in layers.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: left.append(len(saved)))
+    x = torch.ones(2, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each.x):
+        y = layers(x)
+    each = len(saved) // 4
+    _, deferred = backward_inputs([y], [torch.ones_like(y)], [x])
+    backward_weights(deferred)
+    assert left == [3 * each, 2 * each, each, 0]
 
 
 class Fails(torch.autograd.Function):
