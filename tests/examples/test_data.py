@@ -252,6 +252,8 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path, dtype):
     with pytest.raises(ValueError, match=r"n\.bin: the smallest token id -7 .* of 10, at token 1 of document 1 "):
         negative.check_tokens(10)
     IndexedDataset(write(tmp_path / "e", [], dtype)).check_tokens(1)
+    with pytest.raises(ValueError, match=r"the largest token id 0 .* of 0, at token 0 of document 0 "):
+        IndexedDataset(write(tmp_path / "z", [[0], [0]], dtype)).check_tokens(0)
 
 
 # The writer

@@ -81,6 +81,12 @@ def test_the_command_line(tmp_path, inputs, capsys):
     assert len(texts(tmp_path / "out" / "c")) == 4
 
 
+def test_the_progress_bar_counts_in_thousands_of_bytes(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a" * 2500)
+    prepare([tmp_path / "a.txt"], tmp_path / "c", progress=True)
+    assert "2.50k/2.50k" in capsys.readouterr().err
+
+
 def test_training_a_tokenizer(tmp_path, inputs):
     prefix = tmp_path / "out" / "c"
     (inputs / "b.txt").write_text("the cat and the hat and the bat <|endoftext|> " * 20)

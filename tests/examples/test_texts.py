@@ -130,6 +130,14 @@ def test_each_piece_of_a_sample_has_its_text_and_the_loss_of_its_tokens(tmp_path
         text.find([0], Path("ckpt"))
 
 
+def test_pieces_without_a_loss_come_last(tmp_path, monkeypatch):
+    text = Text(run_of(tmp_path / "run", [record(0), record(1)], "--eval-every 0"))
+    losses = iter([0.5, None, 2.0, 0.25])
+    monkeypatch.setattr(text, "_of_sample", lambda *of: [Found(0, 0, Piece("web", 0, 0, 1), "", next(losses))])
+    monkeypatch.setattr(which_text, "load_model", lambda path: mock.Mock(**{"eval.return_value.config.seq_len": 5}))
+    assert [each.loss for each in text.find([0, 1], Path("ckpt"))] == [2.0, 0.5, 0.25, None]
+
+
 def test_a_long_piece_shows_its_beginning(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -181,6 +189,7 @@ def test_the_command_lists_so_many_lines(tmp_path, capsys):
         ([1, 2, 4], [1429, 2857, 5714]),  # 1428.57, 2857.14, 5714.29
         ([1, 9999], [1, 9999]),
         ([1] * 7, [1429] * 4 + [1428] * 3),
+        ([1, 2, 4] * 9, [159, 318, 635] + [159, 317, 635] * 8),  # 158.73, 317.46, 634.92: one is left
         ([0.7, 0.3], [7000, 3000]),
     ],
 )

@@ -83,6 +83,8 @@ def _write(path, vocabulary, added=()):
         for name, i in added
     ]
     content["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    content["padding"] = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                          "pad_type_id": 0, "pad_token": "a"}  # fmt: skip
     path.write_text(json.dumps(content))
     return path
 
@@ -94,7 +96,7 @@ def test_finds_the_end_of_document(tmp_path, name):
     assert found.end_of_document == 9
     # Ids 2 to 8 are a gap: the embedding needs rows up to 9 all the same.
     assert found.vocab_size == 10
-    # The file's own truncation to 2 tokens must not cut documents.
+    # The file's own truncation to 2 tokens must not cut documents, and its padding to 8 must not lengthen them.
     assert found.encode("ababa").tolist() == [0, 1, 0, 1, 0]
 
 
