@@ -166,6 +166,7 @@ def begun(
     made.said = []
 
     def load(path: Path) -> Any:
+        assert len(made.said) < 20, "a checkpoint that is damaged must not be tried again"
         made.said.append(str(path))
         step = int(path.name.removeprefix("step-"))
         if str(path) in damaged:
