@@ -79,6 +79,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "def zero_grad(self, set_to_none: bool = True) -> None:",
         "def zero_grad(self, set_to_none: bool = False) -> None:",
     ): "The argument is torch's, and is not read",
+    (
+        "_backward_op",
+        "elements = 8192 if subtract_mean and D & (D - 1) == 0 else 4096",
+        "elements = 8192 if subtract_mean and D & (D - 1) == 0 else 4097",
+    ): "`row_tile` divides the number by a power of two and rounds down: every row size gets the same tile",
+    (
+        "as_int32",
+        "return (word + 2**31) % 2**32 - 2**31",
+        "return (word - 2**31) % 2**32 - 2**31",
+    ): "The two sums differ by 2^32, so their remainders are equal",
+    (
+        "send_header",
+        "dist.send(torch.tensor(content, dtype=torch.int64, device=device), group=pp.group, group_dst=to)",
+        "dist.send(torch.tensor(content, device=device), group=pp.group, group_dst=to)",
+    ): "The list holds Python integers, of which torch makes int64; the argument shows what the receiver expects",
+    (
+        "Checkpoints.own",
+        "if self.run.workers is None and sum(map(bool, by_place)) > 1:",
+        "if self.run.workers is None and sum(map(bool, by_place)) >= 1:",
+    ): "The checkpoints of a single place are already in this order: only their manifests are read once more",
 }
 
 # Changes that a test could see, and none does.
