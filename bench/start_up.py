@@ -171,13 +171,13 @@ def loopback_bytes() -> int:
 
 def table(measured: dict[int, dict[str, float]]) -> str:
     """Make the table: what was measured, and what is counted."""
-    rows = ["| ranks | seconds | files per rank | kB per rank at the start | requests per rank and agreement "
-            "| bytes per rank and agreement | source |",
+    rows = ["| ranks | seconds | files per rank | kB per rank at the start | requests in one agreement, mean (most) "
+            "| bytes in one agreement, mean | source |",
             "|---:|---:|---:|---:|---:|---:|---|"]  # fmt: skip
     for size in (*measured, *COUNTED):
         stores = count_agreement(size)
         requests, most = sum(s.requests for s in stores) / size, max(s.requests for s in stores)
-        told = f"{requests:.1f} (most {most}) | {sum(s.bytes for s in stores) / size:.0f}"
+        told = f"{requests:.1f} ({most}) | {sum(s.bytes for s in stores) / size:.0f}"
         if size in measured:
             found = measured[size]
             start = f"{found['seconds']:.2f} | {found['files']:.1f} | {found['bytes'] / 1e3:.1f}"
