@@ -443,6 +443,17 @@ def test_the_page_on_verify_compares_with_the_plain_model(saved, tp):
     assert all(0 <= off < 1e-12 for off in mpcore.simulate(find_object("mine:compare"), tp=tp))
 
 
+@pytest.mark.parametrize("saved", ["verify.md"], indirect=True)
+def test_the_page_on_verify_shows_which_weights_have_other_initial_values(saved, capsys):
+    shown = re.search(r"```text\n(embedding.*?)```", (DOCS / saved).read_text(), re.DOTALL)
+    assert shown is not None
+    torch.manual_seed(0)
+    find_object("mine:print_deviations")(mpcore.Mesh())
+    for found, line in zip(capsys.readouterr().out.splitlines(), shown[1].splitlines(), strict=True):
+        for one, other in zip(found.split(), line.split(), strict=True):
+            assert one == other or float(one) == pytest.approx(float(other), rel=0.4)
+
+
 @pytest.mark.parametrize("saved", ["start.md"], indirect=True)
 def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
     text = (DOCS / saved).read_text()

@@ -52,8 +52,8 @@ def shard_data_parallel(
 
     Parameters of experts are replicated or sharded over `mesh.edp`, all others over `mesh.data`. Call
     `reduce_gradients(model)` after each step's last backward. If you run micro-batches without
-    `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward and `finish_gradients` after the last
-    backward.
+    `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward, and if stages of this rank share parameters
+    call `finish_gradients` before `reduce_gradients`.
 
     Args:
         model: the model, this rank's pipeline stage, or a list of its stages, which may share parameters. Parameters
