@@ -27,9 +27,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         '; did you mean --zero?'
     """
     numbers = set(re.findall(r"\d+", word))
-    alike = [other for other in known if numbers <= set(re.findall(r"\d+", other))]
-    near = difflib.get_close_matches(word, alike, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    alike = {other.lstrip("-"): other for other in known if numbers <= set(re.findall(r"\d+", other))}
+    near = difflib.get_close_matches(word.lstrip("-"), alike, 1)
+    return f"; did you mean {alike[near[0]]}?" if near else ""
 
 
 def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P, int | None]], Callable[P, int]]:

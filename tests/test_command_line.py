@@ -23,6 +23,7 @@ from mpcore.command_line import STATUS, Parser, did_you_mean, find_object, repor
         ("--zer", ["--tp", "--pp"], ""),
         ("", ["a"], ""),
         ("word", [], ""),
+        ("--vocab-size", ["--local-steps"], ""),  # alike in their dashes
         ("llama3-8c", ["llama3-70b", "llama3-8b"], "; did you mean llama3-8b?"),
         ("llama3-9b", ["llama3-70b", "llama3-8b"], ""),  # another size is no slip
         ("llama-8b", ["llama3-8b"], "; did you mean llama3-8b?"),  # a number more may be one

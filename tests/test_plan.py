@@ -477,7 +477,13 @@ def test_a_row_is_explained_and_trained_by_the_commands_below_the_table(capsys):
     run = trained.removeprefix("train as row 1: torchrun --nproc-per-node 4 -m examples.gpt.pretrain ").split()
     assert (parse(run).tp, parse(run).dp, parse(run).zero, parse(run).d_model) == (2, 2, 1, 16)
     main(["examples.gpt.plan:build", *flags, "--vocab-size", "512"])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("explain row 1: ")
+    assert capsys.readouterr().out.endswith(
+        f"{trained}  # --tokenizer and --data give the 512 tokens of the vocabulary\n"
+    )
+    main(["examples.gpt.plan:build", *flags, "--vocab-size", "512", "--tokenizer", "tokens.json"])
+    assert capsys.readouterr().out.endswith(" --tokenizer tokens.json\n")
+    main(["examples.gpt.plan:build", *flags, "--even-stages", "--explain", "1"])
+    assert capsys.readouterr().out.endswith("no command trains row 1: examples.gpt.pretrain has no --even-stages\n")
     main([BUILD, "--world", "16", "--pp", "1"])
     assert "train" not in capsys.readouterr().out
     main(["examples.gpt.plan:build", "--world", "16", "--tp", "1", "--pp", "1", *small, "--explain", "1"])
@@ -516,11 +522,42 @@ def test_rows_that_may_be_as_fast_are_named(monkeypatch, capsys):
     ]
     monkeypatch.setattr(plan, "search", lambda *_: found)
     main([BUILD, "--world", "4"])
-    assert "perhaps as fast as row 1, by two standard errors: rows 1, 2, 4; prefer" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert (
+        "perhaps as fast as row 1, by two standard errors: rows 1, 2, 4\nchoose row 1: of those that leave 5% of"
+        in text
+    )
     main([BUILD, "--world", "4", "--top", "1"])
     text = capsys.readouterr().out
-    assert "rows 1, and 2 more (--top 4 prints them); prefer" in text
+    assert "rows 1, and 2 more (--top 4 prints them)\n" in text
     assert "no other layout is both faster and smaller than these: row 1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(1, 0.9), (1, 0.9)], "1: of those that leave 5% of the memory free, it has the fewest axes above 1"),
+        ([(1, 0.96), (1, 0.9)], "2: of those"),
+        ([(3, 0.9), (1, 0.96), (2, 0.9), (2, 0.5)], "3: of those"),  # the uppermost of two with two axes
+        ([(2, 0.9), (2, 0.9), (1, 0.9, 2.0)], "1: of those"),  # row 3 is slower
+        (
+            [(2, 0.96), (1, 0.97)],
+            "2: it has the fewest axes above 1, but leaves 3% of the memory free; plans are 5% off",
+        ),
+    ],
+)
+def test_a_row_with_memory_to_spare_and_few_axes_is_chosen(monkeypatch, capsys, rows, said):
+    memory, reserve = (getattr(load_machine("h100"), name) for name in ("memory", "reserve"))
+    found = []
+    for axes, used, *seconds in rows:
+        sizes = dict(zip(("tp", "pp", "dp"), [2] * axes + [1] * (3 - axes), strict=True))
+        held = int(used * memory - reserve)
+        found.append(Estimate(sizes, (), memory=held, seconds=Seconds(host=(seconds or [1.0])[0]), errors=(0.1,)))
+    monkeypatch.setattr(plan, "search", lambda *_: found)
+    main([BUILD, "--world", "8"])
+    text = capsys.readouterr().out
+    assert f"\nchoose row {said}" in text
+    assert f"\nexplain row {said[0]}: " in text
 
 
 def test_one_command_line_runs_all_commands(capsys):

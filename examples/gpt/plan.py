@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -72,10 +73,19 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
     )  # fmt: skip
 
 
-def trainer(arguments: list[str]) -> list[str] | None:
-    """Return the words after `python` that train with these flags, or None if one of `OWN` is among them."""
+def trainer(arguments: list[str]) -> str:
+    """Return what stands behind `python` in the command that trains with these flags.
+
+    Raises:
+        ValueError: if one of `OWN`, except --vocab-size, is among them.
+    """
     own, rest = OWN.parse_known_args(arguments)
-    return None if own != OWN.parse_args([]) else ["-m", "examples.gpt.pretrain", *rest]
+    if others := [flag(name) for name, value in vars(own).items() if value and name != "vocab_size"]:
+        raise ValueError(f"examples.gpt.pretrain has no {', '.join(others)}")
+    args = parse(rest)
+    tokens = own.vocab_size or PRESETS[args.preset or "tiny"].vocab_size
+    note = f"  # --tokenizer and --data give the {tokens:,} tokens of the vocabulary"
+    return f"-m examples.gpt.pretrain {shlex.join(rest)}{note if args.tokenizer is None and tokens != 257 else ''}"
 
 
 build = Model(outline, trainer)

@@ -28,6 +28,7 @@ PRESETS = {
     "gpt2-large": _gpt2(layers=36, d_model=1280, heads=20),
     "gpt2-xl": _gpt2(layers=48, d_model=1600, heads=25),
     "llama-7b": GPTConfig(vocab_size=32000, seq_len=2048, layers=32, d_model=4096, heads=32, d_ff=11008),
+    "llama-13b": GPTConfig(vocab_size=32000, seq_len=2048, layers=40, d_model=5120, heads=40, d_ff=13824),
     "llama-65b": GPTConfig(
         vocab_size=32000, seq_len=2048, layers=80, d_model=8192, heads=64, d_ff=22016, norm_eps=1e-5
     ),

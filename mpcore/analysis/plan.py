@@ -29,14 +29,16 @@ from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_name
 from mpcore.analysis.pictures import draw_ranks
 from mpcore.analysis.report import draw, explain, table
 from mpcore.analysis.rows import AXES
-from mpcore.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, ranked, search, useful
+from mpcore.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, search, useful
 from mpcore.analysis.state import state_table
 from mpcore.analysis.work import Build, Model
 from mpcore.command_line import Parser, find_object
 
 PICTURES = (".png", ".svg", ".pdf")
-FIRST = 10.0
-"""Seconds until the first table, and between lines of progress where there is no terminal."""
+ROOM = 0.05
+"""The part of the memory to leave free: planned peaks are off by up to this much (docs/planner_accuracy.md)."""
+EVERY = 10.0
+"""Seconds between lines of progress where there is no terminal."""
 
 
 def what_if(machine: Machine, changes: Sequence[str]) -> Machine:
@@ -104,7 +106,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
     add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")
-    add("--ranks", metavar="FILE", help="draw the fastest layout, or that of --explain, on the machine's nodes")
+    add("--ranks", metavar="FILE", help="draw the chosen layout, or that of --explain, on the machine's nodes")
     add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
     args, args.arguments = parser.parse_known_args(argv)
     if args.fit is None and (args.target is None or args.world is None):
@@ -130,27 +132,18 @@ def _size_of_model(build: Build, arguments: Sequence[str], layouts: Sequence[Cho
 
 
 class Progress:
-    """Report progress on stderr: a bar on a terminal, otherwise a line now and then.
+    """Report progress on stderr: a bar on a terminal, otherwise a line every `EVERY` seconds."""
 
-    After `FIRST` seconds a first table is printed.
-    """
-
-    def __init__(self, of: int, machine: Machine, top: int) -> None:
-        self.of, self.machine, self.top, self.shown = of, machine, top, False
-        self.began = self.told = time.monotonic()
+    def __init__(self, of: int) -> None:
+        self.of, self.began = of, time.monotonic()
+        self.told = self.began
 
     def __call__(self, done: int, found: Sequence[Estimate]) -> None:
         """Report how many layouts are done."""
-        if not self.shown and time.monotonic() - self.began > FIRST and any(e.fits(self.machine) for e in found):
-            self.shown = True
-            if done < self.of:
-                print(f"after {done} of {self.of} layouts:", file=sys.stderr)
-                first = table(ranked(found, self.machine), self.machine, min(self.top, 5), legend=False)
-                print(first, file=sys.stderr, flush=True)
         left = (time.monotonic() - self.began) / done * (self.of - done)
         progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
         if not sys.stderr.isatty():
-            if time.monotonic() - self.told > FIRST:
+            if time.monotonic() - self.told > EVERY:
                 self.told = time.monotonic()
                 print(progress, file=sys.stderr, flush=True)
         else:
@@ -158,21 +151,28 @@ class Progress:
             print(f"\r[{bar:<30}] {progress}", end="\n" if done == self.of else "", file=sys.stderr, flush=True)
 
 
-def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> list[str]:
-    """Return lines that name the rows to choose from. `fits` are the layouts that fit, the fastest first."""
+def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> tuple[int, list[str]]:
+    """Return the row to choose, and lines for below the table. `fits` are the layouts that fit, the fastest first."""
 
     def named(rows: Sequence[int]) -> str:
         below = f", and {sum(row > top for row in rows)} more (--top {rows[-1]} prints them)" if rows[-1] > top else ""
         return f"row{'s' * (len(rows) > 1)} {', '.join(str(row) for row in rows if row <= top)}{below}"
 
-    if not fits:
-        return []
+    def free(row: int) -> float:
+        return 1 - (fits[row - 1].memory + machine.reserve) / machine.memory
+
     differences = [e.slower(fits[0]) for e in fits]
     close = [row for row, (later, error) in enumerate(differences, start=1) if later <= 2 * error]
     best = [fits.index(e) + 1 for e in frontier(fits, machine)]
-    return [
+    roomy = [row for row in close if free(row) >= ROOM]
+    row = min(roomy or close, key=lambda row: (sum(size > 1 for size in fits[row - 1].sizes.values()), row))
+    why = f"of those that leave {ROOM:.0%} of the memory free, it has the fewest axes above 1"
+    if not roomy:
+        why = f"it has the fewest axes above 1, but leaves {free(row):.0%} of the memory free; plans are {ROOM:.0%} off"
+    return row, [
         f"no other layout is both faster and smaller than these: {named(best)}",
-        f"perhaps as fast as row 1, by two standard errors: {named(close)}; prefer few axes, and memory to spare",
+        f"perhaps as fast as row 1, by two standard errors: {named(close)}",
+        f"choose row {row}: {why}",
     ]
 
 
@@ -187,10 +187,14 @@ def _commands(args: argparse.Namespace, build: Build, row: int, e: Estimate, nod
         words += [] if is_default else [f"--{axis.replace('_', '-')}", str(size)]
     lines = [f"explain row {row}: {shlex.join([*words, *e.arguments, *args.arguments])} --explain 1"]
     flags = [*e.flags.split(), *args.arguments]
-    if isinstance(build, Model) and (program := build.trainer(flags)):
+    try:
+        program = build.trainer(flags) if isinstance(build, Model) else ""
+    except ValueError as error:
+        return [*lines, f"no command trains row {row}: {error}"][args.explain is not None :]
+    if program:
         slurm = f"srun -n {args.world} --ntasks-per-node {node} --gpus-per-node {node} python"
         launch = f"torchrun --nproc-per-node {args.world}" if args.world <= node else slurm
-        lines.append(f"train as row {row}: {launch} {shlex.join(program)}")
+        lines.append(f"train as row {row}: {launch} {program}")
     return lines if args.explain is None else lines[1:]
 
 
@@ -214,11 +218,9 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.world} ranks of {machine.name}, {machine.node} per node: {machine.memory / 2**30:.1f} GiB each, "
           f"of which {machine.reserve / 2**30:.1f} are a reserve"
           f"{_size_of_model(build, args.arguments, layouts)}")  # fmt: skip
-    progress = Progress(len(layouts), machine, args.top)
-    progress.shown = args.explain is not None
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends the search as Ctrl-C does
     try:
-        found = search(counter, machine, args.arguments, layouts, args.unfused, progress)
+        found = search(counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts)))
     finally:
         signal.signal(signal.SIGTERM, before)
     other = what_if(machine, args.what_if) if args.what_if else None
@@ -229,7 +231,10 @@ def main(argv: list[str] | None = None) -> None:
     if fits and args.explain is not None:
         lines = [f"row {row} of {len(fits)}:", explain(fits[row - 1], machine, args.arguments)]
     else:
-        lines = [table(found, machine, args.top), *_rows_to_choose(fits, machine, args.top)]
+        lines = [table(found, machine, args.top)]
+        if fits:
+            row, chosen = _rows_to_choose(fits, machine, args.top)
+            lines += chosen
     lines += _commands(args, build, row, fits[row - 1], machine.node) if fits else []
     print("\n".join(lines))
     if other is not None:

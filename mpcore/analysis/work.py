@@ -194,12 +194,12 @@ class Model:
 
     Attributes:
         outline: `outline(mesh, arguments)` returns an `Outline`.
-        trainer: `trainer(arguments)` returns the words after `python` that train with these arguments, or None if no
-            program accepts them.
+        trainer: `trainer(arguments)` returns what stands behind `python` in the command that trains with these
+            arguments, or "". It raises a `ValueError` if no program accepts them.
     """
 
     outline: Callable[[Mesh, list[str]], Outline]
-    trainer: Callable[[list[str]], list[str] | None] = lambda arguments: None
+    trainer: Callable[[list[str]], str] = lambda arguments: ""
 
     def __call__(self, mesh: Mesh, arguments: list[str]) -> Work:
         """Build all stages of the mesh's rank."""

@@ -68,7 +68,7 @@ def test_the_search_gets_every_mesh_with_every_choice(asked, capsys):
     assert (call["machine"], call["unfused"]) == (H100, False)
     assert call["counter"].build is build_mlp
     assert (call["counter"].stands_for_gpu, call["counter"].share) == (True, True)
-    assert (call["each"].of, call["each"].machine, call["each"].top) == (len(call["layouts"]), H100, 20)
+    assert call["each"].of == len(call["layouts"])
     assert call["handler"] is signal.default_int_handler, "SIGTERM ends the search as Ctrl-C does"
     run(capsys, "--wide", "--vary", "x=1", "--cpu", "--unfused", "--node", "1", "--memory", "90", "--machine", "h200")
     call = asked[-1]
@@ -89,16 +89,17 @@ def test_the_table_the_best_and_the_nearly_fastest_are_printed(asked, capsys):
     lines = run(capsys, "--given", "7")
     text = table([*FOUND, LARGE], H100, 20).splitlines()
     assert lines[1 : 1 + len(text)] == text
-    best, near, command = lines[1 + len(text) :]
+    best, near, choice, command = lines[1 + len(text) :]
     assert rows_of(best) == ["1", "2", "4"], "the third is slower and larger than the second"
     assert rows_of(near) == ["1"], "twice as long is more than two errors of 6 %"
+    assert choice.startswith("choose row 1: ")
     assert command.endswith("--tp 1 --pp 1 --given 7 --explain 1")
     text = table([*FOUND, LARGE], H100, 1).splitlines()
     lines = run(capsys, "--top", "1")
     assert lines[1 : 1 + len(text)] == text
-    assert rows_of(lines[-3]) == ["1", "2", "4"], "row 1, and 2 more (--top 4 prints them)"
-    assert rows_of(run(capsys, "--top", "2")[-3]) == ["1", "2", "1", "4"]
-    assert rows_of(run(capsys, "--top", "4")[-3]) == ["1", "2", "4"]
+    assert rows_of(lines[-4]) == ["1", "2", "4"], "row 1, and 2 more (--top 4 prints them)"
+    assert rows_of(run(capsys, "--top", "2")[-4]) == ["1", "2", "1", "4"]
+    assert rows_of(run(capsys, "--top", "4")[-4]) == ["1", "2", "4"]
 
 
 def rows_of(line: str) -> list[str]:
@@ -108,19 +109,18 @@ def rows_of(line: str) -> list[str]:
 
 def test_rows_to_choose_are_named_up_to_two_errors_of_their_difference(monkeypatch):
     """Errors of 0.06 / sqrt 2 each: a difference up to 2 x 1.08 x 0.06 may be none."""
-    assert plan._rows_to_choose([], H100, 3) == []
     sure = tuple([0.0] * 6)
     for step, rows in ((1.09, ["1", "2"]), (1.1, ["1"])):  # 2 x 1.09 x 0.0424 is 0.0925
         found = [replace(estimate(s, m), errors=sure) for s, m in ((1.0, 2), (step, 3))]
-        best, near = plan._rows_to_choose(found, H100, 20)
+        _, (best, near, _) = plan._rows_to_choose(found, H100, 20)
         assert (rows_of(best), rows_of(near)) == (["1"], rows)
         assert near.count(": rows ") == (len(rows) > 1)
     unsure = replace(found[1], errors=(0.1, *sure[1:]))
-    assert rows_of(plan._rows_to_choose([found[0], unsure], H100, 20)[1]) == ["1", "2"]
+    assert rows_of(plan._rows_to_choose([found[0], unsure], H100, 20)[1][1]) == ["1", "2"]
     alike = [replace(each, errors=(0.1, *sure[1:])) for each in found]
-    assert rows_of(plan._rows_to_choose(alike, H100, 20)[1]) == ["1"], "an error that both share"
+    assert rows_of(plan._rows_to_choose(alike, H100, 20)[1][1]) == ["1"], "an error that both share"
     monkeypatch.setattr(Estimate, "slower", lambda e, first: (0.0, 0.1) if e is first else (0.5, 0.25))
-    assert rows_of(plan._rows_to_choose(found, H100, 20)[1]) == ["1", "2"], "two errors are not yet more"
+    assert rows_of(plan._rows_to_choose(found, H100, 20)[1][1]) == ["1", "2"], "two errors are not yet more"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_a_model_with_a_trainer_has_a_command_that_trains(node, launch):
     e = Estimate({"tp": 2, "dp": 2}, ("--zero", "3"), 1, Seconds(1.0))
     told: list[Any] = []
     outline: Any = None
-    build = Model(outline, lambda flags: told.append(flags) or ["-m", "train", *flags])
+    build = Model(outline, lambda flags: told.append(flags) or " ".join(["-m train", *flags]))
     _, line = plan._commands(args, build, 3, e, node)
     assert line.partition(": ")[2] == f"{launch} -m train --tp 2 --dp 2 --zero 3 --given 7"
     assert told == [["--tp", "2", "--dp", "2", "--zero", "3", "--given", "7"]]
-    assert len(plan._commands(args, Model(outline, lambda flags: None), 3, e, node)) == 1
+    assert len(plan._commands(args, Model(outline, lambda flags: ""), 3, e, node)) == 1
     assert len(plan._commands(args, Model(outline), 3, e, node)) == 1
     args.explain = 3
     assert plan._commands(args, build, 3, e, node) == [line]
@@ -190,9 +190,6 @@ def test_a_row_is_explained_in_place_of_the_table(asked, capsys):
         lines = run(capsys, "--explain", str(row), "--given", "7")
         assert re.findall(r"\d+", lines[1]) == [str(row), "4"]
         assert "\n".join(lines[2:]) == explain(FOUND[row - 1], H100, ["--given", "7"])
-        assert asked[-1]["each"].shown is True, "no first table either"
-    run(capsys)
-    assert asked[-1]["each"].shown is False
     for row in (0, 5, -1):
         with pytest.raises(ValueError, match=f"--explain {row} is no row from 1 to 4"):
             run(capsys, "--explain", str(row))
@@ -339,7 +336,7 @@ def terminal(monkeypatch) -> Any:
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys, terminal):
-    clock, progress = Clock(monkeypatch), Progress(6, H100, 3)
+    clock, progress = Clock(monkeypatch), Progress(6)
     terminal(True)
     clock.now += 4
     progress(2, [LARGE])
@@ -354,7 +351,7 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys, terminal):
 
 
 def test_progress_is_a_line_now_and_then_elsewhere(monkeypatch, capsys, terminal):
-    clock, progress = Clock(monkeypatch), Progress(100, H100, 3)
+    clock, progress = Clock(monkeypatch), Progress(100)
     terminal(False)
     for after, says in ((9, False), (1, False), (1, True), (10, False), (1, True)):
         clock.now += after
@@ -363,33 +360,6 @@ def test_progress_is_a_line_now_and_then_elsewhere(monkeypatch, capsys, terminal
         assert bool(line) == says, clock.now
         assert line.count("\n") == says
         assert "\r" not in line
-
-
-def test_a_first_table_is_shown_once_after_some_seconds_if_anything_fits(monkeypatch, capsys, terminal):
-    clock, progress = Clock(monkeypatch), Progress(9, H100, 3)
-    terminal(True)
-    clock.now += 10
-    progress(1, FOUND[:1])
-    assert "row" not in told(capsys), "not yet"
-    clock.now += 1
-    progress(2, [LARGE])
-    assert "row" not in told(capsys), "nothing fits"
-    found = [LARGE, *(estimate(9.0 - i, 1) for i in range(8))]
-    progress(3, found)
-    text = told(capsys)
-    assert table([*sorted(found[1:], key=lambda e: e.step), LARGE], H100, 3, legend=False) in text, "ranked, as asked"
-    assert re.findall(r"\d+", text.splitlines()[0]) == ["3", "9"]
-    progress(4, found)
-    assert "row" not in told(capsys), "once"
-    many = Progress(9, H100, 20)
-    clock.now += 11
-    many(3, found)
-    assert ".. and 3 " in told(capsys), "five rows at most"
-    last = Progress(9, H100, 20)
-    clock.now += 11
-    last(9, found)
-    last(9, found)
-    assert "row" not in told(capsys), "the search is over"
 
 
 # --- the commands that share a line -----------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     # Touvron et al. 2023, arXiv:2302.13971, table 2, and the models' `params.json` (norm_eps).
     "llama-7b": {**LLAMA, "vocab_size": 32000, "seq_len": 2048, "layers": 32, "d_model": 4096, "heads": 32,
                  "d_ff": 11008},
+    "llama-13b": {**LLAMA, "vocab_size": 32000, "seq_len": 2048, "layers": 40, "d_model": 5120, "heads": 40,
+                  "d_ff": 13824},
     "llama-65b": {**LLAMA, "vocab_size": 32000, "seq_len": 2048, "layers": 80, "d_model": 8192, "heads": 64,
                   "d_ff": 22016, "norm_eps": 1e-5},
     "llama3-1b": {**LLAMA3, "layers": 16, "d_model": 2048, "heads": 32, "d_ff": 8192, "tie_embeddings": True},
@@ -73,7 +75,8 @@ def test_the_presets_are_the_published_models():
     ("name", "parameters"),
     [
         ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
-        ("llama-7b", 6_738_415_616), ("llama3-1b", 1_235_814_400), ("llama3-8b", 8_030_261_248),
+        ("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320),
+        ("llama3-1b", 1_235_814_400), ("llama3-8b", 8_030_261_248),
         ("mixtral-8x7b", 46_702_792_704),
     ],
 )  # fmt: skip
