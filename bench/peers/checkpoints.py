@@ -85,10 +85,10 @@ def load_step(kind: str) -> Step:
 
 
 LOAD = (
-    "all checksums are verified before any tensor changes, so each page is read twice: once for its checksum, once for "
-    "the copy, which four threads of mpcore's loader make; safetensors verifies nothing"
+    "mpcore verifies all checksums before it changes a tensor, so it reads each page twice: once for the checksum, "
+    "once for the copy. Four threads of mpcore's loader make the copy. safetensors verifies nothing"
 )
-SAVE = "a checksum of each tensor and a manifest of the folder; safetensors writes no checksum"
+SAVE = "mpcore writes a checksum of each tensor and a manifest of the folder. safetensors writes no checksum"
 ROWS = [
     Row(
         f"{verb} a checkpoint of 201 MB",

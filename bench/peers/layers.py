@@ -185,8 +185,8 @@ ROWS = [
     Row(MLP_NAME, "fairscale", mpcore_mlp, fairscale_mlp, 1.0, fake=TP, needs="fairscale",
         why=OVERLAP + " fairscale starts the all-reduce after the weight's gradient, and waits for it."),
     Row(SP_NAME, "DTensor", partial(mpcore_mlp, True), partial(dtensor_mlp, True), 6.0, fake=TP,
-        why="four collectives, all-gathers and reduce-scatters, each with a copy, as the sequence is not the first "
-        "dimension"),
+        why="four collectives (all-gathers and reduce-scatters). Each needs a copy, because the sequence is not the "
+        "first dimension"),
     *(
         Row(f"cross-entropy, {str(dtype)[6:]}, one rank", "F.cross_entropy", partial(loss_step, dtype, "mpcore"),
             partial(loss_step, dtype, "torch"), tolerance=tolerance,

@@ -17,25 +17,27 @@ PACKAGES = ("torch", "transformers", "safetensors", "megatron-core", "fairscale"
 ABOUT = """# How does mpcore compare with other libraries?
 
 `python -m bench.peers{runs} --write docs/peers.md` wrote this page in {minutes:.1f} minutes. Each row
-runs in processes of its own. First the benchmark compares the results of mpcore and the peer: a row whose losses or
-gradients differ is an error and has no number. Then the benchmark times mpcore and the peer alternately, in several
+runs in processes of its own. First the benchmark compares the results of mpcore and the peer. If losses or gradients
+differ, the row shows an error and no numbers. Then the benchmark times mpcore and the peer alternately, in several
 rounds. torch computes with one thread per rank.
 
-**The ratio is the peer's CPU time divided by mpcore's: above 1 mpcore is faster.** It is the median over the rounds of
-all runs, with the 20th to 80th percentile; `each run` has the median of each run. CPU time is summed over ranks. Wall
-time is unreliable: other programs use the machine. A row with *host time* runs one rank of tp 8, with small layers and
-a process group that sends nothing: what is left is mostly the host's work, which a step on a GPU needs too.
+**The ratio is the peer's CPU time divided by mpcore's: above 1 mpcore is faster.** The table shows its median over
+all rounds of all runs, its 20th and 80th percentiles (p20-p80), and the median of each run. CPU time is summed over
+ranks. Wall time is unreliable: other programs use the machine. A row with *host time* runs one rank of tp 8, with small
+layers and a process group that sends nothing. So the row measures mostly the host's work, which a step on a GPU
+needs too.
 
 The target is the ratio that we aim for. `met`: the median reaches it. `missed`: the 80th percentile is below it.
-`unclear`: only the median is below it, before it is rounded. The benchmark uses no GPU.
+`unclear`: the median is below it, and the 80th percentile is not. The numbers are compared before they are rounded. The
+benchmark uses no GPU.
 """
 
 EXPLAINED = """## Why are some rows below their target?
 
-The same run counted what rank 0 does in one step of mpcore and of the peer. Calls are those of Python functions and C
-functions on the main thread, as cProfile counts them. Operators are torch's, views included. A product is a matrix
-product. A message is a collective, a send or a receive. A copy is an operator that only copies; the MiB are those of
-all copies together.
+The benchmark also counted the work of rank 0 in one step of mpcore and of the peer. "122 + 86 calls" are 122 calls of
+Python functions and 86 calls of C functions on the main thread, as cProfile counts them. Operators are torch's, views
+included. A product is a matrix product. A message is a collective, a send or a receive. A copy is an operator that only
+copies; the MiB are the sum over all copies.
 
 | what | peer | work of mpcore | work of the peer | what costs the time |
 |---|---|---|---|---|

@@ -269,8 +269,8 @@ def torch_pipeline() -> Step:
 SAME_MODEL = "both sides run the same model of transformers and the same products"
 SAME_SHARDS = "both sides run torch's `fully_shard`, which packs gradients for a message and copies what it gathered"
 EARLY_RECEIVES = (
-    "gloo's own threads. In a run of its own on both ranks they took 12.6 of the 33.8 ms of mpcore and 8.6 of the "
-    "32.8 ms of the peer (scheduler's times by thread, 2026-11-25). mpcore posts a receive before it needs the "
+    "gloo's own threads. In a separate run they took, on both ranks, 12.6 of mpcore's 33.8 ms and 8.6 of the peer's "
+    "32.8 ms (the scheduler's times by thread, 2026-11-25). mpcore posts a receive before it needs the "
     "message, which wakes these threads more often. When mpcore posted each receive as late as the peer does, the "
     "ratio was 1.22. But gloo sends nothing before the receive is posted: with 300 ms of other work to overlap, a "
     "message of 64 MiB cost 128 ms of waiting with the late receive, and 0.03 ms with the early one. So mpcore "
@@ -278,7 +278,8 @@ EARLY_RECEIVES = (
 )
 ROWS = [
     Row("training step of a GPT", "a bare loop of torch.nn", prepared, bare_loop,
-        why="the run's norm is summed in float64, and a step that isn't finite is skipped: 52 norms and their copies"),
+        why="the run computes the gradient norm in float64, to skip a step whose norm isn't finite: 52 norms and their "
+        "copies"),
     Row("the GPT of mpcore's layers in a bare loop", "transformers GPT-2", layers_alone, transformers_gpt2, 1.2,
         needs="transformers", why="products and attention, the same on both sides, took 50 of the 74 ms of the peer's "
         "step (torch's profiler, 2026-11-25)"),
@@ -288,8 +289,8 @@ ROWS = [
     Row("ZeRO-0 on dp 2", "DDP", partial(mpcore_data, 0), ddp, 1.0, ranks=2, memory=True,
         why="nothing beyond the spread: both sides compute the same products, and sum the same bytes by all-reduces"),
     Row("ZeRO-1 on dp 2", "ZeroRedundancyOptimizer", partial(mpcore_data, 1), zero_redundancy, 1.0, ranks=2,
-        memory=True, why="mpcore's ZeRO-1 calls torch's `fully_shard`, which copies more than the peer, and after "
-        "backward frees the parameters that it gathered: the next step has a page fault for each page of them"),
+        memory=True, why="mpcore's ZeRO-1 calls torch's `fully_shard`, which copies more than the peer. After "
+        "backward it frees the gathered parameters, so each of their pages causes a page fault in the next step"),
     Row("ZeRO-2 on dp 2", "FSDP2", partial(mpcore_data, 2), partial(fsdp2, False), 1.0, ranks=2, memory=True,
         why=SAME_SHARDS),
     Row("ZeRO-3 on dp 2", "FSDP2", partial(mpcore_data, 3), partial(fsdp2, True), 1.0, ranks=2, memory=True,
