@@ -148,8 +148,8 @@ def _toy(args: argparse.Namespace, config: GPTConfig, full: dict[str, int], smal
     }  # fmt: skip
     data = small["cp"] * dp
     if args.replicate > 1:
-        flags["replicate"] = 2 if dp % 2 == 0 else dp
-        flags["replicate"] = data if args.replicate == full["cp"] * full["dp"] else flags["replicate"]
+        experts = data * small["tp"] // (small["ep"] * small["etp"])  # ranks with the same experts
+        flags["replicate"] = next((n for n in range(2, data) if data % n == 0 and experts % n == 0), 1)
     if workers > 1:
         flags |= {"local_steps": 2, "fragments": None if args.fragments is None else min(args.fragments, 2)}
     if args.rampup_batch_size is not None and not file:

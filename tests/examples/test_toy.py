@@ -152,8 +152,8 @@ def test_a_toy_has_the_flags_of_the_run_but_these():
         ("--schedule gpipe", 8, {}, {"schedule": "gpipe"}),
         ("--replicate 2", 8, {"dp": 8}, {"dp": 4, "replicate": 2, "global_batch": 16}),
         ("--replicate 3", 8, {"dp": 9}, {"dp": 4, "replicate": 2, "global_batch": 16}),
-        ("--replicate 8", 8, {"dp": 8}, {"dp": 2, "replicate": 2, "global_batch": 8}),
-        ("--replicate 16", 8, {"dp": 8, "cp": 2}, {"dp": 2, "cp": 2, "replicate": 4, "global_batch": 8}),
+        ("--replicate 8", 8, {"dp": 8}, {"dp": 2, "replicate": 1, "global_batch": 8}),
+        ("--replicate 2", 8, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "replicate": 2, "global_batch": 8}),
         ("--replicate 4", 8, {"dp": 2, "cp": 4}, {"dp": 2, "cp": 2, "replicate": 2, "global_batch": 8}),
         ("--workers 4", 8, {},
          {"workers": 2, "eval_samples": 6, "global_batch": 8, "local_steps": 2, "fragments": None}),
@@ -185,10 +185,22 @@ def test_a_toy_is_small_and_divides_as_the_run_does(flags, micro_batches, sizes,
     assert ("workers" in toy.sizes) == (toy.args.workers > 1)
 
 
-def test_replicas_of_an_odd_number_of_ranks_are_as_many():
-    one, other = toys("--replicate 3", tp=3, dp=9)
-    assert (one.args.tp, one.args.dp, one.args.replicate) == (3, 1, 1)
-    assert (other.args.tp, other.args.dp, other.args.replicate) == (1, 3, 3)
+@pytest.mark.parametrize(
+    ("sizes", "replicates"),
+    [
+        ({"tp": 3, "dp": 9}, {"tp 3 x etp 3": 1, "dp 3": 1}),  # of 3 ranks no smaller group
+        ({"tp": 4, "dp": 2, "cp": 2}, {"tp 2 x cp 2 x dp 2 x etp 2": 2}),
+        (
+            {"tp": 2, "dp": 2, "cp": 4, "pp": 2, "etp": 1},
+            {"tp 2 x cp 2 x pp 2": 1, "tp 2 x pp 2 x dp 2": 1, "cp 2 x dp 2": 2},
+        ),
+        ({"dp": 4, "cp": 2, "ep": 4}, {"cp 2 x dp 4 x ep 2": 2}),
+        ({"dp": 2, "cp": 4, "ep": 2, "etp": 2}, {"cp 2 x dp 2 x ep 2 x etp 2": 1}),  # one rank has each expert
+    ],
+)
+def test_groups_of_replicas_are_smaller_than_the_data_ranks_and_those_of_an_expert(sizes, replicates):
+    found = toys("--replicate 2", **sizes)
+    assert {toy.name: toy.args.replicate for toy in found} == replicates
 
 
 def test_a_pipeline_that_the_toy_lacks_has_the_default_schedule():
