@@ -48,12 +48,14 @@ class Slurm:
     def submit(self, log: Path, *words: str, chdir: Path = ROOT) -> str:
         """Submit the script of the examples on both nodes. Return the job's number.
 
-        The environment is this process's, and flags replace the folder, the partition and the sizes.
+        The environment is this process's, and flags replace the folder, the partition and the sizes. It
+        starts again what ran for 5 s, not for an hour.
         """
         script, found = re.subn(r"^source .*\n", "", SCRIPT.read_text(), flags=re.MULTILINE)
         assert found == 1
         copy = log.with_suffix(".sbatch")
-        copy.write_text(script)
+        assert "$SECONDS -gt 3600 " in script
+        copy.write_text(script.replace("$SECONDS -gt 3600 ", "$SECONDS -gt 5 "))
         status, job, stderr = self.run(
             "sbatch", "--parsable", "--export=ALL", "--partition=all", "-N2", "--ntasks-per-node=1",
             "--cpus-per-task=1", "--gpus-per-node=0", f"--chdir={chdir}", f"--output={log}", str(copy), *words,
@@ -200,8 +202,16 @@ def test_the_program_and_script_of_the_page_on_launching_save_and_resume(slurm, 
 
 
 @pytest.mark.slow
-def test_a_job_whose_node_is_lost_starts_again_by_itself(slurm, tmp_path):
-    """Node n1 loses its daemon and all of its processes at once, and comes back when Slurm has noticed."""
+@pytest.mark.parametrize("seconds", [10, 300])
+def test_a_job_whose_node_is_lost_starts_again_by_itself(slurm, tmp_path, seconds):
+    """Node n1 loses its daemon and all of its processes at once.
+
+    After 10 s Slurm notices, and requeues the job. Before 300 s, its default, the other ranks have left, and the script
+    requeues the job.
+    """
+    conf = slurm.folder / "slurm.conf"
+    conf.write_text(re.sub("SlurmdTimeout=.*", f"SlurmdTimeout={seconds}", conf.read_text()))
+    assert slurm.run("scontrol", "reconfigure")[0] == 0
     flags = [*FLAGS, "--dp", "2", "--steps", "200", "--save-every", "20"]
     out, log = tmp_path / "out", tmp_path / "log"
     job = slurm.submit(log, *PRETRAIN, *flags, "--out", str(out))
@@ -213,7 +223,11 @@ def test_a_job_whose_node_is_lost_starts_again_by_itself(slurm, tmp_path):
     assert steps
     for pid in {*slurm.pids("slurmd\0-N\0n1"), *steps, *tasks}:
         os.kill(pid, signal.SIGKILL)
-    wait("that Slurm notices", lambda: "down" in slurm.run("sinfo", "-h", "-n", "n1", "-o", "%T")[1])
+    if seconds == 10:
+        wait("that Slurm notices", lambda: "down" in slurm.run("sinfo", "-h", "-n", "n1", "-o", "%T")[1])
+    else:
+        wait("the script's end", lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1] != "RUNNING", 150)
+        assert "down" not in slurm.run("sinfo", "-h", "-n", "n1", "-o", "%T")[1]
     again = f"mount --bind {slurm.folder}/hosts /etc/hosts; slurmd -N n1"
     assert slurm.run("unshare", "-m", "--propagation", "private", "bash", "-c", again)[0] == 0
     wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "", 200)
