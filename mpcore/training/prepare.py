@@ -32,6 +32,7 @@ from mpcore.layers.initialize import materialize
 from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.mesh.log import get_logger
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel import DiLoCo, convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
 from mpcore.parallel import recompute as recompute_blocks
@@ -47,6 +48,7 @@ from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_r
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
+log = get_logger(__name__)
 OTHER_VALUES = (
     "as each rank made its own: build the model after one torch.manual_seed on all ranks, and pass init= to parallel "
     "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights"
@@ -276,13 +278,20 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
     """Raise ValueError if two pipeline ranks use one name for different parameters: both would draw the same values.
 
-    If values are kept, raise it only for two ranks with equal sets of names: each was given the full model.
+    If values are kept, raise it only for two ranks with equal sets of names: each was given the full model. Warn if no
+    rank has a sharded parameter, and tp is above 1.
     """
     tied = {mesh.pp, mesh.ends}
     held = [each for stage in stages for each in declarations(stage)]
     own = list(dict.fromkeys(name for name, _, sharding in held if tied.isdisjoint(sharding.partial)))
     holder: dict[str, int] = {}
-    ranks = gather_objects(own, mesh.pp.group)
+    sharded = any(shard.axis.size > 1 for _, _, sharding in held for shard in sharding.shards)
+    ranks, any_sharded = zip(*gather_objects((own, sharded), mesh.pp.group), strict=True)
+    if mesh.tp.size > 1 and not any(any_sharded) and mesh.job.rank == 0:
+        log.warning(
+            "no parameter is sharded, so the %d ranks of tp compute the same: swap layers for mpcore's, with "
+            "tp=mesh.tp, or build the mesh without tp", mesh.tp.size,
+        )  # fmt: skip
     alike = any(set(one) == set(other) for one, other in itertools.combinations(ranks, 2) if one)
     for rank, names in enumerate(ranks):
         for name in names if drawn or alike else ():

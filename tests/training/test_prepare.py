@@ -489,6 +489,21 @@ def test_weights_that_are_there_are_never_drawn_anew_in_silence():
         assert torch.equal(*(run.model.get_parameter("0.weight") for run in (again, drawn)))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shards", "said"), [({"tp": 2}, False, 1), ({"tp": 2}, True, 0), ({"dp": 2}, False, 0)]
+)
+def test_ranks_of_tp_that_compute_the_same_are_warned_of_once(caplog, sizes, shards, said):
+    def make(on: mp.Mesh) -> None:
+        first = mp.ColumnParallelLinear(2, 2, tp=on.tp, device="meta") if shards else nn.Linear(2, 2, device="meta")
+        mp.prepare(nn.Sequential(first), on, blocks=[], loss=lambda y, _: y.sum(), optimizer=mp.AdamW)
+
+    with caplog.at_level(logging.WARNING):
+        mp.simulate(make, **sizes)
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == said
+    assert all("no parameter is sharded, so the 2 ranks of tp compute the same: swap layers" in each for each in found)
+
+
 def test_a_model_with_values_is_moved_to_the_meshs_device(monkeypatch):
     monkeypatch.setattr(mp.Mesh, "device", property(lambda self: torch.device("meta")))
     model = nn.ModuleList([nn.Embedding(4, 2), mp.ColumnParallelLinear(2, 4, bias=False), nn.BatchNorm1d(2)])

@@ -20,6 +20,7 @@ from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
 
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+SEEDED = "weights, which all ranks draw after one torch.manual_seed"
 HEADS = re.compile(r"(\w+_)?n?heads?")
 
 
@@ -34,7 +35,7 @@ def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
     told = {
         "plan": plan if plan is None or isinstance(plan, str) else sorted((key, repr(plan[key])) for key in plan),
         "shapes": [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()],
-        "weights": torch.stack(sums).tolist() if sums else [],
+        SEEDED: torch.stack(sums).tolist() if sums else [],
     }
     return {key: hashlib.sha256(repr(value).encode()).hexdigest()[:12] for key, value in told.items()}
 
@@ -142,8 +143,8 @@ def check_shared_parameters(model: nn.Module, styles: list[Target], tp: Axis) ->
                 where = ".".join(filter(None, (attention, inner))) or "the model itself"
                 meets = f"one head's {head_dim} features, and the heads" if head else "one element, and the features"
                 raise ValueError(
-                    f"{where} has a parameter of {meets} beside it are sharded: add 'replicated_with_grad_allreduce' "
-                    f"for it to the plan, or 'replicate' where it sees them all"
+                    f"{where} has a parameter {leaf!r} of {meets} beside it are sharded: add "
+                    f"'replicated_with_grad_allreduce' for it to the plan, or 'replicate' where it sees them all"
                 )
 
 
