@@ -103,10 +103,11 @@ def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) 
 def _unfilled(name: str, module: nn.Module, leaf: str, what: str) -> ValueError:
     """Make the error for a parameter or a buffer that nothing fills."""
     kind, full = type(module).__name__, name if what == "parameter" else f"{name}.{leaf}".lstrip(".")
-    other = "" if what == "parameter" else ", or make the buffer outside the meta device"
+    other = "" if what == "parameter" else ', or create the buffer with device="cpu"'
+    fill = f"torch.nn.init.normal_(self.{leaf}, std=0.02)" if what == "parameter" else f"self.{leaf}.copy_(..)"
     return ValueError(
         f"no code gives the {what} {full} its first values: add a method to {kind} that fills it in place{other}. For "
-        f"example:\n    def reset_parameters(self):\n        torch.nn.init.normal_(self.{leaf}, std=0.02)\n"
+        f"example:\n    def reset_parameters(self):\n        {fill}\n"
         f"Values that the model's own code sets on the meta device, as self.apply(self._init_weights) does, are lost "
         f"in all modules. To keep them, build the model with values and pass initialize=False to prepare"
     )

@@ -52,7 +52,7 @@ class RMSNorm(_Norm):
 
     Args:
         dim: D, the size of the last dimension.
-        eps: added to the mean square.
+        eps: added to the mean square. `torch.nn.RMSNorm` without `eps` adds `torch.finfo(x.dtype).eps`.
         others: `partial`, the axes besides tp over which the weight's gradient is partial (must be all-reduced); and
             `LayerOptions`. With `sequence_parallel` each rank sees a part of the tokens, so the layer declares the
             weight's gradient partial over tp.
