@@ -28,7 +28,7 @@ CRASHES: list[str] = []  # calls that were repeated, each with its signal and it
 class RepeatingPool(Pool):
     """A pool that repeats a call once after a crash in native code, which the suite's last lines then tell of.
 
-    Once in some hundred runs of the suite a rank's heap was corrupt, for a reason not found; docs/decisions.md.
+    Once in some hundred runs of the suite the heap of gloo's thread was corrupt; docs/decisions.md says what was tried.
     """
 
     def __call__(self, size: int, check: Callable, *args: Any, **kwargs: Any) -> list:

@@ -126,6 +126,28 @@ def test_checks_run_in_order_until_one_that_is_needed_fails(monkeypatch):
     assert [r.state for r in run_checks(checks[:1])] == [OK]
 
 
+@pytest.mark.parametrize(
+    ("ends", "result"),
+    [
+        (["SIGSEGV"], (OK, "all is well; a process had crashed before (SIGSEGV)")),
+        (["SIGABRT"], (OK, "all is well; a process had crashed before (SIGABRT)")),
+        (["SIGBUS", "SIGSEGV"], (FAILED, "rank 1: the process died (SIGSEGV)")),
+        (["SIGKILL"], (FAILED, "rank 1: the process died (SIGKILL)")),
+    ],
+)
+def test_a_check_runs_again_once_if_a_process_crashed(ends, result):
+    left = list(ends)
+
+    def run() -> str:
+        if left:
+            raise RankError(f"rank 1: the process died ({left.pop(0)})")
+        return "all is well"
+
+    (found,) = run_checks([Check("a", run, "what a means")])
+    assert (found.state, found.detail) == result
+    assert not left
+
+
 def test_an_error_of_the_users_code_is_named_and_a_write_in_place_has_its_line():
     def other() -> str:
         raise RuntimeError("something else")

@@ -6,6 +6,7 @@ import argparse
 import io
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -283,6 +284,7 @@ class Preflight:
     def check_signal(self) -> str:
         """Send the last rank a SIGTERM within a step; resume."""
         toy = self.toys[0]
+        shutil.rmtree(Path(self.folder.name) / "signal", ignore_errors=True)  # of a check that a crash ended
         steps: dict[int, int] = {}  # workers leave after steps of their own, between the same two merges
         for rank in self.train(toy, "signal", stop_at=0):
             if not rank.stopped:

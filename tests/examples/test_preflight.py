@@ -206,8 +206,7 @@ EVERY = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1}
         ("", {"tp": 2, "dp": 3, "ep": 3}, {"tp": 2, "dp": 3, "ep": 3}, {"etp": 1}),
         ("", {"tp": 2, "dp": 3, "ep": 2}, {"tp": 2, "dp": 3, "ep": 2}, {"etp": 1}),
         ("--replicate 2", {"dp": 8}, {"dp": 4}, {"replicate": 2}),
-        ("--replicate 9", {"dp": 9}, {"dp": 3}, {"replicate": 3}),
-        ("--replicate 16", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 2}, {"replicate": 4}),
+        ("--replicate 4", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 4}, {"replicate": 2}),
         ("--workers 4 --fragments 6", {"dp": 2}, {"dp": 2, "workers": 2}, {"local_steps": 2, "fragments": 2}),
     ],
 )
