@@ -393,9 +393,9 @@ def test_a_loss_of_gathered_logits_is_told_by_the_tokens_that_it_counts():
         assert found is not None
         assert f"it is log(tp) too large for each of {tokens} tokens" in found.cause
     ranks[0].loss = math.inf
-    assert "the output was right: the loss reads it otherwise" in str(
-        Judge(truth)(parse_layout("tp2"), ranks).departure
-    )
+    told = str(Judge(truth)(parse_layout("tp2"), ranks).departure)
+    assert "the output was right: the loss reads it otherwise" in told
+    assert "are sharded: use mp.vocab_parallel_cross_entropy" in told
 
 
 def test_a_hang_says_where_each_rank_stands(ranks):

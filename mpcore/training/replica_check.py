@@ -18,17 +18,23 @@ from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import local_tensor
 
-# A difference is an error if it exceeds OWN times the gradient's norm, and LARGEST times the largest norm. Rounding in
-# 16 bits stays below, also in a gradient that is 0 but for rounding, such as the gradient of a bias of keys.
-OWN, LARGEST = 1e-2, 1e-3
+# A difference is an error if it exceeds OWN times the gradient's norm, and LARGEST times the largest norm (LARGEST_FULL
+# times in float32). Rounding stays below, also in a gradient that is 0 but for rounding, as that of a bias of keys.
+OWN, LARGEST, LARGEST_FULL = 1e-2, 1e-3, 1e-6
 PIECE = 2**20
 
 
 class ReplicaCheck:
-    """Check that the ranks of tp have the same gradients of replicated parameters. Begin it before a step's forward."""
+    """Check that the ranks of tp have the same gradients of replicated parameters. Begin it before a step's forward.
 
-    def __init__(self, mesh: Mesh) -> None:
+    Args:
+        mesh: this rank's mesh.
+        half: whether the step computes in 16 bits or FP8, as it does under torch.autocast, too.
+    """
+
+    def __init__(self, mesh: Mesh, half: bool = False) -> None:
         self.mesh = mesh
+        self.half = half or torch.is_autocast_enabled(mesh.device.type)
         self.before = self.after = random_state(mesh.device)
 
     def end(self) -> None:
@@ -39,16 +45,17 @@ class ReplicaCheck:
     def compare(self, tree: ModelTree) -> None:
         """After all sums over ranks, raise ValueError on every rank if replicas would get different updates."""
         tp, error = self.mesh.tp, None
-        names, sketches = [], []
+        names, sketches, half = [], [], self.half
         for name, parameter, sharding in tree.declared:
             if parameter.requires_grad and any(axis.key == tp.key for axis in sharding.replica_axes(self.mesh)):
                 names.append(name)
+                half = half or parameter.dtype.itemsize < 4
                 sketches.append(_sketch(gradient_of(parameter), self.mesh.device))
         if names and tp.size > 1:
             total, norm = torch.stack(sketches).unbind(1)
             most, least, norm = all_reduce(torch.stack([total, -total, norm]), tp, "max")
             off = most + least
-            wrong = (off > OWN * norm) & (off > LARGEST * norm.max())
+            wrong = (off > OWN * norm) & (off > (LARGEST if half else LARGEST_FULL) * norm.max())
             if bool(wrong.any()):
                 worst = int(torch.where(wrong, off / norm, 0).argmax())
                 others = [names[i] for i in wrong.nonzero().flatten().tolist() if i != worst]

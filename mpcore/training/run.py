@@ -180,7 +180,9 @@ class Run:
         def compute() -> Tensor:
             if self._check:
                 self._check.begin(tokens, self.pipeline.micro_batches)
-                self.replica_check = ReplicaCheck(self.mesh) if self._check.tokens else None
+                precision = self.precision
+                half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
+                self.replica_check = ReplicaCheck(self.mesh, half) if self._check.tokens else None
             moved = offload_activations() if self.offload.activations else nullcontext()
             with self._autocast(), moved:
                 total = self.pipeline.forward_backward(x, target, **arguments)

@@ -181,8 +181,12 @@ def faults_of_module(layout: Layout) -> str:
         "it counts positions from 0 on each rank of cp (pass mp.sequence_index(T, mesh.cp, context) to "
         "PositionEmbedding, RotaryEmbedding and Dropout), "
     )
+    tokens = (
+        "it counts positions from 0 on each rank, which sees T/tp tokens (learned positions: "
+        "mp.PositionEmbedding(.., tp=mesh.tp, sequence_parallel=True)), "
+    )
+    counts = f"{positions if layout.cp > 1 else ''}{tokens if layout.sequence_parallel else ''}"
     return (
         f"all modules before it are right, so the fault is in this module or just before it: "
-        f"{positions if layout.cp > 1 else ''}{sharded if layout.tp > 1 else mixed}, or the code between the module "
-        f"before and this one is wrong"
+        f"{counts}{sharded if layout.tp > 1 else mixed}, or the code between the module before and this one is wrong"
     )

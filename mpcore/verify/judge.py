@@ -324,4 +324,6 @@ class Judge:
             cause = f"it is tp = {layout.tp} times too large: every rank's whole loss is summed over tp"
         else:
             cause = "the output was right: the loss reads it otherwise than the unsharded model does"
+            if layout.tp > 1:
+                cause += ". Logits of a column-parallel head are sharded: use mp.vocab_parallel_cross_entropy"
         return worst, Departure("loss", "", worst, cause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,16 +43,21 @@ class Net(nn.Module):
         return self.head(self.dropout(x) if self.at == 3 else x)
 
 
-def steps(mesh: mp.Mesh, at: int, alike: bool, partial: bool = True, zero: int = 1, tokens: int | None = None) -> int:
+def steps(mesh: mp.Mesh, at: int, alike: bool, partial: bool = True, zero: int = 1, tokens: int | None = None,
+          factor: float = 1.0, precision: str = "float32", autocast: bool = False) -> int:  # fmt: skip
     def loss(logits: Tensor, target: Tensor) -> Tensor:  # the same on all ranks of tp, whatever the masks
         return mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
 
     with torch.device("meta"):
         net = Net(mesh.tp, at, partial)
-    run = mp.prepare(net, mesh, blocks=[net.up], loss=loss, data=mp.Zero(zero), optimizer=lambda m: mp.AdamW(m, lr=0.1))
+    run = mp.prepare(net, mesh, blocks=[net.up], loss=loss, data=mp.Zero(zero), precision=precision,
+                     optimizer=lambda m: mp.AdamW(m, lr=0.1))  # fmt: skip
+    with run.parameters(), torch.no_grad():
+        net.down.weight.mul_(factor)
     torch.manual_seed(mesh.data.rank if alike else mesh.world.rank)
     for _ in range(2):
-        run.forward_backward(torch.arange(V).view(2, 3), torch.arange(V).view(2, 3), tokens=tokens)
+        with torch.autocast("cpu", enabled=autocast):
+            run.forward_backward(torch.arange(V).view(2, 3), torch.arange(V).view(2, 3), tokens=tokens)
         run.optimizer_step()
     return run.step
 
@@ -84,6 +90,14 @@ def test_a_sum_that_nobody_declares_is_named() -> None:
             mp.simulate(steps, at, alike, False, tp=2)
     assert mp.simulate(steps, 1, True, False, 1, 1, tp=2) == [2] * 2  # not of a step with a token: as in verify
     assert mp.simulate(steps, 0, False, False, tp=1, dp=2) == [2] * 2
+
+
+def test_a_small_difference_is_an_error_where_rounding_is_smaller() -> None:
+    """As with GPT-2's initial values, whose gradient of a scalar in the MLP is a thousandth of the largest gradient."""
+    with pytest.raises(RankError, match="scale is replicated"):
+        mp.simulate(steps, 2, True, False, 1, None, 1e-4, tp=2)
+    for half in ({"precision": "bfloat16"}, {"autocast": True}):
+        assert mp.simulate(partial(steps, **half), 2, True, False, 1, None, 1e-4, tp=2) == [2] * 2
 
 
 def test_the_error_names_three_parameters_and_the_norm_that_takes_shards() -> None:

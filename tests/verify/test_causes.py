@@ -166,6 +166,8 @@ def test_what_has_no_name_is_a_fault_of_the_module():
     tp, dp = (causes.faults_of_module(parse_layout(text)) for text in ("tp2", "dp2"))
     assert ("RowParallelLinear" in tp, "RowParallelLinear" in dp) == (True, False)
     assert ("mixes the samples" in tp, "mixes the samples" in dp) == (False, True)
+    assert "mp.PositionEmbedding(.., tp" not in tp
+    assert "mp.PositionEmbedding(.., tp" in causes.faults_of_module(parse_layout("tp2sp"))
 
 
 # --- packed layers, and parameters without a declaration --------------------------------------------------------------
