@@ -137,20 +137,29 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
 
 
 def packed_before(truth: Seen, layout: Layout, name: str, call: int, seen: Seen) -> str:
-    """Return a hint if the column-parallel layer before a row-parallel one returns more features than it reads."""
+    """Return a hint if a column-parallel layer may pack several projections.
+
+    It comes before a row-parallel layer that reads fewer features, or right before a module without a weight, such as
+    RoPE.
+    """
     before = [*itertools.takewhile(lambda key: key != (name, call), truth.outputs)]
     layers = {
         key: truth.initial[f"{key[0]}.weight"] for key in [*before, (name, call)] if f"{key[0]}.weight" in truth.initial
     }
     linear = [key for key, weight in layers.items() if weight.dim() == 2]
-    if layout.tp == 1 or linear[-1:] != [(name, call)] or name in seen.features or len(linear) < 2:
+    if layout.tp == 1 or name in seen.features or not linear:
+        return ""
+    one = "make it an mp.QKVParallelLinear or an mp.GateUpParallelLinear. Otherwise "
+    if (name, call) not in layers and len(seen.features.get(linear[-1][0], ())) == 1:
+        return f"if {linear[-1][0]} before it packs q, k and v, or gate and up, it shards them as one matrix: {one}"
+    if linear[-1] != (name, call) or len(linear) < 2:
         return ""
     (other, _), (width, _), reads = linear[-2], layers[linear[-2]].shape, layers[name, call].shape[1]
     if len(seen.features.get(other, ())) != 1 or width <= reads:
         return ""
     return (
         f"{other} returns {width} features, and this one reads {reads}. If {other} packs q, k and v, or gate and up, "
-        f"it shards them as one matrix: make it an mp.QKVParallelLinear or an mp.GateUpParallelLinear. Otherwise "
+        f"it shards them as one matrix: {one}"
     )
 
 

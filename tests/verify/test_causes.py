@@ -202,6 +202,22 @@ def test_a_packed_layer_before_one_that_reads_less_is_told(change, told):
         assert said.startswith("up returns 8 features, and this one reads 4.")
 
 
+def test_a_packed_layer_right_before_a_module_without_a_weight_is_told():
+    weights = {"up.weight": torch.ones(8, 3), "down.weight": torch.ones(3, 4), "norm.weight": torch.ones(8)}
+    truth = Seen(
+        0, 0, 0, 0, initial=weights, outputs={(n, 0): W for n in ("start", "up", "rope", "norm", "down", "end")}
+    )
+    held = on("tp", 0, features={"up": [(0, 4)]})
+    found = {n: causes.packed_before(truth, parse_layout("tp2"), n, 0, held) for n in ("start", "rope", "norm", "end")}
+    assert found["rope"].startswith(
+        "if up before it packs q, k and v, or gate and up, it shards them as one matrix: make"
+    )
+    assert (found["start"], found["norm"], found["end"]) == ("", "", "")
+    assert causes.packed_before(truth, parse_layout("dp2"), "rope", 0, held) == ""
+    fused = on("tp", 0, features={"up": [(0, 2), (4, 6)]})
+    assert causes.packed_before(truth, parse_layout("tp2"), "rope", 0, fused) == ""
+
+
 @pytest.mark.parametrize(("shape", "want", "cut"), [
     ((2, 8), (4, 8), "cut(4, tp, 0)"), ((4, 4), (4, 8), "cut(8, tp, 1)"), ((3,), (4, 8), "cut(4, tp, 0)"),
     ((4,), (4, 8), "cut(4, tp, 0)"), ((2,), (), "cut(1, tp, 0)"),
