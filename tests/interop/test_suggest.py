@@ -122,12 +122,28 @@ class Written(Attention):
         return x + self.o(y.transpose(1, 2).flatten(2))
 
 
+class Tempered(Attention):
+    """Heads with one temperature, whose gradient nothing sums."""
+
+    def __init__(self):
+        super().__init__(8, 4)
+        self.temp, self.q_norm = nn.Parameter(torch.ones(())), nn.Identity()
+
+    def forward(self, x):
+        q, k, v = self.q(x) * self.temp, self.k(x), self.v(x)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            *(z.unflatten(-1, (self.num_heads, 2)).transpose(1, 2) for z in (q, k, v))
+        )
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (Written(), ["fails on 2 ranks", "heads, read their number from Written.num_heads"]),
         (Written(head_dim=2), ["fails on 2 ranks"]),
         (Written(num_heads=4), ["on 2 ranks", "num_heads is divided already: if its forward computes another size"]),
+        (Tempered(), ["the gradient of temp on 2 ranks", "call mp.add_partial(module, 'temp', tp) before parallelize"]),
         (Written(norm=True), ["norms over all features come before it (q_norm)"]),
         (Attention(8, 4), []),
     ],

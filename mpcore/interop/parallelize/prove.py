@@ -287,7 +287,7 @@ def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tole
     owner, _, leaf = last.name.rpartition(".")
     where = ".".join(filter(None, (twin.names.get(owner, owner), leaf)))
     return (
-        f"the gradient of {where} on {len(runs)} ranks is not that of the unsharded model, off by {last.error:.1%} of "
+        f"{GRADIENT} {where} on {len(runs)} ranks is not that of the unsharded model, off by {last.error:.1%} of "
         f"the largest{_gradient_advice(last, targets)}"
     )
 
@@ -365,6 +365,7 @@ def _last_used(whole: Run, gradients: list[Departure]) -> Departure:
 
 # --- advice -----------------------------------------------------------------------------------------------------------
 
+GRADIENT = "the gradient of"  # begins what is said of a gradient; the forward was right then
 DIVIDED = "divided already"  # said if `LocalSizes` has all sizes, and the module still fails
 
 

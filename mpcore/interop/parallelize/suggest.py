@@ -15,7 +15,7 @@ from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize.checks import HEAD_DIMS, HEADS, check_plan, head_dim_of, linear_sizes, owner_of
 from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Plan, Style, resolve
-from mpcore.interop.parallelize.prove import DIVIDED, CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove import DIVIDED, GRADIENT, CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
 from mpcore.mesh.axis import Axis
@@ -109,7 +109,8 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
             if wrong is None:
                 plan |= flow.spelled(part)
                 if "rowwise_split_input" in part.values():
-                    closest = next((wrong for wrong in failed if DIVIDED in wrong), failed[0])
+                    furthest = (*(w for w in failed if w.startswith(GRADIENT)), *(w for w in failed if DIVIDED in w))
+                    closest = next(iter(furthest), failed[0])  # with a wrong gradient, the forward was right
                     replicated |= flow.spelled(dict.fromkeys(rows, _why_replicated(twin, region, closest, tp)))
                 break
             failed.append(wrong)
