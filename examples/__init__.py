@@ -9,10 +9,7 @@ def check_packages() -> None:
     """End a program, `python -m examples..`, in one line of each host if packages that it imports are missing."""
     missing = [name for name in ("tqdm", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing and sys.argv[0] == "-m":  # what Python writes there until it has found the program
-        from mpcore.fault_tolerance import tell_launcher
-
         text = f"error: examples/ needs {' and '.join(missing)}: run pip install '.[examples]' in the clone"
-        tell_launcher(text)
         sys.exit(text if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 

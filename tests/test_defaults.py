@@ -353,6 +353,7 @@ WHERE = {
     "gather_output",
     "regather",
     "unit",
+    "sharded_features",
     "input_is_parallel",
     "blocks",
     "used_share",

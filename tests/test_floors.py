@@ -320,7 +320,7 @@ assert sum("mpcore" in str(op) for op in flop_registry) >= 4
 
 def test_import_costs_less_than_three_tenths_of_a_second_beyond_torch_and_leaves_triton_alone():
     times = []
-    while len(times) < 3 and min(times, default=1.0) >= 0.3:
+    while len(times) < 10 and min(times, default=1.0) >= 0.3:
         result = python(IMPORT)
         assert result.returncode == 0, result.stderr
         times.append(float(result.stdout))

@@ -322,15 +322,6 @@ def test_a_lower_bound_is_no_need():
         assert text in table([Estimate(LAYOUTS[0][0], (), 2 << 30, bound=bound)], machine(memory=1e9))
 
 
-def test_the_first_table_is_no_part_of_the_answer(capsys, monkeypatch):
-    """It comes while the search goes on, on stderr."""
-    monkeypatch.setattr(plan, "FIRST", -1.0)
-    main([BUILD, "--world", "4"])
-    shown = capsys.readouterr()
-    assert (shown.out.count("\nrow"), shown.err.count("row  ")) == (1, 1)
-    assert "after 1 of " in shown.err
-
-
 def work_of_mlp(mesh: Mesh, arguments: list[str]) -> Work:
     model = MLP(mesh)
     zero = Zero(int(arguments[1])) if arguments else Zero(0)

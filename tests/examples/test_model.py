@@ -143,8 +143,8 @@ def test_rope_turns_a_heads_width_or_the_latents_own():
         GPT(config, device="meta")
         GPT(dataclasses.replace(SMALL, latent=LatentConfig(qk_rope_head_dim=6)), device="meta")
     (one, how), (two, latent) = rope.call_args_list
-    assert (one, how) == ((12, 123.0), {"scaling": scaled, "interleaved": False})
-    assert (two, latent) == ((6, 10000.0), {"scaling": None, "interleaved": True})
+    assert (one, how) == ((12, 123.0), {"fraction": 1.0, "scaling": scaled, "interleaved": False})
+    assert (two, latent) == ((6, 10000.0), {"fraction": 1.0, "scaling": None, "interleaved": True})
     assert GPT(dataclasses.replace(SMALL, positions="learned"), device="meta").rope is None
 
 
