@@ -307,10 +307,12 @@ def test_the_library_works_with_torch_and_einops_alone():
 
 
 IMPORT = """
-import sys, time, torch
-start = time.process_time()  # which another process on the machine doesn't lengthen
+import sys, time
+start = time.process_time()  # of both imports, so that the machine's speed doesn't matter
+import torch
+middle = time.process_time()
 import mpcore.layers, mpcore.optim
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 heavy = {"triton", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "torch._dynamo"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 from torch.utils.flop_counter import flop_registry  # which imports triton, and knows our formulas then
@@ -318,13 +320,14 @@ assert sum("mpcore" in str(op) for op in flop_registry) >= 4
 """
 
 
-def test_import_costs_less_than_three_tenths_of_a_second_beyond_torch_and_leaves_triton_alone():
+def test_import_costs_less_than_a_quarter_of_torchs_and_leaves_triton_alone():
+    """About 0.3 s where torch takes 1.4 s."""
     times = []
-    while len(times) < 10 and min(times, default=1.0) >= 0.3:
+    while len(times) < 10 and min(times, default=1.0) >= 0.25:
         result = python(IMPORT)
         assert result.returncode == 0, result.stderr
         times.append(float(result.stdout))
-    assert min(times) < 0.3
+    assert min(times) < 0.25
 
 
 def test_every_package_is_in_the_distribution():
