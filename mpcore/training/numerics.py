@@ -14,9 +14,11 @@ from mpcore.gradients import gradient_of, zero_gradients
 from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.attention.multi_head import ParallelAttention
-from mpcore.layers.embedding import ColumnParallelEmbedding
-from mpcore.layers.linear import ParallelLinear
+from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
+from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from mpcore.layers.mlp import ParallelMLP
 from mpcore.layers.moe.router import Router
+from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.shared import shared_units
@@ -61,7 +63,15 @@ def check_invariant(
         raise ValueError(f'numerics "invariant" doesn\'t go with {refused[0]}: see docs/bitwise.md')
 
 
+_FORMS = (
+    ColumnParallelLinear, RowParallelLinear, ParallelMLP, ParallelAttention, RMSNorm, LayerNorm, VocabParallelEmbedding,
+)  # fmt: skip
+
+
 def _has_no_form(module: nn.Module) -> bool:
+    layer = next((layer for layer in _FORMS if isinstance(module, layer)), type(module))
+    if any(getattr(type(module), name, None) is not getattr(layer, name, None) for name in ("forward", "project")):
+        return True  # a subclass that computes something else, such as an adapter
     if isinstance(module, HeadAttention):
         plain = isinstance(module, ParallelAttention) and module.q_norm is None and module.sinks is None
         return not plain or module.alibi or module.memory_dim is not None

@@ -73,3 +73,28 @@ def losses(tp: mp.Axis, **options: float) -> list[torch.Tensor]:
 def test_the_loss_on_virtual_shards_is_that_of_one_rank(options):
     for got, want in zip(losses(V, **options), losses(mp.Axis(), **options), strict=True):
         close(got, want, str(options))
+
+
+class Halved(mp.RowParallelLinear):
+    """A layer of a user's own, whose product is another."""
+
+    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super().project(x, bias) / 2
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "0"])
+def test_pitfall_45_an_adapter_has_no_invariant_numerics(targets):
+    head = mp.ColumnParallelLinear(D, 16, tp=V)
+    model = nn.Sequential(head)
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(ValueError, match="virtual degree 4"):
+        mp.add_lora(model, targets=targets)
+
+
+def test_pitfall_45_a_subclass_with_another_product_has_no_invariant_numerics():
+    mesh = mp.build_mesh(device_type="cpu", virtual=4)
+    with pytest.raises(ValueError, match="1, a Halved"):
+        mp.prepare(
+            nn.Sequential(mp.ColumnParallelLinear(D, 16, tp=mesh.tp), Halved(16, 4, tp=mesh.tp)), mesh, blocks=[],
+            initialize=False, numerics="invariant", loss=lambda y, t: (y - t).square().sum(), optimizer=mp.AdamW,
+        )  # fmt: skip

@@ -221,7 +221,10 @@ def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Modu
             )
         head = head_of()
         out = [name for name in _refused(model, layers) if not isinstance(layers[name], LoRALayer)]
-        return {name: layer for name, layer in layers.items() if layer is not head and name not in out}
+        adapted = {name: layer for name, layer in layers.items() if layer is not head and name not in out}
+        if not adapted:
+            check_adaptable(model, layers)  # names the reason
+        return adapted
     found: dict[str, nn.Module] = {}
     for target in [targets] if isinstance(targets, str) else targets:
         mine = {name: layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")}
@@ -262,6 +265,11 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
             refused[name] = "is read past the layer by nn.MultiheadAttention: write the attention with nn.Linear"
         elif weight is None:
             refused[name] = "has no plain weight: add adapters before it is parametrized"
+        elif isinstance(layer, ParallelLinear) and layer.tp.virtual:
+            refused[name] = (
+                f"is on {layer.tp.name} with virtual degree {layer.tp.virtual}, and an adapter has no invariant "
+                f"numerics: build the mesh without virtual"
+            )
         elif holders[id(weight)] > 1:
             refused[name] = "shares its weight with another module, which merging would change too: leave it out"
     return refused

@@ -1,0 +1,97 @@
+"""The table of features: what changes a model or its run, each with its effect in plain torch.
+
+A feature has up to four parts; a part that is missing changes nothing:
+
+    on          options of the layer's constructor
+    change      changes the built model, before `prepare`
+    of_mesh     arguments of `build_mesh`
+    of_run      arguments of `prepare`
+    truth       what the feature changes in the formula: the logical parameters, before the layer's formula reads them
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+import mpcore as mp
+from mpcore.layers.linear import ParallelLinear
+
+RANK, ALPHA = 2, 4.0  # of LoRA
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the table; see the module's docstring. `kind`: two features of one kind exclude each other by nature."""
+
+    on: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[nn.Module], nn.Module] = lambda model: model
+    of_mesh: Mapping[str, Any] = field(default_factory=dict)
+    of_run: Mapping[str, Any] = field(default_factory=dict)
+    truth: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda params: params
+    kind: str = ""
+
+
+def _add_lora(model: nn.Module) -> nn.Module:
+    targets = [name for name, module in model.named_modules() if isinstance(module, ParallelLinear)]
+    return mp.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets) if targets else model
+
+
+def _with_adapters(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """W + alpha / rank B A for each weight that has factors."""
+    found = {name: value for name, value in params.items() if ".lora_" not in name}
+    for name in [name for name in params if name.endswith(".lora_A.weight")]:
+        at = name.removesuffix("lora_A.weight")
+        found[f"{at}weight"] = params[f"{at}weight"] + ALPHA / RANK * params[f"{at}lora_B.weight"] @ params[name]
+    return found
+
+
+def _freeze_biases(model: nn.Module) -> nn.Module:
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and not name.endswith("bias"))
+    return model
+
+
+def _split_backward(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            module.set_mode(split_backward=True)
+    return model
+
+
+def _zero(stage: int) -> Feature:
+    return Feature(of_run={"data": mp.Zero(stage)}, kind="data")
+
+
+def _recompute(kind: str) -> Feature:
+    return Feature(of_run={"recompute": kind}, kind="recompute")
+
+
+FEATURES: dict[str, Feature] = {
+    "sequence parallel": Feature(on={"sequence_parallel": True}),
+    "LoRA": Feature(change=_add_lora, truth=_with_adapters),
+    "invariant": Feature(of_mesh={"virtual": 4}, of_run={"numerics": "invariant"}),
+    "full recompute": _recompute("full"),
+    "selective recompute": _recompute("selective"),
+    "split backward": Feature(change=_split_backward),
+    "deepcopy": Feature(change=copy.deepcopy),
+    "frozen biases": Feature(change=_freeze_biases),
+    "ZeRO-1": _zero(1),
+    "ZeRO-2": _zero(2),
+    "ZeRO-3": _zero(3),
+    "2 micro-batches": Feature(of_run={"micro_batches": 2}),
+    "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
+    "activation offload": Feature(of_run={"offload": mp.Offload(activations=True)}, kind="offload"),
+    "parameter offload": Feature(of_run={"offload": mp.Offload(parameters=True)}, kind="offload"),
+    "compile": Feature(of_run={"compile": mp.Compile("eager")}),
+}
+
+REFUSED = [
+    {"LoRA", "invariant"}, {"invariant", "parameter offload"}, {"invariant", "compile"},
+    *({f"ZeRO-{stage}", "parameter offload"} for stage in (1, 2, 3)),
+]  # fmt: skip
+"""The pairs that are refused. All others are equal."""

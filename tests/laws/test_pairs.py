@@ -1,0 +1,159 @@
+"""The law of pairs: each layer under each pair of features equals its formula in plain torch, or is refused.
+
+Two steps of AdamW in float64 are compared: losses, gradient norms, and the logical parameters afterwards. A refusal is
+a ValueError before the first step. There is no third outcome.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpcore as mp
+from tests.laws.cases import CASES, B, Block, Case, D, T
+from tests.laws.features import FEATURES, REFUSED, Feature
+
+STEPS, TOLERANCE = 2, 1e-10
+EQUAL, IS_REFUSED = "equal", "refused"
+RULE = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}  # a large eps: the gradient's scale matters
+
+
+def pairs(of: Sequence[str] = tuple(FEATURES)) -> list[tuple[str, ...]]:
+    """No feature, each one, and each two that don't exclude each other by nature."""
+    both = itertools.combinations(of, 2)
+    kinds = [(pair, [FEATURES[name].kind for name in pair]) for pair in both]
+    return [(), *((name,) for name in of), *(pair for pair, (a, b) in kinds if not a or a != b)]
+
+
+def draw(name: str, *shape: int) -> Tensor:
+    """Values that depend on a name and a shape alone."""
+    generator = torch.Generator().manual_seed(sum(ord(letter) * at for at, letter in enumerate(name, 1)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64) / 2 + name.endswith(("norm.weight", "scale"))
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    """The loss, a sum."""
+    return (y - target).square().sum()
+
+
+def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
+    """Train the formula in plain torch."""
+    model = Block(case, None, False)
+    for feature in features:
+        model = feature.change(model)
+    params = {name: draw(name, *p.shape).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    trained = {name: p for name, p in params.items() if p.requires_grad}
+    matrices = [p for p in trained.values() if p.dim() > 1]
+    others = [p for p in trained.values() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], **RULE)
+    x, steps = draw("x", B, T, D), []
+    for step in range(STEPS):
+        read = params
+        for feature in features:
+            read = feature.truth(read)
+        scaled = (x @ params["sometimes"] if "sometimes" in params and step == 0 else x) * params["scale"]
+        y = case.truth({name.removeprefix("layer."): p for name, p in read.items()}, scaled)
+        loss = squares(y, draw("target", *y.shape)) / y.numel()
+        loss.backward()
+        norms = [p.grad.norm() for p in trained.values() if p.grad is not None]
+        steps += [loss.item(), math.hypot(*norms)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"steps": torch.tensor(steps, dtype=torch.float64), **{name: p.detach() for name, p in params.items()}}
+
+
+def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int) -> dict[str, Any]:
+    """Train the layer on a mesh with these features."""
+    on = {name: value for feature in features for name, value in feature.on.items()}
+    model = Block(case, mesh.tp, on.get("sequence_parallel", False))
+    for feature in features:
+        model = feature.change(model)
+    mp.load_full_state_dict(model, {n: draw(n, *p.shape) for n, p in mp.full_state_dict(model).items()})
+    of_run = {"data": mp.Zero(0)}
+    for feature in features:
+        of_run |= feature.of_run
+    run = mp.prepare(
+        model, mesh, blocks=[model.layer], initialize=False, loss=squares, optimizer=lambda m: mp.AdamW(m, **RULE),
+        **of_run,
+    )  # fmt: skip
+    x, target, share, steps = draw("x", B, T, D), draw("target", B, T, width), run.share(B), []
+    for run.model.step in range(STEPS):
+        run.forward_backward(x[share], target[share])
+        result = run.optimizer_step()
+        steps += [result.loss, result.grad_norm]
+    with run.parameters():
+        return {"steps": torch.tensor(steps, dtype=torch.float64), **mp.full_state_dict(run.model)}
+
+
+def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
+    """Return `EQUAL`, or what differs."""
+    if got.keys() != want.keys():
+        return f"names differ: {sorted(got.keys() ^ want.keys())}"
+    errors = {name: ((got[name] - want[name]).abs().max() / want[name].abs().max().clamp(1)).item() for name in want}
+    worst = max(errors, key=lambda name: -1.0 if errors[name] <= TOLERANCE else errors[name])
+    return EQUAL if errors[worst] <= TOLERANCE else f"{worst} is off by {errors[worst]:.2g}"
+
+
+def outcome(names: Sequence[str], case: Case) -> str:
+    """Return `EQUAL`, `IS_REFUSED`, or what happened instead: the same on all ranks of the case's mesh."""
+    features = [FEATURES[name] for name in FEATURES if name in names]
+    want = plain(case, features)
+
+    def rank() -> str:
+        of_mesh = {name: value for feature in features for name, value in feature.of_mesh.items()}
+        try:
+            return compare(
+                sharded(mp.build_mesh(device_type="cpu", **case.mesh, **of_mesh), case, features, width), want
+            )
+        except ValueError:
+            return IS_REFUSED
+
+    if "compile" in names:
+        torch.compiler.reset()  # ranks are threads of this process, and share its limit of graphs
+    width = case.truth(want | {n.removeprefix("layer."): p for n, p in want.items()}, draw("x", 1, T, D)).shape[-1]
+    try:
+        found = mp.simulate(rank, ranks=math.prod(case.mesh.values()))
+    except RuntimeError as error:
+        return f"raised {error}"
+    return found[0] if len(set(found)) == 1 else f"ranks differ: {found}"
+
+
+WHOLE, SAMPLED = ("row", "block"), 20
+
+
+def expected(names: Sequence[str], case: Case) -> str:
+    """Whether these features are equal or refused on the mesh of a case."""
+    pair = set(names) in REFUSED and ("dp" in case.mesh or "invariant" in names)
+    return IS_REFUSED if pair or not set(names).isdisjoint(case.refuses) else EQUAL
+
+
+def check(case: str, under: Sequence[tuple[str, ...]]) -> None:
+    """Fail with the list of all pairs of features whose outcome is another than expected."""
+    found = {names: outcome(names, CASES[case]) for names in under}
+    wrong = [f"{' x '.join(n) or 'alone'}: {what}" for n, what in found.items() if what != expected(n, CASES[case])]
+    assert not wrong, f"{case}, {len(wrong)} of {len(under)} pairs:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_every_pair_of_features_equals_plain_torch_or_is_refused(case):
+    check(case, [names for names in pairs() if case == "row" or "compile" not in names])
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in WHOLE])
+def test_every_layer_under_sampled_pairs_equals_plain_torch_or_is_refused(case):
+    alone, both = pairs()[: len(FEATURES) + 1], pairs()[len(FEATURES) + 1 :]
+    both = [names for names in both if "compile" not in names]  # a second a pair
+    check(case, [*alone, *random.Random(case).sample(both, SAMPLED)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_all_pairs_of_every_layer_equal_plain_torch_or_are_refused(case):
+    check(case, pairs())
