@@ -25,9 +25,9 @@ from mpcore import (
     reduce_gradients,
     vocab_parallel_cross_entropy,
 )
-from mpcore.analysis.counts import Ledger
-from mpcore.fault_tolerance.trace import read_log, record
-from mpcore.verify.pool import Pool, mesh
+from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.fault_tolerance.trace import read_log, record
+from mpcore.tools.verify.pool import Pool, mesh
 
 D, HEADS, BATCH, LENGTH = 64, 8, 2, 16
 CALLS, WARMUP, ROUNDS = 200, 20, 300

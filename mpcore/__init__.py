@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         reduce_gradients,
         zero_gradients,
     )
+    from mpcore.interop.cut import pipeline_stages
     from mpcore.interop.hugging_face import from_pretrained, save_pretrained
     from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
     from mpcore.interop.parallelize import (
@@ -80,10 +81,9 @@ if TYPE_CHECKING:
         sync_gradients,
     )
     from mpcore.pipeline import Pipeline
-    from mpcore.pipeline.cut import pipeline_stages
     from mpcore.pipeline.partition import partition
     from mpcore.sharding import add_partial, full_state_dict, load_full_state_dict, shardings
-    from mpcore.simulation import simulate
+    from mpcore.tools.simulation import simulate
     from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
 __version__ = "0.2.0"
@@ -203,9 +203,9 @@ _HOMES = {
         "recompute shard_data_parallel sync_gradients "
     ),
     "pipeline": "Pipeline",
-    "pipeline.cut": "pipeline_stages",
+    "interop.cut": "pipeline_stages",
     "pipeline.partition": "partition",
-    "simulation": "simulate",
+    "tools.simulation": "simulate",
     "training": "Compile LocalUpdates Offload Precision Recompute Run StepResult Zero prepare",
     "sharding": "add_partial full_state_dict load_full_state_dict shardings",
 }

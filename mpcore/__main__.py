@@ -6,28 +6,31 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpcore.command_line import STATUS, did_you_mean
+from mpcore.tools.command_line import STATUS, did_you_mean
 
 COMMANDS = {
-    "verify": ("mpcore.verify.__main__", "compare your model under each layout with itself on one process"),
-    "preflight": ("mpcore.preflight", "try on this machine what a large run will do on many GPUs"),
-    "plan": ("mpcore.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
+    "verify": ("mpcore.tools.verify.__main__", "compare your model under each layout with itself on one process"),
+    "preflight": ("mpcore.tools.preflight", "try on this machine what a large run will do on many GPUs"),
+    "plan": ("mpcore.tools.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
     "calibrate": (
-        "mpcore.analysis.__main__",
+        "mpcore.tools.analysis.__main__",
         "fit a machine's rates to runs, and say how wrong it is",
     ),
-    "memory": ("mpcore.analysis.__main__", "print what a rank of a layout holds"),
-    "ledger": ("mpcore.analysis.__main__", "print what a rank of a layout sends in a step"),
-    "schedule": ("mpcore.pipeline.draw", "prove a pipeline schedule, and draw it"),
-    "checkpoint": ("mpcore.checkpoint.__main__", "inspect, verify and compare checkpoints"),
-    "convert": ("mpcore.interop.hugging_face.command", "convert between Hugging Face and checkpoints"),
-    "explain": ("mpcore.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
+    "memory": ("mpcore.tools.analysis.__main__", "print what a rank of a layout holds"),
+    "ledger": ("mpcore.tools.analysis.__main__", "print what a rank of a layout sends in a step"),
+    "schedule": ("mpcore.tools.draw", "prove a pipeline schedule, and draw it"),
+    "checkpoint": ("mpcore.tools.checkpoint", "inspect, verify and compare checkpoints"),
+    "convert": ("mpcore.tools.convert", "convert between Hugging Face and checkpoints"),
+    "explain": ("mpcore.tools.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
     "compare": (
-        "mpcore.analysis.compare",
+        "mpcore.tools.analysis.compare",
         "say whether two runs differ by rounding alone, or name the step and tensor",
     ),
-    "replay": ("mpcore.simulation.replay", "play a step of a run again, and name the first operator that isn't finite"),
-    "doctor": ("mpcore.doctor", "check this machine, and print the versions for a bug report"),
+    "replay": (
+        "mpcore.tools.simulation.replay",
+        "play a step of a run again, and name the first operator that isn't finite",
+    ),
+    "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }
 """By name: the module whose `main(arguments)` runs it, and what it does."""
 TAKES_NAME = ("plan", "calibrate", "memory", "ledger")

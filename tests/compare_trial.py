@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import simulate
-from mpcore.analysis.compare import Curves, Verdict, compare_runs
 from mpcore.gradients import gradient_of
+from mpcore.tools.analysis.compare import Curves, Verdict, compare_runs
 from tests.oracles.runs import MOE, build, flags_of
 
 STEPS, TWINS, LATE = 100, 4, 40

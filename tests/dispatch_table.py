@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from mpcore import Axis, ParallelMoE, drop_gradients, load_full_state_dict
-from mpcore.analysis.counts import Ledger
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe.bounds import REVIEW
 from mpcore.layers.moe.dispatch import AllToAll
+from mpcore.tools.analysis.counts import Ledger
 from tests.pool import Pool, mesh, start_pool
 
 TOKENS, DIM, EXPERTS, TOP_K, EP = 512, 64, 32, 2, 4

@@ -36,8 +36,8 @@ from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.setup import read_model
 from examples.gpt.twins import round_anew
 from mpcore import Mesh, build_mesh, full_state_dict, simulate
-from mpcore.analysis.dry_run import pretend
-from mpcore.simulation import DeadlockError, RankError
+from mpcore.tools.analysis.dry_run import pretend
+from mpcore.tools.simulation import DeadlockError, RankError
 from tests.examples.test_any_flags import draw_layout, draw_model
 from tests.oracles.runs import corpus, folder
 

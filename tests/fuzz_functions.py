@@ -50,10 +50,10 @@ from mpcore.pipeline.schedules import (
     with_messages,
     write_csv,
 )
-from mpcore.preflight import Options, read_command
 from mpcore.sharding.declare import Shard, Sharding
-from mpcore.simulation import RankError, simulate
-from mpcore.verify.pool import Pool
+from mpcore.tools.preflight import Options, read_command
+from mpcore.tools.simulation import RankError, simulate
+from mpcore.tools.verify.pool import Pool
 from tests import fuzz
 
 SLOW_S = 5.0  # a case takes milliseconds; a refusal that takes longer is a failure

@@ -16,13 +16,13 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from mpcore import materialize, reduce_gradients, vocab_parallel_cross_entropy
-from mpcore.analysis.counts import Ledger
-from mpcore.analysis.dry_run import dry_run
 from mpcore.memory_footprint import StorageTracker, storage_bytes
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import KINDS, recompute
 from mpcore.pipeline import Pipeline
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
+from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.dry_run import dry_run
 from tests.pool import Pool, mesh
 from tests.test_memory import FLAGS, LAYOUTS, measure, world
 from tests.theory import zero_bytes

@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from examples.gpt.plan import build
-from mpcore.analysis.calibrate import Run, Sweep, count_rows, fit, judge_sweep, leave_one_out, predict_sweep
-from mpcore.analysis.fit_command import groups_of, mean_and_most, memory_lines, scalars_table, tested
-from mpcore.analysis.layout import Counter
-from mpcore.analysis.machine import Machine, load_machine
-from mpcore.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
-from mpcore.analysis.seconds import estimate
+from mpcore.tools.analysis.calibrate import Run, Sweep, count_rows, fit, judge_sweep, leave_one_out, predict_sweep
+from mpcore.tools.analysis.fit_command import groups_of, mean_and_most, memory_lines, scalars_table, tested
+from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.machine import Machine, load_machine
+from mpcore.tools.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
+from mpcore.tools.analysis.seconds import estimate
 from tests.planner_cpu import SUGGESTED
 from tests.planner_cpu import section as cpu_section
 

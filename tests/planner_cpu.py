@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from mpcore.analysis.calibrate import count_rows, predict_sweep
-from mpcore.analysis.machine import PROFILES, load_machine
-from mpcore.analysis.rows import read_row
-from mpcore.pipeline.draw import matplotlib_part
+from mpcore.tools.analysis.calibrate import count_rows, predict_sweep
+from mpcore.tools.analysis.machine import PROFILES, load_machine
+from mpcore.tools.analysis.rows import read_row
+from mpcore.tools.draw import matplotlib_part
 
 DOCS = Path(__file__).parent.parent / "docs"
 SHAPES = {"wide": {"layers": 4, "d_model": 512, "heads": 8}, "deep": {"layers": 12, "d_model": 256, "heads": 4}}

@@ -1,4 +1,4 @@
-"""The session-wide pool of gloo ranks, `mpcore.verify.pool`, with memory that shows what nobody wrote.
+"""The session-wide pool of gloo ranks, `mpcore.tools.verify.pool`, with memory that shows what nobody wrote.
 
 `ranks(n, check, *args)` calls `check(*args)` in n processes that form a world of their own, and returns the n results.
 `check` must be importable: a function at the top level of a test module.
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mpcore.simulation import simulate
-from mpcore.verify.pool import Pool, RankError, mesh
+from mpcore.tools.simulation import simulate
+from mpcore.tools.verify.pool import Pool, RankError, mesh
 
 __all__ = ["BEFORE_2_13", "CRASHES", "Pool", "RankError", "RepeatingPool", "mesh", "start_pool", "strict_memory"]
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from examples.gpt.plan import build
-from mpcore.analysis.dry_run import dry_run
+from mpcore.tools.analysis.dry_run import dry_run
 
 FLAGS = (
     "--layers 8 --d-model 512 --heads 8 --d-ff 1408 --seq-len 512 --global-batch 16 "

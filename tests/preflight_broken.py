@@ -88,8 +88,8 @@ def first_failure(words: str, folder: str) -> dict[str, Any]:
     import torch
 
     from examples.gpt.preflight import Preflight
-    from mpcore.preflight import FAILED, Command, Options, checks_of, run_checks
-    from mpcore.verify.pool import Pool
+    from mpcore.tools.preflight import FAILED, Command, Options, checks_of, run_checks
+    from mpcore.tools.verify.pool import Pool
 
     torch.set_num_threads(1)
     pool = Pool(RANKS, start="fork", grace=1.0)

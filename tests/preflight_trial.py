@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from examples.gpt.preflight import Preflight
-from mpcore.preflight import FAILED, Options, run_checks
-from mpcore.verify.pool import Pool
+from mpcore.tools.preflight import FAILED, Options, run_checks
+from mpcore.tools.verify.pool import Pool
 from tests.examples.planted import Lent
 from tests.examples.test_any_flags import draw_layout, draw_model
 from tests.fuzz import commands

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from mpcore.analysis.calibrate import Run, fit, leave_one_out, predict_sweep, scalars_of, suggest, with_scalars
-from mpcore.analysis.fit_command import main, mean_and_most
-from mpcore.analysis.layout import Layout
-from mpcore.analysis.machine import Machine, load_machine
-from mpcore.analysis.operators import Tally
-from mpcore.analysis.rows import PUBLISHED, flops_of, read_row, read_rows, sets_of
-from mpcore.analysis.runs import read_run
-from mpcore.analysis.seconds import estimate
-from mpcore.analysis.work import Count, Held, Kept, Part, Round
 from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis.calibrate import Run, fit, leave_one_out, predict_sweep, scalars_of, suggest, with_scalars
+from mpcore.tools.analysis.fit_command import main, mean_and_most
+from mpcore.tools.analysis.layout import Layout
+from mpcore.tools.analysis.machine import Machine, load_machine
+from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.rows import PUBLISHED, flops_of, read_row, read_rows, sets_of
+from mpcore.tools.analysis.runs import read_run
+from mpcore.tools.analysis.seconds import estimate
+from mpcore.tools.analysis.work import Count, Held, Kept, Part, Round
 
 ROW = {"name": "8B", "gpus": 8, "tp": 2, "layers": 4, "hidden": 32, "batch": 8, "seconds": 1.5}
 
@@ -224,7 +224,7 @@ def test_the_published_rows_are_read():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "profile"), [("SC'21", "a100-80"), ("DGXC", "h100"), ("MCore", "h100")])
 def test_published_rows_are_predicted_when_they_are_left_out(name, profile):
-    from mpcore.analysis.calibrate import count_rows
+    from mpcore.tools.analysis.calibrate import count_rows
 
     runs = count_rows([row for row in read_rows(PUBLISHED) if row.set == name])
     mean, most = mean_and_most(leave_one_out(runs, load_machine(profile)))

@@ -61,7 +61,6 @@ from mpcore.checkpoint import (
 )
 from mpcore.checkpoint import format as checkpoint_format
 from mpcore.checkpoint import saving as checkpoint_saving
-from mpcore.checkpoint.__main__ import main
 from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
 from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
@@ -70,6 +69,7 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor, local_tensor
+from mpcore.tools.checkpoint import main
 from tests.examples.test_pretrain import TINY, trainer
 from tests.placement import data_shards
 from tests.pool import RankError, mesh

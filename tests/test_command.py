@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from examples.gpt.arguments import parse
-from mpcore import __version__, collectives, doctor
+from mpcore import __version__, collectives
 from mpcore.__main__ import COMMANDS, TAKES_NAME, main
-from mpcore.command_line import STATUS, find_object, reports_errors
-from mpcore.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
-from mpcore.fault_tolerance import tell_launcher
 from mpcore.kernels import _dispatch, _self_test
+from mpcore.tools import doctor
+from mpcore.tools.command_line import STATUS, find_object, reports_errors
+from mpcore.tools.doctor import Finding, check_collectives, check_kernel, check_kernels, check_launch
+from mpcore.tools.fault_tolerance import tell_launcher
 
 ROOT = Path(__file__).parents[1]
 

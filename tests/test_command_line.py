@@ -13,7 +13,7 @@ import pytest
 
 import mpcore.__main__ as command
 from mpcore import __version__
-from mpcore.command_line import STATUS, Parser, did_you_mean, find_object, reports_errors
+from mpcore.tools.command_line import STATUS, Parser, did_you_mean, find_object, reports_errors
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys
         assert called.pop() == (path, [name, "--a", "1"] if takes else ["--a", "1"])
     monkeypatch.setattr(sys, "argv", ["mpcore", "verify", "x"])
     assert command.main() == 5
-    assert called.pop() == ("mpcore.verify.__main__", ["x"])
+    assert called.pop() == ("mpcore.tools.verify.__main__", ["x"])
     assert Path(sys.argv[0]).name == "mpcore"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from examples.gpt.pretrain import Trainer, parse
 from mpcore.__main__ import main
-from mpcore.analysis.compare import Curves, compare_runs, read_curves
+from mpcore.tools.analysis.compare import Curves, compare_runs, read_curves
 from tests import compare_trial
 from tests.compare_trial import HEAD, QKV, gradient, make_faults, observe, swap_rows, train, twins_of
 from tests.oracles.runs import MOE, build, flags_of

@@ -16,10 +16,10 @@ from bench import start_up
 from mpcore import Mesh, build_mesh
 from mpcore._torch.distributed import default_store
 from mpcore.collectives import all_reduce
-from mpcore.fault_tolerance import Wishes, leave_together
 from mpcore.mesh.agreement import check_same, exchange, raise_together
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.rendezvous import meet
+from mpcore.tools.fault_tolerance import Wishes, leave_together
 from tests.pool import mesh
 
 

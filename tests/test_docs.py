@@ -29,13 +29,13 @@ from examples.gpt.plan import build
 from examples.gpt.presets import PRESETS
 from examples.gpt.resume import other_schedule
 from mpcore.__main__ import main
-from mpcore.analysis.dry_run import dry_run
-from mpcore.analysis.report import WORDS
-from mpcore.command_line import find_object
 from mpcore.layers.attention.heads import HeadOptions
 from mpcore.layers.module import TensorParallelOptions
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
+from mpcore.tools.analysis.dry_run import dry_run
+from mpcore.tools.analysis.report import WORDS
+from mpcore.tools.command_line import find_object
 from tests import drawings
 from tests.pool import Simulated
 from tests.quick import some
@@ -409,7 +409,7 @@ def saved(request, tmp_path, monkeypatch):
         (tmp_path / "layouts.py").write_text(layouts)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("mpcore.verify.Pool", lambda most: SimulatedPool())
+    monkeypatch.setattr("mpcore.tools.verify.Pool", lambda most: SimulatedPool())
     yield page
     for name in PROGRAMS[page]:
         sys.modules.pop(name, None)

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 import mpcore as mp
-from mpcore import collectives, doctor
-from mpcore.doctor import (
+from mpcore import collectives
+from mpcore.kernels import _dispatch, _self_test
+from mpcore.mesh.build import build_mesh
+from mpcore.tools import doctor
+from mpcore.tools.doctor import (
     Finding,
     check_collectives,
     check_kernel,
@@ -27,9 +30,7 @@ from mpcore.doctor import (
     main,
     versions,
 )
-from mpcore.kernels import _dispatch, _self_test
-from mpcore.mesh.build import build_mesh
-from mpcore.verify.pool import RankError
+from mpcore.tools.verify.pool import RankError
 
 
 def test_a_finding_is_a_line_of_its_state_its_name_and_its_detail():

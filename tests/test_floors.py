@@ -58,7 +58,15 @@ def imports(name):
 
 def room(name):
     """The package of mpcore that a module belongs to, or its own name where it lies flat."""
-    return name.split(".")[1] if name.startswith("mpcore.") else name.split(".")[0]
+    parts = name.split(".")
+    return ".".join(parts[1 : 3 if parts[1:2] == ["tools"] else 2]) or parts[0]
+
+
+def storey(name):
+    """The storey of a module of the library: core, interop or tools."""
+    if name.startswith("mpcore.interop"):
+        return "interop"
+    return "tools" if name.startswith("mpcore.tools") or name in ("mpcore.__main__", "mpcore.verify") else "core"
 
 
 def arrows():
@@ -133,11 +141,18 @@ def test_rooms_import_down_only(capsys):
     assert "kernels" in found[0]
     assert "_torch" in found[0]
     rooms = ("_torch", "mesh", "collectives", "sharding", "layers", "gradients", "optim", "parallel", "pipeline")
-    order = (*rooms, "verify")
+    order = (*rooms, "tools.verify")
     height = {name: at for at, names in found.items() for name in names}
     assert [height[name] for name in order] == sorted({height[name] for name in order})
     with capsys.disabled():
         print(*(f"\n  floor {at}: {' '.join(names)}" for at, names in reversed(found.items())))
+
+
+def test_the_core_imports_neither_interop_nor_tools_and_interop_no_tools():
+    allowed = {"core": {"core"}, "interop": {"core", "interop"}, "tools": {"core", "interop", "tools"}}
+    for name in (name for name in LIBRARY if name != "mpcore"):  # whose names are imported when they are first used
+        for other in (other for other in imports(name) if other in LIBRARY):
+            assert storey(other) in allowed[storey(name)], f"{name} imports {other}"
 
 
 def test_the_library_imports_what_it_declares_and_neither_the_roof_nor_its_own_front():

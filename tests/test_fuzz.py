@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpcore.preflight import FAILED, OK, Result
+from mpcore.tools.preflight import FAILED, OK, Result
 from tests import fuzz, fuzz_functions, preflight_trial
 from tests.fuzz import COMMON, commands, draw, judge, main, shrink, spoil
 

@@ -266,7 +266,7 @@ def test_a_rank_that_meets_another_world_is_told(change, there):
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 BUILDS = """
 import ctypes, sys
-from mpcore.fault_tolerance import StopSignals
+from mpcore.tools.fault_tolerance import StopSignals
 with StopSignals(leave_with=75) as signals:
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)  # all zeros: a mutex that nobody holds

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from examples.gpt.plan import build
-from mpcore.analysis.dry_run import dry_run, on_mesh
-from mpcore.analysis.layout import PEAKS, Counter, TooLargeError
 from mpcore.gradients import early
+from mpcore.tools.analysis.dry_run import dry_run, on_mesh
+from mpcore.tools.analysis.layout import PEAKS, Counter, TooLargeError
 
 FLAGS = "--d-model 32 --heads 4 --d-ff 48 --seq-len 16 --global-batch 32 --micro-batch 1".split()  # noqa: SIM905
 SHORT = [

@@ -15,13 +15,13 @@ from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh
 from mpcore import collectives as c
-from mpcore.analysis import CommunicationClock
-from mpcore.analysis.__main__ import main
-from mpcore.analysis.counts import Ledger, block_bytes, volume
-from mpcore.analysis.dry_run import dry_run, pretend
-from mpcore.command_line import find_object
 from mpcore.pipeline.messages import post
 from mpcore.pipeline.schedules import Action
+from mpcore.tools.analysis import CommunicationClock
+from mpcore.tools.analysis.__main__ import main
+from mpcore.tools.analysis.counts import Ledger, block_bytes, volume
+from mpcore.tools.analysis.dry_run import dry_run, pretend
+from mpcore.tools.command_line import find_object
 from tests.pool import mesh
 from tests.quick import some
 from tests.theory import zero_bytes

@@ -26,14 +26,14 @@ from mpcore import (
     build_mesh,
     vocab_parallel_cross_entropy,
 )  # fmt: skip
-from mpcore.analysis.__main__ import main
-from mpcore.analysis.dry_run import Work, dry_run, pretend
-from mpcore.analysis.layout import Counter
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import kept_bytes, recompute
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.sharding.local import local_tensor
+from mpcore.tools.analysis.__main__ import main
+from mpcore.tools.analysis.dry_run import Work, dry_run, pretend
+from mpcore.tools.analysis.layout import Counter
 from tests.pool import BEFORE_2_13, mesh
 from tests.quick import some
 from tests.theory import layer_activation_bytes
@@ -287,7 +287,7 @@ def test_the_classic_65b_model():
     ("build", "message"),
     [
         (lambda mesh: None, r"the target is called as function\(mesh, arguments\): too many positional"),
-        (lambda mesh, arguments: None, "the target returned a NoneType, no mpcore.analysis.dry_run.Work"),
+        (lambda mesh, arguments: None, "the target returned a NoneType, no mpcore.tools.analysis.dry_run.Work"),
         (lambda mesh, arguments: own([Reads()] * 2, mesh), "2 stages for rank 0 of pp, where the schedule .* has 1"),
         (lambda mesh, arguments: own([Reads()], mesh), r"_local_scalar.* in the model at test_memory.py:\d+"),
     ],

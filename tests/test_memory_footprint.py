@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from mpcore._torch.fake import fake_tensors
-from mpcore.analysis.dry_run import pretend
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes, tensors_in
+from mpcore.tools.analysis.dry_run import pretend
 
 
 @pytest.mark.parametrize("fake", [False, True])

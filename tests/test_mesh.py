@@ -40,13 +40,13 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
-from mpcore.fault_tolerance.watchdog import Watchdog
 from mpcore.mesh import build as mesh_module
 from mpcore.mesh.agreement import check_same, raise_together
 from mpcore.mesh.build import choose_device
 from mpcore.mesh.layout import layout_table, mesh_ranks, mesh_shape
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.declare import cut
+from mpcore.tools.fault_tolerance.watchdog import Watchdog
 from tests.pool import mesh
 
 # Written by hand from the one formula: rank = ((pp * DP + dp) * CP + cp) * TP + tp.

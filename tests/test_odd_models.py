@@ -7,7 +7,7 @@ import torch
 
 import mpcore as mp
 from mpcore.interop.parallelize.plan import STYLES
-from mpcore.verify import verify
+from mpcore.tools.verify import verify
 from tests import odd_models as models
 from tests.quick import some
 

@@ -27,28 +27,28 @@ from examples.gpt.plan import build as build_gpt
 from examples.gpt.plan import check_mesh, given_blocks, least_bytes, parse
 from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore._torch.fake import fake_tensors
-from mpcore.analysis import plan
-from mpcore.analysis.__main__ import main as analysis
-from mpcore.analysis.calibrate import NAMES as SCALARS
-from mpcore.analysis.calibrate import NOISE, Run, errors_of, predict
-from mpcore.analysis.dry_run import Work, dry_run
-from mpcore.analysis.layout import Counter
-from mpcore.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
-from mpcore.analysis.operators import Operators, Tally
-from mpcore.analysis.peak import peak
-from mpcore.analysis.pictures import draw_ranks
-from mpcore.analysis.plan import Progress, main, what_if
-from mpcore.analysis.report import LEGEND, draw, explain, table
-from mpcore.analysis.rows import Row
-from mpcore.analysis.search import Estimate, choices, frontier, meshes, search, useful
-from mpcore.analysis.seconds import Seconds, _attention, _makespan, estimate
-from mpcore.analysis.state import state_bytes
-from mpcore.analysis.work import Kept, make_work
 from mpcore.kernels.attention import attention
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
+from mpcore.tools.analysis import plan
+from mpcore.tools.analysis.__main__ import main as analysis
+from mpcore.tools.analysis.calibrate import NAMES as SCALARS
+from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of, predict
+from mpcore.tools.analysis.dry_run import Work, dry_run
+from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
+from mpcore.tools.analysis.operators import Operators, Tally
+from mpcore.tools.analysis.peak import peak
+from mpcore.tools.analysis.pictures import draw_ranks
+from mpcore.tools.analysis.plan import Progress, main, what_if
+from mpcore.tools.analysis.report import LEGEND, draw, explain, table
+from mpcore.tools.analysis.rows import Row
+from mpcore.tools.analysis.search import Estimate, choices, frontier, meshes, search, useful
+from mpcore.tools.analysis.seconds import Seconds, _attention, _makespan, estimate
+from mpcore.tools.analysis.state import state_bytes
+from mpcore.tools.analysis.work import Kept, make_work
 from mpcore.training.policies import Zero
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches
@@ -555,7 +555,7 @@ def test_one_command_line_runs_all_commands(capsys):
     for words in (["plan", "nowhere:build", "--world", "4"], ["memory", "nowhere:build"], ["ledger", "nowhere:build"]):
         assert analysis(words) == 2
         assert capsys.readouterr().err.startswith(f"mpcore {words[0]}: error: nowhere can't be imported")
-    with pytest.raises(SystemExit, match=r"usage: python -m mpcore.analysis {memory,ledger,plan,calibrate}"):
+    with pytest.raises(SystemExit, match=r"usage: python -m mpcore.tools.analysis {memory,ledger,plan,calibrate}"):
         analysis(["sums"])
 
 
@@ -634,7 +634,7 @@ def test_the_state_of_65_billion_parameters():
 @pytest.mark.parametrize("name", profile_names())
 def test_each_value_of_a_profile_has_a_source(name, tmp_path):
     found = load_machine(name)
-    content = json.loads((Path(__file__).parent.parent / f"mpcore/analysis/profiles/{name}.json").read_text())
+    content = json.loads((Path(__file__).parent.parent / f"mpcore/tools/analysis/profiles/{name}.json").read_text())
     assert set(content["values"]) == set(NUMBERS)
     assert all(entry["source"] for entry in content["values"].values())
     save_machine(found, tmp_path / "again.json")

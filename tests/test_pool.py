@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpcore.verify import pool as pool_module
-from mpcore.verify import what_happened
+from mpcore.tools.verify import pool as pool_module
+from mpcore.tools.verify import what_happened
 from tests.pool import Pool, RankError, RepeatingPool
 
 
@@ -250,7 +250,7 @@ def test_a_pool_starts_its_processes_and_one_for_a_rank_alone(monkeypatch, most,
     pool.worlds = 3
     pool._start()
     assert asked == ["spawn"]
-    assert context.preload == ["torch", "torch.distributed", "mpcore", "json", "mpcore.verify.preloaded"]
+    assert context.preload == ["torch", "torch.distributed", "mpcore", "json", "mpcore.tools.verify.preloaded"]
     assert len(pool.workers) == len(context.made) == count
     assert (pool.lone, pool.worlds, pool.size) == (4, 4, 0)
     for how, (ours, theirs), (process, connection) in zip(context.made, context.pipes, pool.workers, strict=True):

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore import preflight
 from mpcore.mesh.axis import Mesh
-from mpcore.preflight import (
+from mpcore.sharding.state_dict import full_state_dict
+from mpcore.tools import preflight
+from mpcore.tools.preflight import (
     FAILED,
     OK,
     SKIPPED,
@@ -35,10 +36,9 @@ from mpcore.preflight import (
     step_of,
     verdict,
 )
-from mpcore.sharding.state_dict import full_state_dict
-from mpcore.verify import parse_layout
-from mpcore.verify.pool import RankError
-from mpcore.verify.run import SHIFT, Task
+from mpcore.tools.verify import parse_layout
+from mpcore.tools.verify.pool import RankError
+from mpcore.tools.verify.run import SHIFT, Task
 
 
 def test_a_result_is_a_line_of_its_state_its_name_its_seconds_and_its_numbers():

@@ -16,20 +16,20 @@ from torch import nn
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.replay import replay
-from mpcore.analysis.dry_run import pretend
-from mpcore.analysis.fit_command import main as fit
-from mpcore.analysis.plan import main as plan
-from mpcore.analysis.runs import read_run
+from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
 from mpcore.layers.mlp import _tried
-from mpcore.pipeline import cut
 from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.messages import Message
 from mpcore.pipeline.schedules import Action, Schedule
+from mpcore.tools.analysis.dry_run import pretend
+from mpcore.tools.analysis.fit_command import main as fit
+from mpcore.tools.analysis.plan import main as plan
+from mpcore.tools.analysis.runs import read_run
+from mpcore.tools.verify import run as of_verify
+from mpcore.tools.verify import verify
 from mpcore.training.numerics import InvariantStep
-from mpcore.verify import run as of_verify
-from mpcore.verify import verify
 
 
 class Quantized(nn.Module):

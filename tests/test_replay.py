@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mpcore as mp
 from examples.gpt.pretrain import Trainer, parse
 from mpcore.__main__ import main
-from mpcore.simulation import nonfinite
-from mpcore.simulation.nonfinite import FiniteCheck, NonFiniteError
+from mpcore.tools.simulation import nonfinite
+from mpcore.tools.simulation.nonfinite import FiniteCheck, NonFiniteError
 from tests.quick import some
 
 BASE = (

@@ -20,7 +20,7 @@ from examples import own_model
 from mpcore._torch.compile import eagerly
 from mpcore._torch.distributed import mesh_caches
 from mpcore.collectives import all_gather, all_reduce
-from mpcore.simulation import DeadlockError, RankError, turns
+from mpcore.tools.simulation import DeadlockError, RankError, turns
 from tests.examples import test_layouts as example
 from tests.pool import Simulated
 from tests.quick import some

@@ -27,16 +27,16 @@ from torch import nn
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import Mesh, materialize, simulate
-from mpcore.fault_tolerance.leave import _PEER, _whole_text, leave, leave_together
-from mpcore.fault_tolerance.replicas import compare_replicas
-from mpcore.fault_tolerance.signals import StopSignals
-from mpcore.fault_tolerance.spikes import Skips, Spikes
-from mpcore.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
-from mpcore.fault_tolerance.versions import code_versions, file_versions
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.rendezvous import join_world, meet
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.local import local_tensor
+from mpcore.sharding.replicas import compare_replicas
+from mpcore.tools.fault_tolerance.leave import _PEER, _whole_text, leave, leave_together
+from mpcore.tools.fault_tolerance.signals import StopSignals
+from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
+from mpcore.tools.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
+from mpcore.tools.fault_tolerance.versions import code_versions, file_versions
 from tests.pool import mesh
 from tests.quick import some
 
@@ -407,7 +407,7 @@ LEAVE = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from mpcore import Mesh, build_mesh
-from mpcore.fault_tolerance import StopSignals, leave_together
+from mpcore.tools.fault_tolerance import StopSignals, leave_together
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
 mesh = build_mesh(dp=3)
@@ -459,7 +459,7 @@ STANDS = """
 import ctypes, sys, threading
 import torch.distributed as dist
 from mpcore import build_mesh
-from mpcore.fault_tolerance import StopSignals, leave_together
+from mpcore.tools.fault_tolerance import StopSignals, leave_together
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 mesh = build_mesh(dp=2)
@@ -504,7 +504,7 @@ def test_row_4_leaving_early_with_status_0_is_a_failure():
 
 WAITS = """
 import ctypes
-from mpcore.fault_tolerance import StopSignals
+from mpcore.tools.fault_tolerance import StopSignals
 with StopSignals(apart=0.2):
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)  # all zeros: a mutex that nobody holds

@@ -860,7 +860,7 @@ def unequal(how):
 
 def test_sizes_that_two_ranks_do_not_share_are_told():
     words = r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size"
-    with pytest.raises(mp.simulation.RankError, match=words):
+    with pytest.raises(mp.tools.simulation.RankError, match=words):
         mp.simulate(unequal, 0, ranks=2)
 
 

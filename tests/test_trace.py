@@ -20,12 +20,12 @@ from torch import nn
 
 from mpcore import ColumnParallelLinear, RowParallelLinear
 from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wait
-from mpcore.fault_tolerance.__main__ import main
-from mpcore.fault_tolerance.trace import Call, Log, calls_of, explain, read_log, record
-from mpcore.fault_tolerance.watchdog import EXIT_CODE, Watchdog
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.build import build_mesh
 from mpcore.pipeline import Pipeline
+from mpcore.tools.fault_tolerance.__main__ import main
+from mpcore.tools.fault_tolerance.trace import Call, Log, calls_of, explain, read_log, record
+from mpcore.tools.fault_tolerance.watchdog import EXIT_CODE, Watchdog
 from tests.pool import RankError, mesh
 
 TIMEOUT_S = 2.0
@@ -306,7 +306,7 @@ def test_a_watchdog_waits_for_no_log_that_is_not_there(monkeypatch):
     """Of three ranks the first one is stopped: the log of the last one is there, and is read."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))
-    monkeypatch.setattr("mpcore.fault_tolerance.watchdog.clone_store", lambda: store)
+    monkeypatch.setattr("mpcore.tools.fault_tolerance.watchdog.clone_store", lambda: store)
     watchdog = Watchdog(Mesh(job=Axis(3, 1, name="world")), timeout=1.0, grace=0.2)
     store.set("mpcore/trace/2", log(2, 1).to_json())
     assert [each.rank for each in watchdog._exchange(log(1, 1))] == [1, 2]

@@ -1,4 +1,4 @@
-"""`mpcore.verify` on models that aren't the example's GPT, and on broken ones: does it say what is wrong?"""
+"""`mpcore.tools.verify` on models that aren't the example's GPT, and on broken ones: does it say what is wrong?"""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from mpcore.verify import LATE, parse_layout, verify, what_happened
-from mpcore.verify.__main__ import main
-from mpcore.verify.causes import packed_before, why_module, why_parameter
-from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
-from mpcore.verify.page import draw, page, table
-from mpcore.verify.run import Seen, listen
+from mpcore.tools.verify import LATE, parse_layout, verify, what_happened
+from mpcore.tools.verify.__main__ import main
+from mpcore.tools.verify.causes import packed_before, why_module, why_parameter
+from mpcore.tools.verify.judge import STAGES, Departure, Judge, Verdict
+from mpcore.tools.verify.page import draw, page, table
+from mpcore.tools.verify.run import Seen, listen
 from tests import verify_models as models
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpcore.verify import __main__, verify
-from mpcore.verify.hugging_face import LAYERS, HuggingFaceModel, token_loss
+from mpcore.tools.verify import __main__, verify
+from mpcore.tools.verify.hugging_face import LAYERS, HuggingFaceModel, token_loss
 
 hf = pytest.importorskip("transformers")
 

@@ -47,7 +47,7 @@ def layer_activation_bytes(
     if recompute not in ("none", "core", "full"):
         raise ValueError(
             f"recompute {recompute!r} is none of 'none', 'core' and 'full', which the paper counts: a dry run "
-            f"(mpcore.analysis.memory) counts the others"
+            f"(mpcore.tools.analysis.memory) counts the others"
         )
     sbh = sequence * batch * width
     core = 0.0 if recompute == "core" else 5 * heads * sequence / width

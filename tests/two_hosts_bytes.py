@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.analysis import Ledger
 from mpcore.mesh.agreement import exchange
+from mpcore.tools.analysis import Ledger
 
 WIDTH, BLOCKS, EVERY = 768, 4, 5
 

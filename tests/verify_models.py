@@ -1,4 +1,4 @@
-"""Models for `mpcore.verify` that are not the example's GPT, and broken copies of one, one for each of ten pitfalls."""
+"""Models for `verify` that are not the example's GPT, and broken copies of one, one for each of ten pitfalls."""
 
 from __future__ import annotations
 

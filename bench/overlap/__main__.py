@@ -14,7 +14,7 @@ from bench.machine import describe
 from bench.overlap.link import critical_path
 from bench.overlap.measure import BANDWIDTH, LATENCY_S, PRODUCT_S, STEPS, measure
 from bench.overlap.modes import MODES, Mode
-from mpcore.verify.pool import Pool
+from mpcore.tools.verify.pool import Pool
 
 
 class Line(NamedTuple):

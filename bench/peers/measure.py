@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bench.interleave import spread
 from bench.peers.work import Work, count
-from mpcore.verify.pool import Pool
+from mpcore.tools.verify.pool import Pool
 
 MODULES = ["bench.peers.table", "torch.distributed.tensor.parallel"]
 TURN_S, MOST_ROUNDS, LEAST_ROUNDS = 0.03, 200, 5

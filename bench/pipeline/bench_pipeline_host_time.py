@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from bench.interleave import Times, interleave, judge
 from mpcore.pipeline import Pipeline
-from mpcore.verify.pool import Pool, mesh
+from mpcore.tools.verify.pool import Pool, mesh
 
 MICRO_BATCHES, D = 32, 16
 SCHEDULES: dict[str, tuple[Any, int]] = {

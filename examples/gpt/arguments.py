@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from examples.gpt.presets import PRESETS
-from mpcore.command_line import Parser
 from mpcore.layers.attention.sequence import KINDS
 from mpcore.layers.moe.dispatch import DISPATCHES
 from mpcore.layers.moe.router import AUX_LOSSES
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.pipeline.schedules import NAMES
+from mpcore.tools.command_line import Parser
 
 FROM_0 = ("bitwise", "experts", "shared_experts", "warmup", "twin", "eval_every", "record_tensors", "save_every",
           "max_skips", "check_replicas", "check_speed")  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 
 from examples.gpt.indexed_dataset import IndexedDataset, WithoutDocuments
 from examples.gpt.samples import Piece, Samples, TokenSamples, permute, split_samples
-from mpcore.fault_tolerance.versions import file_versions
+from mpcore.tools.fault_tolerance.versions import file_versions
 
 PERIOD = 10_000  # samples in which given shares are exact; what is below one of them can't be a share
 

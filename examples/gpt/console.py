@@ -21,9 +21,9 @@ from examples.gpt.generate import sample_text
 from examples.gpt.optimizer import long_warmup, lr_schedule
 from examples.gpt.records import LOCK, draw_trace, plot_losses
 from mpcore import Mesh
-from mpcore.fault_tolerance.metrics import MetricsWriter
 from mpcore.parallel.local_updates import Merge
 from mpcore.sharding import local_tensor
+from mpcore.tools.fault_tolerance.metrics import MetricsWriter
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 from mpcore import Mesh, Run
-from mpcore.fault_tolerance.replicas import compare_replicas
-from mpcore.fault_tolerance.spikes import Skips, Spikes
-from mpcore.fault_tolerance.stragglers import Stragglers
+from mpcore.sharding.replicas import compare_replicas
+from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
+from mpcore.tools.fault_tolerance.stragglers import Stragglers
 
 TIMED = 5  # steps before each check of speed
 

@@ -22,10 +22,10 @@ from mpcore import Mesh, materialize, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
-from mpcore.command_line import Parser, reports_errors
 from mpcore.parallel.sync import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
+from mpcore.tools.command_line import Parser, reports_errors
 
 if TYPE_CHECKING:
     from examples.gpt.train import Trainer

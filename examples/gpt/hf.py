@@ -14,6 +14,7 @@ from examples.gpt.model import GPT
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.interop import hugging_face
 from mpcore.interop.hugging_face import FOLDER, ModelSpec, carried_by_checkpoint, read_json
+from mpcore.tools import convert
 
 
 def describe(config: GPTConfig) -> dict[str, Any]:
@@ -45,7 +46,7 @@ open_checkpoint = partial(hugging_face.open_checkpoint, spec=SPEC)
 load_hf = partial(hugging_face.load_hf, spec=SPEC)
 import_hf = partial(hugging_face.import_hf, spec=SPEC)
 export_hf = partial(hugging_face.export_hf, spec=SPEC)
-main = partial(hugging_face.main, spec=SPEC, prog="python -m examples.gpt.hf")
+main = partial(convert.main, spec=SPEC, prog="python -m examples.gpt.hf")
 
 
 def tokenizer_of_hf(folder: str | os.PathLike[str]) -> Path:

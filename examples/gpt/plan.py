@@ -25,14 +25,14 @@ from examples.gpt.policies import hidden, keywords, policies, precision, residua
 from examples.gpt.presets import PRESETS
 from examples.gpt.stages import build_stages
 from mpcore import Mesh
-from mpcore.analysis.counts import block_bytes
-from mpcore.analysis.work import HOLD_ALL, Choice, Model, Outline, Work
-from mpcore.command_line import Parser
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
+from mpcore.tools.analysis.counts import block_bytes
+from mpcore.tools.analysis.work import HOLD_ALL, Choice, Model, Outline, Work
+from mpcore.tools.command_line import Parser
 from mpcore.training import lay_out
 
 

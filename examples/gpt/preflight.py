@@ -28,14 +28,14 @@ from examples.gpt.samples import Samples
 from examples.gpt.setup import open_data, read_model
 from examples.gpt.toy import SIZE_NAMES, STEPS, Toy, shrink, with_flags, write_corpus
 from mpcore import build_mesh
-from mpcore.analysis.dry_run import dry_run, pretend
-from mpcore.analysis.memory import UNITS
 from mpcore.checkpoint import checkpoints, verify
-from mpcore.preflight import Check, Options, Skip
-from mpcore.verify.judge import Judge
-from mpcore.verify.layout import Layout
-from mpcore.verify.pool import Pool
-from mpcore.verify.run import SHIFT, check_slope
+from mpcore.tools.analysis.dry_run import dry_run, pretend
+from mpcore.tools.analysis.memory import UNITS
+from mpcore.tools.preflight import Check, Options, Skip
+from mpcore.tools.verify.judge import Judge
+from mpcore.tools.verify.layout import Layout
+from mpcore.tools.verify.pool import Pool
+from mpcore.tools.verify.run import SHIFT, check_slope
 
 TOKENS_READ = 2**29  # of each corpus: a few seconds of a disk
 DRY_RANKS = 3
@@ -356,7 +356,7 @@ class Preflight:
 
 
 def layout_of(toy: Toy) -> Layout:
-    """Return the layout of a toy, as `mpcore.verify` knows it."""
+    """Return the layout of a toy, as `mpcore.tools.verify` knows it."""
     sizes = {axis: toy.sizes[axis] for axis in ("tp", "cp", "pp", "dp", "ep")}
     each = toy.args.global_batch // (toy.args.workers * sizes["dp"] * toy.args.micro_batch)
     sharded = toy.args.sequence_parallel and sizes["tp"] > 1

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from examples.gpt.indexed_dataset import IndexedDatasetWriter, smallest_dtype
 from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, encode_document, load_tokenizer, train_tokenizer
-from mpcore.command_line import Parser, reports_errors
+from mpcore.tools.command_line import Parser, reports_errors
 
 _SHOWN = 10  # of what is skipped, by name
 

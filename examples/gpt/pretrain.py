@@ -19,8 +19,16 @@ from examples.gpt.arguments import parse
 from examples.gpt.checks import inner_size
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
-from mpcore.fault_tolerance import EXIT_STOPPED, StopSignals, Watchdog, leave, leave_together, record, tell_launcher
 from mpcore.mesh import read_launch
+from mpcore.tools.fault_tolerance import (
+    EXIT_STOPPED,
+    StopSignals,
+    Watchdog,
+    leave,
+    leave_together,
+    record,
+    tell_launcher,
+)
 
 __all__ = ["Trainer", "main", "parse"]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpcore.fault_tolerance.metrics import read_line
-from mpcore.pipeline.draw import draw, plan_title, write_chrome_trace
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, Span
+from mpcore.tools.draw import draw, plan_title, write_chrome_trace
+from mpcore.tools.fault_tolerance.metrics import read_line
 
 LOCK = ".lock"
 

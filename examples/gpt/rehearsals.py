@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.gpt.rehearse import Rehearsal
 from examples.gpt.toy import STEPS
-from mpcore.verify.run import Seen
+from mpcore.tools.verify.run import Seen
 
 OWN_DTYPE = {"float64": 1e-8, "float32": 1e-4}  # how far a first loss may be from one process's; of 16 bits 0.03
 BLOCK_ROUNDINGS, OTHER_ROUNDINGS = 24, 12  # in a row, forward and backward: of a block, and of embedding, head and loss

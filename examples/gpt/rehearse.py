@@ -22,13 +22,13 @@ from examples.gpt.toy import Toy, with_flags
 from examples.gpt.train import Trainer
 from mpcore import full_state_dict, sequence_index, shardings
 from mpcore.checkpoint import checkpoints
-from mpcore.fault_tolerance import StopSignals, Watchdog, leave_together
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.layers.module import RandomModule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import local_tensor
-from mpcore.verify.pool import Pool, RankError, mesh
-from mpcore.verify.run import Seen, full_tensors, joined, listen, move
+from mpcore.tools.fault_tolerance import StopSignals, Watchdog, leave_together
+from mpcore.tools.verify.pool import Pool, RankError, mesh
+from mpcore.tools.verify.run import Seen, full_tensors, joined, listen, move
 
 GRACE = 60.0  # seconds in which all ranks must have left after one was killed
 tqdm.set_lock(threading.RLock())  # its default lock is shared by processes, which a killed one would leave behind
@@ -246,7 +246,7 @@ def poison(trainer: Trainer) -> None:
 
 
 def observe(trainer: Trainer, toy: Toy) -> Seen:
-    """Record the tensors of the next step, as `mpcore.verify` compares them."""
+    """Record the tensors of the next step, as `mpcore.tools.verify` compares them."""
     run, on = trainer.run, trainer.mesh
     seen = Seen(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.workers.size)
     seen.length = toy.config.seq_len

@@ -20,10 +20,10 @@ from examples.gpt.samples import Samples
 from examples.gpt.tokenizer import Tokenizer
 from mpcore import Mesh
 from mpcore.checkpoint import inspect
-from mpcore.fault_tolerance.versions import code_versions
 from mpcore.interop.hugging_face import Carried
 from mpcore.mesh import check_same, raising_together
 from mpcore.pipeline.schedules import Schedule, find_schedule
+from mpcore.tools.fault_tolerance.versions import code_versions
 
 
 @dataclass(frozen=True)

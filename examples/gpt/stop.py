@@ -9,7 +9,7 @@ import torch
 from examples.gpt.checkpoints import Checkpoints
 from mpcore import Run
 from mpcore.collectives import all_reduce
-from mpcore.fault_tolerance.signals import StopSignals, Wishes
+from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
 
 
 class Stop:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from mpcore import Mesh
 from mpcore._torch.simulated import simulated_rank
-from mpcore.analysis import CommunicationClock
+from mpcore.tools.analysis import CommunicationClock
 
 
 class StepTimes:

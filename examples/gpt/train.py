@@ -28,7 +28,7 @@ from examples.gpt.stop import Stop
 from examples.gpt.times import StepTimes
 from examples.gpt.twins import TensorCurves, reorder, round_anew
 from mpcore import Mesh, document_ids, prepare, shard_sequence
-from mpcore.fault_tolerance.stragglers import Stragglers
+from mpcore.tools.fault_tolerance.stragglers import Stragglers
 
 
 class Trainer:

@@ -12,11 +12,11 @@ import torch
 
 from examples.gpt.samples import permute
 from mpcore import Run
-from mpcore.fault_tolerance.metrics import MetricsWriter
 from mpcore.gradients import TensorNorms, gradient_of
 from mpcore.random import generator
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.state_dict import copy_part
+from mpcore.tools.fault_tolerance.metrics import MetricsWriter
 
 FILE = "tensors.jsonl"
 

@@ -24,8 +24,8 @@ from examples.gpt.samples import Piece, Samples
 from examples.gpt.setup import open_data
 from examples.gpt.tokenizer import Tokenizer
 from mpcore import document_ids
-from mpcore.command_line import Parser, reports_errors
-from mpcore.fault_tolerance.spikes import Spikes
+from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools.fault_tolerance.spikes import Spikes
 
 
 class Found(NamedTuple):

@@ -54,7 +54,7 @@ class Proof:
             by one of the rank's V stages counts 1/V. B or W frees the activations.
         messages: the number of tensors sent between ranks.
         makespan: the time from the first start to the last end.
-        spans: the time of every action, for `mpcore.pipeline.draw`.
+        spans: the time of every action, for `mpcore.tools.draw`.
     """
 
     bubble: float

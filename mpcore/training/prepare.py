@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcore.fault_tolerance.replicas import compare_replicas
 from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import materialize
@@ -43,6 +42,7 @@ from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
+from mpcore.sharding.replicas import compare_replicas
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_rank
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpcore.analysis import calibrate
-from mpcore.analysis.calibrate import (
+from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis import calibrate
+from mpcore.tools.analysis.calibrate import (
     NAMES,
     NODES,
     NOISE,
@@ -35,13 +36,12 @@ from mpcore.analysis.calibrate import (
     uncertainty,
     with_scalars,
 )
-from mpcore.analysis.counts import Count
-from mpcore.analysis.layout import Layout
-from mpcore.analysis.machine import Machine
-from mpcore.analysis.operators import Tally
-from mpcore.analysis.rows import read_row
-from mpcore.analysis.work import Held, Kept, Part, Round
-from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis.counts import Count
+from mpcore.tools.analysis.layout import Layout
+from mpcore.tools.analysis.machine import Machine
+from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.rows import read_row
+from mpcore.tools.analysis.work import Held, Kept, Part, Round
 from tests.test_plan import build as build_mlp  # noqa: F401  (a row names it)
 
 MACHINE = Machine(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpcore import collectives
-from mpcore.analysis import CommunicationClock
+from mpcore.tools.analysis import CommunicationClock
 
 LONG = 0.03
 

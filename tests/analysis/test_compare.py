@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from mpcore.analysis.compare import LEAST, NEAR, WIDTH, Curves, Outside, Verdict, compare_runs, make_band, read_curves
+from mpcore.tools.analysis.compare import (
+    LEAST,
+    NEAR,
+    WIDTH,
+    Curves,
+    Outside,
+    Verdict,
+    compare_runs,
+    make_band,
+    read_curves,
+)
 
 LOSS = ("loss", "")
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mpcore import Axis, build_mesh
 from mpcore import collectives as c
-from mpcore.analysis.counts import Count, Ledger, block_bytes, volume
-from mpcore.analysis.dry_run import on_mesh, pretend
+from mpcore.tools.analysis.counts import Count, Ledger, block_bytes, volume
+from mpcore.tools.analysis.dry_run import on_mesh, pretend
 
 
 def counted(ledger: Ledger) -> dict:

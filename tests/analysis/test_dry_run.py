@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore import ColumnParallelLinear, Mesh
-from mpcore.analysis.counts import Count, Ledger
-from mpcore.analysis.dry_run import assemble, check_stages, dry_run, on_mesh, pretend, rounds_of, run_dry
-from mpcore.analysis.layout import Counter
-from mpcore.analysis.operators import Tally
-from mpcore.analysis.work import Held, Kept, Part, Round, Work
 from mpcore.gradients import early
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
+from mpcore.tools.analysis.counts import Count, Ledger
+from mpcore.tools.analysis.dry_run import assemble, check_stages, dry_run, on_mesh, pretend, rounds_of, run_dry
+from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.work import Held, Kept, Part, Round, Work
 from tests.theory import zero_bytes
 
 B, D, H = 5, 8, 24

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from examples.gpt.plan import build
 from mpcore._torch import fake
 from mpcore._torch.fake import NoValueError, fake_tensors
-from mpcore.analysis.dry_run import dry_run
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.parallel.shared import DataParallel
+from mpcore.tools.analysis.dry_run import dry_run
 
 SMALL = ["--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "16", "--seq-len", "16"]
 SMALL += ["--micro-batch", "1", "--global-batch", "16"]

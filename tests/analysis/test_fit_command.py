@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpcore.analysis import fit_command
-from mpcore.analysis.calibrate import NAMES, NOISE, Fit, Result, Run, fit, leave_one_out, suggest
-from mpcore.analysis.fit_command import (
+from mpcore.tools.analysis import fit_command
+from mpcore.tools.analysis.calibrate import NAMES, NOISE, Fit, Result, Run, fit, leave_one_out, suggest
+from mpcore.tools.analysis.fit_command import (
     groups_of,
     main,
     mean_and_most,
@@ -24,9 +24,9 @@ from mpcore.analysis.fit_command import (
     results_table,
     scalars_table,
 )
-from mpcore.analysis.machine import load_machine
-from mpcore.analysis.rows import PUBLISHED, read_row, read_rows
-from mpcore.analysis.work import Held
+from mpcore.tools.analysis.machine import load_machine
+from mpcore.tools.analysis.rows import PUBLISHED, read_row, read_rows
+from mpcore.tools.analysis.work import Held
 from tests.analysis.test_calibrate import MACHINE, RUNS, timed
 from tests.analysis.test_rows import write_run
 

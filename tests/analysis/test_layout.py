@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from mpcore import Mesh
-from mpcore.analysis.counts import Count
-from mpcore.analysis.dry_run import dry_run, on_mesh
-from mpcore.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError, _growth, _resharded
-from mpcore.analysis.peak import peak
-from mpcore.analysis.work import Choice, Found, Held, Kept, Model, Outline, Work, most_bytes
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import Schedule, build_schedule
+from mpcore.tools.analysis.counts import Count
+from mpcore.tools.analysis.dry_run import dry_run, on_mesh
+from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError, _growth, _resharded
+from mpcore.tools.analysis.peak import peak
+from mpcore.tools.analysis.work import Choice, Found, Held, Kept, Model, Outline, Work, most_bytes
 from tests.analysis.test_dry_run import B, D, H, Stage, W
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mpcore.analysis.memory import parts_of, table, unit_of
-from mpcore.analysis.work import Found, Held, Kept
+from mpcore.tools.analysis.memory import parts_of, table, unit_of
+from mpcore.tools.analysis.work import Found, Held, Kept
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcore._torch.fake import fake_tensors
-from mpcore.analysis import operators
-from mpcore.analysis.dry_run import pretend
-from mpcore.analysis.operators import Operators, Tally, _pairs
+from mpcore.tools.analysis import operators
+from mpcore.tools.analysis.dry_run import pretend
+from mpcore.tools.analysis.operators import Operators, Tally, _pairs
 
 aten = torch.ops.aten
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from mpcore.analysis.peak import peak
-from mpcore.analysis.work import Kept
 from mpcore.pipeline.messages import releases
 from mpcore.pipeline.schedules import NAMES, Schedule, build_schedule
+from mpcore.tools.analysis.peak import peak
+from mpcore.tools.analysis.work import Kept
 
 
 def draw_stages(plan: Schedule, rank: int, seed: int) -> list[Kept]:

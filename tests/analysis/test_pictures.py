@@ -10,11 +10,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from mpcore.analysis.memory import parts_of
-from mpcore.analysis.pictures import MOST_NODES, crossing, draw_memory, draw_ranks
-from mpcore.analysis.report import COLOURS
-from mpcore.analysis.work import Found, Held
 from mpcore.mesh.layout import mesh_ranks
+from mpcore.tools.analysis.memory import parts_of
+from mpcore.tools.analysis.pictures import MOST_NODES, crossing, draw_memory, draw_ranks
+from mpcore.tools.analysis.report import COLOURS
+from mpcore.tools.analysis.work import Found, Held
 
 GIB = 2**30
 

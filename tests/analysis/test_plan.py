@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from mpcore import Mesh
-from mpcore.analysis import __main__ as commands
-from mpcore.analysis import plan
-from mpcore.analysis.command import parse, sizes_of
-from mpcore.analysis.machine import Machine, load_machine
-from mpcore.analysis.plan import Progress, _size_of_model, main, what_if
-from mpcore.analysis.report import explain, table
-from mpcore.analysis.search import WIDE, Estimate, choices, meshes, useful
-from mpcore.analysis.seconds import Seconds
-from mpcore.analysis.work import Found, Model, Outline
+from mpcore.tools.analysis import __main__ as commands
+from mpcore.tools.analysis import plan
+from mpcore.tools.analysis.command import parse, sizes_of
+from mpcore.tools.analysis.machine import Machine, load_machine
+from mpcore.tools.analysis.plan import Progress, _size_of_model, main, what_if
+from mpcore.tools.analysis.report import explain, table
+from mpcore.tools.analysis.search import WIDE, Estimate, choices, meshes, useful
+from mpcore.tools.analysis.seconds import Seconds
+from mpcore.tools.analysis.work import Found, Model, Outline
 from tests.test_plan import BUILD, D
 from tests.test_plan import build as build_mlp
 
@@ -421,7 +421,7 @@ def test_other_words_end_with_the_usage(monkeypatch, capsys):
     for words in ([], ["sums"], ["--help"]):
         with pytest.raises(SystemExit) as status:
             commands.main(words)
-        assert str(status.value).startswith("usage: python -m mpcore.analysis")
+        assert str(status.value).startswith("usage: python -m mpcore.tools.analysis")
     monkeypatch.setattr(sys, "argv", ["x", "plan", "--fit", "8"])
     assert commands.main() == 0
     assert capsys.readouterr().out.startswith("8 parameters")

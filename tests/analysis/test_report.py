@@ -12,10 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from mpcore.analysis.machine import Machine
-from mpcore.analysis.report import COLOURS, COMPUTE, LEGEND, MARKERS, WORDS, draw, explain, table, why
-from mpcore.analysis.search import Estimate
-from mpcore.analysis.seconds import Seconds
+from mpcore.tools.analysis.machine import Machine
+from mpcore.tools.analysis.report import COLOURS, COMPUTE, LEGEND, MARKERS, WORDS, draw, explain, table, why
+from mpcore.tools.analysis.search import Estimate
+from mpcore.tools.analysis.seconds import Seconds
 
 GIB = 2**30
 MACHINE = Machine("test", 1.0, 1.0, memory=10 * GIB, reserve=GIB)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpcore.analysis.rows import (
+from mpcore.tools.analysis.rows import (
     ALIASES,
     HELD_OUT,
     OWN,
@@ -19,7 +19,7 @@ from mpcore.analysis.rows import (
     read_rows,
     sets_of,
 )
-from mpcore.analysis.runs import PLANNED, read_run
+from mpcore.tools.analysis.runs import PLANNED, read_run
 
 ALONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
 

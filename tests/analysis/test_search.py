@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from mpcore.analysis.calibrate import Run, errors_of, uncertainty
-from mpcore.analysis.layout import Layout, TooLargeError
-from mpcore.analysis.machine import Machine
-from mpcore.analysis.operators import Tally
-from mpcore.analysis.rows import read_row
-from mpcore.analysis.search import (
+from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis.calibrate import Run, errors_of, uncertainty
+from mpcore.tools.analysis.layout import Layout, TooLargeError
+from mpcore.tools.analysis.machine import Machine
+from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.rows import read_row
+from mpcore.tools.analysis.search import (
     IDLE,
     WIDE,
     Estimate,
@@ -26,9 +27,8 @@ from mpcore.analysis.search import (
     search,
     useful,
 )
-from mpcore.analysis.seconds import Seconds, estimate
-from mpcore.analysis.work import Held, Kept, Part, Round
-from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis.seconds import Seconds, estimate
+from mpcore.tools.analysis.work import Held, Kept, Part, Round
 
 MACHINE = Machine("test", peak=1000.0, hbm=1e9, memory=1000.0, reserve=100.0, errors={"tau": 0.5})
 ONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}

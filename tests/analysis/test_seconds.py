@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mpcore.analysis.counts import Count
-from mpcore.analysis.layout import Layout
-from mpcore.analysis.machine import Machine
-from mpcore.analysis.operators import Tally
-from mpcore.analysis.seconds import INSIDE, Seconds, estimate
-from mpcore.analysis.work import Held, Kept, Part, Round
 from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis.counts import Count
+from mpcore.tools.analysis.layout import Layout
+from mpcore.tools.analysis.machine import Machine
+from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.seconds import INSIDE, Seconds, estimate
+from mpcore.tools.analysis.work import Held, Kept, Part, Round
 
 M = 6  # micro-batches
 RATES = Machine(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpcore.analysis.__main__ import main
-from mpcore.analysis.state import state_bytes, state_table
+from mpcore.tools.analysis.__main__ import main
+from mpcore.tools.analysis.state import state_bytes, state_table
 
 # Of 4 billion parameters on 8 ranks, in GB: 2 bytes of weights, 2 or 4 of gradients, 12 of the optimizer.
 BY_HAND = {

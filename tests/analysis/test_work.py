@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mpcore import Mesh
-from mpcore.analysis.counts import Count, Ledger
-from mpcore.analysis.dry_run import dry_run, on_mesh
-from mpcore.analysis.operators import Tally
-from mpcore.analysis.work import (
+from mpcore.pipeline.schedules import NAMES, build_schedule
+from mpcore.tools.analysis.counts import Count, Ledger
+from mpcore.tools.analysis.dry_run import dry_run, on_mesh
+from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.work import (
     Found,
     Held,
     Kept,
@@ -27,7 +28,6 @@ from mpcore.analysis.work import (
     most_bytes,
     plan_of,
 )
-from mpcore.pipeline.schedules import NAMES, build_schedule
 from mpcore.training.policies import Precision, Recompute
 
 # --- sums -------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.checkpoint import __main__ as command
 from mpcore.checkpoint import folders, load, loading, pieces, report, saving, tensor_file
 from mpcore.checkpoint.folders import checkpoints, prune, read_complete, resolve
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, read_manifest
 from mpcore.checkpoint.tensor_file import TensorFile, host_memory, in_threads, write_tensors
+from mpcore.tools import checkpoint as command
 
 
 def model() -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 
 from examples.gpt.plan import build
 from mpcore import full_state_dict
-from mpcore.analysis.dry_run import dry_run
+from mpcore.tools.analysis.dry_run import dry_run
 from tests.equality import close
 from tests.pool import Pool, mesh
 from tests.quick import some

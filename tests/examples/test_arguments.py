@@ -14,7 +14,7 @@ import pytest
 from examples.gpt import arguments
 from examples.gpt.arguments import DTYPES, check_ranges, flag, flags_of_file, parse
 from examples.gpt.pretrain import main
-from mpcore.command_line import Parser
+from mpcore.tools.command_line import Parser
 
 # By name in the parsed arguments: words of the command line, their value, and the default.
 FLAGS: dict[str, tuple[str, Any, Any]] = {

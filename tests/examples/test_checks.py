@@ -25,7 +25,7 @@ from examples.gpt.checks import (
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.presets import PRESETS
 from mpcore import Mesh, build_mesh
-from mpcore.analysis.dry_run import pretend
+from mpcore.tools.analysis.dry_run import pretend
 
 
 @cache

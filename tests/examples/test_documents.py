@@ -30,7 +30,7 @@ from mpcore.layers.attention.sequence import KINDS
 from mpcore.pipeline.partition import partition
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.sharding.state_dict import full_tensor
-from mpcore.verify import verify
+from mpcore.tools.verify import verify
 from tests.equality import close
 from tests.layers.moe_oracle import oracle as experts_oracle
 from tests.pool import mesh

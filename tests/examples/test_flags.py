@@ -21,8 +21,8 @@ from examples.gpt.console import PEAK_FLOPS, Console, mfu
 from examples.gpt.flops import flops_of_token
 from examples.gpt.pretrain import Trainer, main, parse
 from mpcore import Axis, Mesh
-from mpcore.analysis.counts import Ledger
 from mpcore.sharding.local import local_tensor
+from mpcore.tools.analysis.counts import Ledger
 from tests.oracles.runs import build, corpus
 from tests.pool import mesh
 

@@ -11,10 +11,10 @@ import torch
 
 from examples.gpt.plan import build
 from mpcore import build_mesh
-from mpcore.analysis.dry_run import dry_run
 from mpcore.checkpoint import checkpoints, inspect, step_path
 from mpcore.collectives import all_reduce
 from mpcore.sharding.local import local_tensor
+from mpcore.tools.analysis.dry_run import dry_run
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import TINY, trainer
 from tests.examples.test_pretrain_command import command

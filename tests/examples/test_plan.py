@@ -17,9 +17,9 @@ from examples.gpt.model import GPT
 from examples.gpt.plan import check_mesh, even_blocks, given_blocks, least_bytes, outline, theory, work
 from examples.gpt.presets import PRESETS
 from mpcore import build_mesh
-from mpcore.analysis.dry_run import pretend
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.pipeline.schedules import find_schedule
+from mpcore.tools.analysis.dry_run import pretend
 from tests.examples.test_checks import mesh_of
 
 CONFIG = GPTConfig(vocab_size=1000, seq_len=64, layers=8, d_model=32, heads=4, kv_heads=2, d_ff=96)

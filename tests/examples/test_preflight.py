@@ -23,9 +23,9 @@ from examples.gpt.preflight import Preflight
 from examples.gpt.presets import PRESETS
 from examples.gpt.toy import SIZE_NAMES, nearest, shrink, shrink_experts
 from mpcore.__main__ import main
-from mpcore.analysis.dry_run import dry_run
 from mpcore.pipeline.schedules import find_schedule
-from mpcore.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
+from mpcore.tools.analysis.dry_run import dry_run
+from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
 from tests.examples.planted import BUGS, Lent, Planted
 from tests.quick import some
 
@@ -325,7 +325,7 @@ def test_a_write_in_place_that_torch_refuses_is_named_by_its_line():
 
 
 def test_a_model_is_checked_under_each_layout(capsys, ranks, monkeypatch):
-    monkeypatch.setattr("mpcore.preflight.Pool", lambda size: Lent(ranks))
+    monkeypatch.setattr("mpcore.tools.preflight.Pool", lambda size: Lent(ranks))
     assert main(["preflight", "--", "tests.verify_models:Encoder", "--layouts", "tp2,dp2zero2"]) == 0
     out = capsys.readouterr().out
     for name in ("tp2 against unsharded", "dp2zero2 against unsharded", "two micro-batches", "save tp2, load on 1"):
@@ -353,6 +353,6 @@ def test_a_toy_has_few_experts_which_are_chosen_in_the_same_way():
 def test_the_memory_of_a_gpu_is_in_units_of_a_billion_bytes(words, memory, monkeypatch, capsys):
     given = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("mpcore.preflight.checks_of", lambda command, options, pool: given.append(options) or [])
+    monkeypatch.setattr("mpcore.tools.preflight.checks_of", lambda command, options, pool: given.append(options) or [])
     assert main(["preflight", *words.split(), "--timeout", "7", "--", "-m", "examples.gpt.pretrain"]) == 0
     assert [(options.memory, options.timeout) for options in given] == [(memory, 7.0)]

@@ -19,8 +19,8 @@ from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.preflight import Preflight, checks, layout_of, without
 from examples.gpt.rehearse import Rehearsal
 from examples.gpt.toy import Toy
-from mpcore.preflight import Options, Skip
-from mpcore.verify.run import SHIFT, Seen
+from mpcore.tools.preflight import Options, Skip
+from mpcore.tools.verify.run import SHIFT, Seen
 
 SMALL = "--layers 2 --d-model 32 --heads 4 --d-ff 64 --seq-len 32 --micro-batch 1 --global-batch 8"
 

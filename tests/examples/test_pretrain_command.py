@@ -29,7 +29,7 @@ from examples.gpt.pretrain import main, parse
 from examples.gpt.records import read_records
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.checkpoint import step_path
-from mpcore.fault_tolerance import metrics
+from mpcore.tools.fault_tolerance import metrics
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh

@@ -33,8 +33,8 @@ from examples.gpt.rehearsals import (
 from examples.gpt.rehearse import Rehearsal, cross_entropy, die, kill, quiet, rehearse, wrong_loss
 from examples.gpt.toy import Toy, shrink, write_corpus
 from mpcore.pipeline.schedules import find_schedule
-from mpcore.verify.pool import RankError
-from mpcore.verify.run import SHIFT, Seen, check_slope, direction
+from mpcore.tools.verify.pool import RankError
+from mpcore.tools.verify.run import SHIFT, Seen, check_slope, direction
 
 LOGITS, TARGETS = torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(12).view(2, 6) % 5
 

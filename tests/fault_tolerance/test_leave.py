@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 import mpcore as mp
-from mpcore.fault_tolerance.leave import leave_together
+from mpcore.tools.fault_tolerance.leave import leave_together
 
-module: Any = importlib.import_module("mpcore.fault_tolerance.leave")  # the package has a function of this name
+module: Any = importlib.import_module("mpcore.tools.fault_tolerance.leave")  # the package has a function of this name
 
 
 @pytest.fixture
@@ -254,7 +254,6 @@ def test_the_launcher_is_told_in_its_file(monkeypatch, tmp_path):
 
 
 def test_ranks_and_stores_are_named():
-    assert module.list_ranks([1, 2, 5]) == "1, 2, 5"
     assert module.give_no_answer([3]) == "rank 3 gives no answer"
     assert module.give_no_answer([3, 4]) == "ranks 3, 4 give no answer"
     store = dist.HashStore()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mpcore as mp
-from mpcore.fault_tolerance import replicas
 from mpcore.mesh.axis import Axis
+from mpcore.sharding import replicas
 from mpcore.sharding.declare import Shard
 
 INDICES = torch.arange(24).view(2, 12)

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import mpcore as mp
-from mpcore.fault_tolerance import signals
-from mpcore.fault_tolerance.signals import StopSignals, Wishes
+from mpcore.tools.fault_tolerance import signals
+from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
 
 
 def wishes(store: Any, rank: int, size: int = 3, name: str = "g") -> Wishes:

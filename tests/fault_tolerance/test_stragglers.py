@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import mpcore as mp
-from mpcore.fault_tolerance import metrics
-from mpcore.fault_tolerance.metrics import MetricsWriter, read_line
-from mpcore.fault_tolerance.spikes import Skips, Spikes
-from mpcore.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
-from mpcore.fault_tolerance.versions import code_versions, file_versions
+from mpcore.tools.fault_tolerance import metrics
+from mpcore.tools.fault_tolerance.metrics import MetricsWriter, read_line
+from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
+from mpcore.tools.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
+from mpcore.tools.fault_tolerance.versions import code_versions, file_versions
 
 
 def test_a_rank_is_late_by_a_ratio_and_by_seconds():
@@ -56,7 +56,7 @@ def test_a_rank_is_reported_after_two_checks_in_a_row_and_as_long_as_it_is_slow(
 
 
 def test_a_phase_is_timed_and_the_probe_multiplies_its_matrices(monkeypatch):
-    from mpcore.fault_tolerance import stragglers
+    from mpcore.tools.fault_tolerance import stragglers
 
     clock = iter([10.0, 10.5, 20.0, 22.0, 30.0, 30.25])
     finder = Stragglers(mp.Mesh())

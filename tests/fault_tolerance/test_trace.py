@@ -14,15 +14,25 @@ from torch import nn
 
 import mpcore as mp
 from mpcore import _torch
-from mpcore.fault_tolerance import trace
-from mpcore.fault_tolerance.__main__ import main
-from mpcore.fault_tolerance.trace import Call, Log, call_site, calls_of, explain, form_of, read_log, record, stands_in
+from mpcore.tools.fault_tolerance import trace
+from mpcore.tools.fault_tolerance.__main__ import main
+from mpcore.tools.fault_tolerance.trace import (
+    Call,
+    Log,
+    call_site,
+    calls_of,
+    explain,
+    form_of,
+    read_log,
+    record,
+    stands_in,
+)
 
 TORCH, PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(mp.__file__)
 USER, LAYER = "/home/me/gpt/model.py", f"{PACKAGE}/layers/linear.py"
 INSIDE = [f"{TORCH}/nn/modules/module.py", f"{os.path.dirname(_torch.__file__)}/fsdp.py", "<string>", "<frozen x>",
           f"{PACKAGE}/collectives.py", f"{PACKAGE}/mesh/agreement.py", f"{PACKAGE}/pipeline/messages.py",
-          f"{PACKAGE}/simulation/nonfinite.py", "module.py"]  # fmt: skip
+          f"{PACKAGE}/tools/simulation/nonfinite.py", "module.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", INSIDE)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import mpcore as mp
-from mpcore.fault_tolerance import watchdog as module
-from mpcore.fault_tolerance.trace import Log, explain
-from mpcore.fault_tolerance.watchdog import EXIT_CODE, Watchdog
+from mpcore.tools.fault_tolerance import watchdog as module
+from mpcore.tools.fault_tolerance.trace import Log, explain
+from mpcore.tools.fault_tolerance.watchdog import EXIT_CODE, Watchdog
 
 
 def log(rank: int) -> Log:

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mpcore._torch.fake import fake_tensors
-from mpcore.interop.hugging_face import carried, command, folder, loading, pretrained, stored, writing
+from mpcore.interop.hugging_face import carried, folder, loading, pretrained, stored, writing
 from mpcore.interop.hugging_face.carried import Carried, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.folder import Part, open_files, refuse_other_formats
 from mpcore.interop.hugging_face.stored import Group
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Sharding, cut_blocks
+from mpcore.tools import convert as command
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 

@@ -31,14 +31,14 @@ from mpcore import (
     unshard_sequence,
 )
 from mpcore._torch.fake import fake_tensors
-from mpcore.analysis.counts import Ledger
-from mpcore.analysis.dry_run import on_mesh
 from mpcore.collectives import all_reduce, shard_sizes
 from mpcore.kernels.attention import attention, key_bounds
 from mpcore.layers.attention import scores
 from mpcore.layers.attention.context import context_attention, masked_attention
 from mpcore.layers.attention.ring import ring_attention
 from mpcore.layers.attention.sequence import KINDS, sequence_runs
+from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.dry_run import on_mesh
 from tests.equality import close, full_gradients
 from tests.layers.simulate import simulate
 from tests.layers.test_attention import sees

@@ -23,8 +23,8 @@ from mpcore import (
 )
 from mpcore import checkpoint as ckpt
 from mpcore import collectives as c
-from mpcore.analysis.counts import Ledger
 from mpcore.layers.attention.sequence import KINDS
+from mpcore.tools.analysis.counts import Ledger
 from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees
 from tests.pool import mesh

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import mpcore as mp
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.sharding.local import local_tensor
-from mpcore.simulation import RankError
+from mpcore.tools.simulation import RankError
 
 
 class Head(nn.Module):

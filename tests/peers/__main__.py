@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from mpcore.command_line import Parser
+from mpcore.tools.command_line import Parser
 from tests.peers.differences import DIFFER, MISSING, PAGES
 from tests.peers.sources import AREAS, FOUND, PEERS, Property
 

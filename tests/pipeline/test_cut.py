@@ -19,7 +19,7 @@ from tests.pool import mesh
 from tests.quick import some
 
 hf = pytest.importorskip("transformers")
-module: Any = importlib.import_module("mpcore.pipeline.cut")
+module: Any = importlib.import_module("mpcore.interop.cut")
 
 V, T, B, LAYERS = 40, 9, 8, 4
 SMALL = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 4}

@@ -11,10 +11,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from mpcore.pipeline import draw as drawing
-from mpcore.pipeline.draw import draw, main, write_chrome_trace
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, Action, Span, build_schedule, write_csv
+from mpcore.tools import draw as drawing
+from mpcore.tools.draw import draw, main, write_chrome_trace
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -94,7 +94,7 @@ def test_the_command_draws_a_file_and_refuses_a_broken_one(tmp_path, capsys):
     plan = tmp_path / "plan.csv"
     write_csv(build_schedule("gpipe", 2, 3), plan)
     sizes = ["--stages", "2", "--microbatches", "3"]
-    command = [sys.executable, "-W", "error", "-m", "mpcore.pipeline.draw", "--schedule", str(plan), *sizes]
+    command = [sys.executable, "-W", "error", "-m", "mpcore.tools.draw", "--schedule", str(plan), *sizes]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "x.json")],
         cwd=ROOT,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from examples.gpt.config import GPTConfig
 from examples.gpt.stages import build_stages
 from mpcore import Mesh, recompute, shard_data_parallel, vocab_parallel_cross_entropy
-from mpcore.analysis.dry_run import Work, dry_run
 from mpcore.memory_footprint import StorageTracker
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.messages import other_end, peer_of, releases
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule, with_messages
+from mpcore.tools.analysis.dry_run import Work, dry_run
 from tests.pool import mesh
 
 ROWS, LENGTH, WIDTH = 16, 8, 128  # of a micro-batch: a message has 64 KiB

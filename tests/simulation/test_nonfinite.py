@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore.simulation import nonfinite
-from mpcore.simulation.nonfinite import FiniteCheck, NonFiniteError
+from mpcore.tools.simulation import nonfinite
+from mpcore.tools.simulation.nonfinite import FiniteCheck, NonFiniteError
 
 INF, NAN = torch.inf, torch.nan
 

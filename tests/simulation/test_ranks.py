@@ -15,8 +15,8 @@ from torch import nn
 import mpcore as mp
 from mpcore.collectives import all_reduce
 from mpcore.mesh.build import build_mesh
-from mpcore.simulation import DeadlockError, RankError, ranks, simulate
-from mpcore.simulation.ranks import _Marked, _module_names, _name_of, _outside, _running_modules
+from mpcore.tools.simulation import DeadlockError, RankError, ranks, simulate
+from mpcore.tools.simulation.ranks import _Marked, _module_names, _name_of, _outside, _running_modules
 
 
 @pytest.mark.parametrize(

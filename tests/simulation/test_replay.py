@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpcore.__main__ import main
-from mpcore.simulation import RankError, replay
-from mpcore.simulation.replay import replay as play_again
+from mpcore.tools.simulation import RankError, replay
+from mpcore.tools.simulation.replay import replay as play_again
 
 asked: list[tuple[Path, int]] = []
 played: list[int] = []

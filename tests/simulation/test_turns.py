@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpcore.simulation import turns
-from mpcore.simulation.turns import StoppedError, Turns, process_state, restore
+from mpcore.tools.simulation import turns
+from mpcore.tools.simulation.turns import StoppedError, Turns, process_state, restore
 
 
 class StuckError(RuntimeError):

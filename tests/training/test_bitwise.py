@@ -23,10 +23,10 @@ from mpcore.layers import invariant, loss, mlp
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.tools.verify import verify
+from mpcore.tools.verify.layout import Layout, parse_layout
 from mpcore.training import run as training
 from mpcore.training.numerics import InvariantStep
-from mpcore.verify import verify
-from mpcore.verify.layout import Layout, parse_layout
 from tests.pool import mesh as pool_mesh
 
 V = 4  # the virtual degree; sizes are odd multiples of it, and no multiple of a vector's length

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.simulation import RankError
+from mpcore.tools.simulation import RankError
 from mpcore.training import replica_check
 
 V, D = 6, 8

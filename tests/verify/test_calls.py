@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import mpcore
-from mpcore import verify as front
-from mpcore.verify import DIED, LATE, RankError, parse_layout, verify, what_happened
-from mpcore.verify.run import Seen, Task
+from mpcore.tools import verify as front
+from mpcore.tools.verify import DIED, LATE, RankError, parse_layout, verify, what_happened
+from mpcore.tools.verify.run import Seen, Task
 
 VALUES = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
 TRUTH = Seen(0, 0, 0, 0, initial=VALUES, gradients=VALUES, updated=VALUES, output={}, evaluated={}, rows=2)
@@ -205,7 +205,7 @@ def test_of_late_ranks_the_line_in_the_models_own_code_is_said():
     package, torchs = Path(mpcore.__file__).parent, Path(torch.__file__).parent
     inner = (f"{torchs}/nn/linear.py", 5, "forward")
     in_mpcore = (f"{package}/collectives.py", 7, "reduce")
-    runner = (f"{package}/verify/run.py", 9, "run_step")
+    runner = (f"{package}/tools/verify/run.py", 9, "run_step")
     other = stack(("other.py", 1, "sleep"), working=False)
     for calls, said in (
         ((inner, ("mine.py", 3, "forward"), in_mpcore, ("mine.py", 4, "outer"), runner), "mine.py:3, forward"),
@@ -242,8 +242,8 @@ def test_of_a_traceback_the_calls_in_files_of_the_user_are_shown():
 
 def test_a_config_is_made_small_and_without_dropout(tmp_path):
     hf = pytest.importorskip("transformers")
-    from mpcore.verify import hugging_face
-    from mpcore.verify.hugging_face import HuggingFaceModel
+    from mpcore.tools.verify import hugging_face
+    from mpcore.tools.verify.hugging_face import HuggingFaceModel
 
     sizes = {"vocab_size": 41, "n_embd": 24, "n_head": 6, "n_positions": 32}
     for layers, changes, want in (
@@ -281,7 +281,7 @@ def test_a_config_is_made_small_and_without_dropout(tmp_path):
 
 def test_the_types_of_layers_are_cut_with_the_layers(tmp_path):
     hf = pytest.importorskip("transformers")
-    from mpcore.verify.hugging_face import HuggingFaceModel
+    from mpcore.tools.verify.hugging_face import HuggingFaceModel
 
     kinds = ["sliding_attention", "full_attention"] * 3
     sizes = {"vocab_size": 41, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 20}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpcore.verify import causes
-from mpcore.verify import parts as tensors
-from mpcore.verify.layout import parse_layout
-from mpcore.verify.run import Seen
+from mpcore.tools.verify import causes
+from mpcore.tools.verify import parts as tensors
+from mpcore.tools.verify.layout import parse_layout
+from mpcore.tools.verify.run import Seen
 
 W = torch.tensor([[1.0, -2.0, 3.0, 5.0], [4.0, 7.0, -6.0, 11.0], [2.0, 9.0, 8.0, -3.0]], dtype=torch.float64)
 NOISE = torch.tensor([[3.0, 1.0, -4.0, 1.0], [-5.0, 9.0, 2.0, 6.0], [5.0, -3.0, 5.0, 8.0]], dtype=torch.float64)

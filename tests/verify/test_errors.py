@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.verify import parse_layout
-from mpcore.verify.errors import explained, why_sizes, wrong_width
+from mpcore.tools.verify import parse_layout
+from mpcore.tools.verify.errors import explained, why_sizes, wrong_width
 
 TP2 = mp.Axis(2, 0, name="tp")
 

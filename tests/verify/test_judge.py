@@ -1,4 +1,4 @@
-"""The numbers of `mpcore.verify.judge`: differences, tolerances, ratios, and the part of a tensor that a rank holds."""
+"""The numbers of `verify.judge`: differences, tolerances, ratios, and the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpcore.verify import parts as tensors
-from mpcore.verify.causes import faults_of_module
-from mpcore.verify.judge import STAGES, Departure, Judge, Verdict
-from mpcore.verify.layout import Layout, parse_layout
-from mpcore.verify.run import Seen
+from mpcore.tools.verify import parts as tensors
+from mpcore.tools.verify.causes import faults_of_module
+from mpcore.tools.verify.judge import STAGES, Departure, Judge, Verdict
+from mpcore.tools.verify.layout import Layout, parse_layout
+from mpcore.tools.verify.run import Seen
 
 EPS = 2.0**-52
 VALUES = torch.arange(24.0, dtype=torch.float64).view(4, 6) + 1

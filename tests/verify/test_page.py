@@ -12,9 +12,9 @@ from matplotlib import colormaps
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from mpcore.verify import __main__ as command
-from mpcore.verify.judge import STAGES, Departure, Verdict
-from mpcore.verify.page import draw, page, result, table
+from mpcore.tools.verify import __main__ as command
+from mpcore.tools.verify.judge import STAGES, Departure, Verdict
+from mpcore.tools.verify.page import draw, page, result, table
 
 RIGHT = Verdict("tp2", dict.fromkeys(STAGES, 0.0) | {"gradient": 12.345}, {"w": 1.5, "b": 0.0})
 WRONG = Verdict("dp2zero3x", {"loss": math.inf}, {"b": 7e15, "w": 2e4}, Departure("gradient", "b", 7e15, "a < b"))

@@ -1,4 +1,4 @@
-"""What a rank of `mpcore.verify` builds, runs and records, in one process and on two simulated ranks."""
+"""What a rank of `mpcore.tools.verify` builds, runs and records, in one process and on two simulated ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import mpcore as mp
 from mpcore.layers.attention.sequence import sequence_index
 from mpcore.random import generator
-from mpcore.verify import parse_layout
-from mpcore.verify import run as of_run
-from mpcore.verify.run import STEP, Seen, Task, build_options, joined, listen
+from mpcore.tools.verify import parse_layout
+from mpcore.tools.verify import run as of_run
+from mpcore.tools.verify.run import STEP, Seen, Task, build_options, joined, listen
 
 ALONE, WIDTH = parse_layout("tp1"), 3
 build_model: Any = of_run.build_model

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpcore.doctor import check_kernel
 from mpcore.kernels import _dispatch, _norm, _self_test, rms_norm
 from mpcore.kernels._self_test import TESTS
+from mpcore.tools.doctor import check_kernel
 
 
 @pytest.mark.parametrize("name", TESTS)

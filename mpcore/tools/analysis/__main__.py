@@ -1,0 +1,40 @@
+"""`python -m mpcore.tools.analysis {memory,ledger,plan,calibrate} ...`: one command line for the four commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from mpcore.tools.analysis import command, counts, memory
+from mpcore.tools.analysis.fit_command import main as calibrate
+from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.pictures import draw_memory
+from mpcore.tools.analysis.plan import main as plan
+from mpcore.tools.command_line import find_object, reports_errors
+
+COMMANDS = ("memory", "ledger", "plan", "calibrate")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the first argument names, and return its exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name not in COMMANDS:
+        sys.exit(f"usage: python -m mpcore.tools.analysis {{{','.join(COMMANDS)}}} ...")
+    run: Callable[[list[str]], None] = {"plan": plan, "calibrate": calibrate}.get(name) or partial(_count, name)
+    return reports_errors(f"mpcore {name}", ImportError)(run)(rest)
+
+
+def _count(name: str, argv: list[str]) -> None:
+    args = command.parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, argv)
+    counter = Counter(find_object(args.target), not args.cpu)
+    found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
+    print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))
+    if name == "memory" and args.plot:
+        stage = args.tp * args.cp * args.dp  # ranks per pipeline stage
+        column = range(args.rank % stage, stage * args.pp, stage)
+        draw_memory([counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column], args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

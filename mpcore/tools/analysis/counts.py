@@ -1,0 +1,197 @@
+"""Count what a step sends: the collectives and messages of each kind over each axis, and their bytes.
+
+with Ledger(mesh) as ledger:
+    pipeline.forward_backward(x, target)
+print(ledger)
+
+`mpcore ledger examples.gpt.plan:build --tp 8 --pp 4 --dp 32` counts a step that can't run on this machine.
+
+The bytes of a call are those of its full tensor, such as the result of an all-gather. The volume counts the bytes of an
+all-reduce twice, because it is a reduce-scatter and an all-gather, and all others once. A ring sends (p - 1)/p of the
+volume.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Shoeybi et al. 2019, arXiv:1909.08053, section 3;
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpcore._torch.dispatch import TorchDispatchMode
+from mpcore._torch.distributed import as_group, group_by_name
+from mpcore._torch.fake import device_of
+from mpcore.memory_footprint import tensors_in
+from mpcore.mesh.axis import Axis, Mesh
+
+_DEVICE = torch.ops.prim.device.default
+_KINDS = {  # longer prefixes first
+    "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce", "all_reduce": "all_reduce",
+    "allgather": "all_gather", "all_gather": "all_gather", "alltoall": "all_to_all", "all_to_all": "all_to_all",
+    "broadcast": "broadcast", "send": "send", "recv": "recv", "barrier": "barrier", "scatter": "scatter",
+    "gather": "gather", "reduce": "reduce",
+}  # fmt: skip
+
+
+@dataclass
+class Count:
+    """The number of calls of one kind over one axis, and the bytes of their tensors."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Ledger(TorchDispatchMode):
+    """Count all collectives and messages while this context is entered, in forward and backward.
+
+    Args:
+        mesh: its axes name the process groups. Other groups are named by their ranks.
+        axes: further axes by name, such as the two of HSDP.
+
+    Attributes:
+        counts: the counts by (axis, kind).
+
+    Example::
+
+        with Ledger(mesh) as ledger:
+            pipeline.forward_backward(x, target)
+        print(ledger)
+    """
+
+    def __init__(self, mesh: Mesh = Mesh(), **axes: Axis) -> None:
+        super().__init__()
+        self.counts: dict[tuple[str, str], Count] = {}
+        levels = {axis.name: axis for axis in mesh.cp.levels or ()}
+        named = [(name, axis) for name, axis in (mesh.axes | levels | axes).items() if axis.group is not None]
+        self.sizes = {name: axis.size for name, axis in named}
+        self.by_group: dict[str, str] = {}
+        self.by_ranks: dict[tuple[int, ...], str] = {}
+        self.ranks_of: dict[str, tuple[int, ...]] = {}  # two axes may have groups of the same ranks
+        for name, axis in named:
+            self.ranks_of[name] = tuple(dist.get_process_group_ranks(axis.group))
+            self.by_group.setdefault(axis.group_name, name)
+            self.by_ranks.setdefault(self.ranks_of[name], name)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is _DEVICE:  # only fake tensors call it, eight times per operator
+            return device_of(args[0])
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _count(self, func: Any, args: Sequence, kwargs: dict, out: Any) -> None:
+        name = func.overloadpacket.__name__
+        kind = next((kind for begin, kind in _KINDS.items() if name.strip("_").startswith(begin)), None)
+        if kind is None:  # wait_tensor, monitored_barrier_
+            return
+        group = next((g for x in (*args, *kwargs.values()) if (g := _group_of(x)) is not None), None)
+        sizes = [sum(x.nbytes for x in tensors_in(tree)) for tree in (*args, out) if not isinstance(tree, str)]
+        self.add(self._axis(group, args), kind, max(sizes))
+
+    def _axis(self, group: dist.ProcessGroup | None, args: Sequence) -> str:
+        name = group.group_name if group is not None else next((x for x in reversed(args) if isinstance(x, str)), "")
+        if name in self.by_group:
+            return self.by_group[name]
+        if group is None:
+            group = group_by_name(name)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        unnamed = f"ranks {'+'.join(map(str, ranks[:4]))}{'..' if len(ranks) > 4 else ''}"
+        label = self.by_ranks.setdefault(ranks, unnamed)
+        self.ranks_of.setdefault(label, ranks)
+        self.sizes.setdefault(label, len(ranks))
+        return label
+
+    def add(self, axis: str, kind: str, size: int) -> None:
+        """Count one call of `kind` over `axis` with `size` bytes."""
+        count = self.counts.setdefault((axis, kind), Count())
+        count.calls += 1
+        count.bytes += size
+
+    def volume(self, *axes: str) -> int:
+        """Return the volume in bytes over these axes, or over all axes if none is given.
+
+        An all-reduce counts twice. A message counts on the rank that sends it.
+        """
+        return sum(volume(kind, c.bytes) for (axis, kind), c in self.counts.items() if not axes or axis in axes)
+
+    def volumes(self) -> dict[str, int]:
+        """Return the volume in bytes over each axis."""
+        return {axis: self.volume(axis) for axis, _ in self.counts}
+
+    def ranks(self, axis: str) -> tuple[int, ...]:
+        """Return the ranks of an axis that was counted, in the order of its group."""
+        return self.ranks_of.get(axis, ())
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, theory: dict[tuple[str, str], int] | None = None) -> str:
+        """Return the counts as a table, in the order of the axes.
+
+        Args:
+            theory: expected bytes by (axis, kind), shown beside the counts. None: not shown.
+        """
+        theory = theory or {}
+        head = f"{'axis':<10} {'ranks':>6} {'kind':<15} {'calls':>8} {'bytes':>20} {'volume':>20}"
+        lines = [head + (f" {'theory, bytes':>20}" if theory else "")]
+        order = {name: i for i, name in enumerate(self.sizes)}
+        for (axis, kind), count in sorted(self.counts.items(), key=lambda e: (order.get(e[0][0], 99), e[0][1])):
+            cells = f"{count.calls:>8,} {count.bytes:>20,} {volume(kind, count.bytes):>20,}"
+            line = f"{axis:<10} {self.sizes.get(axis, 1):>6} {kind:<15} {cells}"
+            lines.append(line + (f" {theory[axis, kind]:>20,}" if (axis, kind) in theory else ""))
+        return "\n".join(lines)
+
+
+def volume(kind: str, size: int) -> int:
+    """Return the volume of `size` bytes as the ZeRO paper counts it.
+
+    An all-reduce counts twice, a received message and a barrier 0 times, every other kind once.
+    """
+    return size * {"all_reduce": 2, "recv": 0, "barrier": 0}.get(kind, 1)
+
+
+def _group_of(x: object) -> dist.ProcessGroup | None:
+    if isinstance(x, (Tensor, str, int, float, list, tuple, type(None))):
+        return None
+    return as_group(x)
+
+
+def block_bytes(
+    size: int,
+    *,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    recompute: str = "none",
+    dropout: bool = False,
+    latents: int | None = None,
+) -> dict[str, int]:
+    """Return the expected bytes over tp of one transformer block and micro-batch, forward and backward, by kind.
+
+    A block has four all-reduces. With sequence parallel it has four all-gathers and four reduce-scatters, which have
+    the same volume.
+
+    Args:
+        size: the bytes of the block's full input, batch x sequence x width.
+        sequence_parallel: whether the block is sequence parallel.
+        regather: whether its linear layers gather their input again in backward.
+        recompute: "full" repeats the collectives of the forward, except the last reduction if no dropout follows it.
+        dropout: whether the block has dropout.
+        latents: with latent attention, the bytes that the block sends instead of its input. None: no latent attention.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, figure 4; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+    """
+    gathers = sums = 2 if recompute == "full" else 0
+    sums -= recompute == "full" and not dropout
+    less = 0 if latents is None else size - latents
+    if not sequence_parallel:
+        return {"all_reduce": (4 + sums) * size - less}
+    again = 2 if recompute == "full" else 1
+    gathered = (4 + gathers + 2 * regather) * size - again * less
+    return {"all_gather": gathered, "reduce_scatter": (4 + sums) * size - less}

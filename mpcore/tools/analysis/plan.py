@@ -1,0 +1,253 @@
+"""Find the layouts of a model that fit a machine, and estimate how long a step of each takes there.
+
+`mpcore plan examples.gpt.plan:build --world 1024 --machine h100 --preset llama3-70b --dtype bfloat16
+--global-batch 1024 --wide` tries every mesh of 1,024 ranks with every choice of the usual flags.
+
+`layout` counts memory, operators and messages on fake tensors. `seconds` computes times from these counts and the rates
+of a profile (`mpcore calibrate`). docs/planner_accuracy.md shows the error of the estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch import nn
+
+from mpcore.tools.analysis.dry_run import call_build, on_mesh
+from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, profile_names
+from mpcore.tools.analysis.pictures import draw_ranks
+from mpcore.tools.analysis.report import draw, explain, table
+from mpcore.tools.analysis.rows import AXES
+from mpcore.tools.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, search, useful
+from mpcore.tools.analysis.state import state_table
+from mpcore.tools.analysis.work import Build, Model
+from mpcore.tools.command_line import Parser, find_object
+
+PICTURES = (".png", ".svg", ".pdf")
+ROOM = 0.05
+"""The part of the memory to leave free: planned peaks are off by up to this much (docs/planner_accuracy.md)."""
+EVERY = 10.0
+"""Seconds between lines of progress where there is no terminal."""
+
+
+def what_if(machine: Machine, changes: Sequence[str]) -> Machine:
+    """Return the machine with changed rates: `bandwidth=2x` doubles a rate, `memory=141e9` sets one.
+
+    Args:
+        machine: the machine.
+        changes: the changes, each as text.
+
+    Raises:
+        ValueError: if a change has another form, or there is no such rate.
+
+    Example:
+        >>> from mpcore.tools.analysis import load_machine
+        >>> from mpcore.tools.analysis.plan import what_if
+        >>> what_if(load_machine("h100"), ["bandwidth=2x"]).bandwidth
+        100000000000.0
+    """
+    for text in changes:
+        name, _, value = text.partition("=")
+        if name not in NUMBERS:
+            raise ValueError(f"--what-if {text}: {name!r} is none of {', '.join(NUMBERS)}")
+        try:
+            number = float(value.removesuffix("x")) * (getattr(machine, name) if value.endswith("x") else 1)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ValueError(f"--what-if {text} isn't of the form {name}=2x or {name}=NUMBER")
+        number = int(number) if name == "node" else number
+        machine = dataclasses.replace(machine, **{name: number})
+    return machine
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{min(sizes)} is no size of an axis")
+    return sizes
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    example = "mpcore plan examples.gpt.plan:build --world 16 --preset llama3-8b --dtype bfloat16 --wide"
+    parser = Parser(
+        prog="mpcore plan", usage="mpcore plan TARGET --world N [FLAGS] [FLAGS OF THE TARGET]",
+        description=(__doc__ or "").partition("\n\n")[0],
+        examples=[example, "mpcore plan --fit 65e9 --dp 64"],
+    )  # fmt: skip
+    add = parser.add_argument
+    text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
+    own = "arguments. Those of examples.gpt.plan:build: python -m examples.gpt.pretrain --help lists them, and "
+    add("target", nargs="?", help=f"{text}{own}--vocab-size N, --stage-blocks N,N,.., --even-stages")
+    add("--world", type=int, help="ranks, one a GPU")
+    add("--machine", default="h100", help=f"{', '.join(profile_names())}, or the path of a profile (h100)")
+    add("--memory", type=float, help="GiB of a GPU (default: the machine's)")
+    add("--node", type=int, help="ranks of a node; tp stays in one (default: the machine's)")
+    for name in AXES:
+        texts = {"etp": "sizes to try; else that of tp", "cp_inner": "sizes of sub-groups of cp to try; else none"}
+        other = "sizes to try (default: 1)" if name in ("cp", "ep") else "sizes to try (default: all that fit)"
+        add(f"--{name.replace('_', '-')}", type=_sizes, metavar="N,N", help=texts.get(name, other))
+    add("--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off")
+    add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)} (takes minutes)")
+    add("--top", type=int, default=20, help="lines to print (20)")
+    add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
+    add("--what-if", action="append", metavar="RATE=2x", help="also plan on a machine with another rate")
+    add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
+    add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
+    add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")
+    add("--ranks", metavar="FILE", help="draw the chosen layout, or that of --explain, on the machine's nodes")
+    add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
+    args, args.arguments = parser.parse_known_args(argv)
+    if args.fit is None and (args.target is None or args.world is None):
+        parser.error("a target and --world are needed, or --fit PARAMETERS")
+    return args
+
+
+def _size_of_model(build: Build, arguments: Sequence[str], layouts: Sequence[Choice]) -> str:
+    """Return the number of parameters as text for the head of the table, or "".
+
+    It is that of the first layout that isn't refused. A `Work` is made on one rank, which then holds the unsharded
+    model.
+    """
+    for sizes, option in layouts:
+        with suppress(ValueError), on_mesh(0, **(sizes if isinstance(build, Model) else {})) as mesh:
+            if isinstance(build, Model):
+                count = build.outline(mesh, [*arguments, *option]).parameters
+            else:
+                stages = nn.ModuleList(call_build(build, mesh, [*arguments, *option]).stages)
+                count = sum(p.numel() for p in stages.parameters())
+            return f"; a model of {count:,} parameters" if count else ""
+    return ""
+
+
+class Progress:
+    """Report progress on stderr: a bar on a terminal, otherwise a line every `EVERY` seconds."""
+
+    def __init__(self, of: int) -> None:
+        self.of, self.began = of, time.monotonic()
+        self.told = self.began
+
+    def __call__(self, done: int, found: Sequence[Estimate]) -> None:
+        """Report how many layouts are done."""
+        left = (time.monotonic() - self.began) / done * (self.of - done)
+        progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
+        if not sys.stderr.isatty():
+            if time.monotonic() - self.told > EVERY:
+                self.told = time.monotonic()
+                print(progress, file=sys.stderr, flush=True)
+        else:
+            bar = "#" * (30 * done // self.of)
+            print(f"\r[{bar:<30}] {progress}", end="\n" if done == self.of else "", file=sys.stderr, flush=True)
+
+
+def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> tuple[int, list[str]]:
+    """Return the row to choose, and lines for below the table. `fits` are the layouts that fit, the fastest first."""
+
+    def named(rows: Sequence[int]) -> str:
+        below = f", and {sum(row > top for row in rows)} more (--top {rows[-1]} prints them)" if rows[-1] > top else ""
+        return f"row{'s' * (len(rows) > 1)} {', '.join(str(row) for row in rows if row <= top)}{below}"
+
+    def free(row: int) -> float:
+        return 1 - (fits[row - 1].memory + machine.reserve) / machine.memory
+
+    differences = [e.slower(fits[0]) for e in fits]
+    close = [row for row, (later, error) in enumerate(differences, start=1) if later <= 2 * error]
+    best = [fits.index(e) + 1 for e in frontier(fits, machine)]
+    roomy = [row for row in close if free(row) >= ROOM]
+    row = min(roomy or close, key=lambda row: (sum(size > 1 for size in fits[row - 1].sizes.values()), row))
+    why = f"of those that leave {ROOM:.0%} of the memory free, it has the fewest axes above 1"
+    if not roomy:
+        why = f"it has the fewest axes above 1, but leaves {free(row):.0%} of the memory free; plans are {ROOM:.0%} off"
+    return row, [
+        f"no other layout is both faster and smaller than these: {named(best)}",
+        f"perhaps as fast as row 1, by two standard errors: {named(close)}",
+        f"choose row {row}: {why}",
+    ]
+
+
+def _commands(args: argparse.Namespace, build: Build, row: int, e: Estimate, node: int) -> list[str]:
+    """Return a command that explains this layout, and one that trains it if the target has a trainer."""
+    words = ["mpcore", "plan", args.target, "--world", str(args.world), "--machine", args.machine]
+    for name in ("memory", "node"):
+        words += [] if getattr(args, name) is None else [f"--{name}", f"{getattr(args, name):g}"]
+    words += [f"--{name}" for name in ("unfused", "cpu") if getattr(args, name)]
+    for axis, size in e.sizes.items():
+        is_default = axis == "dp" or (axis in ("cp", "ep") and size == 1)
+        words += [] if is_default else [f"--{axis.replace('_', '-')}", str(size)]
+    lines = [f"explain row {row}: {shlex.join([*words, *e.arguments, *args.arguments])} --explain 1"]
+    flags = [*e.flags.split(), *args.arguments]
+    try:
+        program = build.trainer(flags) if isinstance(build, Model) else ""
+    except ValueError as error:
+        return [*lines, f"no command trains row {row}: {error}"][args.explain is not None :]
+    if program:
+        slurm = f"srun -n {args.world} --ntasks-per-node {node} --gpus-per-node {node} python"
+        launch = f"torchrun --nproc-per-node {args.world}" if args.world <= node else slurm
+        lines.append(f"train as row {row}: {launch} {program}")
+    return lines if args.explain is None else lines[1:]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    args = _parse(argv)
+    if args.fit is not None:
+        print(state_table(args.fit, args.dp or [1, 8, 64]))
+        return
+    changes = {} if args.memory is None else {"memory": args.memory * 2**30}
+    machine = load_machine(args.machine, **changes, **({} if args.node is None else {"node": args.node}))
+    if args.out and (args.out.suffix not in PICTURES or not args.out.parent.is_dir()):
+        raise ValueError(f"--out {args.out} is no {' or '.join(PICTURES)} in a folder that is there")
+    build = find_object(args.target)
+    cuts = list(meshes(args.world, machine.node, **{name: getattr(args, name) for name in AXES}))
+    if not cuts:
+        raise ValueError(f"no mesh of these sizes has {args.world} ranks, with tp up to {machine.node}")
+    options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
+    layouts = useful((cut, option) for option in options for cut in cuts)  # layouts with the same flags share counts
+    counter = Counter(build, not args.cpu, share=True)
+    print(f"{args.world} ranks of {machine.name}, {machine.node} per node: {machine.memory / 2**30:.1f} GiB each, "
+          f"of which {machine.reserve / 2**30:.1f} are a reserve"
+          f"{_size_of_model(build, args.arguments, layouts)}")  # fmt: skip
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends the search as Ctrl-C does
+    try:
+        found = search(counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    other = what_if(machine, args.what_if) if args.what_if else None
+    fits = [e for e in found if e.fits(machine)]
+    row = 1 if args.explain is None else args.explain
+    if fits and not 1 <= row <= len(fits):
+        raise ValueError(f"--explain {row} is no row from 1 to {len(fits)}")
+    if fits and args.explain is not None:
+        lines = [f"row {row} of {len(fits)}:", explain(fits[row - 1], machine, args.arguments)]
+    else:
+        lines = [table(found, machine, args.top)]
+        if fits:
+            row, chosen = _rows_to_choose(fits, machine, args.top)
+            lines += chosen
+    lines += _commands(args, build, row, fits[row - 1], machine.node) if fits else []
+    print("\n".join(lines))
+    if other is not None:
+        again = [(e.sizes, e.arguments) for e in found if not e.refused]
+        changed = search(counter, other, args.arguments, again, args.unfused)
+        print(f"what if {', '.join(args.what_if)}:")
+        print(table(changed, other, min(args.top, 5), legend=False))
+    if args.ranks and fits:
+        draw_ranks(machine.node, args.ranks, **fits[row - 1].sizes)
+    if args.out and fits:
+        draw(found, machine, args.out)
+    if found and all(e.refused for e in found):
+        raise ValueError(f"no layout could be counted: {found[0].refused}")
+    if not fits:
+        raise ValueError(
+            "no layout fits: try --vary recompute=selective,full, --vary zero=3, more ranks or smaller micro-batches"
+        )

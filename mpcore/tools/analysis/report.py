@@ -1,0 +1,158 @@
+"""Print and draw the results of `mpcore plan`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpcore.tools.analysis.machine import Machine
+from mpcore.tools.analysis.memory import UNITS, unit_of
+from mpcore.tools.analysis.rows import AXES
+from mpcore.tools.analysis.search import Estimate, frontier
+from mpcore.tools.analysis.seconds import Seconds
+from mpcore.tools.draw import matplotlib_part
+
+COMPUTE = ("products", "attention")
+WORDS = {
+    "UNIT": "of the fullest rank, without the reserve",
+    "+-": "standard error of the step; most of it is common to all rows",
+    "slower": "than row 1, +- the standard error of this difference",
+    "compute": "matrix products and attention",
+    "not compute": "the three largest other parts; --explain ROW prints all parts",
+    "operators": "all other kernels",
+    "AXIS sent": "communication over an axis that computation doesn't hide",
+    "bubble": "waiting for other pipeline ranks",
+    "host": "kernel launches and small shapes",
+    "optimizer": "the optimizer's step",
+    "cluster": "stragglers, jitter, and what isn't modeled",
+    "flags": "what a row adds to the sizes of its mesh and to the flags of this command",
+}
+"""The words of the table, and what each means."""
+LEGEND = textwrap.fill(
+    " ".join(f"{word}: {meaning}.".replace(" ", "\0") for word, meaning in WORDS.items()), 118, break_on_hyphens=False
+).replace("\0", " ")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
+MARKERS = "osD^vP*X"
+
+
+def _clock(seconds: float) -> tuple[str, float]:
+    """Return the unit in which a time is printed, s or ms, and how many of the unit a second has."""
+    return ("s", 1.0) if seconds >= 0.1 else ("ms", 1e3)
+
+
+def _meaning(part: str) -> str:
+    """Return what a part of the step is, or "" if its name says it."""
+    return WORDS.get("AXIS sent" if part.endswith(" sent") else part, "")
+
+
+def why(seconds: Seconds) -> str:
+    """Return text that names the largest parts of a step besides products and attention."""
+    parts = [(name, part / seconds.step) for name, part in seconds.parts().items() if name not in COMPUTE]
+    largest = sorted(parts, key=lambda pair: -pair[1])[:3]
+    return ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
+
+
+def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend: bool = True) -> str:
+    """Return a table of the layouts that fit, one line each, the fastest first.
+
+    After the table come the number of layouts that don't fit or are refused, and why.
+
+    Args:
+        estimates: the layouts, as `search` returns them.
+        machine: the machine.
+        top: the largest number of rows.
+        legend: if True, the text below the rows explains the words of the table.
+    """
+    fits = [e for e in estimates if e.fits(machine)]
+    large = [e for e in estimates if not e.fits(machine) and not e.refused]
+    axes = [a for a in AXES if any(e.sizes.get(a, 0) > (a in ("cp", "ep")) for e in estimates)]
+    wide = {a: max(4, len(a) + 1) for a in axes}
+    lines = []
+    unit = unit_of(max((e.memory for e in fits), default=0))
+    second, clock = _clock(fits[0].step if fits else 1.0)
+    if fits:
+        head = "".join(f"{a:>{wide[a]}}" for a in axes)
+        numbers = f"{unit:>7} {f'step, {second}':>9} {'+-':>4} {'slower':>11} {'compute':>8}"
+        lines.append(f"row{head} {numbers}  {'not compute':<44} flags")
+    for i, e in enumerate(fits[:top], start=1):
+        assert e.seconds is not None
+        compute = sum(e.seconds.parts()[name] for name in COMPUTE) / e.step
+        cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
+        later = "{:.0%} +- {:.0%}".format(*e.slower(fits[0])) if i > 1 else ""
+        numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {later:>11} {compute:>8.1%}"
+        lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
+    if fits and legend:
+        lines.append(LEGEND.replace("UNIT", unit))
+    if len(fits) > top:
+        lines.append(f".. and {len(fits) - top} slower ones that fit")
+    if large:
+        what = " ".join([*(f"{a} {size}" for a, size in large[0].sizes.items() if a in axes), *large[0].arguments])
+        room = machine.memory - machine.reserve
+        needs = f"{'at least ' * large[0].bound}{large[0].memory / 2**30:.1f} GiB of {room / 2**30:.1f}"
+        lines.append(f"{len(large)} don't fit; the smallest of them needs {needs}: {what}")
+    reasons = Counter(e.refused for e in estimates if e.refused)
+    lines += [f"{count} refused: {reason}" for reason, count in reasons.most_common(5)]
+    if len(reasons) > 5:
+        lines.append(f"{sum(reasons.values()) - sum(n for _, n in reasons.most_common(5))} refused for other reasons")
+    return "\n".join(lines)
+
+
+def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
+    """Return where the seconds and the memory of a layout go, and its flags.
+
+    Args:
+        e: the layout.
+        machine: the machine.
+        given: flags that all layouts share.
+
+    Raises:
+        ValueError: if the layout doesn't fit or is refused.
+    """
+    if e.seconds is None:
+        raise ValueError(f"{e.flags or 'the layout'}: {e.refused or 'it does not fit'}")
+    second, clock = _clock(e.step)
+    unit = unit_of(int(e.memory))
+    step, memory = e.step * clock, e.memory / UNITS[unit]
+    lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), {memory:.1f} {unit}"]
+    lines += [
+        f"  {name:<16}{part * clock:>10.3f} {second} {part / e.step:>7.1%}  {_meaning(name)}".rstrip()
+        for name, part in e.seconds.parts().items()
+        if part
+    ]
+    free = machine.memory - machine.reserve - e.memory
+    lines.append(f"  {free / 2**30:.1f} GiB are free, besides the reserve of {machine.reserve / 2**30:.1f} GiB")
+    lines.append(f"  flags: {' '.join([e.flags, *given])}")
+    return "\n".join(lines)
+
+
+def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
+    """Draw the layouts that fit: seconds per step over memory. The best layouts are numbered and named.
+
+    Raises:
+        ValueError: if no layout fits.
+    """
+    fits = [e for e in estimates if e.fits(machine)]
+    if not fits:
+        raise ValueError("there is nothing to draw: no layout fits")
+    figure = matplotlib_part("figure").Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    for i, tp in enumerate(sorted({e.sizes["tp"] for e in fits})):
+        points = [e for e in fits if e.sizes["tp"] == tp]
+        x, y = [e.memory / 2**30 for e in points], [e.step for e in points]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        axes.scatter(x, y, s=22, color=colour, marker=marker, label=f"tp {tp}", alpha=0.7, linewidths=0)
+    best = frontier(estimates, machine)[:8]
+    axes.plot([e.memory / 2**30 for e in best], [e.step for e in best], color="#000000", linewidth=0.8, zorder=0)
+    for i, e in enumerate(best, start=1):
+        place = (e.memory / 2**30, e.step)
+        axes.annotate(str(i), place, xytext=(3, 4), textcoords="offset points", fontsize=9, weight="bold")
+    room = (machine.memory - machine.reserve) / 2**30
+    axes.axvline(room, color="#000000", linestyle="--", linewidth=1)
+    axes.set(xlabel=f"memory of the fullest rank, GiB (room: {room:.1f})", ylabel="seconds of a step, estimated")
+    axes.set_ylim(0, min(max(e.step for e in fits), 4 * fits[0].step) * 1.05)
+    axes.legend(frameon=False, fontsize=8)
+    names = "\n".join(f"{i}  {e.flags}" for i, e in enumerate(best, start=1))
+    axes.set_title(f"no layout is faster in less memory, on {machine.name}:\n{names}", loc="left", fontsize=7)
+    figure.savefig(path, dpi=150)

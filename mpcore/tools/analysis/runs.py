@@ -1,0 +1,38 @@
+"""Read a run of `examples.gpt.pretrain` as a row: its flags from config.json, its seconds from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from mpcore.tools.analysis.rows import AXES, Row, read_row
+
+PLANNED = (
+    "zero", "replicate", "sequence_parallel", "cp_kind", "schedule", "virtual_stages", "preset", "layers", "d_model",
+    "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "experts", "top_k", "expert_d_ff", "moe_every", "seq_len",
+    "global_batch", "micro_batch", "recompute", "dtype", "autocast", "residual_dtype", "fp8", "optimizer",
+)  # fmt: skip
+"""The flags that change what a step computes, sends or holds."""
+SKIPPED = 2
+"""The first steps, which compile and connect."""
+
+
+def read_run(folder: Path) -> Row:
+    """Read the folder of a run.
+
+    Raises:
+        ValueError: if the folder has no config.json, or metrics.jsonl has too few steps with a time.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.strip()]
+        flags = config["run"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder} holds no run: config.json and metrics.jsonl can't be read: {error}") from error
+    times = [line["seconds"] for line in lines if "seconds" in line and "loss" in line][SKIPPED:]
+    if not times:
+        raise ValueError(f"{folder}/metrics.jsonl has no step with seconds after the first {SKIPPED}")
+    columns = {name: flags[name] for name in (*AXES, *PLANNED) if flags.get(name) is not None}
+    return read_row({"name": folder.name, "seconds": statistics.median(times), **columns}, str(folder))

@@ -1,0 +1,183 @@
+"""Draw a pipeline's plan or its run, in the same colours.
+
+mpcore schedule --schedule zbv --stages 4 --microbatches 8 --out zbv.png
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpcore.pipeline.prove import Proof, Times, prove
+from mpcore.pipeline.schedules import COMPUTE, NAMES, Schedule, Span, find_schedule
+from mpcore.tools.command_line import Parser, reports_errors
+
+COLOURS = {"F": "#4477aa", "B": "#ee8866", "I": "#ddaa33", "W": "#44aa77"}  # told apart by colour-blind people too
+MEANINGS = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
+
+
+def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str = "units") -> None:
+    """Draw what each rank does over time: one row per rank, one box per action with its micro-batch.
+
+    The first stage on a rank is drawn in full colour, later stages are lighter.
+
+    Args:
+        spans: the spans of `prove` or of `Pipeline.recorded`.
+        path: the picture's file; its suffix selects the format (.png, .svg, .pdf).
+        title: the title above the picture.
+        unit: the unit of the spans' times.
+
+    Raises:
+        ValueError: if there are no spans.
+        ImportError: if matplotlib is not installed.
+    """
+    spans = [span for span in spans if span.action.kind in COMPUTE]
+    if not spans:
+        raise ValueError("there is nothing to draw: no span of F, B, I or W")
+    figures, patches = matplotlib_part("figure"), matplotlib_part("patches")
+    begin, end = min(s.start for s in spans), max(s.end for s in spans)
+    ranks = max(s.rank for s in spans) + 1
+    shades = _shades(spans)
+    inches = min(max(7.0, 0.26 * max(Counter(span.rank for span in spans).values())), 26.0)
+    figure = figures.Figure(figsize=(inches, 1.7 + 0.42 * ranks), layout="constrained")
+    axes = figure.add_subplot()
+    for span in spans:
+        colour = _lighten(COLOURS[span.action.kind], shades[span.rank, span.action.stage])
+        axes.barh(
+            span.rank, span.end - span.start, 0.86, span.start - begin, color=colour, edgecolor="white", linewidth=0.6
+        )
+        label = str(span.action.micro_batch)
+        if (span.end - span.start) / (end - begin) * inches > 0.075 * len(label) + 0.03:
+            middle = (span.start + span.end) / 2 - begin
+            ink = "white" if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] < 0.5 else "#111111"
+            axes.text(middle, span.rank, label, ha="center", va="center", fontsize=7, color=ink)
+    axes.set(xlim=(0, end - begin), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})", yticks=range(ranks))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
+    axes.set_facecolor("#eeeeee")  # what no box covers is the bubble
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False)
+    axes.set_title(title, loc="left", fontsize=10)
+    figure.legend(handles=_legend(spans, patches), loc="outside lower center", ncols=9, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def matplotlib_part(name: str) -> Any:
+    # Drawing is an extra: the library itself works without matplotlib.
+    try:
+        return importlib.import_module(f"matplotlib.{name}")
+    except ModuleNotFoundError as problem:
+        raise ImportError("drawing needs matplotlib: pip install 'mpcore[examples]'") from problem
+
+
+def _shades(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
+    """Return how much lighter each stage of a rank is drawn: 0 for the first, up to 0.6 for the last."""
+    held: dict[int, list[int]] = {}
+    for rank, stage in sorted({(s.rank, s.action.stage) for s in spans}):
+        held.setdefault(rank, []).append(stage)
+    most = max(map(len, held.values()))
+    return {(rank, s): 0.6 * i / max(most - 1, 1) for rank, stages in held.items() for i, s in enumerate(stages)}
+
+
+def _lighten(colour: str, by: float) -> tuple[float, ...]:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return tuple(c + (1 - c) * by for c in channels)
+
+
+def _legend(spans: Sequence[Span], patches: Any) -> list:
+    there = {span.action.kind for span in spans}
+    handles = [patches.Patch(color=COLOURS[kind], label=MEANINGS[kind]) for kind in COLOURS if kind in there]
+    shades = sorted(set(_shades(spans).values()))
+    if len(shades) > 1:
+        names = ["first stage of a rank", *(f"stage {i}" for i in range(2, len(shades))), "last stage of a rank"]
+        handles += [
+            patches.Patch(color=_lighten("#555555", shade), label=name)
+            for shade, name in zip(shades, names, strict=True)
+        ]
+    return [*handles, patches.Patch(color="#eeeeee", label="idle")]
+
+
+def plan_title(schedule: Schedule, proof: Proof) -> str:
+    """Return the title for the picture of a plan."""
+    peak = max(proof.peaks)
+    return (
+        f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.stages} stages, {schedule.micro_batches} "
+        f"micro-batches\nbubble {proof.bubble:.1%}, activations of at most {peak:g} micro-batches a rank, "
+        f"{proof.messages} messages"
+    )
+
+
+def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: float = 1.0) -> None:
+    """Write spans in the format of chrome://tracing and Perfetto, with one thread per rank.
+
+    Args:
+        spans: the spans of `prove` or of `Pipeline.recorded`.
+        path: the JSON file.
+        seconds: the number of seconds per unit of the spans' times.
+    """
+    begin = min((span.start for span in spans), default=0.0)
+    named = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({span.rank for span in spans})
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": str(span.action),
+            "cat": MEANINGS.get(span.action.kind, "message"),
+            "pid": 0,
+            "tid": span.rank,
+            "ts": (span.start - begin) * seconds * 1e6,
+            "dur": (span.end - span.start) * seconds * 1e6,
+            "args": {"stage": span.action.stage, "micro_batch": span.action.micro_batch},
+        }
+        for span in spans
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}) + "\n")
+
+
+@reports_errors("mpcore schedule", ImportError)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command: prove a schedule and draw its plan. Return 2 if there is no such schedule, otherwise 0."""
+    parser = Parser(
+        prog="mpcore schedule",
+        description="Prove a pipeline's schedule, and draw it: time goes to the right, a row is a rank.",
+        examples=[
+            "mpcore schedule --schedule zbv --stages 4 --microbatches 8 --out plan.png",
+            "mpcore schedule --schedule mine.csv --forward 1 --input 1.1 --weight 0.9 --message 0.1",
+        ],
+    )
+    plan = parser.add_argument_group("the schedule")
+    plan.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}, or the path of a .csv")
+    plan.add_argument("--stages", type=int, default=4, help="pipeline ranks (default 4)")
+    plan.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
+    plan.add_argument("--virtual-stages", type=int, help="stages each rank holds (default: what the schedule takes)")
+    times = parser.add_argument_group("times of a stage's parts, in any unit")
+    times.add_argument("--forward", type=float, default=1.0, help="time of F (default 1)")
+    times.add_argument("--input", type=float, default=1.0, help="time of I; B takes I + W (default 1)")
+    times.add_argument("--weight", type=float, default=1.0, help="time of W (default 1)")
+    times.add_argument("--message", type=float, default=0.0, help="time a message takes (default 0)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", default="pipeline.png", help="the picture (default pipeline.png); .json: Chrome trace")
+    args = parser.parse_args(argv)
+    for name in ("forward", "input", "weight", "message"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(args, name)} is no time: a number from 0")
+    schedule = find_schedule(args.schedule, args.stages, args.microbatches, args.virtual_stages)
+    proof = prove(schedule, Times(args.forward, args.input, args.weight, message=args.message))
+    if args.out.endswith(".json"):
+        write_chrome_trace(proof.spans, args.out, seconds=1e-3)
+    else:
+        unit = f"forward of one stage is {args.forward:g}"
+        draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
+    print(f"{plan_title(schedule, proof)}; wrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""`mpcore explain FOLDER`: explain a hang from the logs that a watchdog wrote."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools.fault_tolerance.trace import Log, explain
+
+
+@reports_errors("mpcore explain")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit status: 0, or 2 if the folder has no logs that can be read.
+    """
+    parser = Parser(
+        prog="mpcore explain",
+        description="Say why a run hung: which rank is at fault, and where each rank is.",
+        examples=["mpcore explain runs/gpt/hang", "mpcore explain /shared/run/hang"],
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="where a watchdog left the ranks' logs, such as OUT/hang")
+    folder = parser.parse_args(argv).folder
+    files = sorted(Path(folder).glob("rank*.json"))
+    if not files:
+        raise ValueError(f"{folder} has no rank*.json")
+    try:
+        logs = [Log.from_json(file.read_text()) for file in files]
+    except (ValueError, TypeError, KeyError, OSError) as problem:
+        raise ValueError(f"{folder} holds a log that can't be read: {problem}") from problem
+    size = 1 + max(rank for log in logs for _, ranks in log.groups.values() for rank in ranks)
+    print(explain(logs, size))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""End all ranks together when one rank fails, with an exit status that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from mpcore._torch.distributed import clone_store
+from mpcore.mesh.agreement import name_ranks
+from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
+
+log = get_logger("mpcore.tools.fault_tolerance")
+EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped and saved because of a signal; start again to resume
+_PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gloo/|[Ss]ocket|Transport retry")
+
+
+class leave_together:  # noqa: N801  (a context manager, named as a function)
+    """End every rank within seconds when one rank fails, and print which rank failed first and why.
+
+    What each rank does:
+
+    - The rank that fails prints its traceback, or one line that names the file with the traceback. If several ranks of
+      a host fail with the same message, one of them prints it.
+    - A rank whose collective breaks because another rank failed prints one line that names the first failed rank.
+    - A rank that calls `sys.exit(0)` inside the block counts as failed. Any other exit status is kept.
+    - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
+      example while it waits for its GPU. It also answers when another rank asks which ranks are alive, so that a live
+      rank that waits for a dead rank is not blamed.
+
+    Args:
+        mesh: this rank's mesh. In a world of one rank, exceptions pass unchanged.
+        grace: seconds in which a failed rank can write why it failed. The other ranks leave within twice this time.
+        folder: the folder for the tracebacks, `rank0.txt` and so on. None: tracebacks go to standard error.
+
+    Example::
+
+        with leave_together(mesh):
+            train(mesh)
+    """
+
+    def __init__(self, mesh: Mesh, grace: float = 2.0, folder: Path | str | None = None) -> None:
+        self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
+        self.folder = None if folder is None else Path(folder)
+        self.store: Any = None
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
+        if self.size > 1:
+            self.store = clone_store()  # a connection of its own: the main thread may block its connection
+
+    def __enter__(self) -> leave_together:
+        if self.size > 1:
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or self.store is None:
+            self.over.set()
+            if self.thread.is_alive():  # a thread inside the store at interpreter exit would abort the process
+                self.thread.join(self.grace)
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after the first failure a supervisor ends the other ranks
+        if not isinstance(error, KeyboardInterrupt) and _PEER.search(_whole_text(error)):
+            at = f"stopped, because the store of the run{store_address(self.store)}"
+            end_after(6 * self.grace, f"{at} gives no answer: its host is down, or the link to it is cut", EXIT_PEER)
+            try:
+                cause = self._ask()
+            except (RuntimeError, OSError):
+                cause = f"rank 0, or the host that keeps the store of the run{store_address(self.store)}, is gone"
+            self.over.set()
+            log.error("stopped, because %s", cause)
+            _leave(EXIT_PEER)
+        self.over.set()
+        status, cause = self._own(error)
+        try:
+            self.store.set(f"mpcore/left/{self.rank}", "")
+            if self.store.add("mpcore/left", 1) == 1:
+                self.store.set("mpcore/cause", f"rank {self.rank} {cause}")
+        except (RuntimeError, OSError):
+            pass
+        _leave(status)
+
+    def _watch(self) -> None:
+        try:
+            while not self.store.check(["mpcore/cause"]):
+                if self.store.check(["mpcore/asked"]):
+                    self.store.set(f"mpcore/alive/{self.rank}", "")
+                if self.over.wait(self.grace / 2):
+                    return
+            cause = self.store.get("mpcore/cause").decode()
+        except (RuntimeError, OSError):  # the rank that hosts the store may have finished
+            return
+        if not self.over.wait(2 * self.grace):
+            log.error("stopped, because %s", cause)
+            os._exit(EXIT_PEER)
+
+    def _own(self, error: BaseException) -> tuple[int, str]:
+        """Print what failed on this rank; return the exit status and a one-line description."""
+        if isinstance(error, KeyboardInterrupt):
+            return 128 + signal.SIGINT, "was interrupted"
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, str):
+                tell_launcher(error.code)
+                if self._is_first_to_say(error.code.removeprefix(f"rank {self.rank}: ")):
+                    log.error("%s", error.code.removeprefix(f"rank {self.rank}: "))
+                return 1, f"left: {error.code}"
+            if error.code:
+                return int(error.code), f"left with exit status {error.code}"
+            log.error("left before the end, which is a failure")
+            return 1, "left before the end, with exit status 0"
+        cause, text = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / f"rank{self.rank}.txt"
+                path.write_text(text)
+                text = f"{cause} (details: {path})"
+        tell_launcher(f"rank {self.rank} failed: {cause}")
+        if self._is_first_to_say(cause):
+            log.error("failed on %s: %s", socket.gethostname(), text.rstrip())
+        return 1, f"failed first: {cause}"
+
+    def _is_first_to_say(self, text: str) -> bool:
+        try:
+            return self.store.add(f"mpcore/said/{socket.gethostname()}/{text}", 1) == 1
+        except (RuntimeError, OSError):
+            return True
+
+    def _ask(self) -> str:
+        """Find the rank that failed first: it wrote its cause to the store, or it gives no answer."""
+        self.store.set(f"mpcore/left/{self.rank}", "")
+        found = self._wait(self.grace)
+        if found is None and self.store.add("mpcore/asked", 1) == 1:  # only one rank looks for the failed one
+            time.sleep(self.grace)  # each rank's thread polls twice in this time
+            silent = [rank for rank in range(self.size) if not self._is_alive(rank)]
+            found = "the network between the ranks failed: all of them are there"
+            if silent:
+                found = f"{give_no_answer(silent, self.store)}: killed, or cut off"
+            self.store.set("mpcore/cause", found)
+        return found or self._wait(2 * self.grace) or "a rank is gone"
+
+    def _is_alive(self, rank: int) -> bool:
+        return any(self.store.check([f"mpcore/{word}/{rank}"]) for word in ("left", "alive"))
+
+    def _wait(self, seconds: float) -> str | None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.store.check(["mpcore/cause"]):
+                return self.store.get("mpcore/cause").decode()
+            time.sleep(0.02)
+        return None
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit after gloo's threads have freed the tensors of the last collective (see `leave`)."""
+    time.sleep(0.2)
+    sys.exit(status)
+
+
+def leave(status: int) -> NoReturn:
+    """Exit after a successful run, without shutting the Python interpreter down.
+
+    A thread of gloo may still hold tensors. Freeing them during interpreter shutdown would abort the process.
+
+    Args:
+        status: the exit status.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def tell_launcher(text: str) -> None:
+    """Write the root cause for torchrun, which prints it below its own traceback. Without torchrun, do nothing.
+
+    Args:
+        text: what failed on this rank, in a line or two.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+
+
+def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
+    """Return text such as `rank 3 gives no answer`.
+
+    With a store the text includes the ranks' hosts, except this process's own host.
+    """
+    return f"{name_ranks(store, ranks)} {'gives' if len(ranks) == 1 else 'give'} no answer"
+
+
+def store_address(store: dist.Store) -> str:
+    """Return ` at host:port` of a store, or an empty string if the store has no address."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+
+
+def end_after(seconds: float, line: str, status: int) -> threading.Timer:
+    """Start a timer that logs a line and ends the process.
+
+    The timer works even if the other threads wait in C code for a host that is gone.
+
+    Args:
+        seconds: the delay in seconds.
+        line: the line to log.
+        status: the exit status.
+
+    Returns:
+        The timer. Cancel it if all went well.
+    """
+
+    def end() -> None:
+        log.error("%s", line)
+        os._exit(status)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _whole_text(error: BaseException | None) -> str:
+    parts = []
+    while error is not None:
+        parts.append(str(error))
+        error = error.__cause__
+    return "\n".join(parts)

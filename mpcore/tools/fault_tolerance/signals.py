@@ -1,0 +1,127 @@
+"""Catch the signals that ask a run to stop, and share them with all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from mpcore._torch.distributed import default_store
+from mpcore._torch.simulated import simulated_rank
+from mpcore.mesh.axis import Axis
+from mpcore.mesh.log import get_logger
+
+log = get_logger("mpcore.tools.fault_tolerance")
+
+
+class StopSignals:
+    """Record SIGTERM, SIGUSR1 and ctrl-C as a request to stop after the current step. A second ctrl-C ends the process.
+
+    A supervisor forwards a ctrl-C that the terminal already sent to every process. So the second ctrl-C counts only if
+    it comes at least `apart` seconds after the first.
+
+    Args:
+        apart: the least time between two ctrl-C, in seconds.
+        leave_with: the initial value of the attribute `leave_with`.
+
+    Under `mpcore.simulate` no signal is caught: only the main thread can catch signals, and each simulated rank runs in
+    another thread.
+
+    Attributes:
+        asked: whether a signal has come. Ranks may see it at different steps: let them agree (`Wishes`) before they
+            act.
+        leave_with: the exit status with which a signal ends the process at once, as long as there is nothing to save.
+            Set it to None before the first step.
+    """
+
+    def __init__(self, apart: float = 1.0, leave_with: int | None = None) -> None:
+        self.asked, self.apart, self.leave_with = False, apart, leave_with
+        self._first: float | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if simulated_rank() is not None:
+            return self
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._ask)
+        # Python's handlers don't run while the main thread is in a collective. This thread receives signals even then.
+        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="mpcore-signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._ask:  # leave_together may have set it to ignore
+                signal.signal(number, handler)
+        self._write.close()
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def _listen(self) -> None:
+        while data := self._read.recv(16):
+            for number in data:
+                if self.leave_with is not None:
+                    log.warning("left on %s before the first step: nothing to save", signal.Signals(number).name)
+                    os._exit(128 + number if number == signal.SIGINT else self.leave_with)
+                if number != signal.SIGINT:
+                    continue
+                now = time.monotonic()
+                if self._first is None:
+                    self._first = now
+                    log.warning("stopping after this step; ctrl-C again leaves at once")
+                elif now - self._first > self.apart:
+                    os._exit(128 + signal.SIGINT)
+
+
+class Wishes:
+    """Share requests of any rank with all ranks, so that all ranks act after the same step, without a collective.
+
+    A rank writes its request for the next step into the job's store. This is correct only if every step has a
+    collective of all ranks whose result the host waits for: then no rank has finished the next step yet. Each rank asks
+    the store once per step.
+
+    Args:
+        world: the ranks that step together. All of them must create their `Wishes` objects in the same order.
+
+    Example:
+        >>> wishes = Wishes(mpcore.Mesh().world)
+        >>> with StopSignals() as stop:
+        ...     wishes.after_step(1, save=True, stop=stop.asked)  # on more ranks, the answer comes after step 2
+        {'save'}
+    """
+
+    def __init__(self, world: Axis) -> None:
+        self.world, self.store, self.name = world, None, ""
+        if world.size > 1 and world.group is not None:
+            self.store = default_store()
+            number = self.store.add(f"mpcore/wishes/{world.group_name}/{world.rank}", 1)
+            self.name = f"mpcore/wishes/{world.group_name}/run {number}"
+
+    def after_step(self, step: int, **mine: bool) -> set[str]:
+        """Return the requests that all ranks act on now: those that any rank made at the previous step.
+
+        On one process, the requests of this step are returned.
+
+        Args:
+            step: the number of steps done.
+            mine: this rank's requests, each a keyword with True or False.
+        """
+        wished = {name for name, wish in mine.items() if wish}
+        if self.store is None:
+            return wished
+        for name in wished:
+            self.store.set(f"{self.name}/{step + 1}/{name}", "")
+        if wished:  # written after the names: a rank that finds this key finds the names
+            self.store.set(f"{self.name}/{step + 1}", "")
+        if not self.store.check([f"{self.name}/{step}"]):
+            return set()
+        return {name for name in mine if self.store.check([f"{self.name}/{step}/{name}"])}

@@ -1,0 +1,89 @@
+"""Explain an error of the user's forward or loss: name the layer, and what may be wrong under the layout."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from mpcore.layers.norm import LayerNorm, RMSNorm
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import named_modules
+from mpcore.tools.verify.layout import NORMALIZE, Layout
+from mpcore.training.replica_check import first_names, without_sequence_parallel
+
+
+def explained(error: Exception, model: nn.Module, loss: Callable, layout: Layout) -> str:
+    """Return an error's message in one line, with the layer whose forward was running, and a likely cause.
+
+    Args:
+        error: the error of a forward, a backward or the loss.
+        model: the model, or this rank's pipeline stage.
+        loss: the function that computes the loss.
+        layout: the layout of the run.
+
+    Returns:
+        The message. The layer is the innermost one. Under sequence parallelism the cause names the layers that were
+        built without it; otherwise the cause explains two sizes of which one is tp times the other.
+    """
+    message = " ".join(str(error).split("\n"))
+    names = {module: name for name, module in named_modules(model)}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [each for each in (frame.f_locals.get("self") for frame in frames) if isinstance(each, nn.Module)]
+    called = [names[each] for each in calls if each in names]
+    where = ""
+    if called:
+        where = f" (in layer {called[-1]})" if called[-1] else " (in the model's own forward)"
+    elif any(frame.f_code is loss.__code__ for frame in frames):
+        where = " (in the loss)"
+    where = "" if " (in layer " in message else where
+    forgotten = without_sequence_parallel(named_modules(model)) if layout.sequence_parallel else []
+    if forgotten:
+        built = f"Built without sequence_parallel=True: {first_names(forgotten, 5)}: pass it to every layer"
+        return f"{message}{where}. {built}"
+    return f"{message}{where}{why_sizes(message, layout)}"
+
+
+def wrong_width(error: Exception, mesh: Mesh) -> ValueError | None:
+    """Return an error that names the linear or the norm whose input is sharded over tp, or None for any other error."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [each for each in frames if isinstance(each.get("self"), nn.Module)]
+    module, x = (calls[-1]["self"], calls[-1].get("input", calls[-1].get("x"))) if calls else (None, None)
+    if mesh.tp.size == 1 or not isinstance(x, Tensor) or x.dim() == 0:
+        return None
+    package = "nn"
+    if type(module) is nn.Linear:
+        argument, features = "in_features", module.in_features
+        told = "make the layer a RowParallelLinear ('rowwise' in a plan)"
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        argument, features, told = "normalized_shape", module.normalized_shape[-1], NORMALIZE[0].lower() + NORMALIZE[1:]
+    elif isinstance(module, LayerNorm | RMSNorm):
+        package, argument, features, told = "mp", "dim", module.dim, NORMALIZE[0].lower() + NORMALIZE[1:]
+    else:
+        return None
+    if x.shape[-1] == features:
+        return None
+    names = (name for call in calls for name, each in named_modules(call["self"]) if each is module and name)
+    return ValueError(
+        f"{package}.{type(module).__name__} {next(names, '')}: its input has {x.shape[-1]} features, and {argument} is "
+        f"{features}. If the input is sharded over tp, as behind a ColumnParallelLinear, {told}"
+    )
+
+
+def why_sizes(error: str, layout: Layout) -> str:
+    """Return a hint for torch's error about two sizes, if one is tp times the other; otherwise ""."""
+    found = re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", error)
+    small, large = sorted(map(int, found.groups())) if found else (0, 0)
+    if not found or layout.tp == 1 or small * layout.tp != large:
+        return ""
+    if layout.sequence_parallel:
+        return (
+            f". A rank holds {small} of {large} tokens under sequence parallelism: use mp.PositionEmbedding with "
+            "tp=mesh.tp and sequence_parallel=True for learned positions, and this rank's tokens of other operands"
+        )
+    return (
+        f". A rank holds {small} of the {large} features that a column-parallel layer shards: the other operand must "
+        "be sharded too"
+    )

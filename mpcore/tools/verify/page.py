@@ -1,0 +1,96 @@
+"""Show the verdicts as a table for the terminal, as an HTML page, and as a picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpcore.tools.draw import matplotlib_part
+from mpcore.tools.verify.judge import STAGES, Verdict
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222 }
+table { border-collapse: collapse }
+td, th { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, th:first-child, td:last-child { text-align: left }
+.equal { background: #e5f5ea }
+.off { background: #fdeaea }
+"""
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Return one line per layout: the largest difference of each stage in ULPs, and the first tensor that differs."""
+    width = max(8, *(len(v.layout) for v in verdicts))
+    lines = [f"{'layout':<{width}}  " + "  ".join(f"{stage:>8}" for stage in STAGES) + "  result (largest ULPs)"]
+    for v in verdicts:
+        cells = "  ".join(f"{_number(v, stage):>{max(8, len(stage))}}" for stage in STAGES)
+        lines.append(f"{v.layout:<{width}}  {cells}  {result(v)}")
+    lines += [f"{v.layout}: {v.departure or v.error}" for v in verdicts if not v.equal]
+    return "\n".join(lines)
+
+
+def page(title: str, verdicts: Sequence[Verdict]) -> str:
+    """Return the table as an HTML page without scripts."""
+    head = "".join(f"<th>{name}</th>" for name in ("layout", *STAGES, "result"))
+    rows = []
+    for v in verdicts:
+        cells = "".join(f"<td>{_number(v, stage)}</td>" for stage in STAGES)
+        why = "equal" if v.equal else html.escape(str(v.departure or v.error))
+        rows.append(
+            f'<tr class="{"equal" if v.equal else "off"}"><td><code>{html.escape(v.layout)}</code></td>{cells}'
+            f"<td>{why}</td></tr>"
+        )
+    equal = sum(v.equal for v in verdicts)
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
+        f"<h1>{html.escape(title)}</h1><p>{equal} of {len(verdicts)} layouts equal the unsharded model. Numbers are "
+        f"the largest differences in units of the last place of each tensor's largest value.</p>"
+        f"<table><tr>{head}</tr>{''.join(rows)}</table>\n"
+    )
+
+
+def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
+    """Draw the difference of each gradient from the unsharded model's, in ULPs.
+
+    The picture has one column per layout and one row per parameter.
+
+    Args:
+        verdicts: the result of `verify`.
+        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
+    """
+    names = list(dict.fromkeys(name for v in verdicts for name in v.gradients))
+    rows = max(len(names), 1)
+    figure = matplotlib_part("figure").Figure(
+        figsize=(max(6.5, 3.5 + 0.8 * len(verdicts)), 1.8 + 0.26 * rows), layout="constrained"
+    )
+    axes, norm = figure.add_subplot(), matplotlib_part("colors").LogNorm(0.1, 1e6, clip=True)
+    colours = matplotlib_part("pyplot").get_cmap("cividis")
+    for x, v in enumerate(verdicts):
+        for y, name in enumerate(names):
+            ulps = v.gradients.get(name)
+            shade = "#ffffff" if ulps is None else colours(norm(max(ulps, 0.1)))
+            axes.barh(y, 0.96, 0.94, x - 0.48, color=shade)
+            text = "-" if ulps is None else f"{ulps:.2g}" if ulps < 1e4 else f"{ulps:.0e}"
+            ink = "#111111" if ulps is None or norm(max(ulps, 0.1)) > 0.55 else "white"
+            first = v.departure is not None and v.departure.stage == "gradient" and v.departure.name == name
+            axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, weight="bold" if first else "normal")
+    equal = sum(v.equal for v in verdicts)
+    axes.set_title(f"{equal} of {len(verdicts)} layouts equal the unsharded model: gradients' largest\n"
+                   "differences, in units of the last place", loc="left", fontsize=10)  # fmt: skip
+    axes.set(xlim=(-0.5, len(verdicts) - 0.5), ylim=(rows - 0.5, -0.5), yticks=range(len(names)))
+    axes.set_yticklabels(names, fontsize=7)
+    axes.set_xticks(range(len(verdicts)), [f"{v.layout}\n{result(v)}" for v in verdicts],
+                    fontsize=8)  # fmt: skip
+    axes.spines[:].set_visible(False)
+    axes.tick_params(left=False, bottom=False)
+    figure.savefig(path, dpi=150)
+
+
+def result(verdict: Verdict) -> str:
+    """Return `equal`, `DIFFERS` or `FAILED`."""
+    return "equal" if verdict.equal else "FAILED" if verdict.error else "DIFFERS"
+
+
+def _number(verdict: Verdict, stage: str) -> str:
+    return f"{verdict.worst[stage]:.3g}" if stage in verdict.worst else "-"
