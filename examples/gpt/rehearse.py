@@ -29,6 +29,7 @@ from mpcore.sharding.local import local_tensor
 from mpcore.tools.fault_tolerance import StopSignals, Watchdog, leave_together
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 from mpcore.tools.verify.run import Seen, full_tensors, joined, listen, move
+from mpcore.training.first_step import FirstStep
 
 GRACE = 60.0  # seconds in which all ranks must have left after one was killed
 tqdm.set_lock(threading.RLock())  # its default lock is shared by processes, which a killed one would leave behind
@@ -260,7 +261,8 @@ def observe(trainer: Trainer, toy: Toy) -> Seen:
 
     def then() -> Tensor:
         run.finish_gradients = finish  # type: ignore[method-assign]
-        run.replica_check = None  # the comparison with the unsharded model says more
+        # the comparison with the unsharded model says more than the first step's
+        run.observers = [each for each in run.observers if not isinstance(each, FirstStep)]
         with run.parameters() as model:
             parameters = {name: p for name, p, _ in declarations(model)}
             grads = {name: g for name, p in parameters.items() if (g := gradient_of(p)) is not None}

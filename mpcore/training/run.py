@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,26 +17,39 @@ from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
-from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.norm import exact_norm
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.log import get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.parallel.offload import ParameterOffload
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import local_tensor, reshard
-from mpcore.training.loss_check import LossCheck
+from mpcore.sharding.local import reshard
+from mpcore.training.dispatch import BoundedDispatch
+from mpcore.training.first_step import FirstStep
 from mpcore.training.numerics import InvariantStep
+from mpcore.training.observers import Observer
 from mpcore.training.policies import Offload, Precision
-from mpcore.training.replica_check import ReplicaCheck
 from mpcore.training.samples import SampleCheck, share_of
 
-log = get_logger(__name__)
+
+class Phase(Enum):
+    """Where a `Run` is in its step, and which call comes next.
+
+    Attributes:
+        IDLE: no gradients. `forward_backward` leads to COMPUTING; `evaluate`, `save` and `load` stay here.
+        COMPUTING: `forward_backward` runs, or raised. It leads to COMPUTED; after an error `drop_gradients` to IDLE.
+        COMPUTED: each rank has its own terms of the gradients. `finish_gradients` sums them, and leads to REDUCED.
+        REDUCED: the gradients are those of the unsharded model. `optimizer_step` leads to IDLE.
+    """
+
+    IDLE = "idle"
+    COMPUTING = "computing"
+    COMPUTED = "computed"
+    REDUCED = "reduced"
 
 
 class StepResult(NamedTuple):
@@ -79,7 +93,10 @@ class Run:
         scaler: the `LossScaler` of float16; otherwise None.
         invariant: sums the gradients with `numerics="invariant"`; otherwise None.
         bounds: the `DispatchBounds` of the experts' dispatch buffers.
-        replica_check: in the first step, compares the gradients of replicated parameters within tp; None afterwards.
+        observers: the `Observer`s of the steps, in the order of their calls. Append your own.
+        phase: the `Phase`.
+        tree: the model's modules, parameters and declarations.
+        factor: multiplies the losses of this step's tokens.
         step: the number of optimizer steps that are done, skipped ones included.
 
     Example:
@@ -104,27 +121,28 @@ class Run:
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self.invariant: InvariantStep | None = None
-        self._tree = ModelTree(model)
-        self.bounds = DispatchBounds(self._tree, mesh)
-        self._factor = torch.ones((), dtype=torch.float64, device=mesh.device)  # multiplies this step's losses
+        self.tree = ModelTree(model)
+        self.bounds = DispatchBounds(self.tree, mesh)
+        half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
+        self._first = FirstStep(mesh, half)
+        self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), self._first]
+        self.factor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._begun = False  # the workers have compared the parameters that they begin with
-        self._check: LossCheck | None = LossCheck(mesh)  # None after the first step
-        self.replica_check: ReplicaCheck | None = None
-        self._sample_check = SampleCheck(model, mesh)
-        self._written: list[int] = []  # how often each gradient of the first step was written
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
-        self._next = "forward_backward"  # the call that may come; "clip_gradients", "optimizer_step" follow
-        self._loss = self._norm = self._factor
+        self.phase = Phase.IDLE
+        self._loss = self._norm = self.factor
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
         """Wrap a loss that sums over tokens: divide it by the step's tokens, and scale it for float16."""
 
+        checked = self._first.watch(loss)
+
         def scaled_loss(output: Any, target: Tensor) -> Tensor:
-            total = self._check.call(loss, output, target) if self._check else loss(output, target)
-            return total * self._factor.to(total.dtype) if isinstance(total, Tensor) else total
+            total = checked(output, target)
+            return total * self.factor.to(total.dtype) if isinstance(total, Tensor) else total
 
         return scaled_loss
 
@@ -171,37 +189,30 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self._may("forward_backward")
-        self._sample_check.compare(self.step, arguments.get("samples"))
         self.begin_merges()
         tokens = self.count_tokens(target) if tokens is None else tokens
-        self._factor = self.loss_factor(tokens)
-        self._next = "drop_gradients"  # if the lines below raise
-
-        def compute() -> Tensor:
-            if self._check:
-                self._check.begin(tokens, self.pipeline.micro_batches)
-                precision = self.precision
-                half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
-                self.replica_check = ReplicaCheck(self.mesh, half) if self._check.tokens else None
-            moved = offload_activations() if self.offload.activations else nullcontext()
-            with self._autocast(), moved:
-                total = self.pipeline.forward_backward(x, target, **arguments)
-                return total if self.invariant is None else self.pipeline.from_last(self.invariant.finish(total))
-
-        total = self.bounds.exact(compute, self._forget)
-        if self._check:
-            self._check.end(total / self._factor)
-            self._check = None
-            if self.replica_check:
-                self.replica_check.end()
-            self._written = self._writes()
+        self.factor = self.loss_factor(tokens)
+        self.phase = Phase.COMPUTING
+        for observer in self.observers:
+            observer.before_forward(self, tokens, arguments)
+        total = self._compute(x, target, arguments)
+        while total is None:
+            self._forget()
+            total = self._compute(x, target, arguments)
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
-        self._next = "clip_gradients"
+        self.phase = Phase.COMPUTED
         return self._loss
 
-    def _writes(self) -> list[int]:
-        found = [gradient_of(p) for p in self._tree.parameters] if self.mesh.world.size > 1 else []
-        return [-1 if grad is None else local_tensor(grad)._version for grad in found]
+    def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Run forward and backward once, and return the summed loss; None: an observer wants them again."""
+        moved = offload_activations() if self.offload.activations else nullcontext()
+        with self._autocast(), moved:
+            total: Tensor | None = self.pipeline.forward_backward(x, target, **arguments)
+            if self.invariant is not None:
+                total = self.pipeline.from_last(self.invariant.finish(total))
+        for observer in self.observers:
+            total = None if total is None else observer.after_backward(self, total)
+        return total
 
     def set_micro_batches(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the next steps, for example to grow the batch. All ranks must call it.
@@ -229,21 +240,16 @@ class Run:
             ValueError: if `forward_backward` was not called first; in the first step, if the ranks of tp have different
                 gradients of a replicated parameter.
         """
-        if self._next == "clip_gradients":
-            if self._written and self._written != self._writes() and self.mesh.job.rank == 0:
-                log.warning(
-                    "the gradients were changed after forward_backward, before their sums over ranks: if by torch's "
-                    "clip_grad_norm_, call run.clip_gradients(max_norm) instead, or replicas drift apart"
-                )
-            self._written = []
-            reduce_gradients(self._tree)
-            replica_check, self.replica_check = self.replica_check, None
-            if replica_check:
-                replica_check.compare(self._tree)
+        if self.phase is Phase.COMPUTED:
+            for observer in self.observers:
+                observer.before_reduce(self)
+            reduce_gradients(self.tree)
+            for observer in [*self.observers]:  # those of the first step leave
+                observer.after_reduce(self)
             if self.scaler:
-                self.scaler.unscale(self._tree)
-            self._norm = (exact_norm if self.invariant else grad_norm)(self._tree, self.mesh)
-            self._next = "optimizer_step"
+                self.scaler.unscale(self.tree)
+            self._norm = (exact_norm if self.invariant else grad_norm)(self.tree, self.mesh)
+            self.phase = Phase.REDUCED
         self._may("optimizer_step")
         return self._norm
 
@@ -264,7 +270,7 @@ class Run:
         """
         self._may("clip_gradients")
         norm = self.finish_gradients()
-        clip_gradients(self._tree, max_norm, norm)
+        clip_gradients(self.tree, max_norm, norm)
         return norm
 
     def optimizer_step(self, lr: float | None = None) -> StepResult:
@@ -295,23 +301,25 @@ class Run:
                 self.optimizer.step()
             finally:
                 self._stepping = False
-        drop_gradients(self._tree)
-        routers = update_routers(self._tree, self.mesh)
+        drop_gradients(self.tree)
+        routers = update_routers(self.tree, self.mesh)
         self.step += 1
-        self._next = "forward_backward"
-        self._loss = self._norm = self._factor
+        self.phase = Phase.IDLE
+        self._loss = self._norm = self.factor
         merge = None
         if self.workers is not None and self.workers.due(self.step) is not None:
             with self.parameters():
                 merge = self.workers.merge(self.step)
+        for observer in self.observers:
+            observer.after_step(self, taken)
         return StepResult(loss, length, taken, merge, routers, self.bounds.repeats)
 
     def drop_gradients(self) -> None:
         """Abandon a step, also after a `forward_backward` that raised. Call it on every rank."""
         self._forget()
-        for router in self.bounds.routers:
-            router.tally = None
-        self._next = "forward_backward"
+        for observer in self.observers:
+            observer.dropped(self)
+        self.phase = Phase.IDLE
 
     def _forget(self) -> None:
         if self.invariant is not None:
@@ -327,17 +335,17 @@ class Run:
     def _may(self, call: str, name: str = "") -> None:
         """Raise if `call` comes in the wrong order. `name` is another call that is allowed where `call` is."""
         order = "forward_backward, clip_gradients (once, or not at all), optimizer_step"
-        if self._next == "drop_gradients":
+        if self.phase is Phase.COMPUTING:
             raise ValueError(f"{call} after a forward_backward that raised: call drop_gradients() on every rank first")
-        if call == "forward_backward" and self._next != call:
+        if call == "forward_backward" and self.phase is not Phase.IDLE:
             more = "" if name else "; to accumulate, prepare(micro_batches=...)"
             raise ValueError(
                 f"{name or call} while gradients wait for optimizer_step: the order of a step is {order}; to give it "
                 f"up, drop_gradients(){more}"
             )
-        if self._next == "forward_backward" and call != self._next:
+        if self.phase is Phase.IDLE and call != "forward_backward":
             raise ValueError(f"{call} without gradients: the order of a step is {order}")
-        if call == "clip_gradients" and self._next != call:
+        if call == "clip_gradients" and self.phase is Phase.REDUCED:
             raise ValueError(f"gradients are finished or clipped already: the order of a step is {order}")
 
     def _autocast(self) -> Any:
@@ -389,7 +397,7 @@ class Run:
         held = list(batches)
         if not held:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
-        self._factor = torch.ones_like(self._factor)
+        self.factor = torch.ones_like(self.factor)
         last = self.pipeline.last_rank == self.mesh.pp.rank
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.evaluating():
@@ -450,6 +458,8 @@ class Run:
         self._may("forward_backward", "save")
         self.begin_merges()
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
+        for observer in self.observers:
+            extra |= observer.state()
         state = {"step": self.step, "seed": self.seed, "extra": extra, **about}
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         with self.parameters():
@@ -488,5 +498,7 @@ class Run:
                     slots.pop(slot, None)
         if self.scaler:
             self.scaler.load_state_dict(loaded.extra)
+        for observer in self.observers:
+            observer.load_state(loaded.extra)
         self.step, self._begun = loaded.step, False
         return loaded

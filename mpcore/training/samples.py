@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from mpcore.layers.dropout import Dropout
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
+from mpcore.training.observers import Observer
+
+if TYPE_CHECKING:
+    from mpcore.training.run import Run
 
 log = get_logger(__name__)
 
@@ -32,7 +37,7 @@ def share_of(mesh: Mesh, micro_batches: int, count: int) -> range:
     return range(first, first + size)
 
 
-class SampleCheck:
+class SampleCheck(Observer):
     """Warn if a model with `Dropout` gets the same `samples` in two steps: it would draw the same masks.
 
     Only the first two steps are compared, so that the host waits for the device at most once.
@@ -43,8 +48,9 @@ class SampleCheck:
         self.tells = mesh.tp.rank == mesh.data.rank == 0
         self.before: tuple[int, Tensor] | None = None
 
-    def compare(self, step: int, samples: Tensor | Sequence[Tensor] | None) -> None:
+    def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         """Keep the samples of a step, or compare them with those of the step before."""
+        step, samples = run.step, arguments.get("samples")
         if not self.is_due or samples is None:
             return
         given = samples if isinstance(samples, Tensor) else torch.cat([*samples])

@@ -230,7 +230,7 @@ def warnings_of_clipping(sizes: dict, zero: int, by_torch: bool) -> list[str]:
     run, said = start(sizes, data=mp.Zero(zero)), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("mpcore.training.run").addHandler(handler)
+    logging.getLogger("mpcore.training.first_step").addHandler(handler)
     try:
         for step in range(2):
             run.forward_backward(*batch(step, run.share(SAMPLES)))
@@ -238,7 +238,7 @@ def warnings_of_clipping(sizes: dict, zero: int, by_torch: bool) -> list[str]:
                 nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
             run.optimizer_step()
     finally:
-        logging.getLogger("mpcore.training.run").removeHandler(handler)
+        logging.getLogger("mpcore.training.first_step").removeHandler(handler)
     return said
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.training import Observer, first_step
 from mpcore.training import run as module
 from mpcore.training.run import StepResult
 
@@ -130,8 +131,7 @@ def test_the_factor_of_a_tokens_loss_has_the_scale_of_float16():
 
 def test_a_loss_of_other_things_than_a_tensor_goes_through():
     run = start()
-    run._factor = torch.tensor(0.5, dtype=torch.float64)
-    run._check = None
+    run.factor = torch.tensor(0.5, dtype=torch.float64)
     assert run.scaled(lambda y, t: "text")(X, T) == "text"  # type: ignore[arg-type, return-value, comparison-overlap]
     scaled = run.scaled(squares)(X.float()[:, :2], T.float())
     assert scaled.dtype == torch.float32
@@ -198,11 +198,11 @@ def test_rank_0_warns_of_gradients_that_were_changed_in_the_first_step():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.rank)  # type: ignore[attr-defined]
-    module.log.addHandler(handler)
+    first_step.log.addHandler(handler)
     try:
         mp.simulate(warned, ranks=2)
     finally:
-        module.log.removeHandler(handler)
+        first_step.log.removeHandler(handler)
     assert said == [0]
 
 
@@ -234,9 +234,9 @@ def test_the_loss_of_an_evaluation_is_over_all_tokens_of_all_batches():
         run.evaluate([])
     run.forward_backward(X, T)
     run.optimizer_step()
-    run._factor = run._factor * 0.25
+    run.factor = run.factor * 0.25
     again = run.evaluate(batches)
-    run._factor = torch.ones_like(run._factor)
+    run.factor = torch.ones_like(run.factor)
     assert run.evaluate(batches) == again, "the factor of a step is none of an evaluation's"
 
 
@@ -369,3 +369,62 @@ def test_a_bare_step_of_the_optimizer_is_refused():
     with pytest.raises(ValueError, match=r"call run.optimizer_step\(\)"):
         run.optimizer.step()
     assert run.optimizer_step().taken
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+
+
+class Recorder(Observer):
+    """Writes down its calls, has the first attempt of each step repeated, and counts steps in checkpoints."""
+
+    def __init__(self) -> None:
+        self.calls, self.steps = [], 0
+
+    def before_forward(self, run, tokens, arguments):
+        self.calls += ["before_forward", int(tokens)]
+        self.again = True
+
+    def after_backward(self, run, total):
+        self.calls += [("after_backward", float(total), run.phase)]
+        again, self.again = self.again, False
+        return None if again else total
+
+    def before_reduce(self, run):
+        self.calls += [("before_reduce", run.phase)]
+
+    def after_reduce(self, run):
+        self.calls += [("after_reduce", run.phase)]
+
+    def after_step(self, run, taken):
+        self.calls += [("after_step", run.step, taken)]
+        self.steps += 1
+
+    def dropped(self, run):
+        self.calls += ["dropped"]
+
+    def state(self):
+        return {"steps": self.steps}
+
+    def load_state(self, state):
+        self.steps = state["steps"]
+
+
+def test_an_observer_sees_each_moment_of_a_step_and_a_repeated_step_counts_once(tmp_path):
+    plain, run, recorder = start(), start(), Recorder()
+    run.observers.append(recorder)
+    for one in (plain, run):
+        one.forward_backward(X, T)
+    assert plain.optimizer_step() == run.optimizer_step()
+    assert [each if isinstance(each, str | int) else each[0] for each in recorder.calls] == [
+        "before_forward", T.numel(), "after_backward", "after_backward", "before_reduce", "after_reduce", "after_step",
+    ]  # fmt: skip
+    for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    run.forward_backward(X, T)
+    run.drop_gradients()
+    assert recorder.calls[-1] == "dropped"
+    path = run.save(tmp_path)
+    other = start()
+    other.observers.append(resumed := Recorder())
+    other.load(path)
+    assert resumed.steps == 1

@@ -84,24 +84,38 @@ class DispatchBounds:
         Returns:
             The result of the last call of `compute`.
         """
-        self.repeats = 0
-        if not self.is_used:
-            return compute()
-        tallies = [router.tally for router in self.routers]
-        while True:
-            for dispatch in self.dispatches:
-                dispatch.is_bounded, dispatch.needed = True, None
-            try:
+        self.begin()
+        try:
+            while True:
                 result = compute()
-            finally:
-                for dispatch in self.dispatches:
-                    dispatch.is_bounded = False
-            if not self._overflowed():
-                return result
-            forget()
-            for router, tally in zip(self.routers, tallies, strict=True):
-                router.tally = tally
-            self.repeats += 1
+                if self.fits():
+                    return result
+                forget()
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Begin a step: use the buffers of fixed sizes. `exact` calls it."""
+        self.repeats = 0
+        self._tallies = [router.tally for router in self.routers]
+        for dispatch in self.dispatches:
+            dispatch.is_bounded, dispatch.needed = True, None
+
+    def fits(self) -> bool:
+        """Return whether the step was exact. If not, the buffers are larger now: drop the gradients, compute again."""
+        if not self.is_used or not self._overflowed():
+            return True
+        for router, tally in zip(self.routers, self._tallies, strict=True):
+            router.tally = tally
+        for dispatch in self.dispatches:
+            dispatch.needed = None
+        self.repeats += 1
+        return False
+
+    def end(self) -> None:
+        """End a step: outside of steps, the host waits for the sizes of the messages."""
+        for dispatch in self.dispatches:
+            dispatch.is_bounded = False
 
     @torch.no_grad()
     def _overflowed(self) -> bool:

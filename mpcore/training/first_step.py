@@ -1,0 +1,72 @@
+"""The checks of the first step: of the loss, of the gradients of replicas, and of gradients that somebody changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mpcore.gradients.accumulate import gradient_of
+from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
+from mpcore.sharding.declarations import ModelTree
+from mpcore.sharding.local import local_tensor
+from mpcore.training.loss_check import Loss, LossCheck
+from mpcore.training.observers import Observer
+from mpcore.training.replica_check import ReplicaCheck
+
+if TYPE_CHECKING:
+    from mpcore.training.run import Run
+
+log = get_logger(__name__)
+
+
+class FirstStep(Observer):
+    """Check the first step, and leave the run's observers after it.
+
+    Args:
+        mesh: this rank's mesh.
+        half: whether the run computes in 16 bits or FP8.
+    """
+
+    def __init__(self, mesh: Mesh, half: bool) -> None:
+        self.loss_check, self.half = LossCheck(mesh), half
+        self.replica_check: ReplicaCheck | None = None
+        self.written: list[int] = []  # how often each gradient was written
+
+    def watch(self, loss: Loss) -> Loss:
+        """Return the loss, checked in the first micro-batch of the first step."""
+        return lambda output, target: self.loss_check.call(loss, output, target)
+
+    def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        """Begin the checks, unless the step has too few tokens."""
+        self.loss_check.begin(tokens, run.pipeline.micro_batches)
+        self.replica_check = ReplicaCheck(run.mesh, self.half) if self.loss_check.tokens else None
+
+    def after_backward(self, run: Run, total: Tensor) -> Tensor:
+        """Raise on every rank if the loss is a mean, or differs between the ranks of tp."""
+        self.loss_check.end(total / run.factor)
+        if self.replica_check:
+            self.replica_check.end()
+        self.written = _writes(run.tree) if run.mesh.world.size > 1 else []
+        return total
+
+    def before_reduce(self, run: Run) -> None:
+        """Warn if the caller changed gradients that the ranks have not summed yet."""
+        if self.written and self.written != _writes(run.tree) and run.mesh.job.rank == 0:
+            log.warning(
+                "the gradients were changed after forward_backward, before their sums over ranks: if by torch's "
+                "clip_grad_norm_, call run.clip_gradients(max_norm) instead, or replicas drift apart"
+            )
+
+    def after_reduce(self, run: Run) -> None:
+        """Raise on every rank if the ranks of tp have different gradients of a replicated parameter."""
+        run.observers.remove(self)
+        if self.replica_check:
+            self.replica_check.compare(run.tree)
+
+
+def _writes(tree: ModelTree) -> list[int]:
+    found = [gradient_of(p) for p in tree.parameters]
+    return [-1 if grad is None else local_tensor(grad)._version for grad in found]

@@ -1,0 +1,71 @@
+"""`Observer`: what looks at the steps of a `Run`, at seven moments, and may store a state of its own in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpcore.training.run import Run
+
+
+class Observer:
+    """Base class: every method does nothing. `run.observers` is the list of a run's observers, called in its order.
+
+    All ranks must have the same observers, so that an observer may call collectives.
+
+    Example:
+        >>> class LargestLoss(mpcore.training.Observer):
+        ...     largest = 0.0
+        ...
+        ...     def after_backward(self, run, total):
+        ...         self.largest = max(self.largest, float(total))
+        ...         return total
+    """
+
+    def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        """Look at a step before its first forward.
+
+        Args:
+            run: the run.
+            tokens: the divisor of the step's summed loss.
+            arguments: the keyword arguments of `run.forward_backward`.
+        """
+
+    def after_backward(self, run: Run, total: Tensor) -> Tensor | None:
+        """Look at the gradients of this rank, before ranks sum them.
+
+        Args:
+            run: the run.
+            total: the sum of this rank's losses, scaled as the gradients are.
+
+        Returns:
+            The sum of the losses. None: drop the gradients, and compute forward and backward again, on every rank.
+        """
+        return total
+
+    def before_reduce(self, run: Run) -> None:
+        """Look at the gradients again when the user's own code has read them, before ranks sum them."""
+
+    def after_reduce(self, run: Run) -> None:
+        """Look at the gradients of the unsharded model, each rank at its shards, before clipping."""
+
+    def after_step(self, run: Run, taken: bool) -> None:
+        """Look at the parameters after the optimizer's step. `run.step` counts the step already.
+
+        Args:
+            run: the run.
+            taken: False if the step was skipped because a value was not finite.
+        """
+
+    def dropped(self, run: Run) -> None:
+        """Forget the step: its gradients were dropped."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON values under names of this observer's own."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned; a checkpoint of a run without this observer lacks it."""
