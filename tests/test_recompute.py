@@ -373,6 +373,51 @@ def test_pitfall_22_evaluation_between_forward_and_backward(kind):
         assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
 
 
+class Codebook(nn.Module):
+    """Writes to buffers through `.data`, by assignment and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.randn(3, 4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        y = torch.tanh(h * self.codes.sum(0) - self.mean)
+        self.codes.data.lerp_(h.detach()[:3], 0.1)
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        self.calls += 1
+        return y * self.calls.item()
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.BatchNorm1d(4), nn.Tanh()],
+        lambda: [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()],
+        lambda: [Codebook(), nn.Tanh()],
+        lambda: [nn.RReLU()],
+    ],
+    ids=["batch_norm", "spectral_norm", "codebook", "rrelu"],
+)
+def test_pitfall_22_buffers_are_written_once_and_rrelu_keeps_its_noise(layers, kind):
+    """Two micro-batches in flight, each recomputed with the buffers of its own forward."""
+    results = []
+    for how in ("none", kind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), *layers()).double()
+        recompute([model], how)
+        for x in torch.randn(3, 2, 5, 4, dtype=torch.float64):
+            outputs = [model(each) for each in x]
+            for y in outputs:
+                y.square().sum().backward()
+        results.append([*model.buffers(), *(p.grad for p in model.parameters())])
+    assert equal(results[1], results[0])
+
+
 def test_names_stay_and_none_undoes():
     model = nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4))
     names = [n for n, _ in model.named_parameters()]

@@ -5,8 +5,9 @@
     selective   its input, results of linear layers              norms, activations, rotations, the attention core
                 and of collectives                               (its two products too)
 
-Losses and gradients are bitwise equal to those without recomputation: dropout masks and routing are functions of their
-inputs, and layers that count calls check `mpcore.layers.module.recomputing`.
+Losses, gradients and buffers are bitwise equal to those without recomputation. Dropout masks and routing are functions
+of their inputs. Each call of a block keeps copies of the block's buffers: the recomputation starts from these values,
+and what it writes to buffers is discarded.
 
 Full recomputation repeats the collectives of the block's forward except the last all-reduce over tp: 1 more all-reduce
 per block, in addition to 2 in forward and 2 in backward. Selective recomputation repeats none. With a split backward,
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,10 +63,15 @@ def recompute(
 ) -> list[str]:
     """Recompute activations of the blocks in backward instead of storing them (activation checkpointing).
 
-    The blocks change in place: names, parameters, outputs and gradients stay the same. Call it again to change the
-    kind, or after you replaced submodules of a block. It works before and after `shard_data_parallel`, under any
+    The blocks change in place: names, parameters, outputs, gradients and buffers stay the same. Call it again to change
+    the kind, or after you replaced submodules of a block. It works before and after `shard_data_parallel`, under any
     pipeline schedule, autocast and torch.compile. If you assigned a function to `block.forward`, that function is
     recomputed, and the kind "none" restores it.
+
+    Note:
+        - State other than the block's buffers, such as a counter in a Python attribute, is updated again by the
+          recomputation.
+        - Use `nn.RReLU`, not `torch.nn.functional.rrelu`: recomputation recognizes the module only.
 
     Args:
         blocks: the blocks of this pipeline rank, in the order of their calls.
@@ -139,23 +145,60 @@ def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **
     setting: _Setting = block.__dict__[_SETTING]
     if setting.kind == "none" or not torch.is_grad_enabled():  # "none": a forward that was set over this one calls it
         return forward(*args)
-    forward = partial(_in_modes, [(module, module.training) for module in setting.modules], forward)
     options: dict[str, Any] = {}
-    if setting.kind == "selective":
-        options["context_fn"] = _selective_compiled if torch.compiler.is_compiling() else _selective
+    if torch.compiler.is_compiling():  # the graph has the modes, and returns what it writes to buffers
+        if setting.kind == "selective":
+            options["context_fn"] = _selective_compiled
+    else:
+        to_the_end = any(isinstance(module, nn.RReLU) and module.training for module in setting.modules)
+        options["early_stop"] = not to_the_end  # torch stops when autograd saves the noise, before RReLU fills it
+        options["context_fn"] = partial(_contexts, setting, to_the_end)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=setting.preserve_rng_state, **options)
 
 
-def _in_modes(modes: list[tuple[nn.Module, bool]], forward: Callable[..., Any], *args: Any) -> Any:
-    """Call `forward` with each module in the mode, training or evaluation, that it had in the first forward."""
-    switched = [module for module, training in modes if module.training != training]
-    for module in switched:
-        module.training = not module.training
-    try:
-        return forward(*args)
-    finally:
-        for module in switched:
-            module.training = not module.training
+def _contexts(setting: _Setting, to_the_end: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of a block's forward and of its recomputation."""
+    if setting.kind == "full":
+        return nullcontext(), _AsInForward(setting.modules, nullcontext())
+    kept: list = []
+    return _remember(kept, to_the_end), _AsInForward(setting.modules, _Replay(kept))
+
+
+class _AsInForward:
+    """In a recomputation give the modules the modes and the buffers that they had before the forward.
+
+    All values are kept, since batch norm and `buffer.data` write to buffers without a new version. The recomputation
+    writes to copies.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager) -> None:
+        self.modes = [(module, module.training) for module in modules]
+        self.buffers = [(m, *named) for m in modules for named in m.named_buffers(recurse=False)]
+        self.values = {buffer: _copy(buffer) for _, _, buffer in self.buffers}
+        self.context = context
+
+    def __enter__(self) -> None:
+        self.now = [(module, module.training) for module, _ in self.modes]
+        self.buffers_now = [(module, name, getattr(module, name)) for module, name, _ in self.buffers]
+        copies = {buffer: _copy(value) for buffer, value in self.values.items()}
+        self._set(self.modes, [(module, name, copies[buffer]) for module, name, buffer in self.buffers])
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+        self._set(self.now, self.buffers_now)
+        del self.now, self.buffers_now
+
+    def _set(self, modes: list[tuple[nn.Module, bool]], buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
+        for module, training in modes:
+            if module.training != training:
+                module.training = training
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
 
 def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> int:
@@ -220,11 +263,6 @@ def _is_kept(func: Any) -> bool:
     return func.overloadpacket in _PRODUCTS or func.namespace == "_c10d_functional"
 
 
-def _selective() -> tuple[AbstractContextManager, AbstractContextManager]:
-    kept: list = []
-    return _remember(kept), _Replay(kept)
-
-
 def _selective_compiled() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return torch's own contexts: the compiler reads the tags that these put on operators, and supports no others."""
     return create_selective_checkpoint_contexts(_policy)
@@ -235,7 +273,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 @contextmanager
-def _remember(kept: list) -> Iterator[None]:
+def _remember(kept: list, to_the_end: bool) -> Iterator[None]:
     """In this context run a block's forward; at its end add the results of products and collectives to `kept`."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
@@ -246,6 +284,8 @@ def _remember(kept: list) -> Iterator[None]:
 
     with saved_tensors_hooks(noted, unpack), log:
         yield
+    if to_the_end:
+        log.end = len(log.entries)
     kept.extend(log.kept())
     log.entries.clear()  # autograd keeps the hook that knows it
 
