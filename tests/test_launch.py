@@ -234,6 +234,49 @@ def test_a_process_that_starts_its_world_again_meets_at_the_same_port():
     assert again.get("who") == b"the first world"
 
 
+ENDS = """
+import os, sys, torch, torch.distributed as dist
+import mpcore, mpcore.collectives
+
+def slow(threads, policy):
+    for thread in threads - {os.getpid()}:
+        os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+def train(end, rank):
+    global mesh
+    mesh = mpcore.build_mesh(tp=2)
+    cores = sorted(os.sched_getaffinity(0))
+    mpcore.collectives.all_reduce(torch.ones(3), mesh.tp)  # starts gloo's threads
+    threads = {int(thread) for thread in os.listdir("/proc/self/task")}
+    for thread in threads:
+        os.sched_setaffinity(thread, {cores[rank % len(cores)]})
+    sys.setswitchinterval(10)
+    slow(threads, os.SCHED_IDLE)  # the main thread runs on before they have freed the tensor
+    mpcore.collectives.all_reduce(torch.ones(3), mesh.tp)
+    slow(threads, os.SCHED_OTHER)
+    if end == "destroy":
+        dist.destroy_process_group()
+    if end == "raise":
+        raise RuntimeError
+
+for port, end in zip(sys.argv[2:], sys.argv[1].split()):
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            sys.exit(train(end, rank))
+    print(end, *(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
+"""
+
+
+def test_a_process_that_ends_right_after_a_collective_keeps_its_status():
+    """Gloo's thread frees the last tensor under Python's lock: in the interpreter's shutdown that aborts."""
+    command = [sys.executable, "-c", ENDS, "destroy destroy raise return", *(str(free_port()) for _ in range(4))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.stdout.splitlines() == ["destroy 0 0", "destroy 0 0", "raise 1 1", "return 0 0"], run.stderr
+
+
 def test_rank_0_at_another_hosts_address_is_told():
     with pytest.raises(
         ValueError, match=r"rank 0 on .*: can't reach itself at 192\.0\.2\.1:\d+: set MASTER_ADDR to an"

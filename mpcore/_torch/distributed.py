@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+@atexit.register
+def _wait_for_gloo() -> None:
+    """Wait, before the interpreter shuts down, until gloo's threads have freed the tensors of the last collective.
+
+    A thread needs Python's lock to free a tensor. During the shutdown it can't take the lock: the process would abort.
+    """
+    sys.setswitchinterval(1e-6)  # the main thread gives the lock to a thread that waits for it
+    quiet, until = 0, time.monotonic() + 5.0
+    while quiet < 2 and time.monotonic() < until:
+        time.sleep(0.005)  # without the lock
+        with suppress(OSError):  # a thread has just ended
+            states = [file.read_text() for file in Path("/proc/self/task").glob("*/stat")]
+            quiet = 0 if any("(pt_gloo_runloop) R" in state for state in states) else quiet + 1
 
 
 def default_store() -> Any:

@@ -144,9 +144,7 @@ def test_a_rank_whose_peer_failed_names_the_first_and_leaves_with_70(monkeypatch
     store.set("mpcore/cause", "rank 3 failed first: why")
     error = ValueError("the save failed")
     error.__cause__ = RuntimeError("Connection closed by peer [127.0.0.1]:9")
-    began = time.monotonic()
     assert leaves(rank(0, store=store), raised(error)) == 70
-    assert 0.2 <= time.monotonic() - began < 5, "gloo's threads have time to free the tensors"
     assert lines == ["stopped, because rank 3 failed first: why"]
     assert store.check(["mpcore/left/0"])
 

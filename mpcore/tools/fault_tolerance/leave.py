@@ -85,7 +85,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                 cause = f"rank 0, or the host that keeps the store of the run{store_address(self.store)}, is gone"
             self.over.set()
             log.error("stopped, because %s", cause)
-            _leave(EXIT_PEER)
+            sys.exit(EXIT_PEER)
         self.over.set()
         status, cause = self._own(error)
         try:
@@ -94,7 +94,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                 self.store.set("mpcore/cause", f"rank {self.rank} {cause}")
         except (RuntimeError, OSError):
             pass
-        _leave(status)
+        sys.exit(status)
 
     def _watch(self) -> None:
         try:
@@ -165,12 +165,6 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                 return self.store.get("mpcore/cause").decode()
             time.sleep(0.02)
         return None
-
-
-def _leave(status: int) -> NoReturn:
-    """Exit after gloo's threads have freed the tensors of the last collective (see `leave`)."""
-    time.sleep(0.2)
-    sys.exit(status)
 
 
 def leave(status: int) -> NoReturn:
