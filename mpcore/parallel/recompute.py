@@ -194,7 +194,7 @@ class _AsInForward:
             if module.training != training:
                 module.training = training
         for module, name, buffer in buffers:
-            setattr(module, name, buffer)
+            module._buffers[name] = buffer
 
 
 def _copy(buffer: Tensor) -> Tensor:
