@@ -57,10 +57,11 @@ bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
 docs: $(STAMP) ## the documentation as a site, in docs/_build; a warning is an error
 	$(RUN) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build
 
-check: $(STAMP) ## ruff, format and pyright
+check: $(STAMP) ## ruff, format and pyright, and the lines of each storey
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
+	$(RUN) -m tests.storeys
 
 format: $(STAMP) ## put the code in its one format
 	$(VENV)/bin/ruff check --fix .

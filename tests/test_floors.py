@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.storeys import storey
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mpcore", "kernels", "examples", "bench", "tests")
 NEEDED = {"torch", "numpy", "einops", "triton"}
@@ -62,13 +64,6 @@ def room(name):
     """The package of mpcore that a module belongs to, or its own name where it lies flat."""
     parts = name.split(".")
     return ".".join(parts[1 : 3 if parts[1:2] == ["tools"] else 2]) or parts[0]
-
-
-def storey(name):
-    """The storey of a module of the library: core, interop or tools."""
-    if name.startswith("mpcore.interop"):
-        return "interop"
-    return "tools" if name.startswith("mpcore.tools") or name in ("mpcore.__main__", "mpcore.verify") else "core"
 
 
 def arrows():
