@@ -470,8 +470,6 @@ def check_odd(zero: int, replicate: int) -> None:
         wanted = dict(whole.named_parameters())
         for name, p in model.named_parameters():
             want = wanted[name].grad
-            if want is None and zero > 0 and p.requires_grad and p.dim() and p.numel():
-                want = torch.zeros_like(wanted[name])
             assert (p.grad is None) == (want is None), f"{name} at step {step}"
             if p.grad is not None and want is not None:
                 close(over_data(p.grad, on, declared[name]), want, f"gradient of {name} at step {step}")

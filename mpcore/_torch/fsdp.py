@@ -102,6 +102,7 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
                 whole = whole_parameter(p)
                 if whole is not None and whole.grad is not None:
                     whole.grad = None
+                p.is_unused = False
 
 
 def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -134,23 +135,38 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def reduce_unused(unit: FSDPModule) -> None:
-    """Reduce zeros for parameters without a gradient, so that all ranks start the same collectives."""
+    """Reduce zeros for parameters without a gradient, so that all ranks start the same collectives.
+
+    `take_unused` tells which gradients are such zeros on this rank.
+    """
     since_2_13 = getattr(unit, "set_reduce_scatter_unused_params", None)
     if since_2_13 is not None:
         since_2_13(True)
-        return
     for group in _groups(_state(unit)):
 
         def post_backward(*_: Any, group: Any = group) -> None:
             for p in group.fsdp_params if group.reduce_grads else ():
                 whole = whole_parameter(p)
-                if whole is None or whole.grad is not None or p.unsharded_accumulated_grad is not None:
+                if whole is None:
                     continue
-                if whole.requires_grad:
+                is_missing = whole.grad is None and p.unsharded_accumulated_grad is None
+                is_first = p.sharded_param.grad is None and group._partial_reduce_output is None
+                p.is_unused = is_missing and (is_first or p.is_unused)
+                if is_missing and whole.requires_grad and since_2_13 is None:
                     whole.grad = torch.zeros_like(whole)
             type(group).post_backward(group)
 
         group.post_backward = post_backward
+        for p in group.fsdp_params:
+            p.is_unused = False
+
+
+def take_unused(units: Iterable[FSDPModule]) -> set[nn.Parameter]:
+    """Return the sharded parameters that had no gradient on this rank since the last call, but zeros in its place."""
+    unused = [p for _, p in records(units) if getattr(p, "is_unused", False)]
+    for p in unused:
+        p.is_unused = False
+    return {p.sharded_param for p in unused}
 
 
 def _state(unit: FSDPModule) -> Any:

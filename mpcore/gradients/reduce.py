@@ -42,7 +42,7 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
     summed in fp32 (fp64 for fp64). A parameter of at least 2^18 elements is all-reduced separately. Smaller
     parameters are packed into buckets of up to 2^26 elements. With `shard_data_parallel(zero=0)` the all-reduces of
     large parameters have started during the last backward. If some ranks have no gradient for a parameter, it counts
-    as zero there. If no rank has a gradient, it stays None.
+    as zero there. If no rank has a gradient, it is None afterwards.
 
     Args:
         model: the model, or this rank's pipeline stage. Its gradients must have been zeroed since the last call.
@@ -73,6 +73,7 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         raise ValueError(f"the gradient of {unsummed} is not summed over data: {UNSUMMED}")
     pending: dict[object, tuple[Axis, list[_Entry]]] = {}
     alone: list[tuple[nn.Parameter, Axis]] = []
+    sharded: dict[object, list[nn.Parameter]] = {}  # by data axis: those of which a flag is sent alone
     laid = {x.data.group: x.data for _, _, x in tree.declared if x.data is not None and x.data.size > 1}
     for name, parameter, sharding in tree.declared:
         if not parameter.requires_grad:
@@ -96,6 +97,9 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         data = sharding.data
         if data is not None and data.size > 1 and data.group not in once and not cut:
             raise ValueError(f"{name} is gathered from the {data.size} ranks of {data.name}: {UNSUMMED}")
+        if cut and data is not None:
+            pending.setdefault(data.group, (data, []))
+            sharded.setdefault(data.group, []).append(parameter)
         single = only_axis(parameter, sharding, once)
         if single is not None:
             alone.append((parameter, single))
@@ -103,12 +107,15 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         wanted += [(shard.axis, shard) for shard in sharding.shards if shard.replicated]
         for axis, shard in wanted:
             pending.setdefault(axis.group, (axis, []))[1].append((name, parameter, shard))
+    unused = fsdp.take_unused(tree.units)
+    zero_gradients(unused.difference(*sharded.values()))  # those on one data rank
     begun = take_begun(tree.parameters)
     for parameter, axis in reversed(alone):  # the order in which backward began some of them
         if parameter not in begun:
             begun[parameter] = begin_sum(parameter, axis)
     first = {sum_.axis.group for sum_ in begun.values()}  # a gradient may be pending over a further axis
-    for axis, entries in sorted(pending.values(), key=lambda entry: (entry[0].group not in first, entry[0].order)):
+    order = {group: (group not in sharded, group not in first, axis.order) for group, (axis, _) in pending.items()}
+    for axis, entries in sorted(pending.values(), key=lambda entry: order[entry[0].group]):
         entries.sort(key=lambda entry: entry[0])
         large = [p for _, p, shard in entries if shard is None and is_large(p, axis)]
         begun |= {p: begin_sum(p, axis) for p in large if p not in begun or begun[p].axis.group is not axis.group}
@@ -117,7 +124,8 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
         packed = [entry for entry in entries if entry[2] is not None or entry[1] not in whole]
         wide = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in packed) else torch.float32
         for bucket in list(buckets(packed, _sent_elements, BUCKET)) or [[]]:
-            _reduce_pending(axis, bucket, wide, apart)
+            flagged = [(p, p not in unused and p.grad is not None) for p in sharded.pop(axis.group, ())]
+            _reduce_pending(axis, bucket, wide, apart, flagged)
             apart = []
     for _, parameter, _ in itertools.chain.from_iterable(entries for _, entries in pending.values()):
         mark_reduced(parameter)
@@ -159,13 +167,24 @@ def _sent_elements(entry: _Entry) -> int:
 
 
 def _reduce_pending(
-    axis: Axis, entries: list[_Entry], wide: torch.dtype, apart: Sequence[tuple[nn.Parameter, Begun]]
+    axis: Axis,
+    entries: list[_Entry],
+    wide: torch.dtype,
+    apart: Sequence[tuple[nn.Parameter, Begun]],
+    sharded: Sequence[tuple[nn.Parameter, bool]],
 ) -> None:
-    """All-reduce some gradients in one message. It also tells which ranks have these gradients and those of `apart`."""
-    here = [begun.here for _, begun in apart] + [gradient_of(p) is not None for _, p, _ in entries]
-    parameters = [p for p, _ in apart] + [p for _, p, _ in entries]
-    for (_, parameter, _), there in zip(entries, here[len(apart) :], strict=True):
-        if not there:
+    """All-reduce some gradients in one message, and drop those that no rank has.
+
+    The message also tells which ranks have the gradients of `apart`, and of `sharded`, which `fully_shard` has summed.
+    """
+    flags = [
+        *((p, begun.here) for p, begun in apart),
+        *sharded,
+        *((p, gradient_of(p) is not None) for _, p, _ in entries),
+    ]
+    parameters, here = [p for p, _ in flags], [is_here for _, is_here in flags]
+    for _, parameter, _ in entries:
+        if gradient_of(parameter) is None:
             parameter.grad = torch.zeros_like(parameter)
     parts = [_pending_part(p, shard).to(wide) for _, p, shard in entries]
     present = torch.tensor(here, dtype=wide).to(parameters[0].device)

@@ -92,8 +92,9 @@ def shard_data_parallel(
           the parameters outside the blocks. Every rank must run a block, or none.
         - A forward under `torch.no_grad()` may run at any time; use `gathered` to gather only once. The first forward
           must not run under `torch.inference_mode()`. Second derivatives are not supported.
-        - Scalars, empty parameters and the statistics of routers are replicated. A parameter that no rank used gets no
-          gradient with 0. With 1 to 3 it gets zeros, or none if its block was skipped in all steps so far.
+        - Scalars, empty parameters and the statistics of routers are replicated.
+        - After `reduce_gradients` the gradient of a parameter that no rank used is None. With 1 to 3 it is zeros until
+          then, also for hooks.
         - To abandon a step, also after a backward that raised, call `mpcore.drop_gradients(model)`.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.

@@ -145,6 +145,99 @@ def test_every_layout_trains_as_plain_torch_does(ranks, name):
             torch.testing.assert_close(value, want["state"][key], rtol=0, atol=1e-8)
 
 
+class BranchedBlock(nn.Module):
+    """A layer that is always used, and four that some samples of some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.some = nn.Linear(D, D), nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, use: Tensor) -> Tensor:
+        x = x + self.always(x).tanh()
+        for branch, rows in zip(self.some, use.T, strict=True):
+            x = x + rows[:, None] * branch(x).tanh() if rows.any() else x
+        return x
+
+
+class Branches(nn.Module):
+    def __init__(self, mine: range) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(i): BranchedBlock() for i in mine})
+
+    def forward(self, x: Tensor, use: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x, use)
+        return x
+
+
+def branched_run(sizes: dict, **told: Any) -> mp.Run:
+    on = mesh(**sizes)
+    with torch.device("meta"):
+        model = Branches(mp.partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]).double()
+    given = {"blocks": model.blocks, "loss": lambda y, target: (y - target).square().sum(), "micro_batches": 2}
+    make = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    return mp.prepare(model, on, optimizer=lambda model: make(model.parameters()), **given, **told)
+
+
+def branched_batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Branches are used from step 2, in every second step, in the first, and never; each by one sample."""
+    x, target = torch.randn(2, SAMPLES, D, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    use = torch.zeros(SAMPLES, 4, dtype=torch.float64)
+    use[[1, 6, 3], [0, 1, 2]] = torch.tensor([step >= 2, step % 2, step == 0]).double()
+    return x, target, use
+
+
+def train_branches(sizes: dict, save: str, load: str = "", **told: Any) -> dict[str, Any]:
+    run = branched_run(sizes, **told)
+    if load:
+        run.load(load)
+    losses, mine = [], slice(run.share(SAMPLES).start, run.share(SAMPLES).stop)
+    while run.step < 5:
+        x, target, use = (each[mine] for each in branched_batch(run.step))
+        losses.append(float(run.forward_backward(x, target, use=use, tokens=SAMPLES)))
+        run.optimizer_step()
+        if run.step == 3 and not load:
+            run.save(save)
+    with run.parameters() as model:
+        return {"losses": losses, "state": full_state_dict(model)}
+
+
+BRANCHED = {
+    **{f"ZeRO-{zero}": ({"dp": 2}, {"data": mp.Zero(zero)}) for zero in range(4)},
+    **{f"HSDP, ZeRO-{zero}": ({"dp": 4}, {"data": mp.Zero(zero, replicate=2)}) for zero in (1, 2, 3)},
+    "gathered in float64": ({}, {"data": mp.Zero(1, param_dtype=torch.float64)}),
+    "pp 2 x dp 2": ({"pp": 2, "dp": 2}, {"data": mp.Zero(3)}),
+    "pp 2 x dp 2, zb": ({"pp": 2, "dp": 2}, {"data": mp.Zero(1), "schedule": "zb"}),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHED)
+def test_pitfall_52_a_parameter_without_a_gradient_stays_as_it_is_on_every_stage_and_after_a_resume(
+    ranks, tmp_path, name
+):
+    sizes, told = BRANCHED[name]
+    run, losses = branched_run({}), []
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(5):
+        x, target, use = branched_batch(step)
+        loss = (run.model(x, use) - target).square().sum() / SAMPLES
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state, (here, there) = run.model.state_dict(), (str(tmp_path / "here"), str(tmp_path / "there"))
+    train_branches({}, here)
+    size = math.prod(sizes.values())
+    found = [
+        *ranks(size, train_branches, sizes, there, **told),
+        *ranks(size, train_branches, sizes, "", mp.checkpoint.step_path(here, 3), **told),
+        train_branches({}, "", mp.checkpoint.step_path(there, 3)),
+    ]
+    for got in found:
+        torch.testing.assert_close(got["losses"], losses[-len(got["losses"]) :], rtol=1e-12, atol=0)
+        torch.testing.assert_close(got["state"], {name: state[name] for name in got["state"]}, rtol=0, atol=1e-12)
+
+
 # --- the order of a step ------------------------------------------------------------------------------------------
 
 
