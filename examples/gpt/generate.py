@@ -58,7 +58,7 @@ def generate(
     Returns:
         The prompt and what follows, the same on every rank.
     """
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     draws = generator(seed, "generate")
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
@@ -76,7 +76,8 @@ def generate(
             ids.append(_draw(logits.cpu(), temperature, draws))
             if ids[-1] == tokenizer.end_of_document:
                 break
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     return tokenizer.decode(ids)
 
 

@@ -373,15 +373,15 @@ class Run:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Turn off dropout, gradients and torch.compile, for example to generate text."""
-        modes = [stage.training for stage in self.stages]
+        modes = [(module, module.training) for stage in self.stages for module in stage.modules()]
         for stage in self.stages:
             stage.eval()
         try:
             with torch.no_grad(), self._autocast(), eagerly():
                 yield
         finally:
-            for stage, mode in zip(self.stages, modes, strict=True):
-                stage.train(mode)
+            for module, training in modes:
+                module.training = training
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor | Sequence[Tensor]) -> float:
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.

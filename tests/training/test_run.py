@@ -240,7 +240,11 @@ def test_the_loss_of_an_evaluation_is_over_all_tokens_of_all_batches():
     assert run.evaluate(batches) == again, "the factor of a step is none of an evaluation's"
 
 
-def test_modes_come_back_after_an_evaluation_also_after_an_error():
+def test_pitfall_59_modes_come_back_after_an_evaluation_also_after_an_error():
+    kept = nn.Sequential(Modes(3, 2), nn.Dropout()).double()
+    kept[1].eval()
+    start(kept).evaluate([(X, T)])
+    assert [module.training for module in kept.modules()] == [True, True, False]
     run = start(Modes(3, 2).double())
     run.model.eval()
     with run.evaluating():
