@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.layers.linear import ParallelLinear
+from tests.laws.cases import Block, D
 
 RANK, ALPHA = 2, 4.0  # of LoRA
 
@@ -63,6 +65,18 @@ def _split_backward(model: nn.Module) -> nn.Module:
     return model
 
 
+def _add_unused(model: Block) -> Block:
+    model.unused = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
+    return model
+
+
+def _add_sometimes(model: Block) -> Block:
+    model.sometimes = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
+    if model.sequence_parallel and model.takes == "sequence":
+        mp.add_partial(model, "sometimes", model.tp)
+    return model
+
+
 def _zero(stage: int) -> Feature:
     return Feature(of_run={"data": mp.Zero(stage)}, kind="data")
 
@@ -80,6 +94,8 @@ FEATURES: dict[str, Feature] = {
     "split backward": Feature(change=_split_backward),
     "deepcopy": Feature(change=copy.deepcopy),
     "frozen biases": Feature(change=_freeze_biases),
+    "unused parameter": Feature(change=_add_unused),
+    "parameter of one step": Feature(change=_add_sometimes),
     "ZeRO-1": _zero(1),
     "ZeRO-2": _zero(2),
     "ZeRO-3": _zero(3),
