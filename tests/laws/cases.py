@@ -34,6 +34,8 @@ class Case:
         takes, gives: what input and output are with sequence parallel: "sequence" is a shard of the tokens, "whole" is
             replicated, "features" is a shard of the last dimension.
         mesh: the sizes of the mesh.
+        axes: the axes that `build` gets, by their names in the mesh and in the layer.
+        context: the kind of context parallelism, which shards the tokens of inputs and targets.
         refuses: the features that this layer or mesh refuses.
     """
 
@@ -42,23 +44,27 @@ class Case:
     takes: str = "sequence"
     gives: str = "sequence"
     mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2, "dp": 2})
+    axes: tuple[str, ...] = ("tp",)
+    context: str = ""
     refuses: tuple[str, ...] = ()
 
 
 class Block(nn.Module):
     """A scale of the input's features, the layer, and its output with all features of all tokens."""
 
-    def __init__(self, case: Case, tp: mp.Axis | None, sequence_parallel: bool) -> None:
+    def __init__(self, case: Case, mesh: mp.Mesh | None = None, sequence_parallel: bool = False) -> None:
         super().__init__()
-        on: dict[str, Any] = {} if tp is None else {"tp": tp}
+        on: dict[str, Any] = {} if mesh is None else {name: getattr(mesh, name) for name in case.axes}
+        self.tp = mp.Axis() if mesh is None else mesh.tp
+        self.sequence_parallel = sequence_parallel and self.tp.size > 1
         if sequence_parallel:
             on["sequence_parallel"] = True
         self.scale = nn.Parameter(torch.empty(D, dtype=torch.float64))
-        self.layer, self.tp, self.sequence_parallel = case.build(**on).double(), tp, sequence_parallel
+        self.layer = case.build(**on).double()
         self.takes, self.gives = case.takes, case.gives
         self.sometimes: nn.Parameter | None = None  # [D, D], multiplies the input in the first step alone
         self.step = 0
-        if sequence_parallel and self.takes == "sequence":
+        if self.sequence_parallel and self.takes == "sequence":
             mp.add_partial(self, "scale", self.tp)  # it multiplies this rank's tokens alone
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,6 +131,66 @@ def _block(p: Params, x: Tensor) -> Tensor:
     return x + _mlp(_swiglu)(of("mlp"), _norm(of("mlp_norm"), x))
 
 
+def words(x: Tensor) -> Tensor:
+    """Token ids [B, T] of the inputs, the same in every sample."""
+    return (torch.arange(x.shape[1]) * 5 % V).expand(x.shape[:2])
+
+
+class Embedded(nn.Module):
+    """The features of token ids times the input."""
+
+    def __init__(self, **on: Any) -> None:
+        super().__init__()
+        self.table = mp.VocabParallelEmbedding(V, D, **on)
+        self.tp, self.sequence_parallel = self.table.tp, self.table.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        full = x.new_empty(x.shape[0], x.shape[1] * (self.tp.size if self.sequence_parallel else 1))
+        return self.table(words(full)) * x
+
+
+class Scored(nn.Module):
+    """A head and the cross-entropy of each token's next word; `fused` never has the full logits."""
+
+    def __init__(self, fused: bool, **on: Any) -> None:
+        super().__init__()
+        self.fused, self.head = fused, mp.ColumnParallelLinear(D, V, bias=False, **on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> losses [B, T, 1]; every third token has no target."""
+        tp, sharded = self.head.tp, self.head.sequence_parallel
+        target = words(x.new_empty(x.shape[0], x.shape[1] * (tp.size if sharded else 1))).roll(-1, 1)
+        target = target.masked_fill(torch.arange(target.shape[1]) % 3 == 2, -100)
+        how: dict[str, Any] = {"tp": tp, "vocab_size": V, "reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}
+        if self.fused:
+            losses = mp.linear_cross_entropy(x, self.head.weight, target, sequence_parallel=sharded, **how)
+        else:
+            losses = mp.vocab_parallel_cross_entropy(self.head(x), target, **how)
+        return losses.unsqueeze(-1)
+
+
+def _scored(p: Params, x: Tensor) -> Tensor:
+    logits, target = F.linear(x, p["head.weight"]), words(x).roll(-1, 1)
+    target = target.masked_fill(torch.arange(x.shape[1]) % 3 == 2, -100)
+    losses = F.cross_entropy(logits.mT, target, reduction="none", label_smoothing=0.1)
+    return (losses + 0.01 * logits.logsumexp(-1).square() * (target >= 0)).unsqueeze(-1)
+
+
+def _experts(p: Params, x: Tensor) -> Tensor:
+    best, chosen = F.linear(x, p["router.weight"]).softmax(-1).topk(2, -1)
+    best = best / best.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for e in range(len(p["experts.gate_up.weight"])):
+        share = (best * (chosen == e)).sum(-1, keepdim=True)
+        y = y + share * F.linear(_swiglu(F.linear(x, p["experts.gate_up.weight"][e])), p["experts.down.weight"][e])
+    return y
+
+
+def _moe(**options: Any) -> Callable[..., nn.Module]:
+    return lambda **on: mp.ParallelMoE(D, FF, num_experts=4, top_k=2, **options, **on)
+
+
 ON_THREE: dict[str, Any] = {"mesh": {"tp": 3}, "refuses": ("invariant",)}  # whose degrees are powers of two
 CASES: dict[str, Case] = {
     "column": Case(lambda **on: mp.ColumnParallelLinear(D, FF, **on), _linear, gives="features"),
@@ -157,4 +223,19 @@ CASES: dict[str, Case] = {
     "block": Case(
         lambda **on: mp.TransformerBlock(mp.ParallelAttention(D, H, head_dim=K, **on), mp.ParallelMLP(D, FF, **on),
                                          mp.RMSNorm(D, **on), mp.RMSNorm(D, **on)), _block),
+    "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
+    "cross entropy": Case(lambda **on: Scored(False, **on), _scored, gives="whole"),
+    "fused cross entropy": Case(lambda **on: Scored(True, **on), _scored, gives="whole", refuses=("invariant", "LoRA")),
+    "experts": Case(_moe(), _experts, axes=("tp", "data"), refuses=("invariant",)),
+    "experts on ep": Case(_moe(), _experts, axes=("ep", "data"), mesh={"dp": 2, "ep": 2}, refuses=("invariant",)),
+    "experts, all-to-all": Case(_moe(dispatch="all_to_all"), _experts, axes=("tp", "ep", "etp", "data"),
+                                mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
+    **{
+        f"context, {kind}": Case(
+            lambda kind=kind, **on: mp.ParallelAttention(D, H, 2, head_dim=K, context=kind, **on), _attention(2),
+            axes=("tp", "cp"), context=kind, mesh={"tp": 1 if kind == "alltoall" else 2, "cp": 2},
+            refuses=("invariant",),
+        )
+        for kind in ("ring", "zigzag", "alltoall", "allgather")
+    },
 }  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.layers.linear import ParallelLinear
-from tests.laws.cases import Block, D
+from tests.laws.cases import Block, D, T
 
 RANK, ALPHA = 2, 4.0  # of LoRA
 
@@ -77,6 +77,10 @@ def _add_sometimes(model: Block) -> Block:
     return model
 
 
+def _example(layer: nn.Module) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return (torch.empty(2, T, D, dtype=torch.float64, device="meta"),), {}
+
+
 def _zero(stage: int) -> Feature:
     return Feature(of_run={"data": mp.Zero(stage)}, kind="data")
 
@@ -92,6 +96,7 @@ FEATURES: dict[str, Feature] = {
     "full recompute": _recompute("full"),
     "selective recompute": _recompute("selective"),
     "split backward": Feature(change=_split_backward),
+    "recompute budget": Feature(of_run={"recompute": mp.Recompute(budget=0.5, example=_example)}, kind="recompute"),
     "deepcopy": Feature(change=copy.deepcopy),
     "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused),

@@ -45,7 +45,7 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 
 def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
     """Train the formula in plain torch."""
-    model = Block(case, None, False)
+    model = Block(case)
     for feature in features:
         model = feature.change(model)
     params = {name: draw(name, *p.shape).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
@@ -72,7 +72,7 @@ def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
 def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int) -> dict[str, Any]:
     """Train the layer on a mesh with these features."""
     on = {name: value for feature in features for name, value in feature.on.items()}
-    model = Block(case, mesh.tp, on.get("sequence_parallel", False))
+    model = Block(case, mesh, on.get("sequence_parallel", False))
     for feature in features:
         model = feature.change(model)
     mp.load_full_state_dict(model, {n: draw(n, *p.shape) for n, p in mp.full_state_dict(model).items()})
@@ -84,6 +84,8 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int) 
         **of_run,
     )  # fmt: skip
     x, target, share, steps = draw("x", B, T, D), draw("target", B, T, width), run.share(B), []
+    if case.context:
+        x, target = (mp.shard_sequence(each, mesh.cp, case.context, dim=1) for each in (x, target))
     for run.model.step in range(STEPS):
         run.forward_backward(x[share], target[share])
         result = run.optimizer_step()
@@ -119,7 +121,7 @@ def outcome(names: Sequence[str], case: Case) -> str:
         torch.compiler.reset()  # ranks are threads of this process, and share its limit of graphs
     width = case.truth(want | {n.removeprefix("layer."): p for n, p in want.items()}, draw("x", 1, T, D)).shape[-1]
     try:
-        found = mp.simulate(rank, ranks=math.prod(case.mesh.values()))
+        found = mp.simulate(rank, ranks=math.prod(size for name, size in case.mesh.items() if name != "ep"))
     except RuntimeError as error:
         return f"raised {error}"
     return found[0] if len(set(found)) == 1 else f"ranks differ: {found}"
