@@ -455,6 +455,30 @@ def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
         assert "Traceback" in told[1]
 
 
+LAST = """
+import sys, time
+import torch.distributed as dist
+from mpcore import build_mesh
+from mpcore.fault_tolerance import leave, leave_together
+from mpcore.mesh.agreement import raise_together
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="tcp://localhost:{port}", rank=rank, world_size=3)
+with leave_together(build_mesh(dp=3)):
+    time.sleep(2.0 if rank == 0 else 0.0)  # rank 0 writes to a slow disk, and the others ask the store more rarely
+    raise_together(None)
+leave(75)
+"""
+
+
+def test_rank_0_keeps_its_store_until_the_others_have_left(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    runs = start(LAST.format(port=port), 3, tmp_path)
+    told = [run.communicate(timeout=60)[1] for run in runs]
+    assert [run.returncode for run in runs] == [75, 75, 75], told
+
+
 STANDS = """
 import ctypes, sys, threading
 import torch.distributed as dist
@@ -556,6 +580,7 @@ def test_what_a_peer_left_is_told_from_an_error_of_our_own():
     for text in (
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9",
         "Connection reset by peer",
+        "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
         "Timed out waiting 1800000ms for send operation to complete",
         "NCCL communicator was aborted on rank 1.",
     ):

@@ -127,7 +127,7 @@ class Broken:
 def test_without_the_store_a_rank_still_leaves_with_its_own_words(monkeypatch, lines):
     alarms = []
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(module, "end_after", lambda *given: alarms.append(given))
+    monkeypatch.setattr(module, "end_after", lambda *given: alarms.append(given) or threading.Timer(9, print))
     assert leaves(rank(1, store=Broken()), raised(LookupError("lost"))) == 1
     assert lines.pop().endswith("LookupError: lost")
     assert alarms == []
@@ -139,7 +139,7 @@ def test_without_the_store_a_rank_still_leaves_with_its_own_words(monkeypatch, l
 
 
 def test_a_rank_whose_peer_failed_names_the_first_and_leaves_with_70(monkeypatch, lines):
-    monkeypatch.setattr(module, "end_after", lambda *given: None)
+    monkeypatch.setattr(module, "end_after", lambda *given: threading.Timer(9, print))
     store = dist.HashStore()
     store.set("mpcore/cause", "rank 3 failed first: why")
     error = ValueError("the save failed")
@@ -180,6 +180,24 @@ def test_one_rank_finds_who_gives_no_answer_and_the_others_wait_for_it(clock):
     one.delete_key("mpcore/cause")
     one.delete_key("mpcore/asked")
     assert rank(0, 2, one)._ask() == "the network between the ranks failed: all of them are there"
+
+
+def test_a_rank_that_ended_too_early_is_told_from_a_dead_one(clock):
+    store = dist.HashStore()
+    rank(2, 3, store).__exit__(None, None, None)
+    store.set("mpcore/left/0", "")
+    cause = "rank 2 ended before rank 1, without an error: let all ranks take the same number of steps"
+    assert rank(1, 3, store)._ask() == cause
+
+
+def test_rank_0_leaves_last_but_waits_only_for_a_time(clock):
+    store = dist.HashStore()
+    rank(0, 2, store, grace=1.0).__exit__(None, None, None)
+    assert sum(clock) == pytest.approx(5.0, abs=0.1)
+    clock.clear()
+    for number in (1, 0):
+        rank(number, 2, store).__exit__(None, None, None)
+    assert clock == []
 
 
 def test_a_blocked_rank_is_ended_twice_the_grace_after_the_first_failure(monkeypatch, lines):

@@ -27,7 +27,11 @@ from mpcore.mesh.log import get_logger
 log = get_logger("mpcore.tools.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped and saved because of a signal; start again to resume
-_PEER = re.compile(r"by peer|Connection refused|Broken pipe|[Tt]imed out|NCCL|gloo/|[Ss]ocket|Transport retry")
+_PEER = re.compile(
+    r"by peer|Connection refused|Connection was likely closed|Broken pipe|[Tt]imed out|NCCL|gloo/|[Ss]ocket|"
+    r"Transport retry"
+)
+_EARLY = "without an error: let all ranks take the same number of steps"
 
 
 class leave_together:  # noqa: N801  (a context manager, named as a function)
@@ -42,6 +46,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
       example while it waits for its GPU. It also answers when another rank asks which ranks are alive, so that a live
       rank that waits for a dead rank is not blamed.
+    - Rank 0, which may host the store, leaves last. It waits at most five times `grace` for the other ranks at the end
+      of the block, and once `grace` after a failure.
 
     Args:
         mesh: this rank's mesh. In a world of one rank, exceptions pass unchanged.
@@ -58,10 +64,12 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
         self.folder = None if folder is None else Path(folder)
         self.store: Any = None
+        self.block, self.cause, self.is_host_done = 1, "", False
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
             self.store = clone_store()  # a connection of its own: the main thread may block its connection
+            self.block = self.store.add(f"mpcore/blocks/{self.rank}", 1)  # this process may have several blocks
 
     def __enter__(self) -> leave_together:
         if self.size > 1:
@@ -73,18 +81,27 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             self.over.set()
             if self.thread.is_alive():  # a thread inside the store at interpreter exit would abort the process
                 self.thread.join(self.grace)
+            if self.store is not None:
+                self._part(5 * self.grace)
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after the first failure a supervisor ends the other ranks
         if not isinstance(error, KeyboardInterrupt) and _PEER.search(_whole_text(error)):
-            at = f"stopped, because the store of the run{store_address(self.store)}"
-            end_after(6 * self.grace, f"{at} gives no answer: its host is down, or the link to it is cut", EXIT_PEER)
+            at = store_address(self.store)
+            line = (
+                f"stopped, because the store of the run{at} gives no answer: its host is down, or the link to it is cut"
+            )
+            alarm = end_after(6 * self.grace, line, EXIT_PEER)
             try:
-                cause = self._ask()
+                cause = self.cause or self._ask()
             except (RuntimeError, OSError):
-                cause = f"rank 0, or the host that keeps the store of the run{store_address(self.store)}, is gone"
+                cause = f"rank 0, or the host that keeps the store of the run{at}, is gone"
+                if self.is_host_done:
+                    cause = f"rank 0 ended before rank {self.rank}, {_EARLY}"
+            alarm.cancel()
             self.over.set()
             log.error("stopped, because %s", cause)
+            self._part(self.grace)
             sys.exit(EXIT_PEER)
         self.over.set()
         status, cause = self._own(error)
@@ -94,16 +111,34 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                 self.store.set("mpcore/cause", f"rank {self.rank} {cause}")
         except (RuntimeError, OSError):
             pass
+        self._part(self.grace)
         sys.exit(status)
+
+    def _part(self, seconds: float) -> None:
+        """Tell rank 0 that this rank needs the store no more. On rank 0, wait until no rank needs it."""
+        with suppress(RuntimeError, OSError):  # rank 0 has waited long enough
+            if not self.cause:
+                self._sign_off(self.rank)
+            until = time.monotonic() + seconds
+            while self.rank == 0 and self.store.add(f"mpcore/ended/{self.block}", 0) < self.size:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.02)
+
+    def _sign_off(self, rank: int) -> None:
+        if self.store.add(f"mpcore/ended/{self.block}/{rank}", 1) == 1:
+            self.store.add(f"mpcore/ended/{self.block}", 1)
 
     def _watch(self) -> None:
         try:
             while not self.store.check(["mpcore/cause"]):
                 if self.store.check(["mpcore/asked"]):
                     self.store.set(f"mpcore/alive/{self.rank}", "")
+                self.is_host_done = self.store.check([f"mpcore/ended/{self.block}/0"])
                 if self.over.wait(self.grace / 2):
                     return
-            cause = self.store.get("mpcore/cause").decode()
+            self.cause = cause = self.store.get("mpcore/cause").decode()
+            self._sign_off(self.rank)
         except (RuntimeError, OSError):  # the rank that hosts the store may have finished
             return
         if not self.over.wait(2 * self.grace):
@@ -150,8 +185,13 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             time.sleep(self.grace)  # each rank's thread polls twice in this time
             silent = [rank for rank in range(self.size) if not self._is_alive(rank)]
             found = "the network between the ranks failed: all of them are there"
-            if silent:
+            ended = [rank for rank in silent if self.store.check([f"mpcore/ended/{self.block}/{rank}"])]
+            if ended:
+                found = f"{name_ranks(self.store, ended)} ended before rank {self.rank}, {_EARLY}"
+            elif silent:
                 found = f"{give_no_answer(silent, self.store)}: killed, or cut off"
+            for rank in silent:
+                self._sign_off(rank)
             self.store.set("mpcore/cause", found)
         return found or self._wait(2 * self.grace) or "a rank is gone"
 
