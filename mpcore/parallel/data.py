@@ -32,7 +32,7 @@ from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.mesh.layout import divisors
 from mpcore.parallel.fsdp import ShardPolicy, UnitWrapper
 from mpcore.parallel.shared import UNSEEN, DataParallel, router_statistics, set_state, share_parameters, state_of
-from mpcore.parallel.sync import after_forward, before_forward, zero_grad
+from mpcore.parallel.sync import after_forward, before_forward, connect_input, zero_grad
 from mpcore.sharding.declarations import add_partial, declarations, declare_anew, owners, sharding_of, shardings
 from mpcore.sharding.declare import Sharding, check_lies_on
 from mpcore.sharding.local import is_dtensor
@@ -136,6 +136,8 @@ def shard_data_parallel(
             wrap(module, whole, zero)
             module.register_forward_pre_hook(partial(before_forward, stage), prepend=True)
             module.register_forward_hook(partial(after_forward, stage))
+            if module is not stage:
+                module.register_forward_pre_hook(connect_input, prepend=True)
         stage.zero_grad = partial(zero_grad, stage)  # type: ignore[assignment]
         mine = tuple(unit for unit in shared if unit.owners & within)
         set_state(

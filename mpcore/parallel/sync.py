@@ -110,6 +110,21 @@ def before_forward(stage: Any, unit: Any, args: Any) -> None:
 
 
 @uncompiled
+def connect_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Let a block with trained parameters have a gradient of its input, so that all ranks reduce blocks in one order.
+
+    Otherwise backward would end at the first block that this rank trained in the step: `fully_shard` reduces the blocks
+    below it at the end and in another order, and ranks that used other parameters would add gradients of other blocks.
+    """
+    tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    if not torch.is_grad_enabled() or not tensors or any(x.requires_grad for x in tensors):
+        return None
+    if not any(p.requires_grad for p in unit.parameters()):
+        return None
+    return tuple(x.detach().requires_grad_() if x is tensors[0] else x for x in args)
+
+
+@uncompiled
 def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
     """Shard parameters again if no backward will do it: gathered copies must not be read or stepped."""
     state = state_of(stage)
