@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import json
@@ -29,18 +30,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import (
+    AdamW,
     ColumnParallelLinear,
     Mesh,
     clip_gradients,
+    full_state_dict,
     grad_norm,
     materialize,
+    parallelize,
     reduce_gradients,
     shard_sequence,
     shardings,
@@ -1402,3 +1408,42 @@ def test_a_signal_saves_and_leaves_within_a_step(tmp_path, number):
     assert f"saved {found} and stopped" in stdout
     assert inspect(found).step == len(losses_of(tmp_path))
     assert not verify(found)
+
+
+def check_dcp(folder: str) -> list[str]:
+    """What DCP says of the states of a model and its optimizer. All else that a state dict is for goes on."""
+    on, errors = mesh(tp=2), []
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4))
+    whole = {name: x.clone() for name, x in model.state_dict().items()}
+    model = parallelize(model, {"0": "colwise", "2": "rowwise"}, tp=on.tp)
+    optimizer = AdamW(model, lr=0.1)
+    state = {name: x.detach() for name, x in model.state_dict().items()}
+    dcp.save(state, checkpoint_id=f"{folder}/shards")  # rank 0's, as it was without an error
+    with pytest.raises(CheckpointException) as error:
+        dcp.load(model.state_dict(), checkpoint_id=f"{folder}/shards")
+    errors.append(str(error.value))
+    dcp.save(full_state_dict(model), checkpoint_id=f"{folder}/full")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for refused in (model.state_dict(), model.state_dict(keep_vars=True), optimizer.state_dict()):
+        with pytest.raises(CheckpointException) as error:
+            dcp.save(refused, checkpoint_id=f"{folder}/refused")
+        errors.append(str(error.value))
+    state, file = model.state_dict(), io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for again in (torch.load(file), copy.deepcopy(state)):
+        same_bits(again, state)
+        copy.deepcopy(model).load_state_dict(again, assign=True)
+    read = {name: torch.zeros_like(x) for name, x in whole.items()}
+    dcp.load(read, checkpoint_id=f"{folder}/full")
+    same_bits(read, whole)
+    return errors
+
+
+def test_pitfall_58_dcp_is_refused_for_shards_and_takes_the_full_state_dict(ranks, tmp_path):
+    for errors in ranks(2, check_dcp, str(tmp_path)):
+        for error in errors:
+            assert re.search(r"0.(weight|bias) is a shard of shape \(3,( 4)?\) of a tensor of shape \(6,( 4)?\)", error)
+            assert "mpcore.checkpoint" in error

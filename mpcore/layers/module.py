@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mpcore._torch.autograd import in_backward
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import stream_key
+from mpcore.sharding.dcp import refuse_shards
 from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.declare import Shard, Sharding
 
@@ -226,6 +227,7 @@ class ParallelModule(ParallelLayer):
         self._init, self._like = init, (device, dtype)
         self.shardings: dict[str, Sharding] = {}
         self.inits: dict[str, Init] = {}
+        refuse_shards(self)
 
     def declare(
         self,

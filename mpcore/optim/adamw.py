@@ -23,6 +23,7 @@ from mpcore.gradients.guard import ReadsMainGradients, guard_optimizer
 from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now
 from mpcore.optim.groups import check_model, decay_groups
 from mpcore.random import stream_key
+from mpcore.sharding.dcp import mark
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, lies_as, local_tensor
@@ -84,6 +85,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         self._declared: dict[Tensor, tuple[str, Sharding]] = {}
         super().__init__(groups, defaults)
         guard_optimizer(self, model)
+        self.register_state_dict_post_hook(_mark_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch, for example with the parameters of a layer that is now trained.
@@ -223,6 +225,13 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
                 moments = slot == "momentum_buffer" or self.state_dtype is None
                 state[slot] = torch.zeros_like(p, dtype=wide if moments else self.state_dtype)
         return state
+
+
+def _mark_state(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+    assert isinstance(optimizer, AdamW)
+    for p, state in optimizer.state.items():
+        for slot, value in state.items():
+            mark(value, f"the {slot} of {optimizer._declared[p][0]}", optimizer._declared[p][1])
 
 
 def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:

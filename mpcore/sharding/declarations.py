@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpcore._torch import fsdp
 from mpcore.mesh.axis import Axis
+from mpcore.sharding.dcp import refuse_shards
 from mpcore.sharding.declare import Sharding
 
 if TYPE_CHECKING:
@@ -240,6 +241,8 @@ def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
 
 def declare_anew(module: nn.Module, leaf: str, sharding: Sharding) -> None:
     """Replace the declaration of `module`'s parameter `leaf`. The module need not have any declaration."""
+    if not declared_by(module):
+        refuse_shards(module)
     module.shardings = {**declared_by(module), leaf: sharding}  # pyright: ignore[reportArgumentType]
 
 

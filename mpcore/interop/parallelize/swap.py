@@ -272,4 +272,4 @@ def _shard_in_place(module: nn.Embedding, layer: nn.Module) -> None:
     module.register_parameter("weight", layer.weight)  # type: ignore[arg-type]
     module.padding_idx = layer.local_padding_idx  # type: ignore[assignment]
     module.tp, module.start, module.end = layer.tp, layer.start, layer.end  # type: ignore[assignment]
-    module.shardings = layer.shardings  # type: ignore[assignment]
+    declare_anew(module, "weight", layer.shardings["weight"])  # type: ignore[index]

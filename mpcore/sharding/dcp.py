@@ -1,0 +1,60 @@
+"""Refuse local shards in `torch.distributed.checkpoint` (DCP).
+
+A local shard is a plain tensor, so DCP would write rank 0's shard as the whole tensor. DCP asks a tensor's own
+`__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` before it takes the tensor as a whole. The
+shards in a state dict have these three, and each raises an error. DCP also compares `size()` with the logical size
+before it reads, so a tensor of the local shape cannot answer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from mpcore.sharding.declare import Sharding
+from mpcore.sharding.local import local_tensor
+
+_QUESTIONS = {
+    "__create_write_items__": ValueError,
+    "__create_chunk_list__": TypeError,  # DCP replaces a ValueError by its own
+    "__get_tensor_shard__": ValueError,
+}
+
+
+def refuse_shards(module: nn.Module) -> None:
+    """Have DCP raise an error for the sharded parameters in this module's state dict.
+
+    The entries stay plain tensors for `load_state_dict`, `torch.save` and `copy.deepcopy`.
+    """
+    module.register_state_dict_post_hook(_mark_parameters)
+
+
+def _mark_parameters(module: nn.Module, state: Mapping[str, Any], prefix: str, _: Any) -> None:
+    shardings: Mapping[str, Sharding] = getattr(module, "shardings", {})
+    for leaf, sharding in shardings.items():
+        mark(state.get(prefix + leaf), prefix + leaf, sharding)
+
+
+def mark(x: Any, name: str, sharding: Sharding) -> None:
+    """Have DCP raise an error that names `name`, if `x` is a tensor that is sharded over an axis besides data."""
+    shards = [shard for shard in sharding.shards if shard.axis.size > 1]
+    if isinstance(x, Tensor) and x.dim() and shards:
+        over = " and ".join(f"{shard.axis.name} ({shard.axis.size} ranks)" for shard in shards)
+        error = (
+            f"{name} is a shard of shape {tuple(local_tensor(x).shape)} of a tensor of shape {sharding.shape}, sharded "
+            f"over {over}, and torch.distributed.checkpoint takes it for the whole tensor: use save and load of "
+            f"mpcore.checkpoint, or for a model mpcore.full_state_dict and load_full_state_dict"
+        )
+        answers = {question: partial(_refuse, kind, error) for question, kind in _QUESTIONS.items()}
+        vars(x).update(answers, __getstate__=_nothing)  # without the second torch.save would store the attributes
+
+
+def _refuse(kind: type[Exception], error: str, *_: Any) -> NoReturn:
+    raise kind(error)
+
+
+def _nothing() -> None:
+    return None
