@@ -18,14 +18,17 @@ from mpcore import (
     AdamW,
     Axis,
     ColumnParallelEmbedding,
+    Colwise,
     Mesh,
     Muon,
     VocabParallelEmbedding,
     decay_groups,
     grad_norm,
     materialize,
+    parallelize,
     shardings,
 )
+from mpcore.checkpoint import load, save
 from mpcore.checkpoint.pieces import like
 from mpcore.gradients.accumulate import mark_reduced
 from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
@@ -256,6 +259,38 @@ def test_muon_takes_fused_projections_apart():
             fused.step()
             apart.step()
         close(layer.weight.detach(), torch.cat([p.detach() for p in parts]), type(layer).__name__)
+
+
+def test_a_checkpoint_of_muon_knows_its_matrices(tmp_path):
+    """One matrix or three is another rule: a plan that declares blocks changes it, and split_blocks=False doesn't."""
+
+    def build(blocks: int, **options) -> tuple[nn.Module, Muon]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(4, 12, dtype=torch.float64))
+        if blocks:
+            model = parallelize(model, {"0": Colwise(blocks=blocks)}, tp=Axis())
+        return model, Muon(model, 0.1, **options)
+
+    def train(model: nn.Module, optimizer: Muon) -> torch.Tensor:
+        for step in range(2):
+            give_gradients(model, step, torch.float64)
+            optimizer.step()
+        return model[0].weight.detach().clone()
+
+    for i, (first, then, same) in enumerate([(0, 3, 0), (3, 0, 3), (3, 2, 3)]):
+        model, optimizer = build(first)
+        train(model, optimizer)
+        save(tmp_path / str(i), model, optimizer, mesh=Mesh(), step=2)
+        with pytest.raises(ValueError, match=rf"0.weight as {first or 1} matri\w+.*, here as {then or 1} matri"):
+            load(tmp_path / str(i), *build(then), mesh=Mesh())
+        again = build(same)
+        load(tmp_path / str(i), *again, mesh=Mesh())
+        close(train(*again), train(model, optimizer), f"{first} blocks")
+    plain, named = build(0), build(3, split_blocks=False)
+    assert not torch.equal(train(*build(3)), train(*build(0)))
+    load(tmp_path / "0", *plain, mesh=Mesh())
+    load(tmp_path / "0", *named, mesh=Mesh())
+    close(train(*named), train(*plain), "one matrix by name")
 
 
 def test_muon_leaves_tables_heads_and_vectors_to_adamw():

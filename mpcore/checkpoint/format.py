@@ -102,7 +102,8 @@ class Manifest:
         seed: the run's seed. None: none was given.
         config, extra: JSON values that the caller passed to `save`.
         mesh: the sizes of the mesh that wrote the checkpoint. A mesh of other sizes can read it.
-        optimizer: the parameter groups, each `{"options": {...}, "params": [names]}`. None: no optimizer was saved.
+        optimizer: the parameter groups, each `{"options": {...}, "params": [names]}`, of Muon's matrices with
+            `"blocks": {name: sizes}`. None: no optimizer was saved.
         files: the files by name.
         tensors: the tensors, by `model/NAME` or `optimizer/SLOT/NAME`.
     """

@@ -181,6 +181,16 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
                 f"load(..., optimizer=None) leaves the checkpoint's unread"
             )
         plan.options.append(options)
+        split = manifest.optimizer[found[0]].get("blocks")  # None: an older checkpoint
+        if split is None or "blocks" not in group:
+            continue
+        for name in group["params"]:
+            was, now = split.get(name, []), group["blocks"].get(name, [])
+            if was != now:
+                plan.problems.append(
+                    f"Muon orthogonalized {name} as {_matrices(was)}, here as {_matrices(now)}: declare the same "
+                    f"blocks, as with Colwise(blocks=3) in parallelize for any tp, or give Muon split_blocks=False"
+                )
 
     def alike(name: str) -> tuple[int, str]:  # parameters of one group and dtype have the same state tensors
         entry = manifest.tensors.get(f"model/{name}")
@@ -203,6 +213,10 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
             plan.state.setdefault(parameter, {})[slot] = value
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+
+
+def _matrices(blocks: list[int]) -> str:
+    return f"{len(blocks)} matrices of {blocks}" if blocks else "1 matrix"
 
 
 def _masters(

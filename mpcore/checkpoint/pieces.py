@@ -143,15 +143,21 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups as JSON values: `{"options": {...}, "params": [names]}`.
 
+    A group of matrices that Muon updates also has `"blocks": {name: sizes}` for those that it splits.
+
     Raises:
         ValueError: if a parameter of the optimizer is not one of the model's.
     """
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
-    groups = []
+    groups, blocks_of = [], getattr(optimizer, "blocks_of", None)
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         options = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in options.items()}
-        groups.append({"options": options, "params": [_known(named, p)[0] for p in group["params"]]})
+        names = {_known(named, p)[0]: p for p in group["params"]}
+        groups.append({"options": options, "params": list(names)})
+        if blocks_of is not None and group["muon"]:
+            split = {name: list(blocks_of(p)) for name, p in names.items()}
+            groups[-1]["blocks"] = {name: sizes for name, sizes in split.items() if sizes}
     return groups
 
 

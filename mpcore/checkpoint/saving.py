@@ -370,4 +370,6 @@ def _merge(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
             if group["options"] != same[0]["options"]:
                 raise ValueError(f"ranks disagree about parameter group {i}: {same[0]['options']}, {group['options']}")
         merged.append({**same[0], "params": sorted({name for group in same for name in group["params"]})})
+        if "blocks" in same[0]:
+            merged[-1]["blocks"] = {name: sizes for group in same for name, sizes in group["blocks"].items()}
     return merged

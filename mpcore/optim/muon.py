@@ -26,7 +26,8 @@ class Muon(AdamW):
     Newton-Schulz needs the full matrix, so the momentum is all-gathered over the axes that shard it. Ranks that then
     hold the same matrices divide the work: each orthogonalizes some of them, and they exchange the results. A parameter
     that consists of several matrices is orthogonalized matrix by matrix: the blocks that a layer declares (Q, K and V;
-    gate and up, also of each expert), and for more than two dimensions each matrix of the last two.
+    gate and up, also of each expert), and for more than two dimensions each matrix of the last two. A plain `nn.Linear`
+    is one matrix. A checkpoint stores the blocks, and a run that would resume with others is refused.
 
     The class combines two optimizers, so it has more than ten arguments: those of torch's Muon and of AdamW, under the
     same names.
@@ -37,6 +38,7 @@ class Muon(AdamW):
         mesh: the model's mesh; the work is divided over its tp and data axes.
         exclude: parameters or modules that AdamW updates. Name the head, and tables that are bare parameters. AdamW
             always updates embeddings, convolutions and vectors.
+        split_blocks: False orthogonalizes a parameter as one matrix although its layer declares blocks.
         momentum, nesterov, ns_coefficients, ns_steps: as in `torch.optim.Muon`.
         adjust_lr_fn: as in `torch.optim.Muon`. The default `"match_rms_adamw"` (Liu et al. 2025, section 2.2) lets Muon
             use the learning rate of AdamW.
@@ -66,6 +68,7 @@ class Muon(AdamW):
         *,
         mesh: Mesh = Mesh(),
         exclude: Iterable[nn.Parameter | nn.Module] = (),
+        split_blocks: bool = True,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
@@ -89,9 +92,14 @@ class Muon(AdamW):
             {"params": matrices, "weight_decay": weight_decay, "muon": True, **options},
             *({**group, "muon": False} for group in decay_groups(model, weight_decay, matrices)),
         ]
-        self.mesh, self.ns_dtype, self.options = mesh, ns_dtype, options
+        self.mesh, self.ns_dtype, self.options, self.split_blocks = mesh, ns_dtype, options, split_blocks
         super().__init__(model, lr, betas, eps, weight_decay, groups=groups, **others)
         self._whole_model = True
+
+    def blocks_of(self, p: nn.Parameter) -> tuple[int, ...]:
+        """Return the sizes of the matrices that Muon orthogonalizes separately. (): the parameter is one matrix."""
+        blocks = self._declared[p][1].blocks if self.split_blocks else ()
+        return blocks if len(blocks) > 1 else ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. `"muon": True` orthogonalizes its matrices; `"muon": False` updates them with AdamW.
@@ -147,7 +155,8 @@ class Muon(AdamW):
             sharding = self._declared[p][1]
             whole = full_tensor(self._momentum(group, p, scale), sharding)
             if i == rank:
-                matrices = whole.split(sharding.blocks, sharding.block_dim) if sharding.blocks else (whole,)
+                blocks = self.blocks_of(p)
+                matrices = whole.split(blocks, sharding.block_dim) if blocks else (whole,)
                 adjusted = [self._direction(matrix, group) for matrix in matrices]
                 mine[: whole.numel()] = torch.cat(adjusted, sharding.block_dim).flatten()
         for axis in reversed(axes):
