@@ -21,20 +21,26 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.layers.linear import ParallelLinear
-from tests.laws.cases import Block, D, T
+from tests.laws.cases import Block, D
 
 RANK, ALPHA = 2, 4.0  # of LoRA
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the table; see the module's docstring. `kind`: two features of one kind exclude each other by nature."""
+    """A row of the table; see the module's docstring.
+
+    Attributes:
+        resumes: save after the first step, and go on with a new model and optimizer that load the checkpoint.
+        kind: two features of one kind exclude each other by nature.
+    """
 
     on: Mapping[str, Any] = field(default_factory=dict)
     change: Callable[[nn.Module], nn.Module] = lambda model: model
     of_mesh: Mapping[str, Any] = field(default_factory=dict)
     of_run: Mapping[str, Any] = field(default_factory=dict)
     truth: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda params: params
+    resumes: bool = False
     kind: str = ""
 
 
@@ -77,10 +83,6 @@ def _add_sometimes(model: Block) -> Block:
     return model
 
 
-def _example(layer: nn.Module) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    return (torch.empty(2, T, D, dtype=torch.float64, device="meta"),), {}
-
-
 def _zero(stage: int) -> Feature:
     return Feature(of_run={"data": mp.Zero(stage)}, kind="data")
 
@@ -96,7 +98,6 @@ FEATURES: dict[str, Feature] = {
     "full recompute": _recompute("full"),
     "selective recompute": _recompute("selective"),
     "split backward": Feature(change=_split_backward),
-    "recompute budget": Feature(of_run={"recompute": mp.Recompute(budget=0.5, example=_example)}, kind="recompute"),
     "deepcopy": Feature(change=copy.deepcopy),
     "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused),
@@ -108,6 +109,7 @@ FEATURES: dict[str, Feature] = {
     "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
     "activation offload": Feature(of_run={"offload": mp.Offload(activations=True)}, kind="offload"),
     "parameter offload": Feature(of_run={"offload": mp.Offload(parameters=True)}, kind="offload"),
+    "resume": Feature(resumes=True),
     "compile": Feature(of_run={"compile": mp.Compile("eager")}),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 import mpcore as mp
+from mpcore.layers.linear import ParallelLinear
 from tests.laws.cases import CASES, B, Block, Case, D, T
 from tests.laws.features import FEATURES, REFUSED, Feature
 
@@ -69,24 +71,32 @@ def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
     return {"steps": torch.tensor(steps, dtype=torch.float64), **{name: p.detach() for name, p in params.items()}}
 
 
-def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int) -> dict[str, Any]:
+def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, folder: str) -> dict[str, Any]:
     """Train the layer on a mesh with these features."""
     on = {name: value for feature in features for name, value in feature.on.items()}
-    model = Block(case, mesh, on.get("sequence_parallel", False))
-    for feature in features:
-        model = feature.change(model)
-    mp.load_full_state_dict(model, {n: draw(n, *p.shape) for n, p in mp.full_state_dict(model).items()})
     of_run = {"data": mp.Zero(0)}
     for feature in features:
         of_run |= feature.of_run
-    run = mp.prepare(
-        model, mesh, blocks=[model.layer], initialize=False, loss=squares, optimizer=lambda m: mp.AdamW(m, **RULE),
-        **of_run,
-    )  # fmt: skip
-    x, target, share, steps = draw("x", B, T, D), draw("target", B, T, width), run.share(B), []
+
+    def start(values: str = "") -> mp.Run:
+        model = Block(case, mesh, on.get("sequence_parallel", False))
+        for feature in features:
+            model = feature.change(model)
+        mp.load_full_state_dict(model, {n: draw(values + n, *p.shape) for n, p in mp.full_state_dict(model).items()})
+        return mp.prepare(
+            model, mesh, blocks=[model.layer], initialize=False, loss=squares,
+            optimizer=lambda m: mp.AdamW(m, **RULE), **of_run,
+        )  # fmt: skip
+
+    run, x, target, steps = start(), draw("x", B, T, D), draw("target", B, T, width), []
+    share = run.share(B)
     if case.context:
         x, target = (mp.shard_sequence(each, mesh.cp, case.context, dim=1) for each in (x, target))
-    for run.model.step in range(STEPS):
+    for step in range(STEPS):
+        if step == 1 and any(feature.resumes for feature in features):
+            path, run = run.save(folder), start("other ")
+            run.load(path)
+        run.model.step = step
         run.forward_backward(x[share], target[share])
         result = run.optimizer_step()
         steps += [result.loss, result.grad_norm]
@@ -111,9 +121,8 @@ def outcome(names: Sequence[str], case: Case) -> str:
     def rank() -> str:
         of_mesh = {name: value for feature in features for name, value in feature.of_mesh.items()}
         try:
-            return compare(
-                sharded(mp.build_mesh(device_type="cpu", **case.mesh, **of_mesh), case, features, width), want
-            )
+            mesh = mp.build_mesh(device_type="cpu", **case.mesh, **of_mesh)
+            return compare(sharded(mesh, case, features, width, folder), want)
         except ValueError:
             return IS_REFUSED
 
@@ -121,18 +130,21 @@ def outcome(names: Sequence[str], case: Case) -> str:
         torch.compiler.reset()  # ranks are threads of this process, and share its limit of graphs
     width = case.truth(want | {n.removeprefix("layer."): p for n, p in want.items()}, draw("x", 1, T, D)).shape[-1]
     try:
-        found = mp.simulate(rank, ranks=math.prod(size for name, size in case.mesh.items() if name != "ep"))
+        with tempfile.TemporaryDirectory() as folder:
+            found = mp.simulate(rank, ranks=math.prod(size for name, size in case.mesh.items() if name != "ep"))
     except RuntimeError as error:
         return f"raised {error}"
     return found[0] if len(set(found)) == 1 else f"ranks differ: {found}"
 
 
-WHOLE, SAMPLED = ("row", "block"), 20
+WHOLE, SAMPLED = ("row", "block"), 12
 
 
 def expected(names: Sequence[str], case: Case) -> str:
     """Whether these features are equal or refused on the mesh of a case."""
-    pair = set(names) in REFUSED and ("dp" in case.mesh or "invariant" in names)
+    if not any(isinstance(module, ParallelLinear) for module in Block(case).modules()):
+        names = [name for name in names if name != "LoRA"]  # no layer for an adapter
+    pair = set(names) in REFUSED and (not case.mesh.keys().isdisjoint(("dp", "cp")) or "invariant" in names)
     return IS_REFUSED if pair or not set(names).isdisjoint(case.refuses) else EQUAL
 
 
@@ -158,4 +170,4 @@ def test_every_layer_under_sampled_pairs_equals_plain_torch_or_is_refused(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_all_pairs_of_every_layer_equal_plain_torch_or_are_refused(case):
-    check(case, pairs())
+    check(case, [names for names in pairs() if case in WHOLE or "compile" not in names])
