@@ -76,7 +76,9 @@ class Trainer:
     def share(self, step: int) -> Sequence[int]:
         """Return the global indices of this rank's samples of a step. They depend on the step alone."""
         samples, args = self.checkpoints.samples(step), self.args
-        self.run.set_micro_batches(len(samples) * self.setup.micro_batches // args.global_batch)
+        micro_batches = len(samples) * self.setup.micro_batches // args.global_batch
+        if micro_batches != self.run.pipeline.micro_batches:  # the ranks compare the number
+            self.run.set_micro_batches(micro_batches)
         return reorder(self.run.share(len(samples)), step, samples, args.twin, args.workers)
 
     def step(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
 from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.parallel.offload import ParameterOffload
+from mpcore.parallel.shared import state_of
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
@@ -218,15 +219,34 @@ class Run:
         """Set the number of micro-batches of the next steps, for example to grow the batch. All ranks must call it.
 
         Raises:
-            ValueError: on every rank, if the schedule does not support this number, or if it is called between
-                `forward_backward` and `optimizer_step`.
+            ValueError: on every rank, if the schedule does not support this number, ranks pass different numbers, or it is
+                called between `forward_backward` and `optimizer_step`. Data ranks may pass different numbers with
+                ZeRO 0 and 1, without cp and ep.
         """
         self._may("forward_backward", "set_micro_batches")
+        self._compare_counts("micro-batches", micro_batches)
         if micro_batches != self.pipeline.micro_batches:
             if self.invariant is not None:
                 kept = self.pipeline.micro_batches
                 raise ValueError(f'{micro_batches} micro-batches: numerics "invariant" has {kept} leaves in every step')
             self.pipeline.set_micro_batches(micro_batches)
+
+    def _compare_counts(self, what: str, count: int) -> int:
+        """Return the smallest of the ranks' numbers of forwards. Raise on every rank if one would wait for another."""
+        mesh, outside = self.mesh, torch.iinfo(torch.int64).min
+        each = torch.full((2, mesh.data.size), outside, dtype=torch.int64, device=mesh.device)
+        each[0, mesh.data.rank], each[1, mesh.data.rank] = count, -count
+        most, least = all_reduce(each, mesh.world, "max").tolist()  # by data rank
+        pairs = [*zip(most, (-x for x in least), strict=True)]
+        if mesh.cp.size > 1 or mesh.ep.size > 1 or any(state_of(stage).zero > 1 for stage in self.stages):
+            pairs = [(max(most), -max(least))]  # each forward or backward has a collective over the data ranks
+        for high, low in pairs:
+            if high != low:
+                raise ValueError(
+                    f"ranks have {low} and {high} {what}, and each would wait for the other: give every rank the same "
+                    f"number; only data ranks may differ, with ZeRO 0 or 1 and without cp and ep"
+                )
+        return -max(least)
 
     def finish_gradients(self) -> Tensor:
         """All-reduce partial gradients, undo the loss scale, and measure the norm.
@@ -390,12 +410,15 @@ class Run:
         batches.
 
         Args:
-            batches: pairs `(x, target)` of this rank. Every rank must have the same number.
+            batches: pairs `(x, target)` of this rank. Every rank must have the same number, and at least one.
             arguments: tensors for the model's keyword arguments, or lists with one tensor per batch.
+
+        Raises:
+            ValueError: on every rank, if a rank has no batch, or ranks have different numbers where one would wait.
         """
         self._may("forward_backward", "evaluate")
         held = list(batches)
-        if not held:
+        if self._compare_counts("batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
         self.factor = torch.ones_like(self.factor)
         last = self.pipeline.last_rank == self.mesh.pp.rank

@@ -528,6 +528,33 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_layout(ranks, tmp_path):
     assert got == pytest.approx(want, rel=1e-9)
 
 
+def check_unequal(sizes: dict, zero: int) -> str:
+    run, refused = start(sizes, data=mp.Zero(zero), micro_batches=1), ""
+    x, target = batch(0, run.share(SAMPLES))
+    rank = run.mesh.data.rank if run.mesh.data.size > 1 else run.mesh.tp.rank
+    for call in (lambda: run.set_micro_batches(1 + rank), lambda: run.evaluate([(x, target)] * (2 + rank))):
+        try:
+            call()
+        except ValueError as error:
+            refused += f"{error}\n"
+    with pytest.raises(ValueError, match=r"got 0 batches|ranks have 0 and 1 batches"):
+        run.evaluate([(x, target)] * rank)
+    run.forward_backward(x, target)
+    assert run.optimizer_step().taken
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero", "refused"),
+    [({"dp": 2}, 3, True), ({"dp": 2}, 1, False), ({"dp": 2}, 0, False), ({"tp": 2}, 1, True)],
+)
+def test_ranks_with_different_numbers_of_micro_batches_or_batches_are_refused_where_one_would_wait(
+    ranks, sizes, zero, refused
+):
+    for said in ranks(2, check_unequal, sizes, zero):
+        assert ("1 and 2 micro-batches" in said, "2 and 3 batches" in said) == (refused, refused)
+
+
 def check_share(sizes: dict) -> range:
     return start(sizes, local_updates=mp.LocalUpdates() if "workers" in sizes else None).share(SAMPLES)
 
