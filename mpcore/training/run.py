@@ -20,6 +20,7 @@ from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_g
 from mpcore.gradients.norm import exact_norm
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
+from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
@@ -133,6 +134,7 @@ class Run:
         optimizer.register_step_pre_hook(self._refuse_bare_step)
         self.phase = Phase.IDLE
         self._loss = self._norm = self.factor
+        self._steps: list[Tensor] = []  # the sums of the data ranks' steps and of their squares
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -200,7 +202,10 @@ class Run:
         while total is None:
             self._forget()
             total = self._compute(x, target, arguments)
-        self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
+        step = self.step % 2**20  # the sums stay exact
+        sent = torch.cat([total.reshape(1), total.new_tensor([step, step**2])])
+        total, *self._steps = all_reduce(sent, self.mesh.data)
+        self._loss = total / (self.scaler.scale if self.scaler else 1.0)
         self.phase = Phase.COMPUTED
         return self._loss
 
@@ -219,8 +224,8 @@ class Run:
         """Set the number of micro-batches of the next steps, for example to grow the batch. All ranks must call it.
 
         Raises:
-            ValueError: on every rank, if the schedule does not support this number, ranks pass different numbers, or it is
-                called between `forward_backward` and `optimizer_step`. Data ranks may pass different numbers with
+            ValueError: on every rank, if the schedule does not support this number, ranks pass different numbers, or it
+                is called between `forward_backward` and `optimizer_step`. Data ranks may pass different numbers with
                 ZeRO 0 and 1, without cp and ep.
         """
         self._may("forward_backward", "set_micro_batches")
@@ -306,13 +311,14 @@ class Run:
             The `StepResult`.
 
         Raises:
-            ValueError: if `forward_backward` was not called first.
+            ValueError: if `forward_backward` was not called first; on every data rank, if they are in different steps.
         """
         norm = self.finish_gradients()
         if lr is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        loss, length = torch.stack([self._loss.to(norm), norm]).tolist()
+        loss, length, *steps = torch.stack([self._loss.to(norm), norm, *self._steps]).tolist()
+        self._check_steps(*steps)
         finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike
         taken = self.scaler.update(finite) if self.scaler else finite
         if taken:
@@ -333,6 +339,11 @@ class Run:
         for observer in self.observers:
             observer.after_step(self, taken)
         return StepResult(loss, length, taken, merge, routers, self.bounds.repeats)
+
+    def _check_steps(self, total: float = 0.0, squares: float = 0.0) -> None:
+        """Raise on every data rank if the sums over these ranks say that their steps differ."""
+        if squares * self.mesh.data.size != total**2:
+            check_same("step, so one gave up a step that the others took", {"step": self.step}, self.mesh.data)
 
     def drop_gradients(self) -> None:
         """Abandon a step, also after a `forward_backward` that raised. Call it on every rank."""

@@ -555,6 +555,22 @@ def test_ranks_with_different_numbers_of_micro_batches_or_batches_are_refused_wh
         assert ("1 and 2 micro-batches" in said, "2 and 3 batches" in said) == (refused, refused)
 
 
+def check_steps(sizes: dict, late: int) -> str:
+    run = start(sizes, micro_batches=1)
+    step_of(run, "forward_backward", "optimizer_step")
+    run.step += run.mesh.data.rank == late
+    step_of(run, "forward_backward")
+    with pytest.raises(ValueError, match="disagree") as error:
+        run.optimizer_step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("sizes", "late"), [({"dp": 2}, 1), ({"dp": 4}, 0), ({"dp": 2, "tp": 2}, 0)])
+def test_pitfall_61_data_ranks_in_different_steps_are_refused(ranks, sizes, late):
+    for said in ranks(math.prod(sizes.values()), check_steps, sizes, late):
+        assert "step: 1 and 2" in said or "step: 2 and 1" in said
+
+
 def check_share(sizes: dict) -> range:
     return start(sizes, local_updates=mp.LocalUpdates() if "workers" in sizes else None).share(SAMPLES)
 
