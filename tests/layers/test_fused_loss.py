@@ -212,6 +212,12 @@ def test_a_frozen_input_of_linear_cross_entropy(ranks, frozen):
     ranks(2, check_linear, None, frozen)
 
 
+def test_the_mean_of_linear_cross_entropy_is_over_targets_that_are_not_the_ignored_id():
+    x, head, target = draw(1, 5, 3), draw(2, 7, 3), torch.tensor([0, 3, 6, 3, 1])
+    found = linear_cross_entropy(x, head, target, ignore_index=3)
+    torch.testing.assert_close(found, F.cross_entropy(x @ head.T, target, ignore_index=3))
+
+
 def test_token_weights_of_each_loss_have_a_gradient():
     x, head, target, weight = draw(1, B, T, D), draw(2, V, D), draw_target(), draw(6, B, T).requires_grad_()
     found = linear_cross_entropy(x, head, target, reduction="none", token_weight=weight)
