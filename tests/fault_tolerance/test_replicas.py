@@ -11,6 +11,7 @@ import mpcore as mp
 from mpcore.mesh.axis import Axis
 from mpcore.sharding import replicas
 from mpcore.sharding.declare import Shard
+from mpcore.sharding.local import local_tensor
 
 INDICES = torch.arange(24).view(2, 12)
 RUNS: dict[str, tuple[tuple, list[str]]] = {  # the runs of three ranks, and the ranges that several hold
@@ -104,3 +105,24 @@ def lists() -> list[tuple[str, list]]:
 def test_whole_tensors_are_compared_over_tp_and_data_and_shards_over_data_alone():
     whole, shards = ["norm.weight", "norm.bias"], ["up.weight", "up.bias"]
     assert mp.simulate(lists, ranks=4) == [[("data", whole + shards), ("tp", whole)]] * 4
+
+
+def spoiled_shard() -> list[str]:
+    on = mp.build_mesh(device_type="cpu", dp=4)
+    model = torch.nn.Linear(4, 4)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    mp.shard_data_parallel(model, on, zero=3, replicate=2)
+    if on.data.rank == 3:
+        local_tensor(model.weight).data[0, 0] = 2.0
+    try:
+        replicas.compare_replicas(model, on)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_of_hsdps_shards_are_compared():
+    for said in mp.simulate(spoiled_shard, ranks=4):
+        assert "weight" in said
+        assert "bias" not in said
