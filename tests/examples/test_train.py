@@ -145,7 +145,8 @@ def test_a_batch_is_this_ranks_part_of_samples_and_documents():
 
 def test_a_share_is_reordered_by_a_twin_and_sets_the_micro_batches():
     said: list[Any] = []
-    run = SimpleNamespace(set_micro_batches=said.append, share=lambda size: said.append(size) or range(2, 4))
+    run: Any = SimpleNamespace(set_micro_batches=said.append, share=lambda size: said.append(size) or range(2, 4))
+    run.pipeline = SimpleNamespace(micro_batches=4)
     checkpoints = SimpleNamespace(samples=lambda step: said.append(step) or range(100, 108))
     made = bare("--global-batch 16 --twin 2 --workers 2", run=run, checkpoints=checkpoints,
                 setup=SimpleNamespace(micro_batches=4))  # fmt: skip
