@@ -76,8 +76,8 @@ def linear_cross_entropy(
         x: `[N, D]`.
         weight: `[V/tp, D]`, this rank's rows. If it has a `main_grad` (float32), its gradient is added there.
         target: `[N]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Ids are checked on a CPU only;
-            elsewhere an id outside the vocabulary counts as a logit of 0. Rows of `x` with an ignored target must be
-            finite, because dW is a product with them.
+            elsewhere an id outside the vocabulary counts as a logit of 0. Rows of `x` with an ignored target count as 0
+            in dW, whatever they hold.
         scale: `[N]`, the weight of each token in the sum, of any dtype; not differentiated.
         options: of `LossOptions`.
 
@@ -198,9 +198,11 @@ class _Head:
         return cross_entropy_backward(z, target, stats, dloss, in_place=True, **options)
 
     def products(
-        self, x: Tensor, weight: Tensor, wanted: Sequence[bool], gradient: Callable[[Tensor, slice], Tensor | None]
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, x: Tensor, weight: Tensor, target: Tensor, wanted: Sequence[bool],
+        gradient: Callable[[Tensor, slice], Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Return dx and dweight, each if wanted; `gradient(z, rows)` returns the gradient of the logits z of `rows`."""
+        ignored = (target == self.loss["ignore_index"]).unsqueeze(1)
         narrow = weight.to(self.dtype)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
         dweight = None
@@ -212,6 +214,8 @@ class _Head:
                 continue
             if dx is not None:
                 dx[rows] = dz @ narrow
+            if wanted[1]:
+                part = part.masked_fill(ignored[rows], 0)  # 0 times NaN would be in dW
             if wanted[1] and x.shape[0] <= self.chunk_rows:
                 dweight = dz.t() @ part
             elif wanted[1]:
@@ -256,7 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             totals.append((loss_of_stats(stats, target[rows], **head.loss) * scale[rows]).sum())
             return head.backward(z, target[rows], stats, scale[rows]) if any(wanted) else None
 
-        ctx.save_for_backward(*head.products(x, weight, wanted, gradient))
+        ctx.save_for_backward(*head.products(x, weight, target, wanted, gradient))
         ctx.dtypes, ctx.main = (x.dtype, weight.dtype), remember_main_grad(weight) if wanted[1] else None
         return torch.stack(totals).sum()
 
@@ -281,7 +285,7 @@ class _LinearRows(torch.autograd.Function):
         def keep(z: Tensor, rows: slice) -> None:
             stats[:, rows] = head.stats(z, target[rows], entropy=log_prob)
 
-        head.products(x, weight, (False, False), keep)
+        head.products(x, weight, target, (False, False), keep)
         ctx.save_for_backward(x, weight, target, stats)
         ctx.head, ctx.main = head, remember_main_grad(weight) if ctx.needs_input_grad[1] else None
         if log_prob:
@@ -299,7 +303,7 @@ class _LinearRows(torch.autograd.Function):
             of_rows = {name: d[rows] for name, d in zip(ctx.outputs, given, strict=True)}
             return head.backward(z, target[rows], stats[:, rows], **of_rows)
 
-        dx, dweight = head.products(x, weight, ctx.needs_input_grad, gradient)
+        dx, dweight = head.products(x, weight, target, ctx.needs_input_grad, gradient)
         (main,) = take_main_grad(ctx.main) or (None,)
         if main is not None:
             main.add_(dweight)

@@ -217,13 +217,19 @@ def test_pitfall_07_the_mean_is_over_tokens_that_count_and_zero_without_any(rank
 
 def check_ignored():
     tp = tp_axis()
-    for ignored in (-100, 5, -1):
-        leaf = c.split(draw(1, 4, 12), tp, -1).requires_grad_()
+    terms = {"label_smoothing": 0.1, "z_loss": 0.1}
+    for ignored, held, more in itertools.product(
+        (-100, 5, -1), (0.5, torch.nan, torch.inf, -torch.inf), ({}, {"softcap": 2.0})
+    ):
+        leaf = c.split(draw(1, 4, 12), tp, -1)
+        leaf[1] = held
+        leaf.requires_grad_()
         target = torch.tensor([1, ignored, 11, ignored])
         loss = vocab_parallel_cross_entropy(
-            leaf, target, tp=tp, vocab_size=12, reduction="none", ignore_index=ignored, label_smoothing=0.1, z_loss=0.1
+            leaf, target, tp=tp, vocab_size=12, reduction="none", ignore_index=ignored, **terms, **more
         )
         loss.sum().backward()
+        assert leaf.grad.isfinite().all()
         assert loss[1] == loss[3] == 0
         assert (loss[::2] > 0).all()
         assert not leaf.grad[1::2].any()
