@@ -278,15 +278,21 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
     """Raise ValueError if two pipeline ranks use one name for different parameters: both would draw the same values.
 
-    If values are kept, raise it only for two ranks with equal sets of names: each was given the full model. Warn if no
-    rank has a sharded parameter, and tp is above 1.
+    Raise it too if no rank has a parameter to train. If values are kept, raise the first only for two ranks with equal
+    sets of names: each was given the full model. Warn if no rank has a sharded parameter, and tp is above 1.
     """
     tied = {mesh.pp, mesh.ends}
     held = [each for stage in stages for each in declarations(stage)]
     own = list(dict.fromkeys(name for name, _, sharding in held if tied.isdisjoint(sharding.partial)))
     holder: dict[str, int] = {}
     sharded = any(shard.axis.size > 1 for _, _, sharding in held for shard in sharding.shards)
-    ranks, any_sharded = zip(*gather_objects((own, sharded), mesh.pp.group), strict=True)
+    trained = any(p.requires_grad for _, p, _ in held)
+    ranks, any_sharded, any_trained = zip(*gather_objects((own, sharded, trained), mesh.pp.group), strict=True)
+    if any(ranks) and not any(any_trained):
+        raise ValueError(
+            f"none of the {sum(map(len, ranks))} parameters requires a gradient, so there is nothing to train: call "
+            f"requires_grad_() for those to train before prepare"
+        )
     if mesh.tp.size > 1 and not any(any_sharded) and mesh.job.rank == 0:
         log.warning(
             "no parameter is sharded, so the %d ranks of tp compute the same: swap layers for mpcore's, with "
@@ -308,6 +314,12 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
     """Raise ValueError if it is unclear whether to keep a model's values, or values are missing or too narrow."""
     parameters = [each for stage in stages for each in stage.named_parameters()]
+    for name, p in parameters:
+        if p.is_complex():
+            raise ValueError(
+                f"{name} is {p.dtype}, and gradients are summed as real numbers: make it a real parameter of shape "
+                f"{(*p.shape, 2)}, and call torch.view_as_complex in forward"
+            )
     narrow = [f"{name} is {p.dtype}" for name, p in parameters if p.is_floating_point() and p.dtype != torch.float64]
     if narrow and precision.dtype in ("float64", "fp64", torch.float64):
         raise ValueError(f"precision is float64, but {narrow[0]}: build the model in float64, or call model.double()")

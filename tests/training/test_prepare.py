@@ -859,3 +859,19 @@ def check_index() -> None:
 
 def test_targets_beyond_sharded_logits_are_explained(ranks):
     ranks(2, check_index)
+
+
+def check_untrainable(pp: int) -> None:
+    on = mesh(pp=pp)
+    options: dict[str, Any] = {"loss": lambda y, _: y.sum(), "optimizer": mp.AdamW, "initialize": False}
+    stage = nn.ModuleDict({str(on.pp.rank): nn.Linear(D, D)})
+    with pytest.raises(ValueError, match=f"none of the {2 * pp} parameters requires a gradient"):
+        mp.prepare(stage.requires_grad_(False), on, blocks=stage, **options)
+    stage["gate"] = nn.ParameterList([torch.zeros(3, dtype=torch.complex64)])
+    with pytest.raises(ValueError, match=r"gate.0 is torch.complex64, .* of shape \(3, 2\)"):
+        mp.prepare(stage.requires_grad_(True), on, blocks=stage, **options)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_frozen_model_and_complex_parameters_are_refused(ranks, pp):
+    ranks(pp, check_untrainable, pp)
