@@ -263,6 +263,7 @@ class Dtypes(TorchDispatchMode):
             for x in pytree.leaves((args, out)):
                 if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim():
                     kind = "hidden" if x.shape[-1] == CONFIG.d_model and x.dim() > 1 else "flat" if x.dim() == 1 else ""
+                    kind = "" if x.shape == (3,) else kind  # the loss and the step
                     self.sent.add((name.split("_tensor")[0], kind, x.dtype))
         if name in ("to_copy", "copy", "foreach_copy"):
             held = [x for x in pytree.leaves((args, out)) if isinstance(x, torch.Tensor)]
