@@ -31,7 +31,6 @@ from mpcore.layers.initialize import materialize
 from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.mesh.log import get_logger
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel import DiLoCo, convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
 from mpcore.parallel import recompute as recompute_blocks
@@ -43,12 +42,12 @@ from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.replicas import compare_replicas
+from mpcore.training.idle_axes import check_axes
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_rank
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
-log = get_logger(__name__)
 OTHER_VALUES = (
     "as each rank made its own: build the model after one torch.manual_seed on all ranks, and pass init= to parallel "
     "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights"
@@ -107,7 +106,8 @@ def prepare(
 
     Raises:
         ValueError: on every rank, before a collective of the model starts, if policies exclude each other or don't fit
-            the mesh, ranks pass different arguments, or the model can't be prepared. The message says why.
+            the mesh, ranks pass different arguments, the model doesn't use an axis above 1, or it can't be prepared.
+            The message says why.
 
     Example:
         >>> import torch
@@ -160,6 +160,7 @@ def prepare(
         raise ValueError(f"blocks is empty, and {' and '.join(idle)} would do nothing: give blocks=model.blocks")
 
     _check_names(stages, mesh, drawn=initialize is not False)
+    check_axes(stages, mesh)
     if initialize is False:  # must come before data parallelism shards the values
         with raising_together():
             joined = stages[0] if len(stages) == 1 else join_stages(stages)
@@ -279,25 +280,19 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
     """Raise ValueError if two pipeline ranks use one name for different parameters: both would draw the same values.
 
     Raise it too if no rank has a parameter to train. If values are kept, raise the first only for two ranks with equal
-    sets of names: each was given the full model. Warn if no rank has a sharded parameter, and tp is above 1.
+    sets of names: each was given the full model.
     """
     tied = {mesh.pp, mesh.ends}
     held = [each for stage in stages for each in declarations(stage)]
     own = list(dict.fromkeys(name for name, _, sharding in held if tied.isdisjoint(sharding.partial)))
     holder: dict[str, int] = {}
-    sharded = any(shard.axis.size > 1 for _, _, sharding in held for shard in sharding.shards)
     trained = any(p.requires_grad for _, p, _ in held)
-    ranks, any_sharded, any_trained = zip(*gather_objects((own, sharded, trained), mesh.pp.group), strict=True)
+    ranks, any_trained = zip(*gather_objects((own, trained), mesh.pp.group), strict=True)
     if any(ranks) and not any(any_trained):
         raise ValueError(
             f"none of the {sum(map(len, ranks))} parameters requires a gradient, so there is nothing to train: call "
             f"requires_grad_() for those to train before prepare"
         )
-    if mesh.tp.size > 1 and not any(any_sharded) and mesh.job.rank == 0:
-        log.warning(
-            "no parameter is sharded, so the %d ranks of tp compute the same: swap layers for mpcore's, with "
-            "tp=mesh.tp, or build the mesh without tp", mesh.tp.size,
-        )  # fmt: skip
     alike = any(set(one) == set(other) for one, other in itertools.combinations(ranks, 2) if one)
     for rank, names in enumerate(ranks):
         for name in names if drawn or alike else ():

@@ -71,8 +71,10 @@ def test_what_is_compared_between_ranks_and_in_which_order(monkeypatch):
 
 
 def test_modules_that_are_skipped_stay_whole():
-    model = parallelize(net(), PLAN | {"1": "replicate"}, TP, skip=("0", "2"), check=False)
-    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    model = parallelize(net(), PLAN | {"1": "replicate"}, TP, skip=("2",), check=False)
+    assert [type(layer) for layer in model] == [ColumnParallelLinear, nn.ReLU, nn.Linear]
+    with pytest.raises(ValueError, match="shards no parameter, so the 2 ranks of tp"):
+        parallelize(net(), PLAN, TP, skip=("0", "2"), check=False)
     with pytest.raises(ValueError, match="'odd' matches no module"):
         parallelize(net(), PLAN, TP, skip=("odd",))
 

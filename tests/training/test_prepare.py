@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -625,19 +626,97 @@ def test_weights_that_are_there_are_never_drawn_anew_in_silence():
         assert torch.equal(*(run.model.get_parameter("0.weight") for run in (again, drawn)))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shards", "said"), [({"tp": 2}, False, 1), ({"tp": 2}, True, 0), ({"dp": 2}, False, 0)]
-)
-def test_ranks_of_tp_that_compute_the_same_are_warned_of_once(caplog, sizes, shards, said):
-    def make(on: mp.Mesh) -> None:
-        first = mp.ColumnParallelLinear(2, 2, tp=on.tp, device="meta") if shards else nn.Linear(2, 2, device="meta")
-        mp.prepare(nn.Sequential(first), on, blocks=[], loss=lambda y, _: y.sum(), optimizer=mp.AdamW)
+class Attends(nn.Module):
+    """Attention of one's own, of a class that nothing is known about."""
 
-    with caplog.at_level(logging.WARNING):
-        mp.simulate(make, **sizes)
-    found = [record.getMessage() for record in caplog.records]
-    assert len(found) == said
-    assert all("no parameter is sharded, so the 2 ranks of tp compute the same: swap layers" in each for each in found)
+    def __init__(self, cp: mp.Axis | None = None) -> None:
+        super().__init__()
+        self.cp, self.qkv = cp, nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1), is_causal=True)
+
+
+def llama(kind: str, **sizes: int) -> nn.Module:
+    module: Any = pytest.importorskip("transformers")
+    about = {"vocab_size": V, "hidden_size": D, "intermediate_size": D, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "num_hidden_layers": 1}  # fmt: skip
+    return getattr(module, f"{kind}ForCausalLM")(getattr(module, f"{kind}Config")(**about, **sizes))
+
+
+def experts(on: mp.Mesh, *axes: str) -> nn.Module:
+    return mp.ParallelMoE(4, 4, 2, 1, **{name: getattr(on, name) for name in axes})
+
+
+def attention(on: mp.Mesh, **options: Any) -> nn.Module:
+    return mp.ParallelAttention(4, 2, tp=on.tp, **options)
+
+
+def of_cp(on: mp.Mesh) -> nn.Module:
+    return attention(on, context="ring", cp=on.cp)
+
+
+linear = partial(nn.Linear, 4, 4)
+IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on it, the words of the refusal
+    ({"tp": 2}, lambda on: [linear()], ["no parameter is sharded", "2 ranks of tp"]),
+    ({"tp": 2, "pp": 2}, lambda on: [linear()], ["2 ranks of tp"]),
+    ({"tp": 2, "pp": 2}, lambda on: [mp.ColumnParallelLinear(4, 4, tp=on.tp) if on.pp.rank else linear()], []),
+    (
+        {"tp": 2},
+        lambda on: [mp.LayerNorm(4, tp=on.tp, sequence_parallel=True), mp.RowParallelLinear(4, 4, tp=on.tp)],
+        ["1 (LayerNorm) has sequence_parallel=True", "2 ranks of tp"],
+    ),
+    (
+        {"tp": 2},
+        lambda on: [
+            mp.LayerNorm(4, tp=on.tp, sequence_parallel=True),
+            mp.ColumnParallelLinear(4, 4, tp=on.tp, sequence_parallel=True),
+        ],
+        [],
+    ),
+    ({"dp": 2, "ep": 2}, lambda on: [linear()], ["sharded over ep", "2 ranks"]),
+    (
+        {"dp": 2, "ep": 2},
+        lambda on: [llama("Qwen3Moe", num_experts=2, moe_intermediate_size=4)],
+        ["sharded over ep", "2 ranks"],
+    ),
+    (
+        {"dp": 2, "ep": 2},
+        lambda on: [experts(on, "ep"), experts(on)],
+        ["2 (ParallelMoE) was built with ep 1", "has ep 2"],
+    ),
+    ({"dp": 2, "ep": 2}, lambda on: [experts(on, "ep")], []),
+    ({"dp": 2, "etp": 2}, lambda on: [linear()], ["sharded over etp", "2 ranks"]),
+    ({"cp": 2}, lambda on: [llama("Llama")], ["1 (LlamaForCausalLM) may mix tokens", "2 ranks of cp"]),
+    ({"cp": 2}, lambda on: [Attends()], ["1 (Attends) may mix tokens", "2 ranks of cp"]),
+    ({"cp": 2}, lambda on: [Attends(), experts(on, "cp")], ["1 (Attends)", "2 ranks of cp"]),
+    ({"cp": 2}, lambda on: [of_cp(on), attention(on)], ["2 (ParallelAttention) was built with cp 1", "has cp 2"]),
+    ({"cp": 2}, lambda on: [of_cp(on), nn.MultiheadAttention(4, 2)], ["2 (MultiheadAttention)", "2 ranks of cp"]),
+    ({"cp": 2}, lambda on: [of_cp(on), nn.GRU(4, 4)], ["2 (GRU)", "2 ranks of cp"]),
+    ({"cp": 2}, lambda on: [nn.Conv1d(4, 4, 3)], ["1 (Conv1d)", "2 ranks of cp"]),
+    ({"cp": 2, "pp": 2}, lambda on: [linear() if on.pp.rank else Attends()], ["1 (Attends)", "2 ranks of cp"]),
+    ({"cp": 2, "pp": 2}, lambda on: [Attends() if on.pp.rank else of_cp(on)], []),  # the first stage has cp
+    ({"cp": 2}, lambda on: [linear(), nn.GELU(), nn.RMSNorm(4)], []),  # token by token
+    ({"cp": 2}, lambda on: [Attends(on.cp)], []),
+    ({"cp": 2}, lambda on: [of_cp(on), linear(), attention(on, memory_dim=4)], []),
+    ({"dp": 2}, lambda on: [Attends()], []),
+]
+
+
+@pytest.mark.parametrize(("sizes", "layers", "words"), IDLE)
+def test_pitfall_53_54_an_axis_that_the_model_does_not_use_is_refused(sizes, layers, words):
+    def make() -> str:
+        on = mp.build_mesh(device_type="cpu", **sizes)
+        model = nn.Sequential(OrderedDict((str(1 + i + 9 * on.pp.rank), each) for i, each in enumerate(layers(on))))
+        try:
+            mp.prepare(model.to("meta"), on, blocks=[], loss=lambda y, _: y.sum(), optimizer=mp.AdamW, micro_batches=2)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for said in mp.simulate(make, ranks=math.prod(sizes.get(name, 1) for name in ("tp", "cp", "pp", "dp"))):
+        assert all(word in said for word in words), said
+        assert bool(said) is bool(words), said
 
 
 def test_a_model_with_values_is_moved_to_the_meshs_device(monkeypatch):

@@ -261,7 +261,8 @@ def test_pitfall_59_modes_come_back_after_an_evaluation_also_after_an_error():
 def shares(sizes: dict, count: int, micro_batches: int) -> tuple[int, int, str]:
     on = mp.build_mesh(device_type="cpu", **sizes)
     options = {"local_updates": mp.LocalUpdates()} if sizes.get("workers", 1) > 1 else {}
-    run = start(mesh=on, micro_batches=micro_batches, data=mp.Zero(0), **options)
+    model = mp.ColumnParallelLinear(3, 2, tp=on.tp, dtype=torch.float64)
+    run = start(model, on, micro_batches=micro_batches, data=mp.Zero(0), **options)
     try:
         share = run.share(count)
     except ValueError as error:

@@ -80,11 +80,11 @@ def parallelize(
         The model itself. If the model is one layer, which the pattern "" names, the new layer.
 
     Raises:
-        ValueError: on every rank of tp and before anything changes, if a pattern matches nothing, a style is unknown or
-            unsupported or doesn't fit its module, tp doesn't divide a size, the plan shards heads that a module counts
-            in an attribute and no `LocalSizes` divides it, the ranks hold different models, or the sharded copy differs
-            from the unsharded one. The message names the first module that differs. If the first forward tests the
-            plan, that forward raises.
+        ValueError: on every rank of tp and before anything changes, if a pattern matches nothing, the plan shards
+            nothing, a style is unknown or unsupported or doesn't fit its module, tp doesn't divide a size, the plan
+            shards heads that a module counts in an attribute and no `LocalSizes` divides it, the ranks hold different
+            models, or the sharded copy differs from the unsharded one. The message names the first module that differs.
+            If the first forward tests the plan, that forward raises.
 
     Note:
         - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
@@ -170,7 +170,12 @@ def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target],
     nbytes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     cut = sharded_parameters(swaps, styles, tp)
     whole, total = sum(size for key, size in nbytes.items() if key not in cut), sum(nbytes.values())
-    if total and whole > (1 - FLOOR) * total:
+    if whole == total:
+        raise ValueError(
+            f"the plan shards no parameter, so the {tp.size} ranks of {tp.name} would compute the same: name layers to "
+            f"shard, or build the mesh with tp 1"
+        )
+    if whole > (1 - FLOOR) * total:
         largest = max((p.numel() * p.element_size(), name) for name, p in model.named_parameters() if id(p) not in cut)
         said = (
             f"the plan leaves {whole / total:.0%} of the model's {total} bytes whole on each of {tp.size} ranks, most "
