@@ -43,8 +43,8 @@ class Pipeline:
 def model_of(seq_len: int = 8, vocab: int = 260, **changes: Any) -> Any:
     model = SimpleNamespace(config=SimpleNamespace(seq_len=seq_len, vocab_size=vocab), training=True, last=True,
                             sequence_parallel=False, context="zigzag", modes=[])  # fmt: skip
-    model.eval = lambda: model.modes.append("eval")
-    model.train = lambda mode: model.modes.append(mode)
+    model.eval = lambda: (model.modes.append("eval"), setattr(model, "training", False))
+    model.modules = lambda: [model]
     vars(model).update(changes)
     return model
 
@@ -58,10 +58,12 @@ def test_each_token_follows_the_last_window():
     assert text("ab", pipeline, model, new_tokens=4, temperature=0) == "abcdef"
     assert [tokens for tokens, _ in pipeline.asked] == [[97, 98], [97, 98, 99], [98, 99, 100], [99, 100, 101]]
     assert all(all(mask) for _, mask in pipeline.asked)
-    assert model.modes == ["eval", True]
+    assert model.modes == ["eval"]
+    assert model.training
     model = model_of(training=False)
     text("ab", model=model, new_tokens=0)
-    assert model.modes == ["eval", False]
+    assert model.modes == ["eval"]
+    assert not model.training
     assert text("ab", new_tokens=0) == "ab"
 
 
