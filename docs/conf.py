@@ -53,6 +53,7 @@ PACKAGES = {
     "mpcore.tools.verify": "Proof",
     "mpcore.tools.analysis": "Memory, bytes and plans",
     "mpcore.tools.fault_tolerance": "Fault tolerance",
+    "mpcore.tools.invariant": "The same bits on every mesh",
     "mpcore.sharding": "Sharding",
     "mpcore.collectives": "Collectives",
     "mpcore.random": "Randomness",

@@ -28,7 +28,7 @@ Source: Korthikanti et al. 2022 (arXiv:2205.05198), figures 4 and 5: f, its dual
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -114,8 +114,8 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         ValueError: if `x` requires a gradient, also on size 1. Use `reduce`, which is differentiable.
     """
     if not _alone(axis):
-        if axis.virtual and op == "sum":
-            return tree_sum(wait(start_all_gather(x.unsqueeze(0), axis)).unbind())
+        if axis.sums is not None and op == "sum":
+            return axis.sums.all_reduce(x, axis)
         return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
     if x.requires_grad:
         _refuse_gradient(_ops.all_reduce.default)
@@ -147,14 +147,6 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
     sizes = [x.numel() if rank == to else 0 for rank in range(axis.size)]
     message = x if to is not None else x[:0]
     return _call(_ops.all_to_all_single.default, message, list(receive), sizes, group)
-
-
-def tree_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum tensors by a binary tree of neighbours: of 2^n terms, each aligned run of 2^m terms has its own subtotal."""
-    parts = list(parts)
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
 
 
 def _alone(axis: Axis) -> bool:
@@ -199,12 +191,10 @@ def _gather(x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    if axis.sums is not None:
+        return axis.sums.reduce_scatter(x, axis, dim)
     sizes = shard_sizes(x.shape[dim], axis.size)
     longest = sizes[0]
-    if axis.virtual:
-        receive, front = [sizes[axis.rank]] * axis.size, x.movedim(dim, 0).contiguous()
-        terms = _call(_ops.all_to_all_single.default, front, receive, sizes, _group(axis), wait=True)
-        return tree_sum(terms.split(receive)).movedim(0, dim).contiguous()
     if sizes[-1] == longest:
         return wait(start_reduce_scatter(shards_in_front(x, axis.size, dim), axis))
     front = torch.cat([F.pad(part.movedim(0, -1), (0, longest - part.shape[0])).movedim(-1, 0)

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,9 +61,9 @@ def cost(layout: str) -> list[float]:
     """Of both modes, of this rank: milliseconds of all ranks' processor time, MB sent in rings, and most MB held."""
     runs, found = [], []
     for virtual in (0, CASE.virtual):
-        mesh = mp.build_mesh(**sizes(layout), device_type="cpu", virtual=virtual)
+        mesh = mp.build_mesh(**sizes(layout), device_type="cpu")
         with PeakTracker() as held:
-            run = prepared(mesh, CASE, layout)
+            run = prepared(mesh, replace(CASE, virtual=virtual), layout)
             train(run, CASE, 1)
         held.begin()
         before = SENT[simulated_rank()]

@@ -8,6 +8,7 @@ import torch
 
 from mpcore import Axis
 from mpcore import collectives as c
+from mpcore.tools.invariant.sums import TreeSums, tree_sum
 from tests.equality import close
 from tests.pool import mesh
 
@@ -49,9 +50,9 @@ def test_a_tree_adds_neighbours_first():
         ([big, -big, 1.0, 1.0], 2.0),
         ([1.0, 1.0, big, -big, 1.0, 1.0, -big, big], 4.0),
     ):
-        assert c.tree_sum(torch.tensor(x, dtype=torch.float64) for x in terms).item() == want
+        assert tree_sum(torch.tensor(x, dtype=torch.float64) for x in terms).item() == want
     with pytest.raises(ValueError, match="zip"):
-        c.tree_sum(torch.ones(3))
+        tree_sum(torch.ones(3))
 
 
 def check_plain():
@@ -84,7 +85,7 @@ def test_what_has_no_gradient_gives_what_plain_torch_gives(ranks):
 
 def check_virtual(length):
     """Terms whose sum shows the order: the tree of ranks, whole and in shards, and the gradient of a gather."""
-    axis = dataclasses.replace(mesh(tp=4).tp, virtual=4)
+    axis = dataclasses.replace(mesh(tp=4).tp, sums=TreeSums(4))
     big = 2.0**54
     mine = torch.full((2, length), [big, -big, 1.0, 1.0][axis.rank], dtype=torch.float64)
     mine[1] = [big, 1.0, -big, 1.0][axis.rank]

@@ -430,17 +430,15 @@ POLICIES = {
         "compile": None,
         "local_updates": None,
         "trace": False,
-        "numerics": "default",
     },
 }
 
 # What those of `ELSEWHERE` take where an argument is left out; axes, which are of size 1 then, are left out.
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
-    mp.Axis: {"size": 1, "rank": 0, "group": None, "name": "", "levels": None, "role": "", "virtual": 0},
+    mp.Axis: {"size": 1, "rank": 0, "group": None, "name": "", "levels": None, "role": "", "sums": None},
     mp.build_mesh: {
         **dict.fromkeys(("tp", "cp", "pp", "ep", "workers"), 1),
         **dict.fromkeys(("dp", "device_type", "cp_inner", "etp", "timeout")),
-        "virtual": 0,
     },
     mp.Colwise: {"blocks": 1, "gather_output": False, "unit": None},
     mp.LocalSizes: {"kept": ()},

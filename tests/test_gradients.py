@@ -33,11 +33,11 @@ from mpcore.gradients import early
 from mpcore.gradients import reduce as of_gradients
 from mpcore.gradients.accumulate import mark_reduced
 from mpcore.gradients.guard import _steps_together
-from mpcore.gradients.norm import exact_norm
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Shard, cut
+from mpcore.tools.invariant.run import exact_norm
 from tests.equality import close, full_gradients, same_model
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh

@@ -27,9 +27,10 @@ from mpcore.tools.analysis.dry_run import pretend
 from mpcore.tools.analysis.fit_command import main as fit
 from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.analysis.runs import read_run
+from mpcore.tools.invariant import invariant_mesh, prepare
+from mpcore.tools.invariant.run import InvariantStep
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
-from mpcore.training.numerics import InvariantStep
 
 
 class Quantized(nn.Module):
@@ -65,12 +66,11 @@ def unequal_messages(mesh: mp.Mesh) -> None:
 
 
 def more_micro_batches() -> None:
-    model = mp.ColumnParallelLinear(4, 4, tp=mp.build_mesh(virtual=2).tp, gather_output=True, bias=False)
-    run = mp.prepare(
-        model, mp.build_mesh(virtual=2), blocks=[], loss=lambda y, _: y.sum(), initialize=False, numerics="invariant",
-        optimizer=lambda model: mp.AdamW(model, lr=0.1),
-    )  # fmt: skip
+    mesh = invariant_mesh(mp.build_mesh(), 2)
+    model = mp.ColumnParallelLinear(4, 4, tp=mesh.tp, gather_output=True, bias=False)
+    run = prepare(model, mesh, blocks=[], loss=lambda y, _: y.sum(), initialize=False, optimizer=mp.AdamW)
     run.set_micro_batches(5)
+    run.forward_backward(torch.ones(5, 4), torch.ones(5))
 
 
 def invariant_sgd() -> None:
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         TypeError, lambda: mp.ParallelAttention(4, 2, biass=True)  # type: ignore[call-arg]
     ),
     r"virtual degrees don't go with cp 2: take cp 1": (
-        Exception, lambda: mp.simulate(partial(mp.build_mesh, cp=2, virtual=2), ranks=2)
+        Exception, lambda: mp.simulate(partial(invariant_mesh, degree=2), cp=2)
     ),
     r"Two can't be cut into 2 stages: run in turn, they fail: RuntimeError: mat1 and mat2": (
         ValueError, lambda: cut._compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [])
@@ -131,8 +131,8 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"0F0, to or from rank 3 of the pipeline, failed: connection closed": (
         RuntimeError, lambda: Message([], [Gone()], Action("F", 0, 0), 3).wait()  # type: ignore[list-item]
     ),
-    r'numerics "invariant" has no form of torch\'s SGD: take optimizer=mpcore.AdamW': (ValueError, invariant_sgd),
-    r'5 micro-batches: numerics "invariant" has 2 leaves in every step': (ValueError, more_micro_batches),
+    r"invariant numerics have no form of torch\'s SGD: take optimizer=mpcore.AdamW": (ValueError, invariant_sgd),
+    r"5 micro-batches: an invariant run has 2 leaves in every step": (ValueError, more_micro_batches),
     r"torch.distributed is running: plan in a process of its own": (
         Exception, lambda: mp.simulate(planned_on_ranks, ranks=2)
     ),

@@ -29,6 +29,7 @@ from mpcore.tools.fault_tolerance import (
     record,
     tell_launcher,
 )
+from mpcore.tools.invariant import invariant_mesh
 
 __all__ = ["Trainer", "main", "parse"]
 
@@ -46,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
             on = {"device_type": args.device, "workers": args.workers}
-            mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit, virtual=args.bitwise)
+            mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
+            mesh = invariant_mesh(mesh, args.bitwise) if args.bitwise else mesh
             with (
                 leave_together(mesh, folder=out / "errors"),
                 Watchdog(mesh, timeout=args.timeout, folder=out / "hang") as watchdog,

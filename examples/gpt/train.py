@@ -28,6 +28,7 @@ from examples.gpt.stop import Stop
 from examples.gpt.times import StepTimes
 from examples.gpt.twins import TensorCurves, reorder, round_anew
 from mpcore import Mesh, document_ids, prepare, shard_sequence
+from mpcore.tools import invariant
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
 
 
@@ -46,11 +47,11 @@ class Trainer:
             dtype=torch.float64 if args.dtype == "float64" else torch.float32, residual_dtype=residual_dtype(args),
         )  # fmt: skip
         heads = [stage.head for stage in self.stages if stage.last]
-        self.run = prepare(
+        self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
             loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
-            numerics="invariant" if args.bitwise else "default", **policies(args, self.stages),
+            **policies(args, self.stages),
         )  # fmt: skip
         self.model = self.run.model
         self.console = Console(mesh, self.out)

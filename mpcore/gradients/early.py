@@ -146,7 +146,7 @@ def only_axis(parameter: nn.Parameter, sharding: Sharding, over: Mapping[object,
 
 def is_large(parameter: nn.Parameter, axis: Axis) -> bool:
     """Return whether a gradient is all-reduced separately."""
-    return parameter.numel() >= ALONE and local_tensor(parameter).numel() >= ALONE and not axis.virtual
+    return parameter.numel() >= ALONE and local_tensor(parameter).numel() >= ALONE and axis.sums is None
 
 
 @torch.no_grad()

@@ -51,30 +51,13 @@ def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Ten
     check_mesh(mesh)
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
-    norms = [_norm(x, p) for _, x in _owned(model, mesh, of) if x.numel()]
+    norms = [_norm(x, p) for _, x in owned_tensors(model, mesh, of) if x.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     each = torch.stack([zero, *norms])
     if math.isinf(p):
         each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
         return all_reduce(each.max(), mesh.world, "max")
     return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
-
-
-@torch.no_grad()
-def exact_norm(model: nn.Module | ModelTree, mesh: Mesh) -> Tensor:
-    """Compute `grad_norm` with the same bits on every layout: integer sums of squares do not depend on the order."""
-    largest = grad_norm(model, mesh, math.inf)
-    unit = largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    digits = torch.zeros(3, dtype=torch.int64, device=mesh.device)  # each holds 20 bits of every square
-    for _, grad in _owned(model, mesh, gradient_of):
-        rest = (grad.double() / unit).square()
-        for digit in digits:
-            rest = rest * 2**20
-            digit += rest.long().sum()
-            rest = rest - rest.floor()
-    high, middle, low = all_reduce(digits, mesh.world).double()
-    squares = high * 2.0**-20 + middle * 2.0**-40 + low * 2.0**-60
-    return torch.where(largest.isfinite(), squares.sqrt() * unit, largest)
 
 
 def _norm(grad: Tensor, p: float) -> Tensor:
@@ -117,13 +100,13 @@ class TensorNorms:
             self.names = sorted({name for names in every for name in names})
         squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.mesh.device)
         place = {name: i for i, name in enumerate(self.names)}
-        for name, x in _owned(self.tree, self.mesh, of):
+        for name, x in owned_tensors(self.tree, self.mesh, of):
             squares[place[name]] += _norm(x, 2.0).square()
         norms = all_reduce(squares, self.mesh.world).sqrt().tolist()
         return dict(zip(self.names, norms, strict=True))
 
 
-def _owned(
+def owned_tensors(
     model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's tensors by name, without elements that a lower rank also holds."""

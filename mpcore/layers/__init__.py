@@ -7,7 +7,6 @@ from mpcore.layers.attention.sequence import sequence_index, shard_sequence, uns
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
-from mpcore.layers.invariant import on_tokens
 from mpcore.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
@@ -59,7 +58,6 @@ __all__ = [
     "document_positions",
     "linear_cross_entropy",
     "linear_log_prob",
-    "on_tokens",
     "seed_dropout",
     "sequence_index",
     "shard_sequence",

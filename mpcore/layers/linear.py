@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mpcore import collectives
 from mpcore.kernels.quantize_fp8 import BLOCK
-from mpcore.layers.invariant import ColumnProduct, RowProduct, check_pieces, on_tokens
 from mpcore.layers.linear_ops import all_gather_linear, copy_linear
 from mpcore.layers.module import LayerOptions, ParallelModule, constant, input_error, uniform
 from mpcore.mesh.axis import Axis, check_axis
@@ -144,15 +143,12 @@ class ColumnParallelLinear(ParallelLinear):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        self.gather_output, self.regather = gather_output, regather
+        self.gather_output, self.regather, self.unit = gather_output, regather, unit
         shard = self.output_shard(unit)
         if gather_output and (unit > 1 or len(shard.mine) > 1):
             raise ValueError(
                 f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first"
             )
-        rest = 0 if self.output_blocks() or unit > 1 else 1
-        check_pieces("out_features", self.output_blocks() or (out_features,), self.tp, unit, rest)
-        self.local_blocks = tuple(end - start for start, end in shard.mine)
         rows = {"shard": shard, "blocks": self.output_blocks()}
         self.declare_linear(bias, rows, rows)
 
@@ -175,9 +171,6 @@ class ColumnParallelLinear(ParallelLinear):
     def project(self, x: Tensor) -> Tensor:
         """Compute this rank's output features."""
         held, how = (self.matrix(), self.bias, self.tp), self.mode
-        if self.tp.virtual:
-            dim = self.sequence_dim if self.sequence_parallel else None
-            return ColumnProduct.apply(x, *held, dim, self.local_blocks)
         if self.sequence_parallel:
             return all_gather_linear(x, *held, self.sequence_dim, self.regather, *how)
         return copy_linear(x, *held, *how)
@@ -221,12 +214,11 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, **options)
         check_size("in_features", in_features, self.tp, unit)
-        check_pieces("in_features", (in_features,), self.tp, unit)
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.unit = input_is_parallel, unit
         shard = cut(in_features, self.tp, 1, unit)
         self.local_in_features = shard.size(self.tp.rank)
         self.local_in_features_name = f"this rank's share of in_features {in_features}"
-        partial = (self.tp,) if self.sequence_parallel and not self.tp.virtual else ()
+        partial = (self.tp,) if self.sequence_parallel else ()
         self.declare_linear(bias, {"shard": shard}, {"partial": partial})
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,10 +229,6 @@ class RowParallelLinear(ParallelLinear):
             check_last(x, self.in_features, "in_features")
             x = collectives.split(x, self.tp, -1)
         check_last(x, self.local_in_features, self.local_in_features_name)
-        if self.tp.virtual:
-            how = (self.tp, self.sequence_dim, self.sequence_parallel)
-            y = RowProduct.apply(x, self.matrix(), self.tp, self.sequence_dim if self.sequence_parallel else None)
-            return y if self.bias is None else on_tokens(Tensor.add, *how, y, self.bias)
         if self.tp.size == 1:  # adds the bias inside the product: bitwise equal to torch.nn.Linear
             return self.project(x, self.bias)
         y = self.project(x, None)

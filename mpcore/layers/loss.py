@@ -37,7 +37,6 @@ from mpcore.kernels.cross_entropy import (
     loss_of_stats,
 )
 from mpcore.layers.embedding import check_ids
-from mpcore.layers.invariant import check_pieces, cut_pieces
 from mpcore.layers.linear import check_size
 from mpcore.layers.module import check_names, refuse_second_derivative
 from mpcore.mesh.axis import Axis, check_axis
@@ -90,7 +89,7 @@ def vocab_parallel_cross_entropy(
     _check_loss(target, reduction, label_smoothing, token_weight)
     terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, **terms)
-    if tp.virtual or runs_triton(None, logits, "cross_entropy", V=logits.shape[-1]):
+    if tp.sums is not None or runs_triton(None, logits, "cross_entropy", V=logits.shape[-1]):
         loss = _FusedCrossEntropy.apply(logits, target, how, False)
     else:
         if softcap:
@@ -238,8 +237,10 @@ def _head(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Return the rows of the full sequence, the weight and the targets for the kernels, and the kernels' options."""
     check_axis(tp)
-    if tp.virtual:
-        raise ValueError(f"{what} has no virtual degree: take vocab_parallel_cross_entropy of the head's logits")
+    if tp.sums is not None:
+        raise ValueError(
+            f"{what} can't sum as {tp.name} asks, {tp.sums}: take vocab_parallel_cross_entropy of the head's logits"
+        )
     check_names(columns, HeadLossOptions)
     if is_dtensor(weight):
         raise ValueError(
@@ -324,7 +325,6 @@ def _loss_of(
         )
     size = columns if vocab_size is None else vocab_size
     check_size("the vocabulary", size, tp)
-    check_pieces("the vocabulary", (size,), tp, rest=1)
     start, end = shard_range(size, tp)
     if columns != end - start:
         raise ValueError(
@@ -469,10 +469,10 @@ class _FusedCrossEntropy(Function):
 
 
 def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
-    """Return each virtual shard's columns and first vocabulary id; without a virtual degree, all columns."""
-    if not how.tp.virtual:
+    """Return the columns of each term of the sum over the vocabulary, and the id of its first."""
+    if how.tp.sums is None:
         return [(logits, how.start)]
-    pieces = cut_pieces(logits, logits.dim() - 1, how.tp.pieces)
+    pieces = how.tp.sums.split(logits, how.tp, logits.dim() - 1, how.size)
     starts = accumulate((piece.shape[-1] for piece in pieces[:-1]), initial=how.start)
     return list(zip(pieces, starts, strict=True))
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from mpcore._torch.fake import real_tensors
 from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
-from mpcore.layers.invariant import in_pieces
 from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, pick
 
@@ -81,8 +80,6 @@ class ParallelMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]. The hidden activations are [..., F/tp]."""
-        if self.up.tp.virtual:
-            return self.down(in_pieces(self.activation, self.up.tp, x.dim() - 1, self.up(x), blocks=self.parts))
         return self.down(self.activation(self.up(x)))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial as bind
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
-from mpcore.layers.invariant import on_tokens
 from mpcore.layers.module import LayerOptions, ParallelModule, constant
 from mpcore.mesh.axis import Axis
 
@@ -30,17 +27,14 @@ class _Norm(ParallelModule):
     ) -> None:
         super().__init__(**options)
         self.dim, self.eps = dim, eps
-        partial = (self.tp, *partial) if self.sequence_parallel and not self.tp.virtual else partial
+        partial = (self.tp, *partial) if self.sequence_parallel else partial
         self.declare("weight", (dim,), self._init or constant(1.0), partial=partial)
         if bias:
             self.declare("bias", (dim,), constant(0.0), partial=partial)
         else:
             self.register_parameter("bias", None)
 
-    def _on_tokens(self, norm: Callable[..., Tensor], x: Tensor, *weights: Tensor | None) -> Tensor:
-        return on_tokens(bind(norm, eps=self.eps), self.tp, self.sequence_dim, self.sequence_parallel, x, *weights)
-
-    def _narrowed(self, y: Tensor) -> Tensor:
+    def narrowed(self, y: Tensor) -> Tensor:
         return y.to(self.weight.dtype) if self.weight.dtype in (torch.bfloat16, torch.float16) else y
 
     def extra_repr(self) -> str:
@@ -70,9 +64,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        if self.tp.virtual:
-            return self._narrowed(self._on_tokens(rms_norm, x, self.weight))
-        return self._narrowed(rms_norm(x, self.weight, self.eps))
+        return self.narrowed(rms_norm(x, self.weight, self.eps))
 
 
 class LayerNorm(_Norm):
@@ -97,6 +89,4 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        if self.tp.virtual:
-            return self._narrowed(self._on_tokens(layer_norm, x, self.weight, self.bias))
-        return self._narrowed(layer_norm(x, self.weight, self.bias, self.eps))
+        return self.narrowed(layer_norm(x, self.weight, self.bias, self.eps))

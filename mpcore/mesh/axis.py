@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpcore._torch.distributed import forget_meshes, mesh_caches, use_group
 from mpcore.mesh.layout import layout_table
+
+
+class Sums(Protocol):
+    """How to sum over an axis, instead of in the fastest order. Axes that are equal need equal `Sums`."""
+
+    def all_reduce(self, x: Tensor, axis: Axis) -> Tensor:
+        """Sum `x` over the axis."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        """Sum `x` over the axis, and return this rank's shard of `dim` (`shard_sizes`), contiguous."""
+        ...
+
+    def split(self, x: Tensor, axis: Axis, dim: int, length: int) -> list[Tensor]:
+        """Split this rank's shard of `dim`, of full length `length`, into the terms of a sum over `dim`."""
+        ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,8 +45,8 @@ class Axis:
             process group identifies that axis.
         levels: the outer and the inner axis of two-level context parallelism. The ranks of an inner axis are neighbors.
             Only cp has levels, if you pass `cp_inner` to `build_mesh`.
-        virtual: the number of virtual shards. Every sum over the axis adds them in the same binary tree, so the result
-            doesn't depend on `size`: see `virtual` in `build_mesh`. 0: sums use the fastest order.
+        sums: how to sum over the axis, for example in an order that doesn't depend on `size`
+            (`mpcore.tools.invariant`). None: the fastest order.
 
     Raises:
         ValueError: if `rank` is not in [0, size), or the group has another number of ranks than `size`.
@@ -44,7 +62,7 @@ class Axis:
     name: str = field(default="", compare=False)
     levels: tuple[Axis, Axis] | None = None
     role: str = ""
-    virtual: int = 0
+    sums: Sums | None = None
     group_name: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -61,11 +79,6 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size})"
-
-    @property
-    def pieces(self) -> int:
-        """The number of virtual shards that this rank holds. 0: the axis has no virtual degree."""
-        return self.virtual // self.size
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ def build_mesh(
     etp: int | None = None,
     workers: int = 1,
     timeout: float | None = None,
-    virtual: int | tuple[int, int] = 0,
 ) -> Mesh:
     """Build a mesh of tensor, context, pipeline, expert and data parallel axes over all ranks.
 
@@ -55,8 +53,6 @@ def build_mesh(
             its own mesh, for `mpcore.parallel.local_updates.DiLoCo`.
         timeout: the seconds to wait for all ranks, and the timeout of collectives of a default process group that is
             created here. None: torch's default.
-        virtual: the virtual degrees of (tp, data ranks), or one number for both. Each is a power of two that its axis'
-            size divides. `prepare(numerics="invariant")` needs them (docs/bitwise.md). 0: none.
 
     Returns:
         The mesh as this rank sees it.
@@ -67,7 +63,7 @@ def build_mesh(
             `device_type="cuda"` leaves a rank without a GPU.
 
     Note:
-        - The function has eleven parameters: the sizes of the axes, the device, and how ranks meet and sum.
+        - The function has ten parameters: the sizes of the axes, the device, and how ranks meet.
 
     Example:
         >>> mesh = mpcore.build_mesh(tp=1)
@@ -92,26 +88,23 @@ def build_mesh(
         # Add gloo to nccl: nccl alone can't communicate Python objects and CPU tensors.
         start_world(launch, "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    problem, shape, ranks, degrees = None, None, {}, {}
+    problem, shape, ranks = None, None, {}
     try:
         shape = mesh_shape(worker_size(world_size, workers), tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
         ranks = mesh_ranks(**shape)
         ranks |= {} if cp_inner is None else level_ranks(ranks["cp"], cp_inner)
         ranks = for_workers(ranks, world_size, workers)
-        degrees = virtual_degrees(virtual, {**shape, "workers": workers}) if dist.is_initialized() else {}
     except ValueError as error:
         if not dist.is_initialized():
             raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun or srun") from None
         problem = str(error)
     if not dist.is_initialized():
-        degrees = virtual_degrees(virtual, dict.fromkeys(("tp", "cp", "ep", "dp", "workers"), 1))
-        alike: dict[str, Any] = {name: Axis(role=name, virtual=n) for name, n in degrees.items()}
-        return Mesh(device_type=device_type, **alike)
+        return Mesh(device_type=device_type)
 
     if device_type == "cuda":  # before the first collective: nccl raises if two ranks use one GPU
         torch.cuda.set_device(launch.local_rank % gpus)
     places = hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()
-    plan = problem or f"{device_type} {shape} {degrees} {places}"
+    plan = problem or f"{device_type} {shape} {places}"
     check_same("mesh", plan)
     check_same("process groups made before", str(group_count()))
     if problem:
@@ -135,34 +128,9 @@ def build_mesh(
     if cp_inner is not None:
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
-    axes |= {name: replace(axes[name], virtual=n) for name, n in degrees.items()}
     job = Axis(world_size, dist.get_rank(), dist.group.WORLD, role="job")
     world = replace(job, name="world", role="world") if workers == 1 else _new_axis("world", ranks["world"])
     return Mesh(**axes, world=world, job=job, device_type=device_type, device_mesh=device_mesh).hold()
-
-
-def virtual_degrees(virtual: int | tuple[int, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the virtual degree of each axis that has one.
-
-    Args:
-        virtual: the argument of `build_mesh`.
-        sizes: the size of each axis, by name.
-
-    Raises:
-        ValueError: if a degree is not a power of two that the axis' size divides, or cp, ep or workers is above 1.
-    """
-    tp, data = (virtual, virtual) if isinstance(virtual, int) else virtual
-    if (tp, data) == (0, 0):
-        return {}
-    for name, size, degree in (("tp", sizes["tp"], tp), ("dp", sizes["dp"], data)):
-        if degree < 1 or degree & (degree - 1) or degree % size:
-            raise ValueError(
-                f"virtual degree {degree} of {name}, of size {size}: take a power of two, and a size that divides it"
-            )
-    for name in ("cp", "ep", "workers"):
-        if sizes[name] > 1:
-            raise ValueError(f"virtual degrees don't go with {name} {sizes[name]}: take {name} 1")
-    return {"tp": tp, **dict.fromkeys(("dp", "data", "edp"), data)}
 
 
 def choose_device(

@@ -35,7 +35,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
     """AdamW with float32 master weights for half-precision parameters, and optional bfloat16 moments.
 
     With float32 (or float64) parameters and moments, a step is bitwise equal to `torch.optim.AdamW(fused=True)`, except
-    under `prepare(numerics="invariant")`. bfloat16 moments are rounded stochastically. The random bits depend only on
+    under `mpcore.tools.invariant.prepare`. bfloat16 moments are rounded stochastically. The random bits depend only on
     (seed, the parameter's full name, its step, the element's logical index), so they are the same on every layout.
 
     Args:

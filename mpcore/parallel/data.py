@@ -140,9 +140,7 @@ def shard_data_parallel(
                 module.register_forward_pre_hook(connect_input, prepend=True)
         stage.zero_grad = partial(zero_grad, stage)  # type: ignore[assignment]
         mine = tuple(unit for unit in shared if unit.owners & within)
-        set_state(
-            stage, DataParallel(zero, tuple(units(stage)), mine, leaves=mesh.data.virtual > 0, replicate=replicate)
-        )
+        set_state(stage, DataParallel(zero, tuple(units(stage)), mine, replicate=replicate))
         for unit in mine:
             add_unit(stage, unit)
             stage.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())

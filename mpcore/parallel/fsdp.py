@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpcore._torch import fsdp, fsdp_wrap
 from mpcore._torch.distributed import reserve_groups, share_group
-from mpcore.collectives import tree_sum
 from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declare import Sharding
@@ -32,24 +31,12 @@ class ShardPolicy:
     reduce_dtype: torch.dtype
 
 
-class TreeReduceScatter:
-    """The reduce-scatter of `fully_shard` as a binary tree over ranks."""
+class ExchangeReduceScatter:
+    """The reduce-scatter of `fully_shard` as one exchange of shards. gloo's own sums all shards on every rank."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for an input or an output."""
         return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
-        """Sum the ranks' inputs, and keep this rank's shard of the sum."""
-        terms = torch.empty_like(input_tensor)
-        dist.all_to_all_single(terms, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(terms.chunk(group.size())))
-
-
-class ExchangeReduceScatter:
-    """The reduce-scatter of `fully_shard` as one exchange of shards. gloo's own sums all shards on every rank."""
-
-    allocate = TreeReduceScatter.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
         """Sum the ranks' inputs in rank order, and keep this rank's shard of the sum."""
@@ -70,7 +57,7 @@ class ExchangeReduceScatter:
 class BroadcastAllGather:
     """The all-gather of `fully_shard` as one broadcast from each rank. gloo's own copies each shard once more."""
 
-    allocate = TreeReduceScatter.allocate
+    allocate = ExchangeReduceScatter.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
         """Gather the ranks' inputs. This rank's input is already its part of the output."""
@@ -110,9 +97,7 @@ class UnitWrapper:
             vars(owner.get_parameter(leaf)).update(vars(p))  # attributes that others read, such as groups' marks
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if self.mesh.data.virtual:
-            unit.set_custom_reduce_scatter(TreeReduceScatter())  # pyright: ignore[reportArgumentType]
-        elif self.is_gloo and not any(self._placed(p) for *_, p in mine):  # torch refuses units on several meshes
+        if self.is_gloo and not any(self._placed(p) for *_, p in mine):  # torch refuses units on several meshes
             unit.set_custom_reduce_scatter(ExchangeReduceScatter())  # pyright: ignore[reportArgumentType]
             unit.set_custom_all_gather(BroadcastAllGather())  # pyright: ignore[reportArgumentType]
         fsdp.reduce_unused(unit)  # ranks may use different parameters

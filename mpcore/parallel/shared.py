@@ -23,7 +23,7 @@ class DataParallel:
         units: with zero 1 to 3, the stage and then its blocks. Each is gathered and reduced as one unit.
         shared: units of the parameters that several stages of this rank share.
         early: with zero 0, the all-reduces that start during backward.
-        leaves: keep each micro-batch's gradients until the step's last one, on meshes with virtual degrees.
+        leaves: keep each micro-batch's gradients until the step's last one, as `mpcore.tools.invariant` does.
         replicate: with zero 1 to 3, the number of replicas of the shards (HSDP).
         gathered: whether a forward without gradients leaves parameters gathered; see `gathered`.
     """

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -92,8 +91,11 @@ class Pipeline:
 
     def _make_executor(self) -> None:
         idle = nullcontext()
-        noted = self._noted if self.spans is not None else lambda *_: idle
-        noted = noted if self.after_backward is None else partial(self._followed, noted)
+
+        def noted(*action: Any) -> AbstractContextManager[None]:
+            plain = self.spans is None and self.after_backward is None
+            return idle if plain else self._noted(*action)
+
         self.executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
 
     def set_micro_batches(self, micro_batches: int) -> None:
@@ -269,18 +271,13 @@ class Pipeline:
         return [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
 
     @contextmanager
-    def _followed(self, noted: Callable[..., Any], kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        with noted(kind, stage, micro_batch):
-            yield
+    def _noted(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        start = None if self.spans is None else self._clock()
+        yield
+        if start is not None and self.spans is not None:
+            self.spans.append(Span(self.pp.rank, Action(kind, stage, micro_batch), start, self._clock()))
         if kind == "B" and self.after_backward is not None:
             self.after_backward(self.mine[stage])
-
-    @contextmanager
-    def _noted(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        assert self.spans is not None
-        start = self._clock()
-        yield
-        self.spans.append(Span(self.pp.rank, Action(kind, stage, micro_batch), start, self._clock()))
 
     def _clock(self) -> float:
         if self.device.type == "cuda":

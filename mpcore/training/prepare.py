@@ -44,7 +44,6 @@ from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.replicas import compare_replicas
 from mpcore.training.idle_axes import check_axes
 from mpcore.training.loss_check import with_mesh
-from mpcore.training.numerics import InvariantStep, check_invariant, leaves_of_rank
 from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
@@ -72,7 +71,6 @@ def prepare(
     compile: Compile | None = None,
     local_updates: LocalUpdates | None = None,
     trace: bool = False,
-    numerics: str = "default",
 ) -> Run:
     """Lay a model out on a mesh, create its optimizer, and return the `Run` that a training loop calls.
 
@@ -97,9 +95,6 @@ def prepare(
         precision, recompute, offload, compile, local_updates: policies. Short forms: `precision="bfloat16"`,
             `recompute="full"`.
         trace: record when each action of the pipeline runs.
-        numerics: "default" or "invariant". With "invariant", losses, norms and weights have the same bits on every mesh
-            of the same `virtual` degree (docs/bitwise.md). Each forward then computes one leaf of the batch, for every
-            value of `micro_batches`.
 
     Returns:
         The `Run`.
@@ -131,17 +126,11 @@ def prepare(
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     policies = {"data": data, "offload": offload, "compile": compile, "local_updates": local_updates}
     told = (recompute.kind, recompute.every, recompute.budget)
-    asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed,
-             "numerics": numerics, **policies}  # fmt: skip
-    if numerics == "invariant":
-        asked["number of threads, by which kernels choose how to sum"] = torch.get_num_threads()
+    asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed, **policies}
     check_same("arguments of prepare", asked)
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
     with raising_together():
         check_policies(mesh, splits, **policies)
-        leaves = leaves_of_rank(numerics, mesh, micro_batches)
-        if numerics == "invariant":
-            check_invariant(stages, precision, policies, splits)
         _check_optimizer(optimizer)
         _check_values(stages, initialize, precision)
         modules = {module for stage in stages for module in stage.modules()}
@@ -196,11 +185,7 @@ def prepare(
     if local_updates is not None:
         made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
-    summed, after = run.scaled(with_mesh(loss, mesh)), None
-    if numerics == "invariant":
-        run.invariant = InvariantStep(stages, mesh, made)
-        summed, after = run.invariant.watch_loss(summed), run.invariant.take
-    run.pipeline = Pipeline(stages, mesh, leaves, summed, schedule, trace=trace, after_backward=after)
+    run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(with_mesh(loss, mesh)), schedule, trace=trace)
     if offload.parameters:
         run.offloaded = offload_parameters(held, made)
     return run

@@ -17,7 +17,6 @@ from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
-from mpcore.gradients.norm import exact_norm
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.agreement import check_same
@@ -32,7 +31,6 @@ from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.dispatch import BoundedDispatch
 from mpcore.training.first_step import FirstStep
-from mpcore.training.numerics import InvariantStep
 from mpcore.training.observers import Observer
 from mpcore.training.policies import Offload, Precision
 from mpcore.training.samples import SampleCheck, share_of
@@ -93,12 +91,12 @@ class Run:
         optimizer: the optimizer that `prepare` made; call `optimizer_step` instead of its `step`.
         pipeline: runs the micro-batches.
         scaler: the `LossScaler` of float16; otherwise None.
-        invariant: sums the gradients with `numerics="invariant"`; otherwise None.
         bounds: the `DispatchBounds` of the experts' dispatch buffers.
         observers: the `Observer`s of the steps, in the order of their calls. Append your own.
         phase: the `Phase`.
         tree: the model's modules, parameters and declarations.
         factor: multiplies the losses of this step's tokens.
+        measure_norm: computes the gradient norm from `tree` and `mesh`.
         step: the number of optimizer steps that are done, skipped ones included.
 
     Example:
@@ -122,7 +120,6 @@ class Run:
         self.step = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
-        self.invariant: InvariantStep | None = None
         self.tree = ModelTree(model)
         self.bounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
@@ -132,6 +129,7 @@ class Run:
         self._begun = False  # the workers have compared the parameters that they begin with
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
+        self.measure_norm: Callable[[ModelTree, Mesh], Tensor] = grad_norm
         self.phase = Phase.IDLE
         self._loss = self._norm = self.factor
         self._steps: list[Tensor] = []  # the sums of the data ranks' steps and of their squares
@@ -214,8 +212,6 @@ class Run:
         moved = offload_activations() if self.offload.activations else nullcontext()
         with self._autocast(), moved:
             total: Tensor | None = self.pipeline.forward_backward(x, target, **arguments)
-            if self.invariant is not None:
-                total = self.pipeline.from_last(self.invariant.finish(total))
         for observer in self.observers:
             total = None if total is None else observer.after_backward(self, total)
         return total
@@ -231,9 +227,6 @@ class Run:
         self._may("forward_backward", "set_micro_batches")
         self._compare_counts("micro-batches", micro_batches)
         if micro_batches != self.pipeline.micro_batches:
-            if self.invariant is not None:
-                kept = self.pipeline.micro_batches
-                raise ValueError(f'{micro_batches} micro-batches: numerics "invariant" has {kept} leaves in every step')
             self.pipeline.set_micro_batches(micro_batches)
 
     def _compare_counts(self, what: str, count: int) -> int:
@@ -273,7 +266,7 @@ class Run:
                 observer.after_reduce(self)
             if self.scaler:
                 self.scaler.unscale(self.tree)
-            self._norm = (exact_norm if self.invariant else grad_norm)(self.tree, self.mesh)
+            self._norm = self.measure_norm(self.tree, self.mesh)
             self.phase = Phase.REDUCED
         self._may("optimizer_step")
         return self._norm
@@ -353,8 +346,6 @@ class Run:
         self.phase = Phase.IDLE
 
     def _forget(self) -> None:
-        if self.invariant is not None:
-            self.invariant.drop()
         for module in (*self.stages, self.model):
             drop_gradients(module)
 

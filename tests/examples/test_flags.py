@@ -105,6 +105,13 @@ def asks_of_mesh(flags: str, out: Path) -> Any:
     return part.call_args.kwargs
 
 
+def sums_by(flags: str, out: Path) -> Any:
+    """How the trainer's mesh sums over tp."""
+    with mock.patch.object(pretrain, "Trainer", side_effect=AskedError) as part, contextlib.suppress(AskedError):
+        main(arguments(flags, out))
+    return part.call_args.args[1].tp.sums
+
+
 def asks_of_watchdog(flags: str, out: Path) -> Any:
     with mock.patch.object(pretrain, "Watchdog", side_effect=AskedError) as part, contextlib.suppress(AskedError):
         main(arguments(flags, out))
@@ -240,7 +247,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "recompute": (asks_of_prepare, "", "--recompute full"),
     "offload": (asks_of_prepare, "", "--offload activations"),
     "seed": (trains, "", "--seed 1"),
-    "bitwise": (asks_of_mesh, "", "--bitwise 2"),
+    "bitwise": (sums_by, "", "--bitwise 2"),
     "dtype": (trains, "--dtype float32", "--dtype bfloat16"),
     "autocast": (asks_of_prepare, "--dtype bfloat16", "--autocast"),
     "residual_dtype": (asks_of_model, "--dtype bfloat16", "--residual-dtype float32"),

@@ -12,6 +12,7 @@ import torch
 from examples.gpt.arguments import parse
 from examples.gpt.train import Trainer
 from mpcore import Mesh, simulate
+from mpcore.tools.invariant import invariant_mesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -49,15 +50,14 @@ ALONE = (
 def losses(mesh: Mesh, flags: tuple[str, ...], out: str) -> list[float]:
     """The loss before each of three steps: equal only if gradients and updates are."""
     common = [word for name, value in COMMON.items() for word in (f"--{name}", str(value))]
-    trainer = Trainer(parse([*common, "--no-save", *flags, "--out", out]), mesh)
+    args = parse([*common, "--no-save", *flags, "--out", out])
+    trainer = Trainer(args, invariant_mesh(mesh, args.bitwise) if args.bitwise else mesh)
     return [trainer.step()["loss"] for _ in range(3)]
 
 
 def run(flags: str, out: Any, sizes: dict[str, int] | None = None, device: str = "cuda") -> list[float]:
     """The losses of the last rank."""
-    more = {"virtual": 2} if "--bitwise" in flags else {}
-    mesh = {"device_type": device, **more}
-    return simulate(losses, tuple(flags.split()), str(out), mesh=mesh, **(sizes or {}))[-1]
+    return simulate(losses, tuple(flags.split()), str(out), mesh={"device_type": device}, **(sizes or {}))[-1]
 
 
 @functools.cache

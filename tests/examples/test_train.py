@@ -57,8 +57,8 @@ def made_with(flags: str, mesh: Mesh = Mesh(), run_step: int = 0, config: Any = 
     plan = build_schedule("interleaved", 2, 4)
     setup = SimpleNamespace(config=GPTConfig(), train="train", held_out="held out", blocks="blocks", plan=plan,
                             micro_batches=4)  # fmt: skip
-    names = ("set_up", "build_stages", "prepare", "Console", "Checkpoints", "round_anew", "TensorCurves", "Stragglers",
-             "Stop", "Profile", "StepTimes", "build_optimizer", "policies")  # fmt: skip
+    names = ("set_up", "build_stages", "prepare", "invariant", "Console", "Checkpoints", "round_anew", "TensorCurves",
+             "Stragglers", "Stop", "Profile", "StepTimes", "build_optimizer", "policies")  # fmt: skip
     with mock.patch.multiple(train, **dict.fromkeys(names, mock.DEFAULT)) as parts:
         called = SimpleNamespace(**parts)
         called.set_up.return_value = setup
@@ -66,8 +66,10 @@ def made_with(flags: str, mesh: Mesh = Mesh(), run_step: int = 0, config: Any = 
         last = SimpleNamespace(head="last head", last=True, blocks={"4": "c"}, loss="the loss")
         called.build_stages.return_value = [stage, last]
         called.policies.return_value = {"data": "zero"}
-        called.prepare.return_value.step = run_step
         args = parse(flags.split())
+        if args.bitwise:
+            called.prepare = called.invariant.prepare
+        called.prepare.return_value.step = run_step
         made = Trainer(args, mesh, config)
         called.args = args
         called.optimizer = called.prepare.call_args.kwargs.pop("optimizer")
@@ -87,8 +89,7 @@ def test_a_trainer_makes_its_parts_of_the_flags():
     (stages, at), options = called.prepare.call_args
     assert (stages, at) == (made.stages, mesh)
     assert options == {"blocks": {0: "a", 1: "b", 4: "c"}, "loss": "the loss", "seed": 5, "micro_batches": 4,
-                       "schedule": called.set_up.return_value.plan, "trace": False, "numerics": "default",
-                       "data": "zero"}  # fmt: skip
+                       "schedule": called.set_up.return_value.plan, "trace": False, "data": "zero"}  # fmt: skip
     called.policies.assert_called_once_with(args, made.stages)
     called.build_optimizer.assert_called_once_with(args, "model", mesh, ["last head"])
     assert made.model is run.model
@@ -113,8 +114,7 @@ def test_flags_change_how_a_trainer_is_made():
     assert called.set_up.call_args.args[2] == "mine"
     options = called.build_stages.call_args.kwargs
     assert (options["dtype"], options["sequence_parallel"]) == (torch.float64, True)
-    told = called.prepare.call_args.kwargs
-    assert (told["trace"], told["numerics"]) == (True, "invariant")
+    assert called.invariant.prepare.call_args.kwargs["trace"] is True
     made, called = made_with("--out there", Mesh(workers=Axis(2, 1)))
     assert made.out == Path("there/worker-1")
     made, called = made_with("--twin 3 --dtype bfloat16")
@@ -386,7 +386,16 @@ class Started:
 
 def command(flags: str, trainer: Any, ready: bool = False) -> tuple[Any, mock.MagicMock]:
     """The exit status, and the mocks of what it calls."""
-    names = ("build_mesh", "Watchdog", "leave_together", "StopSignals", "Trainer", "record", "tell_launcher")
+    names = (
+        "build_mesh",
+        "invariant_mesh",
+        "Watchdog",
+        "leave_together",
+        "StopSignals",
+        "Trainer",
+        "record",
+        "tell_launcher",
+    )
     with mock.patch.multiple(pretrain, **dict.fromkeys(names, mock.DEFAULT), dist=mock.DEFAULT) as parts:
         called = mock.MagicMock(**parts)
         for name, part in parts.items():
@@ -394,7 +403,7 @@ def command(flags: str, trainer: Any, ready: bool = False) -> tuple[Any, mock.Ma
         called.Trainer.side_effect = trainer if callable(trainer) else [trainer]
         called.dist.is_initialized.return_value = ready
         called.dist.get_rank.return_value = 3
-        called.build_mesh.return_value.job.rank = 2
+        called.build_mesh.return_value.job.rank = called.invariant_mesh.return_value.job.rank = 2
         try:
             return pretrain.main(flags.split()), called
         except SystemExit as left:
@@ -407,9 +416,10 @@ def test_the_command_makes_a_mesh_a_watchdog_and_a_trainer():
     status, called = command(f"{flags} --timeout 8 --bitwise 4 --out there", trainer)
     assert status == 0
     called.build_mesh.assert_called_once_with(
-        tp=2, cp=4, pp=3, ep=5, dp=6, etp=1, device_type="cpu", workers=7, cp_inner=2, timeout=23.0, virtual=4
+        tp=2, cp=4, pp=3, ep=5, dp=6, etp=1, device_type="cpu", workers=7, cp_inner=2, timeout=23.0
     )
-    mesh, signals = called.build_mesh.return_value, called.StopSignals.return_value.__enter__.return_value
+    called.invariant_mesh.assert_called_once_with(called.build_mesh.return_value, 4)
+    mesh, signals = called.invariant_mesh.return_value, called.StopSignals.return_value.__enter__.return_value
     called.leave_together.assert_called_once_with(mesh, folder=Path("there/errors"))
     called.Watchdog.assert_called_once_with(mesh, timeout=8.0, folder=Path("there/hang"))
     watchdog = called.Watchdog.return_value.__enter__.return_value

@@ -13,6 +13,8 @@ import mpcore as mp
 from mpcore.gradients import accumulate, early, guard, norm, reduce
 from mpcore.gradients.early import Begun, EarlySums
 from mpcore.sharding.declare import Shard, Sharding, cut
+from mpcore.tools.invariant import TreeSums
+from mpcore.tools.invariant.run import exact_norm
 
 TP = mp.Axis(2, 0, role="tp")
 
@@ -52,7 +54,7 @@ class Group:
 
 
 def test_a_gradient_of_one_axis_with_many_elements_is_summed_alone(large):
-    axis, virtual = mp.Axis(2, 0, role="data"), mp.Axis(2, 0, role="data", virtual=4)
+    axis, virtual = mp.Axis(2, 0, role="data"), mp.Axis(2, 0, role="data", sums=TreeSums(4))
     p, small = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
     assert early.is_large(p, axis)
     assert not early.is_large(small, axis)
@@ -273,9 +275,9 @@ def test_an_exact_norm_holds_sixty_bits_of_each_square():
         largest = max(map(abs, values)) or 1.0
         digits = sum(int((x / largest) ** 2 * 2**60) for x in values)
         want = math.sqrt(digits * 2.0**-60) * largest if any(values) else 0.0
-        assert float(norm.exact_norm(model, mp.Mesh())) == want
+        assert float(exact_norm(model, mp.Mesh())) == want
     model.weight.grad = torch.tensor([[math.nan, 1.0, 1.0]], dtype=torch.float64)
-    assert not math.isfinite(float(norm.exact_norm(model, mp.Mesh())))
+    assert not math.isfinite(float(exact_norm(model, mp.Mesh())))
 
 
 def names_of() -> dict[str, float]:

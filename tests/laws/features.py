@@ -1,11 +1,12 @@
 """The table of features: what changes a model or its run, each with its effect in plain torch.
 
-A feature has up to four parts; a part that is missing changes nothing:
+A feature has up to six parts; a part that is missing changes nothing:
 
     on          options of the layer's constructor
     change      changes the built model, before `prepare`
-    of_mesh     arguments of `build_mesh`
+    of_mesh     changes the mesh
     of_run      arguments of `prepare`
+    prepare     takes the place of `prepare`
     truth       what the feature changes in the formula: the logical parameters, before the layer's formula reads them
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.layers.linear import ParallelLinear
+from mpcore.tools import invariant
 from tests.laws.cases import Block, D
 
 RANK, ALPHA = 2, 4.0  # of LoRA
@@ -37,8 +40,9 @@ class Feature:
 
     on: Mapping[str, Any] = field(default_factory=dict)
     change: Callable[[nn.Module], nn.Module] = lambda model: model
-    of_mesh: Mapping[str, Any] = field(default_factory=dict)
+    of_mesh: Callable[[mp.Mesh], mp.Mesh] = lambda mesh: mesh
     of_run: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[..., mp.Run] = mp.prepare
     truth: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda params: params
     resumes: bool = False
     kind: str = ""
@@ -94,7 +98,7 @@ def _recompute(kind: str) -> Feature:
 FEATURES: dict[str, Feature] = {
     "sequence parallel": Feature(on={"sequence_parallel": True}),
     "LoRA": Feature(change=_add_lora, truth=_with_adapters),
-    "invariant": Feature(of_mesh={"virtual": 4}, of_run={"numerics": "invariant"}),
+    "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
     "full recompute": _recompute("full"),
     "selective recompute": _recompute("selective"),
     "split backward": Feature(change=_split_backward),

@@ -74,16 +74,17 @@ def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
 def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, folder: str) -> dict[str, Any]:
     """Train the layer on a mesh with these features."""
     on = {name: value for feature in features for name, value in feature.on.items()}
-    of_run = {"data": mp.Zero(0)}
+    of_run, prepare = {"data": mp.Zero(0)}, mp.prepare
     for feature in features:
-        of_run |= feature.of_run
+        mesh, of_run = feature.of_mesh(mesh), of_run | feature.of_run
+        prepare = prepare if feature.prepare is mp.prepare else feature.prepare
 
     def start(values: str = "") -> mp.Run:
         model = Block(case, mesh, on.get("sequence_parallel", False))
         for feature in features:
             model = feature.change(model)
         mp.load_full_state_dict(model, {n: draw(values + n, *p.shape) for n, p in mp.full_state_dict(model).items()})
-        return mp.prepare(
+        return prepare(
             model, mesh, blocks=[model.layer], initialize=False, loss=squares,
             optimizer=lambda m: mp.AdamW(m, **RULE), **of_run,
         )  # fmt: skip
@@ -119,9 +120,8 @@ def outcome(names: Sequence[str], case: Case) -> str:
     want = plain(case, features)
 
     def rank() -> str:
-        of_mesh = {name: value for feature in features for name, value in feature.of_mesh.items()}
         try:
-            mesh = mp.build_mesh(device_type="cpu", **case.mesh, **of_mesh)
+            mesh = mp.build_mesh(device_type="cpu", **case.mesh)
             return compare(sharded(mesh, case, features, width, folder), want)
         except ValueError:
             return IS_REFUSED

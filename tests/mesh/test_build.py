@@ -20,9 +20,9 @@ import mpcore as mp
 from mpcore.mesh import guard, launch, layout, rendezvous
 from mpcore.mesh import log as of_log
 from mpcore.mesh.axis import Axis, Mesh
-from mpcore.mesh.build import virtual_degrees
 from mpcore.mesh.launch import Launch, read_launch
 from mpcore.mesh.rendezvous import enter_world, join_world, meet, open_store, start_world
+from mpcore.tools.invariant import TreeSums, invariant_mesh
 
 # --- axes -------------------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,6 @@ def test_an_axis_is_known_by_its_group_or_by_role_size_and_rank():
     alone = Axis(4, 1, role="tp")
     assert (alone.key, alone.order, alone.group_name) == (("tp", 4, 1), ("tp", ""), "")
     assert Axis().name == "axis"
-    assert [Axis(2, 0, virtual=8).pieces, Axis(8, 0, virtual=8).pieces, Axis(2).pieces] == [4, 1, 0]
     for size in (3, 5):
         with pytest.raises(ValueError, match=f"the tp axis has size {size}, but its process group has 4 ranks"):
             Axis(size, 0, group, role="tp")
@@ -82,21 +81,26 @@ def test_a_mesh_holds_each_group_once_but_the_jobs():
 
 
 @pytest.mark.parametrize(("virtual", "sizes", "want"), [
-    (0, {}, {}), ((0, 0), {}, {}), (4, {"tp": 2, "dp": 4}, {"tp": 4, "dp": 4, "data": 4, "edp": 4}),
+    (0, {}, "virtual degree 0 of tp, of size 1"), (4, {"tp": 2, "dp": 4}, {"tp": 4, "dp": 4, "data": 4, "edp": 4}),
     ((2, 8), {"tp": 2}, {"tp": 2, "dp": 8, "data": 8, "edp": 8}), (1, {}, {"tp": 1, "dp": 1, "data": 1, "edp": 1}),
     ((8, 0), {}, "virtual degree 0 of dp, of size 1"), ((0, 8), {}, "virtual degree 0 of tp, of size 1"),
     (6, {}, "virtual degree 6 of tp, of size 1"), (-2, {}, "virtual degree -2 of tp"),
     (4, {"tp": 8}, "virtual degree 4 of tp, of size 8"), ((4, 2), {"dp": 4}, "virtual degree 2 of dp, of size 4"),
     (4, {"cp": 2}, "don't go with cp 2: take cp 1"), (4, {"ep": 2}, "don't go with ep 2"),
-    (4, {"workers": 2}, "don't go with workers 2"), (0, {"cp": 2}, {}),
+    (4, {"workers": 2}, "don't go with workers 2"),
 ])  # fmt: skip
 def test_virtual_degrees_are_powers_of_two_that_sizes_divide(virtual, sizes, want):
-    every = dict.fromkeys(("tp", "dp", "cp", "ep", "workers"), 1) | sizes
+    on = Mesh(**{name: Axis(size, role=name) for name, size in sizes.items()})  # type: ignore[arg-type]
     if isinstance(want, dict):
-        assert virtual_degrees(virtual, every) == want
+        assert degrees_of(invariant_mesh(on, virtual)) == want
+        assert degrees_of(on) == {}
     else:
         with pytest.raises(ValueError, match=want):
-            virtual_degrees(virtual, every)
+            invariant_mesh(on, virtual)
+
+
+def degrees_of(on: Mesh) -> dict[str, int]:
+    return {name: axis.sums.degree for name, axis in on.axes.items() if isinstance(axis.sums, TreeSums)}
 
 
 def test_a_process_alone_has_the_device_that_it_asks_for(monkeypatch):
@@ -111,17 +115,27 @@ def test_a_process_alone_has_the_device_that_it_asks_for(monkeypatch):
 
 
 def degrees() -> dict[str, int]:
-    on = mp.build_mesh(tp=2, virtual=(2, 4), device_type="cpu")
-    return {name: axis.virtual for name, axis in on.axes.items() if axis.virtual}
+    on = mp.build_mesh(tp=2, device_type="cpu")
+    found = degrees_of(invariant_mesh(on, (2, 4)))
+    with pytest.raises(ValueError, match=r"disagree about the mesh \(virtual degrees: 2 and 4\)"):
+        invariant_mesh(on, 2 ** (1 + on.tp.rank))
+    return found
 
 
 def test_a_mesh_has_its_virtual_degrees():
     want = {"tp": 2, "dp": 4, "edp": 4, "data": 4}
     assert mp.simulate(degrees, ranks=4) == [want] * 4
-    alone = mp.build_mesh(virtual=(2, 4), device_type="cpu")
-    assert {name: axis.virtual for name, axis in alone.axes.items() if axis.virtual} == want
-    with pytest.raises(ValueError, match="virtual degree 3 of tp"):
-        mp.build_mesh(virtual=3, device_type="cpu")
+
+
+def closed() -> list[int]:
+    on = mp.build_mesh(tp=2, device_type="cpu")
+    with invariant_mesh(on, 2) as made:
+        found = len(made._held)
+    return [found, len(on._held)]
+
+
+def test_an_invariant_mesh_closes_the_groups_of_its_mesh():
+    assert mp.simulate(closed, ranks=4) == [[2, 0]] * 4
 
 
 def test_workers_are_worlds_of_consecutive_ranks():

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import mpcore as mp
 from mpcore.parallel import fsdp
-from mpcore.parallel.fsdp import BroadcastAllGather, ExchangeReduceScatter, TreeReduceScatter
+from mpcore.parallel.fsdp import BroadcastAllGather, ExchangeReduceScatter
+from mpcore.tools.invariant.run import TreeReduceScatter
 
 
 def scattered(kind: type, size: int) -> tuple[list[float], list[float]]:
@@ -92,8 +93,8 @@ class Unit:
         return lambda *given: self.told.append((name, *(type(x).__name__ if callable(x) else x for x in given)))
 
 
-def wraps(zero: int, virtual: bool) -> list[Any]:
-    on = mp.build_mesh(dp=2, device_type="cpu", **({"virtual": (1, 2)} if virtual else {}))
+def wraps(zero: int) -> list[Any]:
+    on = mp.build_mesh(dp=2, device_type="cpu")
     model = torch.nn.Linear(2, 2).to(torch.float64 if zero == 3 else torch.float32)
     told: list = []
     model.told = told  # type: ignore[assignment]
@@ -101,8 +102,8 @@ def wraps(zero: int, virtual: bool) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize(("zero", "virtual"), [(1, False), (3, False), (2, True)])
-def test_a_unit_sums_and_never_divides_and_keeps_its_parameters_below_stage_3(monkeypatch, zero, virtual):
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_unit_sums_and_never_divides_and_keeps_its_parameters_below_stage_3(monkeypatch, zero):
     def shard(module: Any, **how: Any) -> Unit:
         policy = how["mp_policy"]
         dtypes = policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs
@@ -113,10 +114,9 @@ def test_a_unit_sums_and_never_divides_and_keeps_its_parameters_below_stage_3(mo
     monkeypatch.setattr(fsdp, "dist", SimpleNamespace(get_backend=lambda group: "gloo"))
     monkeypatch.setattr(fsdp.fsdp, "reduce_unused", lambda unit: unit.told.append("unused"))
     ours = [("set_custom_reduce_scatter", "ExchangeReduceScatter"), ("set_custom_all_gather", "BroadcastAllGather")]
-    own = [("set_custom_reduce_scatter", "TreeReduceScatter")] if virtual else ours
     reduce_dtype = None if zero == 3 else torch.float16  # gradients of float64 are summed in float64
     want = [
         (zero == 3, torch.bfloat16, reduce_dtype, False), ("set_gradient_divide_factor", 1.0),
-        ("set_force_sum_reduction_for_comms", True), *own, "unused",
+        ("set_force_sum_reduction_for_comms", True), *ours, "unused",
     ]  # fmt: skip
-    assert mp.simulate(wraps, zero, virtual, ranks=2) == [want] * 2
+    assert mp.simulate(wraps, zero, ranks=2) == [want] * 2

@@ -1,4 +1,4 @@
-"""`numerics="invariant"`: losses, norms, weights and masters are the same to the last bit on every layout."""
+"""Invariant numerics: losses, norms, weights and masters are the same to the last bit on every layout."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.stages import build_stages
-from mpcore import AdamW, Mesh, collectives, prepare, simulate
+from mpcore import AdamW, Mesh, collectives, simulate
 from mpcore.gradients import grad_norm
-from mpcore.layers import invariant, loss, mlp
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.tools import invariant
+from mpcore.tools.invariant import layers, pieces, sums
+from mpcore.tools.invariant import run as training
 from mpcore.tools.verify import verify
 from mpcore.tools.verify.layout import Layout, parse_layout
-from mpcore.training import run as training
-from mpcore.training.numerics import InvariantStep
 from tests.pool import mesh as pool_mesh
 
 V = 4  # the virtual degree; sizes are odd multiples of it, and no multiple of a vector's length
@@ -56,18 +56,18 @@ def planned(layout: str) -> tuple[Layout, str]:
 
 def prepared(mesh: Mesh, case: Case, layout: str, recompute: str = "none") -> mp.Run:
     plan, schedule = planned(layout)
+    mesh = invariant.invariant_mesh(mesh, case.virtual) if case.virtual else mesh
     count = plan.pp * (2 if schedule == "interleaved" else 1)  # of stages
     held = [range(i * case.config.layers // count, (i + 1) * case.config.layers // count) for i in range(count)]
     stages = build_stages(
         case.config, mesh, held, [i % plan.pp for i in range(count)], sequence_parallel=plan.sequence_parallel,
         device="meta", dtype=torch.float64 if case.dtype == "float64" else None,
     )  # fmt: skip
-    run = prepare(
+    run = (invariant.prepare if case.virtual else mp.prepare)(
         stages, mesh, blocks={int(i): block for stage in stages for i, block in stage.blocks.items()}, seed=3,
         loss=stages[-1].loss, schedule=schedule, optimizer=lambda model: AdamW(model, lr=0.01, weight_decay=0.1),
         data=mp.Zero(plan.zero), recompute=recompute, precision=case.dtype,
-        micro_batches=plan.mb or (1 if mesh.data.virtual else plan.pp),
-        numerics="invariant" if mesh.data.virtual else "default",
+        micro_batches=plan.mb or (1 if case.virtual else plan.pp),
     )  # fmt: skip
     for p in (p for stage in run.stages for name, p in stage.named_parameters() if name == case.frozen):
         p.requires_grad_(False)  # the optimizer holds it, and would decay it if it had a gradient
@@ -126,7 +126,7 @@ def sizes(layout: str) -> dict[str, int]:
 def on(layout: str, case: Case = Case(), **options: str) -> dict[str, str]:
     """What `trained` finds under a layout whose ranks are threads of this process, checked to be alike on all ranks."""
     work = functools.partial(_trained, options=options)
-    return merged(simulate(work, case, layout, **sizes(layout), mesh={"virtual": case.virtual}))
+    return merged(simulate(work, case, layout, **sizes(layout)))
 
 
 def _trained(mesh: Mesh, case: Case, layout: str, options: dict[str, str]) -> dict[str, str]:
@@ -164,9 +164,8 @@ def test_every_layout_has_the_same_bits(layout: str) -> None:
 def test_the_bits_are_those_of_the_default_numerics_but_for_rounding() -> None:
     """Layouts with equal bits would share an error: here is the run that has no virtual shards."""
     case = Case(dtype="float64")
-    (invariant,) = simulate(lambda mesh: train(prepared(mesh, case, "tp1"), case, 3), dp=1, mesh={"virtual": V})
-    default = train(prepared(Mesh(), case, "tp1"), case, 3)
-    for got, want in zip(invariant, default, strict=True):
+    found, default = (train(prepared(Mesh(), replace(case, virtual=v), "tp1"), case, 3) for v in (V, 0))
+    for got, want in zip(found, default, strict=True):
         assert got == pytest.approx(want, rel=1e-12)
 
 
@@ -190,7 +189,7 @@ def _given_up(mesh: Mesh, drop: bool) -> list[tuple[float, float]]:
 
 
 def test_nothing_is_left_of_a_step_that_was_given_up() -> None:
-    (want,), (got,) = (simulate(_given_up, drop, dp=1, mesh={"virtual": V}) for drop in (False, True))
+    (want,), (got,) = (simulate(_given_up, drop, dp=1) for drop in (False, True))
     assert got == want
 
 
@@ -226,7 +225,7 @@ def test_processes_have_the_bits_of_threads(ranks) -> None:
 
 def on_processes(layout: str, case: Case) -> dict[str, str]:
     torch.set_num_threads(1)
-    return trained(pool_mesh(**sizes(layout), virtual=case.virtual), case, layout)
+    return trained(pool_mesh(**sizes(layout)), case, layout)
 
 
 # --- a change of the order of any sum is seen -----------------------------------------------------------------------
@@ -257,15 +256,15 @@ def at_once(function, axis, dim, *xs, blocks=1):
 
 
 PLANTS = {  # where what is planted, and a layout on which it must be seen
-    "the products' tree": (invariant, "tree_sum", in_turn, "tp2"),
-    "the order of leaves": (InvariantStep, "take", taken_in_turn, "dp2"),
+    "the products' tree": (pieces, "tree_sum", in_turn, "tp2"),
+    "the order of leaves": (training.InvariantStep, "take", taken_in_turn, "dp2"),
     "the norm of a rank's shard": (training, "exact_norm", grad_norm, "tp2"),
-    "the tree over ranks": (collectives, "tree_sum", in_turn, "tp4"),
-    "an order that values decide": (invariant, "tree_sum", largest_first, "tp4"),
-    "the ring's sum": (invariant, "all_reduce", whole_sum, "tp4"),
+    "the tree over ranks": (sums, "tree_sum", in_turn, "tp4"),
+    "an order that values decide": (pieces, "tree_sum", largest_first, "tp4"),
+    "the ring's sum": (pieces, "all_reduce", whole_sum, "tp4"),
     "torch's fused step": (AdamW, "set_fused", lambda self, fused: None, "dp4zero1"),
-    "the loss over all columns at once": (loss, "_pieces", lambda logits, how: [(logits, how.start)], "tp2"),
-    "activations of all features at once": (mlp, "in_pieces", at_once, "tp2"),
+    "the loss over all columns at once": (sums.TreeSums, "split", lambda self, x, *_: [x], "tp2"),
+    "activations of all features at once": (layers, "in_pieces", at_once, "tp2"),
 }  # fmt: skip
 
 
@@ -283,11 +282,10 @@ def test_a_planted_change_of_order_is_seen(plant: str, monkeypatch: pytest.Monke
 
 
 def attempt(virtual: Any = V, config: GPTConfig = CONFIG, **options: Any) -> None:
-    model = GPT(config, mp.build_mesh(virtual=virtual), device="meta")
-    prepare(
-        model, mp.build_mesh(virtual=virtual), blocks=model.blocks.values(),
-        loss=model.loss, **{"optimizer": AdamW, "numerics": "invariant", **options},
-    )  # fmt: skip
+    mesh = invariant.invariant_mesh(mp.build_mesh(), virtual) if virtual else mp.build_mesh()
+    model = GPT(config, mesh, device="meta")
+    how = {"optimizer": AdamW, **options}
+    invariant.prepare(model, mesh, blocks=model.blocks.values(), loss=model.loss, **how)
 
 
 def refused(message: str, **options: Any) -> None:
@@ -297,12 +295,12 @@ def refused(message: str, **options: Any) -> None:
 
 def test_what_has_no_invariant_form_is_refused() -> None:
     refused("virtual degree 3 of tp, of size 1", virtual=3)
-    refused("virtual=8", virtual=0)
-    refused("numerics=.invariant", numerics="default")
-    refused("none of default, invariant", numerics="exact")
+    refused("data axis of size 1 has no virtual degree: take invariant_mesh", virtual=0)
     refused("30 is not a multiple of the virtual degree 4", config=replace(CONFIG, d_ff=30))
     refused("2 is not a multiple of the virtual degree 4", config=replace(CONFIG, kv_heads=2))
-    refused("a ParallelAttention with these options", config=replace(CONFIG, qk_norm=True))
+    refused(
+        "blocks.0.attention, a ParallelAttention: no invariant form with qk_norm", config=replace(CONFIG, qk_norm=True)
+    )
     refused("micro_batches 3 does not divide the 4 leaves", micro_batches=3)
     refused("autocast", precision=mp.Precision("bfloat16", autocast=True))
     refused("mpcore.AdamW", optimizer=mp.Muon)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.training.numerics import InvariantStep
+from mpcore.tools.invariant.run import InvariantStep
 
 module: Any = importlib.import_module("mpcore.training.prepare")
 
@@ -130,18 +130,16 @@ def test_a_schedule_says_whether_it_splits_backward(monkeypatch):
 def test_ranks_compare_what_they_ask_for(monkeypatch):
     asked: list = []
     monkeypatch.setattr(module, "check_same", lambda what, value: asked.append((what, value)) or 1 / 0)
-    for told in ({}, {"numerics": "invariant", "seed": 3, "micro_batches": 4, "recompute": "full"}):
+    for told in ({}, {"seed": 3, "micro_batches": 4, "recompute": "full"}):
         with pytest.raises(ZeroDivisionError):
             prepared(**told)
     (what, usual), (_, other) = asked
     assert what == "arguments of prepare"
     assert usual == {
         "precision": mp.Precision("float32"), "recompute": ("none", 1, None), "micro_batches": 1, "seed": 0,
-        "numerics": "default", "data": mp.Zero(), "offload": mp.Offload(), "compile": None, "local_updates": None,
+        "data": mp.Zero(), "offload": mp.Offload(), "compile": None, "local_updates": None,
     }  # fmt: skip
-    threads = other.pop("number of threads, by which kernels choose how to sum")
-    assert threads == torch.get_num_threads()
-    assert other == {**usual, "recompute": ("full", 1, None), "micro_batches": 4, "seed": 3, "numerics": "invariant"}
+    assert other == {**usual, "recompute": ("full", 1, None), "micro_batches": 4, "seed": 3}
 
 
 MADE = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
@@ -257,16 +255,14 @@ def test_losses_are_watched_where_gradients_are_and_summed_in_float64():
     loss(torch.tensor(2.0), torch.tensor(1.0))
     model.weight.grad = torch.ones(1, 1)
     steps.take(model)
-    steps.drop()
+    steps.dropped(SimpleNamespace())  # type: ignore[arg-type]
     assert (steps.losses, steps.nodes) == ([], {})
 
 
 def test_another_optimizer_has_no_invariant_form():
     model = nn.Linear(1, 1)
     for made, name in ((sgd(model), "torch's SGD"), (mp.Muon(model), "mpcore's Muon")):
-        with pytest.raises(
-            ValueError, match=f'numerics "invariant" has no form of {name}: take optimizer=mpcore.AdamW'
-        ):
+        with pytest.raises(ValueError, match=f"have no form of {name}: take optimizer=mpcore.AdamW"):
             InvariantStep([model], mp.Mesh(), made)
     ours = mp.AdamW(model)
     InvariantStep([model], mp.Mesh(), ours)

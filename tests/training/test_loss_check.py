@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.tools.invariant import TreeSums
+from mpcore.tools.invariant.run import _check_policies, _leaves_of_rank
 from mpcore.training import loss_check
 from mpcore.training.loss_check import LossCheck, with_mesh
-from mpcore.training.numerics import check_invariant, leaves_of_rank
 from mpcore.training.policies import DTYPES, check_policies
 
 
@@ -281,40 +282,27 @@ def test_policies_that_go_together_and_those_that_do_not(given, said):
     assert bool(told) is bool(said)
 
 
-# --- numerics ---------------------------------------------------------------------------------------------------------
+# --- invariant numerics -----------------------------------------------------------------------------------------------
 
 
 def test_the_leaves_of_a_rank_are_its_virtual_shards():
-    def on(virtual: int, size: int = 1) -> Any:
-        return SimpleNamespace(data=mp.Axis(size, 0, role="data", virtual=virtual))
+    def on(size: int = 1) -> Any:
+        return SimpleNamespace(data=mp.Axis(size, 0, role="data", sums=TreeSums(8)))
 
-    assert leaves_of_rank("default", on(0), 3) == 3
-    assert [leaves_of_rank("invariant", on(8, size), each) for size, each in ((1, 8), (2, 2), (4, 1))] == [8, 4, 2]
+    assert [_leaves_of_rank(on(size), each) for size, each in ((1, 8), (2, 2), (4, 1))] == [8, 4, 2]
     for size, each in ((2, 3), (4, 4), (1, 16)):
         with pytest.raises(ValueError, match=f"micro_batches {each} does not divide the {8 // size} leaves of a rank"):
-            leaves_of_rank("invariant", on(8, size), each)
-    with pytest.raises(
-        ValueError, match=r"'invariant' on a mesh with virtual degree 0: take build_mesh\(.*virtual=8\)"
-    ):
-        leaves_of_rank("invariant", on(0), 1)
-    with pytest.raises(ValueError, match=r"'default' on a mesh with virtual degree 4: take prepare\(.*\"invariant\"\)"):
-        leaves_of_rank("default", on(4), 1)
-    with pytest.raises(ValueError, match="numerics 'fast' is none of default, invariant"):
-        leaves_of_rank("fast", on(0), 1)
-
-
-VIRTUAL = mp.Axis(role="tp", virtual=2)
-PLAIN: dict[str, Any] = {"data": mp.Zero(), "offload": mp.Offload(), "compile": None, "local_updates": None}
+            _leaves_of_rank(on(size), each)
 
 
 WIDE = mp.Precision()
 
 
-def refused(module: Any = None, precision: Any = WIDE, splits: bool = False, **given: Any) -> str:
+def refused(precision: Any = WIDE, **given: Any) -> str:
     try:
-        check_invariant([module or torch.nn.Linear(2, 2)], precision, {**PLAIN, **given}, splits)
+        _check_policies(precision, **{"data": mp.Zero(), "offload": mp.Offload(), "schedule": "1f1b", **given})
     except ValueError as error:
-        return str(error).removeprefix('numerics "invariant" doesn\'t go with ').removesuffix(": see docs/bitwise.md")
+        return str(error).removeprefix("invariant numerics don't go with ").removesuffix(": see docs/bitwise.md")
     return ""
 
 
@@ -325,24 +313,9 @@ def test_policies_without_an_invariant_form_are_named():
         ({"precision": mp.Precision("bfloat16", fp8=True)}, "FP8"),
         ({"precision": mp.Precision("bfloat16", autocast=True)}, "autocast"),
         ({"precision": mp.Precision("float16")}, "autocast"), ({"compile": mp.Compile("eager")}, "compile"),
-        ({"local_updates": mp.LocalUpdates()}, "local updates"), ({"splits": True}, "a schedule that splits backward"),
+        ({"local_updates": mp.LocalUpdates()}, "local updates"), ({"schedule": "zb"}, "a schedule that splits"),
         ({"data": mp.Zero(3, replicate=2)}, "replicate above 1"),
         ({"offload": mp.Offload(parameters=True)}, "offload of parameters"),
         ({"data": mp.Zero(reduce_dtype=torch.bfloat16)}, "a reduce_dtype other than float32"),
     ):  # fmt: skip
-        assert refused(**given) == name
-
-
-def test_modules_without_an_invariant_form_are_named():
-    def attention(**options: Any) -> torch.nn.Module:
-        return mp.ParallelAttention(8, 2, tp=VIRTUAL, **options)
-
-    assert refused(attention()) == refused(mp.ColumnParallelLinear(4, 4, tp=VIRTUAL)) == ""
-    for module, name in (
-        (mp.ColumnParallelLinear(4, 4), "ColumnParallelLinear"), (attention(qk_norm=True), "ParallelAttention"),
-        (attention(alibi=True), "ParallelAttention"), (attention(sinks=True), "ParallelAttention"),
-        (attention(memory_dim=4), "ParallelAttention"),
-        (mp.Router(4, 4, 2), "Router"), (mp.ColumnParallelEmbedding(4, 4), "ColumnParallelEmbedding"),
-    ):  # fmt: skip
-        found = refused(torch.nn.ModuleDict({"a": module}))
-        assert found.endswith(f"a {name} with these options"), (name, found)
+        assert refused(**given).startswith(name)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mpcore as mp
 from mpcore.layers.attention.sequence import sequence_index
 from mpcore.random import generator
+from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.verify import parse_layout
 from mpcore.tools.verify import run as of_run
 from mpcore.tools.verify.run import STEP, Seen, Task, build_options, joined, listen
@@ -320,21 +321,19 @@ def test_rows_that_dont_fit_are_refused_with_the_number_that_they_must_be_a_mult
     with pytest.raises(ValueError, match=r"layout 'mb3': 8 rows are not a multiple of dp x micro-batches = 3$"):
         run_step(task(), mp.Mesh(), parse_layout("mb3"))
     with pytest.raises(ValueError, match="8 rows are not a multiple of the virtual degree 16"):
-        run_step(task(build=Linear, virtual=16), mp.build_mesh(virtual=(2, 16), device_type="cpu"), ALONE)
+        run_step(task(build=linear, virtual=16), invariant_mesh(mp.build_mesh(device_type="cpu"), (2, 16)), ALONE)
 
 
-class Linear(mp.ColumnParallelLinear):
+def linear(mesh: mp.Mesh) -> mp.ColumnParallelLinear:
     """Three inputs and two outputs."""
-
-    def __init__(self, mesh: mp.Mesh) -> None:
-        super().__init__(WIDTH, 2, tp=mesh.tp)
+    return mp.ColumnParallelLinear(WIDTH, 2, tp=mesh.tp)
 
 
 def test_with_a_virtual_degree_two_steps_of_adamw_are_made():
-    on = mp.build_mesh(virtual=(2, 4), device_type="cpu")
-    seen = run_step(task(build=Linear, virtual=4), on, ALONE)
+    on = invariant_mesh(mp.build_mesh(device_type="cpu"), (2, 4))
+    seen = run_step(task(build=linear, virtual=4), on, ALONE)
     torch.manual_seed(0)
-    model = Linear(mp.Mesh()).double()
+    model = linear(mp.Mesh()).double()
     optimizer = mp.AdamW(model)
     x, target = (task().batch[name].double() for name in ("x", "target"))
     for _ in range(2):

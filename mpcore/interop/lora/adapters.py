@@ -265,10 +265,10 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
             refused[name] = "is read past the layer by nn.MultiheadAttention: write the attention with nn.Linear"
         elif weight is None:
             refused[name] = "has no plain weight: add adapters before it is parametrized"
-        elif isinstance(layer, ParallelLinear) and layer.tp.virtual:
+        elif isinstance(layer, ParallelLinear) and layer.tp.sums is not None:
             refused[name] = (
-                f"is on {layer.tp.name} with virtual degree {layer.tp.virtual}, and an adapter has no invariant "
-                f"numerics: build the mesh without virtual"
+                f"is on {layer.tp.name} with {layer.tp.sums}, and an adapter has no invariant numerics: build the "
+                f"model on the mesh from build_mesh"
             )
         elif holders[id(weight)] > 1:
             refused[name] = "shares its weight with another module, which merging would change too: leave it out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,6 @@ from mpcore.layers.attention.scores import (
     scored_attention,
 )
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
-from mpcore.layers.invariant import in_pieces
 from mpcore.layers.module import (
     Init,
     LayerOptions,
@@ -225,11 +223,7 @@ class HeadAttention(ParallelLayer):
             whole = past if past and self.memory_dim else self._memory_length(x, memory, cu_seqlens)
             self._check_scores(x, mask, bias, whole)
             q, k, v = self.cross_heads(x, memory, cache)
-        if self.tp.virtual:
-            core = partial(self.core, cu_seqlens=cu_seqlens, length=whole, mask=mask, bias=bias)
-            y = in_pieces(core, self.tp, 2, q, k, v)
-        else:
-            y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
+        y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
         return self.output(rearrange(y, "b t h v -> t b (h v)" if self.sequence_dim == 0 else "b t h v -> b t (h v)"))
 
     def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:

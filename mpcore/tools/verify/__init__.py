@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.dispatch import Float64
+from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
 from mpcore.tools.verify.layout import Layout, parse_layout
 from mpcore.tools.verify.pool import DIED, LATE, Pool, RankError, mesh
@@ -80,7 +81,7 @@ def verify(
         timeout: the seconds that one layout's run may take. After them the verdict says where each rank is.
         pool: the processes to use. None: start as many as needed, and end them afterwards.
         report: called with each verdict as soon as it is known. None: not called.
-        virtual: the virtual degree for `build_mesh`. Each layout is then compared with one process that holds all
+        virtual: the virtual degree for `invariant_mesh`. Each layout is then compared with one process that holds all
             virtual shards, in `dtype` (float32 or float64), and no bit may differ (docs/bitwise.md). 0: none.
 
     Returns:
@@ -143,7 +144,8 @@ def verify(
 
 def _run(task: Task, layout: Layout) -> Seen:
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
-    on = mesh(**sizes, **({"virtual": task.virtual} if task.virtual else {}))
+    on = mesh(**sizes)
+    on = invariant_mesh(on, task.virtual) if task.virtual else on
     if not task.wide:
         return run_step(task, on, layout)
     with Float64() as mode:

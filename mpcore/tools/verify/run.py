@@ -22,6 +22,7 @@ from mpcore.random import generator
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, shardings
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.tools import invariant
 from mpcore.tools.verify.errors import explained, wrong_width
 from mpcore.tools.verify.layout import Layout
 from mpcore.training.loss_check import with_mesh
@@ -243,11 +244,11 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         batch = _cut_sequence(batch, model, mesh, seen)
     batch = {name: t.to(task.dtype) if t.is_floating_point() else t for name, t in batch.items()}
     target = batch.pop("target", batch["x"])
-    invariant: dict[str, Any] = {"numerics": "invariant", "micro_batches": layout.mb or 1, "optimizer": AdamW}
+    exact: dict[str, Any] = {"micro_batches": layout.mb or 1, "optimizer": AdamW}
     plain = {"micro_batches": layout.micro_batches, "optimizer": lambda model: torch.optim.SGD(model.parameters())}
-    run = prepare(
+    run = (invariant.prepare if task.virtual else prepare)(
         model, mesh, blocks=(), loss=loss, seed=task.seed, initialize=False, data=Zero(layout.zero),
-        **(invariant if task.virtual else plain),
+        **(exact if task.virtual else plain),
     )  # fmt: skip
     x = batch.pop("x")
     with eagerly():  # otherwise the hooks are compiled with the modules, again for each call

@@ -1,9 +1,9 @@
-"""Layers on an axis with a virtual degree: results have the same bits at every size of the axis.
+"""Functions on virtual shards: results have the same bits at every size of the axis.
 
-An axis of size t with the virtual degree V (`build_mesh(virtual=V)`) stands for V virtual shards, V/t on each rank.
-Each shard is computed separately, in its own memory: a library chooses its kernel by the shape, and a vectorized kernel
-treats the end of a tensor with other instructions. One binary tree adds the shards' partial sums, in float32 (float64
-for float64). Sums over tokens use the same tree, over V runs of the sequence, with and without sequence parallelism.
+Each virtual shard is computed separately, in its own memory: a library chooses its kernel by the shape, and a
+vectorized kernel treats the end of a tensor with other instructions. One binary tree adds the shards' partial sums, in
+float32 (float64 for float64). Sums over tokens use the same tree, over V runs of the sequence, with and without
+sequence parallelism.
 """
 
 from __future__ import annotations
@@ -15,27 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from mpcore.collectives import all_reduce, gather, reduce_scatter, shard_sizes, tree_sum
+from mpcore.collectives import all_reduce, gather, reduce_scatter
 from mpcore.layers.linear_ops import flat_tokens, unsafe_view
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
-
-
-def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, rest: int = 0) -> None:
-    """Raise ValueError if the virtual degree does not divide a block's units; up to `rest` units may be left over."""
-    for size in sizes if axis.virtual else ():
-        if size // unit % axis.virtual > rest:
-            units = f"{size}" if unit == 1 else f"{size} / {unit} = {size // unit}"
-            raise ValueError(
-                f"{name} {units} is not a multiple of the virtual degree {axis.virtual} of {axis.name}: take a size "
-                f"that is, or a smaller virtual degree in build_mesh"
-            )
-
-
-def own(x: Tensor) -> Tensor:
-    """Return the tensor contiguous and 64-byte aligned like a new one: MKL may choose kernels by alignment."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 64 == 0 else x.clone()
+from mpcore.tools.invariant.sums import cut_pieces, degree, own, pieces, tree_sum
 
 
 class _Own(Function):
@@ -50,22 +34,13 @@ class _Own(Function):
         return own(dy)
 
 
-def cut_pieces(
-    x: Tensor, dim: int, n: int, blocks: Sequence[int] = (), own: Callable[..., Tensor] = own
-) -> list[Tensor]:
-    """Split a dimension, made of blocks of these lengths, into n virtual shards, each in its own memory."""
-    parts = x.split(list(blocks), dim) if blocks else [x]
-    parts = [part.split(shard_sizes(part.shape[dim], n), dim) for part in parts]
-    return [own(each[0] if len(each) == 1 else torch.cat(each, dim)) for each in zip(*parts, strict=True)]
-
-
-def _join(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] = ()) -> Tensor:
+def _join(found: Sequence[Tensor], dim: int, blocks: Sequence[int] = ()) -> Tensor:
     """Undo `cut_pieces`: concatenate the virtual shards."""
-    if len(pieces) == 1:
-        return pieces[0]
+    if len(found) == 1:
+        return found[0]
     if len(blocks) < 2:
-        return torch.cat(list(pieces), dim)
-    parts = zip(*(piece.split([length // len(pieces) for length in blocks], dim) for piece in pieces), strict=True)
+        return torch.cat(list(found), dim)
+    parts = zip(*(piece.split([length // len(found) for length in blocks], dim) for piece in found), strict=True)
     return torch.cat([each for part in parts for each in part], dim)
 
 
@@ -75,8 +50,8 @@ def in_pieces(function: Callable[..., Tensor], axis: Axis, dim: int, *xs: Tensor
     `dim`, counted from the front, is sharded over the axis. In xs it consists of `blocks` equal blocks, such as gate
     and up.
     """
-    pieces = [cut_pieces(x, dim, axis.pieces, (x.shape[dim] // blocks,) * blocks, _Own.apply) for x in xs]
-    return _join([_Own.apply(function(*piece)) for piece in zip(*pieces, strict=True)], dim)
+    cut = [cut_pieces(x, dim, pieces(axis), (x.shape[dim] // blocks,) * blocks, _Own.apply) for x in xs]
+    return _join([_Own.apply(function(*piece)) for piece in zip(*cut, strict=True)], dim)
 
 
 def on_tokens(
@@ -100,22 +75,23 @@ def on_tokens(
         ValueError: if the sequence is sharded and the virtual degree does not divide its length.
 
     Example:
-        >>> tp = mpcore.build_mesh(virtual=2).tp
-        >>> mpcore.layers.on_tokens(torch.mul, tp, 1, False, torch.ones(1, 4, 2), torch.tensor([1.0, 3.0])).sum()
+        >>> from mpcore.tools.invariant import invariant_mesh, on_tokens
+        >>> tp = invariant_mesh(mpcore.build_mesh(), 2).tp
+        >>> on_tokens(torch.mul, tp, 1, False, torch.ones(1, 4, 2), torch.tensor([1.0, 3.0])).sum()
         tensor(16.)
     """
-    n = axis.pieces if sharded else axis.virtual
+    n = pieces(axis) if sharded else degree(axis)
     if x.dim() < 3 or (x.shape[dim] % n and not sharded):
         n = 1  # not cut on any rank
     elif x.shape[dim] % n:
-        length, V = x.shape[dim] * axis.size, axis.virtual
+        length, V = x.shape[dim] * axis.size, degree(axis)
         raise ValueError(
             f"sequence length {length} is not a multiple of the virtual degree {V} of {axis.name}, which sequence "
             f"parallel needs: pad it to {-(-length // V) * V} with ignored targets"
         )
     copies = [[None] * n if w is None else _FanOut.apply(w, n, axis if sharded else Axis()) for w in weights]
-    pieces = zip(cut_pieces(x, dim, n, own=_Own.apply), *copies, strict=True)
-    return _join([_Own.apply(function(*piece)) for piece in pieces], dim)
+    each = zip(cut_pieces(x, dim, n, own=_Own.apply), *copies, strict=True)
+    return _join([_Own.apply(function(*piece)) for piece in each], dim)
 
 
 class _FanOut(Function):
@@ -140,7 +116,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _spread(whole: Tensor, rows: Tensor, bias: Tensor | None, tp: Axis, blocks: tuple[int, ...] = ()) -> Tensor:
     """[..., D] @ rows.T + bias -> [..., F/tp], one product per virtual shard. rows: [F/tp, D]; bias: [F/tp] or None."""
-    flat, n = flat_tokens(whole), tp.pieces
+    flat, n = flat_tokens(whole), pieces(tp)
     biases = [None] * n if bias is None else cut_pieces(bias, 0, n, blocks)
     ys = [F.linear(flat, w, b) for w, b in zip(cut_pieces(rows, 0, n, blocks), biases, strict=True)]
     return unsafe_view(_join(ys, 1, blocks), (*whole.shape[:-1], len(rows)))  # no view
@@ -148,7 +124,8 @@ def _spread(whole: Tensor, rows: Tensor, bias: Tensor | None, tp: Axis, blocks: 
 
 def _tree_product(x: Tensor, rows: Tensor, tp: Axis, dim: int | None, blocks: tuple[int, ...] = ()) -> Tensor:
     """[..., F/tp] @ rows, summed over ranks by the tree: [..., D], or this rank's shard of dimension `dim`."""
-    pairs = zip(cut_pieces(flat_tokens(x), 1, tp.pieces, blocks), cut_pieces(rows, 0, tp.pieces, blocks), strict=True)
+    n = pieces(tp)
+    pairs = zip(cut_pieces(flat_tokens(x), 1, n, blocks), cut_pieces(rows, 0, n, blocks), strict=True)
     y = tree_sum(_wide(piece @ w) for piece, w in pairs).view(*x.shape[:-1], rows.shape[1])
     return (all_reduce(y, tp) if dim is None else reduce_scatter(y, tp, dim)).to(x.dtype)
 
@@ -173,7 +150,7 @@ class ColumnProduct(Function):
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         refuse_second_derivative("a linear layer on a virtual degree")
         (x, weight), (tp, _, blocks), wanted = ctx.saved_tensors, ctx.how, ctx.needs_input_grad
-        dys = cut_pieces(flat_tokens(dy), 1, tp.pieces, blocks)
+        dys = cut_pieces(flat_tokens(dy), 1, pieces(tp), blocks)
         dx = _tree_product(dy, weight, *ctx.how) if wanted[0] else None
         dweight = _join([d.t() @ flat_tokens(x) for d in dys], 0, blocks) if wanted[1] else None
         dbias = _join([d.sum(0) for d in dys], 0, blocks) if wanted[2] else None
@@ -198,6 +175,6 @@ class RowProduct(Function):
         x, weight = ctx.saved_tensors
         whole = own(dy if ctx.dim is None else gather(dy, ctx.tp, ctx.dim))
         dx = _spread(whole, weight.t(), None, ctx.tp) if ctx.needs_input_grad[0] else None
-        xs = cut_pieces(flat_tokens(x), 1, ctx.tp.pieces) if ctx.needs_input_grad[1] else []
+        xs = cut_pieces(flat_tokens(x), 1, pieces(ctx.tp)) if ctx.needs_input_grad[1] else []
         dweight = _join([flat_tokens(whole).t() @ piece for piece in xs], 1) if xs else None
         return dx, dweight, None, None
