@@ -1,7 +1,8 @@
 """Refuse a mesh with an axis above 1 that the model doesn't use: its ranks would compute the same, or something else.
 
-A layer that uses an axis holds it, and a parameter that is sharded over an axis declares it. Nothing declares whether a
-module mixes tokens: under cp a module of an unknown class is refused unless a module of the model holds cp.
+A parameter that is sharded over an axis declares it, and a module of your own that holds an axis is taken to use it.
+Nothing declares whether a module mixes tokens: under cp a module of an unknown class is refused unless a module of the
+model knows cp.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     mixing = [_named(name, m) for name, m in modules if isinstance(m, MIXES_TOKENS) and m not in inside]
     unknown = [] if any(knows) else [_named(name, m) for name, m in modules if not ours[m]]
     follows = [(name, m) for name, m in modules if isinstance(m, ParallelLayer) and m.sequence_parallel]
-    moves = any(isinstance(m, MOVES_SEQUENCE) for _, m in follows) or any(
-        not ours[m] and _holds(m, mesh.tp) for _, m in modules
-    )
+    own = {axis.role: any(not ours[m] and _holds(m, axis) for _, m in modules) for axis in (mesh.tp, mesh.ep, mesh.etp)}
     mine = {
-        "cut": bool(sharded), "ep": mesh.ep.key in sharded, "etp": mesh.etp.key in sharded, "cp": any(knows),
-        "moves": moves, "mixing": mixing, "unknown": unknown, "follows": [_named(*each) for each in follows],
+        "cut": bool(sharded) or own["tp"], "ep": mesh.ep.key in sharded or own["ep"],
+        "etp": mesh.etp.key in sharded or own["etp"], "cp": any(knows),
+        "moves": any(isinstance(m, MOVES_SEQUENCE) for _, m in follows) or own["tp"],
+        "mixing": mixing, "unknown": unknown, "follows": [_named(*each) for each in follows],
     }  # fmt: skip
     found = gather_objects(mine, mesh.pp.group)  # ranks of tp, cp and dp hold the same modules
     used = {key for each in found for key, value in each.items() if value}

@@ -629,9 +629,9 @@ def test_weights_that_are_there_are_never_drawn_anew_in_silence():
 class Attends(nn.Module):
     """Attention of one's own, of a class that nothing is known about."""
 
-    def __init__(self, cp: mp.Axis | None = None) -> None:
+    def __init__(self, axis: mp.Axis | None = None) -> None:
         super().__init__()
-        self.cp, self.qkv = cp, nn.Linear(4, 12)
+        self.axis, self.qkv = axis, nn.Linear(4, 12)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1), is_causal=True)
@@ -660,6 +660,7 @@ linear = partial(nn.Linear, 4, 4)
 IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on it, the words of the refusal
     ({"tp": 2}, lambda on: [linear()], ["no parameter is sharded", "2 ranks of tp"]),
     ({"tp": 2, "pp": 2}, lambda on: [linear()], ["2 ranks of tp"]),
+    ({"tp": 2}, lambda on: [Attends(on.tp)], []),  # collectives of one's own
     ({"tp": 2, "pp": 2}, lambda on: [mp.ColumnParallelLinear(4, 4, tp=on.tp) if on.pp.rank else linear()], []),
     (
         {"tp": 2},
@@ -704,7 +705,7 @@ IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on
 
 
 @pytest.mark.parametrize(("sizes", "layers", "words"), IDLE)
-def test_pitfall_53_54_an_axis_that_the_model_does_not_use_is_refused(sizes, layers, words):
+def test_pitfall_45_46_an_axis_that_the_model_does_not_use_is_refused(sizes, layers, words):
     def make() -> str:
         on = mp.build_mesh(device_type="cpu", **sizes)
         model = nn.Sequential(OrderedDict((str(1 + i + 9 * on.pp.rank), each) for i, each in enumerate(layers(on))))
