@@ -261,6 +261,23 @@ def quantized(folder):
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
 
 
+def poisoned(folder):
+    files = files_of(folder)
+    files["model.norm.weight"][3] = torch.nan
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+
+
+def named(**fields):
+    """Put fields into config.json, with a module beside it that they may name."""
+
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        (folder / "evil.py").write_text("raise SystemExit('code of the folder ran')")
+
+    return damage
+
+
 def unknown(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Mine"]}))
@@ -273,6 +290,7 @@ def unknown(folder):
         (misshapen, r"model.norm.weight has shape \(47,\), config.json makes it \(48,\)"),
         (quantized, "holds quantized weights"),
         (unknown, r"names the architectures \['Mine'\], none of transformers: give model_class"),
+        (poisoned, r"model.norm.weight \(48,\) holds NaN"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ],
 )
@@ -281,6 +299,14 @@ def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
     damage(tmp_path)
     with pytest.raises(ValueError, match=match):
         from_pretrained(tmp_path)
+
+
+def test_pitfall_50_a_model_with_nan_is_not_written(tmp_path):
+    model = quiet_build("llama")
+    model.lm_head.weight.data[1, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"lm_head.weight .* holds NaN or infinity .* to inf"):
+        save_pretrained(model, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 class Another(torch.nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name
-from mpcore.checkpoint.pieces import Held, held_by_model, held_slot, like, parameter_groups
+from mpcore.checkpoint.pieces import (
+    Held,
+    check_finite,
+    held_by_model,
+    held_slot,
+    like,
+    parameter_groups,
+    weight_names,
+)
 from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import Files, host_memory, in_threads
 from mpcore.mesh.axis import Mesh
@@ -85,7 +93,7 @@ def load(
 
     Raises:
         ValueError: on every rank and before any value changes, if a tensor is missing, unexpected, damaged, or has
-            another shape or dtype. The message names each such tensor.
+            another shape or dtype, or a weight is NaN or infinite. The message names each such tensor.
     """
     reshard(model)
     mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
@@ -110,6 +118,8 @@ def load(
         if problems:
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
             raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(told))
+        model_items = [(item, tensors[item.name]) for item in mine.held if item.name.startswith("model/")]
+        check_weights(model_items, mine.files.tensor, weight_names(model), str(path))
 
     together(mesh.world, check)
     together(mesh.world, lambda: _read(mine, optimizer))
@@ -280,23 +290,50 @@ def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], T
     in_threads(one, items)
 
 
+def check_weights(
+    items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], Tensor], weights: set[str], where: str
+) -> None:
+    """Raise ValueError if this rank's parts of weights hold NaN or infinity in their chunks.
+
+    Args:
+        items, tensor: see `fill`.
+        weights: the names of the weights. Of other tensors only NaN is refused.
+        where: the checkpoint, for the message.
+    """
+
+    def one(item: tuple[Held, Entry]) -> None:
+        held, entry = item
+        parts = (part for box in held.boxes for _, part in _parts(box.shape, box.start, entry, tensor))
+        check_finite([(held.name, part, held.name in weights) for part in parts], where)
+
+    in_threads(one, items)
+
+
 @torch.no_grad()
 def copy_box(target: Tensor, start: tuple[int, ...], entry: Entry, tensor: Callable[[Entry, Chunk], Tensor]) -> None:
     """Fill `target` with the box of a logical tensor that begins at `start` and has the shape of `target`.
 
     The values are cast to the dtype of `target`.
     """
+    for into, part in _parts(tuple(target.shape), start, entry, tensor):
+        target[into].copy_(part)
+
+
+def _parts(
+    shape: tuple[int, ...], start: tuple[int, ...], entry: Entry, tensor: Callable[[Entry, Chunk], Tensor]
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Yield the parts of a box that lie in one chunk each: where in the box, and the values as a view of the file."""
     for chunk in entry.chunks:
-        common = _overlap(start, tuple(target.shape), chunk)
+        common = _overlap(start, shape, chunk)
         if common is not None:
             into = tuple(slice(a - b, e - b) for (a, e), b in zip(common, start, strict=True))
             out_of = tuple(slice(a - b, e - b) for (a, e), b in zip(common, chunk.start, strict=True))
-            target[into].copy_(tensor(entry, chunk)[out_of])
+            yield into, tensor(entry, chunk)[out_of]
 
 
 def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
     tensors = plan.files.manifest.tensors
-    fill([(item, tensors[item.name]) for item in plan.held], lambda e, c: plan.files[c.file].tensor(e, c))
+    fill([(item, tensors[item.name]) for item in plan.held], plan.files.tensor)
     for p, master in plan.masters.items():
         local_tensor(p.detach()).copy_(local_tensor(master))
     if optimizer is None or plan.files.manifest.optimizer is None:

@@ -7,7 +7,8 @@ dimension 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +83,32 @@ def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | 
         _held(f"model/{name}", masters.get(tensor, tensor), sharding, mesh, placed=tensor)
         for name, tensor, sharding in _tensors(model)
     ]
+
+
+def weight_names(model: nn.Module) -> set[str]:
+    """Return the names that a model's parameters have in a checkpoint. Its buffers are left out."""
+    return {f"model/{name}" for name, _, _ in declarations(model)}
+
+
+@torch.no_grad()
+def check_finite(tensors: Iterable[tuple[str, Tensor, bool]], where: str) -> None:
+    """Raise ValueError if a weight holds NaN or infinity, or a buffer holds NaN. A mask may hold infinity.
+
+    Args:
+        tensors: name, tensor, and whether it is a weight. A tensor of integers is not read, nor one on "meta".
+        where: where the tensors come from, for the message.
+    """
+    named = [each for each in tensors if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta]
+    ranges = [torch.stack(torch.aminmax(x if x.itemsize > 1 else x.float())).double() for _, x, _ in named]
+    if not ranges:
+        return
+    found = torch.stack([each.to(ranges[0].device) for each in ranges]).tolist()  # waits for a device once
+    for (name, x, is_weight), values in zip(named, found, strict=True):
+        if any(math.isnan(value) or (is_weight and math.isinf(value)) for value in values):
+            raise ValueError(
+                f"{where}: {name} {tuple(x.shape)} holds NaN or infinity (from {values[0]:g} to {values[1]:g}): go "
+                f"back to an earlier checkpoint"
+            )
 
 
 def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from mpcore._torch.simulated import simulated_rank
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest, write_synced
-from mpcore.checkpoint.pieces import Box, Held, held_by_model, held_by_optimizer, masters_of, parameter_groups
+from mpcore.checkpoint.pieces import (
+    Box,
+    Held,
+    check_finite,
+    held_by_model,
+    held_by_optimizer,
+    masters_of,
+    parameter_groups,
+    weight_names,
+)
 from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
 from mpcore.mesh.axis import Mesh
@@ -159,7 +168,8 @@ def save(
 
     Raises:
         ValueError: on every rank, if a rank can't write (full disk, read-only directory), if replicas differ, or if a
-            value can't be saved. The checkpoint that was at `path` is unchanged, and no partial checkpoint is left.
+            value can't be saved, or a weight is NaN or infinite. The checkpoint that was at `path` is unchanged, and no
+            partial checkpoint is left.
 
     Note:
         - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
@@ -199,7 +209,7 @@ def save_async(
         The save in progress.
 
     Raises:
-        ValueError: on every rank, if the previous save failed, or a value can't be saved.
+        ValueError: on every rank, if the previous save failed, a value can't be saved, or a weight is NaN or infinite.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -237,6 +247,10 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request
     """Collect everything that this rank saves. JSON values are copied; tensors are copied if `copy` is True."""
     reshard(model)
     held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
+    weights = weight_names(model)
+    check_finite(
+        ((item.name, item.tensor, item.name in weights) for item in held), f"{request.path} isn't written"
+    )  # so that it never replaces a good one
     if optimizer is not None:
         held += held_by_optimizer(model, optimizer, request.mesh)
         groups = parameter_groups(model, optimizer)

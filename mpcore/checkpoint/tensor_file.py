@@ -267,6 +267,10 @@ class Files:
             self._open[name] = TensorFile(self.folder / name, self.manifest.files[name])
         return self._open[name]
 
+    def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
+        """Return a chunk as a view of its file. Its bytes are read when they are used."""
+        return self[chunk.file].tensor(entry, chunk)
+
     def problems(self, chunks: Sequence[tuple[str, Entry, Chunk]]) -> list[str]:
         """Return a description of the damage of these chunks, by tensor, key and file.
 
@@ -289,7 +293,7 @@ class Files:
         full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for chunk in entry.chunks:
             box = tuple(slice(start, start + size) for start, size in zip(chunk.start, chunk.shape, strict=True))
-            full[box] = self[chunk.file].tensor(entry, chunk)
+            full[box] = self.tensor(entry, chunk)
         return full
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import mmap
@@ -13,6 +14,7 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -77,6 +79,41 @@ def test_what_a_save_is_not_told_has_its_usual_value(tmp_path, monkeypatch, how)
         for wrong in ({"x": float("nan")}, {"x": object()}):
             with pytest.raises(ValueError, match=f"{name} can't be written as JSON: "):
                 saving.save(tmp_path / "d", model(), mesh=mp.Mesh(), step=1, **{name: wrong})
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_pitfall_50_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path, how, value):
+    """Also where one rank alone has one. The good checkpoint stays, and a bad one changes nothing."""
+    said = r"model/weight .* holds NaN or infinity"
+
+    def start(bad: bool) -> tuple[mp.Mesh, nn.Module]:
+        on = mp.build_mesh(tp=2, device_type="cpu")
+        net = mp.ColumnParallelLinear(2, 4, tp=on.tp)
+        net.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        with torch.no_grad():
+            net.weight[0, 1] = value if bad and on.tp.rank else 1.0
+        return on, net
+
+    def older() -> None:
+        on, net = start(bad=True)
+        saving.save(tmp_path / "old", net, mesh=on, step=2)
+
+    def trial() -> None:
+        on, net = start(bad=False)
+        saving.save(tmp_path / "run" / "step-1", net, mesh=on, step=1)
+        kept = copy.deepcopy(net.state_dict())
+        with pytest.raises(ValueError, match=said):
+            loading.load(tmp_path / "old", net, mesh=on, check_bytes=False)
+        assert all(torch.equal(x, kept[name]) for name, x in net.state_dict().items())
+        with pytest.raises(ValueError, match=said):
+            getattr(saving, how)(tmp_path / "run" / "step-2", start(bad=True)[1], mesh=on, step=2, keep=1)
+        loading.load(tmp_path / "run" / "step-1", net, mesh=on)
+
+    with mock.patch.object(saving, "check_finite"):  # as an older release wrote it
+        mp.simulate(older, ranks=2)
+    mp.simulate(trial, ranks=2)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-1"]
 
 
 def test_a_save_in_the_background_waits_for_the_one_before_and_tells_its_error_once(tmp_path, monkeypatch):
@@ -537,7 +574,8 @@ def test_differences_are_counted_and_measured(tmp_path):
         "model/i: I64 (2,) and F32 (2,)", "model/x: F32 (3,) and F32 (2,)", f"model/z: only in {one}",
         f"model/y: only in {shapes}",
     ]  # fmt: skip
-    spoiled = at("e", **{**base, "x": torch.tensor([1.0, float("nan"), 3.0])})
+    with mock.patch.object(saving, "check_finite"):
+        spoiled = at("e", **{**base, "x": torch.tensor([1.0, float("nan"), 3.0])})
     assert report.diff(one, spoiled, rtol=1e9) == ["model/x: 1 of 3 elements differ, by nan at most"]
     zeros, ones = (at(name, x=value) for name, value in (("f", torch.zeros(2)), ("g", torch.ones(2))))
     assert report.diff(zeros, ones) == ["model/x: 2 of 2 elements differ, by 1 at most"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, write_manifest
-from mpcore.checkpoint.loading import copy_box, fill
-from mpcore.checkpoint.pieces import held_by_model
+from mpcore.checkpoint.loading import check_weights, copy_box, fill
+from mpcore.checkpoint.pieces import held_by_model, weight_names
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory
@@ -60,7 +60,7 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
 
     Raises:
         ValueError: on every rank and before any value changes, if the folder can't be read or the model's tensors have
-            other names or shapes.
+            other names or shapes, or a weight is NaN or infinite.
     """
     reshard(model)
 
@@ -75,6 +75,7 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
                 found = "nothing" if entry is None else f"shape {entry.shape}"
                 raise ValueError(f"{held.name}: expected shape {held.shape}, found {found} in {folder}")
             items.append((held, entry))
+        check_weights(items, source.tensor, weight_names(model), str(folder))
         return source, items
 
     source, items = together(mesh.world, plan)
@@ -195,7 +196,7 @@ def export_hf(
             files[chunk.file].forget(chunk.key)
         _, entry, part = pieces[key]
         stored = host_memory(part.stored, likes[key].dtype)
-        copy_box(part.box(stored), part.start, entry, lambda e, c: files[c.file].tensor(e, c))
+        copy_box(part.box(stored), part.start, entry, files.tensor)
         held.extend(entry.chunks)
         return stored
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, host_memory
 from mpcore.interop.hugging_face.folder import open_files, refuse_other_formats
@@ -53,8 +54,8 @@ def from_pretrained(
 
     Raises:
         ValueError: on every rank, if the folder doesn't exist (names on the Hub aren't accepted), transformers lacks
-            the architecture, the weights are pickles or quantized, a tensor is missing or has another shape, or
-            `parallelize` raises.
+            the architecture, the weights are pickles or quantized,
+            a tensor is missing, has another shape or holds NaN or infinity, or `parallelize` raises.
 
     Note:
         - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
@@ -178,16 +179,19 @@ def _read(
                 f"{files[keys[key]].path}: {keys[key]} has shape {tuple(found[key].shape)}, config.json makes it "
                 f"{tuple(like.shape)}"
             )
+    path = str(files[next(iter(keys.values()))].path)
     whole = (
         dict(zip(group.sources, found.values(), strict=True)) if group.renamed else _joined(dense, group, found, held)
     )
     for name, x in whole.items():
         tensor, sharding = held[name]
         if not tensor.is_meta:  # a buffer
+            check_finite([(name, x, False)], path)
             tensor.copy_(x)
             continue
         value = torch.empty(sharding.local_shape, dtype=tensor.dtype, device=device)
         _copy_part(value, x, sharding)
+        check_finite([(name, value, True)], path)
         made[id(tensor)] = nn.Parameter(value, tensor.requires_grad)
         vars(made[id(tensor)]).update(vars(tensor))
     for name in keys.values():

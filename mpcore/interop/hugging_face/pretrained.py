@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
@@ -21,7 +22,7 @@ from mpcore.interop.lora.layers import LoRALayer, factors
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import declarations, persistent_buffers
 from mpcore.sharding.declare import Sharding, check_lies_on
-from mpcore.sharding.local import is_dtensor, reshard
+from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from mpcore.sharding.state_dict import all_names, check_present
 
 PIECE = 2**20  # bytes that the ranks gather in one collective
@@ -52,8 +53,8 @@ def save_pretrained(
 
     Raises:
         ValueError: on every rank and before anything is written, if the model is not one of transformers, is one stage
-            of a pipeline, has other tensors than its config says, or the folder isn't empty. Also on every rank if the
-            folder can't be written; no partial folder is left.
+            of a pipeline, has other tensors than its config says, a weight is NaN or infinite, or the folder isn't
+            empty. Also on every rank if the folder can't be written; no partial folder is left.
 
     Note:
         - Adapters of `add_lora` are merged into the weights that are written; the model keeps them. `save_lora` writes
@@ -76,6 +77,8 @@ def save_pretrained(
 
     def plan() -> tuple[Any, Held, list[Group]]:
         dense, held = dense_shape(model), held_tensors(model, mesh)
+        weights = ((name, local_tensor(x), isinstance(x, nn.Parameter)) for name, (x, _) in held.items())
+        check_finite(weights, f"{folder} isn't written")
         if mesh.world.rank == 0:
             check_new(folder)
         return dense, held, stored_groups(dense, saved_state(dense, held))
