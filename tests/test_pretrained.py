@@ -309,6 +309,27 @@ def test_pitfall_50_a_model_with_nan_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("held", ["both", "equal", "head", "table"])
+def test_pitfall_47_weights_are_tied_as_transformers_ties_them(tmp_path, held):
+    """What a folder holds beside a config that ties decides: one tensor, two equal or two different ones."""
+    hf.logging.set_verbosity_error()
+    model = quiet_build("llama")
+    table, head = "model.embed_tokens.weight", "lm_head.weight"
+    save_pretrained(model, tmp_path / "a")
+    files = files_of(tmp_path / "a")
+    files |= {head: files[table].clone()} if held == "equal" else {}
+    for key in {"head": [table], "table": [head]}.get(held, []):
+        del files[key]
+    save_file(files, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    named(tie_word_embeddings=True)(tmp_path / "a")
+    want, got = hf.LlamaForCausalLM.from_pretrained(tmp_path / "a"), from_pretrained(tmp_path / "a")
+    all_equal(got.state_dict(), want.state_dict())
+    assert (got.lm_head.weight is got.model.embed_tokens.weight) is (held != "both")
+    again = from_pretrained(save_pretrained(got, tmp_path / "b"))
+    ids = torch.arange(6)[None]
+    assert torch.equal(again(ids).logits, want(ids).logits)
+
+
 class Another(torch.nn.Module):
     """A model that has a config and can be saved, of a class that knows neither quantization nor adapters."""
 

@@ -58,6 +58,8 @@ def from_pretrained(
             a tensor is missing, has another shape or holds NaN or infinity, or `parallelize` raises.
 
     Note:
+        - If config.json ties two weights and the files hold two different tensors, the weights are not tied, as in
+          transformers: the model's config then has `tie_word_embeddings=False`.
         - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
         - Afterwards call `shard_data_parallel`, or `prepare(initialize=False)`, which keeps the loaded weights.
 
@@ -107,11 +109,50 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
     wanted: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
     config.dtype = wanted
     with _parameters_on_meta(wanted):
-        model = kind(config)
+        model: Any = kind(config)
+        if different := _untied(model, files, where, wanted):
+            config.tie_word_embeddings = False
+            model = kind(config)
+            for name, other in different.items():
+                if model.get_parameter_or_buffer(name) is model.get_parameter_or_buffer(other):
+                    raise ValueError(
+                        f"{path} has two different tensors for {name} and {other}, which {kind.__name__} ties"
+                    )
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     _widen(model, wanted)
     return model, files, where
+
+
+def _untied(
+    model: Any, files: Mapping[str, TensorFile], where: Mapping[str, str], dtype: torch.dtype
+) -> dict[str, str]:
+    """Return the tied weights of a model, in pairs, for which the files hold two different tensors."""
+    different = {}
+    for name, other in model.all_tied_weights_keys.items():
+        both = (*_file_keys(model, name), *_file_keys(model, other))
+        keys = [found for key in both if (found := _found(model, key, where)) is not None]
+        if len(keys) < 2:
+            continue
+        a, b = (files[where[key]].whole(key) for key in keys)
+        rows = zip(a.split(1024), b.split(1024), strict=False)
+        if a.shape != b.shape or not all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in rows):
+            different[name] = other
+        for key in keys:
+            files[where[key]].forget(key)
+    return different
+
+
+def _file_keys(model: Any, name: str) -> list[str]:
+    """Return the name that a parameter of a model has in its files, as a list of one."""
+    (group,) = stored_groups(model, {name: torch.empty(model.get_parameter_or_buffer(name).shape, device="meta")})
+    return list(group.files)
+
+
+def _found(model: Any, key: str, where: Mapping[str, str]) -> str | None:
+    """Return the name of a tensor in these files, or None. Files of a base model lack a prefix, or have one more."""
+    prefix = f"{model.base_model_prefix}."
+    return next((name for name in (key, key.removeprefix(prefix), prefix + key) if name in where), None)
 
 
 def _widen(model: Any, dtype: torch.dtype) -> None:
@@ -145,19 +186,22 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keys(path: Path, dense: Any, group: Group, where: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that a group's tensors have in these files.
-
-    The files of a base model may lack the model's prefix, or have one more.
-    """
-    prefix, keys = f"{dense.base_model_prefix}.", {}
+    """Return the names that a group's tensors have in these files. A tied weight may have any of its names."""
+    keys = {}
     for key in group.files:
-        names = [name for name in (key, key.removeprefix(prefix), prefix + key) if name in where]
-        if not names:
+        found = _found(dense, key, where)
+        if found is None and group.renamed:
+            pairs = dense.all_tied_weights_keys.items()
+            others = [one for pair in pairs if group.sources[0] in pair for one in pair]
+            others += [one for pair in pairs if set(pair) & set(others) for one in pair]
+            names = (_found(dense, file, where) for one in others for file in _file_keys(dense, one))
+            found = next(filter(None, names), None)
+        if found is None:
             raise ValueError(
                 f"{path} has no tensor {key!r}, which {group.sources[0]} needs: if transformers can open it, save it "
                 f"anew with its save_pretrained"
             )
-        keys[key] = names[0]
+        keys[key] = found
     return keys
 
 
