@@ -330,6 +330,29 @@ def test_pitfall_47_weights_are_tied_as_transformers_ties_them(tmp_path, held):
     assert torch.equal(again(ids).logits, want(ids).logits)
 
 
+BUFFERS = ["deepseek_v3", "hy_v3", "gptj", "glm4_moe", "ernie4_5_moe", "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", some(*BUFFERS, of=OWN + FOUND))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pitfall_48_each_tensor_has_the_dtype_of_transformers(tmp_path, family, dtype):
+    """Parameters and buffers have transformers' dtypes and values, and are saved so."""
+    model = quiet_build(family)
+    with torch.no_grad():
+        for x in (x for name, x in model.named_buffers() if name in model.state_dict() and x.is_floating_point()):
+            x.normal_()
+    save_pretrained(model, tmp_path / "a")
+    want, got = (
+        type(model).from_pretrained(tmp_path / "a", dtype=dtype),
+        from_pretrained(tmp_path / "a", plan={"*": "replicate"}, dtype=dtype),
+    )
+    all_equal(got.state_dict(), want.state_dict())
+    all_equal(dict(got.named_buffers()), dict(want.named_buffers()))
+    save_pretrained(got, tmp_path / "b")
+    want.save_pretrained(tmp_path / "c")
+    all_equal(files_of(tmp_path / "b"), files_of(tmp_path / "c"))
+
+
 class Another(torch.nn.Module):
     """A model that has a config and can be saved, of a class that knows neither quantization nor adapters."""
 

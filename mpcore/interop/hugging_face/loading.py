@@ -44,8 +44,8 @@ def from_pretrained(
         folder: a local folder with config.json and safetensors files.
         mesh: the mesh. The model is sharded over `mesh.tp`, on `mesh.device`.
         plan: the tensor-parallel plan (see `parallelize`).
-        dtype: the dtype of the parameters, except those that transformers keeps in float32. None: the dtype in
-            config.json, or float32 if there is none.
+        dtype: the dtype of the parameters, except those that transformers keeps in float32; buffers have the dtype that
+            transformers gives them. None: the dtype in config.json, or float32 if there is none.
         model_class: a class of transformers. None: the first class in `architectures` of config.json.
         options: the arguments `check`, `example`, `skip` and `strict` of `parallelize`.
 
@@ -118,6 +118,11 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
                     raise ValueError(
                         f"{path} has two different tensors for {name} and {other}, which {kind.__name__} ties"
                     )
+    if wanted.itemsize == 2:
+        with _parameters_on_meta(torch.float32):  # transformers computes tables in float32, and rounds them once
+            exact = dict(kind(config).named_buffers())
+        for name, x in model.named_buffers():
+            x.copy_(exact[name])
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     _widen(model, wanted)
@@ -156,12 +161,12 @@ def _found(model: Any, key: str, where: Mapping[str, str]) -> str | None:
 
 
 def _widen(model: Any, dtype: torch.dtype) -> None:
-    """Cast to float32 the parameters that transformers never keeps in 16 bits."""
+    """Cast to float32 the parameters and persistent buffers that transformers never keeps in 16 bits."""
     strict, half = (getattr(model, f"_keep_in_fp32_modules{end}", None) or () for end in ("_strict", ""))
     kept = {torch.float16: [*strict, *half], torch.bfloat16: strict}.get(dtype, ())
-    for name, p in model.named_parameters():
-        if any(re.search(part, name) for part in kept):
-            p.data = p.data.float()
+    for name, x in model.state_dict(keep_vars=True).items():
+        if any(re.search(part.replace("*", ".*"), name) for part in kept):
+            x.data = x.data.float()
 
 
 @contextlib.contextmanager
