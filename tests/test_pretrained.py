@@ -289,7 +289,14 @@ def unknown(folder):
         (without_a_tensor, r"has no tensor 'model.norm.weight', which model.norm.weight needs: if transformers can"),
         (misshapen, r"model.norm.weight has shape \(47,\), config.json makes it \(48,\)"),
         (quantized, "holds quantized weights"),
-        (unknown, r"names the architectures \['Mine'\], none of transformers: give model_class"),
+        (unknown, r"names the architectures \['Mine'\], no model class of transformers: give model_class"),
+        (named(architectures=["AutoTokenizer"]), r"names the architectures \['AutoTokenizer'\], no model class"),
+        (named(model_type="evil", auto_map={"AutoConfig": "evil.Config"}), "trust_remote_code"),
+        (named(attn_implementation="org/kernel"), "attn_implementation is 'org/kernel', code on the Hub"),
+        (
+            named(_experts_implementation={"": "org/kernel"}),
+            "_experts_implementation is .*org/kernel.*, code on the Hub",
+        ),
         (poisoned, r"model.norm.weight \(48,\) holds NaN"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ],
@@ -297,7 +304,7 @@ def unknown(folder):
 def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
     save_pretrained(quiet_build("llama"), tmp_path)
     damage(tmp_path)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match), mock.patch("builtins.input", return_value="y"):  # to run code
         from_pretrained(tmp_path)
 
 

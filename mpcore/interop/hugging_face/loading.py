@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, host_memory
+from mpcore.interop.hugging_face.config import read_json
 from mpcore.interop.hugging_face.folder import open_files, refuse_other_formats
 from mpcore.interop.hugging_face.pretrained import Held, held_tensors, saved_state
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_tensors, transformers_module
@@ -54,7 +55,7 @@ def from_pretrained(
 
     Raises:
         ValueError: on every rank, if the folder doesn't exist (names on the Hub aren't accepted), transformers lacks
-            the architecture, the weights are pickles or quantized,
+            the architecture, config.json names code of the folder or of the Hub, the weights are pickles or quantized,
             a tensor is missing, has another shape or holds NaN or infinity, or `parallelize` raises.
 
     Note:
@@ -98,13 +99,16 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
         )
     refuse_other_formats(path)
     transformers = transformers_module()
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    _refuse_kernels(path / "config.json", read_json(path / "config.json"))
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
     names = config.architectures or []
     kind = kind or getattr(transformers, names[0] if names else "", None)
-    if kind is None:
-        raise ValueError(f"{path}/config.json names the architectures {names}, none of transformers: give model_class")
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{path}/config.json names the architectures {names}, no model class of transformers: give model_class"
+        )
     files, where = open_files(path)
     wanted: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
     config.dtype = wanted
@@ -127,6 +131,14 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     _widen(model, wanted)
     return model, files, where
+
+
+def _refuse_kernels(path: Path, values: Any) -> None:
+    """Raise ValueError if config.json names code on the Hub, such as an attention kernel "org/name"."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if key.endswith("_implementation") and "/" in str(value):
+            raise ValueError(f"{path}: {key} is {value!r}, code on the Hub that is not run here: remove the field")
+        _refuse_kernels(path, value)
 
 
 def _untied(
