@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -147,6 +148,21 @@ REFUSED = {
 def test_wrong_input_is_refused_and_changes_nothing(tmp_path, message):
     with pytest.raises(ValueError, match=message):
         REFUSED[message](tmp_path / "adapter")
+
+
+def test_pitfall_49_weights_trained_beside_adapters_are_not_left_out_in_silence(tmp_path):
+    net = mp.add_lora(mlp(), targets="0")
+    net[2].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"1 weights beside the 1 adapters are trained, 2\.bias"):
+        mp.save_lora(net, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    net[2].bias.requires_grad_(False)
+    folder = mp.save_lora(net, tmp_path / "new")
+    state = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    state["base_model.model.0.lora_A.weight"][1] = torch.nan
+    safetensors.torch.save_file(state, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"0\.lora_A\.weight .* holds NaN"):
+        mp.load_lora(mlp(), folder)
 
 
 def check_sharded_over_data() -> None:

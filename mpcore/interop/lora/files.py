@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpcore.checkpoint.format import write_synced
+from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
-from mpcore.interop.lora.adapters import adapt, check_adaptable, linear_layers, lora_layers
+from mpcore.interop.lora.adapters import adapt, check_adaptable, factor_names, linear_layers, lora_layers
 from mpcore.interop.lora.layers import LoRALayer, factors, is_transposed, sizes_of
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
+from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import reshard
 from mpcore.sharding.state_dict import check_present, copy_part, full_tensor
 
@@ -44,7 +46,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         The folder.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters or they can't be written.
+        ValueError: on every rank, if the model has no adapters, other weights are trained beside them, a value is NaN
+            or infinite, or they can't be written.
 
     Example:
         >>> import tempfile
@@ -65,6 +68,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     parts = [folder / f".{TENSORS}.{stage}" for stage in range(mesh.pp.size)]
 
     def write_stage() -> None:
+        check_finite(((key, x, True) for key, x in mine.items()), f"{folder} isn't written")
         if mesh.tp.rank == mesh.data.rank == mesh.workers.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             parts[mesh.pp.rank].unlink(missing_ok=True)  # a killed save may have left it
@@ -104,7 +108,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     Raises:
         ValueError: on every rank and before anything changes, if the files are missing or damaged, need an unsupported
-            feature (DoRA, biases, a rank per layer), or don't fit the model.
+            feature (DoRA, biases, a rank per layer), hold NaN or infinity, or don't fit the model.
 
     Example:
         >>> import tempfile
@@ -117,6 +121,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     def read() -> tuple[dict[str, Any], TensorFile, dict[str, dict[str, str]]]:
         config, file = _read_config(folder / CONFIG), TensorFile(folder / TENSORS)
+        check_finite(((key, file.whole(key), True) for key in file.header), str(file.path))
         keys = _keys(file)
         for name, layer in linear_layers(model):
             if name in keys:
@@ -153,8 +158,15 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
 
 def _present(model: nn.Module) -> dict[str, LoRALayer]:
-    """Return the layers that have an adapter, after a check that their factors have memory on the device."""
+    """Return the layers that have an adapter. Their factors must have memory, and nothing else may be trained."""
     layers = lora_layers(model)
+    names = set(factor_names(model))
+    others = [name for name, p, _ in declarations(model) if p.requires_grad and name not in names]
+    if others:
+        raise ValueError(
+            f"{len(others)} weights beside the {len(layers)} adapters are trained, {', '.join(others[:4])}, and an "
+            f"adapter's folder has no place for them: save the merged model with save_pretrained, or freeze them"
+        )
     for name, layer in layers.items():
         for leaf, factor in factors(layer):
             check_present(f"{name}.{leaf}.weight", factor.weight)
