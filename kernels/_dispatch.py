@@ -17,17 +17,17 @@ from ._triton import HAS_TRITON, INTERPRETING
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def runs_triton(impl: str | None, x: Tensor, operator: str, **sizes: int) -> bool:
+def runs_triton(impl: str | None, x: Tensor, operator: str) -> bool:
     """Return whether the Triton kernel of an operator runs for `x`; see `implementation`."""
-    return implementation(impl, x, operator, **sizes) == TRITON
+    return implementation(impl, x, operator) == TRITON
 
 
-def implementation(impl: str | None, x: Tensor, operator: str, **sizes: int) -> str:
+def implementation(impl: str | None, x: Tensor, operator: str) -> str:
     """Return the implementation that runs for the main input `x`: "triton", "reference" or "torch" (torch's own).
 
     Args:
         impl: "triton" or "reference", or `None` to choose: the reference on a CPU and for dtypes that the kernels
-            don't have, and else what `chosen` in `_choice.py` returns for `operator` and `sizes`.
+            don't have, and else what `chosen` in `_choice.py` returns for `operator`.
 
     Raises:
         ValueError: `impl` is unknown, or is "triton" where Triton can't run.
@@ -37,7 +37,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, **sizes: int) -> 
         known = HAS_TRITON and is_on_gpu(x) and x.dtype in KERNEL_DTYPES
         if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU: there is none to measure or test
             return by_rule(operator)
-        return chosen(operator, x, sizes) if known else REFERENCE
+        return chosen(operator, x) if known else REFERENCE
     if impl == REFERENCE:
         return REFERENCE
     if impl != TRITON:
@@ -54,7 +54,7 @@ def implementation(impl: str | None, x: Tensor, operator: str, **sizes: int) -> 
     return TRITON
 
 
-def runs_torch(impl: str | None, x: Tensor, operator: str, fits: bool, **sizes: int) -> bool:
+def runs_torch(impl: str | None, x: Tensor, operator: str, fits: bool) -> bool:
     """Return whether torch's own product of the operator runs for `x`, not the reference.
 
     `impl` is "torch", "reference" or `None` to choose; `fits` says whether torch has the product for these inputs.
@@ -67,7 +67,7 @@ def runs_torch(impl: str | None, x: Tensor, operator: str, fits: bool, **sizes: 
         raise ValueError(f"impl='torch', but on {x.device} torch has no {operator} of these inputs; use 'reference'")
     if impl is not None or not here or forced() == REFERENCE:
         return impl == TORCH
-    return (not x.is_cuda and has_no_values(x)) or chosen(operator, x, sizes) == TORCH
+    return (not x.is_cuda and has_no_values(x)) or chosen(operator, x) == TORCH
 
 
 def refuse_second_derivative(name: str, instead: str = "impl='reference'") -> None:

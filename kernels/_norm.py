@@ -39,7 +39,7 @@ def norm(
         widest = WIDEST_NARROW if bias is None else WIDEST_BIASED
     if impl == "triton" and widest < D:
         raise ValueError(f"impl='triton' has no kernel of rows of {D} here, only of up to {widest}")
-    runs = runs_triton(impl, x, name, D=D) and widest >= D
+    runs = runs_triton(impl, x, name) and widest >= D
     return (Norm.apply if runs else _reference)(x, weight, bias, residual, name == "layer_norm", eps)
 
 

@@ -168,7 +168,7 @@ def passes(operator: str, x: Any) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device as measurements and verdicts have it; "cpu" for a CPU."""
+    """Return the name of a device as verdicts have it; "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -114,7 +114,7 @@ def _activate(name: str, f: str, x: Tensor, impl: str | None) -> Tensor:
         raise ValueError(f"approximate {f.removeprefix('gelu_')!r} is neither 'tanh' nor 'none'")
     if gated and x.shape[-1] % 2:
         raise ValueError(f"the last dimension of x is {x.shape[-1]}, but gate and up need an even number")
-    if runs_triton(impl, x, name, F=x.shape[-1] // (1 + gated)):
+    if runs_triton(impl, x, name):
         return _Activation.apply(x, f, gated, name)
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     if not gated:

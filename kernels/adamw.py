@@ -106,7 +106,7 @@ def adamw_foreach(
         _check(state, scale)
         groups[state.kind].append(state)
     for group in groups.values():
-        if not runs_triton(impl, group[0].param, "adamw", n=sum(state.param.numel() for state in group)):
+        if not runs_triton(impl, group[0].param, "adamw"):
             for state in group:
                 _reference(state, scale, *betas, eps, weight_decay)
             continue

@@ -71,7 +71,7 @@ def cross_entropy_stats(
         True
     """
     _check(logits, target, softcap)
-    compute = _stats_op if runs_triton(impl, logits, "cross_entropy", V=logits.shape[-1]) else _stats_reference
+    compute = _stats_op if runs_triton(impl, logits, "cross_entropy") else _stats_reference
     return compute(logits.detach(), target, start, ignore_index, softcap, sum_logits, entropy)
 
 
@@ -173,7 +173,7 @@ def cross_entropy_backward(
         target, stats, dloss, dlog_prob, dentropy, start, ignore_index, 1 - label_smoothing,
         label_smoothing / vocab_size, 2 * z_loss, softcap,
     )  # fmt: skip
-    if not runs_triton(impl, logits, "cross_entropy", V=logits.shape[-1]):
+    if not runs_triton(impl, logits, "cross_entropy"):
         dlogits = _backward_reference(logits, rows)
         return logits.copy_(dlogits) if in_place else dlogits
     if not in_place:

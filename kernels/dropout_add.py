@@ -58,7 +58,7 @@ def dropout_add(
         raise ValueError(f"dropout probability {p} is not in [0, 1)")
     if p > 0:
         _check_places(x, samples, tokens, sequence_dim)
-    triton_runs = runs_triton(impl, x, "dropout_add", D=x.shape[-1])
+    triton_runs = runs_triton(impl, x, "dropout_add")
     if p == 0 and bias is None and residual is None:
         return x
     mask = _Mask(samples, tokens, p, key if key < 2**63 else key - 2**64, first_feature, sequence_dim)

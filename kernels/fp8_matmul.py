@@ -50,7 +50,7 @@ def fp8_matmul(a: Quantized, b: Quantized, dtype: torch.dtype = torch.bfloat16, 
     fits = dtype in (torch.bfloat16, torch.float32) and M > 0 and K > 0 and K % BLOCK == 0 and not _square(a)
     fits = fits and N % (BLOCK if _square(b) else 16) == 0 and _has_blocks(a.values.device)
     like = a.scales.new_empty(0, dtype=dtype)
-    return _matmul_op(*a, *b, dtype, runs_torch(impl, like, "fp8_matmul", fits, M=M, N=N, K=K))
+    return _matmul_op(*a, *b, dtype, runs_torch(impl, like, "fp8_matmul", fits))
 
 
 def _square(x: Quantized) -> bool:

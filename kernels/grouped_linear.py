@@ -36,13 +36,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, impl: str | Non
     Raises:
         ValueError: shapes or dtypes don't go together, or `impl` can't run here.
     """
-    sizes = check_shapes(x=(x, "R D"), weight=(weight, "E F D"), counts=(counts, "E"))
+    check_shapes(x=(x, "R D"), weight=(weight, "E F D"), counts=(counts, "E"))
     if counts.dtype.is_floating_point or counts.device != x.device:
         raise ValueError(f"counts are {counts.dtype} on {counts.device}; they must be integers on {x.device}, as x is")
     if torch.promote_types(x.dtype, weight.dtype) != weight.dtype:
         raise ValueError(f"x is {x.dtype}, but weight is {weight.dtype}")
-    del sizes["R"]
-    if runs_torch(impl, x, "grouped_linear", _fits(x, weight), **sizes) or has_no_values(x):
+    if runs_torch(impl, x, "grouped_linear", _fits(x, weight)) or has_no_values(x):
         return _GroupedLinear.apply(x, weight, counts)  # the reference would read the counts
     return grouped_linear_reference(x, weight, counts)
 

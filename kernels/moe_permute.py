@@ -43,7 +43,7 @@ def moe_rows(experts: Tensor, num_experts: int, *, impl: str | None = None) -> t
     if experts.dim() != 2 or experts.is_floating_point():
         raise ValueError(f"experts {tuple(experts.shape)} of {experts.dtype} is not [T, K] of integers")
     like = experts.new_empty(0, dtype=torch.float32)
-    triton_runs = runs_triton(impl, like, "moe_permute", E=num_experts) and num_experts <= MOST_EXPERTS
+    triton_runs = runs_triton(impl, like, "moe_permute") and num_experts <= MOST_EXPERTS
     return (_rows_op if triton_runs or experts.is_meta else moe_rows_reference)(experts, num_experts)
 
 
@@ -73,7 +73,7 @@ def moe_permute(x: Tensor, row: Tensor, rows: int, *, impl: str | None = None) -
         ValueError: shapes don't go together, or `impl` can't run here.
     """
     check_shapes(x=(x, "T D"), row=(row, "T K"))
-    if runs_triton(impl, x, "moe_permute", D=x.shape[1]) or x.is_meta:
+    if runs_triton(impl, x, "moe_permute") or x.is_meta:
         return _Permute.apply(x, row, rows)
     return moe_permute_reference(x, row, rows)
 
@@ -103,7 +103,7 @@ def moe_unpermute(y: Tensor, row: Tensor, weight: Tensor | None = None, *, impl:
         ValueError: shapes don't go together, or `impl` can't run here.
     """
     check_shapes(y=(y, "R D"), row=(row, "T K"), weight=(weight, "T K"))
-    if runs_triton(impl, y, "moe_permute", D=y.shape[1]) or y.is_meta:
+    if runs_triton(impl, y, "moe_permute") or y.is_meta:
         return _Unpermute.apply(y, row, weight)
     return moe_unpermute_reference(y, row, weight)
 

@@ -61,7 +61,7 @@ def quantize_fp8(
         raise ValueError(f"x {tuple(x.shape)} is no matrix [M, K], which blocks are cut from: flatten the others")
     check_dtype("x", x.dtype)
     traced = has_no_values(x)  # as on a GPU
-    quantize = _quantize_op if runs_triton(impl, x, "quantize_fp8", K=x.shape[1]) or traced else _reference
+    quantize = _quantize_op if runs_triton(impl, x, "quantize_fp8") or traced else _reference
     values, scales, turned, turned_scales = quantize(x.detach(), square, rows, columns)
     return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
 

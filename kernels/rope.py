@@ -162,7 +162,7 @@ def _check(q: Tensor, k: Tensor | None, options: _Options, impl: str | None) -> 
     check_beside("q", q, k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     if B * T > MAX_ROWS:
         raise ValueError(f"{B * T} tokens are more than the {MAX_ROWS} that a kernel can count")
-    runs = runs_triton(impl, q, "rope", K=q.shape[-1])
+    runs = runs_triton(impl, q, "rope")
     if runs and (cos.requires_grad or sin.requires_grad):
         raise ValueError("the rope kernel has no gradient for cos and sin; detach them, or use impl='reference'")
     return runs

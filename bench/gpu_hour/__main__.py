@@ -10,7 +10,7 @@ command again to go on: jobs that the file has are skipped. The jobs, in this or
 4. one shape of each kernel beside eager, torch.compile, SDPA and all peers that are installed;
 5. two stages against three in the loops of every kernel.
 
-A report in Markdown, a plot and a table for `kernels/measured.json` lie beside the results after every call.
+A report in Markdown and a plot lie beside the results after every call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of `bench.gpu_hour`: tables, a plot, and the measured table, from the lines of the results."""
+"""The report of `bench.gpu_hour`: tables and a plot, from the lines of the results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from mpcore.kernels._choice import by_rule
 
 Line = Mapping[str, Any]
 BOTH = "forward+backward"
@@ -29,21 +27,12 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("adamw", "forward"): {"percent": 93, "foreach": 2, "torch.compile": 1.05, "torch fused": 1.1},
 }
 """By kernel and pass: percent of the yardstick, and the time of each peer over ours."""
-IMPLEMENTATION_OF = {  # by kernel: the operator of the measured table, and the provider that is not Triton
-    "attention": ("plain_attention", "torch", "SDPA"),
-    "adamw": ("adamw", "reference", "foreach"),
-}
-OPERATORS = (  # others have a reference of the same name, timed as "eager"
-    "rms_norm", "layer_norm", "swiglu", "geglu", "gelu", "relu_squared", "rope", "cross_entropy", "dropout_add",
-    "moe_permute", "quantize_fp8",
-)  # fmt: skip
 
 
 def write(lines: Sequence[Line], folder: Path) -> None:
-    """Write `report.md`, `report.png` where matplotlib is there, `measured.json` and `benchmarks.json`."""
+    """Write `report.md`, `report.png` where matplotlib is there, and `benchmarks.json`."""
     picture = _draw(lines, folder / "report.png")
     (folder / "report.md").write_text("\n".join(text(lines)) + (f"\n![]({picture})\n" if picture else "\n"))
-    (folder / "measured.json").write_text(json.dumps(measured(lines), indent=1) + "\n")
     (folder / "benchmarks.json").write_text(json.dumps({"benchmarks": list(benchmarks(lines))}, indent=1) + "\n")
 
 
@@ -179,34 +168,3 @@ def stages(lines: Sequence[Line]) -> Iterator[str]:
         two, three = of.get("2", "-"), of.get("3", "-")
         ratio = "-" if isinstance(two, str) or isinstance(three, str) else f"{two / three:.3f}"
         yield f"| {name} | {two} | {three} | {ratio} |"
-
-
-def measured(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Return rows for `kernels/measured.json`: of each operator that was right, what is faster than the rule's choice.
-
-    A kernel that hangs, crashes or is wrong has no row: the self-test and the rule decide there.
-    """
-    about = _about(lines)
-    if not about.get("cuda"):
-        return []
-    versions = {"torch": about["torch"], "triton": about["versions"].get("triton", "")}
-    versions |= {"date": about["date"], "commit": about["commit"]}
-    right = {line["name"] for line in lines if line["job"] == "check" and line["state"] == "ok"}
-    last: dict[str, dict[str, Any]] = {}
-    for row in _rows(lines, "measure"):
-        last[row["kernel"]] = row  # the longest pass is the last
-    found = []
-    for kernel, row in last.items():
-        default = (kernel, "reference", "eager") if kernel in OPERATORS else None
-        operator = IMPLEMENTATION_OF.get(kernel, default)
-        if operator is None or kernel not in right or operator[2] not in row["providers"]:
-            continue
-        name, other, provider = operator
-        us = {"triton": row["providers"]["mpcore"]["us"], other: row["providers"][provider]["us"]}
-        sizes = {part.split()[0]: int(part.split()[1]) for part in row["shape"].split(", ")}
-        fields = {"device": about["device"], "operator": name, "dtype": row["dtype"], "sizes": sizes}
-        faster = us[other] < 0.98 * us["triton"]  # below that it is noise
-        fields |= {"impl": other if faster else "triton"}
-        if fields["impl"] != by_rule(name):  # a row costs each call a look at the table
-            found.append({**fields, "microseconds": us, "versions": versions})
-    return found

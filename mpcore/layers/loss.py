@@ -89,7 +89,7 @@ def vocab_parallel_cross_entropy(
     _check_loss(target, reduction, label_smoothing, token_weight)
     terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, **terms)
-    if tp.sums is not None or runs_triton(None, logits, "cross_entropy", V=logits.shape[-1]):
+    if tp.sums is not None or runs_triton(None, logits, "cross_entropy"):
         loss = _FusedCrossEntropy.apply(logits, target, how, False)
     else:
         if softcap:

@@ -133,7 +133,7 @@ def choices() -> Iterator[str]:
         yield "implementations: plain torch, as there is no GPU"
         return
     yield "implementations on this GPU"
-    yield from _choice.describe(torch.device("cuda", 0))
+    yield from _choice.describe()
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------

@@ -52,13 +52,10 @@ rules that applies chooses the implementation:
 1. The argument `impl="triton"` (for matrix products `impl="torch"`) or `impl="reference"` of the call.
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
    wrong.
-3. Measurements: `kernels/measured.json` names the implementation for a device, an operator, a dtype and sizes (within a
-   factor of two) where another one than the default is faster. `python -m bench.gpu_hour` writes the rows. The file is
-   empty: on the one GPU that has been measured, an H100, each default was the fastest, or within 2 % of it.
-4. Defaults. Plain attention (causal or full, without a window, documents or a soft cap), grouped products and FP8
-   products use torch's `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. All other operators
-   use Triton. They are memory-bound: a Triton kernel reads and writes each byte once, plain torch once per operator of
-   the formula.
+3. Defaults, each the fastest on the one GPU that has been measured, an H100, or within 2 % of the fastest. Plain
+   attention (causal or full, without a window, documents or a soft cap), grouped products and FP8 products use torch's
+   `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. All other operators use Triton. They are
+   memory-bound: a Triton kernel reads and writes each byte once, plain torch once per operator of the formula.
 
 Before the first run on a new device, or with new versions of torch, Triton or mpcore, a kernel that `impl=` doesn't
 name is compared with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a

@@ -134,7 +134,7 @@ def states_of(sizes, dtype=torch.bfloat16, offset=0, **optional):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(module, "runs_triton", lambda *given, **sizes: True)
+    monkeypatch.setattr(module, "runs_triton", lambda *given: True)
     with fake_gpu.fake_gpu() as launches:
         yield launches
 
@@ -158,7 +158,7 @@ def test_one_launch_a_list(on_a_gpu):
 @pytest.mark.parametrize("key", [None, 5])
 @pytest.mark.parametrize("master", [False, True])
 def test_the_numbers_of_a_launch(key, master, monkeypatch):
-    monkeypatch.setattr(module, "runs_triton", lambda *given, **sizes: True)
+    monkeypatch.setattr(module, "runs_triton", lambda *given: True)
     place = (torch.arange(4) * 10, torch.arange(5)) if key else None
     held = states_of([20, 2000], key=key, place=place) if not key else states_of([20], key=key, place=place)
     held = [s._replace(master=torch.zeros_like(s.param, dtype=torch.float32)) if master else s for s in held]

@@ -221,7 +221,7 @@ def test_queries_alone_are_one_kind_of_program_and_nothing_is_launched_for_nothi
 
 def test_the_kernel_runs_where_it_may_and_gives_no_gradient_to_tables(monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "runs_triton", lambda impl, x, name, **sizes: asked.append((name, sizes)) or True)
+    monkeypatch.setattr(module, "runs_triton", lambda impl, x, name: asked.append(name) or True)
     monkeypatch.setattr(module, "_Rope", SimpleNamespace(apply=lambda *given: given))
     assert rope(Q, KEYS, COS, SIN, interleaved=True, eps=0.5) == (Q, KEYS, (H, KV), COS, SIN, None, None, 0.5, True)
     (q, k, heads, *_), none = rope(Q, None, COS, SIN)
@@ -231,7 +231,7 @@ def test_the_kernel_runs_where_it_may_and_gives_no_gradient_to_tables(monkeypatc
     assert (x.shape, x.data_ptr(), k, heads) == ((B, T, H + 2, K), qkv.data_ptr(), None, (H, KV))
     assert options[4:] == [0.25, True]
     assert all(a is b for a, b in zip(options, (COS, SIN, gain, gain), strict=False))
-    assert asked == [("rope", {"K": K})] * 3
+    assert asked == ["rope"] * 3
     for learned in ({"cos": COS.clone().requires_grad_()}, {"sin": SIN.clone().requires_grad_()}):
         with pytest.raises(ValueError, match="the rope kernel has no gradient for cos and sin; detach them"):
             rope(Q, KEYS, **{"cos": COS, "sin": SIN} | learned)

@@ -252,22 +252,6 @@ def test_a_verdict_holds_for_versions_and_sources(monkeypatch):
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def row(impl="triton", operator="gelu", dtype="float32", device="cpu", **sizes):
-    return _choice.Measurement(
-        device, operator, dtype, sizes, impl, {impl: 1.5, "torch": 2.0}, {"torch": "9", "date": "d"}
-    )
-
-
-@pytest.mark.parametrize(
-    ("held", "asked", "distance"),
-    [({"D": 8}, {"D": 8}, 0), ({"D": 8}, {"D": 16}, 1), ({"D": 8}, {"D": 2}, 2),
-     ({"D": 8, "M": 2}, {"D": 4, "M": 16}, 3), ({"D": 8}, {"M": 16}, 0), ({}, {"M": 16}, 0),
-     ({"D": 0}, {"D": 4}, 2), ({"D": 4}, {"D": 0}, 2), ({"D": 8}, {}, 0)],
-)  # fmt: skip
-def test_the_distance_of_sizes_is_in_powers_of_two(held, asked, distance):
-    assert row(**held).distance(asked) == distance
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rules_name_torchs_products_and_triton_for_all_else(operator):
     torchs = operator in ("plain_attention", "grouped_linear", "fp8_matmul")
@@ -278,40 +262,10 @@ def test_what_runs_where_a_self_test_fails(monkeypatch):
     asked = []
     monkeypatch.setattr(_self_test, "passes", lambda operator, x: asked.append(operator))
     x = torch.ones(2)
-    assert _choice.chosen("gelu", x, {}) == _choice.chosen("fp8_matmul", x, {}) == "reference"
+    assert _choice.chosen("gelu", x) == _choice.chosen("fp8_matmul", x) == "reference"
     assert asked == ["gelu", "fp8_matmul"]
-    assert _choice.chosen("plain_attention", x, {}) == _choice.chosen("grouped_linear", x, {}) == "torch"
+    assert _choice.chosen("plain_attention", x) == _choice.chosen("grouped_linear", x) == "torch"
     assert len(asked) == 2  # torch's own are not tested
-    monkeypatch.setattr(_choice, "measurements", [row(operator="plain_attention"), row("reference")])
-    assert _choice.chosen("plain_attention", x, {}) == "torch"
-    assert _choice.chosen("gelu", x, {}) == "reference"
-    assert asked[2:] == ["plain_attention"]
-
-
-def test_a_row_without_a_field_is_refused(tmp_path):
-    path = tmp_path / "rows.json"
-    good = row(D=8)._asdict()
-    for change, words in (({"impl": "cuda"}, "impl 'cuda'"), ({"more": 1}, "'more'"), (None, "impl None")):
-        bad = {**good, **change} if change else {k: v for k, v in good.items() if k != "impl"}
-        path.write_text(json.dumps([good, bad]))
-        with pytest.raises((ValueError, KeyError)) as error:
-            _choice.read_measurements(path)
-        assert change is None or (str(error.value).startswith(f"row 1 of {path} has ") and words in str(error.value))
-    path.write_text(json.dumps([good]))
-    assert _choice.read_measurements(path) == [row(D=8)]
-    assert _choice.read_measurements() == []
-    assert _choice.IMPLEMENTATIONS == ("triton", "torch", "reference")
-
-
-def test_each_operator_and_row_is_described(monkeypatch):
-    monkeypatch.setattr(_choice, "measurements", [row(D=8, M=2), row("torch", D=9), row(device="another", D=9)])
-    lines = list(_choice.describe(CPU))
-    assert [line for line in lines if line.startswith("gelu ")] == [
-        "gelu                  triton    float32, D 8, M 2: triton 1.5 us, torch 2 us (cpu, 9, d)",
-        "gelu                  torch     float32, D 9: torch 2 us (cpu, 9, d)",
-    ]
-    assert "grouped_linear        torch     by rule" in lines
-    assert len(lines) == len(OPERATORS) + 1
 
 
 class Fake:
@@ -344,15 +298,14 @@ class Fake:
 def test_which_implementation_runs(impl, forced, x, triton, interprets, found, monkeypatch):
     monkeypatch.setattr(_dispatch, "HAS_TRITON", triton)
     monkeypatch.setattr(_dispatch, "INTERPRETING", interprets)
-    monkeypatch.setattr(_dispatch, "chosen", lambda operator, x, sizes: (operator, sizes))
+    monkeypatch.setattr(_dispatch, "chosen", lambda operator, x: operator)
     monkeypatch.setattr(_choice, "_forced", forced)
     if " " in found:
         with pytest.raises(ValueError, match=found):
-            _dispatch.implementation(impl, x, "gelu", F=3)
+            _dispatch.implementation(impl, x, "gelu")
         return
-    wanted = ("gelu", {"F": 3}) if found == "chosen" else found
-    assert _dispatch.implementation(impl, x, "gelu", F=3) == wanted
-    assert _dispatch.runs_triton(impl, x, "gelu", F=3) == (found == "triton")
+    assert _dispatch.implementation(impl, x, "gelu") == ("gelu" if found == "chosen" else found)
+    assert _dispatch.runs_triton(impl, x, "gelu") == (found == "triton")
 
 
 @pytest.mark.parametrize(
@@ -368,16 +321,16 @@ def test_which_implementation_runs(impl, forced, x, triton, interprets, found, m
 )  # fmt: skip
 def test_whether_torchs_product_runs(impl, gpu, fits, choice, forced, found, monkeypatch):
     monkeypatch.setattr(_dispatch, "is_on_gpu", lambda x: gpu)
-    monkeypatch.setattr(_dispatch, "chosen", lambda operator, x, sizes: choice if sizes == {"N": 2} else "odd")
+    monkeypatch.setattr(_dispatch, "chosen", lambda operator, x: choice)
     monkeypatch.setattr(_choice, "_forced", forced)
     x = torch.ones(2)
     if found is None:
         with pytest.raises(
             ValueError, match=r"torch has no fp8_matmul of these inputs|impl 'triton' is none of None, 'torch'"
         ):
-            _dispatch.runs_torch(impl, x, "fp8_matmul", fits, N=2)
+            _dispatch.runs_torch(impl, x, "fp8_matmul", fits)
         return
-    assert _dispatch.runs_torch(impl, x, "fp8_matmul", fits, N=2) is found
+    assert _dispatch.runs_torch(impl, x, "fp8_matmul", fits) is found
 
 
 def test_a_dry_run_for_a_gpu_follows_the_rule(monkeypatch):

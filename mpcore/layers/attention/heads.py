@@ -325,8 +325,8 @@ class HeadAttention(ParallelLayer):
         if self.causal and q.shape[1] < k.shape[1]:
             return self._decode(q, k, v, **how)
         plain = self.impl is None and self.window is None and self.softcap is None and self.sinks is None
-        measured = plain and runs_triton(None, q, "plain_attention", T=q.shape[1], K=q.shape[3])
-        if measured or not plain or cu_seqlens is not None:
+        triton = plain and runs_triton(None, q, "plain_attention")
+        if triton or not plain or cu_seqlens is not None:
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device, non_blocking=True)
             return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=self.scale, sinks=self.sinks, **how)
         grouped = q.shape[2] > k.shape[2]
