@@ -18,7 +18,7 @@ from mpcore.tools.analysis.calibrate import Run, Sweep, count_rows, fit, judge_s
 from mpcore.tools.analysis.fit_command import groups_of, mean_and_most, memory_lines, scalars_table, tested
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import Machine, load_machine
-from mpcore.tools.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
+from mpcore.tools.analysis.rows import Row, read_rows
 from mpcore.tools.analysis.seconds import estimate
 from tests.planner_cpu import SUGGESTED
 from tests.planner_cpu import section as cpu_section
@@ -28,7 +28,8 @@ FAR = 0.1
 """A run whose time the fit to all misses by more is named on the page."""
 ODD = "775"
 """The line of a run that took as long as one with a third more micro-batches."""
-ONE_GPU = Path(__file__).parents[1] / "bench" / "results" / "h100-80gb-hbm3_2026-11-26.json"
+BENCH = Path(__file__).parents[1] / "bench"
+ONE_GPU = BENCH / "results" / "h100-80gb-hbm3_2026-11-26.json"
 REPEATED = 0.01
 """The standard deviation of a run's time, from the nine runs of BigScience whose layout was run again in the same state of the nodes."""
 GPT = "--preset megatron-gpt --dtype bfloat16 --sequence-parallel --micro-batch 1 --even-stages"
@@ -53,7 +54,7 @@ A run for `mpcore calibrate` is a row of a CSV file or of a JSON list. "The targ
 
 | column | what it is |
 |---|---|
-| `name`, `set`, `machine` | the run's name; the set of rows that are fitted together; the profile to begin with |
+| `name`, `set`, `machine` | the run's name; the set of rows that are fitted together; the profile to begin with, a name or a path from the folder of the rows |
 | `gpus`, `tp`, `pp`, `cp`, `ep`, `dp`, `etp`, `cp_inner` | the mesh; by default `dp` is `gpus` divided by tp, pp and cp |
 | `seconds` | seconds per step, or `"oom"` for a run that ran out of memory |
 | `tflops`, `flops` | instead of `seconds`: TFLOP/s per GPU, and the operations per step from which the source computed them. `flops` is a number, `plain` or `recomputed` |
@@ -116,8 +117,8 @@ HALVES = """BigScience searched for the layout of its model with 176 billion par
   of one layout vary. It also lengthens some runs, as often and as far as the lines named below the table took longer.
 """
 PUBLISHED_TEXT = """How good are the predictions? The rows come from four sources: Megatron-LM's paper (SC'21, table 1), NVIDIA's DGX Cloud benchmarks 25.02 (DGXC), the
-README of Megatron-Core 0.8 (MCore), and BigScience. `mpcore calibrate published` fits the
-first three sources. With `--set "SC'21" --set DGXC --test heldout` it also predicts the rows of SC'21 and DGXC that were never fitted.
+README of Megatron-Core 0.8 (MCore), and BigScience. In a clone of the repository,
+`mpcore calibrate bench/planner/published.json` fits the first three sources. With `--set "SC'21" --set DGXC --test bench/planner/heldout.json` it also predicts the rows of SC'21 and DGXC that were never fitted.
 
 - *fitted*: the time that the planner predicts after the six rates were fitted to all rows of the set, with priors around the profile's values.
 - *left out*: the time that the planner predicts for a row after a fit to the other rows only. *error* is the error of this prediction.
@@ -236,9 +237,9 @@ def one_gpu() -> str:
 
 
 def published() -> str:
-    """Each set of rows that comes with the package: the fit, the errors of rows left out, and those of rows held out."""
-    parts, others = [], groups_of(read_rows(HELD_OUT), None)
-    for (name, profile), rows in groups_of(read_rows(PUBLISHED), None).items():
+    """Each set of published rows: the fit, the errors of rows left out, and those of rows held out."""
+    parts, others = [], groups_of(read_rows(BENCH / "planner" / "heldout.json"), None)
+    for (name, profile), rows in groups_of(read_rows(BENCH / "planner" / "published.json"), None).items():
         runs, machine = count_rows(rows), load_machine(profile)
         results = leave_one_out(runs, machine)
         mean, most = mean_and_most(results)

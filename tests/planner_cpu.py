@@ -15,13 +15,15 @@ from pathlib import Path
 import torch
 
 from mpcore.tools.analysis.calibrate import count_rows, predict_sweep
-from mpcore.tools.analysis.machine import PROFILES, load_machine
+from mpcore.tools.analysis.machine import load_machine
 from mpcore.tools.analysis.rows import read_row
 from mpcore.tools.draw import matplotlib_part
 
 DOCS = Path(__file__).parent.parent / "docs"
+PROFILE = Path("../bench/planner/this-cpu.json")
+"""Its path from `DOCS`, as the rows there name it."""
 SHAPES = {"wide": {"layers": 4, "d_model": 512, "heads": 8}, "deep": {"layers": 12, "d_model": 256, "heads": 4}}
-COMMON = {"seq_len": 256, "vocab_size": 257, "gpus": 2, "machine": "this-cpu", "even_stages": True}
+COMMON = {"seq_len": 256, "vocab_size": 257, "gpus": 2, "machine": str(PROFILE), "even_stages": True}
 CANDIDATES = [
     ("wide", {"tp": 2, "micro_batch": 2, "batch": 8}), ("wide", {"dp": 2, "micro_batch": 2, "batch": 8}),
     ("wide", {"pp": 2, "micro_batch": 1, "batch": 8}), ("wide", {"dp": 2, "micro_batch": 4, "batch": 16, "zero": 3}),
@@ -117,20 +119,20 @@ def rates() -> dict[str, float]:
 
 def write_profile(measured: dict[str, float], when: str) -> None:
     """The profile this-cpu, from what was measured."""
-    content = json.loads((PROFILES / "this-cpu.json").read_text())
+    content = json.loads((DOCS / PROFILE).read_text())
     source = f"measured: {when}, python -m tests.planner_cpu"
     for name, value in measured.items():
         content["values"][name] = {"value": float(f"{value:.4g}"), "source": source}
     content["values"]["peak"] = content["values"]["peak_32"]
     for name, like in (("latency", "node_latency"), ("bandwidth", "node_bandwidth")):
         content["values"][name] = content["values"][like]
-    (PROFILES / "this-cpu.json").write_text(json.dumps(content, indent=1) + "\n")
+    (DOCS / PROFILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def predictions(measured: list[dict]) -> tuple[list[str], list[tuple[str, float, float]]]:
     """The names of the suggested rows, and of each other row its name, seconds and predicted seconds."""
     runs = count_rows([read_row(row) for row in measured], stands_for_gpu=False)
-    swept = predict_sweep(runs, load_machine("this-cpu"), SUGGESTED)
+    swept = predict_sweep(runs, load_machine(DOCS / PROFILE), SUGGESTED)
     seconds = {run.row.name: run.row.seconds or 0.0 for run in runs}
     others = [(name, seconds[name], seconds[name] * (1 + error)) for name, error in swept.errors.items()]
     return [run.row.name for run in swept.chosen], others

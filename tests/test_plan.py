@@ -38,7 +38,7 @@ from mpcore.tools.analysis.calibrate import NAMES as SCALARS
 from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of, predict
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
-from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
+from mpcore.tools.analysis.machine import NUMBERS, PROFILES, Machine, load_machine, profile_names, save_machine
 from mpcore.tools.analysis.operators import Operators, Tally
 from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.pictures import draw_ranks
@@ -53,6 +53,7 @@ from mpcore.training.policies import Zero
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches
 BUILD = "tests.test_plan:build"
+RECORDS = Path(__file__).parent.parent / "bench" / "planner"
 PRODUCT = 2 * B * D * D
 NOTHING = {"hbm": 1e30, "e_gemm": 1.0, "tau": 0.0, "node_latency": 0.0, "latency": 0.0}
 FREE = {**NOTHING, "node_bandwidth": 1e30, "bandwidth": 1e30}  # only products take time
@@ -631,10 +632,10 @@ def test_the_state_of_65_billion_parameters():
         state_bytes(1, 4, 1)
 
 
-@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("name", [*profile_names(), RECORDS / "jean-zay.json", RECORDS / "this-cpu.json"])
 def test_each_value_of_a_profile_has_a_source(name, tmp_path):
     found = load_machine(name)
-    content = json.loads((Path(__file__).parent.parent / f"mpcore/tools/analysis/profiles/{name}.json").read_text())
+    content = json.loads((PROFILES / f"{name}.json" if isinstance(name, str) else name).read_text())
     assert set(content["values"]) == set(NUMBERS)
     assert all(entry["source"] for entry in content["values"].values())
     save_machine(found, tmp_path / "again.json")

@@ -25,7 +25,7 @@ from mpcore.tools.analysis.fit_command import (
     scalars_table,
 )
 from mpcore.tools.analysis.machine import load_machine
-from mpcore.tools.analysis.rows import PUBLISHED, read_row, read_rows
+from mpcore.tools.analysis.rows import read_row, read_rows
 from mpcore.tools.analysis.work import Held
 from tests.analysis.test_calibrate import MACHINE, RUNS, timed
 from tests.analysis.test_rows import write_run
@@ -115,14 +115,12 @@ def test_rows_are_grouped_by_their_set_and_profile():
         groups_of([replace(ROW, name="e")], None)
 
 
-def test_rows_are_read_from_files_from_folders_and_by_name(tmp_path):
+def test_rows_are_read_from_files_and_from_folders(tmp_path):
     write_run(tmp_path, [{"loss": 1, "seconds": 1}] * 3, {"run": {}})
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"name": "a", "seconds": 2}]))
-    found = read_all([str(path), str(tmp_path), "published"])
-    assert [row.name for row in found[:2]] == ["a", tmp_path.name]
-    assert found[2:] == read_rows(PUBLISHED)
-    assert {row.set for row in read_all(["heldout"])}
+    found = read_all([str(path), str(tmp_path)])
+    assert [row.name for row in found] == ["a", tmp_path.name]
     path.write_text(json.dumps([{"name": "a"}]))
     assert read_all([str(path)], suggesting=True)[0].seconds is None
     with pytest.raises(ValueError, match="give one of the columns"):

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from mpcore.tools.analysis.machine import load_machine
 from mpcore.tools.analysis.rows import (
     ALIASES,
-    HELD_OUT,
     OWN,
-    PUBLISHED,
     TARGET,
     Row,
     flops_of,
@@ -21,6 +20,7 @@ from mpcore.tools.analysis.rows import (
 )
 from mpcore.tools.analysis.runs import PLANNED, read_run
 
+ROOT = Path(__file__).parents[2]
 ALONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
 
 
@@ -174,8 +174,18 @@ def test_rows_are_read_from_a_list_from_an_object_and_from_csv(tmp_path):
     for name in ("missing.json", "bytes.csv"):
         with pytest.raises(ValueError, match="can't be read"):
             read_rows(tmp_path / name)
-    assert (PUBLISHED.name, HELD_OUT.name) == ("published.json", "heldout.json")
-    assert read_rows(HELD_OUT)
+
+
+def test_a_row_names_a_profile_or_a_file_beside_the_rows(tmp_path):
+    rows = [{"seconds": 1, "machine": machine} for machine in ("h100", "mine.json", "../up.json", "/there/x.json")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    found = [row.machine for row in read_rows(tmp_path / "rows.json")]
+    assert found == ["h100", f"{tmp_path}/mine.json", f"{tmp_path}/../up.json", "/there/x.json"]
+
+
+def test_the_held_out_rows_name_profiles_that_exist():
+    names = {row.machine for row in read_rows(ROOT / "bench" / "planner" / "heldout.json")}
+    assert {load_machine(name).name for name in names} >= {"h100", "jean-zay"}
 
 
 def write_run(folder: Path, steps: list[dict], config: dict) -> None:

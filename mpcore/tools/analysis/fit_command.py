@@ -2,7 +2,7 @@
 
 `mpcore calibrate rows.json --machine h100 --out mine.json` fits. `mpcore calibrate candidates.json --suggest 4` names
 the rows to measure first; the candidates need no times. `mpcore.tools.analysis.rows` describes the format of rows.
-`published` names the rows that come with the package. A folder of a run of `examples.gpt.pretrain` is a row too.
+A folder of a run of `examples.gpt.pretrain` is a row too.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 
 from mpcore.tools.analysis.calibrate import NAMES, Fit, Result, Run, count_rows, fit, leave_one_out, suggest
 from mpcore.tools.analysis.machine import Machine, load_machine, profile_names, save_machine
-from mpcore.tools.analysis.rows import HELD_OUT, PUBLISHED, Row, read_rows
+from mpcore.tools.analysis.rows import Row, read_rows
 from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.command_line import Parser
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    examples = ["mpcore calibrate published", "mpcore calibrate rows.csv --machine a100-80 --out mine.json"]
+    examples = ["mpcore calibrate rows.json", "mpcore calibrate rows.csv --machine a100-80 --out mine.json"]
     parser = Parser(prog="mpcore calibrate", description=(__doc__ or "").partition("\n\n")[0], examples=examples)
     add = parser.add_argument
-    add("rows", nargs="+", help="files .json or .csv of rows, folders of runs, published, or heldout")
+    add("rows", nargs="+", help="files .json or .csv of rows, or folders of runs")
     add("--machine", help=f"profile to begin with: {', '.join(profile_names())} or a path (default: the rows' own)")
     add("--set", action="append", help="only rows of this set; may be given again")
     add("--test", action="append", metavar="ROWS", help="rows to predict, which are not fitted")
@@ -38,7 +38,7 @@ def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:
     """Read rows from files and folders. With `suggesting` they need no times."""
     rows: list[Row] = []
     for name in names:
-        path = {"published": PUBLISHED, "heldout": HELD_OUT}.get(name) or Path(name)
+        path = Path(name)
         rows += [read_run(path)] if path.is_dir() else read_rows(path, need_times=not suggesting)
     return rows
 

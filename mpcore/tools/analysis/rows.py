@@ -10,7 +10,8 @@ A row has the mesh, the time of the run, and flags of the target:
     tflops, flops                       instead of seconds: TFLOP/s per GPU, and the operations per step from which
                                         they were computed: a number, "plain" or "recomputed" (72 or 96 B s L h^2 ..,
                                         `flops_of`)
-    name, set, machine                  the run's name; the set, within which errors are averaged; a profile's name
+    name, set, machine                  the run's name; the set, within which errors are averaged; a profile's name, or
+                                        its path from the folder of the rows
     attention                           "unfused": attention writes its scores to memory
     gradient_bytes                      bytes per parameter of gradients: 2 or 4 (default 4), or 6 if 16-bit gradients
                                         are kept besides their float32 sums
@@ -26,13 +27,12 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 AXES = ("tp", "pp", "cp", "ep", "dp", "etp", "cp_inner")
 TARGET = "examples.gpt.plan:build"
-PUBLISHED, HELD_OUT = (Path(__file__).parent / "rows" / f"{name}.json" for name in ("published", "heldout"))
 OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes", "nodes")
 ALIASES = {
     "hidden": "d_model", "batch": "global_batch", "sequence": "seq_len", "vocabulary": "vocab_size",
@@ -48,7 +48,7 @@ class Row:
     Attributes:
         name: the run's name.
         set: the set of rows whose errors are averaged together.
-        machine: a profile's name, or "".
+        machine: a profile's name or path, or "".
         target: the build function.
         sizes: the sizes of the mesh's axes.
         arguments: the flags of the target.
@@ -92,7 +92,9 @@ def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
     content = content.get("rows", content) if isinstance(content, dict) else content
     if not isinstance(content, list) or not content:
         raise ValueError(f"the rows {path} are no list of at least one row")
-    return [read_row(row, f"{path}, row {i}", need_times) for i, row in enumerate(content, start=1)]
+    rows = [read_row(row, f"{path}, row {i}", need_times) for i, row in enumerate(content, start=1)]
+    beside = {row.machine: path.parent / row.machine for row in rows if row.machine.endswith(".json")}
+    return [replace(row, machine=str(beside.get(row.machine, row.machine))) for row in rows]
 
 
 def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:

@@ -1,0 +1,55 @@
+"""The wheel: what it holds, also when it is built from the source distribution."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_floors import LIBRARY, ROOT
+
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md")
+HOOKS = """
+import sys
+from setuptools import build_meta
+print("", getattr(build_meta, sys.argv[1])(sys.argv[2]))
+"""
+
+
+def build(hook: str, folder: Path) -> Path:
+    """Call a hook of the build backend in a copy of the checkout; returns the file or folder that it made."""
+    copy = folder / "copy"
+    for package in ("mpcore", "kernels"):
+        shutil.copytree(ROOT / package, copy / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    return call(hook, folder, copy)
+
+
+def call(hook: str, folder: Path, source: Path) -> Path:
+    words = [sys.executable, "-c", HOOKS, hook, str(folder)]
+    done = subprocess.run(words, cwd=source, check=True, capture_output=True, text=True, timeout=120)
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build("build_wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_wheel_holds_every_module_and_three_profiles(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {name for name in names if name.endswith(".py")}
+    assert {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in modules} == LIBRARY.keys()
+    profiles = {f"mpcore/tools/analysis/profiles/{name}.json" for name in ("a100-80", "h100", "h200")}
+    assert names - modules == {"mpcore/py.typed", *profiles}
+
+
+def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
+    source = build("build_sdist", tmp_path)
+    shutil.unpack_archive(source, tmp_path)
+    again = call("build_wheel", tmp_path, tmp_path / source.name.removesuffix(".tar.gz"))
+    found = [{name: file.read(name) for name in file.namelist()} for file in map(zipfile.ZipFile, (wheel, again))]
+    assert found[0] == found[1]
