@@ -1,5 +1,6 @@
-"""The wheel: what it holds, also when it is built from the source distribution."""
+"""The wheel: what it holds, also when it is built from the source distribution, and the links of its description."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from tests.test_floors import LIBRARY, ROOT
 
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md")
 HOOKS = """
 import sys
 from setuptools import build_meta
@@ -18,13 +19,15 @@ print("", getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
 
 
-def build(hook: str, folder: Path) -> Path:
+def build(hook: str, folder: Path, address: str = "") -> Path:
     """Call a hook of the build backend in a copy of the checkout; returns the file or folder that it made."""
     copy = folder / "copy"
     for package in ("mpcore", "kernels"):
         shutil.copytree(ROOT / package, copy / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, copy)
+    with open(copy / "CITATION.cff", "a") as file:
+        file.write(address and f"\nrepository-code: {address}\n")
     return call(hook, folder, copy)
 
 
@@ -37,6 +40,10 @@ def call(hook: str, folder: Path, source: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     return build("build_wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def links(metadata: str) -> list[str]:
+    return re.findall(r"\]\(([^)]*)\)", metadata)
 
 
 def test_the_wheel_holds_every_module_and_three_profiles(wheel):
@@ -53,3 +60,14 @@ def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
     again = call("build_wheel", tmp_path, tmp_path / source.name.removesuffix(".tar.gz"))
     found = [{name: file.read(name) for name in file.namelist()} for file in map(zipfile.ZipFile, (wheel, again))]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/them/mpcore"])
+def test_no_link_of_the_description_is_relative(address, tmp_path):
+    metadata = (build("prepare_metadata_for_build_wheel", tmp_path, address) / "METADATA").read_text()
+    assert not [target for target in links(metadata) if not target.startswith(("https://", "#"))]
+    known = [target for target in links(metadata) if target.startswith("https://example.org")]
+    assert len(known) == (len(links((ROOT / "README.md").read_text())) - 1 if address else 0)
+    for target in known:
+        assert (ROOT / re.sub(rf"{address}/(raw|blob)/[^/]+/|#.*", "", target)).is_file(), target
+    assert metadata.count(f"Project-URL: Repository, {address}") == bool(address)
