@@ -8,7 +8,7 @@ RANKS ?= 4
 OUT ?= runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench docs check format clean
+.PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench docs wheel check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,6 +57,18 @@ bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
 docs: $(STAMP) ## the documentation as a site, in docs/_build; a warning is an error
 	$(RUN) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build
 
+wheel: ## build dist/ and check it: the metadata, and README's program where nothing but the wheel is installed
+	rm -rf dist build *.egg-info .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet build twine
+	.venv-wheel/bin/python -m build
+	.venv-wheel/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	sed -n '/^```python/,/^```$$/{/^```/!p}' README.md > .venv-wheel/losses.py
+	sed -n '/^```text/,/^```$$/{/^```/!p}' README.md > .venv-wheel/losses.txt
+	cd .venv-wheel && bin/python -I losses.py | diff - losses.txt && bin/mpcore --version
+
 check: $(STAMP) ## ruff, format and pyright, and the lines of each storey
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -68,4 +80,4 @@ format: $(STAMP) ## put the code in its one format
 	$(VENV)/bin/ruff format .
 
 clean: ## forget .venv, caches and demo runs
-	rm -rf $(VENV) .venv-oldest runs .pytest_cache .ruff_cache .benchmarks build *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-wheel dist runs .pytest_cache .ruff_cache .benchmarks build *.egg-info

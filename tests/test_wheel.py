@@ -1,5 +1,6 @@
-"""The wheel: what it holds, also when it is built from the source distribution, and the links of its description."""
+"""The wheel: what it holds, that it works alone, and the links of its description."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -8,8 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.test_floors import LIBRARY, ROOT
+from tests.test_readme import PRINTED, PROGRAM
 
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md")
 HOOKS = """
@@ -62,6 +65,17 @@ def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
     assert found[0] == found[1]
 
 
+def test_readmes_program_runs_with_the_wheel_alone(wheel, tmp_path):
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    (tmp_path / "losses.py").write_text(f"{PROGRAM}\nassert mp.__file__.startswith({str(tmp_path)!r}), mp.__file__\n")
+    done = subprocess.run(
+        [sys.executable, "losses.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == (PRINTED, 0), done.stderr
+
+
 @pytest.mark.parametrize("address", ["", "https://example.org/them/mpcore"])
 def test_no_link_of_the_description_is_relative(address, tmp_path):
     metadata = (build("prepare_metadata_for_build_wheel", tmp_path, address) / "METADATA").read_text()
@@ -71,3 +85,16 @@ def test_no_link_of_the_description_is_relative(address, tmp_path):
     for target in known:
         assert (ROOT / re.sub(rf"{address}/(raw|blob)/[^/]+/|#.*", "", target)).is_file(), target
     assert metadata.count(f"Project-URL: Repository, {address}") == bool(address)
+
+
+def test_the_workflows_call_targets_that_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    flows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    steps = [step for flow in flows for job in flow["jobs"].values() for step in job["steps"]]
+    called = {
+        target
+        for step in steps
+        for words in re.findall(r"\bmake ([a-z -]+)", step.get("run", ""))
+        for target in words.split()
+    }
+    assert {"check", "quick", "wheel"} <= called <= targets
