@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from mpcore.tools.simulation import simulate
     from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = [
     "AdamW",
     "Axis",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mpcore as mp
 from tests.test_floors import LIBRARY, ROOT
 from tests.test_readme import PRINTED, PROGRAM
 
@@ -84,6 +85,7 @@ def test_no_link_of_the_description_is_relative(address, tmp_path):
     assert len(known) == (len(links((ROOT / "README.md").read_text())) - 1 if address else 0)
     for target in known:
         assert (ROOT / re.sub(rf"{address}/(raw|blob)/[^/]+/|#.*", "", target)).is_file(), target
+    assert f"\nVersion: {mp.__version__}\n" in metadata
     assert metadata.count(f"Project-URL: Repository, {address}") == bool(address)
 
 
