@@ -92,7 +92,7 @@ class Run:
         pipeline: runs the micro-batches.
         scaler: the `LossScaler` of float16; otherwise None.
         bounds: the `DispatchBounds` of the experts' dispatch buffers.
-        observers: the `Observer`s of the steps, in the order of their calls. Append your own.
+        observers: each an `Observer` of the steps, in the order of their calls. Append your own.
         phase: the `Phase`.
         tree: the model's modules, parameters and declarations.
         factor: multiplies the losses of this step's tokens.
