@@ -37,9 +37,9 @@ def made(kind: Callable[..., nn.Module], *args: Any, x: Tensor = X, call: dict |
 
 
 def stepped(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """Weights after three steps of an optimizer on a matrix and a bias; the last gradient is small."""
+    """Weights after three steps of an optimizer on two fused matrices and their biases; the last gradient is small."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(6, 4)).to(dtype)
+    model = nn.Sequential(mp.GateUpParallelLinear(6, 2)).to(dtype)
     optimizer = kind(model, **options)
     for step, size in enumerate((1.0, 0.5, 1e-7)):
         for i, p in enumerate(model.parameters()):

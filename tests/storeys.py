@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-LIMITS = {"core": 25_450, "interop": 6_000, "tools": 9_500, "examples": 7_000, "bench": 6_010, "tests": 86_000}
+LIMITS = {"core": 24_800, "interop": 5_750, "tools": 9_850, "examples": 7_010, "bench": 6_000, "tests": 85_700}
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
 

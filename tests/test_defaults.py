@@ -134,6 +134,7 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
             "ns_steps": (5, 4),
             "adjust_lr_fn": ("match_rms_adamw", "original"),
             "ns_dtype": (torch.float32, torch.bfloat16),
+            "split_blocks": (True, False),
         },
     ),
     "ColumnParallelLinear": (

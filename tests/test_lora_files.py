@@ -150,7 +150,7 @@ def test_wrong_input_is_refused_and_changes_nothing(tmp_path, message):
         REFUSED[message](tmp_path / "adapter")
 
 
-def test_pitfall_49_weights_trained_beside_adapters_are_not_left_out_in_silence(tmp_path):
+def test_pitfall_57_weights_trained_beside_adapters_are_not_left_out_in_silence(tmp_path):
     net = mp.add_lora(mlp(), targets="0")
     net[2].bias.requires_grad_(True)
     with pytest.raises(ValueError, match=r"1 weights beside the 1 adapters are trained, 2\.bias"):

@@ -308,7 +308,7 @@ def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
         from_pretrained(tmp_path)
 
 
-def test_pitfall_50_a_model_with_nan_is_not_written(tmp_path):
+def test_pitfall_60_a_model_with_nan_is_not_written(tmp_path):
     model = quiet_build("llama")
     model.lm_head.weight.data[1, 2] = torch.inf
     with pytest.raises(ValueError, match=r"lm_head.weight .* holds NaN or infinity .* to inf"):
@@ -317,7 +317,7 @@ def test_pitfall_50_a_model_with_nan_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("held", ["both", "equal", "head", "table"])
-def test_pitfall_47_weights_are_tied_as_transformers_ties_them(tmp_path, held):
+def test_pitfall_55_weights_are_tied_as_transformers_ties_them(tmp_path, held):
     """What a folder holds beside a config that ties decides: one tensor, two equal or two different ones."""
     hf.logging.set_verbosity_error()
     model = quiet_build("llama")
@@ -342,7 +342,7 @@ BUFFERS = ["deepseek_v3", "hy_v3", "gptj", "glm4_moe", "ernie4_5_moe", "gpt_oss"
 
 @pytest.mark.parametrize("family", some(*BUFFERS, of=OWN + FOUND))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pitfall_48_each_tensor_has_the_dtype_of_transformers(tmp_path, family, dtype):
+def test_pitfall_56_each_tensor_has_the_dtype_of_transformers(tmp_path, family, dtype):
     """Parameters and buffers have transformers' dtypes and values, and are saved so."""
     model = quiet_build(family)
     with torch.no_grad():

@@ -83,7 +83,7 @@ def test_what_a_save_is_not_told_has_its_usual_value(tmp_path, monkeypatch, how)
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_pitfall_50_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path, how, value):
+def test_pitfall_60_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path, how, value):
     """Also where one rank alone has one. The good checkpoint stays, and a bad one changes nothing."""
     said = r"model/weight .* holds NaN or infinity"
 

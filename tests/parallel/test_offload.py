@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.parallel import offload, precision
@@ -297,23 +297,28 @@ def test_what_a_call_keeps_is_counted_in_bytes():
     assert block.__dict__[recompute._SETTING].kind == "full", "the block is as it was"
 
 
-def test_modes_of_the_first_forward_hold_in_the_recomputation():
-    a, b = nn.Identity(), nn.Identity()
-    a.train(False)
-    seen: list = []
+class Modes(nn.Module):
+    """Notes the mode of each forward, and doubles in training."""
 
-    def forward(x: int) -> int:
-        seen.append((a.training, b.training))
-        if x < 0:
-            raise LookupError
-        return x
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen: list[bool] = []
 
-    modes = [(a, True), (b, True)]
-    assert recompute._in_modes(modes, forward, 3) == 3
-    with pytest.raises(LookupError):
-        recompute._in_modes(modes, forward, -1)
-    assert seen == [(True, True)] * 2
-    assert (a.training, b.training) == (False, True)
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.training)
+        return (x * self.weight).sin() * (2 if self.training else 1)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_modes_of_the_first_forward_hold_in_the_recomputation(kind):
+    block = Modes()
+    mp.recompute([block], kind)
+    y = block(torch.ones(3, 2, requires_grad=True)).sum()
+    block.eval()
+    y.backward()
+    assert block.seen == [True, True]
+    assert not block.training
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------

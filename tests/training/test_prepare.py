@@ -705,7 +705,7 @@ IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on
 
 
 @pytest.mark.parametrize(("sizes", "layers", "words"), IDLE)
-def test_pitfall_45_46_an_axis_that_the_model_does_not_use_is_refused(sizes, layers, words):
+def test_pitfall_53_54_an_axis_that_the_model_does_not_use_is_refused(sizes, layers, words):
     def make() -> str:
         on = mp.build_mesh(device_type="cpu", **sizes)
         model = nn.Sequential(OrderedDict((str(1 + i + 9 * on.pp.rank), each) for i, each in enumerate(layers(on))))
