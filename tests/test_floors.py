@@ -152,6 +152,21 @@ def test_the_core_imports_neither_interop_nor_tools_and_interop_no_tools():
             assert storey(other) in allowed[storey(name)], f"{name} imports {other}"
 
 
+FOREIGN = re.compile(r"virtual(?![ _-]?stage)|\btwins?\b|\blora|invariant_mesh|make_invariant", re.IGNORECASE)
+NAMED = {"mpcore.mesh.build": ["`--virtual-local-rank`"]}  # torchrun's flag
+
+
+def test_the_core_does_not_name_what_stands_beside_it():
+    """The words of invariant numerics, of the planner's and the prover's copies of a model, and of adapters."""
+    found = []
+    for name in (name for name in LIBRARY if storey(name) == "core" and name != "mpcore"):  # the list of public names
+        text = MODULES[name].read_text()
+        for allowed in NAMED.get(name, ()):
+            text = text.replace(allowed, "")
+        found += [f"{name}: {match[0]}" for match in FOREIGN.finditer(text)]
+    assert found == []
+
+
 def test_the_library_imports_what_it_declares_and_neither_the_roof_nor_its_own_front():
     for name in LIBRARY:
         for other in imports(name):

@@ -123,8 +123,8 @@ def build_mesh(
         "edp": "data" if (shape["ep"], shape["etp"]) == (1, shape["tp"]) else None,
     }
     for name in ("data", "ep", "etp", "edp", "ends"):  # every rank creates every group, in this order
-        twin = axes.get(same_as.get(name) or "")
-        axes[name] = Axis(twin.size, twin.rank, twin.group, role=name) if twin else _new_axis(name, ranks[name])
+        same = axes.get(same_as.get(name) or "")
+        axes[name] = Axis(same.size, same.rank, same.group, role=name) if same else _new_axis(name, ranks[name])
     if cp_inner is not None:
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))

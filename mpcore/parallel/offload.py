@@ -128,7 +128,7 @@ class _Step:
 
     def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
         self.copies, self.bucket_bytes = copies, bucket_bytes
-        self.twins: dict[nn.Parameter, nn.Parameter] = {}
+        self.on_host: dict[nn.Parameter, nn.Parameter] = {}
 
     def __call__(self, optimizer: torch.optim.Optimizer, closure: None, options: dict[str, Any]) -> None:
         if closure is not None:
@@ -146,7 +146,7 @@ class _Step:
                 for event in events:
                     event.synchronize()
                 self._step(optimizer, group, bucket, options)
-                leaving += [(self.copies.copy(local_tensor(p.data), self.twins[p].data), p.device) for p in bucket]
+                leaving += [(self.copies.copy(local_tensor(p.data), self.on_host[p].data), p.device) for p in bucket]
             for event, device in leaving:
                 self.copies.wait(event, device)
         optim.call_post_hooks(optimizer)
@@ -157,18 +157,18 @@ class _Step:
         The parameter is copied too, because a checkpoint or a merge may have written to it.
         """
         mine = local_tensor(p.data)
-        if p not in self.twins:
-            self.twins[p] = nn.Parameter(self.copies.host(mine))
-        twin = self.twins[p]
+        if p not in self.on_host:
+            self.on_host[p] = nn.Parameter(self.copies.host(mine))
+        copy = self.on_host[p]
         grad = local_tensor(gradient_of(p))  # type: ignore[arg-type]
-        held = main_grad(twin) if twin.grad is None else twin.grad
+        held = main_grad(copy) if copy.grad is None else copy.grad
         held = self.copies.host(grad) if held is None else held
         if main_grad(p) is None:
-            twin.grad = held
+            copy.grad = held
         else:
-            attach_main_grad(twin, held)
-            mark_main_grad(twin, MainGradState.ADDED)
-        events = [self.copies.copy(held, grad), self.copies.copy(twin.data, mine)]
+            attach_main_grad(copy, held)
+            mark_main_grad(copy, MainGradState.ADDED)
+        events = [self.copies.copy(held, grad), self.copies.copy(copy.data, mine)]
         yield from (event for event in events if event is not None)
 
     def _step(
@@ -181,13 +181,13 @@ class _Step:
         """Step a bucket by an optimizer of the same class and settings on the parameters' host copies."""
         inner: Any = type(optimizer).__new__(type(optimizer))
         inner.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-        inner.param_groups, inner.state = [{**group, "params": [self.twins[p] for p in bucket]}], defaultdict(dict)
+        inner.param_groups, inner.state = [{**group, "params": [self.on_host[p] for p in bucket]}], defaultdict(dict)
         optim.drop_hooks(inner)
         if isinstance(optimizer, AdamW):
-            of = {self.twins[p]: p for p in bucket}
+            of = {self.on_host[p]: p for p in bucket}
 
-            def random(twin: nn.Parameter) -> dict[str, Any]:
-                bits = optimizer._random(of[twin])
+            def random(copy: nn.Parameter) -> dict[str, Any]:
+                bits = optimizer._random(of[copy])
                 return bits | {"place": tuple(index.cpu() for index in bits["place"])}
 
             inner._random = random
@@ -197,10 +197,10 @@ class _Step:
                 for name, value in state.items():
                     if isinstance(value, Tensor):
                         state[name] = local_tensor(value).to("cpu")
-                inner.state[self.twins[p]] = state
+                inner.state[self.on_host[p]] = state
         type(optimizer).step(inner, **options)
         for p in bucket:
-            optimizer.state[p] = inner.state[self.twins[p]]
+            optimizer.state[p] = inner.state[self.on_host[p]]
 
 
 class _Moved:

@@ -96,7 +96,7 @@ class ParallelAttention(HeadAttention):
             raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
         layer = pick(options, LayerOptions)
         heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
-        # Users may wrap a projection, as LoRA does, or replace it by a module with the same output shape.
+        # Users may wrap a projection, as adapters do, or replace it by a module with the same output shape.
         if memory_dim is None:
             projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
         else:
