@@ -155,7 +155,7 @@ def stages_of_zero(pool: Pool, sizes: Iterable[int] = (1, 2, 4), stages: Iterabl
         for zero in stages if dp > 1 else (0,):
             got = pool(dp, run_stage_of_zero, zero, dp)[0]
             want = zero_bytes(got["psi"], zero, MICRO_BATCHES) if dp > 1 else {}
-            want["all_reduce"] = want.get("all_reduce", 0) + (got["flags"] if dp > 1 and zero == 0 else 0)
+            want["all_reduce"] = want.get("all_reduce", 0) + (got["flags"] if dp > 1 else 0)
             kinds = ("all_reduce", "all_gather", "reduce_scatter")
             sent = [f"{number(got.get(kind, 0))} / {number(want.get(kind, 0))}" for kind in kinds]
             held = ("parameters", "gradients", "optimizer", "whole_parameters", "whole_gradients")

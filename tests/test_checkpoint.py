@@ -1211,7 +1211,7 @@ def test_the_command_inspects_verifies_and_compares(tmp_path, capsys):
 
 def test_the_command_runs_as_a_module(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-m", "mpcore.checkpoint", "verify", str(small(tmp_path, 1))],
+        [sys.executable, "-m", "mpcore", "checkpoint", "verify", str(small(tmp_path, 1))],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

@@ -459,7 +459,7 @@ LAST = """
 import sys, time
 import torch.distributed as dist
 from mpcore import build_mesh
-from mpcore.fault_tolerance import leave, leave_together
+from mpcore.tools.fault_tolerance import leave, leave_together
 from mpcore.mesh.agreement import raise_together
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="tcp://localhost:{port}", rank=rank, world_size=3)

@@ -574,6 +574,7 @@ class Group:
 
     def __init__(self, *parameters, reduces=True):
         self.fsdp_params, self.reduce_grads, self.ended = parameters, reduces, []
+        self._partial_reduce_output = None
 
     def post_backward(self):
         self.ended.append([None if p._unsharded_param is None else p._unsharded_param.grad for p in self.fsdp_params])
@@ -583,7 +584,8 @@ def held(*, made=True, trains=True, grad=None, accumulated=None):
     whole = nn.Parameter(torch.ones(2), requires_grad=trains) if made else None
     if grad is not None:
         whole.grad = grad
-    return SimpleNamespace(_unsharded_param=whole, unsharded_accumulated_grad=accumulated)
+    sharded = SimpleNamespace(grad=None)
+    return SimpleNamespace(_unsharded_param=whole, unsharded_accumulated_grad=accumulated, sharded_param=sharded)
 
 
 def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():

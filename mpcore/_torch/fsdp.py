@@ -113,6 +113,11 @@ def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
                 yield p.sharded_param, p
 
 
+def trains(unit: FSDPModule) -> bool:
+    """Return whether a parameter that this unit gathers requires a gradient."""
+    return any(p.sharded_param.requires_grad for group in _groups(_state(unit)) for p in group.fsdp_params)
+
+
 def exchange_gradient(record: Any, grad: Tensor | None) -> Tensor | None:
     """Set the gradient that will be reduced over data, and return the previous one."""
     whole, before = whole_parameter(record), record.unsharded_accumulated_grad

@@ -173,7 +173,7 @@ class _AsInForward:
 
     def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager) -> None:
         self.modes = [(module, module.training) for module in modules]
-        self.buffers = [(m, *named) for m in modules for named in m.named_buffers(recurse=False)]
+        self.buffers = [(m, name, x) for m in modules for name, x in m._buffers.items() if x is not None]
         self.values = {buffer: _copy(buffer) for _, _, buffer in self.buffers}
         self.context = context
 

@@ -119,7 +119,7 @@ def connect_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | N
     tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     if not torch.is_grad_enabled() or not tensors or any(x.requires_grad for x in tensors):
         return None
-    if not any(p.requires_grad for p in unit.parameters()):
+    if not fsdp.trains(unit):
         return None
     return tuple(x.detach().requires_grad_() if x is tensors[0] else x for x in args)
 

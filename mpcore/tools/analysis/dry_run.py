@@ -227,8 +227,7 @@ def count_stages(
         ledger.counts = {}
         with ledger:
             finish_gradients(work.stages)
-            for stage in work.stages:
-                reduce_gradients(stage)
+            reduce_gradients(owner)
         held.sent = ledger.counts
         parameters = list(owner.parameters())
         held.parameters = storage_bytes(local_tensor(p) for p in parameters)
