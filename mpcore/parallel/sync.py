@@ -110,7 +110,7 @@ def before_forward(stage: Any, unit: Any, args: Any) -> None:
 
 
 @uncompiled
-def connect_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def connect_input(unit: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Let a block with trained parameters have a gradient of its input, so that all ranks reduce blocks in one order.
 
     Otherwise backward would end at the first block that this rank trained in the step: `fully_shard` reduces the blocks
