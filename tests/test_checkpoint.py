@@ -1413,7 +1413,7 @@ def test_a_signal_saves_and_leaves_within_a_step(tmp_path, number):
 
 
 def check_dcp(folder: str) -> list[str]:
-    """What DCP says of the states of a model and its optimizer. All else that a state dict is for goes on."""
+    """DCP refuses the states of a sharded model and its optimizer. Other uses of a state dict go on."""
     on, errors = mesh(tp=2), []
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4))

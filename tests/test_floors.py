@@ -44,7 +44,7 @@ def nodes_of(names):
 
 @functools.cache
 def imports(name, types=True):
-    """The modules that a module imports, whole names; without `types`, those that it imports when it runs."""
+    """Return the full names of the modules that a module imports; `types=False` leaves out those for type checkers."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     only = [node for node in nodes(name) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     skipped = set() if types else {inner for node in only for inner in ast.walk(node)}

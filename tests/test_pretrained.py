@@ -318,7 +318,7 @@ def test_pitfall_60_a_model_with_nan_is_not_written(tmp_path):
 
 @pytest.mark.parametrize("held", ["both", "equal", "head", "table"])
 def test_pitfall_55_weights_are_tied_as_transformers_ties_them(tmp_path, held):
-    """What a folder holds beside a config that ties decides: one tensor, two equal or two different ones."""
+    """The folder's tensors decide whether a config ties: one tensor, two equal tensors, or two different ones."""
     hf.logging.set_verbosity_error()
     model = quiet_build("llama")
     table, head = "model.embed_tokens.weight", "lm_head.weight"

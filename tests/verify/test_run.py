@@ -1,4 +1,4 @@
-"""What a rank of `mpcore.tools.verify` builds, runs and records, in one process and on two simulated ranks."""
+"""Building, running and recording a rank of `mpcore.tools.verify`, in one process and on two simulated ranks."""
 
 from __future__ import annotations
 
