@@ -352,6 +352,11 @@ def test_a_rank_outside_its_axis_is_refused(size, rank):
         Axis(size, rank, None, "tp")
 
 
+def test_a_name_in_place_of_a_group_is_refused():
+    with pytest.raises(ValueError, match=r"group is 'tp': .* name='tp'"):
+        Axis(2, 0, "tp")  # type: ignore[arg-type]
+
+
 def test_an_axis_is_frozen():
     with pytest.raises(AttributeError):
         Axis().size = 2  # type: ignore[misc]

@@ -70,6 +70,8 @@ class Axis:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} lies outside the {self.name} axis of size {self.size}")
         if self.group is not None:
+            if isinstance(self.group, str):
+                raise ValueError(f"group is {self.group!r}: pass a process group, and a name as name={self.group!r}")
             if self.group.size() != self.size:
                 raise ValueError(
                     f"the {self.name} axis has size {self.size}, but its process group has {self.group.size()} ranks"

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mpcore.training.run import Run
 
 log = get_logger(__name__)
+CHANGED = (
+    "the gradients were changed after forward_backward, before their sums over ranks: if by torch's clip_grad_norm_, "
+    "call run.clip_gradients(max_norm) instead"
+)
 
 
 class FirstStep(Observer):
@@ -34,6 +38,7 @@ class FirstStep(Observer):
         self.loss_check, self.half = LossCheck(mesh), half
         self.replica_check: ReplicaCheck | None = None
         self.written: list[int] = []  # how often each gradient was written
+        self.changed = False
 
     def watch(self, loss: Loss) -> Loss:
         """Return the loss, checked in the first micro-batch of the first step."""
@@ -54,17 +59,15 @@ class FirstStep(Observer):
 
     def before_reduce(self, run: Run) -> None:
         """Warn if the caller changed gradients that the ranks have not summed yet."""
-        if self.written and self.written != _writes(run.tree) and run.mesh.job.rank == 0:
-            log.warning(
-                "the gradients were changed after forward_backward, before their sums over ranks: if by torch's "
-                "clip_grad_norm_, call run.clip_gradients(max_norm) instead, or replicas drift apart"
-            )
+        self.changed = bool(self.written) and self.written != _writes(run.tree)
+        if self.changed and run.mesh.job.rank == 0:
+            log.warning("%s, or replicas drift apart", CHANGED)
 
     def after_reduce(self, run: Run) -> None:
         """Raise on every rank if the ranks of tp have different gradients of a replicated parameter."""
         run.observers.remove(self)
         if self.replica_check:
-            self.replica_check.compare(run.tree)
+            self.replica_check.compare(run.tree, CHANGED if self.changed else "")
 
 
 def _writes(tree: ModelTree) -> list[int]:

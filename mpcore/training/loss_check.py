@@ -17,6 +17,7 @@ from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import raise_together
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
+from mpcore.training.replica_check import sketch
 
 log = get_logger(__name__)
 Loss = Callable[[Any, Tensor], Tensor]
@@ -36,10 +37,13 @@ def with_mesh(loss: Callable[..., Tensor], mesh: Mesh) -> Loss:
 
 
 class LossCheck:
-    """Check that a loss is a sum over tokens and the same on every rank of tp. A loss that can't be checked passes."""
+    """Check a loss: a sum over tokens, the same on every rank of tp, of other samples on each rank of dp.
+
+    A loss that can't be checked passes.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.tokens, self.is_due, self.is_mean = mesh, 0, False, False
+        self.mesh, self.tokens, self.is_due, self.is_mean, self.samples = mesh, 0, False, False, math.nan
 
     def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
         """Begin a step. If each micro-batch has one token, a mean equals a sum, and nothing is checked."""
@@ -67,6 +71,8 @@ class LossCheck:
                 f"the loss looked outside of its input ({error}); if its input is sharded: {SHARDED}"
             ) from error
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
+            if self.mesh.dp.size > 1 and (target != target.flatten()[:1]).any():  # not a batch of constants
+                self.samples = float(sketch(target, target.device)[0]) + float(once.detach())
             value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
             self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large
             if once.dtype.itemsize == 2 and self.mesh.job.rank == 0:
@@ -78,7 +84,10 @@ class LossCheck:
         if not self.tokens:
             return
         high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()
-        error = None
+        error, dp = None, self.mesh.dp
+        mine = dp.rank if math.isnan(self.samples) else self.samples
+        samples = torch.tensor([mine, -mine], dtype=torch.float64, device=self.mesh.device)
+        most, least = all_reduce(samples, dp, "max").tolist()
         if high - low > 1e-5 * abs(high):
             error = ValueError(
                 f"the ranks of tp have different losses, from {low:.6g} to {high:.6g}: "
@@ -89,5 +98,10 @@ class LossCheck:
             error = ValueError(
                 f"the loss is a mean, as it stays the same when each sample comes twice: return the sum over tokens "
                 f"(reduction='sum'), which the run divides by the {self.tokens} tokens of the step"
+            )
+        elif most == -least and dp.size > 1:
+            error = ValueError(
+                f"all {dp.size} ranks of dp have the same samples: pass each rank its own, x[run.share(B)] of the B "
+                f"samples of a step"
             )
         raise_together(error, self.mesh.world)

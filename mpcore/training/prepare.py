@@ -49,7 +49,8 @@ from mpcore.training.run import Run
 
 OTHER_VALUES = (
     "as each rank made its own: build the model after one torch.manual_seed on all ranks, and pass init= to parallel "
-    "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights"
+    "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights. A parallel layer's parameter "
+    "that was moved to another module has lost its declared sharding: keep it in its layer"
 )
 
 

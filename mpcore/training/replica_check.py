@@ -42,15 +42,20 @@ class ReplicaCheck:
         self.after = random_state(self.mesh.device)
 
     @torch.no_grad()
-    def compare(self, tree: ModelTree) -> None:
-        """After all sums over ranks, raise ValueError on every rank if replicas would get different updates."""
+    def compare(self, tree: ModelTree, cause: str = "") -> None:
+        """After all sums over ranks, raise ValueError on every rank if replicas would get different updates.
+
+        Args:
+            tree: the model.
+            cause: the cause, if it is known. All ranks of tp pass it, or none.
+        """
         tp, error = self.mesh.tp, None
         names, sketches, half = [], [], self.half
         for name, parameter, sharding in tree.declared:
             if parameter.requires_grad and any(axis.key == tp.key for axis in sharding.replica_axes(self.mesh)):
                 names.append(name)
                 half = half or parameter.dtype.itemsize < 4
-                sketches.append(_sketch(gradient_of(parameter), self.mesh.device))
+                sketches.append(sketch(gradient_of(parameter), self.mesh.device))
         if names and tp.size > 1:
             total, norm = torch.stack(sketches).unbind(1)
             most, least, norm = all_reduce(torch.stack([total, -total, norm]), tp, "max")
@@ -60,10 +65,10 @@ class ReplicaCheck:
                 worst = int(torch.where(wrong, off / norm, 0).argmax())
                 others = [names[i] for i in wrong.nonzero().flatten().tolist() if i != worst]
                 norm_of = norms_of_shards(tree.modules).get(names[worst].rpartition(".")[0], "")
-                error = self._error(names[worst], float(off[worst] / norm[worst]), others, norm_of)
+                error = self._error(names[worst], float(off[worst] / norm[worst]), others, norm_of, cause)
         raise_together(error, self.mesh.world)
 
-    def _error(self, name: str, off: float, others: Sequence[str], norm: str) -> ValueError:
+    def _error(self, name: str, off: float, others: Sequence[str], norm: str, why: str = "") -> ValueError:
         """Return the error of this rank's tp group. All ranks of the group call it.
 
         Args:
@@ -71,10 +76,13 @@ class ReplicaCheck:
             off: the difference, relative to the gradient's norm.
             others: the other parameters whose gradients differ.
             norm: what the parameter's module should be, from `norms_of_shards`; "": it is no such norm.
+            why: the cause, if it is known.
         """
         mine = [state.numpy().tobytes() for state in (self.before, self.after)]
         before, after = map(set, zip(*gather_objects(mine, self.mesh.tp.group), strict=True))
-        if len(before) == 1 and len(after) > 1:
+        if why:
+            pass
+        elif len(before) == 1 and len(after) > 1:
             why = (
                 "the ranks drew unequal numbers of random values in the step, as nn.Dropout does with uneven shards. "
                 "Use mpcore.Dropout"
@@ -145,7 +153,7 @@ def first_names(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _sketch(grad: Tensor | None, device: torch.device) -> Tensor:
+def sketch(grad: Tensor | None, device: torch.device) -> Tensor:
     """Return the sum of a gradient's elements, each with its own weight, and the norm: [2] in float64; 0 for None."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     pieces = () if grad is None else local_tensor(grad).reshape(-1).split(PIECE)

@@ -797,6 +797,28 @@ def test_a_wrong_loss_is_refused_on_every_rank(ranks, size, sizes, loss, words):
     ranks(size, wrong_loss, sizes, loss, words, timeout=30)
 
 
+def same_samples() -> None:
+    run = start({"pp": 2, "dp": 2})
+    with pytest.raises(ValueError, match=r"all 2 ranks of dp have the same samples: .* x\[run.share\(B\)\]"):
+        run.forward_backward(*batch(0, range(SAMPLES)))
+
+
+def test_the_same_samples_on_each_data_rank_are_refused_on_every_rank(ranks):
+    ranks(4, same_samples, timeout=30)
+
+
+def clipped_by_torch() -> None:
+    run = start({"tp": 2})
+    run.forward_backward(*batch(0, run.share(SAMPLES)))
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    with pytest.raises(ValueError, match=r"clip_grad_norm_, call run.clip_gradients\(max_norm\)"):
+        run.optimizer_step()
+
+
+def test_clipping_by_torch_is_named_as_the_cause(ranks):
+    ranks(2, clipped_by_torch, timeout=30)
+
+
 # --- the optimizer and checkpoints, called past the run ---------------------------------------------------------------
 
 

@@ -155,7 +155,7 @@ def test_a_norm_of_sequence_shards_is_told_which_norm_to_be() -> None:
 
 
 def sketch(x: Tensor | None) -> Tensor:
-    return replica_check._sketch(x, torch.device("cpu"))
+    return replica_check.sketch(x, torch.device("cpu"))
 
 
 def test_a_sketch_sees_each_element() -> None:

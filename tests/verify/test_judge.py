@@ -348,6 +348,7 @@ LOSSES = [
     ("tp2", 5.0 + 3 * math.log(2), "3 tokens"), ("tp4", 5.0 + 2 * math.log(4), "2 tokens"),
     ("tp2", 5.0 + 2.5 * math.log(2), ""), ("tp2", 10.0, "tp = 2 times too large"), ("tp2", 15.0, ""),
     ("dp2", 6.0, "2 parts"), ("dp2tp2cp2pp2", 6.0, "8 parts"), ("tp2", math.nan, ""), ("mb2", 10.0, ""),
+    ("dp2", 2.5, "dp = 2 times too small"),
 ]  # fmt: skip
 
 
@@ -357,8 +358,12 @@ def test_a_loss_is_told_by_what_it_is_off_by(layout, loss, told):
     for rank in ranks:
         rank.loss = loss
     cause = judged(truth, parse_layout(layout), ranks).departure.cause
-    found = [words for words in ("3 tokens", "2 tokens", "2 times too large", "2 parts", "8 parts") if words in cause]
-    assert found == ([told.removeprefix("tp = ")] if told else [])
+    found = [
+        words
+        for words in ("3 tokens", "2 tokens", "2 times too large", "2 times too small", "2 parts", "8 parts")
+        if words in cause
+    ]
+    assert found == ([told[told.find("= ") + 2 :] if "= " in told else told] if told else [])
     truth.loss = 0.0
     assert "times too" not in judged(truth, parse_layout("tp2"), ranks).departure.cause
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mpcore.tools.verify.causes import undeclared, why_module, why_parameter
+from mpcore.tools.verify.causes import axes, undeclared, why_module, why_parameter
 from mpcore.tools.verify.layout import Layout
 from mpcore.tools.verify.parts import TOLERANCE, close, farthest, infinite, parts, shards
 from mpcore.tools.verify.run import Seen
@@ -307,12 +307,17 @@ class Judge:
         worst, bad = self._number("loss", ranks)
         if not bad:
             return worst, None
-        got = ranks[0].loss
-        tokens = (got - self.truth.loss) / math.log(layout.tp) if layout.tp > 1 else math.nan
+        got, want = ranks[0].loss, self.truth.loss
+        tokens = (got - want) / math.log(layout.tp) if layout.tp > 1 else math.nan
         if math.isfinite(tokens) and close(tokens / max(round(tokens), 1), 1.0):
             cause = (
                 f"it is log(tp) too large for each of {round(tokens)} tokens: gathered logits go into a loss that "
                 f"takes them for this rank's shard of the vocabulary"
+            )
+        elif divided := [f"{axis} = {n}" for axis, n in axes(layout) if n > 1 and want and close(got / want, 1 / n)]:
+            cause = (
+                f"it is {divided[0]} times too small: return the sum over tokens. The run divides it once, by the "
+                f"count of all ranks"
             )
         elif layout.dp * layout.cp * layout.pp > 1:
             parts = layout.dp * layout.cp * layout.pp
@@ -320,7 +325,7 @@ class Judge:
                 f"the {parts} parts of the batch don't add up to it: return the sum over tokens, and divide once by "
                 f"the count of all ranks (a mean of means weighs tokens unequally)"
             )
-        elif close(got / self.truth.loss, layout.tp) if self.truth.loss else False:
+        elif want and close(got / want, layout.tp):
             cause = f"it is tp = {layout.tp} times too large: every rank's whole loss is summed over tp"
         else:
             cause = "the output was right: the loss reads it otherwise than the unsharded model does"
