@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from mpcore.mesh import Axis, Mesh, build_mesh
     from mpcore.optim import AdamW, LossScaler, Muon, decay_groups
     from mpcore.parallel import (
-        DiLoCo,
         convert_to_fp8,
         finish_gradients,
         offload_activations,
@@ -84,7 +83,7 @@ if TYPE_CHECKING:
     from mpcore.pipeline.partition import partition
     from mpcore.sharding import add_partial, full_state_dict, load_full_state_dict, shardings
     from mpcore.tools.simulation import simulate
-    from mpcore.training import Compile, LocalUpdates, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
+    from mpcore.training import Compile, Offload, Precision, Recompute, Run, StepResult, Zero, prepare
 
 __version__ = "0.3.0.dev0"
 __all__ = [
@@ -94,7 +93,6 @@ __all__ = [
     "ColumnParallelLinear",
     "Colwise",
     "Compile",
-    "DiLoCo",
     "Dropout",
     "Experts",
     "GateUpParallelLinear",
@@ -102,7 +100,6 @@ __all__ = [
     "Hidden",
     "LayerNorm",
     "LocalSizes",
-    "LocalUpdates",
     "LossScaler",
     "Mesh",
     "MultiLatentAttention",
@@ -199,14 +196,14 @@ _HOMES = {
     "mesh": "Axis Mesh build_mesh",
     "optim": "AdamW LossScaler Muon decay_groups",
     "parallel": (
-        "DiLoCo convert_to_fp8 finish_gradients offload_activations offload_optimizer offload_parameters "
+        "convert_to_fp8 finish_gradients offload_activations offload_optimizer offload_parameters "
         "recompute shard_data_parallel sync_gradients "
     ),
     "pipeline": "Pipeline",
     "interop.cut": "pipeline_stages",
     "pipeline.partition": "partition",
     "tools.simulation": "simulate",
-    "training": "Compile LocalUpdates Offload Precision Recompute Run StepResult Zero prepare",
+    "training": "Compile Offload Precision Recompute Run StepResult Zero prepare",
     "sharding": "add_partial full_state_dict load_full_state_dict shardings",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -149,7 +149,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 def make_mesh(args: argparse.Namespace) -> Mesh:
     """The mesh of this rank."""
     sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
-    return build_mesh(**sizes, device_type="cpu", workers=args.workers, cp_inner=inner_size(args))
+    return build_mesh(**sizes, device_type="cpu", worlds=args.workers, cp_inner=inner_size(args))
 
 
 def train(args: argparse.Namespace, twin: int = 0) -> dict[str, Any]:

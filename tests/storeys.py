@@ -22,7 +22,11 @@ def storey(name: str) -> str:
     """Return the storey of a module of the library, by its import name."""
     if name.startswith("mpcore.interop"):
         return "interop"
-    return "tools" if name.startswith("mpcore.tools") or name in ("mpcore.__main__", "mpcore.verify") else "core"
+    return (
+        "tools"
+        if name.startswith("mpcore.tools") or name in ("mpcore.__main__", "mpcore.experimental", "mpcore.verify")
+        else "core"
+    )
 
 
 def files() -> dict[str, list[Path]]:

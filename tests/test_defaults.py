@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import mpcore as mp
+from mpcore import experimental
 from mpcore.kernels import adamw as adamw_kernels
 from mpcore.kernels import attention as attention_kernels
 from mpcore.kernels import cross_entropy as ce
@@ -412,8 +413,8 @@ ELSEWHERE = {
     "pipeline_stages": "tests/pipeline/test_cut.py",
 }
 POLICIES = {
-    mp.LocalUpdates: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1},
-    mp.DiLoCo: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "blocks": None},
+    experimental.LocalUpdates: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1},
+    experimental.DiLoCo: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "blocks": None},
     mp.Zero: {"stage": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32},
     mp.Precision: {"dtype": "float32", "fp8": False, "first_loss_scale": 65536.0, "autocast": False},
     mp.Recompute: {"kind": "full", "every": 1, "budget": None, "example": None, "preserve_rng_state": True},
@@ -429,7 +430,7 @@ POLICIES = {
         "recompute": "none",
         "offload": mp.Offload(),
         "compile": None,
-        "local_updates": None,
+        "observers": (),
         "trace": False,
     },
 }
@@ -438,7 +439,7 @@ POLICIES = {
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.Axis: {"size": 1, "rank": 0, "group": None, "name": "", "levels": None, "role": "", "sums": None},
     mp.build_mesh: {
-        **dict.fromkeys(("tp", "cp", "pp", "ep", "workers"), 1),
+        **dict.fromkeys(("tp", "cp", "pp", "ep", "worlds"), 1),
         **dict.fromkeys(("dp", "device_type", "cp_inner", "etp", "timeout")),
     },
     mp.Colwise: {"blocks": 1, "gather_output": False, "unit": None},
@@ -494,7 +495,7 @@ def test_a_default_is_what_is_documented_and_another_value_differs(name):
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.__name__)
 def test_policies_have_the_documented_defaults(policy):
     assert defaults(policy) == POLICIES[policy]
-    if isinstance(policy, type) and policy is not mp.DiLoCo:
+    if isinstance(policy, type) and policy is not experimental.DiLoCo:
         assert policy() == policy(**POLICIES[policy])
 
 

@@ -480,7 +480,7 @@ def run_file(name: str) -> None:
 
 def merged() -> tuple[int, bool, dict]:
     held = run_page("local_updates.md")
-    return held["run"].step, held["result"].merge is not None, held["run"].model.state_dict()
+    return held["run"].step, held["updates"].merged is not None, held["run"].model.state_dict()
 
 
 def test_the_page_on_local_updates_ends_with_workers_that_agree(ranks):

@@ -152,12 +152,15 @@ def test_the_core_imports_neither_interop_nor_tools_and_interop_no_tools():
             assert storey(other) in allowed[storey(name)], f"{name} imports {other}"
 
 
-FOREIGN = re.compile(r"virtual(?![ _-]?stage)|\btwins?\b|\blora|invariant_mesh|make_invariant", re.IGNORECASE)
+FOREIGN = re.compile(
+    r"virtual(?![ _-]?stage)|\btwins?\b|\blora|invariant_mesh|make_invariant|\bworkers?\b|local_updates|diloco",
+    re.IGNORECASE,
+)
 NAMED = {"mpcore.mesh.build": ["`--virtual-local-rank`"]}  # torchrun's flag
 
 
 def test_the_core_does_not_name_what_stands_beside_it():
-    """The words of invariant numerics, of the planner's and the prover's copies of a model, and of adapters."""
+    """The words of invariant numerics, of copies of a model, of adapters, and of local-update training."""
     found = []
     for name in (name for name in LIBRARY if storey(name) == "core" and name != "mpcore"):  # the list of public names
         text = MODULES[name].read_text()

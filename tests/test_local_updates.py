@@ -22,9 +22,9 @@ from mpcore._torch.distributed import default_store
 from mpcore.checkpoint import load, save
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.local_updates import DiLoCo, Merge, _State
 from mpcore.parallel.offload import offload_optimizer, offload_parameters
 from mpcore.sharding.local import local_tensor, reshard
+from mpcore.tools.local_updates import DiLoCo, Merge, _State
 from tests.equality import close
 from tests.pool import Pool, mesh
 from tests.test_checkpoint import BATCH, CONFIG, Run, same_bits, size_of
@@ -50,7 +50,7 @@ class Worker(Run):
         self.merges = self.optimizer = DiLoCo(self.optimizer, self.model, on, blocks=blocks, **options)
 
     def step(self, step: int) -> float:
-        loss = super().step(step * self.mesh.workers.size + self.mesh.workers.rank)
+        loss = super().step(step * self.mesh.worlds.size + self.mesh.worlds.rank)
         self.merged = self.merges.merge(step + 1)
         return loss
 
@@ -121,28 +121,28 @@ def train(sizes: dict, options: dict, config: GPTConfig, zero: int):
             run.evaluate()  # leaves parameters gathered
         steps.append((run.step(step), run.merged))
     reshard(run.model)
-    return run.mesh.workers.rank, steps, run.full()
+    return run.mesh.worlds.rank, steps, run.full()
 
 
 LAYOUTS = [
-    ({"workers": 2, "tp": 2}, DILOCO, 0),
-    ({"workers": 2, "pp": 2}, FRAGMENTS, 0),
-    ({"workers": 2, "dp": 2}, PLAIN_MOMENTUM, 1),
+    ({"worlds": 2, "tp": 2}, DILOCO, 0),
+    ({"worlds": 2, "pp": 2}, FRAGMENTS, 0),
+    ({"worlds": 2, "dp": 2}, PLAIN_MOMENTUM, 1),
 ]
 MORE_LAYOUTS = [
-    ({"workers": 2, "tp": 2}, FRAGMENTS, 0),
-    ({"workers": 2, "dp": 2}, PLAIN_MOMENTUM, 0),
-    ({"workers": 2, "dp": 2}, FRAGMENTS, 1),
-    ({"workers": 3}, DILOCO, 0),
-    ({"workers": 2, "cp": 2}, LOCAL_SGD, 3),
-    ({"workers": 2, "dp": 2}, DILOCO, 2),
-    ({"workers": 2, "dp": 2}, DILOCO, 3),
-    ({"workers": 1, "tp": 3}, DILOCO, 0),
-    ({"workers": 2, "tp": 2, "dp": 2}, FRAGMENTS, 3),
-    ({"workers": 2, "tp": 2, "pp": 2}, DILOCO, 0),
-    ({"workers": 2, "pp": 2, "dp": 2}, FRAGMENTS, 1),
-    ({"workers": 2, "dp": 4}, DILOCO, 22),
-    ({"workers": 4, "tp": 2}, FRAGMENTS, 0),
+    ({"worlds": 2, "tp": 2}, FRAGMENTS, 0),
+    ({"worlds": 2, "dp": 2}, PLAIN_MOMENTUM, 0),
+    ({"worlds": 2, "dp": 2}, FRAGMENTS, 1),
+    ({"worlds": 3}, DILOCO, 0),
+    ({"worlds": 2, "cp": 2}, LOCAL_SGD, 3),
+    ({"worlds": 2, "dp": 2}, DILOCO, 2),
+    ({"worlds": 2, "dp": 2}, DILOCO, 3),
+    ({"worlds": 1, "tp": 3}, DILOCO, 0),
+    ({"worlds": 2, "tp": 2, "dp": 2}, FRAGMENTS, 3),
+    ({"worlds": 2, "tp": 2, "pp": 2}, DILOCO, 0),
+    ({"worlds": 2, "pp": 2, "dp": 2}, FRAGMENTS, 1),
+    ({"worlds": 2, "dp": 4}, DILOCO, 22),
+    ({"worlds": 4, "tp": 2}, FRAGMENTS, 0),
 ]
 
 
@@ -160,8 +160,8 @@ def test_workers_on_eight_ranks_train_and_merge_as_dense_ones_by_hand(eight_rank
 
 def compare_with_dense(ranks: Pool, sizes: dict, options: dict, zero: int) -> None:
     config = replace(CONFIG, tie_embeddings="pp" in sizes)
-    wanted, states = by_hand(sizes["workers"], options, config)
-    seen = [set() for _ in range(sizes["workers"])]
+    wanted, states = by_hand(sizes["worlds"], options, config)
+    seen = [set() for _ in range(sizes["worlds"])]
     for worker, steps, state in ranks(size_of(sizes), train, sizes, options, config, zero):
         for step, ((loss, merged), (losses, norms)) in enumerate(zip(steps, wanted, strict=True)):
             assert loss == pytest.approx(losses[worker], abs=1e-10), step
@@ -185,7 +185,7 @@ def check_bits(sizes: dict):
 
 
 def test_workers_hold_the_same_bits_after_a_merge(ranks):
-    first, *others = ranks(3, check_bits, {"workers": 3})
+    first, *others = ranks(3, check_bits, {"worlds": 3})
     for other in others:
         same_bits(other, first)
 
@@ -202,14 +202,14 @@ def linear_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: ran
 
 
 def check_data_parallel():
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     torch.manual_seed(0)
     model, dense = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     dense.load_state_dict(model.state_dict())
     ours = DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, on, every=1, lr=1.0, momentum=0.0)
     theirs = torch.optim.SGD(dense.parameters(), lr=0.1)
     for step in range(8):
-        linear_step(model, ours, range(8 * step + 4 * on.workers.rank, 8 * step + 4 * on.workers.rank + 4))
+        linear_step(model, ours, range(8 * step + 4 * on.worlds.rank, 8 * step + 4 * on.worlds.rank + 4))
         ours.merge(step + 1)
         linear_step(dense, theirs, range(8 * step, 8 * step + 8))
         for p, q in zip(model.parameters(), dense.parameters(), strict=True):
@@ -221,13 +221,13 @@ def test_averaging_every_step_of_sgd_is_data_parallelism(ranks):
 
 
 def check_agreement():
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     found = []
     for directions in ([[1.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [-1.0, 0.0]], [[0.0, 0.0]] * 2):
         model = nn.Linear(2, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
-        model.weight.grad = torch.tensor([directions[on.workers.rank]])
+        model.weight.grad = torch.tensor([directions[on.worlds.rank]])
         optimizer.step()
         merged = optimizer.merge(1)
         assert isinstance(merged, Merge)
@@ -253,7 +253,7 @@ def check_messages(sizes: dict, options: dict, steps: int):
     def sent() -> list[int]:
         """Collectives of the workers, and agreements of the whole job, until now."""
         agreements = default_store().add(f"mpcore/agree/{dist.group.WORLD.group_name}.0/at/{dist.get_rank()}", 0)
-        return [run.mesh.workers.group._get_sequence_number_for_group(), agreements]
+        return [run.mesh.worlds.group._get_sequence_number_for_group(), agreements]
 
     counts = []
     for step in range(steps):
@@ -266,7 +266,7 @@ def check_messages(sizes: dict, options: dict, steps: int):
 @pytest.mark.parametrize("options", [DILOCO, FRAGMENTS], ids=str)
 def test_nothing_is_sent_between_workers_between_merges(ranks, options):
     first = {(i + 1) * options["every"] // options.get("fragments", 1) for i in range(options.get("fragments", 1))}
-    for counts in ranks(4, check_messages, {"workers": 2, "tp": 2}, options, 10):
+    for counts in ranks(4, check_messages, {"worlds": 2, "tp": 2}, options, 10):
         for step, of in enumerate(counts):
             due = (step + 1) % options["every"] in {n % options["every"] for n in first}
             assert [count > 0 for count in of] == [due, due], (step, of)
@@ -278,34 +278,34 @@ def test_nothing_is_sent_between_workers_between_merges(ranks, options):
 def check_mesh(sizes: dict):
     on = mesh(**sizes)
     where = [(axis, dist.get_process_group_ranks(getattr(on, axis).group) if getattr(on, axis).group else None)
-             for axis in ("tp", "pp", "dp", "data", "world", "workers", "job")]  # fmt: skip
-    return dict(where), on.workers.rank, on.world.rank, str(on).splitlines()[0]
+             for axis in ("tp", "pp", "dp", "data", "world", "worlds", "job")]  # fmt: skip
+    return dict(where), on.worlds.rank, on.world.rank, str(on).splitlines()[0]
 
 
 def test_each_worker_has_the_mesh_of_a_job_of_its_own(ranks):
     alone = mesh_ranks(pp=2)
-    for rank, (where, worker, place, text) in enumerate(ranks(4, check_mesh, {"workers": 2, "pp": 2})):
+    for rank, (where, worker, place, text) in enumerate(ranks(4, check_mesh, {"worlds": 2, "pp": 2})):
         assert (worker, place) == divmod(rank, 2)
         assert where["pp"] == [2 * worker + r for r in alone["pp"][0]]
         assert where["world"] == [2 * worker, 2 * worker + 1]
-        assert where["workers"] == [place, place + 2]
+        assert where["worlds"] == [place, place + 2]
         assert where["job"] == [0, 1, 2, 3]
-        assert text == f"worker {worker} of 2: mesh of 2 ranks on cpu: pp 2 x dp 1 x cp 1 x tp 1"
+        assert text == f"world {worker} of 2: mesh of 2 ranks on cpu: pp 2 x dp 1 x cp 1 x tp 1"
 
 
 def test_one_worker_is_the_whole_job(ranks):
     for where, worker, _, text in ranks(2, check_mesh, {"tp": 2}):
         assert where["world"] == where["job"] == where["tp"] == [0, 1]
-        assert (worker, where["workers"]) == (0, None)
+        assert (worker, where["worlds"]) == (0, None)
         assert text.startswith("mesh of 2 ranks")
     on = Mesh()
-    assert (on.workers.size, on.job.size) == (1, 1)
+    assert (on.worlds.size, on.job.size) == (1, 1)
 
 
 def check_undivided():
     for workers in (0, 3, True, 1.0):
-        with pytest.raises(ValueError, match=rf"workers {workers} do not divide the world size 2 into equal parts"):
-            mesh(workers=workers)
+        with pytest.raises(ValueError, match=rf"worlds {workers} do not divide the job's 2 ranks into equal parts"):
+            mesh(worlds=workers)
 
 
 def test_workers_that_do_not_divide_the_job_are_refused(ranks):
@@ -320,7 +320,7 @@ def check_save(sizes: dict, options: dict, zero: int, folder: str, at: int, how:
     run.steps(0, at)
     run.evaluate()
     reshard(run.model)
-    path = f"{folder}/{run.mesh.workers.rank}"
+    path = f"{folder}/{run.mesh.worlds.rank}"
     run.save(path, at)
     return run.steps(at, STEPS)
 
@@ -329,8 +329,8 @@ def check_load(sizes: dict, options: dict, zero: int, folder: str, at: int, how:
     run = Worker(mesh(**sizes), options, zero=zero)
     if how == "used":
         run.steps(20, 22)
-    run.load(f"{folder}/{run.mesh.workers.rank}")
-    return run.mesh.workers.rank, run.steps(at, STEPS)
+    run.load(f"{folder}/{run.mesh.worlds.rank}")
+    return run.mesh.worlds.rank, run.steps(at, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -339,18 +339,18 @@ def check_load(sizes: dict, options: dict, zero: int, folder: str, at: int, how:
     ids={4: "at a merge", 6: "between two"}.get,
 )
 def test_any_layout_goes_on_from_what_another_has_saved(ranks, tmp_path, at, how):
-    writer, reader = ({"workers": 2, "tp": 2}, DILOCO, 0), ({"workers": 2, "dp": 2}, DILOCO, 3)
+    writer, reader = ({"worlds": 2, "tp": 2}, DILOCO, 0), ({"worlds": 2, "dp": 2}, DILOCO, 3)
     wanted = ranks(4, check_save, *writer, str(tmp_path), at, how)
     for worker, losses in ranks(4, check_load, *reader, str(tmp_path), at, how):
         assert losses == pytest.approx(wanted[2 * worker], abs=1e-10)
 
 
 def check_from_plain(folder: str):
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     run = Worker(on, DILOCO)
     manifest = load(f"{folder}/plain", run.model, run.optimizer, mesh=on)
     losses = [run.step(step) for step in range(manifest.step, 8)]
-    save(f"{folder}/{on.workers.rank}", run.model, run.optimizer, mesh=on, step=8)
+    save(f"{folder}/{on.worlds.rank}", run.model, run.optimizer, mesh=on, step=8)
     return losses, {name: x for name, x in run.full().items() if name.startswith("model/")}
 
 
@@ -373,7 +373,7 @@ def test_workers_begin_from_a_checkpoint_without_merges_and_a_run_without_from_t
 
 
 def check_state_dict():
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     run, other = Worker(on, DILOCO), Worker(on, DILOCO)
     run.steps(0, 5)
     other.model.load_state_dict(run.model.state_dict())
@@ -413,7 +413,7 @@ def test_merges_until_counts_the_merges_of_all_fragments():
 
 
 def check_half(dtype: torch.dtype, masters: bool):
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     model = materialize(nn.Sequential(ColumnParallelLinear(6, 4, device="meta", dtype=dtype)), 0)
     (weight,) = (p for p in model.parameters() if p.dim() > 1)
     start = weight.detach().float().clone()
@@ -421,7 +421,7 @@ def check_half(dtype: torch.dtype, masters: bool):
     optimizer = DiLoCo(inner, model, on, every=2, lr=1.0, momentum=0.0)
     for step in range(4):
         for p in model.parameters():
-            p.grad = torch.full_like(p, 1.0 + on.workers.rank + step)
+            p.grad = torch.full_like(p, 1.0 + on.worlds.rank + step)
         optimizer.step()
         before = inner.state[weight]["master"].clone() if masters else weight.detach().float().clone()
         merged = optimizer.merge(step + 1)
@@ -461,12 +461,12 @@ class Counting(nn.Module):
 
 
 def check_buffers():
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     model = Counting()
     optimizer = DiLoCo(torch.optim.SGD([model.weight, model.frozen], lr=1.0), model, on, every=2)
     for step in range(2):
         for buffer in model.buffers():
-            buffer += 1 + on.workers.rank
+            buffer += 1 + on.worlds.rank
         optimizer.merge(step + 1)
     return [b.tolist() for b in (model.bias, model.steps, model.cache)], len(optimizer.state)
 
@@ -478,7 +478,7 @@ def test_saved_buffers_are_averaged_and_frozen_parameters_left_alone(ranks):
 
 
 def check_router(balance: dict, zero: int):
-    on = mesh(workers=2, dp=2)
+    on = mesh(worlds=2, dp=2)
     config = GPTConfig(vocab_size=11, seq_len=4, layers=2, d_model=8, heads=2, d_ff=8, moe=MoEConfig(4, 2, **balance))
     model = materialize(GPT(config, on, device="meta"), 3)
     shard_data_parallel(model, on, model.blocks.values(), zero=zero)
@@ -516,7 +516,7 @@ def test_what_training_moves_without_gradients_is_averaged(ranks, balance, zero)
 
 
 def check_offloaded():
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     losses = []
     for offload in (False, True):
         torch.manual_seed(0)
@@ -526,7 +526,7 @@ def check_offloaded():
         optimizer.begin()
         away = offload_parameters(model.children(), inner, pin_memory=False) if offload else None
         for step in range(4):
-            loss = model(torch.ones(2, 3) * (1 + on.workers.rank)).square().sum()
+            loss = model(torch.ones(2, 3) * (1 + on.worlds.rank)).square().sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -541,14 +541,14 @@ def test_parameters_may_lie_on_the_host(ranks):
 
 
 def check_offloaded_masters():
-    on = mesh(workers=2, dp=2)
+    on = mesh(worlds=2, dp=2)
     found = []
     for offload in (lambda optimizer: optimizer, offload_optimizer):
         model = materialize(nn.Sequential(*(nn.Linear(3, 3, device="meta", dtype=torch.bfloat16) for _ in range(2))), 0)
         shard_data_parallel(model, on, zero=2)
         optimizer = DiLoCo(offload(AdamW(model, lr=0.1)), model, on, every=2)
         for step in range(5):
-            model(torch.ones(2, 3, dtype=torch.bfloat16) * (1 + on.workers.rank)).square().sum().backward()
+            model(torch.ones(2, 3, dtype=torch.bfloat16) * (1 + on.worlds.rank)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             optimizer.merge(step + 1)
@@ -570,7 +570,7 @@ def check_replicas(sizes: dict):
     model = nn.Sequential(ColumnParallelLinear(6, 257, tp=on.tp, device="meta"), nn.Linear(257, 301, device="meta"))
     materialize(model, 0)
     optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
-    g = torch.Generator().manual_seed(on.workers.rank)
+    g = torch.Generator().manual_seed(on.worlds.rank)
     for p in model.parameters():
         noise = torch.randn(302, 302, generator=g)
         p.grad = noise.flatten()[: p.numel()].view_as(p) if p.dim() == 1 else noise[: p.shape[0], : p.shape[1]]
@@ -581,15 +581,15 @@ def check_replicas(sizes: dict):
 
 @pytest.mark.slow
 def test_replicas_within_a_worker_stay_the_same_bits(eight_ranks):
-    first, *others = eight_ranks(6, check_replicas, {"workers": 3, "tp": 2})
+    first, *others = eight_ranks(6, check_replicas, {"worlds": 3, "tp": 2})
     assert all(torch.equal(first, other) for other in others)
 
 
 def check_places():
-    on = mesh(workers=3)
+    on = mesh(worlds=3)
     model = nn.Linear(2, 2)
     optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on)
-    g = torch.Generator().manual_seed(on.workers.rank)
+    g = torch.Generator().manual_seed(on.worlds.rank)
     x, found = torch.randn(4001, generator=g), []
     for before in (0, 1, 1000, 4001):
         same = x.clone()
@@ -606,12 +606,12 @@ def test_an_average_is_the_same_bits_wherever_it_lies_in_a_message(ranks):
 
 
 def check_momentum_later(folder: str):
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     run = Worker(on, LOCAL_SGD)
     run.steps(0, 3)
-    run.save(f"{folder}/{on.workers.rank}", 3)
+    run.save(f"{folder}/{on.worlds.rank}", 3)
     again = Worker(on, {**LOCAL_SGD, "momentum": 0.5})
-    again.load(f"{folder}/{on.workers.rank}")
+    again.load(f"{folder}/{on.worlds.rank}")
     again.merges.begin()
     again.steps(3, 5)
     return again.merged is None
@@ -622,7 +622,7 @@ def test_momentum_may_begin_later(ranks, tmp_path):
 
 
 def check_unused(folder: str):
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
 
     def build():
         torch.manual_seed(0)
@@ -632,9 +632,9 @@ def check_unused(folder: str):
     model, optimizer = build()
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    save(f"{folder}/{on.workers.rank}", model, optimizer, mesh=on, step=1)
+    save(f"{folder}/{on.worlds.rank}", model, optimizer, mesh=on, step=1)
     model, optimizer = build()
-    load(f"{folder}/{on.workers.rank}", model, optimizer, mesh=on)
+    load(f"{folder}/{on.worlds.rank}", model, optimizer, mesh=on)
     optimizer.begin()
     assert optimizer.merge(2) is not None
 
@@ -644,10 +644,10 @@ def test_a_parameter_that_was_never_used_is_no_obstacle(ranks, tmp_path):
 
 
 def check_other_histories():
-    on = mesh(workers=2)
+    on = mesh(worlds=2)
     run = Worker(on, DILOCO)
     run.steps(0, 4)
-    run.optimizer.state[next(run.model.parameters())]["outer_anchor"].add_(on.workers.rank)
+    run.optimizer.state[next(run.model.parameters())]["outer_anchor"].add_(on.worlds.rank)
     with pytest.raises(ValueError, match="after the last merge differs between workers 0 and 1 of 2"):
         run.merges.begin()
 
@@ -657,7 +657,7 @@ def test_workers_of_different_merges_are_refused_at_the_begin(ranks):
 
 
 def check_muon():
-    on = mesh(workers=2, tp=2)
+    on = mesh(worlds=2, tp=2)
     model = materialize(nn.Sequential(ColumnParallelLinear(8, 8, tp=on.tp, bias=False, device="meta")), 0)
     optimizer = DiLoCo(Muon(model, mesh=on), model, on, every=1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
@@ -716,15 +716,15 @@ def test_what_does_not_fit_is_refused(options, message):
 
 
 def train_until_refused(what: str) -> None:
-    on = mesh(workers=2, tp=2)
-    torch.manual_seed(0 if what != "seed" else on.workers.rank)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + (on.workers.rank if what == "shape" else 0)))
+    on = mesh(worlds=2, tp=2)
+    torch.manual_seed(0 if what != "seed" else on.worlds.rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + (on.worlds.rank if what == "shape" else 0)))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DiLoCo(inner, model, on, every=2 + (on.workers.rank if what == "every" else 0))
+    optimizer = DiLoCo(inner, model, on, every=2 + (on.worlds.rank if what == "every" else 0))
     for step in range(2):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        if what == "nan" and on.workers.rank == 1 and on.tp.rank == 1:
+        if what == "nan" and on.worlds.rank == 1 and on.tp.rank == 1:
             model[1].bias.grad.fill_(math.nan)
         optimizer.step()
         if what == "anchor" and on.job.rank == 2:
@@ -754,11 +754,11 @@ def test_workers_that_differ_are_refused_on_all_ranks(ranks):
 
 
 def check_empty():
-    on = mesh(workers=2, dp=2)
+    on = mesh(worlds=2, dp=2)
     model = materialize(nn.Sequential(nn.Linear(3, 1, device="meta")), 0)
     shard_data_parallel(model, on, zero=3)
     optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
-    (model(torch.ones(2, 3)).sum() * (1 + on.workers.rank)).backward()
+    (model(torch.ones(2, 3)).sum() * (1 + on.worlds.rank)).backward()
     optimizer.step()
     assert optimizer.merge(1) is not None
     return [local_tensor(p).numel() for p in model.parameters()]
@@ -795,7 +795,7 @@ def test_the_state_of_both_optimizers_is_one_mapping():
 
 
 def check_begin_after_forward():
-    on = mesh(workers=1, dp=2)
+    on = mesh(worlds=1, dp=2)
     model = nn.Linear(4, 4, dtype=torch.float64)
     shard_data_parallel(model, on, zero=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -200,14 +200,14 @@ def check_saved(root: Path, sizes: dict, flags: list[str]) -> None:
     dist.barrier()  # one worker saves no later for another
     for saved in (root / "here").glob("**/step-*"):
         assert not diff(saved, root / "away" / saved.relative_to(root / "here"))
-    if "workers" not in sizes:
+    if "worlds" not in sizes:
         path, optimizer = step_path(root / "away" / "checkpoints", 2), flags[flags.index("--optimizer") :][:2]
         losses = two_steps(root / "other", {"tp": 2}, *optimizer, resume=str(path))
         assert losses == pytest.approx(want[1], rel=1e-10)
 
 
 SAVED = [({"dp": 2}, zero, optimizer, []) for zero in "0123" for optimizer in ("adamw", "adamw-bf16")]
-SAVED += [({"workers": 2, "dp": 2}, zero, "adamw", ["--local-steps", "3"]) for zero in "13"]
+SAVED += [({"worlds": 2, "dp": 2}, zero, "adamw", ["--local-steps", "3"]) for zero in "13"]
 SHORT = [SAVED[2]]
 
 
@@ -220,7 +220,7 @@ def test_an_offloaded_run_saves_what_one_without_does_on_every_rank_of_data(
     ranks, tmp_path, sizes, zero, optimizer, flags
 ):
     """Its states are local tensors of the host, where the parameter is sharded over data."""
-    workers = ["--workers", str(sizes["workers"])] if "workers" in sizes else []
+    workers = ["--workers", str(sizes["worlds"])] if "worlds" in sizes else []
     flags = ["--zero", zero, "--optimizer", optimizer, *workers, *flags]
     ranks(math.prod(sizes.values()), check_saved, tmp_path, sizes, flags)
 

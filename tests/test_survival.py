@@ -163,7 +163,7 @@ def test_row_6_a_rank_that_stays_slow_is_named_on_all_ranks(ranks):
 
 
 def check_straggler_of_a_worker() -> list[int]:
-    finder = Stragglers(mesh(workers=2, dp=2), threshold=3.0, patience=1)
+    finder = Stragglers(mesh(worlds=2, dp=2), threshold=3.0, patience=1)
     with finder.timed("data"):
         time.sleep(0.2 if dist.get_rank() == 3 else 0.02)  # a busy machine adds some milliseconds
     return [late.rank for late in finder.check()]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import mpcore as mp
+from mpcore.experimental import LocalUpdates
 from mpcore.mesh.agreement import exchange
 from mpcore.tools.analysis import Ledger
 
@@ -40,12 +41,12 @@ def between_hosts(ledger: Ledger) -> float:
 
 def main(kind: str, steps: int) -> None:
     """Train, and print what was sent."""
-    mesh = mp.build_mesh(workers=2 if kind == "diloco" else 1, device_type="cpu")
+    mesh = mp.build_mesh(worlds=2 if kind == "diloco" else 1, device_type="cpu")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
     policies: dict[str, Any] = {"data": mp.Zero(3, replicate=2)}
     if kind == "diloco":
-        policies = {"data": mp.Zero(3), "local_updates": mp.LocalUpdates(every=EVERY)}
+        policies = {"data": mp.Zero(3), "observers": [LocalUpdates(every=EVERY)]}
     run = mp.prepare(
         model, mesh, blocks=list(model), initialize=False, loss=lambda y, target: y[:, 0].pow(2).sum(),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),

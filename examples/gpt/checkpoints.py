@@ -19,6 +19,7 @@ from examples.gpt.console import Console
 from examples.gpt.faults import check_writable, was_restarted
 from examples.gpt.hf import load_hf
 from examples.gpt.optimizer import lr_schedule
+from examples.gpt.policies import local_updates
 from examples.gpt.records import locked, read_records, write_whole
 from examples.gpt.resume import init_from, left_behind, other_run, other_schedule
 from examples.gpt.setup import Setup, about
@@ -38,7 +39,7 @@ class Checkpoints:
 
     def __init__(self, run: Run, setup: Setup, args: argparse.Namespace, out: Path, console: Console) -> None:
         self.run, self.setup, self.args, self.out, self.console = run, setup, args, out, console
-        self.mesh, self.path = run.mesh, out / "checkpoints"
+        self.mesh, self.path, self.updates = run.mesh, out / "checkpoints", local_updates(run)
         self.about = about(setup, args.optimizer)
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
@@ -66,7 +67,8 @@ class Checkpoints:
             moe = self.setup.config.moe
             if args.init_from and self.console.lead and moe is not None and moe.bias and moe.bias_rate == 0:
                 print(f"the experts' bias of {args.init_from} stays as it is: --balance bias moves it", flush=True)
-        self.run.begin_merges()
+        if self.updates is not None:
+            self.updates.begin()
 
     def _resume(self) -> bool:
         """Resume from the checkpoint that `--resume` asks for, if there is one; `auto` skips damaged ones.
@@ -102,9 +104,9 @@ class Checkpoints:
         # Workers may resume from different steps. Let all count their samples from the one that is furthest ahead.
         before = self.first_step * self.args.global_batch
         ahead = torch.tensor(self.first_sample - before, device=self.mesh.device)
-        self.first_sample = before + int(all_reduce(ahead, self.mesh.workers, "max"))
+        self.first_sample = before + int(all_reduce(ahead, self.mesh.worlds, "max"))
         if self.console.lead:
-            worker = f"worker {self.mesh.workers.rank} " if self.mesh.workers.size > 1 else ""
+            worker = f"worker {self.mesh.worlds.rank} " if self.mesh.worlds.size > 1 else ""
             other = f" of {path}" if path is not None and self.out not in path.parents else ""
             print(f"{worker}resumed after step {loaded.step}, from sample {loaded.sample}{other}", flush=True)
             schedule = lr_schedule(self.args)
@@ -127,10 +129,11 @@ class Checkpoints:
         except ValueError as refused:
             problem = refused
         failed = torch.tensor(int(problem is not None), device=self.mesh.device)
-        if int(all_reduce(failed, self.mesh.workers, "max")):
+        if int(all_reduce(failed, self.mesh.worlds, "max")):
             return None, problem, True
         try:
-            self.run.begin_merges()
+            if self.updates is not None:
+                self.updates.begin()
         except ValueError as refused:  # on all workers: each tries its checkpoint before this one
             return None, refused, True
         return loaded, None, False
@@ -140,17 +143,17 @@ class Checkpoints:
         places = [self.out, Path(self.args.out) / "worker-0", Path(self.args.out)]
         by_place = [checkpoints(at / "checkpoints", self.mesh) for at in dict.fromkeys(places)]
         found = [path for paths in by_place for path in paths]
-        if self.run.workers is None and sum(map(bool, by_place)) > 1:
+        if self.updates is None and sum(map(bool, by_place)) > 1:
             found.sort(key=lambda path: -read_manifest(path).step)
         return found
 
     def _common(self, found: list[Path]) -> list[Path]:
         """Keep the checkpoints since the latest merge after which every worker has a checkpoint."""
-        if self.run.workers is None:
+        if self.updates is None:
             return found
-        merges = {path: self.run.workers.merges_until(read_manifest(path).step) for path in found}
-        every: list = [None] * self.mesh.workers.size
-        dist.all_gather_object(every, set(merges.values()), group=self.mesh.workers.group)
+        merges = {path: self.updates.optimizer.merges_until(read_manifest(path).step) for path in found}
+        every: list = [None] * self.mesh.worlds.size
+        dist.all_gather_object(every, set(merges.values()), group=self.mesh.worlds.group)
         most = max(set.intersection(*every), default=None)
         return [path for path in found if merges[path] == most]
 

@@ -208,9 +208,9 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
                 f"{-(-args.global_batch // args.bitwise) * args.bitwise} is"
             )
         args.micro_batch = args.global_batch // args.bitwise
-    each = mesh.workers.size * mesh.dp.size * args.micro_batch
+    each = mesh.worlds.size * mesh.dp.size * args.micro_batch
     if args.global_batch % each:
-        workers, times = ("workers x ", f"{mesh.workers.size} x ") if mesh.workers.size > 1 else ("", "")
+        workers, times = ("workers x ", f"{mesh.worlds.size} x ") if mesh.worlds.size > 1 else ("", "")
         raise ValueError(
             f"--global-batch {args.global_batch} is not a multiple of {workers}dp x micro-batch = {times}"
             f"{mesh.dp.size} x {args.micro_batch} = {each}: {-(-args.global_batch // each) * each} is"

@@ -53,7 +53,7 @@ def train(flags: list[str], seed: int, steps: int, every: int, out: str, begin: 
     run = ["--steps", str(steps), "--seed", str(seed), "--eval-samples", "128", "--out", out]
     run += ["--resume", str(step_path(Path(out) / "checkpoints", begin))] if begin else []
     args = parse([*SHAPE, *flags, *workers, *run])
-    trainer = Trainer(args, build_mesh(dp=args.dp, workers=args.workers, device_type=args.device))
+    trainer = Trainer(args, build_mesh(dp=args.dp, worlds=args.workers, device_type=args.device))
     found: dict[str, list] = {"tokens": [], "held_out": [], "reduced": [], "agreement": []}
     parameters, sums = count_parameters(trainer.config), 0
     for done in range(trainer.run.step + 1, steps + 1):

@@ -21,9 +21,9 @@ from examples.gpt.generate import sample_text
 from examples.gpt.optimizer import long_warmup, lr_schedule
 from examples.gpt.records import LOCK, draw_trace, plot_losses
 from mpcore import Mesh
-from mpcore.parallel.local_updates import Merge
 from mpcore.sharding import local_tensor
 from mpcore.tools.fault_tolerance.metrics import MetricsWriter
+from mpcore.tools.local_updates import Merge
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -53,7 +53,7 @@ class Console:
         from tqdm import tqdm
 
         if self.lead:
-            workers = self.mesh.workers
+            workers = self.mesh.worlds
             tqdm.write(f"worker {workers.rank}: {text}" if workers.size > 1 else text, file=file)
 
     def write(self, what: str, work: Callable[[], Any]) -> None:

@@ -86,7 +86,7 @@ class Profile:
     """
 
     def __init__(self, steps: range, mesh: Mesh, out: Path) -> None:
-        self.steps = steps if mesh.dp.rank == 0 and mesh.workers.rank == 0 else range(0)
+        self.steps = steps if mesh.dp.rank == 0 and mesh.worlds.rank == 0 else range(0)
         self.path, self.cuda = out / "profile" / f"rank-{mesh.world.rank}", mesh.device_type == "cuda"
         self.running: profile | None = None
 

@@ -49,12 +49,12 @@ class Faults:
             ValueError: on every rank, if the run must not go on.
         """
         step, found = entry["step"], []
-        each = len(samples) // self.mesh.workers.size
-        first = samples.start + self.mesh.workers.rank * each
+        each = len(samples) // self.mesh.worlds.size
+        first = samples.start + self.mesh.worlds.rank * each
         own = [first, first + each - 1]
         finite = math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"])
         if not finite:
-            whose = "" if self.mesh.workers.size == 1 else " of the worker"
+            whose = "" if self.mesh.worlds.size == 1 else " of the worker"
             found.append(
                 f"step {step}: the loss or the gradient is not finite, the step was skipped on all ranks{whose}"
             )

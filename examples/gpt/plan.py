@@ -27,12 +27,12 @@ from examples.gpt.stages import build_stages
 from mpcore import Mesh
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
-from mpcore.parallel.local_updates import OUTER_SLOTS
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
 from mpcore.tools.analysis.counts import block_bytes
 from mpcore.tools.analysis.work import HOLD_ALL, Choice, Model, Outline, Work
 from mpcore.tools.command_line import Parser
+from mpcore.tools.local_updates import OUTER_SLOTS
 from mpcore.training import lay_out
 
 
@@ -180,7 +180,7 @@ def work(
         for name in set(stage.blocks) - {str(i) for i in kept}:
             del stage.blocks[name]
     layers = [block for stage in stages for block in stage.blocks.values()]
-    told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "local_updates")}
+    told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "observers")}
     lay_out(stages, mesh, layers, seed=args.seed, initialize=False, **told)
     for module in nn.ModuleList(stages).modules():
         if isinstance(module, ColumnParallelLinear):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from examples.gpt.checks import merge_options, recompute_kind
 from examples.gpt.model import GPT
-from mpcore import Compile, LocalUpdates, Offload, Precision, Recompute, Zero
+from mpcore import Compile, Offload, Precision, Recompute, Run, Zero
+from mpcore.experimental import LocalUpdates
 
 
 def precision(args: argparse.Namespace) -> Precision:
@@ -40,8 +41,13 @@ def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
         "recompute": recompute,
         "offload": Offload(**{what: what in args.offload for what in ("optimizer", "activations", "parameters")}),
         "compile": None if args.compile is None else Compile(args.compile),
-        "local_updates": LocalUpdates(**merge_options(args)) if args.workers > 1 else None,
+        "observers": [LocalUpdates(**merge_options(args))] if args.workers > 1 else [],
     }
+
+
+def local_updates(run: Run) -> LocalUpdates | None:
+    """Return the observer of a run that merges the workers; None if there is one worker."""
+    return next((observer for observer in run.observers if observer.joins_worlds), None)  # type: ignore[return-value]
 
 
 def block_calls(stage: GPT, args: argparse.Namespace) -> dict[nn.Module, tuple[tuple[Tensor], dict[str, Any]]]:

@@ -100,7 +100,7 @@ class Preflight:
             ranks = sizes["tp"] * sizes["cp"] * sizes["pp"] * (sizes["dp"] or 1) * args.workers
         inner = inner_size(args, self.options.each)
         with pretend(ranks or 1):
-            mesh = build_mesh(**sizes, device_type="cpu", workers=args.workers, cp_inner=inner)
+            mesh = build_mesh(**sizes, device_type="cpu", worlds=args.workers, cp_inner=inner)
             self.model = read_model(args, mesh)
         precision(args)  # refuses what doesn't go together
         check_replicate(args, mesh)

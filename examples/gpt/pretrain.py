@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             out = Path(args.out)
             sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
-            on = {"device_type": args.device, "workers": args.workers}
+            on = {"device_type": args.device, "worlds": args.workers}
             mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
             mesh = invariant_mesh(mesh, args.bitwise) if args.bitwise else mesh
             with (

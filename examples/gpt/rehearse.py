@@ -97,7 +97,7 @@ def rehearse(
     """
     with quiet(out):
         on = mesh(**toy.sizes)
-        if resume not in (None, "auto") and on.workers.size > 1:  # a path would give all workers worker 0's state
+        if resume not in (None, "auto") and on.worlds.size > 1:  # a path would give all workers worker 0's state
             out, resume = str(resume), "auto"
         elif resume not in (None, "auto"):
             resume = str(checkpoints(Path(str(resume)) / "checkpoints", on)[0])
@@ -109,7 +109,7 @@ def rehearse(
         if shift:
             with trainer.run.parameters() as model:
                 move(model, shift)
-        got = Rehearsal(on.workers.rank, scale=scale_of(trainer))
+        got = Rehearsal(on.worlds.rank, scale=scale_of(trainer))
         got.begun = state_of(trainer)
         random = {name: module for name, module in trainer.model.named_modules() if isinstance(module, RandomModule)}
         got.keys = {name: module.key for name, module in random.items() if module.key is not None}
@@ -125,7 +125,7 @@ def rehearse(
             got.seen = observe(trainer, toy)
         for step in range(trainer.run.step, until):
             before = state_of(trainer) if step == poison_at else {}
-            if step == poison_at and all(axis.rank == axis.size - 1 for axis in (on.workers, on.dp, on.cp, on.tp)):
+            if step == poison_at and all(axis.rank == axis.size - 1 for axis in (on.worlds, on.dp, on.cp, on.tp)):
                 poison(trainer)
             entry = trainer.step()
             got.left = got.left or next((name for name, p in trainer.model.named_parameters() if has_gradient(p)), "")
@@ -133,7 +133,7 @@ def rehearse(
             got.scales[step + 1] = scale_of(trainer)
             if got.seen is not None and step == 0:
                 got.seen.loss = entry["loss"]
-                if on.job.size == on.workers.size:
+                if on.job.size == on.worlds.size:
                     got.reference = cross_entropy(got.seen.output[""], targets)
                     got.wrong = wrong_loss(trainer.stages[-1].loss, got.seen.output[""], targets)
             if step == poison_at:
@@ -249,7 +249,7 @@ def poison(trainer: Trainer) -> None:
 def observe(trainer: Trainer, toy: Toy) -> Seen:
     """Record the tensors of the next step, as `mpcore.tools.verify` compares them."""
     run, on = trainer.run, trainer.mesh
-    seen = Seen(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.workers.size)
+    seen = Seen(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.worlds.size)
     seen.length = toy.config.seq_len
     if on.cp.size > 1:
         seen.tokens = sequence_index(seen.length, on.cp, trainer.args.cp_kind)

@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 
 from examples.gpt.checkpoints import Checkpoints
+from examples.gpt.policies import local_updates
 from mpcore import Run
 from mpcore.collectives import all_reduce
 from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
@@ -21,7 +22,7 @@ class Stop:
     """
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
-        self.run, self.checkpoints = run, checkpoints
+        self.run, self.checkpoints, self.updates = run, checkpoints, local_updates(run)
         self.signals: StopSignals | None = None
         self.asked = self.stopped = False
         self.wishes = Wishes(run.mesh.world)
@@ -47,14 +48,14 @@ class Stop:
 
     def tell_workers(self) -> None:
         """Tell the other workers that this one stops, before they wait for it in a merge."""
-        if self.stopped and self.run.workers is not None and not self._before_merge():
+        if self.stopped and self.updates is not None and not self._before_merge():
             with suppress(RuntimeError):  # other workers may have reached their end
                 self._any_worker(True)
 
     def _before_merge(self) -> bool:
-        return self.run.workers is not None and self.run.workers.due(self.run.step + 1) is not None
+        return self.updates is not None and self.updates.optimizer.due(self.run.step + 1) is not None
 
     def _any_worker(self, stop: bool) -> bool:
         """Return whether any worker stops. Each worker asks once between two merges."""
         mesh = self.run.mesh
-        return bool(all_reduce(torch.tensor(int(stop), device=mesh.device), mesh.workers, "max"))
+        return bool(all_reduce(torch.tensor(int(stop), device=mesh.device), mesh.worlds, "max"))

@@ -48,7 +48,7 @@ class Toy:
                  "virtual_stages": None, "sequence_parallel": False, "offload": ["none"], "recompute": "none",
                  "micro_batch": 1, **dict.fromkeys(SIZE_NAMES, 1), "etp": None, **changes}  # fmt: skip
         workers = self.args.workers
-        sizes = {"workers": workers} if workers > 1 else {}
+        sizes = {"worlds": workers} if workers > 1 else {}
         return Toy(with_flags(self.args, **flags), self.config, sizes, workers)
 
 
@@ -161,7 +161,7 @@ def _toy(args: argparse.Namespace, config: GPTConfig, full: dict[str, int], smal
     if args.cp_kind == "two-level" and small["cp"] > 1:
         sizes["cp_inner"] = flags["cp_inner"] = 1
     if workers > 1:
-        sizes["workers"] = workers
+        sizes["worlds"] = workers
     ranks = workers * small["tp"] * small["cp"] * pp * dp
     return Toy(with_flags(args, **flags), toy, sizes, ranks)
 

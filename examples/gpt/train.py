@@ -20,7 +20,7 @@ from examples.gpt.experts import summarize_experts
 from examples.gpt.faults import Faults, is_timed
 from examples.gpt.model import GPT
 from examples.gpt.optimizer import build_optimizer, learning_rate, lr_schedule
-from examples.gpt.policies import policies, residual_dtype
+from examples.gpt.policies import local_updates, policies, residual_dtype
 from examples.gpt.samples import Samples, to_device
 from examples.gpt.setup import set_up
 from examples.gpt.stages import build_stages
@@ -37,7 +37,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> None:
         self.args, self.mesh = args, mesh
-        self.out = Path(args.out) / (f"worker-{mesh.workers.rank}" if mesh.workers.size > 1 else "")
+        self.out = Path(args.out) / (f"worker-{mesh.worlds.rank}" if mesh.worlds.size > 1 else "")
         self.setup = setup = set_up(args, mesh, config)  # refuses what doesn't fit, before anything is built
         self.config, self.train_samples, self.held_out = setup.config, setup.train, setup.held_out
         torch.manual_seed(args.seed)
@@ -100,8 +100,9 @@ class Trainer:
             entry["experts"] = summarize_experts(result.routers, self.config, self.mesh)
         if self.run.bounds.is_used:
             entry["dispatch"] = {"repeats": result.repeats, "rows": self.run.bounds.rows}
-        if result.merge is not None:
-            entry["merge"] = result.merge
+        updates = local_updates(self.run)
+        if updates is not None and updates.merged is not None:
+            entry["merge"] = updates.merged
         return entry
 
     def evaluate(self, samples: Samples | None = None) -> float:

@@ -113,12 +113,12 @@ def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = THREAD
             except Exception as error:  # raised again below
                 errors[number] = error
 
-    workers = [threading.Thread(target=run) for _ in range(min(threads, len(todo)) - 1)]
-    for worker in workers:
-        worker.start()
+    helpers = [threading.Thread(target=run) for _ in range(min(threads, len(todo)) - 1)]
+    for helper in helpers:
+        helper.start()
     run()
-    for worker in workers:
-        worker.join()
+    for helper in helpers:
+        helper.join()
     if errors:
         raise errors[min(errors)]
     return [results[number] for number in range(len(todo))]

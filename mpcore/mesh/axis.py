@@ -118,11 +118,11 @@ class Mesh:
         edp: the ranks of a pipeline stage that hold replicas of the same experts: etp x ep x edp = tp x cp x dp.
         data: dp x cp, the ranks that hold the same weights and different tokens.
         ends: the first and last pipeline rank, for tied embeddings; size 1 on the ranks between them.
-        world: all ranks that train this model. With several workers: all ranks of this worker.
-        workers: the ranks with the same `world.rank` in each worker. Each worker trains its own model, and they merge.
-        job: all ranks of all workers. With one worker the same ranks as `world`.
+        world: all ranks that train this model.
+        worlds: the ranks with the same `world.rank` in each world of the job. Each world trains a model of its own.
+        job: all ranks of all worlds. With one world the same ranks as `world`.
         device_type: "cuda" or "cpu".
-        device_mesh: torch's mesh with dimensions pp, dp, cp, tp; with several workers its first dimension is workers.
+        device_mesh: torch's mesh with dimensions pp, dp, cp, tp; with several worlds its first dimension is worlds.
             None if torch.distributed isn't running.
         made_ns: when the mesh was made, in nanoseconds of the host's clock. Earlier events of a group with the same
             name belong to another mesh.
@@ -142,7 +142,7 @@ class Mesh:
     data: Axis = Axis(role="data")
     ends: Axis = Axis(role="ends")
     world: Axis = Axis(role="world")
-    workers: Axis = Axis(role="workers")
+    worlds: Axis = Axis(role="worlds")
     job: Axis = Axis(role="job")
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None
@@ -155,7 +155,7 @@ class Mesh:
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in ("tp", "cp", "pp", "ep", "dp", "etp")}
         table = layout_table(**sizes, rank=self.world.rank, device_type=self.device_type)
-        return f"worker {self.workers.rank} of {self.workers.size}: {table}" if self.workers.size > 1 else table
+        return f"world {self.worlds.rank} of {self.worlds.size}: {table}" if self.worlds.size > 1 else table
 
     def hold(self) -> Mesh:
         """Count this mesh as a user of its process groups. `build_mesh` calls it."""

@@ -17,7 +17,7 @@ from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.guard import guard_start
 from mpcore.mesh.launch import read_launch
-from mpcore.mesh.layout import for_workers, level_ranks, mesh_ranks, mesh_shape, worker_size
+from mpcore.mesh.layout import for_worlds, level_ranks, mesh_ranks, mesh_shape, world_size_of
 from mpcore.mesh.rendezvous import start_world
 
 
@@ -31,7 +31,7 @@ def build_mesh(
     device_type: str | None = None,
     cp_inner: int | None = None,
     etp: int | None = None,
-    workers: int = 1,
+    worlds: int = 1,
     timeout: float | None = None,
 ) -> Mesh:
     """Build a mesh of tensor, context, pipeline, expert and data parallel axes over all ranks.
@@ -49,8 +49,8 @@ def build_mesh(
         cp_inner: the size of the inner groups of cp, for two-level context parallelism. `mesh.cp.levels` is then
             (outer, inner). None: one level.
         etp: the size of tensor parallelism inside each expert. None: the same as tp.
-        workers: the number of workers. The job is divided into this number of worlds of consecutive ranks, each with
-            its own mesh, for `mpcore.parallel.local_updates.DiLoCo`.
+        worlds: the number of worlds. The job is divided into this number of worlds of consecutive ranks, each with a
+            mesh and a model of its own. An observer of the run joins the models (`mpcore.training.Observer`).
         timeout: the seconds to wait for all ranks, and the timeout of collectives of a default process group that is
             created here. None: torch's default.
 
@@ -90,10 +90,10 @@ def build_mesh(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem, shape, ranks = None, None, {}
     try:
-        shape = mesh_shape(worker_size(world_size, workers), tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
+        shape = mesh_shape(world_size_of(world_size, worlds), tp=tp, cp=cp, pp=pp, ep=ep, dp=dp, etp=etp)
         ranks = mesh_ranks(**shape)
         ranks |= {} if cp_inner is None else level_ranks(ranks["cp"], cp_inner)
-        ranks = for_workers(ranks, world_size, workers)
+        ranks = for_worlds(ranks, world_size, worlds)
     except ValueError as error:
         if not dist.is_initialized():
             raise ValueError(f"{error}. torch.distributed isn't running: start with torchrun or srun") from None
@@ -110,7 +110,7 @@ def build_mesh(
     if problem:
         raise ValueError(problem)
     assert shape is not None
-    sizes = {"workers": workers} if workers > 1 else {}
+    sizes = {"worlds": worlds} if worlds > 1 else {}
     sizes |= {name: shape[name] for name in ("pp", "dp", "cp", "tp")}
     alone = _share("alone", [[rank] for rank in range(world_size)])
     axes = {name: _new_axis(name, ranks[name], whole=dist.group.WORLD) for name in sizes}
@@ -129,7 +129,7 @@ def build_mesh(
         outer, inner = (_new_axis(name, ranks[name]) for name in ("cp_outer", "cp_inner"))
         axes["cp"] = replace(axes["cp"], levels=(outer, inner))
     job = Axis(world_size, dist.get_rank(), dist.group.WORLD, role="job")
-    world = replace(job, name="world", role="world") if workers == 1 else _new_axis("world", ranks["world"])
+    world = replace(job, name="world", role="world") if worlds == 1 else _new_axis("world", ranks["world"])
     return Mesh(**axes, world=world, job=job, device_type=device_type, device_mesh=device_mesh).hold()
 
 

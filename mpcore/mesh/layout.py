@@ -5,8 +5,7 @@ rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank. Expert layers a
 stage differently, with etp fastest, then ep and edp:
 rank = ((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank.
 
-With several workers the job holds one such world after another. Each world trains its own model
-(`mpcore.parallel.local_updates`).
+A job may hold several such worlds, one after another. Each world trains a model of its own.
 
 Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.2, and its default order tp-cp-ep-dp-pp.
 """
@@ -157,29 +156,28 @@ def divisors(size: int) -> str:
     return f"take one of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
 
 
-def worker_size(world_size: int, workers: int) -> int:
-    """Return the number of ranks per worker. Raise ValueError if the workers don't divide the world size."""
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1 or world_size % workers:
+def world_size_of(job_size: int, worlds: int) -> int:
+    """Return the number of ranks of each world. Raise ValueError if the worlds don't divide the job's ranks."""
+    if not isinstance(worlds, int) or isinstance(worlds, bool) or worlds < 1 or job_size % worlds:
         raise ValueError(
-            f"workers {workers!r} do not divide the world size {world_size} into equal parts: {divisors(world_size)}"
+            f"worlds {worlds!r} do not divide the job's {job_size} ranks into equal parts: {divisors(job_size)}"
         )
-    return world_size // workers
+    return job_size // worlds
 
 
-def for_workers(ranks: dict[str, list[list[int]]], world_size: int, workers: int) -> dict[str, list[list[int]]]:
-    """Repeat the groups of one worker for every worker, and add the groups "world" and "workers".
+def for_worlds(ranks: dict[str, list[list[int]]], job_size: int, worlds: int) -> dict[str, list[list[int]]]:
+    """Repeat the groups of one world for every world, and add the groups "world" and "worlds".
 
-    A group of "world" has all ranks of one worker. A group of "workers" has the ranks with the same number in each
-    worker.
+    A group of "world" has all ranks of one world. A group of "worlds" has the ranks with the same number in each world.
     """
-    each = world_size // workers
-    starts = range(0, world_size, each)
+    each = job_size // worlds
+    starts = range(0, job_size, each)
     ranks = {**ranks, "world": [list(range(each))]}
     found = {
         name: [[start + rank for rank in group] for start in starts for group in groups]
         for name, groups in ranks.items()
     }
-    return {**found, "workers": [[start + rank for start in starts] for rank in range(each)]}
+    return {**found, "worlds": [[start + rank for start in starts] for rank in range(each)]}
 
 
 def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:

@@ -4,13 +4,12 @@ Open `prepare.py` first: its first lines list the steps in order.
 """
 
 from mpcore.training.observers import Observer
-from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero
+from mpcore.training.policies import Compile, Offload, Precision, Recompute, Zero
 from mpcore.training.prepare import lay_out, prepare
 from mpcore.training.run import Phase, Run, StepResult
 
 __all__ = [
     "Compile",
-    "LocalUpdates",
     "Observer",
     "Offload",
     "Phase",

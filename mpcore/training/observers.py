@@ -1,11 +1,13 @@
-"""`Observer`: what looks at the steps of a `Run`, at seven moments, and may store a state of its own in checkpoints."""
+"""`Observer`: what looks at the steps of a `Run`, moment by moment, and may store a state of its own in checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from mpcore.mesh.axis import Mesh
 
 if TYPE_CHECKING:
     from mpcore.training.run import Run
@@ -14,7 +16,13 @@ if TYPE_CHECKING:
 class Observer:
     """Base class: every method does nothing. `run.observers` is the list of a run's observers, called in its order.
 
-    All ranks must have the same observers, so that an observer may call collectives.
+    All ranks must have the same observers, so that an observer may call collectives. Pass an observer to `prepare`, or
+    append it to `run.observers`.
+
+    Attributes:
+        joins_worlds: whether the observer joins the models of several worlds (`build_mesh(worlds=2)`).
+        slots: the names of tensors that it stores in the optimizer's state. They begin with "outer_". A run drops such
+            tensors of a checkpoint if none of its observers has their name.
 
     Example:
         >>> class LargestLoss(mpcore.training.Observer):
@@ -24,6 +32,15 @@ class Observer:
         ...         self.largest = max(self.largest, float(total))
         ...         return total
     """
+
+    joins_worlds: ClassVar[bool] = False
+    slots: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, mesh: Mesh, blocks: Sequence[nn.Module] | Mapping[int, nn.Module]) -> None:
+        """Raise ValueError if the observer does not fit the arguments of `prepare`. No collective runs yet."""
+
+    def attach(self, run: Run) -> None:
+        """Look at a run that `prepare` has made. Its optimizer may be replaced. No parameters are offloaded yet."""
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         """Look at a step before its first forward.

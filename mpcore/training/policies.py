@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,42 +181,10 @@ class Compile:
             raise ValueError(f"compile backend {self.backend!r} is none of torch's, such as {known}")
 
 
-@dataclass(frozen=True)
-class LocalUpdates:
-    """Train the workers of `build_mesh(workers=...)` separately, and merge their parameters periodically (DiLoCo).
-
-    Args:
-        every: the number of steps between two merges of a parameter.
-        lr, momentum, nesterov: options of the outer optimizer, which merges the workers. lr 1 and momentum 0 average
-            the parameters (Local SGD).
-        fragments: the number of parts of the model, which are merged in turn.
-
-    Raises:
-        ValueError: if a number is out of range.
-
-    Example:
-        >>> LocalUpdates(every=50, fragments=2).every
-        50
-    """
-
-    every: int = 100
-    lr: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-    fragments: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or not 1 <= self.fragments <= self.every:
-            raise ValueError(f"{self.fragments} fragments are not from 1 to the {self.every} steps between merges")
-        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
-            raise ValueError(f"the outer lr {self.lr} is not above 0, or its momentum {self.momentum} not in [0, 1)")
-
-
 POLICIES: dict[str, tuple[type, str]] = {
     "data": (Zero, "Zero(3)"),
     "offload": (Offload, "Offload(optimizer=True)"),
     "compile": (Compile, "Compile()"),
-    "local_updates": (LocalUpdates, "LocalUpdates(every=100)"),
 }
 
 
@@ -226,7 +193,7 @@ def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
     for name, (kind, example) in POLICIES.items():
         if not isinstance(given[name], kind) and (given[name] is not None or name in ("data", "offload")):
             raise ValueError(f"{name} is {given[name]!r}, which is no {kind.__name__}: write {name}={example}")
-    zero, offload, local = given["data"], given["offload"], given["local_updates"]
+    zero, offload = given["data"], given["offload"]
     data = mesh.data.size
     if zero.replicate > 1 and (zero.stage == 0 or data % zero.replicate or zero.replicate == data):
         raise ValueError(
@@ -242,9 +209,4 @@ def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
         raise ValueError(
             "Offload(parameters=True) with a schedule that splits backward, whose second half doesn't say which block "
             "it is at: take 1f1b or interleaved"
-        )
-    if (mesh.workers.size > 1) != (local is not None):
-        raise ValueError(
-            f"build_mesh(workers={mesh.workers.size}) with local_updates={local}: several workers need "
-            f"LocalUpdates(every=100), which says when they merge; one worker has nobody to merge with"
         )

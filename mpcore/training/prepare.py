@@ -9,8 +9,8 @@ The order, with the reason for each position:
  5. compile: compile the forward of blocks, with recompute inside and the hooks of data parallelism outside
  6. optimizer: create it on the parameters that it will step
  7. main gradients: accumulate in float32 where data parallelism doesn't, for optimizers that read main gradients
- 8. guard, offload of optimizer state, local updates: wrap the optimizer, whose master weights have the values of 1
- 9. pipeline: read which linear layers must split their backward
+ 8. guard, offload of optimizer state: wrap the optimizer, whose master weights have the values of 1
+ 9. pipeline: read which linear layers must split their backward; then attach the observers
 10. load: fill parameters and state (`Run.load`)
 11. offload of parameters: free their device memory between uses
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
-from mpcore.parallel import DiLoCo, convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
+from mpcore.parallel import convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
 from mpcore.parallel import recompute as recompute_blocks
 from mpcore.parallel.compile import compile_blocks
 from mpcore.parallel.precision import round_parameters
@@ -44,7 +43,8 @@ from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.replicas import compare_replicas
 from mpcore.training.idle_axes import check_axes
 from mpcore.training.loss_check import with_mesh
-from mpcore.training.policies import Compile, LocalUpdates, Offload, Precision, Recompute, Zero, check_policies
+from mpcore.training.observers import Observer
+from mpcore.training.policies import Compile, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
 OTHER_VALUES = (
@@ -70,7 +70,7 @@ def prepare(
     recompute: Recompute | str = "none",
     offload: Offload = Offload(),
     compile: Compile | None = None,
-    local_updates: LocalUpdates | None = None,
+    observers: Iterable[Observer] = (),
     trace: bool = False,
 ) -> Run:
     """Lay a model out on a mesh, create its optimizer, and return the `Run` that a training loop calls.
@@ -79,7 +79,7 @@ def prepare(
         model: the model. With pp > 1, this rank's pipeline stage, or a list of its stages in pipeline order.
         mesh: the mesh from `build_mesh` whose axes the model's layers were built with.
         blocks: the transformer blocks in the order of forward: the units of ZeRO, recompute, FP8, offload and compile.
-            With pp > 1 and fragments of local updates, pass `{number in the full model: block}`.
+            If an observer needs the blocks' numbers in the full model, pass `{number: block}`.
         loss: `loss(output, target)` or `loss(output, target, mesh)`, the SUM over the tokens of a micro-batch. Never
             divide it: the run divides once, by the tokens of the whole step on all ranks. The first step calls it once
             more, to detect a mean.
@@ -93,8 +93,8 @@ def prepare(
         schedule: the pipeline schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a
             `Schedule`.
         data: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
-        precision, recompute, offload, compile, local_updates: policies. Short forms: `precision="bfloat16"`,
-            `recompute="full"`.
+        precision, recompute, offload, compile: policies. Short forms: `precision="bfloat16"`, `recompute="full"`.
+        observers: look at each step (`mpcore.training.Observer`), after the observers that every run has.
         trace: record when each action of the pipeline runs.
 
     Returns:
@@ -121,13 +121,13 @@ def prepare(
     """
     check_mesh(mesh)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    is_numbered, held = isinstance(blocks, Mapping), listed(blocks)
-    numbered: Any = blocks if is_numbered else dict(enumerate(held))
+    held, observers = listed(blocks), list(observers)
     precision = precision if isinstance(precision, Precision) else Precision(precision)
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
-    policies = {"data": data, "offload": offload, "compile": compile, "local_updates": local_updates}
+    policies = {"data": data, "offload": offload, "compile": compile}
     told = (recompute.kind, recompute.every, recompute.budget)
     asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed, **policies}
+    asked["observers"] = [type(observer).__name__ for observer in observers]
     check_same("arguments of prepare", asked)
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
     with raising_together():
@@ -138,11 +138,7 @@ def prepare(
         outside = [type(block).__name__ for block in held if block not in modules]
         if outside:
             raise ValueError(f"blocks holds a {outside[0]} that is no submodule of the model: give model.blocks")
-        if local_updates is not None and local_updates.fragments > 1 and mesh.pp.size > 1 and not is_numbered:
-            raise ValueError(
-                f"{local_updates.fragments} fragments on {mesh.pp.size} pipeline ranks need the blocks' numbers in the "
-                f"unsharded model: blocks={{number: block}}"
-            )
+        _check_observers(observers, mesh, blocks if isinstance(blocks, Mapping) else held)
     on_blocks = {"recompute": recompute.kind != "none" or recompute.budget, "precision with fp8": precision.fp8}
     on_blocks |= {"offload of parameters": offload.parameters, "compile": compile}
     idle = [name for name, wanted in on_blocks.items() if wanted]
@@ -183,10 +179,11 @@ def prepare(
         offload_optimizer(made)
     for p in (p for group in made.param_groups for p in group["params"] if p in masters):
         made.state[p]["master"] = masters[p]
-    if local_updates is not None:
-        made = DiLoCo(made, whole, mesh, blocks=numbered, **asdict(local_updates))
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(with_mesh(loss, mesh)), schedule, trace=trace)
+    for observer in observers:
+        observer.attach(run)
+    run.observers += observers
     if offload.parameters:
         run.offloaded = offload_parameters(held, made)
     return run
@@ -246,6 +243,20 @@ def _move(model: nn.Module, device: torch.device) -> None:
     held = [*model.parameters(), *model.buffers()]
     if any(x.device.type != device.type for x in held) and not any(x.is_meta for x in held):
         model.to(device)
+
+
+def _check_observers(observers: Sequence[Observer], mesh: Mesh, blocks: Any) -> None:
+    for observer in observers:
+        if not isinstance(observer, Observer):
+            raise ValueError(
+                f"observers holds {observer!r:.60}, which is no Observer: subclass mpcore.training.Observer"
+            )
+        observer.check(mesh, blocks)
+    if mesh.worlds.size > 1 and not any(observer.joins_worlds for observer in observers):
+        raise ValueError(
+            f"build_mesh(worlds={mesh.worlds.size}) without an observer that joins their models: pass one, such as "
+            f"observers=[mpcore.experimental.LocalUpdates(every=100)]"
+        )
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -22,8 +22,7 @@ from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
-from mpcore.parallel import DiLoCo, Merge, autocast, offload_activations
-from mpcore.parallel.local_updates import OUTER_SLOTS
+from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
 from mpcore.parallel.shared import state_of
 from mpcore.pipeline.engine import Pipeline
@@ -53,18 +52,17 @@ class Phase(Enum):
 
 
 class StepResult(NamedTuple):
-    """The result of a step, the same on every rank. With local updates, the same on every rank of a worker.
+    """The result of a step, the same on every rank of a world.
 
     Attributes:
-        loss: the mean loss over the step's tokens, before the step; with local updates, over the worker's tokens.
+        loss: the mean loss over the tokens of the world's step, before the step.
         grad_norm: the gradient norm of the unsharded model, before clipping.
         taken: whether the optimizer stepped; False if the loss or a gradient was not finite.
-        merge: the result of the merge of the workers after this step; None if no merge was due.
         routers: the experts' load statistics, by the name of each router of this rank.
         repeats: how often the step was computed again because a dispatch buffer of the experts overflowed.
 
     Example:
-        >>> result = mpcore.StepResult(loss=2.5, grad_norm=1.0, taken=True, merge=None, routers={})
+        >>> result = mpcore.StepResult(loss=2.5, grad_norm=1.0, taken=True, routers={})
         >>> result.taken
         True
     """
@@ -72,7 +70,6 @@ class StepResult(NamedTuple):
     loss: float
     grad_norm: float
     taken: bool
-    merge: Merge | None
     routers: Mapping[str, RouterStatistics]
     repeats: int = 0
 
@@ -126,7 +123,6 @@ class Run:
         self._first = FirstStep(mesh, half)
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), self._first]
         self.factor = torch.ones((), dtype=torch.float64, device=mesh.device)
-        self._begun = False  # the workers have compared the parameters that they begin with
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
         self.measure_norm: Callable[[ModelTree, Mesh], Tensor] = grad_norm
@@ -178,8 +174,7 @@ class Run:
             arguments: tensors [B, ...] for the model's keyword arguments; lists if x is a list.
 
         Returns:
-            The mean loss over the step's tokens in float64, the same on every rank; with local updates, the same on
-            every rank of a worker.
+            The mean loss over the step's tokens in float64, the same on every rank of a world.
 
         Raises:
             ValueError: if gradients of the previous call still exist, or the batch doesn't fit the micro-batches; in
@@ -190,7 +185,6 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self._may("forward_backward")
-        self.begin_merges()
         tokens = self.count_tokens(target) if tokens is None else tokens
         self.factor = self.loss_factor(tokens)
         self.phase = Phase.COMPUTING
@@ -294,8 +288,7 @@ class Run:
     def optimizer_step(self, lr: float | None = None) -> StepResult:
         """Step the optimizer. If the loss or a gradient is not finite, every rank skips the step.
 
-        Then drop the gradients, update the routers' biases, and merge the workers if a merge is due. The host waits for
-        the device once.
+        Then drop the gradients, and update the routers' biases. The host waits for the device once.
 
         Args:
             lr: the learning rate to set in every parameter group; None: leave the groups' learning rates unchanged.
@@ -325,13 +318,9 @@ class Run:
         self.step += 1
         self.phase = Phase.IDLE
         self._loss = self._norm = self.factor
-        merge = None
-        if self.workers is not None and self.workers.due(self.step) is not None:
-            with self.parameters():
-                merge = self.workers.merge(self.step)
         for observer in self.observers:
             observer.after_step(self, taken)
-        return StepResult(loss, length, taken, merge, routers, self.bounds.repeats)
+        return StepResult(loss, length, taken, routers, self.bounds.repeats)
 
     def _check_steps(self, total: float = 0.0, squares: float = 0.0) -> None:
         """Raise on every data rank if the sums over these ranks say that their steps differ."""
@@ -374,22 +363,6 @@ class Run:
         dtype = self.precision.autocast_dtype
         return nullcontext() if dtype is None else autocast(dtype, self.mesh.device_type, self.scaler)
 
-    @property
-    def workers(self) -> DiLoCo | None:
-        """The optimizer that merges the workers; None without local updates."""
-        return self.optimizer if isinstance(self.optimizer, DiLoCo) else None
-
-    def begin_merges(self) -> None:
-        """Check that all workers start from the same parameters. The first step does it for you.
-
-        Raises:
-            ValueError: on every rank, if workers start from different merges.
-        """
-        if self.workers is not None and not self._begun:
-            with self.parameters():
-                self.workers.begin()
-        self._begun = True
-
     # --- without gradients --------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -408,8 +381,7 @@ class Run:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor | Sequence[Tensor]) -> float:
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.
 
-        The result is the same on every rank. With local updates, each worker gets the loss of its own model and
-        batches.
+        The result is the same on every rank of a world.
 
         Args:
             batches: pairs `(x, target)` of this rank. Every rank must have the same number, and at least one.
@@ -448,7 +420,7 @@ class Run:
         All ranks of a tp, cp or pp group have the same samples.
 
         Raises:
-            ValueError: if `count` is no multiple of workers x data-parallel ranks x micro-batches.
+            ValueError: if `count` is no multiple of worlds x data-parallel ranks x micro-batches.
         """
         return share_of(self.mesh, self.pipeline.micro_batches, count)
 
@@ -481,7 +453,6 @@ class Run:
             ValueError: between `forward_backward` and `optimizer_step`, or if the checkpoint can't be written.
         """
         self._may("forward_backward", "save")
-        self.begin_merges()
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
         for observer in self.observers:
             extra |= observer.state()
@@ -511,19 +482,17 @@ class Run:
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"load got {path!r} and no path: mpcore.latest gives None where there is no checkpoint")
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        if self.workers is not None:
-            self.workers.outer.clear()
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)
         for group, mine in zip(self.optimizer.param_groups, options, strict=True):
             group.update(mine)
-        if self.workers is None:
-            for slots in self.optimizer.state.values():  # of a run with workers
-                for slot in OUTER_SLOTS:
-                    slots.pop(slot, None)
+        kept = {slot for observer in self.observers for slot in observer.slots}
+        for slots in self.optimizer.state.values():
+            for slot in [slot for slot in slots if slot.startswith("outer_") and slot not in kept]:
+                del slots[slot]  # of an observer that this run has not
         if self.scaler:
             self.scaler.load_state_dict(loaded.extra)
         for observer in self.observers:
             observer.load_state(loaded.extra)
-        self.step, self._begun = loaded.step, False
+        self.step = loaded.step
         return loaded

@@ -23,17 +23,17 @@ def share_of(mesh: Mesh, micro_batches: int, count: int) -> range:
     """Return the indices of this rank's samples among the `count` samples of a step.
 
     Raises:
-        ValueError: if `count` is no multiple of workers x data-parallel ranks x micro-batches.
+        ValueError: if `count` is no multiple of worlds x data-parallel ranks x micro-batches.
     """
-    workers, dp = mesh.workers, mesh.dp
-    parts = workers.size * dp.size * micro_batches
+    worlds, dp = mesh.worlds, mesh.dp
+    parts = worlds.size * dp.size * micro_batches
     if count % parts:
         raise ValueError(
-            f"{count} samples a step are not a multiple of workers x dp x micro-batches = {workers.size} x "
+            f"{count} samples a step are not a multiple of worlds x dp x micro-batches = {worlds.size} x "
             f"{dp.size} x {micro_batches} = {parts}: {-(-count // parts) * parts} are"
         )
-    size = count // (workers.size * dp.size)
-    first = (workers.rank * dp.size + dp.rank) * size
+    size = count // (worlds.size * dp.size)
+    first = (worlds.rank * dp.size + dp.rank) * size
     return range(first, first + size)
 
 

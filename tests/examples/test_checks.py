@@ -32,7 +32,7 @@ from mpcore.tools.analysis.dry_run import pretend
 def mesh_of(*sizes: tuple[str, int]) -> Mesh:
     """The first rank's mesh of a job that doesn't run."""
     sized = dict(sizes)
-    world = sized.get("workers", 1)
+    world = sized.get("worlds", 1)
     for axis in ("tp", "cp", "pp", "dp"):
         world *= sized.get(axis, 1)
     with pretend(world):
@@ -87,9 +87,9 @@ def test_a_run_without_flags_takes_eight_micro_batches():
         ("--seq-len 12", {"cp": 3}, 8),
         ("--seq-len 8 --sequence-parallel", {"cp": 2, "tp": 2}, 8),
         ("--global-batch 24", {"dp": 4}, 3),
-        ("--global-batch 24", {"dp": 2, "workers": 3}, 2),
+        ("--global-batch 24", {"dp": 2, "worlds": 3}, 2),
         ("--global-batch 12 --micro-batch 3", {}, 4),
-        ("--workers 2 --local-steps 3 --fragments 3", {"workers": 2}, 4),
+        ("--workers 2 --local-steps 3 --fragments 3", {"worlds": 2}, 4),
     ],
 )
 def test_what_goes_together_is_taken(flags, sizes, micro_batches):
@@ -130,7 +130,7 @@ def test_what_goes_together_is_taken(flags, sizes, micro_batches):
         ("--bitwise 4 --global-batch 6", {}, "--global-batch 6 is not a multiple of --bitwise 4: 8 is"),
         ("--global-batch 9", {}, "--global-batch 9 is not a multiple of dp x micro-batch = 1 x 2 = 2: 10 is"),
         ("--global-batch 9 --micro-batch 3", {"dp": 2}, "is not a multiple of dp x micro-batch = 2 x 3 = 6: 12 is"),
-        ("--global-batch 6 --workers 2", {"dp": 2, "workers": 2},
+        ("--global-batch 6 --workers 2", {"dp": 2, "worlds": 2},
          "--global-batch 6 is not a multiple of workers x dp x micro-batch = 2 x 2 x 2 = 8: 8 is"),
         ("--global-batch 6", {"pp": 4},
          "3 micro-batches (--global-batch 6 / 2) are fewer than the pp size 4: --global-batch 8 is enough"),

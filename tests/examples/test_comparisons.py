@@ -372,7 +372,7 @@ def test_workers_sum_parameters_at_merges_and_data_parallelism_sums_gradients(wo
     ((args, mesh),) = Steps.made
     assert (args.workers, args.dp, args.zero, args.local_steps, mesh) == (4, None, 1, 2, "mesh")
     assert (args.steps, args.seed, args.eval_samples, args.out, args.resume) == (6, 5, 128, "out", "none")
-    assert world.meshes == [{"dp": None, "workers": 4, "device_type": None}]
+    assert world.meshes == [{"dp": None, "worlds": 4, "device_type": None}]
     tokens = [step * args.global_batch * 128 for step in (4, 6)]
     assert found == {"tokens": tokens, "held_out": [6.0, 4.0], "reduced": [2000, 3000], "agreement": [0.2, 0.4, 0.6]}
     assert Merging.last.saved == []
@@ -381,7 +381,7 @@ def test_workers_sum_parameters_at_merges_and_data_parallelism_sums_gradients(wo
     found = compare_workers.train([], 0, 6, 4, "out")
     args = Steps.made[-1][0]
     assert (args.workers, args.dp, args.zero) == (1, 4, 0)
-    assert world.meshes[-1] == {"dp": 4, "workers": 1, "device_type": None}
+    assert world.meshes[-1] == {"dp": 4, "worlds": 1, "device_type": None}
     assert (found["reduced"], found["agreement"]) == ([4000, 6000], [])
     assert Merging.last.saved == [3], "after half of the steps"
     assert capsys.readouterr().out == "seed 0, data parallel, from 0: 4.0\n"

@@ -38,7 +38,7 @@ from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import build_schedule
 
 FIRST, SECOND = Mesh(), Mesh(world=Axis(2, 1), job=Axis(2, 1))
-WORKER = Mesh(workers=Axis(2, 1), job=Axis(2, 1))  # the first rank of the second worker
+WORKER = Mesh(worlds=Axis(2, 1), job=Axis(2, 1))  # the first rank of the second worker
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_a_profile_is_of_its_steps(device, tmp_path, monkeypatch):
     assert at == {0: [], 1: [], 2: [*[record] * gpu, options, "start"],
                   3: ["stop", path.with_suffix(".json"), *[dump, last] * gpu], 4: [], 5: []}  # fmt: skip
     assert path.parent.is_dir()
-    for mesh in (Mesh(dp=Axis(2, 1)), Mesh(workers=Axis(2, 1))):
+    for mesh in (Mesh(dp=Axis(2, 1)), Mesh(worlds=Axis(2, 1))):
         other = Profile(range(2, 4), mesh, tmp_path)
         other.before(2)
         other.after(3)
@@ -491,7 +491,7 @@ def test_a_step_that_is_not_finite_is_told_with_whose_it_is(tmp_path):
     said = "step 4: the loss or the gradient is not finite, the step was skipped on all ranks"
     for bad in ({"loss": math.nan}, {"grad_norm": math.inf}):
         assert checked(bad, out=tmp_path) == [said]
-    assert checked({"loss": math.nan}, Mesh(workers=Axis(2, 1)), out=tmp_path) == [f"{said} of the worker"]
+    assert checked({"loss": math.nan}, Mesh(worlds=Axis(2, 1)), out=tmp_path) == [f"{said} of the worker"]
     assert checked({}) == []
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [(line["step"], line["samples"]) for line in lines] == [(4, [8, 15]), (4, [8, 15]), (4, [12, 15])]
@@ -503,8 +503,8 @@ def test_a_spike_is_told_with_this_workers_samples():
     before = [{"loss": 1.0 + 0.01 * (i % 2)} for i in range(200)] + [{"loss": None}, {"val_loss": 9.0}]
     for mesh, samples in (
         (FIRST, "8 to 15"),
-        (Mesh(workers=Axis(2, 1)), "12 to 15"),
-        (Mesh(workers=Axis(4, 2)), "12 to 13"),
+        (Mesh(worlds=Axis(2, 1)), "12 to 15"),
+        (Mesh(worlds=Axis(4, 2)), "12 to 13"),
     ):
         (line,) = checked({"loss": 5.0}, mesh, before=before)
         assert re.fullmatch(
@@ -686,8 +686,9 @@ class Ranks:
 
 
 def stop_of(*granted: str, due: Any = None, workers: bool = False) -> tuple[Stop, Any]:
-    merges = SimpleNamespace(due=lambda step: due if step == 3 else None) if workers else None
-    run: Any = SimpleNamespace(mesh=FIRST, step=2, workers=merges)
+    merges = SimpleNamespace(due=lambda step: due if step == 3 else None)
+    observers = [SimpleNamespace(joins_worlds=True, optimizer=merges)] if workers else []
+    run: Any = SimpleNamespace(mesh=FIRST, step=2, observers=observers)
     told: list[str] = []
     made = Stop(run, SimpleNamespace(failed=False, tell_failed=lambda: told.append("failed")))  # type: ignore[arg-type]
     made.wishes = Ranks(*granted)  # type: ignore[assignment]
@@ -720,17 +721,17 @@ def test_workers_ask_each_other_before_a_merge_alone(monkeypatch):
     monkeypatch.setattr("examples.gpt.stop.all_reduce", lambda x, axis, op: asked.append((x.item(), axis, op)) or x)
     made, _ = stop_of("stop", due=0, workers=True)
     assert made.after_step()
-    assert asked == [(1, FIRST.workers, "max")]
+    assert asked == [(1, FIRST.worlds, "max")]
     made.tell_workers()
     assert len(asked) == 1, "they know already"
     made, _ = stop_of("stop", workers=True)
     assert made.after_step()
     assert len(asked) == 1
     made.tell_workers()
-    assert asked[1:] == [(1, FIRST.workers, "max")]
+    assert asked[1:] == [(1, FIRST.worlds, "max")]
     made, _ = stop_of(due=1, workers=True)
     assert not made.after_step()
-    assert asked[2:] == [(0, FIRST.workers, "max")]
+    assert asked[2:] == [(0, FIRST.worlds, "max")]
     made.run.step = 1
     made.tell_workers()
     made, _ = stop_of("stop")

@@ -186,7 +186,8 @@ def trains_without(flags: str, out: Path) -> Any:
 HF = "--init-from-hf nowhere"
 SAVED = "--save-every 2 --eval-every 0"
 FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
-    **{axis: (asks_of_mesh, "", f"--{axis} 2") for axis in ("tp", "pp", "cp", "ep", "dp", "etp", "workers")},
+    **{axis: (asks_of_mesh, "", f"--{axis} 2") for axis in ("tp", "pp", "cp", "ep", "dp", "etp")},
+    "workers": (asks_of_mesh, "", "--workers 2"),
     "cp_inner": (asks_of_mesh, "--cp 8 --cp-kind two-level", "--cp-inner 4"),
     "device": (asks_of_mesh, "", "--device cuda"),
     "timeout": (asks_of_watchdog, "", "--timeout 77"),

@@ -29,7 +29,7 @@ STEPS = 8
 def run(sizes: dict, out: str, *flags: str) -> tuple[int, list[float], float]:
     t = trainer(*FLAGS, *MERGES, "--out", out, *flags, **sizes)
     losses = [t.step()["loss"] for _ in range(STEPS)]
-    return t.mesh.workers.rank, losses, t.evaluate()
+    return t.mesh.worlds.rank, losses, t.evaluate()
 
 
 def by_hand() -> tuple[list[list[float]], list[float]]:
@@ -55,12 +55,12 @@ def by_hand() -> tuple[list[list[float]], list[float]]:
 
 
 _by_hand: list = []
-LAYOUTS = [({"workers": 2}, []), ({"workers": 2, "pp": 2}, []), ({"workers": 2, "dp": 2}, ["--zero", "2"]),
-           ({"workers": 2, "cp": 2}, ["--zero", "3"])]  # fmt: skip
+LAYOUTS = [({"worlds": 2}, []), ({"worlds": 2, "pp": 2}, []), ({"worlds": 2, "dp": 2}, ["--zero", "2"]),
+           ({"worlds": 2, "cp": 2}, ["--zero", "3"])]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("sizes", "flags"), some(({"workers": 2, "tp": 2}, ["--sequence-parallel"]), of=LAYOUTS), ids=str
+    ("sizes", "flags"), some(({"worlds": 2, "tp": 2}, ["--sequence-parallel"]), of=LAYOUTS), ids=str
 )
 def test_workers_on_every_layout_train_as_dense_runs_merged_by_hand(ranks, tmp_path, sizes, flags):
     if not _by_hand:
@@ -79,9 +79,9 @@ def save_at(sizes: dict, out: str, steps: list[list[int]]) -> tuple[int, list[fl
     losses = []
     for step in range(STEPS):
         losses.append(t.step()["loss"])
-        if step + 1 in steps[t.mesh.workers.rank]:
+        if step + 1 in steps[t.mesh.worlds.rank]:
             t.checkpoints.save()
-    return t.mesh.workers.rank, losses
+    return t.mesh.worlds.rank, losses
 
 
 def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
@@ -89,7 +89,7 @@ def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
     losses = []
     while t.run.step < STEPS:
         losses.append(t.step()["loss"])
-    return t.mesh.workers.rank, t.checkpoints.first_step, losses
+    return t.mesh.worlds.rank, t.checkpoints.first_step, losses
 
 
 @pytest.mark.parametrize(
@@ -105,21 +105,21 @@ def go_on(sizes: dict, out: str, *flags: str) -> tuple[int, int, list[float]]:
     ids=str,
 )
 def test_workers_go_on_from_checkpoints_between_the_same_merges(ranks, tmp_path, steps, first):
-    wanted = dict(ranks(4, save_at, {"workers": 2, "tp": 2}, str(tmp_path), steps))
-    for worker, begun, losses in ranks(2, go_on, {"workers": 2}, str(tmp_path)):
+    wanted = dict(ranks(4, save_at, {"worlds": 2, "tp": 2}, str(tmp_path), steps))
+    for worker, begun, losses in ranks(2, go_on, {"worlds": 2}, str(tmp_path)):
         assert begun == first[worker]
         if all(b in of for b, of in zip(first, steps, strict=True)):  # else with another's moments
             assert losses == pytest.approx(wanted[worker][begun:], rel=1e-10)
 
 
 def shares(out: str, batch: str) -> list[range]:
-    t = trainer(*FLAGS, *MERGES, "--out", out, "--resume", "auto", "--global-batch", batch, workers=2)
+    t = trainer(*FLAGS, *MERGES, "--out", out, "--resume", "auto", "--global-batch", batch, worlds=2)
     return [t.share(step) for step in range(5, STEPS)]
 
 
 @pytest.mark.parametrize("batch", some(8, of=[2, 4]))
 def test_workers_of_two_steps_share_no_samples_when_the_batch_changes(ranks, tmp_path, batch):
-    ranks(2, save_at, {"workers": 2}, str(tmp_path), [[4], [5]])
+    ranks(2, save_at, {"worlds": 2}, str(tmp_path), [[4], [5]])
     first, second = ranks(2, shares, str(tmp_path), str(batch))
     seen = [*first, *second]
     assert sorted(i for each in seen for i in each) == list(range(seen[0].start, seen[0].start + 3 * batch))
@@ -138,18 +138,18 @@ def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
 
     t.step = step
     t.train()
-    return t.mesh.workers.rank, t.stop.stopped, [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
+    return t.mesh.worlds.rank, t.stop.stopped, [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
 
 
 @pytest.mark.parametrize(("at", "saved"), some((1, [4, 3]), (3, [9, 5]), of=[(2, [4, 4]), (5, [9, 7])]), ids=str)
 def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(ranks, tmp_path, at, saved):
-    for worker, stopped, steps in ranks(4, stop_one, {"workers": 2, "tp": 2}, str(tmp_path), at, timeout=60):
+    for worker, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), at, timeout=60):
         assert stopped
         assert steps == [saved[worker]]
 
 
 def save_in_background(out: str) -> list[int]:
-    t = trainer(*FLAGS, *MERGES, "--layers", "3", "--global-batch", "6", "--out", out, "--async-save", workers=2, pp=3)
+    t = trainer(*FLAGS, *MERGES, "--layers", "3", "--global-batch", "6", "--out", out, "--async-save", worlds=2, pp=3)
     t.step()
     t.checkpoints.save()
     assert t.checkpoints.saving is not None
@@ -163,7 +163,7 @@ def test_three_stages_save_in_the_background(eight_ranks, tmp_path):
 
 
 def offload(out: str, *flags: str) -> list[float]:
-    t = trainer(*FLAGS, *MERGES, "--zero", "0", "--out", out, *flags, workers=2)
+    t = trainer(*FLAGS, *MERGES, "--zero", "0", "--out", out, *flags, worlds=2)
     return [t.step()["loss"] for _ in range(4)]
 
 
@@ -175,27 +175,27 @@ def test_what_is_offloaded_is_merged_too(ranks, tmp_path):
 
 def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_path):
     steps = [[2, 4], [2, 4]]
-    wanted = dict(ranks(2, save_at, {"workers": 2}, str(tmp_path), steps))
+    wanted = dict(ranks(2, save_at, {"worlds": 2}, str(tmp_path), steps))
     file = next(step_path(tmp_path / "worker-1" / "checkpoints", 4).glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    for worker, begun, losses in ranks(2, go_on, {"workers": 2}, str(tmp_path)):
+    for worker, begun, losses in ranks(2, go_on, {"worlds": 2}, str(tmp_path)):
         assert begun == 4  # worker 1 takes worker 0's, whose own losses are the same until they merge
         if worker == 0:
             assert losses[:2] == pytest.approx(wanted[worker][4:6], rel=1e-10)
 
 
 def save_alone(out: str) -> list[int]:
-    t = trainer(*FLAGS, *MERGES, "--out", out, "--async-save", workers=2, tp=2)
+    t = trainer(*FLAGS, *MERGES, "--out", out, "--async-save", worlds=2, tp=2)
     for step in range(3):
         t.step()
-        if step == 0 and t.mesh.workers.rank == 1:
+        if step == 0 and t.mesh.worlds.rank == 1:
             t.checkpoints.save()
             assert t.checkpoints.saving is not None
             t.checkpoints.saving.wait()
-    again = build_mesh(workers=2, tp=2)  # the groups that all make later are still the same on all
-    assert all_reduce(torch.ones(()), again.workers) == 2
+    again = build_mesh(worlds=2, tp=2)  # the groups that all make later are still the same on all
+    assert all_reduce(torch.ones(()), again.worlds) == 2
     return [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
 
 
@@ -204,11 +204,11 @@ def test_a_worker_saves_in_the_background_without_the_others(ranks, tmp_path):
 
 
 def skip_on_one(out: str) -> None:
-    t = trainer(*FLAGS, *MERGES, "--steps", "4", "--eval-every", "0", "--out", out, workers=2)
+    t = trainer(*FLAGS, *MERGES, "--steps", "4", "--eval-every", "0", "--out", out, worlds=2)
     real = t.step
 
     def step() -> dict:
-        bad = t.run.step == 2 and t.mesh.workers.rank == 1
+        bad = t.run.step == 2 and t.mesh.worlds.rank == 1
         hook = t.model.norm.weight.register_hook(lambda grad: grad * (torch.nan if bad else 1.0))
         found = real()
         hook.remove()
@@ -237,11 +237,11 @@ def go_on_alone(out: str) -> tuple[int, set[str], list[float]]:
 
 def test_the_number_of_workers_may_change(ranks, tmp_path):
     """One goes on alone from worker 0's; of three the last has none of its own, and takes worker 0's too."""
-    ranks(2, save_at, {"workers": 2}, str(tmp_path), [[3], [3]])
+    ranks(2, save_at, {"worlds": 2}, str(tmp_path), [[3], [3]])
     ((first, slots, _),) = ranks(1, go_on_alone, str(tmp_path))
     assert first == 3
     assert slots == {"step", "exp_avg", "exp_avg_sq"}
-    found = ranks(3, go_on, {"workers": 3}, str(tmp_path), "--workers", "3", "--global-batch", "6")
+    found = ranks(3, go_on, {"worlds": 3}, str(tmp_path), "--workers", "3", "--global-batch", "6")
     assert [begun for _, begun, _ in found] == [3, 3, 3]
     assert len({losses[0] for *_, losses in found}) == 3  # other samples
 
@@ -251,7 +251,7 @@ def test_the_number_of_workers_may_change(ranks, tmp_path):
 
 def held_by_optimizer(zero: str, momentum: str) -> int:
     flags = ["--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]
-    t = trainer(*flags, workers=2, dp=2)
+    t = trainer(*flags, worlds=2, dp=2)
     t.step()
     return sum(local_tensor(x).nbytes for state in t.run.optimizer.state.values() for x in state.values())
 
@@ -293,7 +293,7 @@ def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
         assert a.get("val_loss") == b.get("val_loss")  # of one model, just merged
         assert "loss" not in a or a["loss"] != b["loss"]
     assert result.stdout.count("mesh of") == 1
-    assert result.stdout.count("worker 0 of 2: mesh of 1 ranks") == 1
+    assert result.stdout.count("world 0 of 2: mesh of 1 ranks") == 1
     assert result.stdout.count("--- a sample") == 1
     assert "worker 1: after 2 steps: validation loss" in result.stderr + result.stdout
 

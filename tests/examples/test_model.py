@@ -24,7 +24,8 @@ from examples.gpt.flops import count_active_parameters, count_parameters, flops_
 from examples.gpt.hf import describe, shapes
 from examples.gpt.model import GPT
 from examples.gpt.samples import permute
-from mpcore import Axis, Compile, LocalUpdates, Mesh, Offload, Precision, Zero
+from mpcore import Axis, Compile, Mesh, Offload, Precision, Zero
+from mpcore.experimental import LocalUpdates
 from mpcore.random import generator
 
 SMALL = GPTConfig(vocab_size=11, seq_len=8, layers=3, d_model=16, heads=4, d_ff=24)
@@ -227,8 +228,8 @@ def asked(flags: str, models: Any = ()) -> dict[str, Any]:
 
 def test_flags_are_policies():
     found = asked("")
-    assert (found["data"], found["precision"], found["compile"], found["local_updates"]) == (
-        Zero(1, 1), Precision("float32"), None, None
+    assert (found["data"], found["precision"], found["compile"], found["observers"]) == (
+        Zero(1, 1), Precision("float32"), None, []
     )  # fmt: skip
     assert found["offload"] == Offload(optimizer=False, activations=False, parameters=False)
     assert (found["recompute"].kind, found["recompute"].budget, found["recompute"].preserve_rng_state) == (
@@ -244,7 +245,7 @@ def test_flags_are_policies():
     assert found["offload"] == Offload(optimizer=True, activations=True, parameters=False)
     assert asked("--offload parameters")["offload"] == Offload(parameters=True)
     assert found["compile"] == Compile("eager")
-    assert found["local_updates"] == LocalUpdates(every=7, lr=0.5, momentum=0.9, fragments=1)
+    assert found["observers"] == [LocalUpdates(every=7, lr=0.5, momentum=0.9, fragments=1)]
 
 
 @pytest.mark.parametrize(

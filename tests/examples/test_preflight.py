@@ -207,7 +207,7 @@ EVERY = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1}
         ("", {"tp": 2, "dp": 3, "ep": 2}, {"tp": 2, "dp": 3, "ep": 2}, {"etp": 1}),
         ("--replicate 2", {"dp": 8}, {"dp": 4}, {"replicate": 2}),
         ("--replicate 4", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 4}, {"replicate": 2}),
-        ("--workers 4 --fragments 6", {"dp": 2}, {"dp": 2, "workers": 2}, {"local_steps": 2, "fragments": 2}),
+        ("--workers 4 --fragments 6", {"dp": 2}, {"dp": 2, "worlds": 2}, {"local_steps": 2, "fragments": 2}),
     ],
 )
 def test_the_toy_keeps_the_axes_of_experts_replicas_and_workers(flags, full, sizes, changed):
@@ -215,10 +215,10 @@ def test_the_toy_keeps_the_axes_of_experts_replicas_and_workers(flags, full, siz
     config = dataclasses.replace(PRESETS["tiny"], moe=MoEConfig(experts=64, d_ff=512))
     (toy,) = shrink(args, config, EVERY | full, 12, find_schedule("1f1b", 1, 12, None), Path("/unused"))
     assert toy.sizes == EVERY | sizes
-    assert toy.ranks == math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp", "workers"))
+    assert toy.ranks == math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp", "worlds"))
     assert {name: getattr(toy.args, name) for name in changed} == changed
     assert toy.config.moe is not None
-    assert (toy.config.moe.d_ff, toy.args.workers) == (48, sizes.get("workers", 1))
+    assert (toy.config.moe.d_ff, toy.args.workers) == (48, sizes.get("worlds", 1))
 
 
 def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):

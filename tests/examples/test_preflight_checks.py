@@ -66,8 +66,8 @@ class Fake(Preflight):
         ("--tp 2 --dp 4", None, "8 ranks; toys: tp 2 x dp 2 x etp 2"),
         ("--tp 2 --cp 2 --pp 2", None, "8 ranks; toys: tp 2 x cp 2 x pp 2 x etp 2"),
         ("--tp 2", 8, "8 ranks; toys: tp 2 x dp 2 x etp 2"),
-        ("--workers 2", None, "2 ranks; toys: workers 2"),
-        ("--workers 2 --dp 2", None, "4 ranks; toys: dp 2 x workers 2"),
+        ("--workers 2", None, "2 ranks; toys: worlds 2"),
+        ("--workers 2 --dp 2", None, "4 ranks; toys: dp 2 x worlds 2"),
     ],
 )
 def test_the_ranks_are_those_of_the_launcher_or_of_the_flags(flags, ranks, told):
@@ -356,7 +356,7 @@ def test_one_process_is_compared_with_torch_and_with_the_slope(monkeypatch):
     assert [of[1:] for of in slopes] == [(5**0.5, 4.5, 3.5), (5**0.5, 5.5, 4.5)]
     assert slopes[0][0] is made.dense[0][0].seen.gradients
     made.dense[0][1].wrong = "it is rounded"
-    with pytest.raises(ValueError, match=r"^workers 2: it is rounded$"):
+    with pytest.raises(ValueError, match=r"^worlds 2: it is rounded$"):
         made.check_torch()
 
 
@@ -399,10 +399,10 @@ def test_each_toy_is_judged_on_its_layout_and_trained_some_steps(monkeypatch):
     made.answers["first-0"] = ranks = [rank(0), rank(0), rank(1), rank(1)]
     made.answers["sharded-0"] = [rank(0), rank(0), rank(1, of_worker_1), rank(1, of_worker_1)]
     Verdicts.found, Verdicts.asked = [verdict(), verdict(gradient=2.5)], []
-    assert made.check_sharded() == "tp 2 x etp 2 x workers 2: equal to 2.5 ULPs, 4 steps"
+    assert made.check_sharded() == "tp 2 x etp 2 x worlds 2: equal to 2.5 ULPs, 4 steps"
     assert made.told == [
-        ("tp 2 x etp 2 x workers 2", "first-0", {"until": 1, "look": True}),
-        ("tp 2 x etp 2 x workers 2", "sharded-0", {"save_at": 2}),
+        ("tp 2 x etp 2 x worlds 2", "first-0", {"until": 1, "look": True}),
+        ("tp 2 x etp 2 x worlds 2", "sharded-0", {"save_at": 2}),
     ]
     assert made.sharded[0] is made.answers["sharded-0"]
     (one, layout, seen), (two, _, others) = Verdicts.asked
@@ -414,7 +414,7 @@ def test_each_toy_is_judged_on_its_layout_and_trained_some_steps(monkeypatch):
 
     for found, sentence in ((verdict(False, "w is off"), "w is off"), (verdict(False, "", "no answer"), "no answer")):
         Verdicts.found = [found]
-        with pytest.raises(ValueError, match=f"^tp 2 x etp 2 x workers 2: {sentence}$"):
+        with pytest.raises(ValueError, match=f"^tp 2 x etp 2 x worlds 2: {sentence}$"):
             made.check_sharded()
     made.answers["sharded-0"][3] = rank(1, (4.0, 3.5, 2.0, 2.5))
     Verdicts.found = [verdict(), verdict()]
@@ -423,7 +423,7 @@ def test_each_toy_is_judged_on_its_layout_and_trained_some_steps(monkeypatch):
     for place in (2, 3):
         made.answers["first-0"][place] = rank(1, state={})
     Verdicts.found = [verdict()]
-    with pytest.raises(ValueError, match=r"^tp 2 x etp 2 x workers 2: no rank has w, which one process has$"):
+    with pytest.raises(ValueError, match=r"^tp 2 x etp 2 x worlds 2: no rank has w, which one process has$"):
         made.check_sharded()
 
 

@@ -162,10 +162,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
         ({"tp": 4}, "--clip nan", r"--clip nan is no number; 0 bounds nothing"),
         ({"tp": 4}, "--eval-every -1", r"--eval-every -1 is smaller than 0"),
         ({"tp": 4}, "--local-steps 4 --fragments 2", r"--local-steps, --fragments with one worker"),
-        ({"workers": 4}, "--workers 4 --local-steps 0", r"--local-steps 0 is smaller than 1"),
-        ({"workers": 4}, "--workers 4 --outer-lr 0", r"--outer-lr 0.0 is no number above 0"),
-        ({"workers": 2, "dp": 2}, "--workers 2 --global-batch 6", r"workers x dp x micro-batch = 2 x 2 x 2 = 8"),
-        ({"workers": 3}, "", r"workers 3 do not divide the world size 4 into equal parts"),
+        ({"worlds": 4}, "--workers 4 --local-steps 0", r"--local-steps 0 is smaller than 1"),
+        ({"worlds": 4}, "--workers 4 --outer-lr 0", r"--outer-lr 0.0 is no number above 0"),
+        ({"worlds": 2, "dp": 2}, "--workers 2 --global-batch 6", r"workers x dp x micro-batch = 2 x 2 x 2 = 8"),
+        ({"worlds": 3}, "", r"worlds 3 do not divide the job's 4 ranks into equal parts"),
         ({"tp": 4}, "--data /nowhere/corpus", r"/nowhere/corpus"),
     ]
     ranks(4, check_all_refused, cases, str(tmp_path / "out"))

@@ -173,16 +173,14 @@ def begun(
             raise ValueError(f"{path} is damaged")
         return SimpleNamespace(step=step, sample=(samples or {}).get(step, 16 * step), extra=extra)
 
-    def begin_merges() -> None:
+    def begin() -> None:
         before = made.said[-1:]
         made.said.append("merges")
         if set(before) & set(unmerged):
             raise ValueError("cannot merge")
 
-    made.run = SimpleNamespace(
-        load=load, begin_merges=begin_merges, parameters=lambda: nullcontext("model"),
-        workers=Merges() if mesh.workers.size > 1 else None,
-    )  # fmt: skip
+    made.run = SimpleNamespace(load=load, parameters=lambda: nullcontext("model"))
+    made.updates = SimpleNamespace(begin=begin, optimizer=Merges()) if mesh.worlds.size > 1 or unmerged else None
 
     def listed(path: Path, mesh: Any = None) -> list[Path]:
         return [path.parent / f"step-{step}" for step in folders.get(str(path.parent), [])]
@@ -204,10 +202,10 @@ def begun(
 
 def test_a_run_begins_anew_or_with_a_model():
     made = begun("", {"out": [8]})
-    assert (made.said, made.first_step, made.first_sample) == (["merges"], 0, 0)
-    assert begun("--init-from-hf DIR").said == [("hf", "DIR", "model", Mesh()), "merges"]
-    assert begun("--init-from there").said == [("init", "there", "model", Mesh()), "merges"]
-    assert begun("--resume auto --init-from there").said == [("init", "there", "model", Mesh()), "merges"]
+    assert (made.said, made.first_step, made.first_sample) == ([], 0, 0)
+    assert begun("--init-from-hf DIR").said == [("hf", "DIR", "model", Mesh())]
+    assert begun("--init-from there").said == [("init", "there", "model", Mesh())]
+    assert begun("--resume auto --init-from there").said == [("init", "there", "model", Mesh())]
 
 
 def test_a_learned_bias_that_stays_is_told(capsys):
@@ -230,10 +228,10 @@ def test_a_learned_bias_that_stays_is_told(capsys):
 
 def test_a_run_goes_on_from_the_newest_or_the_named_checkpoint(capsys):
     made = begun("--resume auto", {"out": [8, 4]})
-    assert (made.said, made.first_step, made.first_sample) == (["out/step-8", "merges", "merges"], 8, 128)
+    assert (made.said, made.first_step, made.first_sample) == (["out/step-8"], 8, 128)
     assert capsys.readouterr().out == "resumed after step 8, from sample 128\n"
     made = begun("--resume elsewhere/step-3", {"out": [8]})
-    assert made.said == ["newest in out/checkpoints", "elsewhere/step-3", "merges", "merges"]
+    assert made.said == ["newest in out/checkpoints", "elsewhere/step-3"]
     assert capsys.readouterr().out == "resumed after step 3, from sample 48 of elsewhere/step-3\n"
     made = begun("--resume auto --global-batch 8", {"out": [8]}, samples={8: 100})
     assert (made.first_step, made.first_sample) == (8, 100), "a batch of another size began later"
@@ -265,7 +263,7 @@ def test_a_resumed_run_tells_of_another_learning_rate_schedule(capsys):
 
 def test_damaged_checkpoints_are_passed_over_and_told(capsys):
     made = begun("--resume auto", {"out": [8, 4]}, damaged=("out/step-8",))
-    assert (made.said, made.first_step) == (["out/step-8", "out/step-4", "merges", "merges"], 4)
+    assert (made.said, made.first_step) == (["out/step-8", "out/step-4"], 4)
     assert capsys.readouterr().err == "passed over: out/step-8 is damaged\n"
     with pytest.raises(ValueError, match=r"^out/step-8 is damaged$"):
         begun("--resume auto", {"out": [8, 4]}, damaged=("out/step-8", "out/step-4"))
@@ -311,7 +309,7 @@ def test_a_restart_before_the_first_save_begins_as_before():
     assert begun("--save-every 2", restarted=True).first_step == 0
 
 
-WORKER = Mesh(workers=Axis(2, 1), job=Axis(2, 1))
+WORKER = Mesh(worlds=Axis(2, 1), job=Axis(2, 1))
 
 
 def test_workers_take_their_own_or_the_first_workers_checkpoint(capsys):

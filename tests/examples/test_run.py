@@ -221,7 +221,7 @@ def test_a_fault_is_told_with_the_samples_of_this_worker(tmp_path):
     """Also one in the first step after a resume: the losses of the steps before it count."""
     before = [{"step": step, "loss": 2.0 + 0.01 * (step % 2)} for step in range(40)] + [{"step": 40, "loss": None}]
     watched = parse(arguments("--check-replicas 0 --check-speed 0"))
-    mesh = Mesh(workers=Axis(size=3, rank=1))
+    mesh = Mesh(worlds=Axis(size=3, rank=1))
     for entry, lines in (
         ({"loss": 2.0, "grad_norm": 1.0}, []),
         ({"loss": 9.0, "grad_norm": 1.0}, [r"step 41: loss 9 is a spike, \d+ standard .*; its samples are 104 to 107"]),

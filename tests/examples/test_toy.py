@@ -51,15 +51,15 @@ def toys(flags: str = "", micro_batches: int = 8, config: GPTConfig | None = Non
         ({"pp": 3, "dp": 3}, "", ["pp 3", "dp 3"]),
         ({"tp": 3, "pp": 2, "dp": 2}, "", ["tp 3 x pp 2 x etp 3", "pp 2 x dp 2", "tp 3 x dp 2 x etp 3"]),
         ({"tp": 3, "pp": 3, "dp": 3, "cp": 3}, "", ["tp 3 x etp 3", "pp 3", "cp 3", "dp 3"]),
-        ({"tp": 2, "pp": 2}, "--workers 3", ["tp 2 x pp 2 x etp 2 x workers 2"]),
+        ({"tp": 2, "pp": 2}, "--workers 3", ["tp 2 x pp 2 x etp 2 x worlds 2"]),
         ({"tp": 2, "pp": 2, "dp": 2}, "--workers 2",
-         ["tp 2 x pp 2 x etp 2 x workers 2", "pp 2 x dp 2 x workers 2", "tp 2 x dp 2 x etp 2 x workers 2"]),
+         ["tp 2 x pp 2 x etp 2 x worlds 2", "pp 2 x dp 2 x worlds 2", "tp 2 x dp 2 x etp 2 x worlds 2"]),
         ({"dp": 8}, "--replicate 2", ["dp 4"]),
         ({"dp": 8, "tp": 2}, "--replicate 2", ["tp 2 x dp 4 x etp 2"]),
         ({"dp": 8, "cp": 2}, "--replicate 2", ["cp 2 x dp 4"]),
         ({"dp": 8, "pp": 2}, "--replicate 4", ["pp 2 x dp 4"]),
-        ({"dp": 8}, "--replicate 2 --workers 2", ["dp 4 x workers 2"]),
-        ({"dp": 8, "tp": 2}, "--replicate 2 --workers 2", ["tp 2 x dp 2 x etp 2 x workers 2"]),
+        ({"dp": 8}, "--replicate 2 --workers 2", ["dp 4 x worlds 2"]),
+        ({"dp": 8, "tp": 2}, "--replicate 2 --workers 2", ["tp 2 x dp 2 x etp 2 x worlds 2"]),
         ({"dp": 8, "tp": 2, "cp": 2}, "--replicate 2", ["tp 2 x cp 2 x dp 2 x etp 2"]),
         ({"dp": 8}, "--replicate 8", ["dp 2"]),
     ],
@@ -68,7 +68,7 @@ def test_an_even_size_is_two_and_an_odd_one_three(sizes, flags, names):
     found = toys(flags, **sizes)
     assert sorted(toy.name for toy in found) == sorted(names)
     for toy in found:
-        assert toy.ranks == math.prod(toy.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "workers")) <= 8
+        assert toy.ranks == math.prod(toy.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "worlds")) <= 8
 
 
 def test_each_axis_is_in_a_toy_and_each_two_that_fit():
@@ -182,7 +182,7 @@ def test_a_toy_is_small_and_divides_as_the_run_does(flags, micro_batches, sizes,
     assert vars(toy.args) == vars(parse([])) | ALWAYS | changed
     assert "cp_inner" not in toy.sizes or toy.sizes["cp_inner"] == toy.args.cp_inner == 1
     assert ("cp_inner" in toy.sizes) == (toy.args.cp_kind == "two-level")
-    assert ("workers" in toy.sizes) == (toy.args.workers > 1)
+    assert ("worlds" in toy.sizes) == (toy.args.workers > 1)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_the_same_run_on_one_rank_has_no_layout():
              "micro_batch": 1, "tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": None, "seed": 3}  # fmt: skip
     assert vars(alone.args) == vars(toy.args) | plain
     merged = toys("--workers 2", tp=2)[0].alone()
-    assert (merged.sizes, merged.ranks, merged.name) == ({"workers": 2}, 2, "workers 2")
+    assert (merged.sizes, merged.ranks, merged.name) == ({"worlds": 2}, 2, "worlds 2")
     assert toy.args.zero == 3, "a copy was changed"
 
 

@@ -115,7 +115,7 @@ def test_flags_change_how_a_trainer_is_made():
     options = called.build_stages.call_args.kwargs
     assert (options["dtype"], options["sequence_parallel"]) == (torch.float64, True)
     assert called.invariant.prepare.call_args.kwargs["trace"] is True
-    made, called = made_with("--out there", Mesh(workers=Axis(2, 1)))
+    made, called = made_with("--out there", Mesh(worlds=Axis(2, 1)))
     assert made.out == Path("there/worker-1")
     made, called = made_with("--twin 3 --dtype bfloat16")
     called.round_anew.assert_called_once_with(made.run, 3, torch.bfloat16)
@@ -164,7 +164,8 @@ class Run:
 
     def __init__(self, step: int = 3, merge: Any = None, used: bool = False) -> None:
         self.step, self.said, self.bounds = step, [], SimpleNamespace(is_used=used, rows=9)
-        self.result = SimpleNamespace(loss=2.5, grad_norm=0.5, routers="routers", merge=merge, repeats=1)
+        self.result = SimpleNamespace(loss=2.5, grad_norm=0.5, routers="routers", repeats=1)
+        self.observers = [SimpleNamespace(joins_worlds=True, merged=merge)]
 
     def count_tokens(self, targets: torch.Tensor) -> torch.Tensor:
         self.said.append(("count", targets.tolist()))
@@ -416,7 +417,7 @@ def test_the_command_makes_a_mesh_a_watchdog_and_a_trainer():
     status, called = command(f"{flags} --timeout 8 --bitwise 4 --out there", trainer)
     assert status == 0
     called.build_mesh.assert_called_once_with(
-        tp=2, cp=4, pp=3, ep=5, dp=6, etp=1, device_type="cpu", workers=7, cp_inner=2, timeout=23.0
+        tp=2, cp=4, pp=3, ep=5, dp=6, etp=1, device_type="cpu", worlds=7, cp_inner=2, timeout=23.0
     )
     called.invariant_mesh.assert_called_once_with(called.build_mesh.return_value, 4)
     mesh, signals = called.invariant_mesh.return_value, called.StopSignals.return_value.__enter__.return_value

@@ -37,7 +37,7 @@ def test_a_rank_is_late_by_a_ratio_and_by_seconds():
 
 
 def finder_on(workers: int) -> list[list[tuple[int, str]]]:
-    on = mp.build_mesh(device_type="cpu", workers=workers)
+    on = mp.build_mesh(device_type="cpu", worlds=workers)
     finder = Stragglers(on, threshold=2.0, patience=2, size=2)
     slow = {0: (), 1: (1,), 2: (1, 2), 3: (2,), 4: (2,)}  # by check, the ranks that are slow
     found = []

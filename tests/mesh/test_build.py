@@ -41,12 +41,12 @@ def test_an_axis_is_known_by_its_group_or_by_role_size_and_rank():
 
 
 def test_a_mesh_lists_its_axes_and_prints_those_that_are_cut():
-    names = ["tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world", "workers", "job"]
+    names = ["tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world", "worlds", "job"]
     mesh = Mesh(tp=Axis(2, 1), ep=Axis(4))
     assert list(mesh.axes) == names
     assert all(axis.role == name for name, axis in Mesh().axes.items())
     assert repr(mesh) == "Mesh(tp=2, ep=4)"
-    assert str(Mesh(workers=Axis(3, 2))).startswith("worker 2 of 3: mesh of 1 ranks on cpu")
+    assert str(Mesh(worlds=Axis(3, 2))).startswith("world 2 of 3: mesh of 1 ranks on cpu")
     assert str(Mesh()).startswith("mesh of 1 ranks on cpu")
     assert Mesh().device == torch.device("cpu")
     before = time.time_ns()
@@ -87,7 +87,7 @@ def test_a_mesh_holds_each_group_once_but_the_jobs():
     (6, {}, "virtual degree 6 of tp, of size 1"), (-2, {}, "virtual degree -2 of tp"),
     (4, {"tp": 8}, "virtual degree 4 of tp, of size 8"), ((4, 2), {"dp": 4}, "virtual degree 2 of dp, of size 4"),
     (4, {"cp": 2}, "don't go with cp 2: take cp 1"), (4, {"ep": 2}, "don't go with ep 2"),
-    (4, {"workers": 2}, "don't go with workers 2"),
+    (4, {"worlds": 2}, "don't go with worlds 2"),
 ])  # fmt: skip
 def test_virtual_degrees_are_powers_of_two_that_sizes_divide(virtual, sizes, want):
     on = Mesh(**{name: Axis(size, role=name) for name, size in sizes.items()})  # type: ignore[arg-type]
@@ -138,17 +138,17 @@ def test_an_invariant_mesh_closes_the_groups_of_its_mesh():
     assert mp.simulate(closed, ranks=4) == [[2, 0]] * 4
 
 
-def test_workers_are_worlds_of_consecutive_ranks():
-    assert [layout.worker_size(12, workers) for workers in (1, 2, 3, 12)] == [12, 6, 4, 1]
+def test_the_worlds_of_a_job_are_of_consecutive_ranks():
+    assert [layout.world_size_of(12, worlds) for worlds in (1, 2, 3, 12)] == [12, 6, 4, 1]
     for wrong in (0, 5, 2.0, True, -1):
         with pytest.raises(
-            ValueError, match=f"workers {wrong} do not divide the world size 12 into equal parts: take one"
+            ValueError, match=f"worlds {wrong} do not divide the job's 12 ranks into equal parts: take one"
         ):
-            layout.worker_size(12, wrong)  # type: ignore[arg-type]
-    found = layout.for_workers({"tp": [[0, 1], [2, 3]], "ends": []}, 8, 2)
+            layout.world_size_of(12, wrong)  # type: ignore[arg-type]
+    found = layout.for_worlds({"tp": [[0, 1], [2, 3]], "ends": []}, 8, 2)
     assert found == {
         "tp": [[0, 1], [2, 3], [4, 5], [6, 7]], "ends": [], "world": [[0, 1, 2, 3], [4, 5, 6, 7]],
-        "workers": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "worlds": [[0, 4], [1, 5], [2, 6], [3, 7]],
     }  # fmt: skip
 
 
@@ -194,14 +194,14 @@ def test_axes_of_the_same_ranks_share_their_group(sizes, same):
 
 
 def worlds() -> tuple[Any, ...]:
-    on = mp.build_mesh(workers=2, dp=2, device_type="cpu")
+    on = mp.build_mesh(worlds=2, dp=2, device_type="cpu")
     assert on.device_mesh is not None
-    return ((on.job.size, on.job.rank), (on.world.size, on.world.rank), (on.workers.size, on.workers.rank),
+    return ((on.job.size, on.job.rank), (on.world.size, on.world.rank), (on.worlds.size, on.worlds.rank),
             on.device_mesh.mesh_dim_names, on.world.role, on.job.role)  # fmt: skip
 
 
 def test_each_worker_has_a_world_of_its_own():
-    names = ("workers", "pp", "dp", "cp", "tp")
+    names = ("worlds", "pp", "dp", "cp", "tp")
     assert mp.simulate(worlds, ranks=4) == [
         ((4, rank), (2, rank % 2), (2, rank // 2), names, "world", "job") for rank in range(4)
     ]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.parallel import local_updates as module
-from mpcore.parallel.local_updates import OUTER_SLOTS, DiLoCo, Merge, _State
+from mpcore.tools import local_updates as module
+from mpcore.tools.local_updates import OUTER_SLOTS, DiLoCo, Merge, _State
 
 
 def made(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> DiLoCo:
@@ -203,10 +203,10 @@ def test_the_state_of_both_optimizers_is_one_mapping():
 
 
 def averages() -> list[list[float]]:
-    on = mp.build_mesh(workers=3, device_type="cpu")
+    on = mp.build_mesh(worlds=3, device_type="cpu")
     outer = DiLoCo.__new__(DiLoCo)
     object.__setattr__(outer, "mesh", on)
-    rank = on.workers.rank
+    rank = on.worlds.rank
     tensors = [torch.arange(5.0) * (rank + 1), torch.full((2, 2), float(rank)).double(), torch.tensor(3.0 * rank),
                torch.full((7,), rank, dtype=torch.bfloat16)]  # fmt: skip
     outer._average(tensors)
@@ -222,9 +222,9 @@ def test_tensors_are_averaged_over_workers_whatever_their_sizes(monkeypatch, buc
 
 
 def differs(same: bool) -> str:
-    on = mp.build_mesh(workers=2, device_type="cpu")
+    on = mp.build_mesh(worlds=2, device_type="cpu")
     model = nn.Linear(2, 2)
-    nn.init.constant_(model.weight, 1.0 if same else float(on.workers.rank))
+    nn.init.constant_(model.weight, 1.0 if same else float(on.worlds.rank))
     nn.init.zeros_(model.bias)
     try:
         DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, on)

@@ -137,7 +137,7 @@ def test_ranks_compare_what_they_ask_for(monkeypatch):
     assert what == "arguments of prepare"
     assert usual == {
         "precision": mp.Precision("float32"), "recompute": ("none", 1, None), "micro_batches": 1, "seed": 0,
-        "data": mp.Zero(), "offload": mp.Offload(), "compile": None, "local_updates": None,
+        "data": mp.Zero(), "offload": mp.Offload(), "compile": None, "observers": [],
     }  # fmt: skip
     assert other == {**usual, "recompute": ("full", 1, None), "micro_batches": 4, "seed": 3}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.experimental import LocalUpdates
 from mpcore.sharding import full_state_dict
 from mpcore.training.policies import Precision, Recompute
 from mpcore.training.prepare import lay_out
@@ -364,8 +365,8 @@ def test_nobody_can_forget_to_reduce_gradients(ranks):
         (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
         (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
         (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
-        (partial(mp.LocalUpdates, 2, fragments=3), "3 fragments are not from 1 to the 2 steps between merges"),
-        (partial(mp.LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
+        (partial(LocalUpdates, 2, fragments=3), "fragments 3 is not from 1 to the 2 steps between merges"),
+        (partial(LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
     ],
 )
 def test_a_policy_refuses_what_it_cannot_mean(made, words):
@@ -401,16 +402,16 @@ def check_refused(sizes: dict, words: str, told: dict) -> None:
             r"Zero\(stage=3, replicate=2\) on 2 data-parallel ranks leaves",
         ),
         (2, {"pp": 2}, {"offload": mp.Offload(parameters=True), "schedule": "zb"}, "schedule that splits backward"),
-        (2, {"workers": 2}, {}, r"build_mesh\(workers=2\) with local_updates=None: several workers need LocalUpdates"),
+        (2, {"worlds": 2}, {}, r"build_mesh\(worlds=2\) without an observer that joins their models: pass one"),
         (
             1,
             {},
-            {"local_updates": mp.LocalUpdates()},
-            r"workers=1\) with local_updates=Local.*one worker has nobody to merge with",
+            {"observers": [LocalUpdates()]},
+            r"worlds=1\) with Local.*one worker has nobody to merge with",
         ),
         (1, {}, {"data": 3}, r"data is 3, which is no Zero: write data=Zero\(3\)"),
         (1, {}, {"data": None}, "data is None, which is no Zero"),
-        (1, {}, {"local_updates": 2}, r"local_updates is 2, .*: write local_updates=LocalUpdates\(every=100\)"),
+        (1, {}, {"observers": [2]}, "observers holds 2, which is no Observer"),
         (1, {}, {"compile": True}, r"write compile=Compile\(\)"),
         (
             1,
@@ -436,8 +437,8 @@ def check_refused(sizes: dict, words: str, told: dict) -> None:
         ),
         (
             4,
-            {"pp": 2, "workers": 2},
-            {"local_updates": mp.LocalUpdates(2, fragments=2)},
+            {"pp": 2, "worlds": 2},
+            {"observers": [LocalUpdates(2, fragments=2)]},
             r"2 fragments on 2 pipeline ranks need the blocks' numbers .*: blocks=\{number: block\}",
         ),
         (1, {}, {"initialize": False}, r'initialize=False keeps values, and .* is on "meta", without one'),
@@ -573,11 +574,11 @@ def test_pitfall_61_data_ranks_in_different_steps_are_refused(ranks, sizes, late
 
 
 def check_share(sizes: dict) -> range:
-    return start(sizes, local_updates=mp.LocalUpdates() if "workers" in sizes else None).share(SAMPLES)
+    return start(sizes, observers=[LocalUpdates()] if "worlds" in sizes else []).share(SAMPLES)
 
 
 def test_samples_are_shared_once_over_workers_and_data(ranks):
-    shares = ranks(4, check_share, {"workers": 2, "dp": 2})
+    shares = ranks(4, check_share, {"worlds": 2, "dp": 2})
     assert [i for share in shares for i in share] == list(range(SAMPLES))
     shares = ranks(4, check_share, {"tp": 2, "dp": 2})
     assert shares[0] == shares[1] != shares[2] == shares[3]
@@ -586,14 +587,15 @@ def test_samples_are_shared_once_over_workers_and_data(ranks):
 
 
 def merged(every: int) -> tuple[list[float], list[bool], float]:
-    run = start({"workers": 2}, local_updates=mp.LocalUpdates(every, lr=1.0, momentum=0.0))
-    results = []
+    updates = LocalUpdates(every, lr=1.0, momentum=0.0)
+    run, results, due = start({"worlds": 2}, observers=[updates]), [], []
     while run.step < 4:
         run.forward_backward(*batch(run.step, run.share(SAMPLES)))
         results.append(run.optimizer_step())
+        due.append(updates.merged is not None)
     return (
         [r.loss for r in results],
-        [r.merge is not None for r in results],
+        due,
         float(sum(p.sum() for p in run.model.parameters())),
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.experimental import LocalUpdates
 from mpcore.tools import invariant
 from mpcore.training import Observer, first_step
 from mpcore.training import run as module
@@ -86,7 +87,7 @@ def test_gradients_are_clipped_to_a_norm_and_the_step_is_a_plain_one():
     before = [p.detach().clone() for p in run.model.parameters()]
     assert run.step == 0
     result = run.optimizer_step()
-    assert result == StepResult(pytest.approx(loss, rel=1e-12), pytest.approx(norm, rel=1e-12), True, None, {}, 0)
+    assert result == StepResult(pytest.approx(loss, rel=1e-12), pytest.approx(norm, rel=1e-12), True, {}, 0)
     assert run.step == 1
     close([p.detach() for p in run.model.parameters()], [p - lr * g / 4 for p, lr, g in
                                                          zip(before, (0.5, 0.25), want, strict=True)])  # fmt: skip
@@ -264,7 +265,7 @@ def test_pitfall_59_modes_come_back_after_an_evaluation_also_after_an_error():
 
 def shares(sizes: dict, count: int, micro_batches: int) -> tuple[int, int, str]:
     on = mp.build_mesh(device_type="cpu", **sizes)
-    options = {"local_updates": mp.LocalUpdates()} if sizes.get("workers", 1) > 1 else {}
+    options = {"observers": [LocalUpdates()]} if sizes.get("worlds", 1) > 1 else {}
     model = mp.ColumnParallelLinear(3, 2, tp=on.tp, dtype=torch.float64)
     run = start(model, on, micro_batches=micro_batches, data=mp.Zero(0), **options)
     try:
@@ -275,11 +276,11 @@ def shares(sizes: dict, count: int, micro_batches: int) -> tuple[int, int, str]:
 
 
 def test_each_data_rank_of_each_worker_has_consecutive_samples():
-    found = mp.simulate(shares, {"workers": 2, "dp": 2, "tp": 1}, 24, 3, ranks=4)
+    found = mp.simulate(shares, {"worlds": 2, "dp": 2, "tp": 1}, 24, 3, ranks=4)
     assert found == [(6 * i, 6 * i + 6, "") for i in range(4)]
     assert mp.simulate(shares, {"tp": 2, "dp": 2}, 8, 2, ranks=4) == [(0, 4, "")] * 2 + [(4, 8, "")] * 2
-    said = "25 samples a step are not a multiple of workers x dp x micro-batches = 2 x 2 x 3 = 12: 36 are"
-    assert mp.simulate(shares, {"workers": 2, "dp": 2}, 25, 3, ranks=4) == [(0, 0, said)] * 4
+    said = "25 samples a step are not a multiple of worlds x dp x micro-batches = 2 x 2 x 3 = 12: 36 are"
+    assert mp.simulate(shares, {"worlds": 2, "dp": 2}, 25, 3, ranks=4) == [(0, 0, said)] * 4
 
 
 # --- saving and loading -----------------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ def test_a_load_keeps_the_options_of_this_run_and_takes_step_and_scale(calls, mo
     run = start()
     run.scaler = mp.LossScaler(scale=8.0)
     weight = next(iter(run.model.parameters()))
-    run.optimizer.state[weight] = {"momentum": 1, **dict.fromkeys(module.OUTER_SLOTS, 2)}
+    run.optimizer.state[weight] = {"momentum": 1, **dict.fromkeys(("outer_anchor", "outer_momentum"), 2)}
 
     def load(*given: Any, **how: Any) -> Any:
         for group in run.optimizer.param_groups:
@@ -325,12 +326,11 @@ def test_a_load_keeps_the_options_of_this_run_and_takes_step_and_scale(calls, mo
         return SimpleNamespace(step=5, extra={"scale": 4.0, "good_steps": 3.0})
 
     monkeypatch.setattr(module, "load", load)
-    run._begun = True
     assert run.load("there").step == 5
     assert calls == [(("there", run.model, run.optimizer), {"mesh": run.mesh})]
     assert [(group["lr"], group["momentum"]) for group in run.optimizer.param_groups] == [(0.5, 0), (0.25, 0)]
     assert run.optimizer.state[weight] == {"momentum": 1}
-    assert (run.step, run.scaler.scale, run.scaler.good_steps, run._begun) == (5, 4.0, 3, False)
+    assert (run.step, run.scaler.scale, run.scaler.good_steps) == (5, 4.0, 3)
     run.load(Path("there"))
     for wrong in (None, 3):
         with pytest.raises(ValueError, match=f"load got {wrong} and no path"):
@@ -361,15 +361,18 @@ def test_parameters_are_sharded_again_and_offloaded_ones_are_here(monkeypatch):
     assert order[-1] == "gone"
 
 
-def test_workers_compare_their_parameters_once_before_the_first_step_and_after_a_load(monkeypatch):
-    run, begun = start(), []
-    assert run.workers is None
-    run.begin_merges()
-    run._begun = False
-    monkeypatch.setattr(type(run), "workers", property(lambda self: SimpleNamespace(begin=lambda: begun.append(1))))
-    for _ in range(2):
-        run.begin_merges()
-    assert len(begun) == 1
+def test_workers_compare_their_parameters_once_before_the_first_step_and_after_a_load(tmp_path):
+    run, updates, begun = start(), LocalUpdates(), []
+    updates.blocks = []
+    updates.attach(run)
+    updates.optimizer.begin = lambda: begun.append(1)  # type: ignore[method-assign]
+    run.observers.append(updates)
+    path = run.save(tmp_path)
+    for count in (1, 2):
+        run.forward_backward(X, T)
+        run.drop_gradients()
+        assert len(begun) == count
+        run.load(path)
 
 
 def test_a_bare_step_of_the_optimizer_is_refused():

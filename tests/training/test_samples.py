@@ -95,9 +95,9 @@ def test_the_samples_of_a_step_are_cut_over_workers_and_data_ranks():
     for worker in range(2):
         for rank in range(3):
             mesh: Any = SimpleNamespace(
-                workers=SimpleNamespace(rank=worker, size=2), dp=SimpleNamespace(rank=rank, size=3)
+                worlds=SimpleNamespace(rank=worker, size=2), dp=SimpleNamespace(rank=rank, size=3)
             )
             found.append(share_of(mesh, 2, 24))
-            with pytest.raises(ValueError, match=r"^25 samples .* workers x dp x micro-batches = 2 x 3 x 2 = 12: 36 a"):
+            with pytest.raises(ValueError, match=r"^25 samples .* worlds x dp x micro-batches = 2 x 3 x 2 = 12: 36 a"):
                 share_of(mesh, 2, 25)
     assert found == [range(4 * i, 4 * i + 4) for i in range(6)]

@@ -69,7 +69,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     def write_stage() -> None:
         check_finite(((key, x, True) for key, x in mine.items()), f"{folder} isn't written")
-        if mesh.tp.rank == mesh.data.rank == mesh.workers.rank == 0:
+        if mesh.tp.rank == mesh.data.rank == mesh.worlds.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             parts[mesh.pp.rank].unlink(missing_ok=True)  # a killed save may have left it
             write_tensors(parts[mesh.pp.rank], mine)

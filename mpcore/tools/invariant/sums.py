@@ -108,7 +108,7 @@ def invariant_mesh(mesh: Mesh, degree: int | tuple[int, int]) -> Mesh:
             size divides. Results have the same bits on all meshes of the same degrees.
 
     Raises:
-        ValueError: on every rank, if a degree doesn't fit its axis, ranks pass different degrees, or cp, ep or workers
+        ValueError: on every rank, if a degree doesn't fit its axis, ranks pass different degrees, or cp, ep or worlds
             is above 1.
 
     Example:
@@ -124,7 +124,7 @@ def invariant_mesh(mesh: Mesh, degree: int | tuple[int, int]) -> Mesh:
             raise ValueError(
                 f"virtual degree {V} of {name}, of size {axis.size}: take a power of two, and a size that divides it"
             )
-    for axis in (mesh.cp, mesh.ep, mesh.workers):
+    for axis in (mesh.cp, mesh.ep, mesh.worlds):
         if axis.size > 1:
             raise ValueError(f"virtual degrees don't go with {axis.name} {axis.size}: take {axis.name} 1")
     made = copy(mesh)

@@ -95,7 +95,7 @@ def simulate(
         dp = experts // math.gcd(inside, experts) if min(inside, experts) > 0 else 1
     size = max(tp * cp * pp * dp, 1)
     mesh_shape(size, **sizes, dp=dp, etp=more.get("etp"))  # raises if the sizes don't fit
-    job = _Job(size * more.get("workers", 1))
+    job = _Job(size * more.get("worlds", 1))
 
     def work(rank: int) -> Any:
         job.meshes[rank] = build_mesh(**sizes, dp=dp, **more)

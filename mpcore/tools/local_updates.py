@@ -1,7 +1,8 @@
 """Local-update training: workers train separately for many steps, then merge (Local SGD, DiLoCo).
 
-`build_mesh(workers=4, ...)` splits the job into four workers, each with its own mesh. Between two merges, workers do
-not communicate.
+A worker is a world of the mesh: `build_mesh(worlds=4, ...)` splits the job into four workers, each with its own mesh.
+Between two merges, workers do not communicate. `LocalUpdates` is an observer of a run of `mpcore.prepare`; `DiLoCo` is
+for a training loop of your own:
 
     optimizer = DiLoCo(AdamW(model), model, mesh, every=100)
     for step in range(steps):
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,8 @@ from mpcore.mesh.axis import Mesh
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import owners, persistent_buffers
 from mpcore.sharding.local import local_tensor, reshard
+from mpcore.training.observers import Observer
+from mpcore.training.run import Run
 
 OUTER_SLOTS = _ANCHOR, _MOMENTUM = "outer_anchor", "outer_momentum"
 _BUCKET = 2**25  # elements a message, so that a merge needs little memory beside what it merges
@@ -62,6 +66,103 @@ class Merge(NamedTuple):
         return (size**2 * self.norm**2 - squares) / ((size - 1) * squares)
 
 
+@dataclass
+class LocalUpdates(Observer):
+    """Train the worlds of `build_mesh(worlds=...)` separately, and merge their parameters periodically (DiLoCo).
+
+    Each world is a worker. Pass the object to `prepare` as an observer. `optimizer_step` merges, also if it skips a step.
+
+    Args:
+        every: the number of steps between two merges of a parameter.
+        lr, momentum, nesterov: options of the outer optimizer, which merges the workers. lr 1 and momentum 0 average
+            the parameters (Local SGD).
+        fragments: the number of parts of the model, which are merged in turn.
+
+    Attributes:
+        optimizer: the `DiLoCo`, which is then the optimizer of the run.
+        merged: the `Merge` after the last step; None if no merge was due.
+
+    Raises:
+        ValueError: if a number is out of range. `prepare` raises it on every rank if there is one worker, or fragments
+            of pipeline stages need the blocks' numbers.
+
+    Example:
+        >>> LocalUpdates(every=50, fragments=2).every
+        50
+    """
+
+    every: int = 100
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int = 1
+    merged: Merge | None = field(default=None, init=False, repr=False, compare=False)
+
+    joins_worlds: ClassVar[bool] = True
+    slots: ClassVar[tuple[str, ...]] = OUTER_SLOTS
+
+    def __post_init__(self) -> None:
+        _check_options(self.every, self.lr, self.momentum, self.fragments)
+
+    def check(self, mesh: Mesh, blocks: Sequence[nn.Module] | Mapping[int, nn.Module]) -> None:
+        """Raise ValueError if there is one worker, or the blocks of a pipeline stage have no numbers."""
+        if mesh.worlds.size == 1:
+            raise ValueError(f"build_mesh(worlds=1) with {self}: one worker has nobody to merge with")
+        if self.fragments > 1 and mesh.pp.size > 1 and not isinstance(blocks, Mapping):
+            raise ValueError(
+                f"{self.fragments} fragments on {mesh.pp.size} pipeline ranks need the blocks' numbers in the "
+                f"unsharded model: blocks={{number: block}}"
+            )
+        self.blocks = blocks
+
+    def attach(self, run: Run) -> None:
+        """Wrap the optimizer of the run."""
+        options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "fragments": self.fragments}
+        self.run, self.begun = run, False
+        self.optimizer = DiLoCo(run.optimizer, run.model, run.mesh, self.every, blocks=self.blocks, **options)
+        run.optimizer = self.optimizer
+
+    def begin(self) -> None:
+        """Check that all workers start from the same parameters. The first step after `prepare` or a load calls it.
+
+        Raises:
+            ValueError: on every rank, if workers start from different merges.
+        """
+        if not self.begun:
+            with self.run.parameters():
+                self.optimizer.begin()
+        self.begun = True
+
+    def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        """Call `begin`."""
+        self.begin()
+
+    def after_step(self, run: Run, taken: bool) -> None:
+        """Merge the workers if a merge is due."""
+        self.merged = None
+        if self.optimizer.due(run.step) is not None:
+            with run.parameters():
+                self.merged = self.optimizer.merge(run.step)
+
+    def state(self) -> dict[str, Any]:
+        """Call `begin`: the tensors of a checkpoint are in the optimizer's state."""
+        self.begin()
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Let the next step call `begin`."""
+        self.begun = False
+
+
+def _check_options(every: int, lr: float, momentum: float, fragments: int) -> None:
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every {every!r} is not at least one step")
+    if not isinstance(fragments, int) or not 1 <= fragments <= every:
+        raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
+    if not 0 < lr < math.inf or not 0 <= momentum < 1:
+        raise ValueError(f"the outer lr {lr} is not above 0, or the momentum {momentum} not from 0 to below 1")
+
+
 class DiLoCo(torch.optim.Optimizer):
     """Wrap an optimizer so that workers merge their parameters every `every` steps (DiLoCo).
 
@@ -76,7 +177,7 @@ class DiLoCo(torch.optim.Optimizer):
     Args:
         optimizer: the inner optimizer, created after the model is sharded. Both share `param_groups`.
         model: the model, or this rank's pipeline stage; the same parameters on all workers.
-        mesh: the mesh from `build_mesh(workers=...)`. One worker merges with itself (with momentum 0, this is the
+        mesh: the mesh from `build_mesh(worlds=...)`. One worker merges with itself (with momentum 0, this is the
             Lookahead optimizer).
         every: the number of steps between two merges of a parameter.
         lr, momentum, nesterov: options of the outer step, as in `torch.optim.SGD`.
@@ -97,8 +198,8 @@ class DiLoCo(torch.optim.Optimizer):
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> optimizer = mpcore.AdamW(model)
-        >>> mesh = mpcore.build_mesh(workers=1)  # each worker has a mesh of its own
-        >>> outer = mpcore.DiLoCo(optimizer, model, mesh, every=100)
+        >>> mesh = mpcore.build_mesh(worlds=1)  # each worker has a mesh of its own
+        >>> outer = DiLoCo(optimizer, model, mesh, every=100)
     """
 
     def __init__(
@@ -124,12 +225,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}
         self.owner: dict[Tensor, nn.Module] = {parameter: module for _, module, _, parameter in held}
         with raising_together():
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"every {every!r} is not at least one step")
-            if not isinstance(fragments, int) or not 1 <= fragments <= every:
-                raise ValueError(f"fragments {fragments!r} is not from 1 to the {every} steps between merges")
-            if not 0 < lr < math.inf or not 0 <= momentum < 1:
-                raise ValueError(f"the outer lr {lr} is not above 0, or the momentum {momentum} not from 0 to below 1")
+            _check_options(every, lr, momentum, fragments)
             for p in self._parameters():
                 if p not in self.names:
                     raise ValueError(f"the optimizer's parameter of shape {tuple(p.shape)} is none of the model's")
@@ -289,13 +385,13 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _gather(self, value: Tensor) -> Tensor:
         """Gather every worker's tensor as (workers, *shape) on the host."""
-        rows = torch.zeros(self.mesh.workers.size, *value.shape, dtype=value.dtype, device=value.device)
-        rows[self.mesh.workers.rank] = value
-        return all_reduce(rows, self.mesh.workers).cpu()
+        rows = torch.zeros(self.mesh.worlds.size, *value.shape, dtype=value.dtype, device=value.device)
+        rows[self.mesh.worlds.rank] = value
+        return all_reduce(rows, self.mesh.worlds).cpu()
 
     def _average(self, tensors: list[Tensor]) -> None:
         """Average each tensor over workers, each element in one order: replicas on several ranks keep the same bits."""
-        axis, size = self.mesh.workers, self.mesh.workers.size
+        axis, size = self.mesh.worlds, self.mesh.worlds.size
         alike = itertools.groupby(map(local_tensor, tensors), lambda x: x.dtype)
         for bucket in itertools.chain.from_iterable(buckets(group, Tensor.numel, _BUCKET) for _, group in alike):
             flat = torch.cat([x.reshape(-1) for x in bucket])
@@ -318,7 +414,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _compare(self, tensors: dict[str, Tensor], moved: dict[Tensor, Tensor] | None = None) -> None:
         """Raise on all ranks if a tensor differs between workers, or a change is not finite."""
-        workers = self.mesh.workers
+        workers = self.mesh.worlds
         with raising_together():
             if moved is None:
                 shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}

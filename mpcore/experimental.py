@@ -1,0 +1,10 @@
+"""Names that may still change in any release: the promises of the other public names don't hold for them.
+
+from mpcore.experimental import LocalUpdates
+"""
+
+from mpcore.tools.invariant import make_invariant
+from mpcore.tools.local_updates import DiLoCo, LocalUpdates
+from mpcore.tools.simulation import simulate
+
+__all__ = ["DiLoCo", "LocalUpdates", "make_invariant", "simulate"]
