@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RANKS ?= 4
-OUT ?= runs/demo
+OUT ?= runs/pretrain
 
 .DEFAULT_GOAL := help
 .PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench docs wheel check format clean

@@ -34,6 +34,11 @@ def implementation(impl: str | None, x: Tensor, operator: str) -> str:
     """
     impl = forced() if impl is None else impl
     if impl is None:
+        if not HAS_TRITON and x.is_cuda and x.dtype in KERNEL_DTYPES:
+            raise ValueError(
+                f"{operator} on {x.device} needs the triton package: pip install triton, or run the slower reference "
+                f"under mpcore.kernels.use_kernels('reference')"
+            )
         known = HAS_TRITON and is_on_gpu(x) and x.dtype in KERNEL_DTYPES
         if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU: there is none to measure or test
             return by_rule(operator)

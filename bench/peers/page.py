@@ -27,7 +27,8 @@ ranks. Wall time is unreliable: other programs use the machine. A row with *host
 layers and a process group that sends nothing. So the row measures mostly the host's work, which a step on a GPU
 needs too.
 
-The target is the smallest ratio that we accept; a target below 1 accepts a slower mpcore. `met`: the median reaches it. `missed`: the 80th percentile is below it.
+The target is the smallest ratio that we accept; a target below 1 accepts a slower mpcore.
+`met`: the median reaches it. `missed`: the 80th percentile is below it.
 `unclear`: the median is below it, and the 80th percentile is not. The numbers are compared before they are rounded. The
 benchmark uses no GPU.
 """

@@ -42,7 +42,10 @@ def test_a_cuda_tensor_takes_triton_where_it_is_there(dtype, monkeypatch):
     assert runs_triton("triton", CudaTensor(dtype))
     assert not runs_triton("reference", CudaTensor(dtype))
     monkeypatch.setattr(_dispatch, "HAS_TRITON", False)
-    assert not runs_triton(None, CudaTensor(dtype))
+    with pytest.raises(ValueError, match="needs the triton package: pip install triton"):
+        runs_triton(None, CudaTensor(dtype))
+    with use_kernels("reference"):
+        assert not runs_triton(None, CudaTensor(dtype))
 
 
 def test_float64_takes_the_reference_on_any_device():

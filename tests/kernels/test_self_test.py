@@ -284,7 +284,8 @@ class Fake:
     ("impl", "forced", "x", "triton", "interprets", "found"),
     [
         (None, None, Fake(), True, False, "chosen"), (None, None, Fake("cpu"), True, True, "reference"),
-        (None, None, Fake(dtype=F64), True, False, "reference"), (None, None, Fake(), False, False, "reference"),
+        (None, None, Fake(dtype=F64), True, False, "reference"),
+        (None, None, Fake(), False, False, "needs the triton package"),
         (None, "reference", Fake(), True, False, "reference"), (None, "triton", Fake(), True, False, "triton"),
         ("reference", "triton", Fake(), True, False, "reference"),
         ("triton", "reference", Fake(), True, False, "triton"),
