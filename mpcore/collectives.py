@@ -70,7 +70,7 @@ _wait = _ops.wait_tensor.default
 
 
 def _call(op: OpOverload, x: Tensor, *args, wait: bool = False) -> Tensor:
-    if x.requires_grad:
+    if torch.is_grad_enabled() and x.requires_grad:
         _refuse_gradient(op)
     # Torch may have given these operators an autograd of its own, in Python: 9 us a collective, and a second graph.
     if torch.compiler.is_compiling():
@@ -80,11 +80,10 @@ def _call(op: OpOverload, x: Tensor, *args, wait: bool = False) -> Tensor:
 
 
 def _refuse_gradient(op: OpOverload) -> None:
-    if torch.is_grad_enabled():
-        raise ValueError(
-            f"{op.overloadpacket.__name__} has no gradient, but its input needs one: use reduce (of what is made from "
-            f"copy(x, axis), where x is the same on every rank) or another of the dual pairs, or give it x.detach()"
-        )
+    raise ValueError(
+        f"{op.overloadpacket.__name__} has no gradient, but its input needs one: use reduce (of what is made from "
+        f"copy(x, axis), where x is the same on every rank) or another of the dual pairs, or give it x.detach()"
+    )
 
 
 def wait(x: Tensor) -> Tensor:
@@ -114,12 +113,16 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         ValueError: if `x` requires a gradient, also on size 1. Use `reduce`, which is differentiable.
     """
     if not _alone(axis):
-        if axis.sums is not None and op == "sum":
-            return axis.sums.all_reduce(x, axis)
-        return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
-    if x.requires_grad:
+        return _all_reduce(x, axis, op)
+    if torch.is_grad_enabled() and x.requires_grad:
         _refuse_gradient(_ops.all_reduce.default)
     return x
+
+
+def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    if axis.sums is not None and op == "sum":
+        return axis.sums.all_reduce(x, axis)
+    return _call(_ops.all_reduce.default, x, op, _group(axis), wait=True)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -150,12 +153,14 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
 
 
 def _alone(axis: Axis) -> bool:
-    check_axis(axis)
+    if not isinstance(axis, Axis):
+        check_axis(axis)
     return axis.size == 1
 
 
 def _group(axis: Axis) -> str:
-    check_axis(axis)
+    if not isinstance(axis, Axis):
+        check_axis(axis)
     if axis.group is None:
         raise ValueError(f"the {axis.name} axis of size {axis.size} has no process group: make it with build_mesh")
     return axis.group_name
@@ -255,7 +260,7 @@ class _Reduce(Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return all_reduce(x, axis)
+        return _all_reduce(x, axis)
 
     @staticmethod
     def backward(ctx, dy: Tensor):

@@ -8,6 +8,7 @@ import torch
 
 from mpcore import Axis
 from mpcore import collectives as c
+from mpcore.layers.linear_ops import Product
 from mpcore.tools.invariant.sums import TreeSums, tree_sum
 from tests.equality import close
 from tests.pool import mesh
@@ -298,18 +299,16 @@ def test_pitfall_01_a_branch_beside_copy_keeps_its_gradient(ranks):
 
 def check_async_branches():
     """PITFALL 1 again, through the layers that start their collective early."""
-    from mpcore.layers.linear import all_gather_linear, copy_linear
-
     axis = mesh(tp=2).tp
     weight = torch.eye(3, dtype=torch.float64)
     v, a = (torch.ones(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    (v + copy_linear(a, weight, None, axis)).backward(torch.full((2, 3), 2.0, dtype=torch.float64))
+    (v + Product().column(a, weight, None, axis)).backward(torch.full((2, 3), 2.0, dtype=torch.float64))
     assert v.grad is not None
     assert a.grad is not None
     assert v.grad.eq(2).all()
     assert a.grad.eq(4).all()
     v, a = (torch.ones(n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 2))
-    (v + all_gather_linear(a, weight, None, axis, 0)).backward(torch.full((4, 3), 2.0, dtype=torch.float64))
+    (v + Product().column(a, weight, None, axis, 0)).backward(torch.full((4, 3), 2.0, dtype=torch.float64))
     assert v.grad is not None
     assert a.grad is not None
     assert v.grad.eq(2).all()

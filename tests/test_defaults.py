@@ -358,6 +358,7 @@ WHERE = {
     "sharded_features",
     "input_is_parallel",
     "blocks",
+    "shard",
     "used_share",
     "pin_memory",
     "min_bytes",

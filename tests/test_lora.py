@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.interop.lora.layers import LoRALayer
-from mpcore.interop.parallelize.layers import FusedColumnParallelLinear
 from tests.equality import close, full_gradients
 from tests.lora_models import (
     ALPHA,
@@ -47,7 +46,7 @@ def layers(pair: str, tp: mp.Axis, **sequence) -> nn.Sequential:
     split = {"gather_output": True}, {"input_is_parallel": False}
     more = split if pair == "gathered, split" else ({}, {})
     first = {
-        "fused": lambda: FusedColumnParallelLinear(IN, mid, blocks=(6, 6), **on),
+        "fused": lambda: mp.ColumnParallelLinear(IN, mid, blocks=(6, 6), **on),
         "gate up": lambda: mp.GateUpParallelLinear(IN, 6, **on),
     }.get(pair, lambda: mp.ColumnParallelLinear(IN, mid, **on, **more[0]))()
     return nn.Sequential(first, nn.Tanh(), mp.RowParallelLinear(mid, OUT, **on, **more[1]))

@@ -31,7 +31,7 @@ from mpcore import (
 from mpcore.checkpoint import load, save
 from mpcore.checkpoint.pieces import like
 from mpcore.gradients.accumulate import mark_reduced
-from mpcore.layers.linear import GateUpParallelLinear, QKVParallelLinear
+from mpcore.layers.fused_linear import GateUpParallelLinear, QKVParallelLinear
 from mpcore.optim.adamw import logical_indices
 from mpcore.optim.muon import orthogonalize
 from mpcore.optim.schedules import SCHEDULES, cosine, linear, wsd

@@ -35,6 +35,7 @@ from mpcore import (
     shard_data_parallel,
 )
 from mpcore import collectives as c
+from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.module import ParallelModule, RandomModule, normal
 from mpcore.sharding.declarations import ModelTree, declarations, named_modules, tree_of
 from mpcore.sharding.declare import Sharding, cut
@@ -86,8 +87,8 @@ def test_fp8_converts_the_blocks_and_no_head_whatever_it_is_called():
     model = nn.ModuleDict({"blocks": nn.ModuleList(ParallelMLP(8, 16) for _ in range(2))})
     model.update({name: ColumnParallelLinear(8, 12) for name in names})
     convert_to_fp8(model["blocks"])
-    assert all(layer.mode.fp8 for mlp in model["blocks"] for layer in (mlp.up, mlp.down))
-    assert not any(model[name].mode.fp8 for name in names)
+    assert all(layer.product == Fp8Product() for mlp in model["blocks"] for layer in (mlp.up, mlp.down))
+    assert not any(model[name].product == Fp8Product() for name in names)
     with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
         convert_to_fp8(model["unembed"])
 

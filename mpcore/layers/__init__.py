@@ -7,13 +7,8 @@ from mpcore.layers.attention.sequence import sequence_index, shard_sequence, uns
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
-from mpcore.layers.linear import (
-    ColumnParallelLinear,
-    GateUpParallelLinear,
-    KVParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from mpcore.layers.fused_linear import GateUpParallelLinear, KVParallelLinear, QKVParallelLinear
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.loss import (
     VocabParallelCrossEntropy,
     linear_cross_entropy,

@@ -1,13 +1,13 @@
-"""The matrix products of linear layers, overlapped with the communication of the tensor-parallel axis.
+"""The products of linear layers: `y = x W^T + b`, overlapped with the communication of the tensor-parallel axis.
 
-Backward computes the input's gradient first. Its all-reduce (or reduce-scatter) runs while the weight's gradient is
-computed. Products may run in half precision or in FP8; the parameter keeps its dtype.
+A layer computes with its `product`, an object of `Product` or of a subclass. Backward computes the input's gradient
+first. Its all-reduce (or reduce-scatter) runs while the weight's gradient is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,72 +16,143 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore._torch.autograd import will_run
 from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad, will_accumulate
 from mpcore.kernels._torch import is_on_gpu
-from mpcore.kernels.fp8_matmul import fp8_matmul
-from mpcore.kernels.quantize_fp8 import Quantized, quantize_fp8
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
 _ALONE = Axis()
 
 
-def copy_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, split: bool = False, fp8: bool = False
-) -> Tensor:
-    """`linear(copy(x))`: in backward, all-reduce the input's gradient while the weight's gradient is computed.
+@dataclass(frozen=True)
+class Product:
+    """How a linear layer computes. This class computes in the weight's dtype, or in the dtype of `torch.autocast`.
+
+    A product is never changed: hand the layer another one. A subclass overrides `column`, which `row` calls.
 
     Args:
-        x: [..., D], the same on every rank.
-        weight: [F/tp, D], this rank's rows.
-        bias: [F/tp] or None.
-        tp: the tensor-parallel axis.
-        split: let backward compute the two gradients in separate passes. The product is then torch's own, and
-            communication does not overlap with it.
-        fp8: compute the forward product and both backward products in FP8.
-
-    Returns:
-        [..., F/tp], in the dtype of `torch.autocast` if it is on.
+        split_backward: allow backward to compute the input's gradient and the weight's gradient in two separate passes,
+            as zero-bubble pipelines do. The product is then torch's own, which autograd can split, communication does
+            not overlap with it, and the whole input is kept for backward.
     """
-    main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
-    x = cast(x, dtype)
-    if fp8:
-        x, tp = (collectives.copy(x, tp), _ALONE) if split else (x, tp)
-        return _Fp8Linear.apply(x, weight, bias, tp, None, False, main, split)
-    if split:
-        return F.linear(collectives.copy(x, tp), cast(weight, dtype), cast(bias, dtype))
-    if tp.size == 1 and main is None and dtype in (None, weight.dtype):
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tp, None, False, main, dtype)
+
+    split_backward: bool = False
+
+    def column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
+    ) -> Tensor:
+        """Compute `linear(copy(x))`, or `linear(all_gather(x, dim))` if `dim` is given.
+
+        Args:
+            x: [..., D], the same on every rank; with `dim` this rank's equal shard of dimension `dim`, the sequence.
+            weight: [F/tp, D], this rank's rows.
+            bias: [F/tp] or None.
+            tp: the tensor-parallel axis.
+            dim: the sequence dimension, or None.
+            regather: keep only the shard for backward and all-gather it again there: one more all-gather, 1/tp of the
+                memory.
+
+        Returns:
+            [..., F/tp], with the full sequence.
+        """
+        dtype = autocast_dtype(x)
+        main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
+        x = x if dtype is None else x.to(dtype)
+        if self.split_backward:
+            return F.linear(share(x, tp, dim), cast(weight, dtype), cast(bias, dtype))
+        if tp.size == 1 and main is None and dtype in (None, weight.dtype):
+            return F.linear(x, weight, bias)
+        return _ColumnLinear.apply(x, weight, bias, (tp, dim, regather and dim is not None, main, dtype))
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None) -> Tensor:
+        """Compute `reduce(linear(x)) + bias`, or `reduce_scatter(linear(x), dim) + bias` if `dim` is given.
+
+        Args:
+            x: [..., D/tp], this rank's features.
+            weight: [F, D/tp], this rank's columns.
+            bias: [F] or None.
+            tp, dim: see `column`.
+
+        Returns:
+            [..., F], the same on every rank; with `dim` this rank's shard of the sequence.
+        """
+        if tp.size == 1:  # adds the bias inside the product: bitwise equal to torch.nn.Linear
+            return self.column(x, weight, bias, tp)
+        y = self.column(x, weight, None, _ALONE)
+        y = collectives.reduce(y, tp) if dim is None else collectives.reduce_scatter(y, tp, dim)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def change(self, change: Callable[[Product], Product]) -> Product:
+        """Return `change(self)`; a `WrappedProduct` changes the product that it wraps."""
+        return change(self)
+
+    def split(self, on: bool) -> Product:
+        """Return this product with `split_backward` on or off."""
+        return self.change(lambda product: replace(product, split_backward=on))
 
 
-def all_gather_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int, regather: bool = False, split: bool = False,
-    fp8: bool = False,
-) -> Tensor:  # fmt: skip
-    """`linear(all_gather(x, dim))`: in backward, the reduce-scatter runs while the weight's gradient is computed.
+@dataclass(frozen=True)
+class WrappedProduct(Product):
+    """A product that computes with another one, and changes its weight or its result."""
 
-    Args:
-        x: [..., T/tp, ..., D], this rank's equal shard of dimension `dim`, the sequence.
-        weight, bias, tp, fp8: see `copy_linear`.
-        dim: the sequence dimension.
-        regather: keep only the shard for backward and all-gather it again there: one more all-gather, 1/tp of the
-            memory.
-        split: see `copy_linear`. The full input is then kept for backward.
+    split_backward: bool = field(init=False, default=False)
+    base: Product
 
-    Returns:
-        [..., T, ..., F/tp], in the dtype of `torch.autocast` if it is on.
-    """
-    main, dtype = _main_gradients(weight, bias), autocast_dtype(x)
-    x = cast(x, dtype)
-    if split:
-        return copy_linear(collectives.all_gather(x, tp, dim), weight, bias, _ALONE, split, fp8)
-    if fp8:
-        return _Fp8Linear.apply(x, weight, bias, tp, dim, regather, main, split)
-    return _ColumnLinear.apply(x, weight, bias, tp, dim, regather, main, dtype)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split_backward", self.base.split_backward)
+
+    def change(self, change: Callable[[Product], Product]) -> Product:
+        """Return this product around `change(base)`."""
+        return replace(self, base=self.base.change(change))
+
+
+class _ColumnLinear(Function):
+    """The product of an x that all ranks share, or of a sequence that is all-gathered over dimension `dim`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+        ctx.how = tp, dim, regather, _, dtype = how
+        whole = x if dim is None else gathered(start_all_gather(x, tp), tp, dim)
+        ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
+        if dtype is not None:  # backward casts the parameter again, so no copy per micro-batch is kept
+            weight, bias = cast(weight, dtype), cast(bias, dtype)
+        if bias is None or x.dim() == 2:
+            return F.linear(whole, weight, bias)
+        y = F.linear(whole.reshape(-1, whole.shape[-1]), weight, bias)
+        return unsafe_view(y, (*whole.shape[:-1], weight.shape[0]))  # no view: callers may write to the output
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[override]
+        (x, weight), (tp, dim, regather, main, _) = ctx.saved_tensors, ctx.how
+        if tp.size > 1 or main is not None:
+            refuse_second_derivative("a column-parallel linear on tp > 1 or with main gradients, unless it is split,")
+        gathering = start_all_gather(x, tp) if regather and ctx.needs_input_grad[1] else None
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        summing = None if dx is None else start_sum(dx, tp, dim)
+        x = x if gathering is None else gathered(gathering, tp, dim)
+        (w, b), dy = main or (None, None), flat_tokens(dy)
+        dweight = add_or_return(w, _weight_product, dy, flat_tokens(x)) if ctx.needs_input_grad[1] else None
+        dbias = add_or_return(b, column_sum, dy) if ctx.needs_input_grad[2] else None
+        return dx if summing is None else wait(summing), cast(dweight, weight.dtype), cast(dbias, weight.dtype), None
+
+
+def share(x: Tensor, tp: Axis, dim: int | None) -> Tensor:
+    """Call `copy(x)`, or `all_gather(x, dim)`: their backward sums the input's gradient."""
+    return collectives.copy(x, tp) if dim is None else collectives.all_gather(x, tp, dim)
+
+
+def gathered(flying: Tensor, tp: Axis, dim: int) -> Tensor:
+    """Wait for shards of a sequence, and lay them along its dimension."""
+    return collectives.shards_along(wait(flying), tp.size, dim)
+
+
+def start_sum(dx: Tensor, tp: Axis, dim: int | None) -> Tensor | None:
+    """Start the all-reduce of the input's gradient, or its reduce-scatter over `dim`; None if tp has one rank."""
+    if dim is not None:
+        return start_reduce_scatter(collectives.shards_in_front(dx, tp.size, dim), tp)
+    return start_all_reduce(dx, tp) if tp.size > 1 else None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -96,34 +167,12 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     return x if x is None or dtype is None else x.to(dtype)
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Compute the product in `dtype`. Backward casts the parameter again, so no copy per micro-batch is kept."""
-    weight, bias = cast(weight, dtype), cast(bias, dtype)
-    if bias is None or x.dim() == 2:
-        return F.linear(x, weight, bias)
-    flat = F.linear(flat_tokens(x), weight, bias)
-    return unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))
+def flat_tokens(x: Tensor) -> Tensor:
+    """[..., D] -> [T, D]."""
+    return x.reshape(-1, x.shape[-1])
 
 
-Main = tuple[Tensor, Tensor | None]
-
-
-def _main_gradients(weight: Tensor, bias: Tensor | None) -> Main | None:
-    """Return weight and bias if backward must add to their main gradients (`mpcore.main_gradients`), else None."""
-    if main_grad(weight) is None or torch.compiler.is_compiling():
-        return None
-    return weight, bias
-
-
-def _weight_gradients(ctx, dy: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dy = flat_tokens(dy)
-    weight, bias = ctx.main or (None, None)
-    dweight = _add_or_give(weight, _weight_product, dy, flat_tokens(x)) if ctx.needs_input_grad[1] else None
-    dbias = _add_or_give(bias, _column_sum, dy) if ctx.needs_input_grad[2] else None
-    return None if dweight is None else dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype)
-
-
-def _add_or_give(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
+def add_or_return(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
     """Return the gradient for autograd; or add it to the parameter's main gradient and return None."""
     main = main_grad(parameter)
     wanted = None if parameter is None or main is None else will_accumulate(parameter)
@@ -145,115 +194,6 @@ def _weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
     return main.addmm_(dy.t().to(main.dtype), x.to(main.dtype))
 
 
-def _column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
+def column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
+    """Return the bias's gradient, or add it to `main`."""
     return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))
-
-
-_NO_SECOND = "a column-parallel linear on tp > 1 or with main gradients, unless its mode has split_backward,"
-
-
-class _ColumnLinear(Function):
-    """The product of an x that all ranks share, or of a sequence that is all-gathered over dimension `dim`."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
-        main: Main | None, dtype: torch.dtype | None,
-    ) -> Tensor:  # fmt: skip
-        whole = x if dim is None else _gather(start_all_gather(x, tp), tp, dim)
-        ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
-        ctx.tp, ctx.dim, ctx.regather, ctx.main, ctx.dtype = tp, dim, regather, main, weight.dtype
-        return _forward(whole, weight, bias, dtype)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
-        if ctx.tp.size > 1 or ctx.main is not None:
-            refuse_second_derivative(_NO_SECOND)
-        x, weight = ctx.saved_tensors
-        gathering = start_all_gather(x, ctx.tp) if ctx.regather and ctx.needs_input_grad[1] else None
-        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        summing = None if dx is None else _start_sum(dx, ctx.tp, ctx.dim)
-        if gathering is not None:
-            x = _gather(gathering, ctx.tp, ctx.dim)
-        dweight, dbias = _weight_gradients(ctx, dy, x)
-        return dx if summing is None else wait(summing), dweight, dbias, *[None] * 5
-
-
-def _gather(flying: Tensor, tp: Axis, dim: int) -> Tensor:
-    """Wait for shards of a sequence, and lay them along its dimension."""
-    return collectives.shards_along(wait(flying), tp.size, dim)
-
-
-def _start_sum(dx: Tensor, tp: Axis, dim: int | None) -> Tensor | None:
-    """Start the all-reduce of the input's gradient, or its reduce-scatter over `dim`; None if tp has one rank."""
-    if dim is not None:
-        return start_reduce_scatter(collectives.shards_in_front(dx, tp.size, dim), tp)
-    return start_all_reduce(dx, tp) if tp.size > 1 else None
-
-
-class _Fp8Linear(Function):
-    """`_ColumnLinear` in FP8. The input kept for backward is in FP8 too."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
-        main: Main | None, split: bool,
-    ) -> Tensor:  # fmt: skip
-        whole = x if dim is None else _gather(start_all_gather(x, tp), tp, dim)
-        wanted = ctx.needs_input_grad[1]
-        rows, columns = quantize_fp8(flat_tokens(whole), columns=wanted and not regather)
-        y = fp8_matmul(_given(rows), _given(quantize_fp8(weight, square=True)[0]), x.dtype)
-        if bias is not None:
-            y += bias.to(y.dtype)
-        kept = (None, None) if columns is None else columns
-        ctx.save_for_backward(x if wanted and regather else None, *kept, weight)
-        ctx.tp, ctx.dim, ctx.main, ctx.dtype, ctx.split = tp, dim, main, weight.dtype, split
-        return unsafe_view(y, (*whole.shape[:-1], len(weight)))
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
-        refuse_second_derivative("a linear layer in eight bits")
-        x, values, scales, weight = ctx.saved_tensors
-        tp, dim = ctx.tp, ctx.dim
-        for_x, for_weight, for_bias = (_wanted(ctx, i) for i in range(3))
-        gathering = None if x is None or not for_weight else start_all_gather(x, tp)
-        flat = flat_tokens(dy)
-        rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
-        dx = summing = dweight = None
-        if rows is not None:
-            transposed = _given(quantize_fp8(weight, square=True, rows=False, columns=True)[1])
-            dx = fp8_matmul(rows, transposed, dy.dtype).view(*dy.shape[:-1], weight.shape[1])
-            summing = _start_sum(dx, tp, dim)
-        weight_main, bias_main = ctx.main or (None, None)
-        if columns is not None:
-            if gathering is not None:
-                whole = flat_tokens(_gather(gathering, tp, dim))
-                values, scales = _given(quantize_fp8(whole, rows=False, columns=True)[1])
-            product = partial(_fp8_weight_product, ctx.dtype)
-            dweight = _add_or_give(weight_main, product, *columns, values, scales)
-        dbias = _add_or_give(bias_main, _column_sum, flat) if for_bias else None
-        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 5
-
-
-def _fp8_weight_product(
-    dtype: torch.dtype, main: Tensor | None, dy: Tensor, dy_scales: Tensor, x: Tensor, x_scales: Tensor
-) -> Tensor:
-    y = fp8_matmul(Quantized(dy, dy_scales), Quantized(x, x_scales), dtype if main is None else main.dtype)
-    return y if main is None else main.add_(y)
-
-
-def _wanted(ctx, which: int) -> bool:
-    """Return whether this backward pass needs the gradient of input `which`. A split backward runs two passes."""
-    if not ctx.needs_input_grad[which] or not ctx.split:
-        return ctx.needs_input_grad[which]
-    return will_run(ctx.next_functions[which][0])
-
-
-def flat_tokens(x: Tensor) -> Tensor:
-    """[..., D] -> [T, D]."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _given(x: Quantized | None) -> Quantized:
-    assert x is not None
-    return x

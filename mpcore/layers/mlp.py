@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from mpcore._torch.fake import real_tensors
 from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
-from mpcore.layers.linear import ColumnParallelLinear, GateUpParallelLinear, RowParallelLinear
+from mpcore.layers.fused_linear import GateUpParallelLinear
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, pick
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.layers.linear import ParallelLinear
+from mpcore.layers.linear_fp8 import to_fp8
 from mpcore.layers.module import Blocks, listed
 from mpcore.layers.moe.experts import GroupedLinear
 from mpcore.optim.loss_scale import LossScaler
@@ -66,13 +67,13 @@ def convert_to_fp8(blocks: Blocks) -> None:
 
     Raises:
         ValueError: before anything is converted, if `blocks` is a single module, tp does not cut a layer at multiples
-            of 128, or no linear layer can be converted (all are torch's own or experts').
+            of 128, a layer's product has no FP8, or no linear layer can be converted (all are torch's own or experts').
 
     Example:
         >>> blocks = nn.ModuleList(mpcore.ParallelMLP(256, 512) for _ in range(2))
         >>> mpcore.convert_to_fp8(blocks)
-        >>> blocks[0].up.mode.fp8
-        True
+        >>> blocks[0].up.product
+        Fp8Product(split_backward=False)
     """
     named = [(f"blocks[{i}] {name}".rstrip(), m) for i, b in enumerate(listed(blocks)) for name, m in named_modules(b)]
     found = {name: m for name, m in named if isinstance(m, ParallelLinear)}
@@ -88,7 +89,6 @@ def convert_to_fp8(blocks: Blocks) -> None:
             f"the blocks have {len(grouped)} grouped linear layers of experts, such as {grouped[0]!r}, which stay in "
             f"their dtype, and no other linear layer to convert"
         )
-    for name, layer in found.items():
-        layer.check_fp8(name)
-    for layer in found.values():
-        layer.set_mode(fp8=True)
+    products = {layer: to_fp8(layer.product, layer.shardings["weight"], name) for name, layer in found.items()}
+    for layer, product in products.items():
+        layer.product = product

@@ -17,11 +17,11 @@ from mpcore.sharding.declarations import declarations
 
 
 def split_linears(stages: Iterable[nn.Module], plan: Schedule) -> None:
-    """Tell the stages' linear layers whether the gradients of inputs and of weights are computed separately."""
+    """Hand the stages' linear layers products whose backward computes both gradients separately, or at once."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, ParallelLinear):
-                module.set_mode(split_backward=plan.splits_backward)
+                module.product = module.product.split(plan.splits_backward)
 
 
 def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:

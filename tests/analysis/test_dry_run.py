@@ -170,7 +170,7 @@ def test_linear_layers_split_their_backward_where_the_schedule_does(name, splits
         return Work([made[-1]], build_schedule(name, 1, 4), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
 
     dry_run(layers)
-    assert [layer.mode.split_backward for layer in made] == [splits]
+    assert [layer.product.split_backward for layer in made] == [splits]
 
 
 def test_parameters_of_16_bits_have_float32_gradients_and_masters():

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 import mpcore as mp
 from mpcore.interop.lora import adapters, files
 from mpcore.interop.lora import layers as of_layers
-from mpcore.interop.lora.layers import LoRAColumn, LoRARow, LoRAWhole, is_transposed, sizes_of, with_adapter
-from mpcore.interop.parallelize.layers import ColumnParallelConv1D, FusedColumnParallelLinear, RowParallelConv1D
+from mpcore.interop.lora.layers import LoRALayer, LoRAWhole, is_transposed, sizes_of, with_adapter
+from mpcore.interop.parallelize.layers import ColumnParallelConv1D, RowParallelConv1D
 from mpcore.mesh.axis import Axis
 
 TP = Axis(2, 1, name="tp")
@@ -218,15 +218,15 @@ def test_dropout_is_of_the_adapters_input_in_training():
 @pytest.mark.parametrize(
     ("make", "kind", "a", "b", "partial"),
     [
-        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP), LoRAColumn, None, 0, ([], [])),
-        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP, sequence_parallel=True), LoRAColumn, None, 0, (["tp"], [])),
-        (lambda: mp.RowParallelLinear(4, 6, tp=TP), LoRARow, 1, None, ([], ["tp"])),
-        (lambda: FusedColumnParallelLinear(4, 6, blocks=(2, 4), tp=TP), LoRAColumn, None, 0, ([], [])),
-        (lambda: ColumnParallelConv1D(4, 6, blocks=(6,), tp=TP), LoRAColumn, None, 0, ([], [])),
-        (lambda: RowParallelConv1D(4, 6, tp=TP), LoRARow, 1, None, ([], ["tp"])),
+        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP), LoRALayer, None, 0, ([], [])),
+        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP, sequence_parallel=True), LoRALayer, None, 0, (["tp"], [])),
+        (lambda: mp.RowParallelLinear(4, 6, tp=TP), LoRALayer, 1, None, ([], ["tp"])),
+        (lambda: mp.ColumnParallelLinear(4, 6, blocks=(2, 4), tp=TP), LoRALayer, None, 0, ([], [])),
+        (lambda: ColumnParallelConv1D(4, 6, blocks=(6,), tp=TP), LoRALayer, None, 0, ([], [])),
+        (lambda: RowParallelConv1D(4, 6, tp=TP), LoRALayer, 1, None, ([], ["tp"])),
         (lambda: nn.Linear(4, 6), LoRAWhole, None, None, ([], [])),
-        (lambda: mp.RowParallelLinear(4, 6), LoRARow, None, None, ([], [])),
-        (lambda: mp.ColumnParallelLinear(4, 6), LoRAColumn, None, None, ([], [])),
+        (lambda: mp.RowParallelLinear(4, 6), LoRALayer, None, None, ([], [])),
+        (lambda: mp.ColumnParallelLinear(4, 6), LoRALayer, None, None, ([], [])),
     ],
 )  # fmt: skip
 def test_how_the_factors_of_a_parallel_layer_lie(make, kind, a, b, partial):

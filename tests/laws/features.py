@@ -71,7 +71,7 @@ def _freeze_biases(model: nn.Module) -> nn.Module:
 def _split_backward(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, ParallelLinear):
-            module.set_mode(split_backward=True)
+            module.product = module.product.split(True)
     return model
 
 

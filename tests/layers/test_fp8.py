@@ -24,8 +24,9 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.kernels import quantize_fp8
-from mpcore.layers import linear_ops as products
-from mpcore.layers.linear import LinearMode
+from mpcore.layers import linear_fp8 as products
+from mpcore.layers.linear_fp8 import Fp8Product
+from mpcore.layers.linear_ops import Product
 from mpcore.parallel.precision import autocast, convert_to_fp8
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
@@ -148,7 +149,7 @@ def test_weights_stay_in_float32_under_autocast_and_the_product_is_in_half():
 def test_main_gradients_take_the_sum_over_micro_batches_in_float32(split):
     layer = converted(ColumnParallelLinear(200, 150, dtype=torch.bfloat16))
     main_gradients(layer)
-    layer.set_mode(split_backward=split)
+    layer.product = layer.product.split(split)
     terms = []
     for seed in range(3):
         x, dy = draw(seed, 130, 200, dtype=torch.bfloat16), draw(9 + seed, 130, 150, dtype=torch.bfloat16)
@@ -212,7 +213,7 @@ def test_compiled_recomputed_and_split_it_is_bitwise_the_same(monkeypatch):
         dy = draw(2, *y.shape, dtype=torch.float32)
         if how == "split":  # as a zero-bubble pipeline: the input's gradient first, the weights' later
             for layer in (model[0], model[2]):
-                layer.set_mode(split_backward=True)
+                layer.product = layer.product.split(True)
             parameters = list(model.parameters())
             y = model(x)
             monkeypatch.setattr(products, "fp8_matmul", lambda *a, **k: calls.append(1) or multiply(*a, **k))
@@ -301,21 +302,18 @@ def test_every_tp_size_and_order_computes_the_same_products(ranks, size):
 def test_what_is_not_given_stays_whatever_its_name():
     model = nn.ModuleDict({n: ColumnParallelLinear(4, 6) for n in ("up", "down", "unembed", "lm_head")})
     convert_to_fp8([model.up, model.lm_head])
-    assert [name for name, layer in model.items() if layer.mode.fp8] == ["up", "lm_head"]
+    assert [name for name, layer in model.items() if layer.product == Fp8Product()] == ["up", "lm_head"]
     with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
         convert_to_fp8(model.unembed)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_a_mode_is_changed_by_the_layer_alone_and_checked(kind):
+def test_conversion_keeps_a_split_backward_and_other_layers(kind):
     layer, other = kind(4, 6), kind(4, 6)
-    layer.set_mode(fp8=True)
-    layer.set_mode(split_backward=True)
-    assert (layer.mode.fp8, layer.mode.split_backward, other.mode) == (True, True, LinearMode())
-    layer.set_mode(fp8=False)
-    assert layer.mode == LinearMode(split_backward=True)
-    with pytest.raises(ValueError, match="fp8 is 'e4m3': give True, False, or None"):
-        layer.set_mode(fp8="e4m3")
+    layer.product = layer.product.split(True)
+    convert_to_fp8([layer])
+    assert (layer.product, other.product) == (Fp8Product(split_backward=True), Product())
+    assert layer.product.split(False) == Fp8Product()
 
 
 def test_plain_linears_are_refused_and_parallelized_ones_not():
@@ -324,7 +322,7 @@ def test_plain_linears_are_refused_and_parallelized_ones_not():
         convert_to_fp8(model)
     parallelize(model, {"0": "colwise", "2": "rowwise"}, tp=NONE)
     convert_to_fp8(model)
-    assert model[0].mode.fp8
+    assert model[0].product == Fp8Product()
     convert_to_fp8([nn.Embedding(3, 4)])  # a stage without any
 
 
@@ -336,7 +334,7 @@ def check_refused():
         convert_to_fp8([model])
     with pytest.raises(ValueError, match=r"take 512 \+ 256 \+ 256 features instead of 288 \+ 96 \+ 96, "):
         convert_to_fp8([QKVParallelLinear(4, 6, 2, 48, tp=tp)])
-    assert not any(layer.mode.fp8 for layer in model.values())
+    assert all(layer.product == Product() for layer in model.values())
     convert_to_fp8([model.up])
     convert_to_fp8(nn.ModuleList([ColumnParallelLinear(4, 384 - 56, tp=mesh(tp=1).tp)]))
 

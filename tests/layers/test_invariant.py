@@ -11,14 +11,16 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import mpcore as mp
+from mpcore.sharding.declare import Shard
 from mpcore.tools.invariant import TreeSums, invariant_mesh, make_invariant
 from tests.equality import close
 
 B, T, D = 2, 8, 12
-V = mp.Axis(sums=TreeSums(4))
+V, PAIR = mp.Axis(sums=TreeSums(4)), mp.Axis(2, sums=TreeSums(4))
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "column": lambda **on: mp.ColumnParallelLinear(D, 16, **on),
     "column, gathered": lambda **on: mp.ColumnParallelLinear(D, 16, bias=False, gather_output=True, **on),
+    "column, blocks": lambda **on: mp.ColumnParallelLinear(D, 16, blocks=(4, 12), **on),
     "row": lambda **on: mp.RowParallelLinear(D, 5, **on),
     "qkv": lambda **on: mp.QKVParallelLinear(D, 4, 4, 2, **on),
     "gate and up": lambda **on: mp.GateUpParallelLinear(D, 8, **on),
@@ -79,10 +81,10 @@ def test_the_loss_on_virtual_shards_is_that_of_one_rank(options):
 
 
 class Halved(mp.RowParallelLinear):
-    """A layer of a user's own, whose product is another."""
+    """A layer of a user's own, whose forward is another."""
 
-    def project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return super().project(x, bias) / 2
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "0"])
@@ -119,6 +121,9 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "ParallelAttention: .*alibi": lambda: mp.ParallelAttention(8, 4, alibi=True, tp=V),
     "ParallelAttention: .*sinks": lambda: mp.ParallelAttention(8, 4, sinks=True, tp=V),
     "ParallelAttention: .*memory": lambda: mp.ParallelAttention(8, 4, memory_dim=4, tp=V),
+    "ColumnParallelLinear: .*shard": lambda: mp.ColumnParallelLinear(
+        D, 8, shard=Shard(PAIR, 0, (((4, 8),), ((0, 4),))), tp=PAIR
+    ),
     "ColumnParallelEmbedding: ": lambda: mp.ColumnParallelEmbedding(4, 4, tp=V),
     "Router: ": lambda: mp.Router(4, 4, 2),
     "RowParallelLinear: .*a forward of its own": replaced,

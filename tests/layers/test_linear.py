@@ -20,6 +20,7 @@ from mpcore import (
     reduce_gradients,
 )
 from mpcore import collectives as c
+from mpcore.sharding.declare import Shard, cut
 from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh
 
@@ -448,6 +449,12 @@ def test_layers_too_small_for_the_axis_are_refused():
         (lambda: RowParallelLinear(8, 6, tp=tp, unit=4), "in_features 8 / 4 = 2 is smaller than the tp size 4"),
         (lambda: GateUpParallelLinear(6, 8, tp=tp, gather_output=True), "gather_output can't put"),
         (lambda: ColumnParallelLinear(6, 8, tp=tp, unit=2, gather_output=True), "gather_output can't put"),
+        (lambda: ColumnParallelLinear(6, 8, tp=tp, blocks=(4, 3)), "a sum of 7, not of out_features 8"),
+        (lambda: ColumnParallelLinear(6, 8, tp=tp, shard=cut(8, Axis(2), 0)), "dimension 0 over tp 4"),
+        (
+            lambda: ColumnParallelLinear(6, 4, tp=tp, gather_output=True, shard=Shard(tp, 0, cut(4, tp, 0).runs[::-1])),
+            "gather_output can't put",
+        ),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             build()

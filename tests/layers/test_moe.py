@@ -31,6 +31,7 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
 from mpcore.gradients.accumulate import mark_reduced
+from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe import experts as moe_module
 from mpcore.layers.moe.router import AUX_LOSSES, Router
@@ -808,7 +809,7 @@ def test_a_model_of_experts_alone_has_nothing_for_eight_bits():
     with pytest.raises(ValueError, match=r"2 grouped linear layers of experts, such as 'blocks\[0\] experts.gate_up'"):
         convert_to_fp8([ParallelMoE(D, HIDDEN, E, K)])
     convert_to_fp8([moe := ParallelMoE(128, 128, E, K, shared_experts=1)])
-    assert moe.shared.up.mode.fp8
+    assert moe.shared.up.product == Fp8Product()
 
 
 @pytest.mark.parametrize("scope", some("global", of=AUX_LOSSES))

@@ -46,8 +46,8 @@ SHARDING = [
     Hand("sharding", "K and V change places", "QKVParallelLinear",
          "zip(starts, ANY_1, strict=True)", "zip([starts[0], *starts[:0:-1]], ANY_1, strict=True)",
          "attention of mixed-up heads trains too", "16"),
-    Hand("sharding", "gate and up are sharded as one block", "ColumnParallelLinear.output_shard",
-         "cut_blocks(ANY_1, ANY_2, ...)", "cut(self.out_features, ANY_2, 0, unit)",
+    Hand("sharding", "gate and up are sharded as one block", "ColumnParallelLinear.__init__",
+         "cut_blocks(ANY_1, ANY_2, ...)", "cut(out_features, ANY_2, 0, unit)",
          "gate values multiply gate values", "16"),
 ]  # fmt: skip
 
@@ -79,8 +79,8 @@ GRADIENTS = [
     Hand("gradients", "a row bias under sequence parallelism is not pending", "RowParallelLinear.__init__",
          "(self.tp,) if self.sequence_parallel else ()", "()",
          "the bias sees a part of the tokens", "11"),
-    Hand("gradients", "the row bias is added on every rank", "RowParallelLinear.forward",
-         "y + bias.to(y.dtype)", "y + self.tp.size * bias.to(y.dtype)",
+    Hand("gradients", "the row bias is added on every rank", "Product.row",
+         "y + bias.to(y.dtype)", "y + tp.size * bias.to(y.dtype)",
          "the bias counts tp times, and learns to be smaller", "18"),
     Hand("gradients", "a frozen weight stops its input's gradient", "_ColumnLinear.backward",
          "ANY_1 if ctx.needs_input_grad[0] else None", "ANY_1 if all(ctx.needs_input_grad[:2]) else None",
@@ -187,8 +187,8 @@ PIPELINE = [
     Hand("pipeline", "the first stage answers for the last", "Pipeline.from_last",
          "self.pp.rank == ANY", "self.pp.rank == 0",
          "evaluation reports zeros or another stage's numbers", "35"),
-    Hand("pipeline", "a product that backward splits is not summed over tp", "copy_linear",
-         "F.linear(collectives.copy(x, tp), ANY_1, ANY_2)", "F.linear(x, ANY_1, ANY_2)",
+    Hand("pipeline", "a product that backward splits is not summed over tp", "share",
+         "collectives.copy(x, tp)", "x",
          "only zero-bubble schedules lose the other ranks' terms", "14 26"),
 ]  # fmt: skip
 

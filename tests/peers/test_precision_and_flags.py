@@ -17,6 +17,7 @@ from examples.gpt.flops import count_parameters, flops_of_token
 from examples.gpt.presets import PRESETS
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from mpcore.layers.linear import ParallelLinear
+from mpcore.layers.linear_fp8 import Fp8Product
 from tests.peers.sources import states
 
 USE, STEPS = "precision, recomputation, flags", "optimizers"
@@ -101,7 +102,7 @@ def test_the_blocks_alone_are_converted(convert):
     model = nn.ModuleDict({"blocks": blocks, "head": mp.ColumnParallelLinear(16, 32)})
     if convert:
         mp.convert_to_fp8(blocks)
-    modes = {name: m.mode.fp8 for name, m in model.named_modules() if isinstance(m, ParallelLinear)}
+    modes = {name: m.product == Fp8Product() for name, m in model.named_modules() if isinstance(m, ParallelLinear)}
     assert modes.pop("head") is False
     assert len(modes) == 12
     assert set(modes.values()) == {convert}

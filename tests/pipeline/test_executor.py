@@ -222,7 +222,7 @@ def test_linear_layers_are_told_whether_backward_is_split():
         checks.split_linears([stage], build_schedule(name, 2, 4))
         layer: Any = stage["up"]
         assert isinstance(layer, ParallelLinear)
-        assert layer.mode.split_backward is split
+        assert layer.product.split_backward is split
 
 
 def pending(on_middle: bool) -> str:

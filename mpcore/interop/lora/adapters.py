@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mpcore.interop.lora.layers import Factor, LoRALayer, factors, is_transposed, sizes_of, with_adapter
+from mpcore.interop.lora.layers import Factor, LoRALayer, LoRAProduct, factors, is_transposed, sizes_of, with_adapter
 from mpcore.interop.parallelize.swap import call_layers
 from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from mpcore.layers.module import constant, uniform
@@ -144,6 +144,8 @@ def merge_lora(model: nn.Module) -> nn.Module:
         weight = layer.get_parameter("weight")
         weight.copy_(merged_weight(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
         del layer.lora_A, layer.lora_B, layer.rank, layer.alpha, layer.scaling, layer.dropout
+        if isinstance(layer, ParallelLinear):
+            layer.product = cast("LoRAProduct", layer.product).base
         layer.__class__ = layer.kind  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
@@ -293,6 +295,8 @@ def _add_factors(name: str, layer: nn.Module, rank: int, seed: int) -> LoRALayer
     shard_b = None if of_out is None else type(of_out)(of_out.axis, 0, of_out.runs)
     made: Any = layer
     made.__class__ = with_adapter(type(layer))
+    if isinstance(layer, ParallelLinear):
+        layer.product = LoRAProduct(layer.product, made)
     made.lora_A = Factor((rank, n_in), uniform(n_in**-0.5), shard_a, (*lies.partial, *over_a), dtype)
     made.lora_B = Factor((n_out, rank), constant(0.0), shard_b, (*lies.partial, *over_b), dtype)
     for leaf, factor in factors(made):

@@ -15,6 +15,7 @@ Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1; names of parameters
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch.nn import functional as F
 
 from mpcore.interop.parallelize.checks import linear_sizes
 from mpcore.interop.parallelize.layers import TransposedLinear
-from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from mpcore.layers.linear_ops import all_gather_linear, autocast_dtype, copy_linear
+from mpcore.layers.linear import ParallelLinear
+from mpcore.layers.linear_ops import Product, WrappedProduct, autocast_dtype
 from mpcore.layers.module import Init, ParallelModule
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard
@@ -50,7 +51,7 @@ class Factor(ParallelModule):
 
 
 class LoRALayer(nn.Module):
-    """Mixin for a linear layer: it adds the adapter's output to the layer's output.
+    """Mixin for a linear layer: it holds an adapter, whose output is added to the layer's.
 
     Attributes:
         kind: the layer's class without the adapter.
@@ -68,30 +69,38 @@ class LoRALayer(nn.Module):
     scaling: float
     dropout: float
 
-    def low_rank(self, x: Tensor, split: bool = False) -> Tensor:
-        """Return the input times A^T, scaled: [.., in_features] -> [.., rank].
-
-        If A is sharded, the result is partial: this rank's term of the sum over tp.
-        """
-        if self.training and self.dropout:
-            x = x * self.dropout_mask(x)
-        if autocast_dtype(x) is None:
-            x = x.to(self.lora_A.weight.dtype)
-        return copy_linear(x, self.lora_A.weight, None, _ALONE, split) * self.scaling
-
-    def low_rank_output(self, x: Tensor, split: bool = False) -> Tensor:
+    def low_rank_output(self, x: Tensor, tp: Axis = _ALONE, dim: int | None = None, split: bool = False) -> Tensor:
         """Return the adapter's output: [.., in_features] -> [.., out_features].
 
-        If A is sharded, it is partial over tp.
-        """
-        return copy_linear(self.low_rank(x, split), self.lora_B.weight, None, _ALONE, split)
+        If A is sharded, it is partial: this rank's term of the sum over tp.
 
-    def dropout_mask(self, x: Tensor) -> Tensor:
+        Args:
+            x: the layer's input.
+            tp, dim: the axis over which B is sharded, and the dimension of x that sequence parallelism shards over it.
+            split: as `Product.split_backward`.
+        """
+        product, a, b = Product(split), self.lora_A.weight, self.lora_B.weight
+        if self.training and self.dropout:
+            x = x * self.dropout_mask(x, tp, dim)
+        if autocast_dtype(x) is None:
+            x = x.to(a.dtype)
+        return product.column(product.column(x, a, None, _ALONE) * self.scaling, b, None, tp, dim)
+
+    def dropout_mask(self, x: Tensor, tp: Axis, dim: int | None) -> Tensor:
         """Return the dropout mask of this rank's input: each element is 0 or 1 / (1 - dropout).
 
         With the same random seed, it is this rank's part of the mask of the unsharded layer.
         """
-        return F.dropout(torch.ones_like(x), self.dropout)
+        declared, length = self.lora_A.shardings["weight"], x.shape[dim or 0]
+        full, start = tp.size * length, tp.rank * length
+        if declared.shards:
+            ((start, end),) = declared.shards[0].mine
+            dim, full, length = -1, declared.shape[1], end - start
+        elif dim is None:
+            return F.dropout(torch.ones_like(x), self.dropout)
+        shape = list(x.shape)
+        shape[dim] = full
+        return F.dropout(x.new_ones(shape), self.dropout).narrow(dim, start, length)
 
 
 class LoRAWhole(LoRALayer):
@@ -103,49 +112,31 @@ class LoRAWhole(LoRALayer):
         return y + self.low_rank_output(input).to(y.dtype)
 
 
-class LoRAColumn(LoRALayer, ColumnParallelLinear):
-    """The adapter of a `ColumnParallelLinear`."""
+@dataclass(frozen=True)
+class LoRAProduct(WrappedProduct):
+    """The product of a parallel linear layer that has an adapter.
 
-    def project(self, x: Tensor) -> Tensor:
-        """Return this rank's output features."""
-        y, split = super().project(x), self.mode.split_backward
-        low, held = self.low_rank(x, split), (self.lora_B.weight, None, self.tp)
-        if self.sequence_parallel:
-            return y + all_gather_linear(low, *held, self.sequence_dim, False, split).to(y.dtype)
-        return y + copy_linear(low, *held, split).to(y.dtype)
+    In a row-parallel layer, one reduction over tp sums the layer's and the adapter's products together.
 
-    def dropout_mask(self, x: Tensor) -> Tensor:
-        """Return the mask of this rank's input. With sequence parallel it is a shard of the full sequence's mask."""
-        if not self.sequence_parallel:
-            return super().dropout_mask(x)
-        dim, length = self.sequence_dim, x.shape[self.sequence_dim]
-        shape = [size * self.tp.size if i == dim else size for i, size in enumerate(x.shape)]
-        return super().dropout_mask(x.new_empty(shape)).narrow(dim, self.tp.rank * length, length)
-
-
-class LoRARow(LoRALayer, RowParallelLinear):
-    """The adapter of a `RowParallelLinear`.
-
-    One reduction over tp sums the layer's and the adapter's products together.
+    Args:
+        base: the product without the adapter.
+        layer: the layer that holds the factors.
     """
 
-    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return this rank's term of the output."""
-        y = super().project(x, bias)
-        return y + self.low_rank_output(x, self.mode.split_backward).to(y.dtype)
+    layer: LoRALayer
 
-    def dropout_mask(self, x: Tensor) -> Tensor:
-        """Return this rank's features of the mask of the full input."""
-        whole = super().dropout_mask(x.new_empty(*x.shape[:-1], self.in_features))
-        ((start, end),) = self.lora_A.shardings["weight"].shards[0].mine if self.tp.size > 1 else ((0, x.shape[-1]),)
-        return whole[..., start:end]
+    def column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
+    ) -> Tensor:
+        """See `Product.column`."""
+        y = self.base.column(x, weight, bias, tp, dim, regather)
+        return y + self.layer.low_rank_output(x, tp, dim, self.split_backward).to(y.dtype)
 
 
 @cache
 def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
     """Return the class of a linear layer of class `kind` with an adapter."""
-    column, row = (issubclass(kind, parallel) for parallel in (ColumnParallelLinear, RowParallelLinear))
-    before = LoRAColumn if column else LoRARow if row else LoRAWhole
+    before = LoRALayer if issubclass(kind, ParallelLinear) else LoRAWhole
     made: Any = type(f"LoRA{kind.__name__}", (before, kind), {"kind": kind})
     return made
 

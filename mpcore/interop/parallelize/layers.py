@@ -1,8 +1,8 @@
-"""Parallel forms of layers that mpcore itself doesn't have: fused linears, GPT-2's Conv1D, subclasses of embeddings."""
+"""Parallel forms of layers that mpcore itself doesn't have: GPT-2's Conv1D, experts, subclasses of embeddings."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,35 +11,26 @@ from mpcore import collectives
 from mpcore._torch.pytree import map_tensors
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.layers.linear_ops import Product, WrappedProduct
 from mpcore.layers.module import ParallelModule
 from mpcore.mesh.axis import Axis
 
 
-class FusedColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel layer for several projections of one input that are fused in one weight.
+@dataclass(frozen=True)
+class TransposedProduct(WrappedProduct):
+    """The product with a weight that is stored as [in_features, out_features]."""
 
-    A rank's output is [its part of block 0 | its part of block 1 | ...].
-
-    Args:
-        blocks: the lengths of the blocks. Their sum is `out_features`.
-        others: see `ColumnParallelLinear`.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, blocks: tuple[int, ...], **others: Any
-    ) -> None:
-        self.blocks = blocks
-        super().__init__(in_features, out_features, bias, **others)
-
-    def output_blocks(self) -> tuple[int, ...]:
-        """Return the lengths of the blocks."""
-        return self.blocks
+    def column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
+    ) -> Tensor:
+        """See `Product.column`."""
+        return self.base.column(x, weight.t(), bias, tp, dim, regather)
 
 
 class TransposedLinear(ParallelModule):
     """Mixin for a parallel linear layer whose weight is stored as [in_features, out_features]."""
 
-    weight: Tensor
+    product: Product = TransposedProduct(Product())
 
     def __init__(self, *sizes: Any, **others: Any) -> None:
         super().__init__(*sizes, **others)
@@ -47,13 +38,9 @@ class TransposedLinear(ParallelModule):
         shards = tuple(replace(shard, dim=1 - shard.dim) for shard in old.shards)
         self.shardings["weight"] = replace(old, shape=old.shape[::-1], shards=shards, block_dim=1 - old.block_dim)
 
-    def matrix(self) -> Tensor:
-        """Return the weight as [out_features, in_features]."""
-        return self.weight.t()
 
-
-class ColumnParallelConv1D(TransposedLinear, FusedColumnParallelLinear):
-    """`FusedColumnParallelLinear` for transformers' Conv1D."""
+class ColumnParallelConv1D(TransposedLinear, ColumnParallelLinear):
+    """`ColumnParallelLinear` for transformers' Conv1D."""
 
 
 class RowParallelConv1D(TransposedLinear, RowParallelLinear):

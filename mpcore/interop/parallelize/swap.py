@@ -12,7 +12,6 @@ from mpcore.interop.parallelize.checks import check_plain, linear_sizes, unit_of
 from mpcore.interop.parallelize.layers import (
     ColumnParallelConv1D,
     ExpertsShard,
-    FusedColumnParallelLinear,
     RowParallelConv1D,
     VocabShard,
 )
@@ -130,10 +129,8 @@ def _parallel_linear(name: str, parent: nn.Module, module: nn.Module, style: Sty
     if sum(blocks) != n_out:
         raise ValueError(f"blocks {blocks} have a sum of {sum(blocks)}, not of out_features {n_out}")
     like |= {"gather_output": style.gather_output, "unit": unit_of(name, parent, style, blocks, tp)}
-    if conv1d or len(blocks) > 1:
-        column = ColumnParallelConv1D if conv1d else FusedColumnParallelLinear
-        return column(n_in, n_out, bias, blocks=blocks, **like)
-    return ColumnParallelLinear(n_in, n_out, bias, **like)
+    column = ColumnParallelConv1D if conv1d else ColumnParallelLinear
+    return column(n_in, n_out, bias, blocks=blocks if len(blocks) > 1 else (), **like)
 
 
 def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int, Swap] | None = None) -> nn.Module:

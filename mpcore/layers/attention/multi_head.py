@@ -18,7 +18,8 @@ from mpcore.layers.attention.cache import KVCache
 from mpcore.layers.attention.context import check_heads
 from mpcore.layers.attention.heads import AttentionOptions, HeadAttention, HeadOptions
 from mpcore.layers.attention.scores import AttentionSinks
-from mpcore.layers.linear import ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear
+from mpcore.layers.fused_linear import KVParallelLinear, QKVParallelLinear
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import LayerOptions, TensorOptions, check_names, pick
 from mpcore.layers.norm import RMSNorm
 

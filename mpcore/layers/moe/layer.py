@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore.layers.linear import check_last
+from mpcore.layers.linear import wrong_last
 from mpcore.layers.mlp import Activation, ParallelMLP
 from mpcore.layers.module import (
     Init,
@@ -139,7 +139,8 @@ class ParallelMoE(ParallelLayer):
         Raises:
             ValueError: before any communication, if shapes don't fit each other or the mask is not bool.
         """
-        check_last(x, self.dim, "dim")
+        if x.shape[-1] != self.dim:
+            raise wrong_last(x, self.dim, "dim")
         if x.dim() != 3:
             raise input_error(f"x {tuple(x.shape)} is not [B, T, D]")
         if mask is not None and mask.dtype != torch.bool:

@@ -3,82 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from mpcore import collectives
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.layers.attention.multi_head import ParallelAttention
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout
 from mpcore.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from mpcore.layers.linear import (
-    ColumnParallelLinear,
-    GateUpParallelLinear,
-    KVParallelLinear,
-    ParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    check_last,
-    check_sequence,
-)
+from mpcore.layers.fused_linear import GateUpParallelLinear, KVParallelLinear, QKVParallelLinear
+from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from mpcore.layers.linear_ops import Product
 from mpcore.layers.loss import VocabParallelCrossEntropy
 from mpcore.layers.mlp import ParallelMLP
 from mpcore.layers.module import ParallelLayer, input_error
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.layers.rope import RotaryEmbedding
+from mpcore.mesh.axis import Axis
 from mpcore.sharding.declarations import declare_anew, named_modules
+from mpcore.sharding.declare import cut_blocks
 from mpcore.tools.invariant.pieces import ColumnProduct, RowProduct, in_pieces, on_tokens
 from mpcore.tools.invariant.sums import check_pieces, degree
 
 
-class _InvariantLinear(ParallelLinear):
-    def check_fp8(self, name: str = "the weight") -> None:
-        """Raise ValueError: FP8 has no invariant form."""
-        raise ValueError(f"{name} is that of an invariant layer, which has no FP8: leave out FP8, or make_invariant")
+@dataclass(frozen=True)
+class InvariantProduct(Product):
+    """The invariant form of a linear layer's `Product`: one product for each virtual shard. It has no FP8.
 
+    Args:
+        blocks: this rank's output features of each projection that is fused in the weight; (): a single projection.
+        sequence_dim: the sequence dimension of the layer.
+    """
 
-class _InvariantColumn(_InvariantLinear, ColumnParallelLinear):
-    def project(self, x: Tensor) -> Tensor:
-        """Compute this rank's output features, one product for each virtual shard."""
-        dim = self.sequence_dim if self.sequence_parallel else None
-        blocks = tuple(n // self.tp.size for n in self.output_blocks())
-        return ColumnProduct.apply(x, self.matrix(), self.bias, self.tp, dim, blocks)
+    blocks: tuple[int, ...] = ()
+    sequence_dim: int = 1
 
+    def column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
+    ) -> Tensor:
+        """See `Product.column`. The full input is kept for backward."""
+        return ColumnProduct.apply(x, weight, bias, tp, dim, self.blocks)
 
-class InvariantColumnParallelLinear(_InvariantColumn):
-    """The invariant form of `ColumnParallelLinear`."""
-
-
-class InvariantGateUpParallelLinear(_InvariantColumn, GateUpParallelLinear):
-    """The invariant form of `GateUpParallelLinear`."""
-
-
-class InvariantQKVParallelLinear(_InvariantColumn, QKVParallelLinear):
-    """The invariant form of `QKVParallelLinear`."""
-
-
-class InvariantKVParallelLinear(_InvariantColumn, KVParallelLinear):
-    """The invariant form of `KVParallelLinear`."""
-
-
-class InvariantRowParallelLinear(_InvariantLinear, RowParallelLinear):
-    """The invariant form of `RowParallelLinear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features/tp] -> [..., out_features]; this rank's shard of the sequence with `sequence_parallel`."""
-        if self.sequence_parallel:
-            check_sequence(x, self.sequence_dim, self.tp)
-        if not self.input_is_parallel:
-            check_last(x, self.in_features, "in_features")
-            x = collectives.split(x, self.tp, -1)
-        check_last(x, self.local_in_features, self.local_in_features_name)
-        y = RowProduct.apply(x, self.matrix(), self.tp, self.sequence_dim if self.sequence_parallel else None)
-        return y if self.bias is None else _on_tokens(self, Tensor.add, y, self.bias)
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None) -> Tensor:
+        """See `Product.row`."""
+        y = RowProduct.apply(x, weight, tp, dim)
+        return y if bias is None else on_tokens(Tensor.add, tp, self.sequence_dim, dim is not None, y, bias)
 
 
 class InvariantParallelMLP(ParallelMLP):
@@ -130,11 +103,6 @@ def _on_tokens(layer: ParallelLayer, function: Any, x: Tensor, *weights: Tensor 
 
 
 FORMS: dict[type[nn.Module], type[nn.Module]] = {
-    ColumnParallelLinear: InvariantColumnParallelLinear,
-    GateUpParallelLinear: InvariantGateUpParallelLinear,
-    QKVParallelLinear: InvariantQKVParallelLinear,
-    KVParallelLinear: InvariantKVParallelLinear,
-    RowParallelLinear: InvariantRowParallelLinear,
     ParallelMLP: InvariantParallelMLP,
     ParallelAttention: InvariantParallelAttention,
     RMSNorm: InvariantRMSNorm,
@@ -142,12 +110,15 @@ FORMS: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The invariant form of each of mpcore's layers that has one."""
 
+LINEAR = (ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, KVParallelLinear, RowParallelLinear)
+"""Layers whose invariant form is another product."""
+
 SAME = (VocabParallelEmbedding, PositionEmbedding, Dropout, RotaryEmbedding, TransformerBlock,
         VocabParallelCrossEntropy)  # fmt: skip
 """Layers that compute the same bits on every layout as they are."""
 
 SUMMED: dict[type[nn.Module], tuple[str, ...]] = {
-    InvariantRowParallelLinear: ("bias",), InvariantRMSNorm: ("weight",), InvariantLayerNorm: ("weight", "bias"),
+    RowParallelLinear: ("bias",), InvariantRMSNorm: ("weight",), InvariantLayerNorm: ("weight", "bias"),
 }  # fmt: skip
 """The parameters whose gradients the invariant form sums over tp itself, under sequence parallelism."""
 
@@ -170,8 +141,8 @@ def make_invariant(model: nn.Module | Sequence[nn.Module]) -> None:
         >>> from mpcore.tools.invariant import invariant_mesh, make_invariant
         >>> head = mpcore.ColumnParallelLinear(4, 8, tp=invariant_mesh(mpcore.build_mesh(), 8).tp)
         >>> make_invariant(head)
-        >>> type(head).__name__
-        'InvariantColumnParallelLinear'
+        >>> head.product
+        InvariantProduct(split_backward=False, blocks=(), sequence_dim=1)
     """
     stages = [model] if isinstance(model, nn.Module) else list(model)
     named = [each for stage in stages for each in named_modules(stage)]
@@ -181,7 +152,11 @@ def make_invariant(model: nn.Module | Sequence[nn.Module]) -> None:
         except ValueError as error:
             raise ValueError(f"{name or 'the model'}, a {type(module).__name__}: {error}") from None
     for _, module in named:
-        if type(module) in FORMS and not _is_alone(module):
+        if isinstance(module, LINEAR):
+            if not isinstance(module.product, InvariantProduct):
+                module.product = InvariantProduct(module.product.split_backward, _blocks(module), module.sequence_dim)
+                _sum_itself(module)
+        elif type(module) in FORMS and not _is_alone(module):
             module.__class__ = FORMS[type(module)]  # pyright: ignore[reportAttributeAccessIssue]
             _sum_itself(module)
 
@@ -193,27 +168,37 @@ def _check_form(module: Any) -> None:
         degree(module.tp)
     if kind in SAME or kind in FORMS.values() or _is_alone(module):
         return
-    if kind not in FORMS:
+    if kind not in FORMS and kind not in LINEAR:
         if any(_is_layer(base) for base in kind.__mro__):
             raise ValueError("the class has no invariant form: see docs/bitwise.md")
         return
-    if not {"forward", "project", "core"}.isdisjoint(vars(module)):
+    if not {"forward", "core"}.isdisjoint(vars(module)):
         raise ValueError("the module has a forward of its own, which the invariant form would leave out")
     if isinstance(module, ParallelAttention):
         options = {"qk_norm": module.q_norm, "sinks": module.sinks, "alibi": module.alibi, "memory": module.memory_dim}
         asked = [name for name, value in options.items() if value]
         if asked:
             raise ValueError(f"no invariant form with {asked[0]}: see docs/bitwise.md")
-    if isinstance(module, ParallelLinear) and module.mode.fp8:
-        raise ValueError("no invariant form with FP8: see docs/bitwise.md")
+    if isinstance(module, ParallelLinear) and type(module.product) not in (Product, InvariantProduct):
+        raise ValueError(f"no invariant form with {module.product}: see docs/bitwise.md")
     if isinstance(module, ColumnParallelLinear):
-        blocks = module.output_blocks()
+        declared = module.shardings["weight"]
+        blocks = declared.blocks
+        lengths = blocks or (module.out_features,)
+        even = cut_blocks(lengths, module.tp, 0, (module.unit,) * len(lengths))
+        if kind is ColumnParallelLinear and declared.shards not in ((), (even,)):
+            raise ValueError("no invariant form with a shard of your own: see docs/bitwise.md")
         rest = 0 if blocks or module.unit > 1 else 1
         check_pieces("out_features", blocks or (module.out_features,), module.tp, module.unit, rest)
     elif isinstance(module, RowParallelLinear):
         check_pieces("in_features", (module.in_features,), module.tp, module.unit)
     elif not isinstance(module, ParallelMLP):
         degree(module.tp)
+
+
+def _blocks(layer: ParallelLinear) -> tuple[int, ...]:
+    """Return how many output features of each projection this rank holds."""
+    return tuple(length // layer.tp.size for length in layer.shardings["weight"].blocks)
 
 
 def _is_alone(module: Any) -> bool:

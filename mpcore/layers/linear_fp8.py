@@ -1,0 +1,139 @@
+"""The product of a linear layer in FP8: forward, and both products of backward."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mpcore._torch.autograd import will_run
+from mpcore._torch.dispatch import unsafe_view
+from mpcore.collectives import start_all_gather, wait
+from mpcore.kernels._main_grad import main_grad
+from mpcore.kernels.fp8_matmul import fp8_matmul
+from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8
+from mpcore.layers.linear_ops import (
+    Product,
+    add_or_return,
+    autocast_dtype,
+    cast,
+    column_sum,
+    flat_tokens,
+    gathered,
+    share,
+    start_sum,
+)
+from mpcore.layers.module import refuse_second_derivative
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declare import Sharding
+
+_ALONE = Axis()
+
+
+class Fp8Product(Product):
+    """A `Product` in FP8. The input kept for backward is in FP8 too; the parameter keeps its dtype."""
+
+    def column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
+    ) -> Tensor:
+        """See `Product.column`."""
+        main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
+        x = cast(x, autocast_dtype(x))
+        if self.split_backward:
+            x, tp, dim = share(x, tp, dim), _ALONE, None
+        return _Fp8Linear.apply(x, weight, bias, tp, dim, regather and dim is not None, main, self.split_backward)
+
+
+def to_fp8(product: Product, sharding: Sharding, name: str) -> Product:
+    """Return the form of a layer's product that computes in FP8.
+
+    Args:
+        product: the layer's product.
+        sharding: the declaration of the layer's weight.
+        name: the layer's name, for messages.
+
+    Raises:
+        ValueError: if the product has no such form, or tp cuts the weight inside an FP8 block: results would then
+            depend on the tp size.
+    """
+    for shard in sharding.shards:
+        for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
+            if edge % BLOCK and edge != sharding.shape[shard.dim]:
+                axis, step = shard.axis, BLOCK * shard.axis.size
+                parts = (shard.dim == 0 and sharding.blocks) or (sharding.shape[shard.dim],)
+                found, wanted = (" + ".join(map(str, w)) for w in (parts, [-(-n // step) * step for n in parts]))
+                raise ValueError(
+                    f"{name} is cut over {axis.name} {axis.size} at feature {edge}, which is no multiple of {BLOCK}, "
+                    f"the block of FP8: take {wanted} features instead of {found}, a smaller {axis.name}, or don't "
+                    f"convert this layer"
+                )
+
+    def convert(base: Product) -> Product:
+        if type(base) not in (Product, Fp8Product):
+            raise ValueError(f"{name} computes with {base}, which has no FP8: don't convert this layer")
+        return Fp8Product(base.split_backward)
+
+    return product.change(convert)
+
+
+class _Fp8Linear(Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
+        main: tuple[Tensor, Tensor | None] | None, split: bool,
+    ) -> Tensor:  # fmt: skip
+        whole = x if dim is None else gathered(start_all_gather(x, tp), tp, dim)
+        wanted = ctx.needs_input_grad[1]
+        rows, columns = quantize_fp8(flat_tokens(whole), columns=wanted and not regather)
+        y = fp8_matmul(_given(rows), _given(quantize_fp8(weight, square=True)[0]), x.dtype)
+        if bias is not None:
+            y += bias.to(y.dtype)
+        kept = (None, None) if columns is None else columns
+        ctx.save_for_backward(x if wanted and regather else None, *kept, weight)
+        ctx.tp, ctx.dim, ctx.main, ctx.dtype, ctx.split = tp, dim, main, weight.dtype, split
+        return unsafe_view(y, (*whole.shape[:-1], len(weight)))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[override]
+        refuse_second_derivative("a linear layer in eight bits")
+        x, values, scales, weight = ctx.saved_tensors
+        tp, dim = ctx.tp, ctx.dim
+        for_x, for_weight, for_bias = (_wanted(ctx, i) for i in range(3))
+        gathering = None if x is None or not for_weight else start_all_gather(x, tp)
+        flat = flat_tokens(dy)
+        rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
+        dx = summing = dweight = None
+        if rows is not None:
+            transposed = _given(quantize_fp8(weight, square=True, rows=False, columns=True)[1])
+            dx = fp8_matmul(rows, transposed, dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+            summing = start_sum(dx, tp, dim)
+        weight_main, bias_main = ctx.main or (None, None)
+        if columns is not None:
+            if gathering is not None:
+                whole = flat_tokens(gathered(gathering, tp, dim))
+                values, scales = _given(quantize_fp8(whole, rows=False, columns=True)[1])
+            product = partial(_weight_product, ctx.dtype)
+            dweight = add_or_return(weight_main, product, *columns, values, scales)
+        dbias = add_or_return(bias_main, column_sum, flat) if for_bias else None
+        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 5
+
+
+def _weight_product(
+    dtype: torch.dtype, main: Tensor | None, dy: Tensor, dy_scales: Tensor, x: Tensor, x_scales: Tensor
+) -> Tensor:
+    y = fp8_matmul(Quantized(dy, dy_scales), Quantized(x, x_scales), dtype if main is None else main.dtype)
+    return y if main is None else main.add_(y)
+
+
+def _wanted(ctx, which: int) -> bool:
+    """Return whether this backward pass needs the gradient of input `which`. A split backward runs two passes."""
+    if not ctx.needs_input_grad[which] or not ctx.split:
+        return ctx.needs_input_grad[which]
+    return will_run(ctx.next_functions[which][0])
+
+
+def _given(x: Quantized | None) -> Quantized:
+    assert x is not None
+    return x
