@@ -344,7 +344,7 @@ def test_the_program_for_slurm_saves_when_a_signal_comes_and_resumes(tmp_path, m
     with pytest.raises(SystemExit) as left:
         train(mesh, 6, "stopped")
     assert left.value.code == 75
-    assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["step-00000003"]
+    assert [path.name for path in (tmp_path / "stopped").glob("[!.]*")] == ["step-00000003"]
     train(mesh, 6, "stopped")
     assert len(whole) == 7
     told = ["saved step 3", "resumed after step 3"]
@@ -373,7 +373,7 @@ def test_the_program_for_slurm_saves_and_resumes_under_torchrun(tmp_path):
     *rest, saved = stopped.communicate(timeout=60)[0].splitlines(keepends=True)
     lines += rest
     assert saved == f"saved step {len(lines)}\n"
-    assert [path.name for path in (tmp_path / "stopped").iterdir()] == [f"step-{len(lines):08}"]
+    assert [path.name for path in (tmp_path / "stopped").glob("[!.]*")] == [f"step-{len(lines):08}"]
     steps = len(lines) + 3
     resumed, _ = start(steps, "stopped").communicate(timeout=60)
     whole, _ = start(steps, "whole").communicate(timeout=60)

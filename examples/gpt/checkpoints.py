@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from examples.gpt.faults import check_writable, was_restarted
 from examples.gpt.hf import load_hf
 from examples.gpt.optimizer import lr_schedule
 from examples.gpt.policies import local_updates
-from examples.gpt.records import locked, read_records, write_whole
+from examples.gpt.records import read_records, write_whole
 from examples.gpt.resume import init_from, left_behind, other_run, other_schedule
 from examples.gpt.setup import Setup, about
 from examples.gpt.twins import FILE as TENSORS
 from mpcore import Run
 from mpcore.checkpoint import Loaded, Saving, checkpoints, latest, step_path
+from mpcore.checkpoint.folders import lock_folder
 from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.mesh import raise_together, raising_together
@@ -185,7 +186,7 @@ class Checkpoints:
     def _write_config(self, stack: ExitStack) -> list[dict]:
         out = self.out
         out.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(out))
+        stack.enter_context(lock_folder(out) or nullcontext())
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
         records = read_records(out / "metrics.jsonl", self.first_step)

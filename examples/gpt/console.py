@@ -19,7 +19,7 @@ from examples.gpt.dashboards import Dashboards
 from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import sample_text
 from examples.gpt.optimizer import long_warmup, lr_schedule
-from examples.gpt.records import LOCK, draw_trace, plot_losses
+from examples.gpt.records import draw_trace, plot_losses
 from mpcore import Mesh
 from mpcore.sharding import local_tensor
 from mpcore.tools.fault_tolerance.metrics import MetricsWriter
@@ -144,7 +144,7 @@ class Console:
             self.write("loss.png", lambda: plot_losses(self.records, self.out / "loss.png"))
         text = sample_text(trainer)
         if self.shows:
-            earlier = (LOCK, "errors")  # a run that writes errors doesn't end here: they are an earlier run's
+            earlier = (".lock", "errors")  # a run that writes errors doesn't end here: they are an earlier run's
             written = sorted(str(path) for path in self.out.iterdir() if path.name not in earlier)
             print(f"--- a sample\n{text}\n---\nwrote {', '.join(written)}")
             if (saved := trainer.checkpoints.last) is not None:

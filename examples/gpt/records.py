@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, Span
 from mpcore.tools.draw import draw, plan_title, write_chrome_trace
 from mpcore.tools.fault_tolerance.metrics import read_line
-
-LOCK = ".lock"
 
 
 def plot_losses(records: list[dict], path: Path) -> None:
@@ -71,23 +68,6 @@ def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
         draw(shown, part, title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
     with whole(out / "trace.json") as part:
         write_chrome_trace(spans, part)
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Lock a run's folder, so that no second run mixes its files with ours.
-
-    Raises:
-        ValueError: if another process holds it.
-    """
-    with open(out / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out {out} is in use by another run: wait for its end, or take another") from None
-        except OSError:  # the file system has no locks: a second run isn't refused
-            pass
-        yield
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -7,9 +7,12 @@ even if the machine stops.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import socket
 from pathlib import Path
+from typing import IO
 
 from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mpcore.checkpoint.ranks import merged
@@ -19,6 +22,8 @@ from mpcore.mesh.log import get_logger
 
 log = get_logger("mpcore.checkpoint")
 _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
+LOCK = ".lock"
+"""The name of the file that locks a folder."""
 
 
 def step_path(root: str | os.PathLike[str], step: int) -> Path:
@@ -55,22 +60,58 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return old if not path.exists() and (old / MANIFEST).is_file() else path
 
 
-def prepare(path: Path) -> None:
-    """Remove the remains of a killed save, and create the temporary directory to write into.
+def lock_folder(folder: Path) -> IO[str] | None:
+    """Create a folder and lock it against other processes, so that two runs don't mix their files.
+
+    Returns:
+        A file that holds the lock until it is closed. None: the lock belongs to another object of this process, or the
+        file system has no locks.
 
     Raises:
-        ValueError: if `path` exists and is not a checkpoint.
+        ValueError: if another process holds the lock. The message names it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    file, mine = os.fdopen(handle, "r+", errors="replace"), f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate()
+        file.write(mine)
+        file.flush()
+    except BlockingIOError:
+        with file:
+            owner = file.read(200)
+        if owner == mine:
+            return None
+        raise ValueError(f"{folder} is in use by {owner!r}: wait for its end, or save into another folder") from None
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def prepare(path: Path) -> IO[str] | None:
+    """Remove the remains of a killed save, create the temporary directory to write into, and lock it.
+
+    Returns:
+        See `lock_folder`.
+
+    Raises:
+        ValueError: if `path` exists and is not a checkpoint, or another process is saving it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     old, new = _old(path), temporary(path)
+    if new.is_dir() and (left := lock_folder(new)):
+        left.close()
     if old.is_dir() and not path.exists():
         os.rename(old, path)
     if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there and is no checkpoint: it is not overwritten")
-    for left in (old, new):
-        if left.exists():
-            shutil.rmtree(left)
+    for remains in (old, new):
+        if remains.exists():
+            shutil.rmtree(remains)
     new.mkdir()
+    return lock_folder(new)
 
 
 def publish(path: Path) -> None:
@@ -79,6 +120,7 @@ def publish(path: Path) -> None:
     If an OSError is raised, the checkpoint before it is still there.
     """
     new, old = temporary(path), _old(path)
+    (new / LOCK).unlink(missing_ok=True)
     sync_folder(new)
     if path.exists():
         os.rename(path, old)

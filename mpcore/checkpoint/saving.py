@@ -266,13 +266,16 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
     """Write the files of a snapshot on all ranks. Return their total size in bytes."""
     request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
     lead, began = world.rank == 0, time.perf_counter()
-    together(world, lambda: prepare(path) if lead else None, line)
+    lock = together(world, lambda: prepare(path) if lead else None, line)
     try:
         size = merged(world, lambda: _write_part(snapshot, world.rank), lambda parts: _commit(snapshot, parts), line)
     except ValueError:
         if lead:
             discard(path)
         raise
+    finally:
+        if lock is not None:
+            lock.close()
     if lead:
         log.info("saved %s: %.1f MB in %.2f s", path, size / 1e6, time.perf_counter() - began)
     if request.keep is not None:

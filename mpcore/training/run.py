@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from mpcore._torch.compile import eagerly
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
+from mpcore.checkpoint.folders import lock_folder
+from mpcore.checkpoint.ranks import together
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
 from mpcore.layers.moe.bounds import DispatchBounds
@@ -128,6 +130,7 @@ class Run:
         self.measure_norm: Callable[[ModelTree, Mesh], Tensor] = grad_norm
         self.phase = Phase.IDLE
         self._loss = self._norm = self.factor
+        self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
         self._steps: list[Tensor] = []  # the sums of the data ranks' steps and of their squares
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -450,7 +453,8 @@ class Run:
             The path. With `background=True` a `Saving`, whose `wait()` returns the path.
 
         Raises:
-            ValueError: between `forward_backward` and `optimizer_step`, or if the checkpoint can't be written.
+            ValueError: between `forward_backward` and `optimizer_step`, or if the checkpoint can't be written, or
+                another process saves into `folder`: from its first save on, the run locks it (`folder/.lock`).
         """
         self._may("forward_backward", "save")
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
@@ -458,6 +462,9 @@ class Run:
             extra |= observer.state()
         state = {"step": self.step, "seed": self.seed, "extra": extra, **about}
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
+        if path.parent not in self._locks:
+            lead = self.mesh.world.rank == 0
+            self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)

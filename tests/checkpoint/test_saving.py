@@ -8,6 +8,8 @@ import logging
 import mmap
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -579,3 +581,40 @@ def test_differences_are_counted_and_measured(tmp_path):
     assert report.diff(one, spoiled, rtol=1e9) == ["model/x: 1 of 3 elements differ, by nan at most"]
     zeros, ones = (at(name, x=value) for name, value in (("f", torch.zeros(2)), ("g", torch.ones(2))))
     assert report.diff(zeros, ones) == ["model/x: 2 of 2 elements differ, by 1 at most"]
+
+
+SAVER = """
+import sys, torch, mpcore
+make = lambda: mpcore.prepare(
+    torch.nn.Linear(2, 2, device="meta"), mpcore.Mesh(), blocks=(), loss=lambda y, t: (y - t).square().sum(),
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+first, second = make(), make()
+first.save(sys.argv[1])
+second.step = 1
+second.save(sys.argv[1])  # another run of this process
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_job_that_saves_into_a_folder_is_refused_by_name(tmp_path):
+    command = [sys.executable, "-c", SAVER, str(tmp_path / "all")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "saved\n"
+        two = subprocess.run(command, capture_output=True, text=True, input="", check=False)
+        assert f"is in use by 'process {one.pid} on " in two.stderr
+        assert two.stdout == ""
+        one.communicate("")
+    three = subprocess.run(command, capture_output=True, text=True, input="", check=False)  # a lock of a dead process
+    assert three.stdout == "saved\n", three.stderr
+
+
+def test_two_processes_that_write_one_checkpoint_are_told_apart(tmp_path):
+    held = folders.prepare(tmp_path / "c")  # a save in this process
+    text = "import sys, pathlib\nfrom mpcore.checkpoint import folders\nfolders.prepare(pathlib.Path(sys.argv[1]))"
+    other = subprocess.run([sys.executable, "-c", text, tmp_path / "c"], capture_output=True, text=True, check=False)
+    assert f"is in use by 'process {os.getpid()} on " in other.stderr
+    assert held is not None
+    held.close()

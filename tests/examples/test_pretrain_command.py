@@ -377,21 +377,7 @@ def test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on(ranks, 
         assert told.count(f"NOT WRITTEN: {name}: [Errno 28] No space left on device") == 1
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".lock", "checkpoints", "config.json", "metrics.jsonl"]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005", "step-00000006"]
-
-
-def check_out_in_use(out: str) -> None:
-    held, second = (trainer("--out", out, tp=2) for _ in range(2))
-    with held.checkpoints.folder() as records:
-        assert records == []
-        with pytest.raises(ValueError, match=f"--out {out} is in use by another run"):
-            second.train()
-    with second.checkpoints.folder():
-        pass
-
-
-def test_a_second_run_into_one_folder_is_refused(ranks, tmp_path):
-    ranks(2, check_out_in_use, str(tmp_path / "out"), timeout=30)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[!.]*")) == ["step-00000005", "step-00000006"]
 
 
 def check_offloaded(out: str) -> None:
