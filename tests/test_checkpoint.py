@@ -482,7 +482,7 @@ def deep_manifest(path: Path) -> str:
 
 def giant_manifest(path: Path) -> str:
     os.truncate(path / MANIFEST, checkpoint_format.MANIFEST_LIMIT + 1)  # sparse
-    return "more than the 1073741824 that a manifest may have"
+    return "has 1073741825 bytes, more than 16777216"
 
 
 def changed_manifest(path: Path) -> str:
@@ -571,7 +571,18 @@ def wrong_fields(path: Path) -> str:
 
 def negative(path: Path) -> str:
     rewrite(path, lambda body: body["tensors"]["model/norm.weight"].update(shape=[-24]))
-    return "are not sizes"
+    return "shape: '-24' is not between 0 and "
+
+
+def of_other_type(path: Path, field: str, value: object) -> str:
+    def change(body: dict) -> None:
+        group = body["optimizer"][0]
+        next(at for at in (body, group, group["options"]) if field in at)[field] = value
+
+    rewrite(path, change)
+    if value == []:
+        return "optimizer's group of"
+    return f"manifest.json is damaged.*{field}|{field} .*, which is of another type|(Infinity|NaN) is not a finite"
 
 
 def missing_tensor(path: Path) -> str:
@@ -628,6 +639,13 @@ BROKEN = [
     pickles, pickled_tensors,
 ]  # fmt: skip
 
+OF_OTHER_TYPE: list[tuple[str, object]] = [
+    ("step", "x"), ("step", 2.0), ("step", True), ("sample", -5), ("sample", 2**64), ("seed", "5"),
+    ("mesh", {"tp": -1}),
+    ("config", [1]), ("extra", {"scale": math.inf}), ("params", []), ("params", "ab"), ("lr", "abc"), ("lr", math.nan),
+    ("lr", None), ("betas", [0.9]), ("betas", 0.9), ("weight_decay", [1]),
+]  # fmt: skip
+
 
 def check_write(path: str, config: GPTConfig = CONFIG) -> None:
     run = Run(mesh(tp=2), config)
@@ -658,6 +676,11 @@ def test_what_is_damaged_is_refused_by_name_and_changes_nothing(ranks, tmp_path,
         path = tmp_path / damage.__name__ / "step"
         shutil.copytree(tmp_path / "good", path)
         cases.append((str(path), damage(path)))
+    for i, (field, value) in enumerate(OF_OTHER_TYPE):
+        path = tmp_path / f"type {i}" / "step"
+        shutil.copytree(tmp_path / "good", path)
+        cases.append((str(path), of_other_type(path, field, value)))
+    assert latest(tmp_path / "type 0") is None
     cases.append((str(tmp_path / "nowhere"), "there is no checkpoint at .*nowhere"))
     ranks(2, check_refused, cases, zero)
     for damage in (flip_bit, pickled_tensors):
@@ -1251,7 +1274,7 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
     whole, again = tmp_path / "whole", tmp_path / "again"
     ranks(2, check_run, sizes, str(whole), *flags, "--save-every", "4")
     ranks(2, check_run, sizes, str(again), *flags, "--exit-step", "2", "--async-save")
-    assert [p.name for p in (again / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [p.name for p in (again / "checkpoints").glob("[!.]*")] == ["step-00000002"]
     begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", asked=2)
     assert begun == [(2, 8)] * 2
     assert latest(again / "checkpoints") == step_path(again / "checkpoints", 4)
@@ -1259,7 +1282,7 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
     begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", "--keep", "1")
     assert begun == [(4, 16)] * 2
     assert losses_of(again) == losses_of(whole)
-    assert [p.name for p in (again / "checkpoints").iterdir()] == ["step-00000006"]
+    assert [p.name for p in (again / "checkpoints").glob("[!.]*")] == ["step-00000006"]
     assert not diff(step_path(again / "checkpoints", 6), step_path(whole / "checkpoints", 6))
     ranks(2, check_run, {"dp": 2}, str(tmp_path / "dp"), *flags, "--resume", "auto")
     for (step, got), (same, want) in zip(losses_of(tmp_path / "dp"), losses_of(whole), strict=True):
@@ -1382,7 +1405,7 @@ def test_a_run_whose_last_checkpoint_is_not_written_fails(ranks, tmp_path):
 def test_training_goes_on_past_a_full_disk(ranks, tmp_path):
     ranks(2, check_full_disk_run, str(tmp_path))
     assert [step for step, _ in losses_of(tmp_path)] == [0, 1, 1, 2, 3, 3, 4]
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not list((tmp_path / "checkpoints").glob("[!.]*"))
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_a_folder_of_logs_is_explained_again(tmp_path, capsys):
     assert "while rank 1 never did" in capsys.readouterr().out
     (tmp_path / "rank1.json").write_text("{")
     assert main([str(tmp_path)]) == 2
-    assert "holds a log that can't be read" in capsys.readouterr().err
+    assert "rank1.json can't be read" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2
     assert "has no rank*.json" in capsys.readouterr().err
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mpcore.checkpoint.schema import read_lines
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, Span
 from mpcore.tools.draw import draw, plan_title, write_chrome_trace
-from mpcore.tools.fault_tolerance.metrics import read_line
 
 
 def plot_losses(records: list[dict], path: Path) -> None:
@@ -47,13 +47,7 @@ def read_records(path: Path, steps: int) -> list[dict]:
     """Read the records that an earlier run wrote of its first `steps` steps."""
     if steps == 0 or not path.is_file():
         return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(read_line(line))
-        except ValueError:  # the machine stopped in the middle of the last line
-            break
-    return [entry for entry in records if entry["step"] < steps]
+    return [entry for entry in read_lines(path) if entry["step"] < steps]
 
 
 def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:

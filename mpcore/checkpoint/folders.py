@@ -196,7 +196,7 @@ def read_complete(folder: Path) -> Manifest:
         ValueError: if the manifest is missing or damaged, or a file is missing or has another size.
     """
     manifest = read_manifest(folder)
-    for name, record in manifest.files.items():
+    for name, record in (manifest.files | manifest.beside).items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")

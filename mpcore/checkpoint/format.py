@@ -25,13 +25,16 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
+from mpcore.checkpoint.schema import Size, convert, read_json
+
 FORMAT, VERSION = "mpcore checkpoint", 2
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 2**30  # bytes: about 5 million chunks
+MANIFEST_LIMIT, MANIFEST_LEAST = 2**30, 2**24  # bytes: about 5 million chunks; a smaller one is always read
+DIMENSIONS = 64  # torch's limit
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool,
@@ -55,9 +58,9 @@ class Chunk:
 
     file: str
     key: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    checksum: int
+    start: tuple[Size, ...]
+    shape: tuple[Size, ...]
+    checksum: Size
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Entry:
         chunks: the chunks that tile the tensor.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
 
@@ -88,8 +91,32 @@ class FileRecord:
         header_crc32: the CRC-32 of the file's header.
     """
 
-    bytes: int
-    header_crc32: int
+    bytes: Size
+    header_crc32: Size
+
+
+@dataclass(frozen=True)
+class SmallFile:
+    """A file beside the tensors of a checkpoint, such as a tokenizer.
+
+    Attributes:
+        bytes: its size in bytes.
+        crc32: the CRC-32 of its bytes.
+    """
+
+    bytes: Size
+    crc32: Size
+
+
+class _Group(TypedDict):
+    options: dict[str, Any]
+    params: list[str]
+
+
+class Group(_Group, total=False):
+    """A parameter group of an optimizer: its options, the names of its parameters, and the blocks that Muon splits."""
+
+    blocks: dict[str, list[Size]]
 
 
 @dataclass(frozen=True)
@@ -106,17 +133,19 @@ class Manifest:
             `"blocks": {name: sizes}`. None: no optimizer was saved.
         files: the files by name.
         tensors: the tensors, by `model/NAME` or `optimizer/SLOT/NAME`.
+        beside: the other files, by their path within the checkpoint. A checkpoint of mpcore 0.2 lists none.
     """
 
-    step: int
-    sample: int = 0
+    step: Size
+    sample: Size = 0
     seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-    mesh: dict[str, int] = field(default_factory=dict)
-    optimizer: list[dict[str, Any]] | None = None
+    mesh: dict[str, Size] = field(default_factory=dict)
+    optimizer: list[Group] | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     tensors: dict[str, Entry] = field(default_factory=dict)
+    beside: dict[str, SmallFile] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -151,13 +180,7 @@ def read_manifest(folder: Path) -> Manifest:
         why = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
         why += f"; the newest in it is {newest}" if newest else ""
         raise ValueError(f"{folder} is no complete checkpoint: {why}")
-    size = path.stat().st_size
-    if size > MANIFEST_LIMIT:
-        raise ValueError(f"{path} has {size} bytes, more than the {MANIFEST_LIMIT} that a manifest may have")
-    try:
-        body = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    body = read_json(path, _limit(folder), MANIFEST_LIMIT)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"{path} is not the manifest of an {FORMAT}")
     if body.get("version") != VERSION:
@@ -168,10 +191,22 @@ def read_manifest(folder: Path) -> Manifest:
     found = body.pop("crc32", None)
     if found != sign(body):
         raise ValueError(f"{path} is damaged: its CRC-32 is {sign(body)}, written was {found!r}")
+    del body["format"], body["version"]
+    manifest = convert(Manifest, body, str(path))
     try:
-        return _parse(body)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        _check(manifest)
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    return manifest
+
+
+def _limit(folder: Path) -> int:
+    """Return how large a manifest may be: each of its chunks is in the header of a file, in some 100 bytes."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            total += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
+    return min(MANIFEST_LIMIT, max(MANIFEST_LEAST, 16 * total))
 
 
 def sign(body: Mapping[str, Any]) -> int:
@@ -179,31 +214,25 @@ def sign(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _parse(body: dict[str, Any]) -> Manifest:
-    del body["format"], body["version"]
-    files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-    for name, record in files.items():
-        sizes((record.bytes, record.header_crc32))
+def _check(manifest: Manifest) -> None:
+    for name in manifest.files:
         if Path(name).name != name or name in ("", ".", ".."):  # a name must not lead out of the checkpoint's directory
             raise ValueError(f"{name!r} is not a plain file name")
-    tensors = {}
-    for name, raw in body.pop("tensors").items():
-        chunks = [
-            Chunk(c["file"], c["key"], sizes(c["start"]), sizes(c["shape"]), c["checksum"]) for c in raw["chunks"]
-        ]
-        entry = Entry(sizes(raw["shape"]), raw["dtype"], tuple(chunks))
+    for name in manifest.beside:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{name!r} leads out of the checkpoint")
+    for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
-        if not tiles([tuple(zip(c.start, c.shape, strict=True)) for c in chunks], entry.shape):
-            raise ValueError(f"the {len(chunks)} chunks of {name} do not tile its shape {entry.shape}")
-        for chunk in chunks:
-            sizes((chunk.checksum,))
-            if chunk.file not in files:
+        if len(entry.shape) > DIMENSIONS:
+            raise ValueError(f"{name} has {len(entry.shape)} dimensions, more than {DIMENSIONS}")
+        if any(len(entry.shape) != len(c.shape) or len(c.shape) != len(c.start) for c in entry.chunks):
+            raise ValueError(f"the chunks of {name} do not have the {len(entry.shape)} dimensions of its shape")
+        if not tiles([tuple(zip(c.start, c.shape, strict=True)) for c in entry.chunks], entry.shape):
+            raise ValueError(f"the {len(entry.chunks)} chunks of {name} do not tile its shape {entry.shape}")
+        for chunk in entry.chunks:
+            if chunk.file not in manifest.files:
                 raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
-            if not isinstance(chunk.key, str):
-                raise ValueError(f"{name} lies under {chunk.key!r}, which is no name")
-        tensors[name] = entry
-    return Manifest(**body, files=files, tensors=tensors)
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, ...]:

@@ -93,7 +93,8 @@ def load(
 
     Raises:
         ValueError: on every rank and before any value changes, if a tensor is missing, unexpected, damaged, or has
-            another shape or dtype, or a weight is NaN or infinite. The message names each such tensor.
+            another shape or dtype, or a weight is NaN or infinite. The message names each such tensor. On every rank
+            and after the values changed, if a file was written to while it was read.
     """
     reshard(model)
     mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
@@ -115,6 +116,7 @@ def load(
             problems += [f"{name}: in the checkpoint, but not in the {name.partition('/')[0]}" for name in left]
         if check_bytes:
             problems += mine.files.problems(_share(tensors, kinds, mesh.world.rank, mesh.world.size))
+            problems += mine.files.problems_beside() if mesh.world.rank == 0 else []
         if problems:
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
             raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(told))
@@ -123,6 +125,7 @@ def load(
 
     together(mesh.world, check)
     together(mesh.world, lambda: _read(mine, optimizer))
+    together(mesh.world, mine.files.unchanged)
     keys: dict[str, Any] = {} if strict else {"missing_keys": missing, "unexpected_keys": left}
     return Loaded(**vars(manifest), **keys)
 
@@ -190,6 +193,9 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
                 f"parameter group {i} is of another kind of optimizer: {', '.join(others)} is a setting of one alone. "
                 f"load(..., optimizer=None) leaves the checkpoint's unread"
             )
+        for name in options:
+            if not _fits(options[name], optimizer.param_groups[i].get(name)):
+                plan.problems.append(f"parameter group {i} has {name} {options[name]!r:.200}, which is of another type")
         plan.options.append(options)
         split = manifest.optimizer[found[0]].get("blocks")  # None: an older checkpoint
         if split is None or "blocks" not in group:
@@ -223,6 +229,14 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
             plan.state.setdefault(parameter, {})[slot] = value
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
+
+
+def _fits(value: Any, old: Any) -> bool:
+    """Return whether an option's value in a checkpoint may replace the one that the optimizer has."""
+    if isinstance(old, tuple):
+        return isinstance(value, list) and len(value) == len(old) and all(map(_fits, value, old))
+    is_number = type(value) in (int, float)
+    return is_number if type(old) in (int, float) or isinstance(old, Tensor) else not is_number or old is None
 
 
 def _matrices(blocks: list[int]) -> str:

@@ -79,7 +79,8 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     folder = resolve(path)
     manifest = read_manifest(folder)
     chunks = [(name, entry, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
-    return Files(folder, manifest).problems(chunks)
+    files = Files(folder, manifest)
+    return files.problems(chunks) + files.problems_beside()
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 0.0) -> list[str]:

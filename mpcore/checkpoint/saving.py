@@ -7,6 +7,7 @@ import operator
 import os
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,17 @@ from torch import Tensor, nn
 
 from mpcore._torch.simulated import simulated_rank
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
-from mpcore.checkpoint.format import Chunk, Entry, FileRecord, Manifest, dtype_name, tiles, write_manifest, write_synced
+from mpcore.checkpoint.format import (
+    Chunk,
+    Entry,
+    FileRecord,
+    Manifest,
+    SmallFile,
+    dtype_name,
+    tiles,
+    write_manifest,
+    write_synced,
+)
 from mpcore.checkpoint.pieces import (
     Box,
     Held,
@@ -337,25 +348,30 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
             )
         tensors[name] = entry
     _check_replicas(tensors, parts)
-    write_beside(temporary(path), snapshot.request.beside or {})
+    beside = write_beside(temporary(path), snapshot.request.beside or {})
     files = {name: record for part in parts for name, record in part.files.items()}
     groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
-    write_manifest(temporary(path), replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors))
+    filled = replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors, beside=beside)
+    write_manifest(temporary(path), filled)
     publish(path)
     return sum(record.bytes for record in files.values())
 
 
-def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_beside(folder: Path, files: Mapping[str, bytes]) -> dict[str, SmallFile]:
     """Write small files into a checkpoint's directory, and sync them to the disk.
 
     Args:
         folder: the checkpoint's directory.
         files: the content of each file, by its path inside the directory.
+
+    Returns:
+        The records of the files for the manifest.
     """
     for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, data)
         sync_folder((folder / name).parent)
+    return {name: SmallFile(len(data), zlib.crc32(data)) for name, data in files.items()}
 
 
 def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:

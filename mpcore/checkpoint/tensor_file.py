@@ -20,13 +20,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, named_errors, sizes
+from mpcore.checkpoint.format import (
+    DIMENSIONS,
+    DTYPES,
+    Chunk,
+    Entry,
+    FileRecord,
+    Manifest,
+    dtype_name,
+    named_errors,
+    sizes,
+)
+from mpcore.checkpoint.schema import convert, load_json
 
 K = TypeVar("K")
 R = TypeVar("R")
 WORDS, ROWS = 1021, 63  # block size of `checksum`: a prime, and fewer rows than a disk sector has words
 THREADS = 4  # that read or write at the same time
 HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
+TENSOR_LIMIT = 2**18  # of a file
 LARGE_PAGE = 2**21  # bytes
 
 
@@ -172,7 +184,7 @@ class TensorFile:
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            self.stamp, size = _stamp(file.fileno()), os.fstat(file.fileno()).st_size
             if size < 8 or (record is not None and size != record.bytes):
                 written = "" if record is None else f", written were {record.bytes}"
                 raise ValueError(f"{path} has {size} bytes{written}")
@@ -190,10 +202,8 @@ class TensorFile:
             # A private mapping: torch needs a writable buffer, and writes to this one never reach the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._data = 8 + length
-        try:
-            self.header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
-        except (ValueError, RecursionError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        header = convert(dict[str, Any], load_json(text, str(path), TENSOR_LIMIT), str(path))
+        self.header = {k: v for k, v in header.items() if k != "__metadata__"}
         room = size - self._data
         for key, said in self.header.items():
             if not _fits(said, room):
@@ -245,10 +255,18 @@ class TensorFile:
         return f"{self.path}: {chunk.key} is damaged: its checksum is {found:08x}, written was {chunk.checksum:08x}"
 
 
+def _stamp(file: Path | int) -> tuple[int, ...]:
+    """Return what changes when a file is replaced or written to."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def _fits(found: Any, room: int) -> bool:
     """Return whether a header's entry is consistent and fits a file with `room` bytes of data."""
     try:
         start, end = sizes(found["data_offsets"])
+        if len(found["shape"]) > DIMENSIONS:
+            return False
         size = math.prod(sizes(found["shape"])) * DTYPES[found["dtype"]].itemsize
     except (KeyError, TypeError, ValueError):
         return False
@@ -286,6 +304,31 @@ class Files:
             return None if problem is None else f"{name}: {problem}"
 
         return list(dict.fromkeys(told for told in in_threads(one, chunks) if told is not None))
+
+    def problems_beside(self) -> list[str]:
+        """Read the files beside the tensors and return a description of their damage."""
+        found = []
+        for name, record in self.manifest.beside.items():
+            path = self.folder / name
+            try:
+                with open(path, "rb") as file:
+                    data = file.read(record.bytes + 1)
+            except OSError as error:
+                found.append(f"{path} can't be read: {error}")
+                continue
+            if (len(data), zlib.crc32(data)) != (record.bytes, record.crc32):
+                found.append(f"{path} is damaged: it is not the file of {record.bytes} bytes that was written")
+        return found
+
+    def unchanged(self) -> None:
+        """Raise ValueError if one of the open files has changed since it was opened.
+
+        The ranks share out the checking of a checkpoint, so a rank's checksum says nothing about bytes that were
+        written after it.
+        """
+        for file in self._open.values():
+            if file.stamp != _stamp(file.path):
+                raise ValueError(f"{file.path} changed while it was read: load again, the values read are not safe")
 
     def assemble(self, name: str) -> Tensor:
         """Return a full logical tensor."""

@@ -17,6 +17,7 @@ torch makes the plans of the last five. They are read here, checked by `mpcore.p
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from mpcore.pipeline.partition import stage_ranks
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+CSV_LIMIT = 2**21  # bytes: some 300,000 actions
 _ACTION = re.compile(rf"(\d+)({'|'.join((*COMPUTE, *MESSAGES))})(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 NAMES = ("naive", "gpipe", "1f1b", *pipelining.PLANNERS)
@@ -221,6 +223,8 @@ def read_csv(path: Path | str) -> Schedule:
     """
     try:
         with open(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > CSV_LIMIT:
+                raise ValueError(f"the schedule {path} has {size} bytes, more than {CSV_LIMIT}")
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise ValueError(f"the schedule {path} can't be read: {problem}") from problem
@@ -231,6 +235,9 @@ def read_csv(path: Path | str) -> Schedule:
     every = [a for actions in ranks for a in actions]
     if not every:
         raise ValueError(f"the schedule {path} has no action")
+    most = max(max(a.stage, a.micro_batch) for a in every)
+    if most > CSV_LIMIT:
+        raise ValueError(f"the schedule {path} has {len(every)} actions, but a stage or micro-batch {most}")
     stages, micro_batches = max(a.stage for a in every) + 1, max(a.micro_batch for a in every) + 1
     return Schedule(Path(path).name, ranks, stages, micro_batches)
 

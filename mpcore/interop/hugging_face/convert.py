@@ -138,9 +138,10 @@ def import_hf(
             for name, entry in sorted(source.entries.items())
         }
         carried = carried_by_hf(source.folder, source.values)
-        write_beside(new, carried.beside)
+        beside = write_beside(new, carried.beside)
         config = {"model": dataclasses.asdict(source.config)}
-        write_manifest(new, Manifest(0, config=config, extra=carried.extra, files=files, tensors=tensors))
+        manifest = Manifest(0, config=config, extra=carried.extra, files=files, tensors=tensors, beside=beside)
+        write_manifest(new, manifest)
     return path
 
 

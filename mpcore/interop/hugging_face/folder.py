@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     refuse_other_formats(folder)
     values, config = read_json(folder / "config.json"), read_config(folder, spec=spec)
     files, where = open_files(folder)
+    check_counts(folder / "config.json", values, files)
     parts = parts_of(config, spec=spec, first=values["model_type"])
     prefix = ARCHITECTURES[values["model_type"]].prefix
     bare = not any(key.startswith(prefix) for key in where)  # saved from the base model, without a head
@@ -229,6 +230,17 @@ def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     return files, where
 
 
+def check_counts(path: Path, values: Mapping[str, Any], files: Mapping[str, TensorFile]) -> None:
+    """Raise ValueError if config.json has more layers or experts than the files can hold, before a model is built."""
+    tensors = [about for file in files.values() for about in file.header.values()]
+    widest = max((size for about in tensors for size in about["shape"]), default=0)  # experts may lie in one tensor
+    for key, value in values.items():
+        if isinstance(value, dict):
+            check_counts(path, value, files)
+        elif key in _COUNTS and type(value) is int and value > max(_FEW, len(tensors), widest * ("expert" in key)):
+            raise ValueError(f"{path} has {key} {value}, but the files beside it hold {len(tensors)} tensors")
+
+
 def refuse_other_formats(folder: Path) -> None:
     """Raise ValueError for a checkpoint of Megatron, torch.distributed.checkpoint or DeepSpeed: they hold pickles.
 
@@ -243,6 +255,12 @@ def refuse_other_formats(folder: Path) -> None:
             )
 
 
+_FEW = 1024  # layers or experts, which are built in a second
+_COUNTS = {
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_nextn_predict_layers", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
+    "moe_num_experts",
+}  # fmt: skip
 _DEEPSPEED = "run its zero_to_fp32.py with --safe_serialization, and put the config.json of the model beside the result"
 _OTHER_FORMATS = {
     "**/*.distcp": (

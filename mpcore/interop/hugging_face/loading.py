@@ -17,7 +17,7 @@ from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, host_memory
 from mpcore.interop.hugging_face.config import read_json
-from mpcore.interop.hugging_face.folder import open_files, refuse_other_formats
+from mpcore.interop.hugging_face.folder import check_counts, open_files, refuse_other_formats
 from mpcore.interop.hugging_face.pretrained import Held, held_tensors, saved_state
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_tensors, transformers_module
 from mpcore.interop.parallelize import parallelize
@@ -99,7 +99,9 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
         )
     refuse_other_formats(path)
     transformers = transformers_module()
-    _refuse_kernels(path / "config.json", read_json(path / "config.json"))
+    values, (files, where) = read_json(path / "config.json"), open_files(path)
+    _refuse_kernels(path / "config.json", values)
+    check_counts(path / "config.json", values, files)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
@@ -109,7 +111,6 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
         raise ValueError(
             f"{path}/config.json names the architectures {names}, no model class of transformers: give model_class"
         )
-    files, where = open_files(path)
     wanted: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
     config.dtype = wanted
     with _parameters_on_meta(wanted):

@@ -7,7 +7,6 @@ a bug.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from mpcore.checkpoint.schema import convert, read_lines
 from mpcore.tools.command_line import Parser, reports_errors
 
 WIDTH = 5.0
@@ -101,14 +101,14 @@ def read_curves(run: Path) -> Curves:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} isn't there: name the --out folder of a run")
-    for entry in map(json.loads, path.read_text().splitlines()):
+    for entry in read_lines(path):
         for name, kind in WHOLE.items():
             if name in entry:
-                curves.setdefault((kind, ""), {})[entry["step"]] = entry[name]
+                curves.setdefault((kind, ""), {})[entry["step"]] = convert(float | None, entry[name], f"{path}: {name}")
     path = run / "tensors.jsonl"
-    for entry in map(json.loads, path.read_text().splitlines() if path.is_file() else ()):
+    for entry in read_lines(path) if path.is_file() else ():
         for kind in ("gradient", "weight"):
-            for tensor, value in entry[kind].items():
+            for tensor, value in convert(dict[str, float | None], entry.get(kind), f"{path}: {kind}").items():
                 curves.setdefault((kind, tensor), {})[entry["step"]] = value
     return curves
 

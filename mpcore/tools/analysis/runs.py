@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from mpcore.checkpoint.schema import convert, read_json, read_lines
 from mpcore.tools.analysis.rows import AXES, Row, read_row
 
 PLANNED = (
@@ -26,12 +26,14 @@ def read_run(folder: Path) -> Row:
         ValueError: if the folder has no config.json, or metrics.jsonl has too few steps with a time.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.strip()]
-        flags = config["run"]
-    except (OSError, ValueError, KeyError) as error:
+        config = convert(dict[str, Any], read_json(folder / "config.json", 2**24), "config.json")
+        lines = [*read_lines(folder / "metrics.jsonl", steps=False)]
+        flags = convert(dict[str, Any], config.get("run"), "config.json: run")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no run: config.json and metrics.jsonl can't be read: {error}") from error
-    times = [line["seconds"] for line in lines if "seconds" in line and "loss" in line][SKIPPED:]
+    times = [
+        convert(float, line["seconds"], f"{folder}: seconds") for line in lines if "seconds" in line and "loss" in line
+    ][SKIPPED:]
     if not times:
         raise ValueError(f"{folder}/metrics.jsonl has no step with seconds after the first {SKIPPED}")
     columns = {name: flags[name] for name in (*AXES, *PLANNED) if flags.get(name) is not None}

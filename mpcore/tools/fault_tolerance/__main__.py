@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpcore.checkpoint.schema import convert, read_json
 from mpcore.tools.command_line import Parser, reports_errors
-from mpcore.tools.fault_tolerance.trace import Log, explain
+from mpcore.tools.fault_tolerance.trace import LIMIT, Log, explain
 
 
 @reports_errors("mpcore explain")
@@ -27,11 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = sorted(Path(folder).glob("rank*.json"))
     if not files:
         raise ValueError(f"{folder} has no rank*.json")
-    try:
-        logs = [Log.from_json(file.read_text()) for file in files]
-    except (ValueError, TypeError, KeyError, OSError) as problem:
-        raise ValueError(f"{folder} holds a log that can't be read: {problem}") from problem
-    size = 1 + max(rank for log in logs for _, ranks in log.groups.values() for rank in ranks)
+    logs = []
+    for file in files:
+        try:
+            logs.append(convert(Log, read_json(file, LIMIT), "the log"))
+        except (ValueError, OSError) as problem:
+            raise ValueError(f"{file} can't be read: {problem}") from problem
+    size = 1 + max(rank for log in logs for _, ranks in [("", (log.rank,)), *log.groups.values()] for rank in ranks)
     print(explain(logs, size))
     return 0
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from torch import nn
 
 from mpcore import _torch
 from mpcore._torch.distributed import flight_records
+from mpcore.checkpoint.schema import Size, convert, load_json
 from mpcore.mesh.axis import Mesh
 from mpcore.tools.fault_tolerance.leave import give_no_answer
 
@@ -49,6 +50,8 @@ _OURS = tuple(
         ("tools", "simulation", "nonfinite.py"),
     )
 )
+Rank = Annotated[int, range(2**20)]
+LIMIT = 2**24  # bytes of a log
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
 
 
@@ -69,9 +72,9 @@ class Call:
     """
 
     group: str
-    number: int
+    number: Size
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     dtype: str
     site: str
     done: bool
@@ -92,8 +95,8 @@ class Log:
         waiting: whether the main thread is inside a call of torch.distributed.
     """
 
-    rank: int
-    groups: dict[str, tuple[str, tuple[int, ...]]]
+    rank: Rank
+    groups: dict[str, tuple[str, tuple[Rank, ...]]]
     calls: list[Call] = field(default_factory=list)
     site: str = "an unknown place"
     doing: str = ""
@@ -105,11 +108,12 @@ class Log:
 
     @staticmethod
     def from_json(text: str) -> Log:
-        """Return the log that `to_json` wrote."""
-        entry = json.loads(text)
-        entry["groups"] = {name: (axis, tuple(ranks)) for name, (axis, ranks) in entry["groups"].items()}
-        entry["calls"] = [Call(**{**call, "shape": tuple(call["shape"])}) for call in entry["calls"]]
-        return Log(**entry)
+        """Return the log that `to_json` wrote.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        return convert(Log, load_json(text.encode(), "the log"), "the log")
 
 
 def record(entries: int = 512) -> None:
