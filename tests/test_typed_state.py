@@ -14,7 +14,6 @@ from mpcore import (
     AdamW,
     Axis,
     ColumnParallelLinear,
-    DiLoCo,
     Dropout,
     LossScaler,
     Mesh,
@@ -35,6 +34,7 @@ from mpcore import (
     shard_data_parallel,
 )
 from mpcore import collectives as c
+from mpcore.experimental import DiLoCo
 from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.module import ParallelModule, RandomModule, normal
 from mpcore.sharding.declarations import ModelTree, declarations, named_modules, tree_of
