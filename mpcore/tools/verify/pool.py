@@ -197,6 +197,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
             result = (True, check(*args, **kwargs))
         except BaseException:
             result = (False, traceback.format_exc())
+        gc.collect()  # what the check left behind, such as the lock of a run's folder; what was imported is frozen
         with contextlib.suppress(OSError):
             connection.send((*result, dist.is_initialized()))
 
