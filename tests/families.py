@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
+from mpcore.interop.hugging_face import small
 from mpcore.interop.parallelize import suggest_plan
 from mpcore.interop.parallelize.plan import Plan, resolve
 from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, Prover, shapes_of
@@ -48,22 +49,10 @@ TABLE = re.compile(r"^\| family .*\n(?:\|.*\n)*", re.MULTILINE)
 SECONDS = 600
 MOST = 10**7  # parameters
 EXACT = 1e-9  # of the largest value, in float64
-SIZES = {  # of whatever name a config has for it; 12 heads fall to 2, 3 and 4 ranks
-    "vocab_size": 66, "hidden_size": 48, "n_embd": 48, "d_model": 48, "embedding_size": 48, "word_embed_proj_dim": 48,
-    "emb_dim": 48, "dim": 48,
+SIZES = small.SIZES | {
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
-    "num_attention_heads": 12, "n_head": 12, "n_heads": 12, "num_heads": 12, "encoder_attention_heads": 12,
-    "decoder_attention_heads": 12, "num_key_value_heads": 6, "num_kv_heads": 6, "head_dim": 4, "d_kv": 4,
-    "intermediate_size": 36, "ffn_dim": 36, "n_inner": 36, "d_ff": 36, "encoder_ffn_dim": 36, "decoder_ffn_dim": 36,
-    "dff": 36, "ffn_hidden_size": 36, "dim_ff": 36, "d_inner": 36, "intermediate_size_mlp": 36,
     "max_position_embeddings": 32, "n_positions": 32, "max_seq_len": 32, "max_target_positions": 32,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "n_shared_experts": 1, "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 12, "shared_intermediate_size": 12, "expert_ffn_hidden_size": 12, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4, "v_head_dim": 4, "rotary_dim": 4, "sliding_window": 4, "state_size": 4, "num_mel_bins": 4,
-    "max_source_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "rotary_pct": 1.0,
-    "partial_rotary_factor": 1.0,
+    "first_k_dense_replace": 1,
 }  # fmt: skip
 
 
@@ -83,7 +72,6 @@ ODD: dict[str, dict[str, Any]] = {  # sizes that one architecture has, or that m
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
     "beit": {"image_size": 8, "patch_size": 4}, "deit": {"image_size": 8, "patch_size": 4},
 }  # fmt: skip
-SIZES |= {"image_size": 8, "patch_size": 4, "projection_dim": 48}
 
 
 class Row(NamedTuple):
@@ -103,19 +91,8 @@ def carriers() -> Iterator[str]:
 
 
 def shrunk(config: Any, family: str = "") -> dict[str, Any]:
-    """Small sizes, under the names that a config and the configs within it have for them."""
-    names = {**{name: name for name in SIZES}, **getattr(config, "attribute_map", {})}
-    given = {}
-    for name, value in SIZES.items():
-        if getattr(config, names[name], None) is not None or name in ("head_dim", "pad_token_id"):
-            given[name] = value
-    if "kv_lora_rank" in given and "num_key_value_heads" in given:
-        given["num_key_value_heads"] = given["num_attention_heads"]  # latent attention has no groups
-    for name in config.sub_configs:
-        if hasattr(getattr(config, name, None), "to_dict"):
-            given[name] = shrunk(getattr(config, name))
-    fields = config.to_dict()
-    return {name: value for name, value in given.items() if name in fields} | ODD.get(family, {})
+    """Small sizes of a config."""
+    return small.sizes_of(config, SIZES) | ODD.get(family, {})
 
 
 def build(family: str) -> nn.Module:

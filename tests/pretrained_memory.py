@@ -1,85 +1,132 @@
-"""Measure the memory of loading and saving a folder of transformers: `python -m tests.pretrained_memory`.
+"""Measure the memory and the bytes read of a model of transformers: `python -m tests.pretrained_memory`.
 
-A Llama with random bfloat16 weights is saved by transformers, and `from_pretrained` and `save_pretrained` run on tp
-ranks. The peak is VmHWM of /proc/self/status, less what the rank held before; shards are the bytes of its parameters.
+transformers saves a Llama with random bfloat16 weights. Each layout reads it with `from_pretrained(defer=True)` and
+`prepare`, and writes it with `save_pretrained`. The peak is VmHWM of /proc/self/status, less what the process held
+before, and less its shards: the bytes of its parameters and buffers. The bytes read are counted twice: those of the
+tensors that the ranks copied, and `read_bytes` of /proc/self/io, which the disk served after the files were dropped
+from the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.nn import functional as F
 
-from mpcore import from_pretrained, save_pretrained
+import mpcore as mp
+from mpcore.sharding.local import local_tensor
 from tests.pool import mesh, start_pool
+
+LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
+    "dp 4, ZeRO-3": ({"dp": 4}, 3), "tp 2 x dp 2, ZeRO-3": ({"tp": 2, "dp": 2}, 3),
+    "pp 2 x dp 2, ZeRO-3": ({"pp": 2, "dp": 2}, 3), "tp 2 x dp 2, ZeRO-0": ({"tp": 2, "dp": 2}, 0),
+}  # fmt: skip
 
 
 def memory() -> tuple[int, int]:
-    """The most memory that this process held since `forget_peak`, and what it holds now, in bytes."""
+    """Return the most memory that this process held since `forget_peak`, and what it holds now, in bytes."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     peak, now = (1024 * int(lines[name].split()[0]) for name in ("VmHWM", "VmRSS"))
     return peak, now
 
 
 def forget_peak() -> int:
-    """Begin to measure anew; returns what the process holds."""
+    """Begin to measure anew, and return what the process holds."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory()[1]
 
 
+def read_from_disk() -> int:
+    """Return the bytes that the disk has served to this process."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
+
+
 def config(layers: int, width: int = 2048) -> Any:
-    """A Llama whose largest tensor is its embedding."""
+    """Return the config of a Llama whose largest tensor is its embedding."""
     return transformers.LlamaConfig(
         vocab_size=32000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False, dtype=torch.bfloat16,
     )  # fmt: skip
 
 
-def make(folder: str, layers: int) -> tuple[int, int]:
-    """Write the folder; returns the bytes of its tensors, and of the largest."""
+def make(folder: str, layers: int, width: int = 2048) -> tuple[int, int]:
+    """Write the folder. Return the bytes of its tensors, and of the largest."""
     transformers.logging.disable_progress_bar()
     torch.set_default_dtype(torch.bfloat16)
-    model = transformers.LlamaForCausalLM(config(layers))
+    model = transformers.LlamaForCausalLM(config(layers, width))
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder, max_shard_size="500MB")
     sizes = [p.nbytes for p in model.parameters()]
     return sum(sizes), max(sizes)
 
 
-def measure(folder: str, out: str) -> dict[str, int]:
-    """The peaks of one rank, in bytes above its shards."""
+def drop_cache(folder: str) -> None:
+    """Write the files of a folder to the disk, and drop them from the page cache."""
+    for path in Path(folder).glob("*.safetensors"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(folder: str, out: str, axes: dict[str, int], zero: int) -> dict[str, int]:
+    """Return the peaks of one rank, in bytes above its shards, and the bytes that it read."""
     torch.utils.deterministic.fill_uninitialized_memory = False
-    layout = mesh(tp=torch.distributed.get_world_size())
+    transformers.logging.set_verbosity_error()
+    layout, copied = mesh(**axes), []
+    if layout.world.rank == 0:
+        drop_cache(folder)
+    torch.distributed.barrier()
+    before, served = forget_peak(), read_from_disk()
+    model = mp.from_pretrained(folder, layout, defer=True, check=False)
+    read = model.read_values
+    model.read_values = lambda *given: copied.append(read(*given)) or copied[-1]
+    stages, blocks, schedule = mp.pipeline_stages(model, layout, micro_batches=2 * layout.pp.size)
+    del model
+    run = mp.prepare(
+        stages, layout, blocks=blocks, schedule=schedule, micro_batches=2 * layout.pp.size, initialize=False,
+        data=mp.Zero(zero), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda out, target: F.cross_entropy(out.logits.flatten(0, 1), target.flatten(), reduction="sum"),
+    )  # fmt: skip
+    shards = sum(local_tensor(x).nbytes for x in (*run.model.parameters(), *run.model.buffers()))
+    loaded, served = memory()[0] - before - shards, read_from_disk() - served
+    gc.collect()
     before = forget_peak()
-    model = from_pretrained(folder, layout, check=False)
-    shards = sum(p.nbytes for p in model.parameters())
-    loaded = memory()[0] - before
-    before = forget_peak()
-    save_pretrained(model, out, layout)
-    return {"shards": shards, "from_pretrained": loaded - shards, "save_pretrained": memory()[0] - before}
+    mp.save_pretrained(run.model, out, layout)
+    return {"shards": shards, "read": loaded, "written": memory()[0] - before, "copied": sum(copied), "disk": served}
 
 
 def main() -> None:
-    """Print one line for each rank."""
+    """Print one line for each rank of each layout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=15, help="of 121 MB each (default: 15, 2 GB in all)")
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--only", choices=LAYOUTS, help="measure this layout only")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        maker, pool = start_pool(1), start_pool(given.tp)
+        maker = start_pool(1)
         try:
             total, largest = maker(1, make, f"{folder}/in", given.layers)[0]
-            maker.stop()
-            print(f"{total / 1e6:.0f} MB of tensors, the largest {largest / 1e6:.0f} MB; MB above what a rank held:")
-            for rank, found in enumerate(pool(given.tp, measure, f"{folder}/in", f"{folder}/out")):
-                print(f"rank {rank}: " + ", ".join(f"{name} {size / 1e6:.0f}" for name, size in found.items()))
+            maker(1, make, f"{folder}/small", 2, 256)  # the first calls load code
         finally:
             maker.stop()
-            pool.stop()
+        print(f"{total / 1e6:.0f} MB of tensors, the largest {largest / 1e6:.0f} MB")
+        for name, how in LAYOUTS.items() if given.only is None else [(given.only, LAYOUTS[given.only])]:
+            pool = start_pool(4)
+            try:
+                pool(4, measure, f"{folder}/small", f"{folder}/{name}, small", *how)
+                found = pool(4, measure, f"{folder}/in", f"{folder}/{name}", *how)
+            finally:
+                pool.stop()
+            for rank, each in enumerate(found):
+                print(f"{name}, rank {rank}: " + ", ".join(f"{key} {size / 1e6:.0f}" for key, size in each.items()))
+            copied, disk = (sum(each[key] for each in found) / total for key in ("copied", "disk"))
+            print(f"{name}: the ranks copied {copied:.2f} times the checkpoint, the disk served {disk:.2f} times")
 
 
 if __name__ == "__main__":

@@ -465,7 +465,7 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.decay_groups: {"exclude": ()},
     mp.unshard_sequence: {"dim": -1, "length": None},
     mp.drop_gradients: {"parameters": None},
-    mp.from_pretrained: {"plan": "auto", "dtype": None, "model_class": None},
+    mp.from_pretrained: {"plan": "auto", "defer": False, "dtype": None, "model_class": None},
     mp.save_pretrained: {"shard_bytes": 5 * 10**9},
     mp.pipeline_stages: {"schedule": "1f1b", "example": None},
     Launch: {

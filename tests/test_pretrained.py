@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+import mpcore as mp
 from mpcore import from_pretrained, full_state_dict, parallelize, shard_data_parallel, suggest_plan
 from mpcore.interop.hugging_face import pretrained, save_pretrained
 from mpcore.interop.hugging_face.stored import dense_shape
@@ -17,6 +19,7 @@ from tests.quick import some
 hf = pytest.importorskip("transformers", minversion="5")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from tests import pretrained_memory  # noqa: E402
 from tests.families import build  # noqa: E402
 
 OWN = ["apertus", "arcee", "cohere", "deepseek_v3", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text"]
@@ -229,6 +232,20 @@ def test_a_rank_holds_its_shards_and_one_whole_tensor(ranks, tmp_path):
     assert max(*loads, load) < 1.5 * largest
 
 
+@pytest.mark.parametrize("layout", pretrained_memory.LAYOUTS)
+@pytest.mark.parametrize(("layers", "width"), some((1, 256), of=[(1, 256), (8, 1024)]))
+def test_a_host_reads_a_checkpoint_once_and_a_rank_holds_its_shards(ranks, tmp_path, layout, layers, width):
+    """Bytes of 4 ranks of one host, for 17 MB; of 370 MB also the memory beyond a rank's shards."""
+    names = [str(tmp_path / name) for name in ("small", "in", "small out", "out")]
+    pretrained_memory.make(names[0], 1, 64)
+    total, _ = pretrained_memory.make(names[1], layers, width)
+    ranks(4, pretrained_memory.measure, names[0], names[2], *pretrained_memory.LAYOUTS[layout])  # loads the code
+    found = ranks(4, pretrained_memory.measure, names[1], names[3], *pretrained_memory.LAYOUTS[layout])
+    assert 1.0 <= sum(each["copied"] for each in found) / total <= 1.2
+    assert max(each["read"] for each in found) < 150e6
+    all_equal(files_of(names[3]), files_of(names[1]))
+
+
 def check_half(folder):
     """In bfloat16, with a parameter's wide values; and from a base model's folder, whose names lack the prefix."""
     layout = mesh(tp=2)
@@ -337,7 +354,7 @@ def test_pitfall_55_weights_are_tied_as_transformers_ties_them(tmp_path, held):
     assert torch.equal(again(ids).logits, want(ids).logits)
 
 
-BUFFERS = ["deepseek_v3", "hy_v3", "gptj", "glm4_moe", "ernie4_5_moe", "gpt_oss"]
+BUFFERS = ["deepseek_v3", "hy_v3", "gptj", "glm4_moe", "ernie4_5_moe", "gpt_oss", "hrm_text"]  # the last interleaves
 
 
 @pytest.mark.parametrize("family", some(*BUFFERS, of=OWN + FOUND))
@@ -383,3 +400,51 @@ def test_what_is_saved_is_made_again_without_memory():
 def test_a_name_on_a_hub_is_no_folder():
     with pytest.raises(ValueError, match="is no folder: download the model first"):
         from_pretrained("somebody/model")
+
+
+def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, **policies):
+    """A run whose model is read before it is sharded, or after."""
+    model = from_pretrained(folder, layout, defer=defer, check=False)
+    assert any(p.is_meta for p in model.parameters()) is defer
+    model.set_experts_implementation("eager")  # torch's grouped product takes no rows of these few bytes
+    if lora:
+        mp.add_lora(model, rank=2)
+    stages, blocks, schedule = mp.pipeline_stages(model, layout, micro_batches=micro_batches)
+    return mp.prepare(
+        stages, layout, blocks=blocks, schedule=schedule, micro_batches=micro_batches, initialize=False,
+        data=mp.Zero(zero), optimizer=lambda model: mp.AdamW(model, lr=1e-2), **policies,
+        loss=lambda out, target: F.cross_entropy(out.logits.flatten(0, 1).float(), target.flatten(), reduction="sum"),
+    )  # fmt: skip
+
+
+def check_deferred(folder, axes, zero, **how):
+    """Values, files and a step of a model that is read box by box are bitwise those of one that is read first."""
+    layout, ids = mesh(**axes), torch.arange(32).view(4, 8) % 60
+    runs = [prepared(folder, layout, defer, zero, **how) for defer in (False, True)]
+    with runs[1].parameters() as stage:
+        save_pretrained(stage, f"{folder}/again", layout)
+    all_equal(files_of(f"{folder}/again"), files_of(folder))
+    for _ in range(2):
+        with runs[0].parameters() as want, runs[1].parameters() as got:
+            all_equal(full_state_dict(got), full_state_dict(want))
+            all_equal(dict(got.named_buffers()), dict(want.named_buffers()))
+        share = runs[0].share(4)
+        losses = [run.forward_backward(ids[share.start : share.stop], ids[share.start : share.stop]) for run in runs]
+        assert losses[0] == losses[1]
+        assert [run.optimizer_step().taken for run in runs] == [True, True]
+
+
+DEFERRED = [
+    ("llama", {"dp": 4}, 3, {}),
+    ("llama", {"dp": 4}, 0, {}),
+    ("mixtral", {"dp": 2, "tp": 2}, 3, {"precision": "bfloat16"}),
+    ("qwen2_moe", {"dp": 2, "tp": 2}, 1, {"lora": True}),
+    ("gpt2", {"dp": 2, "pp": 2}, 3, {"micro_batches": 2}),  # a tied table
+    ("gemma2", {"pp": 2, "tp": 2}, 0, {"micro_batches": 4, "lora": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "axes", "zero", "how"), DEFERRED)
+def test_values_are_read_after_the_model_is_sharded(ranks, tmp_path, monkeypatch, family, axes, zero, how):
+    quiet_build(family).save_pretrained(tmp_path)
+    ranks(4, check_deferred, str(tmp_path), axes, zero, **how)

@@ -45,6 +45,14 @@ def units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in (*model.modules(), *_beside.get(model, ())) if isinstance(module, kind)]
 
 
+def renew_parameters(model: nn.Module) -> None:
+    """Let the units of a model use the parameters that its modules hold now, after they were replaced."""
+    for unit in units(model):
+        for group in _groups(_state(unit)):
+            for p in group.fsdp_params:
+                p.reset_sharded_param()
+
+
 def make_root(unit: FSDPModule) -> None:
     """Make a unit the root of the units below it, unless it has a root already."""
     _state(unit)._lazy_init()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from mpcore.kernels.adamw import followed
-from mpcore.mesh.axis import Mesh
+from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, persistent_buffers, sharding_of
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_runs, is_dtensor, is_first_replica, lies_as, local_tensor
@@ -59,12 +59,14 @@ class Held:
         tensor: the local tensor, sharing memory with the model or optimizer.
         shape: the logical shape.
         boxes: the boxes of the logical tensor that the local tensor consists of.
+        replicas: the axes on which other ranks hold the same local tensor, without the replicas of HSDP.
     """
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    replicas: tuple[Axis, ...] = ()
 
 
 def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | None = None) -> list[Held]:
@@ -217,13 +219,14 @@ def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Ten
         dims, first = _over_data(name, placed, dims)
     else:
         replicas.append(sharding.data_axis(mesh))
+    replicas = sorted({axis.key: axis for axis in replicas if axis.size > 1}.values(), key=lambda axis: axis.order)
     first = first and all(axis.rank == 0 for axis in replicas)
     boxes = []
     for segments in itertools.product(*dims):
         local, start, shape, owned = zip(*segments, strict=True) if segments else ((), (), (), ())
         if 0 not in shape:
             boxes.append(Box(local, start, shape, first and all(owned)))
-    return Held(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes))
+    return Held(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes), tuple(replicas))
 
 
 def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> list[Segment]:

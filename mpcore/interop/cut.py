@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +19,17 @@ from torch import Tensor, nn
 
 from mpcore._torch import fsdp
 from mpcore._torch.pytree import leaves
+from mpcore.interop.hugging_face.small import small_copy
+from mpcore.layers.initialize import deferred_reads
 from mpcore.mesh.agreement import raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.schedules import Schedule, find_schedule
-from mpcore.sharding.declarations import add_partial
+from mpcore.sharding.declarations import add_partial, shardings
 
 TRIED = (2, 7)  # samples and tokens of the trial
 BATCH, TOKENS = -1, -2  # in a shape: as many as there are samples, and tokens
+LATER = "read it with from_pretrained(defer=False)"
 
 
 class Stages(NamedTuple):
@@ -53,11 +56,12 @@ def pipeline_stages(
     go to the last stage. A table tied to the head is on both, and its gradients are summed over `mesh.ends`.
 
     As a check, the function runs the model and the chain of all stages on a few tokens. The results must be bitwise
-    equal.
+    equal. For a model of `from_pretrained(defer=True)` it runs a small copy with random weights and all layers instead.
 
     Args:
         model: the full model, the same on every pipeline rank. Its first argument is ids [B, T]. It is not changed;
-            delete it afterwards to free the layers of other ranks.
+            delete it afterwards to free the layers of other ranks. With `from_pretrained(defer=True)` no rank ever
+            holds them.
         mesh: the mesh; `mesh.pp` is the axis of the stages. With one stage, the model itself is returned.
         micro_batches: the number of micro-batches per step.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`.
@@ -89,16 +93,18 @@ def pipeline_stages(
         if plan.stages == 1:
             return Stages([model], dict(enumerate(layers.children())), plan)
         _check_whole(model)
-        ids = _ids(model) if example is None else example
-        trace, want = _traced(model, layers, ids)
+        tried = small_copy(model) if deferred_reads([model]) else model
+        ids = _ids(tried) if example is None else example
+        if tried is not model and example is not None:
+            ids = example.cpu() % (int(_ids(tried).max()) + 1)
+        seen, want = _traced(tried, tried.get_submodule(where), ids)
+        trace = seen if tried is model else _enlarged(seen, tried, model)
         cut = partition(
             parameter_costs(layers.children()), plan.stages, last=sum(parameter_costs(trace.after.values()))
         )
         tied = _check_shared(model, where, layers, cut, trace, plan, mesh)
-        chain = [_stage(model, where, held, len(layers._modules), trace) for held in cut]
-        for stage, first in ((chain[-1], chain[0]),) if tied else ():
-            _put(stage, tied, first.get_submodule(tied))
-        _compare(model, chain, ids, want)
+        chain = _chain(model, where, cut, trace, tied, mesh.device)
+        _compare(tried, chain if tried is model else _chain(tried, where, cut, seen, tied), ids, want)
         if tied and plan.rank_of[0] != plan.rank_of[plan.stages - 1]:
             add_partial(chain[0].get_submodule(tied), "weight", mesh.ends)  # the last stage has the same module
         mine = plan.stages_of(mesh.pp.rank)
@@ -150,11 +156,11 @@ class _Blank(nn.Module):
     If forward reads a weight of the module, such as `position.weight[:T]`, it reads zeros that use no memory.
     """
 
-    def __init__(self, shape: tuple[int, ...], inlet: _Inlet, module: nn.Module) -> None:
+    def __init__(self, shape: tuple[int, ...], inlet: _Inlet, module: nn.Module, device: torch.device | None) -> None:
         super().__init__()
         self.shape, self.inlet = shape, inlet
         for name, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            self.__dict__[name] = x.new_zeros(()).expand(x.shape)
+            self.__dict__[name] = x.new_zeros((), device=device if x.is_meta else x.device).expand(x.shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.inlet.x is not None
@@ -185,7 +191,19 @@ class _Stage(nn.Module):
                 self.inlet.x = None
 
 
-def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace) -> nn.Module:
+def _chain(
+    model: nn.Module, where: str, cut: list[range], trace: _Trace, tied: str, device: torch.device | None = None
+) -> list[nn.Module]:
+    """Return all stages. The last one has the first one's embedding too, if `tied` names one."""
+    chain = [_stage(model, where, held, cut[-1].stop, trace, device) for held in cut]
+    if tied:
+        _put(chain[-1], tied, chain[0].get_submodule(tied))
+    return chain
+
+
+def _stage(
+    model: nn.Module, where: str, held: range, count: int, trace: _Trace, device: torch.device | None
+) -> nn.Module:
     """Copy the model with the layers `held` alone. It shares parameters, buffers and modules without parameters."""
     shared = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
     stage = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *shared)})
@@ -197,10 +215,10 @@ def _stage(model: nn.Module, where: str, held: range, count: int, trace: _Trace)
         layers.register_module(str(i), passed)
     if inlet is not None:
         for name in trace.before:
-            _put(stage, name, _Blank(trace.shapes.get(name, ()), inlet, stage.get_submodule(name)))
+            _put(stage, name, _Blank(trace.shapes.get(name, ()), inlet, stage.get_submodule(name), device))
     for name in trace.after if held.stop < count else ():
         _put(stage, name, _Elsewhere())
-    stage.__class__ = type(f"PipelineStage{type(model).__name__}", (_Stage, type(model)), {})
+    stage.__class__ = type(f"PipelineStage{type(model).__name__}", (_Stage, type(model)), {"whole_class": type(model)})
     stage.inlet, stage.options = inlet, trace.options  # type: ignore[assignment]
     return stage
 
@@ -294,6 +312,28 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     return trace, want
 
 
+def _enlarged(trace: _Trace, small: nn.Module, model: nn.Module) -> _Trace:
+    """Return the trace of a model from the trace of its small copy: the model's modules and their outputs' sizes.
+
+    Raises:
+        ValueError: if it is unclear which size a dimension of an output has in the model.
+    """
+    shapes = {}
+    for name, shape in trace.shapes.items() if trace.before else ():
+        given = dict(small.get_submodule(name).named_parameters())
+        full = {leaf: lies.shape for leaf, lies in shardings(model.get_submodule(name)).items()}
+        sizes = []
+        for size in shape:
+            found = {full[leaf][dim] for leaf, p in given.items() for dim, n in enumerate(p.shape) if n == size}
+            found = {size} if size in (BATCH, TOKENS, 1) else found
+            if len(found) != 1 and name in trace.before:
+                raise ValueError(f"the sizes of the output of {name} are unknown before the model has values: {LATER}")
+            sizes += found
+        shapes[name] = tuple(sizes)
+    before, after = ({name: model.get_submodule(name) for name in held} for held in (trace.before, trace.after))
+    return replace(trace, before=before, after=after, shapes=shapes)
+
+
 def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules with parameters, except the layers."""
     for own, _ in model.named_parameters(recurse=False):
@@ -312,7 +352,7 @@ def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tu
 
 def _check_whole(model: nn.Module) -> None:
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if meta is not None:
+    if meta is not None and not deferred_reads([model]):
         raise ValueError(
             f"{meta} has no values: cut a model that has, such as one of from_pretrained, to try its stages"
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch import fsdp
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.module import fill
+from mpcore.mesh.axis import Mesh
 from mpcore.random import generator, stream_key
 from mpcore.sharding.declarations import named_modules, owners, sharding_of
 from mpcore.sharding.local import is_dtensor
@@ -84,6 +86,54 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         module._buffers[leaf] = now if now is None else now.to(device)
     seed_dropout(model, seed)
     return model
+
+
+@torch.no_grad()
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Allocate the parameters that are on the meta device, without values, and move all other tensors to `device`.
+
+    Tied parameters stay tied, and each new parameter has the attributes of the old one.
+
+    Args:
+        model: the model, sharded over data or not; changed in place.
+        device: the device of the storage.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (inner for root in (model, *fsdp.units(model)) for inner in root.modules()):
+        for leaf, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                    vars(made[p]).update(vars(p))
+                module._parameters[leaf] = made[p]
+            elif p is not None and not is_dtensor(p):
+                p.data = p.data.to(device)
+        for leaf, x in module._buffers.items():
+            if x is not None:
+                module._buffers[leaf] = x.to(device)
+    fsdp.renew_parameters(model)
+
+
+def deferred_reads(stages: Sequence[nn.Module]) -> list[Callable[..., int]]:
+    """Return the functions that read the values of stages whose parameters are on the meta device until then.
+
+    Such a stage has a function as its attribute `read_values`. `read_values(model, mesh, dtypes)` fills the allocated
+    parameters of a model that are named in `dtypes`, after a cast to the dtype there, and returns the number of bytes
+    that this rank read. All ranks of the mesh must call it.
+    """
+    found = (vars(stage).get("read_values") for stage in stages)
+    return list(dict.fromkeys(read for read in found if read is not None))
+
+
+def read_deferred(stages: Sequence[nn.Module], model: nn.Module, mesh: Mesh, dtypes: dict[str, torch.dtype]) -> None:
+    """Allocate the parameters of `model`, which joins the stages, and read their values (`deferred_reads`)."""
+    reads = deferred_reads(stages)
+    if reads:
+        allocate(model, mesh.device)
+    for read in reads:
+        read(model, mesh, dtypes)
+    for stage in stages:
+        vars(stage).pop("read_values", None)
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:

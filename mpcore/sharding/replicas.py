@@ -61,6 +61,8 @@ def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, 
     by_axis: dict[object, tuple[Axis, list[tuple[str, Tensor | None]]]] = {}
     for name, parameter, sharding in declarations(model):
         local = local_tensor(parameter).detach()
+        if local.is_meta:  # its values are read later
+            continue
         axes = {axis.group: axis for axis in sharding.replica_axes(mesh)}
         axes |= _data_replicas(parameter, sharding.data_axis(mesh))
         for group, axis in axes.items():

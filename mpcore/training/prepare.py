@@ -5,7 +5,8 @@ The order, with the reason for each position:
  1. initialize: draw each parameter from (seed, full name), before data parallelism shards the values
  2. precision: round parameters, because recompute counts bytes in their dtype; switch linear layers to FP8
  3. recompute: wrap the forward of blocks, inside the hooks of data parallelism
- 4. data parallelism: replace float32 parameters by shards, which are the master weights of the gathered parameters
+ 4. data parallelism: replace float32 parameters by shards, which are the master weights of the gathered parameters;
+    then read the shards' values, if the model's values were deferred
  5. compile: compile the forward of blocks, with recompute inside and the hooks of data parallelism outside
  6. optimizer: create it on the parameters that it will step
  7. main gradients: accumulate in float32 where data parallelism doesn't, for optimizers that read main gradients
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
-from mpcore.layers.initialize import materialize
+from mpcore.layers.initialize import deferred_reads, materialize, read_deferred
 from mpcore.layers.module import listed
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
@@ -88,6 +89,7 @@ def prepare(
         seed: seed of parameters and dropout.
         initialize: None: draw the values; the model must be on "meta". True: draw the values, replacing existing ones.
             False: keep the values, for example of a pretrained model; a model on the CPU is moved to the mesh's device.
+            The values of `from_pretrained(defer=True)` are read from its files, after the model is sharded.
             A drawn value depends only on the seed and the full name, so it is the same on every layout.
         micro_batches: the number of micro-batches per step on each rank. Gradients accumulate over them.
         schedule: the pipeline schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a
@@ -212,7 +214,9 @@ def lay_out(
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
+        dtypes = {name: p.dtype for name, p, _ in declarations(whole) if p.is_meta}
         if data.stage == 0 or mesh.data.size == 1:  # otherwise sharding moves the model, block by block
+            read_deferred(stages, whole, mesh, dtypes)
             _move(whole, mesh.device)
     masters = {} if precision.param_dtype is None else round_parameters(whole, precision.param_dtype)
     with raising_together():  # blocks of one rank alone may be refused, as for a budget that they can't keep
@@ -231,6 +235,8 @@ def lay_out(
         p.data = master  # to be sharded
     shard_data_parallel(stages, mesh, blocks, zero=data.stage, replicate=data.replicate,
                         param_dtype=gathered, reduce_dtype=data.reduce_dtype)  # fmt: skip
+    if not initialize:
+        read_deferred(stages, whole, mesh, dtypes)
     if precision.param_dtype is not None:
         masters = round_parameters(whole, precision.param_dtype)  # those that are no shards
     if compile is not None:
@@ -322,5 +328,8 @@ def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precisio
             f"{real[0]} has a value already: initialize=False keeps the model's values, initialize=True draws them "
             f'anew; or build the model under torch.device("meta")'
         )
-    if initialize is False and meta:
+    reads = deferred_reads(stages)
+    if initialize is None and reads:
+        raise ValueError("the model's values are deferred: initialize=False reads them, initialize=True draws new ones")
+    if initialize is False and meta and not reads:
         raise ValueError(f'initialize=False keeps values, and {meta[0]} is on "meta", without one: load before prepare')

@@ -11,13 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mpcore._torch.fake import fake_tensors
-from mpcore.interop.hugging_face import carried, folder, loading, pretrained, stored, writing
+from mpcore.interop.hugging_face import carried, folder, loading, stored, writing
 from mpcore.interop.hugging_face.carried import Carried, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.folder import Part, open_files, refuse_other_formats
 from mpcore.interop.hugging_face.stored import Group
-from mpcore.mesh.axis import Axis
-from mpcore.sharding.declare import Sharding, cut_blocks
 from mpcore.tools import convert as command
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -282,141 +279,7 @@ def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
         loading._keys(tmp_path, dense, group, {"a": "f"})
 
 
-class File:
-    """A file of tensors that knows which were freed."""
-
-    path = "a file"
-
-    def __init__(self, **tensors):
-        self.tensors, self.freed = tensors, []
-
-    def whole(self, name):
-        return self.tensors[name]
-
-    def forget(self, name):
-        self.freed.append(name)
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_group_is_read_into_this_ranks_shards(joined, monkeypatch):
-    """Renamed, or made of two tensors of the file; a buffer keeps its place, and a parameter its attributes."""
-    weight = nn.Parameter(torch.empty(2, 3, device="meta", dtype=torch.float64), requires_grad=False)
-    weight.no_decay, buffer = True, torch.zeros(3)
-    sharding = Sharding((4, 3), (cut_blocks((4,), Axis(2, 1, name="tp"), 0, (1,)),))
-    held = {"w": (weight, sharding), "b": (buffer, Sharding((3,)))}
-    full, made = torch.arange(12.0).view(4, 3), {}
-    if joined:
-        file = File(top=full[:1], rest=full[1:], B=torch.ones(3))
-        group = Group(["w"], {"top": full[:1], "rest": full[1:]}, False)
-        monkeypatch.setattr(stored, "_revert", lambda dense, given: {"top": given["w"][:1], "rest": given["w"][1:]})
-    else:
-        file, group = File(W=full, B=torch.ones(3)), Group(["w"], {"W": full}, True)
-    keys = {key: key for key in group.files}
-    loading._read(None, group, keys, dict.fromkeys(keys, file), held, made, torch.device("cpu"))
-    value = made[id(weight)]
-    assert torch.equal(value, full[2:].double())
-    assert (value.requires_grad, value.no_decay, file.freed) == (False, True, list(keys))
-    loading._read(None, Group(["b"], {"B": buffer}, True), {"B": "B"}, {"B": file}, held, made, torch.device("cpu"))
-    assert buffer.tolist() == [1, 1, 1]
-    assert len(made) == 1
-    wrong = Group(["w"], {key: torch.empty(7) for key in group.files}, group.renamed)
-    with pytest.raises(ValueError, match=r"^a file: \w+ has shape \(\d, 3\), config.json makes it \(7,\)$"):
-        loading._read(None, wrong, keys, dict.fromkeys(keys, file), held, made, torch.device("cpu"))
-
-
-def test_tensors_that_are_no_views_are_joined_by_their_places(monkeypatch):
-    """The file holds a transposed copy of two tensors side by side, of another dtype."""
-    a, b = torch.arange(6.0).view(2, 3), torch.arange(6.0, 10.0).view(2, 2)
-
-    def revert(dense, given):
-        return {"ab": torch.cat([given["a"], given["b"]], 1).t().clone(memory_format=torch.contiguous_format)}
-
-    monkeypatch.setattr(stored, "_revert", revert)
-    held = {"a": (a, Sharding((2, 3))), "b": (b, Sharding((2, 2)))}
-    group = Group(["a", "b"], {"ab": torch.empty(5, 2)}, False)
-    found = loading._joined(None, group, {"ab": revert(None, {"a": a, "b": b})["ab"].half()}, held)
-    assert torch.equal(found["a"], a.half())
-    assert torch.equal(found["b"], b.half())
-    assert found["a"].dtype == torch.float16
-
-
-def axes(size, count):
-    return [Axis(size, rank, name="tp") for rank in range(count)]
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("lengths", "unit"), [((6,), 1), ((2, 4), 1), ((4, 2), 2)])
-def test_a_part_is_copied_range_by_range(dim, lengths, unit):
-    whole = torch.arange(36.0).view(6, 6)
-    units = tuple(unit if length % (2 * unit) == 0 else 1 for length in lengths)
-    for axis in axes(2, 2):
-        sharding = Sharding((6, 6), (cut_blocks(lengths, axis, dim, units),))
-        value = torch.empty(sharding.local_shape)
-        loading._copy_part(value, whole, sharding)
-        assert torch.equal(value, sharding.take(whole))
-    one = Sharding((6, 6), (cut_blocks(lengths, Axis(name="tp"), dim, units),))
-    value = torch.empty(6, 6)
-    loading._copy_part(value, whole, one)
-    assert torch.equal(value, whole)
-    both = Sharding((6, 6), (cut_blocks((6,), axis, 0, (1,)), cut_blocks((6,), axis, 1, (1,))))
-    value = torch.empty(3, 3)
-    loading._copy_part(value, whole, both)
-    assert torch.equal(value, whole[3:, 3:])
-    loading._copy_part(value := torch.empty(6, 6), whole, Sharding((6, 6)))
-    assert torch.equal(value, whole)
-
-
-def test_parameters_are_put_in_their_places():
-    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2))
-    model[0].register_parameter("none", None)
-    made = {id(p): nn.Parameter(torch.full(p.shape, 3.0)) for p in model[0].parameters()}
-    norm = model[1].weight
-    loading._put(model, made, torch.device("cpu"))
-    assert model[0].weight.tolist() == [[3, 3], [3, 3]]
-    assert model[0].bias.tolist() == [3, 3]
-    assert model[1].weight is norm
-    loading._put(model[1], {}, torch.device("meta"))
-    assert model[1].running_mean.is_meta
-
-
-# --- gathering and the stored form ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "dim", "piece"), [((6, 4), 0, 32), ((6, 4), 1, 1), ((6, 4), 0, 10**6), ((6,), 0, 8), ((6, 5, 4), 1, 300)]
-)
-def test_a_tensor_is_gathered_in_pieces_along_a_dimension_that_is_whole(shape, dim, piece, keep, monkeypatch):
-    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    monkeypatch.setattr(pretrained, "PIECE", piece)
-    taken = []
-
-    def assemble(sharding, part):
-        taken.append(part.shape)
-        at = sum(s[split] for s in taken[:-1]) if (split := other) is not None else 0
-        return whole if other is None else whole.narrow(other, at, part.shape[other])
-
-    monkeypatch.setattr(Sharding, "assemble", assemble)
-    sharding = Sharding(shape, (cut_blocks((shape[dim],), Axis(2, 0, name="tp"), dim, (1,)),))
-    local = sharding.take(whole)
-    rest = [d for d in range(len(shape)) if d != dim]
-    other = max(rest, key=lambda d: local.shape[d], default=None)
-    found = pretrained._whole_on_host(local, sharding, keep)
-    assert torch.equal(found, whole) if keep else found.numel() == 0
-    if other is None:
-        assert taken == [local.shape]
-    else:
-        step = max(1, piece * shape[other] // (4 * whole.numel()))
-        assert [s[other] for s in taken] == [min(step, shape[other] - i) for i in range(0, shape[other], step)]
-
-
-def test_a_tensor_that_is_whole_is_only_moved():
-    x = torch.arange(3.0)
-    assert torch.equal(pretrained._whole_on_host(x, Sharding((3,)), True), x)
-    assert pretrained._whole_on_host(x, Sharding((3,)), False).numel() == 0
-    one = Sharding((3,), (cut_blocks((3,), Axis(name="tp"), 0, (1,)),))
-    assert torch.equal(pretrained._whole_on_host(x, one, True), x)
-    assert pretrained.PIECE == 1048576
+# --- the stored form --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_plain_model_of_transformers_is_refused():
@@ -540,8 +403,3 @@ def test_the_command_replaces_a_checkpoint_on_demand(converted, tmp_path, capsys
     assert converted == []
     assert command.main(["convert", "--from-hf", "hf", "--to", str(tmp_path), "--force"], spec="S") == 0
     assert len(converted) == 1
-
-
-def test_fake_models_have_no_values_to_save():
-    with fake_tensors():
-        assert pretrained._whole_on_host(torch.ones(2), Sharding((2,)), True).shape == (2,)

@@ -155,9 +155,9 @@ class Hub(nn.Module):
 )
 def test_implementations_that_a_cpu_has_in_float64(refused, before, after):
     model = Hub(refused, **before)
-    module._choose_plain_kernels(model)
+    module.choose_plain_kernels(model)
     assert (model.config._attn_implementation, model.config._experts_implementation) == after
-    module._choose_plain_kernels(nn.Linear(2, 2))
+    module.choose_plain_kernels(nn.Linear(2, 2))
 
 
 def test_an_example_is_arguments():

@@ -1,9 +1,8 @@
-"""Load models of transformers directly into shards, with one full tensor in memory at a time."""
+"""Load models of transformers directly into shards, over every axis: each rank reads the boxes that it holds."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
-from mpcore.checkpoint.tensor_file import TensorFile, host_memory
+from mpcore.checkpoint.tensor_file import TensorFile
+from mpcore.interop.hugging_face.boxes import Weights
 from mpcore.interop.hugging_face.config import read_json
 from mpcore.interop.hugging_face.folder import check_counts, open_files, refuse_other_formats
-from mpcore.interop.hugging_face.pretrained import Held, held_tensors, saved_state
-from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_tensors, transformers_module
+from mpcore.interop.hugging_face.pretrained import held_tensors, saved_state
+from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, transformers_module
 from mpcore.interop.parallelize import parallelize
 from mpcore.interop.parallelize.plan import Plan
+from mpcore.layers.initialize import allocate
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.sharding.declare import Sharding
+from mpcore.sharding.state_dict import all_names
 
 
 def from_pretrained(
@@ -31,20 +31,25 @@ def from_pretrained(
     mesh: Mesh = Mesh(),
     plan: Plan | str | None = "auto",
     *,
+    defer: bool = False,
     dtype: torch.dtype | None = None,
     model_class: Any = None,
     **options: Any,
 ) -> Any:
     """Load a Hugging Face model from a local folder, sharded over `mesh.tp`. Call it on every rank.
 
-    Each rank creates the model on the meta device and calls `parallelize`. Then it reads one tensor at a time, or one
-    group of tensors that transformers converts together, and keeps its shard. No rank ever holds the full model. The
+    Each rank creates the model on the meta device and calls `parallelize`. Then it reads its shards from the files. The
     result equals `parallelize` of the model that transformers' `from_pretrained` returns.
+
+    With `defer=True` nothing is read yet: the parameters stay on the meta device. Pass the model to `add_lora` and
+    `pipeline_stages` if you use them, and then to `prepare(initialize=False)`. `prepare` shards the model over all axes
+    first. Then each rank reads the boxes that it holds, so no rank ever holds more than its shards.
 
     Args:
         folder: a local folder with config.json and safetensors files.
         mesh: the mesh. The model is sharded over `mesh.tp`, on `mesh.device`.
         plan: the tensor-parallel plan (see `parallelize`).
+        defer: leave the parameters on the meta device until `prepare(initialize=False)` reads them.
         dtype: the dtype of the parameters, except those that transformers keeps in float32; buffers have the dtype that
             transformers gives them. None: the dtype in config.json, or float32 if there is none.
         model_class: a class of transformers. None: the first class in `architectures` of config.json.
@@ -62,7 +67,10 @@ def from_pretrained(
         - If config.json ties two weights and the files hold two different tensors, the weights are not tied, as in
           transformers: the model's config then has `tie_word_embeddings=False`.
         - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
-        - Afterwards call `shard_data_parallel`, or `prepare(initialize=False)`, which keeps the loaded weights.
+        - Without `defer`, call `shard_data_parallel` afterwards, or `prepare(initialize=False)`, which keeps the loaded
+          weights.
+        - Ranks with the same shard, such as those of dp under ZeRO-0, read it once: each tensor is read by one of them
+          and broadcast. The groups of HSDP each read their own.
 
     Example:
         >>> import tempfile
@@ -79,15 +87,25 @@ def from_pretrained(
     dense = together(mesh.world, lambda: dense_shape(model))
     model = parallelize(model, plan, mesh.tp, **options)
 
-    def fill() -> None:
+    def weights_of() -> Weights:
         held = held_tensors(model, mesh)
-        groups = stored_groups(dense, saved_state(dense, held))
-        made: dict[int, nn.Parameter] = {}
-        for group, keys in [(group, _keys(path, dense, group, where)) for group in groups]:
-            _read(dense, group, keys, {key: files[where[key]] for key in keys.values()}, held, made, mesh.device)
-        _put(model, made, mesh.device)
+        weights = Weights(dense)
+        for group in stored_groups(dense, saved_state(dense, held)):
+            keys = _keys(path, dense, group, where)
+            weights.add(group, keys, {key: files[where[key]] for key in keys.values()})
+        weights.alias(all_names(model))
+        return weights
 
-    together(mesh.world, fill)
+    weights = together(mesh.world, weights_of)
+    dtypes = {name: x.dtype for name, x in model.state_dict(keep_vars=True).items()}
+    buffers = {name: dtypes[name] for name, x in model.named_buffers() if name in dtypes}
+    if defer:
+        weights.read(model, mesh, buffers)
+        # a function, which a deep copy of the model shares
+        model.read_values = lambda model, mesh, dtypes: weights.read(model, mesh, dtypes)
+    else:
+        allocate(model, mesh.device)
+        weights.read(model, mesh, dtypes)
     return model.eval()
 
 
@@ -221,87 +239,3 @@ def _keys(path: Path, dense: Any, group: Group, where: Mapping[str, str]) -> dic
             )
         keys[key] = found
     return keys
-
-
-@torch.no_grad()
-def _read(
-    dense: Any,
-    group: Group,
-    keys: dict[str, str],
-    files: dict[str, TensorFile],
-    held: Held,
-    made: dict[int, nn.Parameter],
-    device: torch.device,
-) -> None:
-    """Read the tensors of one group, and keep this rank's shards."""
-    found = {key: files[name].whole(name) for key, name in keys.items()}
-    for key, like in group.files.items():
-        if found[key].shape != like.shape:
-            raise ValueError(
-                f"{files[keys[key]].path}: {keys[key]} has shape {tuple(found[key].shape)}, config.json makes it "
-                f"{tuple(like.shape)}"
-            )
-    path = str(files[next(iter(keys.values()))].path)
-    whole = (
-        dict(zip(group.sources, found.values(), strict=True)) if group.renamed else _joined(dense, group, found, held)
-    )
-    for name, x in whole.items():
-        tensor, sharding = held[name]
-        if not tensor.is_meta:  # a buffer
-            check_finite([(name, x, False)], path)
-            tensor.copy_(x)
-            continue
-        value = torch.empty(sharding.local_shape, dtype=tensor.dtype, device=device)
-        _copy_part(value, x, sharding)
-        check_finite([(name, value, True)], path)
-        made[id(tensor)] = nn.Parameter(value, tensor.requires_grad)
-        vars(made[id(tensor)]).update(vars(tensor))
-    for name in keys.values():
-        files[name].forget(name)
-
-
-def _copy_part(value: Tensor, whole: Tensor, sharding: Sharding) -> None:
-    """Copy this rank's part of a logical tensor into `value`, one index range at a time, without a temporary copy."""
-    split = [shard for shard in sharding.shards if shard.axis.size > 1]
-    if len(split) != 1:
-        value.copy_(sharding.take(whole))
-        return
-    offset, dim = 0, split[0].dim
-    for start, end in split[0].mine:
-        value.narrow(dim, offset, end - start).copy_(whole.narrow(dim, start, end - start))
-        offset += end - start
-
-
-def _joined(dense: Any, group: Group, found: dict[str, Tensor], held: Held) -> dict[str, Tensor]:
-    """Return the model's tensors, made from the tensors of the files.
-
-    If the file tensors are views of the model's tensors, the views are filled. Otherwise each element's position is
-    computed with a tensor of indices.
-    """
-    dtype = next(iter(found.values())).dtype
-    shapes = {name: held[name][1].shape for name in group.sources}
-    whole = {name: host_memory(shape, dtype) for name, shape in shapes.items()}
-    views = stored_tensors(dense, group, whole)
-    memory = {x.untyped_storage().data_ptr() for x in whole.values()}
-    if all(view.untyped_storage().data_ptr() in memory for view in views.values()):
-        for key, view in views.items():
-            view.copy_(found[key])
-        return whole
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    flat = host_memory((sum(sizes),), dtype)
-    numbers = torch.arange(sum(sizes)).split(sizes)
-    places = {name: at.view(shape) for (name, shape), at in zip(shapes.items(), numbers, strict=True)}
-    for key, place in stored_tensors(dense, group, places).items():
-        flat[place.reshape(-1)] = found[key].reshape(-1).to(dtype)
-    return {name: x.view(shapes[name]) for name, x in zip(shapes, flat.split(sizes), strict=True)}
-
-
-def _put(model: nn.Module, made: dict[int, nn.Parameter], device: torch.device) -> None:
-    """Replace the parameters on the meta device, and move the buffers to the device."""
-    for module in model.modules():
-        for leaf, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                module._parameters[leaf] = made[id(p)]
-        for leaf, x in module._buffers.items():
-            if x is not None:
-                module._buffers[leaf] = x.to(device)

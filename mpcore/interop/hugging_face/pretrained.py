@@ -1,49 +1,68 @@
-"""Save sharded models of transformers as its `save_pretrained` does, with one full tensor in memory at a time."""
+"""Save models of transformers, on any layout, as its `save_pretrained` does, with one full tensor in memory at a time.
+
+Each rank sends the boxes of each tensor that it owns to rank 0, which writes the files.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpcore.checkpoint.pieces import check_finite
-from mpcore.checkpoint.ranks import together
+from mpcore.checkpoint import pieces
+from mpcore.checkpoint.pieces import check_finite, held_by_model
+from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import host_memory
+from mpcore.interop.hugging_face.boxes import pieces as pieces_of
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_weights
-from mpcore.interop.lora.adapters import adapters_of, factor_names, merged_weight
-from mpcore.interop.lora.layers import LoRALayer, factors
+from mpcore.interop.lora.adapters import adapters_of, factor_names, weight_with
+from mpcore.interop.lora.layers import is_transposed
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.pipeline.partition import join_stages
 from mpcore.sharding.declarations import declarations, persistent_buffers
 from mpcore.sharding.declare import Sharding, check_lies_on
-from mpcore.sharding.local import is_dtensor, local_tensor, reshard
+from mpcore.sharding.local import reshard
 from mpcore.sharding.state_dict import all_names, check_present
 
-PIECE = 2**20  # bytes that the ranks gather in one collective
+PIECE = 2**20  # bytes that a rank sends at once
 
 Held = dict[str, tuple[Tensor, Sharding]]
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # start and shape of each
 Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
 
 
+class _Owned(NamedTuple):
+    """What a rank holds: by name dtype, shape and the boxes that it sends; scale and orientation of each adapter."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Boxes]]
+    adapters: dict[str, tuple[float, bool]]
+    factors: set[str]
+
+
 def save_pretrained(
-    model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh(), *, shard_bytes: int = SHARD_BYTES
+    model: nn.Module | Sequence[nn.Module],
+    folder: str | os.PathLike[str],
+    mesh: Mesh = Mesh(),
+    *,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write the folder that transformers' `save_pretrained` writes for the unsharded model. All ranks must call it.
 
     The folder has config.json, generation_config.json if the model can generate, and the weights as safetensors with
     the architecture's names, experts and fused projections included. If there are several files, it has an index. Rank
-    0 writes: it needs memory for its shard and for one full tensor, which may be all experts of a layer. The ranks
-    gather the tensors in pieces, which need about 20 MB on each rank.
+    0 writes: it needs memory for its shard and for one full tensor, which may be all experts of a layer. The other
+    ranks send it their shards in pieces of 1 MiB.
 
     Args:
-        model: a model of transformers that `parallelize` sharded over tp. It may also be sharded over data by
-            `shard_data_parallel`.
+        model: a model of transformers on any layout: sharded over tp by `parallelize`, over data by
+            `shard_data_parallel` or `prepare`, this rank's stage of `pipeline_stages`, or a list of its stages.
         folder: the folder to create. It must not exist, or be empty.
         mesh: the mesh that the model is on.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own.
@@ -52,9 +71,9 @@ def save_pretrained(
         The folder.
 
     Raises:
-        ValueError: on every rank and before anything is written, if the model is not one of transformers, is one stage
-            of a pipeline, has other tensors than its config says, a weight is NaN or infinite, or the folder isn't
-            empty. Also on every rank if the folder can't be written; no partial folder is left.
+        ValueError: on every rank and before anything is written, if the model is not one of transformers, the ranks
+            together have other tensors than its config says, a weight is NaN or infinite, or the folder isn't empty.
+            Also on every rank if the folder can't be written; no partial folder is left.
 
     Note:
         - Adapters of `add_lora` are merged into the weights that are written; the model keeps them. `save_lora` writes
@@ -72,20 +91,43 @@ def save_pretrained(
         ['config.json', 'generation_config.json', 'model.safetensors']
     """
     check_mesh(mesh)
-    model, folder = getattr(model, "_orig_mod", model), Path(folder)
-    reshard(model)
+    stages = [getattr(stage, "_orig_mod", stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
+    folder, whole = Path(folder), stages[0] if len(stages) == 1 else join_stages(stages)
+    for stage in stages:
+        reshard(stage)
+    held: dict[str, pieces.Held] = {}
+    owned: list[_Owned] = []
+    groups: list[Group] = []
+    dense: Any = None
 
-    def plan() -> tuple[Any, Held, list[Group]]:
-        dense, held = dense_shape(model), held_tensors(model, mesh)
-        weights = ((name, local_tensor(x), isinstance(x, nn.Parameter)) for name, (x, _) in held.items())
-        check_finite(weights, f"{folder} isn't written")
-        if mesh.world.rank == 0:
-            check_new(folder)
-        return dense, held, stored_groups(dense, saved_state(dense, held))
+    def mine() -> _Owned:
+        for name, parameter, sharding in declarations(whole):
+            check_lies_on(name, parameter, sharding, mesh)
+        held.update({item.name.removeprefix("model/"): item for item in held_by_model(whole, mesh)})
+        weights = {name for name, _ in whole.named_parameters()}
+        check_finite(((name, x.tensor, name in weights) for name, x in held.items()), f"{folder} isn't written")
+        boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
+        tensors = {name: (x.tensor.dtype, x.shape, boxes[name]) for name, x in held.items()}
+        adapters = {name: (layer.scaling, is_transposed(layer)) for name, layer in adapters_of(whole).items()}
+        return _Owned(tensors, adapters, factor_names(whole))
 
-    dense, held, groups = together(mesh.world, plan)
-    gathered = _gather(held, groups, adapters_of(model), mesh.world.rank == 0)
-    together(mesh.world, lambda: _write(folder, model, dense, groups, gathered, mesh, shard_bytes))
+    def plan(found: list[_Owned]) -> tuple[list[str], set[tuple[int, str]]]:
+        nonlocal dense
+        check_new(folder)
+        dense = dense_shape(stages[0])
+        owned.extend(found)
+        groups.extend(stored_groups(dense, saved_state(dense, _logical(dense, owned))))
+        first = {name: names[0] for names in all_names(dense) for name in names}
+        order = [sent for group in groups for name in group.sources for sent in _names(first[name], owned)]
+        return order, _repeated(order, owned)
+
+    order, repeated = merged(mesh.world, mine, plan)
+    if mesh.world.rank:
+        for name in order:
+            if name in held and (mesh.world.rank, name) not in repeated:
+                _send(held[name], mesh)
+    gathered = _gather(dense, groups, owned, repeated, held, mesh)
+    together(mesh.world, lambda: _write(folder, stages[0], dense, groups, gathered, mesh, shard_bytes))
     return folder
 
 
@@ -129,8 +171,6 @@ def _write(
 ) -> None:
     """Write on rank 0 the tensors that all ranks gather."""
     if mesh.world.rank:
-        for _ in gathered:
-            pass
         return
     current: dict[str, Tensor] = {}
 
@@ -147,7 +187,7 @@ def _write(
             likes = {key: like for group in groups for key, like in group.files.items()}
             write_weights(new, likes, read, shard_bytes)
     finally:
-        for _ in gathered:  # after an error too: the other ranks wait for this rank in the gathers
+        for _ in gathered:  # after an error too: the other ranks wait until their tensors are received
             pass
 
 
@@ -158,37 +198,85 @@ def _write_configs(folder: Path, model: Any, dense: Any) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _gather(held: Held, groups: list[Group], adapters: Mapping[str, LoRALayer], keep: bool) -> Gathered:
-    for group in groups:
-        yield group, {name: _merged_on_host(held[name], adapters.get(name), keep) for name in group.sources}
+def _logical(dense: Any, owned: list[_Owned]) -> Held:
+    """Return the tensors that the ranks hold together, without the adapters, under all their names, on "meta"."""
+    found: Held = {}
+    for each in owned:
+        for name, (dtype, shape, _) in each.tensors.items():
+            if name not in each.factors:
+                found[name] = torch.empty(shape, dtype=dtype, device="meta"), Sharding(shape)
+    for first, *others in all_names(dense):
+        found |= dict.fromkeys(others, found[first]) if first in found else {}
+    return found
 
 
-def _merged_on_host(where: tuple[Tensor, Sharding], adapter: LoRALayer | None, keep: bool) -> Tensor:
-    """Return the logical tensor (`_whole_on_host`), with the adapter's product added if there is an adapter."""
-    whole = _whole_on_host(*where, keep)
-    if adapter is None:
-        return whole
-    a, b = (_whole_on_host(factor.weight, factor.shardings["weight"], keep) for _, factor in factors(adapter))
-    return merged_weight(adapter, whole, a, b) if keep else whole
+def _names(name: str, owned: list[_Owned]) -> list[str]:
+    """Return a tensor's name, followed by those of its adapter's factors if it has one."""
+    layer = name.removesuffix("weight")
+    adapted = any(name in each.adapters for each in owned)
+    return [name, *(f"{layer}{leaf}.weight" for leaf in ("lora_A", "lora_B") if adapted)]
+
+
+def _repeated(order: list[str], owned: list[_Owned]) -> set[tuple[int, str]]:
+    """Return the (rank, name) of tensors that a lower rank holds in full: buffers that several stages share."""
+    repeated = set()
+    for name in order:
+        sizes = {}
+        for rank, each in enumerate(owned):
+            _, shape, boxes = each.tensors.get(name, (None, (), []))
+            if boxes:
+                sizes[rank] = sum(math.prod(size) for _, size in boxes)
+                repeated |= {(rank, name)} if sizes[min(sizes)] == math.prod(shape) and len(sizes) > 1 else set()
+    return repeated
 
 
 @torch.no_grad()
-def _whole_on_host(x: Tensor, sharding: Sharding, keep: bool) -> Tensor:
-    """Gather the logical tensor into host memory, in pieces. With `keep=False` return an empty tensor."""
-    local = (x.full_tensor() if is_dtensor(x) else x).detach()
-    split = {shard.dim for shard in sharding.shards if shard.axis.size > 1}
-    if not split:
-        return local.cpu() if keep else local.new_empty(0)
-    full = host_memory(sharding.shape, local.dtype) if keep else local.new_empty(0)
-    # The tensor is divided into pieces along a dimension that isn't sharded. A sharded vector has no such dimension.
-    dim = max(set(range(local.dim())) - split, key=lambda d: local.shape[d], default=min(split))
-    length = sharding.shape[dim]
-    step = length if dim in split else max(1, PIECE * length // (math.prod(sharding.shape) * local.itemsize))
-    for start in range(0, length, step):
-        size = min(step, length - start)
-        shape = (*sharding.shape[:dim], size, *sharding.shape[dim + 1 :])
-        part = local if dim in split else local.narrow(dim, start, size)
-        piece = replace(sharding, shape=shape).assemble(part)
-        if keep:
-            full.narrow(dim, start, size).copy_(piece)
+def _send(held: pieces.Held, mesh: Mesh) -> None:
+    """Send this rank's boxes of a tensor to rank 0."""
+    for box in held.boxes:
+        for _, piece in pieces_of(box.start, box.of(held.tensor), held.tensor.itemsize, PIECE) if box.owned else ():
+            dist.send(piece.to(mesh.device).contiguous(), group=mesh.world.group, group_dst=0)
+
+
+def _gather(
+    dense: Any,
+    groups: list[Group],
+    owned: list[_Owned],
+    repeated: set[tuple[int, str]],
+    held: Mapping[str, pieces.Held],
+    mesh: Mesh,
+) -> Gathered:
+    """Yield on rank 0 each group with its full tensors, adapters merged, in the order in which the ranks send."""
+    first = {name: names[0] for names in (all_names(dense) if groups else ()) for name in names}
+
+    def merge(name: str) -> Tensor:
+        x, *ab = (_whole(sent, owned, repeated, held, mesh) for sent in _names(name, owned))
+        how = next((each.adapters[name] for each in owned if name in each.adapters), None)
+        return x if how is None else weight_with(x, *ab, *how)
+
+    for group in groups:
+        yield group, {name: merge(first[name]) for name in group.sources}
+
+
+@torch.no_grad()
+def _whole(
+    name: str, owned: list[_Owned], repeated: set[tuple[int, str]], held: Mapping[str, pieces.Held], mesh: Mesh
+) -> Tensor:
+    """Return a full tensor in host memory, of this rank's boxes and those that the other ranks send."""
+    senders = [rank for rank, each in enumerate(owned) if name in each.tensors and (rank, name) not in repeated]
+    dtype, shape, _ = owned[senders[0]].tensors[name]
+    if name in held and held[name].tensor.shape == shape:
+        return held[name].tensor.cpu()
+    full = host_memory(shape, dtype)
+    for rank in senders:
+        mine = [box for box in held[name].boxes if box.owned] if rank == 0 else []
+        for i, (start, size) in enumerate(owned[rank].tensors[name][2]):
+            part = full[tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))]
+            if rank == 0:
+                part.copy_(mine[i].of(held[name].tensor))
+                continue
+            for _, piece in pieces_of(start, part, part.itemsize, PIECE):
+                buffer = torch.empty(piece.shape, dtype=dtype, device=mesh.device)
+                dist.recv(buffer, group=mesh.world.group, group_src=rank)
+                piece.copy_(buffer)
     return full

@@ -35,13 +35,19 @@ class Group:
     renamed: bool
 
 
+def class_of(model: nn.Module) -> Any:
+    """Return the class of a model without the classes that `fully_shard` and `pipeline_stages` put in front of it."""
+    kind: Any = type(model).__bases__[-1] if model in fsdp.units(model) else type(model)  # fully_shard adds a subclass
+    return getattr(kind, "whole_class", kind)
+
+
 def dense_shape(model: nn.Module) -> Any:
     """Create the unsharded model of a model's class and config, on the meta device.
 
     Raises:
         ValueError: if it is not a model of transformers, is quantized, or holds adapters of PEFT.
     """
-    kind: Any = type(model).__bases__[-1] if model in fsdp.units(model) else type(model)  # fully_shard adds a subclass
+    kind = class_of(model)
     config: Any = getattr(model, "config", None)
     if config is None or getattr(kind, "save_pretrained", None) is None:
         raise ValueError(

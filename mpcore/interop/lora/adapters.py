@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpcore.interop.lora.layers import Factor, LoRALayer, LoRAProduct, factors, is_transposed, sizes_of, with_adapter
 from mpcore.interop.parallelize.swap import call_layers
+from mpcore.layers.initialize import deferred_reads
 from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from mpcore.layers.module import constant, uniform
 from mpcore.random import generator
@@ -92,8 +93,9 @@ def adapt(
         if is_dtensor(p):
             raise ValueError(f"{name} is sharded over data already: add adapters before prepare or shard_data_parallel")
     model.requires_grad_(False)
+    deferred = bool(deferred_reads([model]))  # the factors have values, although the weights don't yet
     for name, layer in chosen.items():
-        made = _add_factors(name, layer, rank, seed)
+        made = _add_factors(name, layer, rank, seed, deferred)
         made.rank, made.alpha, made.scaling, made.dropout = rank, alpha, alpha / rank, dropout
     call_layers(model, chosen.values())
     return model
@@ -194,9 +196,14 @@ def adapters_of(model: nn.Module) -> dict[str, LoRALayer]:
 
 def merged_weight(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return the weight plus the adapter's product, computed in float32 or wider."""
+    return weight_with(weight, a, b, layer.scaling, is_transposed(layer))
+
+
+def weight_with(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
+    """Return the weight plus the product of an adapter's factors, times `scaling`, computed in float32 or wider."""
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    product = b.to(wide) @ a.to(wide) * layer.scaling
-    return (weight.to(wide) + (product.t() if is_transposed(layer) else product)).to(weight.dtype)
+    product = b.to(wide) @ a.to(wide) * scaling
+    return (weight.to(wide) + (product.t() if transposed else product)).to(weight.dtype)
 
 
 # --- which layers, and their factors ----------------------------------------------------------------------------------
@@ -277,7 +284,7 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
     return refused
 
 
-def _add_factors(name: str, layer: nn.Module, rank: int, seed: int) -> LoRALayer:
+def _add_factors(name: str, layer: nn.Module, rank: int, seed: int, deferred: bool) -> LoRALayer:
     """Add the factors of an adapter to one layer, and change its class to one that computes their product."""
     weight = layer.get_parameter("weight")
     lies, flipped = sharding_of(layer, "weight", weight), is_transposed(layer)
@@ -300,10 +307,10 @@ def _add_factors(name: str, layer: nn.Module, rank: int, seed: int) -> LoRALayer
     made.lora_A = Factor((rank, n_in), uniform(n_in**-0.5), shard_a, (*lies.partial, *over_a), dtype)
     made.lora_B = Factor((n_out, rank), constant(0.0), shard_b, (*lies.partial, *over_b), dtype)
     for leaf, factor in factors(made):
-        if not weight.is_meta:
+        if deferred or not weight.is_meta:
             lies = factor.shardings["weight"]
             drawn = torch.empty(lies.shape, dtype=dtype)
             factor.inits["weight"](drawn, generator=generator(seed, f"{name}.{leaf}.weight".lstrip(".")))
-            factor.weight = nn.Parameter(lies.take(drawn).to(weight.device))
+            factor.weight = nn.Parameter(lies.take(drawn).to("cpu" if weight.is_meta else weight.device))
         factor.train(layer.training)
     return made

@@ -73,7 +73,7 @@ def twin_of(shapes: nn.Module, few_layers: bool) -> Twin:
     names = {id(module): name for name, module in model.named_modules()}
     if few_layers:
         drop_layers(model)
-    _choose_plain_kernels(model)
+    choose_plain_kernels(model)
     generator = torch.Generator().manual_seed(5)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -87,8 +87,8 @@ def twin_of(shapes: nn.Module, few_layers: bool) -> Twin:
     return Twin(model.eval(), {name: names[id(module)] for name, module in model.named_modules()})
 
 
-def _choose_plain_kernels(model: nn.Module) -> None:
-    """Make a Hugging Face model use kernels that support float64 on a CPU."""
+def choose_plain_kernels(model: nn.Module) -> nn.Module:
+    """Make a Hugging Face model use kernels that support float64 on a CPU. Return the model."""
     for part, plain in (("experts", "eager"), ("attn", "sdpa"), ("attn", "eager")):
         choose: Any = getattr(model, f"set_{part}_implementation", None)
         config: Any = getattr(model, "config", None)
@@ -96,6 +96,7 @@ def _choose_plain_kernels(model: nn.Module) -> None:
         if choose is not None and chosen not in (None, "eager", "sdpa"):
             with contextlib.suppress(ValueError, ImportError):
                 choose(plain)
+    return model
 
 
 def _random(p: Tensor, generator: torch.Generator) -> nn.Parameter:
