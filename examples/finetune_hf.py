@@ -21,8 +21,8 @@ from tqdm import trange
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mpcore as mp
-from examples.gpt.default_corpus import default_corpus
 from examples.gpt.indexed_dataset import IndexedDataset
+from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import split_samples
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer
 

@@ -30,6 +30,7 @@ COMMANDS = {
         "mpcore.tools.simulation.replay",
         "play a step of a run again, and name the first operator that isn't finite",
     ),
+    "documents": ("mpcore.tools.documents", "list the documents behind a step of a run, or behind its spikes"),
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }
 """By name: the module whose `main(arguments)` runs it, and what it does."""

@@ -24,7 +24,7 @@ class Case(NamedTuple):
         flags: of the run.
         check: those that may find it, separated by "|".
         sentence: a pattern in what the check says.
-        hand: the mutation; None: `what` names one of `tests.examples.planted.BUGS`.
+        hand: the mutation; None: `what` names one of `tests.preflight.planted.BUGS`.
     """
 
     number: str
@@ -88,7 +88,7 @@ PITFALLS = [
     new("12", "norms of queries and keys are not pending", "tests.verify_models:Encoder --layouts tp2",
         "ParallelAttention.__init__", "{'partial': (self.tp,), **ANY_1}", "ANY_1", TP2, SUM),
     known("13", "gather sums its gradient", OWN, TP2),
-    new("14", "a tied table is not pending over both ends", "--pp 2 --dp 2 --tie-embeddings", "GPT.__init__",
+    new("14", "a tied table is not pending over both ends", "--pp 2 --dp 2 --set tie_embeddings=true", "GPT.__init__",
         "add_partial(self.embedding, 'weight', mesh.ends)", "pass", "memory and bytes|" + DENSE, "stage"),
     known("15", "replicas of a slice are summed into the wrong place", "--tp 2 --dp 2 --heads 4 --kv-heads 1"),
     known("16", "gate and up are sharded as one block", "--tp 2 --dp 2"),
@@ -118,7 +118,7 @@ PITFALLS = [
     known("28", "experts are reduced over all data ranks", "--ep 2 --dp 4 --experts 4", "memory and bytes|" + DENSE,
           "ep|experts"),
     new("29", "room for tokens goes by their place on the rank",
-        "--tp 2 --dp 2 --sequence-parallel --experts 4 --capacity-factor 0.7", "Router._within_capacity",
+        "--tp 2 --dp 2 --sequence-parallel --experts 4 --set moe.capacity_factor=0.7", "Router._within_capacity",
         "places.position[:, None]", "torch.arange(n, device=experts.device)[:, None]"),
     known("30", "each replica says that it is the first", "--tp 2 --dp 2 --heads 4 --kv-heads 1", DENSE,
           "norm differs"),
@@ -137,7 +137,7 @@ PITFALLS = [
     known("38", "the optimizer stays out", "--tp 2 --dp 2", LOAD, "what the optimizer or the routers keep"),
     new("39", "resuming reads other samples", "--dp 2", "Checkpoints.sample",
         "return ANY_1", "return ANY_1 + self.args.global_batch * (self.first_step > 0)", LOAD, "other samples"),
-    known("40", "a background save holds what training goes on with", "--dp 2 --async-save", LOAD,
+    known("40", "a background save holds what training goes on with", "--dp 2 --set async_save=true", LOAD,
           "it was not saved, or not loaded, as it was|state"),
     new("41", "ranks make process groups in different orders", "--tp 2 --dp 2", "_share",
         "[share_group(ranks, f'mpcore {role}') for ranks in groups]",

@@ -76,8 +76,8 @@ def train(config: str, twin: int, seed: int = 0, changes: tuple = (), sizes: tup
     """An honest run."""
     case = {**TRAINED, **CONFIGS[config], **dict(changes), "seed": seed}
     if not sizes:
-        return observe(build(case, "--twin", str(twin)))
-    words = [*flags_of(case), "--twin", str(twin)]
+        return observe(build(case, "--set", f"twin={twin}"))
+    words = [*flags_of(case), "--set", f"twin={twin}"]
     return simulate(lambda mesh: observe(Trainer(parse(words), mesh)), **dict(sizes))[0]
 
 
@@ -355,7 +355,7 @@ def planted(config: str, fault: Fault, seed: int = 0) -> Verdict:
     a, twins = twins_of(config, seed)
     case = {**TRAINED, **CONFIGS[config], "seed": seed}
     with mock.patch("torch.manual_seed"):  # of the whole process; nothing here draws from it
-        return compare_runs(a, observe(build(case, "--twin", "99"), fault), twins)
+        return compare_runs(a, observe(build(case, "--set", "twin=99"), fault), twins)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,11 +31,10 @@ import torch
 from tqdm import tqdm
 
 from examples.gpt import setup
-from examples.gpt.checks import inner_size
 from examples.gpt.pretrain import Trainer, parse
-from examples.gpt.setup import read_model
-from examples.gpt.twins import round_anew
+from examples.gpt.setup import mesh_arguments, read_model
 from mpcore import Mesh, build_mesh, full_state_dict, simulate
+from mpcore.tools.analysis.curves import round_anew
 from mpcore.tools.analysis.dry_run import pretend
 from mpcore.tools.simulation import DeadlockError, RankError
 from tests.examples.test_any_flags import draw_layout, draw_model
@@ -44,7 +43,7 @@ from tests.oracles.runs import corpus, folder
 LIMIT_S = 60
 LAYOUTS = 6  # cases that share a model
 STEPS = 2  # the second shows what the first changed; its own change is in the parameters and the held-out loss
-COMMON = ["--dtype", "float64", "--warmup", "1", "--steps", "3", "--eval-samples", "3"]
+COMMON = ["--dtype", "float64", "--warmup", "1", "--steps", "3", "--set", "eval_samples=3"]
 EVERY = 10  # of so many cases that one process refuses, one is tried on its ranks too
 DIVERGED = 1e6  # a loss or a norm of a sound run is far below
 CLOSE = {"numbers": 1e-9, "state": 1e-8}
@@ -56,23 +55,36 @@ WRONG = ("-1", "0", "3", "7", "1.5", "nan", "inf", "1e400", "x", "", "none", "99
 Outcome = tuple[str, str]  # "equal", "refused" or "failed", and why
 
 # Flags whose values a case of illegal ones may change, besides those that it has.
-MORE = ("--tp", "--pp", "--cp", "--dp", "--ep", "--etp", "--zero", "--replicate", "--cp-inner", "--virtual-stages",
-        "--layers", "--d-model", "--heads", "--kv-heads", "--d-ff", "--dropout", "--seq-len", "--steps",
-        "--global-batch", "--micro-batch", "--lr", "--min-lr", "--warmup", "--weight-decay", "--clip", "--experts",
-        "--top-k", "--capacity-factor", "--router-jitter", "--init-std", "--workers", "--local-steps", "--fragments",
-        "--eval-samples", "--eval-every", "--keep", "--save-every", "--exit-step", "--max-skips", "--recompute",
-        "--schedule", "--offload", "--optimizer", "--balance", "--aux-loss", "--dtype", "--rampup-batch-size",
-        "--betas", "--profile", "--compile", "--twin", "--record-tensors", "--cp-kind", "--dispatch")  # fmt: skip
+MORE = ("--tp", "--pp", "--cp", "--dp", "--ep", "--etp", "--zero", "replicate", "cp_inner", "--virtual-stages",
+        "--layers", "--d-model", "--heads", "--kv-heads", "--d-ff", "--dropout", "--seq-len", "--steps", "--warmup",
+        "--global-batch", "--micro-batch", "--lr", "min_lr", "weight_decay", "clip", "--experts", "moe.top_k",
+        "moe.capacity_factor", "moe.jitter", "init_std", "--workers", "--local-steps", "fragments", "eval_samples",
+        "--eval-every", "keep", "--save-every", "exit_step", "max_skips", "--recompute", "--schedule", "--offload",
+        "--optimizer", "moe.aux_loss", "--dtype", "rampup_batch_size", "betas", "profile", "--compile", "twin",
+        "record_tensors", "--cp-kind", "moe.dispatch")  # fmt: skip
 
 
 def commands(words: Sequence[str]) -> list[list[str]]:
-    """The flags of a command, each with its values."""
+    """The flags of a command, each with its values; each field of `--set` alone, as `--set=FIELD`, `VALUE`."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
             found.append([])
-        found[-1].append(word)
+        if found[-1] and found[-1][0].partition("=")[0] == "--set":
+            name, _, value = word.partition("=")
+            found[-1:] = [*(found[-1:] if found[-1] != ["--set"] else []), [f"--set={name}", value]]
+        else:
+            found[-1].append(word)
     return found
+
+
+def words_of(flags: Iterable[Sequence[str]]) -> list[str]:
+    """The command of such flags."""
+    return [
+        word
+        for name, *values in flags
+        for word in (["--set", f"{name[6:]}={','.join(values)}"] if name.startswith("--set=") else [name, *values])
+    ]
 
 
 def draw(seed: int) -> tuple[int, list[str]]:
@@ -83,8 +95,12 @@ def draw(seed: int) -> tuple[int, list[str]]:
     dice = random.Random(seed)
     world = dice.choice([1, 2, 3, 4, 4, 6, 8, 8])
     sizes, layout = draw_layout(dice, world, "--experts" in model)
-    axes = [word for axis, size in sizes.items() for word in (f"--{axis.replace('_', '-')}", str(size))]
-    flags = [word for flag in model.values() for word in flag]
+    axes = [
+        word
+        for axis, size in sizes.items()
+        for word in (["--set", f"cp_inner={size}"] if axis == "cp_inner" else [f"--{axis}", str(size)])
+    ]
+    flags = words_of(model.values())
     return world, [*COMMON, "--global-batch", batch, *flags, *axes, *layout]
 
 
@@ -93,8 +109,9 @@ def spoil(seed: int, words: Sequence[str]) -> list[str]:
     dice = random.Random(f"wrong {seed}")
     flags = commands(words)
     name = dice.choice([dice.choice([flag[0] for flag in flags]), dice.choice(MORE)])
+    name = name if name.startswith("--") else f"--set={name}"
     flags = [flag for flag in flags if flag[0] != name]
-    return [word for flag in [*flags, [name, *dice.choices(WRONG, k=dice.choice([1, 1, 1, 2]))]] for word in flag]
+    return words_of([*flags, [name, *dice.choices(WRONG, k=dice.choice([1, 1, 1, 2]))]])
 
 
 @contextmanager
@@ -148,8 +165,7 @@ def read(words: Sequence[str]) -> argparse.Namespace:
 
 def make_mesh(args: argparse.Namespace) -> Mesh:
     """The mesh of this rank."""
-    sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
-    return build_mesh(**sizes, device_type="cpu", worlds=args.workers, cp_inner=inner_size(args))
+    return build_mesh(**{**mesh_arguments(args), "device_type": "cpu"})
 
 
 def train(args: argparse.Namespace, twin: int = 0) -> dict[str, Any]:
@@ -219,8 +235,12 @@ def judge(world: int, words: list[str], ranks_refuse: bool = True) -> Outcome:
                 return "failed", f"the ranks train what one process refuses: {early}"
             if args.workers > 1:
                 return "equal", "trained: one process has no workers to merge"
-            alone = [flag for flag in commands(words) if flag[0][2:].replace("-", "_") not in LAYOUT]
-            key = tuple(word for flag in alone for word in flag)
+            alone = [
+                flag
+                for flag in commands(words)
+                if flag[0].removeprefix("--set=").lstrip("-").replace("-", "_") not in LAYOUT
+            ]
+            key = tuple(words_of(alone))
             want = dense(key)
             found = [errors(got, want) for got in results]
             missing = want["state"].keys() - {name for got in results for name in got["state"]}
@@ -262,9 +282,9 @@ def shrink(world: int, words: list[str]) -> list[str]:
     flags = commands(words)
     for flag in list(flags):
         fewer = [other for other in flags if other is not flag]
-        if judge(world, [word for other in fewer for word in other])[0] == "failed":
+        if judge(world, words_of(fewer))[0] == "failed":
             flags = fewer
-    return [word for flag in flags for word in flag]
+    return words_of(flags)
 
 
 class Record:

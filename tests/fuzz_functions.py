@@ -24,11 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from examples.gpt.blend import PERIOD, Blend
 from examples.gpt.hf import SPEC
-from examples.gpt.preflight import Preflight
-from examples.gpt.ramp import Ramp
-from examples.gpt.samples import Piece, TokenSamples, split_samples
+from examples.gpt.policies import Ramp
+from examples.gpt.samples import PERIOD, Blend, Piece, TokenSamples, split_samples
 from mpcore.checkpoint.format import Chunk, Entry
 from mpcore.checkpoint.loading import fill
 from mpcore.checkpoint.pieces import _held
@@ -52,6 +50,7 @@ from mpcore.pipeline.schedules import (
 )
 from mpcore.sharding.declare import Shard, Sharding
 from mpcore.tools.preflight import Options, read_command
+from mpcore.tools.preflight.training import Preflight
 from mpcore.tools.simulation import RankError, simulate
 from mpcore.tools.verify.pool import Pool
 from tests import fuzz
@@ -391,7 +390,7 @@ def flags(dice: random.Random) -> str:
     world, words = fuzz.draw(seed)
     if dice.random() < 0.8:
         words = fuzz.spoil(seed, words)
-    check = Preflight([*words, "--out", "unused"], Options(ranks=world), Pool(8))
+    check = Preflight("examples.gpt.pretrain", [*words, "--out", "unused"], Options(ranks=world), Pool(8))
     return EQUAL if refused(check.check_flags) is None else REFUSED
 
 

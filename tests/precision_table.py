@@ -14,7 +14,11 @@ FLAGS = (
     "--sequence-parallel --dtype bfloat16"
 )
 SIZES = {"tp": 2, "pp": 2, "dp": 2}
-KINDS = {"autocast": "--autocast", "bfloat16": "", "bfloat16, float32 residual": "--residual-dtype float32"}
+KINDS = {
+    "autocast": "--set autocast=true",
+    "bfloat16": "",
+    "bfloat16, float32 residual": "--set residual_dtype=float32",
+}
 RUNS = ("--zero 0 --recompute none", "--zero 0 --recompute full", "--zero 1 --recompute full")
 HEAD = (
     "run", "precision", "weights", "gradients", "masters and moments", "activations and gathered weights",

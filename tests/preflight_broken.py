@@ -1,6 +1,6 @@
 """The trial of `mpcore preflight` on broken libraries: which check finds each planted bug, and with which sentence.
 
-python -m tests.preflight_broken                      all cases of `tests.broken_runs` and `tests.examples.planted`
+python -m tests.preflight_broken                      all cases of `tests.broken_runs` and `tests.preflight.planted`
 python -m tests.preflight_broken --only "row bias"    those with these words
 python -m tests.preflight_broken --write docs/preflight.md      put what was found into the table of this page
 
@@ -87,8 +87,8 @@ def first_failure(words: str, folder: str) -> dict[str, Any]:
     """Run the checks before `rank killed` until one fails; return it, and a hash of each run of a toy."""
     import torch
 
-    from examples.gpt.preflight import Preflight
     from mpcore.tools.preflight import FAILED, Command, Options, checks_of, run_checks
+    from mpcore.tools.preflight.training import Preflight
     from mpcore.tools.verify.pool import Pool
 
     torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def first_failure(words: str, folder: str) -> dict[str, Any]:
         target, *flags = words.split()
         checks = checks_of(Command(target, flags), options, pool)
     else:
-        preflight = Preflight([*words.split(), "--out", f"{folder}/out"], options, pool)
+        preflight = Preflight("examples.gpt.pretrain", [*words.split(), "--out", f"{folder}/out"], options, pool)
         train = preflight.train
 
         def recorded(toy: Any, out: str, **how: Any) -> list[Any]:
@@ -131,19 +131,19 @@ def first_failure(words: str, folder: str) -> dict[str, Any]:
 
 
 def broken(words: str, folder: str, bug: str) -> dict[str, Any]:
-    """As `first_failure`, with one of `tests.examples.planted.BUGS` in this process and its forks."""
+    """As `first_failure`, with one of `tests.preflight.planted.BUGS` in this process and its forks."""
     from pkgutil import resolve_name
     from unittest import mock
 
-    from tests.examples.planted import BUGS
+    from tests.preflight.planted import BUGS
 
     with mock.patch(BUGS[bug].place, BUGS[bug].instead(resolve_name(BUGS[bug].place))):
         return first_failure(words, folder)
 
 
 def reports(folder: str) -> list[Case]:
-    """The cases of `tests.examples.planted`, which imports the library."""
-    from tests.examples.planted import BUGS
+    """The cases of `tests.preflight.planted`, which imports the library."""
+    from tests.preflight.planted import BUGS
 
     either = "|against torch|data", "|torch's of the same logits"
     return [

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from examples.gpt.preflight import Preflight
 from mpcore.tools.preflight import FAILED, Options, run_checks
+from mpcore.tools.preflight.training import Preflight
 from mpcore.tools.verify.pool import Pool
-from tests.examples.planted import Lent
 from tests.examples.test_any_flags import draw_layout, draw_model
-from tests.fuzz import commands
+from tests.fuzz import commands, words_of
+from tests.preflight.planted import Lent
 
 TIMEOUT_S = 3000.0  # of each toy, on a machine that may be busy
 
@@ -46,15 +46,21 @@ def draw(seed: int) -> list[str]:
         str(dice.choice([4, 6, 12])),
     ]
     more += ["--seq-len", str(dice.choice([48, 64, 128])), "--global-batch", str(dice.choice([64, 128, 256]))]
-    more += dice.choice([[], ["--dtype", "bfloat16"], ["--dtype", "float16"], ["--dtype", "bfloat16", "--autocast"]])
+    more += dice.choice(
+        [[], ["--dtype", "bfloat16"], ["--dtype", "float16"], ["--dtype", "bfloat16", "--set", "autocast=true"]]
+    )
     more += dice.choice([[], [], ["--compile", "aot_eager"]])
     if world >= 4 and dice.random() < 0.2 and sizes["dp"] % 2 == 0:
         sizes["dp"] //= 2
         more += ["--workers", "2", "--local-steps", str(dice.choice([2, 5]))]
-    more += dice.choice([[], [], [], ["--rampup-batch-size", "32", "32", "256"]])
-    axes = [word for axis, size in sizes.items() for word in (f"--{axis.replace('_', '-')}", str(size))]
+    more += dice.choice([[], [], [], ["--set", "rampup_batch_size=32,32,256"]])
+    axes = [
+        word
+        for axis, size in sizes.items()
+        for word in (["--set", f"cp_inner={size}"] if axis == "cp_inner" else [f"--{axis}", str(size)])
+    ]
     flags |= {flag[0]: flag for part in (axes, layout, more) for flag in commands(part)}
-    return [*(word for flag in flags.values() for word in flag), "--steps", "6", "--device", "cpu"]
+    return [*words_of(flags.values()), "--steps", "6", "--device", "cpu"]
 
 
 def try_valid(count: int, seed: int, path: Path | None = None) -> int:
@@ -67,14 +73,20 @@ def try_valid(count: int, seed: int, path: Path | None = None) -> int:
     """
     fresh: dict[str, Any] = {"first_seed": seed, "next_seed": seed, "refused": 0, "alarms": [], "seconds": []}
     record = json.loads(path.read_text()) if path is not None and path.is_file() else fresh
-    pool, before, tried = Pool(8, preload=("examples.gpt.rehearse",)), len(record["alarms"]), 0
+    pool, before, tried = (
+        Pool(8, preload=("mpcore.tools.preflight.rehearse", "examples.gpt.pretrain")),
+        len(record["alarms"]),
+        0,
+    )
     lent: Any = Lent(pool)  # whatever the first toy's size is
     try:
         while tried < count:
             seed = record["next_seed"]
             flags = draw(seed)
             with tempfile.TemporaryDirectory(prefix="preflight-trial-") as folder:
-                checks = Preflight([*flags, "--out", f"{folder}/out"], Options(timeout=TIMEOUT_S), lent).checks()[:-1]
+                checks = Preflight(
+                    "examples.gpt.pretrain", [*flags, "--out", f"{folder}/out"], Options(timeout=TIMEOUT_S), lent
+                ).checks()[:-1]
                 began, found = time.monotonic(), []
                 for result in run_checks(checks):
                     found.append(result)

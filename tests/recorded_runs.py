@@ -22,20 +22,20 @@ from tests.pool import Pool, start_pool
 RECORD = Path(__file__).with_suffix(".json")
 TINY = (
     "--layers 4 --d-model 16 --heads 4 --kv-heads 2 --d-ff 24 --seq-len 16 --global-batch 8 --micro-batch 2 --warmup 2 "
-    "--dtype float64 --dropout 0.1 --steps 4 --eval-every 2 --eval-samples 5 --save-every 4 --device cpu"
+    "--dtype float64 --dropout 0.1 --steps 4 --eval-every 2 --set eval_samples=5 --save-every 4 --device cpu"
 )
-MOE = "--micro-batch 1 --preset tiny-moe --experts 4 --top-k 2 --expert-d-ff 8"
-LIMITS = "--capacity-factor 0.7 --balance bias"
+MOE = "--micro-batch 1 --preset tiny-moe --experts 4 --set moe.top_k=2 --set moe.d_ff=8"
+LIMITS = "--set moe.capacity_factor=0.7 --set moe.aux_loss=none moe.bias_rate=0.001"
 
 # name: (ranks, flags); of several commands the later ones go on from what the earlier ones saved.
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ("",)),
-    "tied, learned positions": (1, ("--preset gpt2 --tie-embeddings",)),
-    "accumulation": (1, ("--micro-batch 1 --clip 0.05",)),
-    "muon": (1, ("--optimizer muon --lr-schedule wsd",)),
+    "tied, learned positions": (1, ("--preset gpt2 --set tie_embeddings=true",)),
+    "accumulation": (1, ("--micro-batch 1 --set clip=0.05",)),
+    "muon": (1, ("--optimizer muon --set lr_schedule=wsd",)),
     "adamw with bf16 moments": (2, ("--tp 2 --optimizer adamw-bf16",)),
     "fp16 with a scale": (2, ("--tp 2 --dtype float16",)),
-    "bf16 autocast": (2, ("--dp 2 --dtype bfloat16 --autocast --zero 0",)),
+    "bf16 autocast": (2, ("--dp 2 --dtype bfloat16 --set autocast=true --zero 0",)),
     "bf16": (2, ("--dp 2 --dtype bfloat16 --zero 0",)),
     "fp8": (2, ("--tp 2 --fp8 --d-model 256 --d-ff 512 --heads 2 --layers 1",)),
     "tp 2": (2, ("--tp 2",)),
@@ -45,21 +45,21 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp 4, ZeRO-1": (4, ("--dp 4 --zero 1",)),
     "tp 2 x dp 2, ZeRO-2": (4, ("--tp 2 --dp 2 --zero 2",)),
     "tp 2 x dp 2, ZeRO-3": (4, ("--tp 2 --dp 2 --micro-batch 4 --zero 3 --recompute full",)),
-    "HSDP": (4, ("--dp 4 --zero 3 --replicate 2",)),
-    "pp 2, 1f1b": (2, ("--pp 2 --tie-embeddings",)),
+    "HSDP": (4, ("--dp 4 --zero 3 --set replicate=2",)),
+    "pp 2, 1f1b": (2, ("--pp 2 --set tie_embeddings=true",)),
     "pp 2, interleaved": (2, ("--pp 2 --schedule interleaved --virtual-stages 2",)),
     "pp 2 x dp 2, zb": (4, ("--pp 2 --dp 2 --schedule zb --zero 2",)),
-    "pp 2, zbv": (2, ("--pp 2 --schedule zbv --tie-embeddings",)),
+    "pp 2, zbv": (2, ("--pp 2 --schedule zbv --set tie_embeddings=true",)),
     "tp 2 x pp 2, dualpipev": (4, ("--tp 2 --pp 2 --schedule dualpipev --sequence-parallel",)),
     "selective recompute": (2, ("--tp 2 --micro-batch 4 --recompute selective",)),
     "offload": (2, ("--dp 2 --zero 0 --offload optimizer activations parameters",)),
     "cp 2, zigzag ring": (2, ("--cp 2 --cp-kind zigzag",)),
     "cp 2 x tp 2, all-to-all": (4, ("--cp 2 --tp 2 --micro-batch 4 --cp-kind alltoall --sequence-parallel",)),
-    "experts, ep 2, balanced by a loss": (2, (f"{MOE} --ep 2 --balance aux",)),
+    "experts, ep 2, balanced by a loss": (2, (f"{MOE} --ep 2 --set moe.aux_loss=sequence",)),
     "experts, ep 2 x tp 2, capacity": (4, (f"{MOE} --ep 2 --tp 2 --dp 2 --zero 3 {LIMITS}",)),
     "latent attention": (2, ("--preset tiny-mla --tp 2",)),
-    "DiLoCo": (4, ("--workers 2 --tp 2 --local-steps 2 --fragments 2",)),
-    "resume on another layout": (4, ("--tp 2 --pp 2 --exit-step 2 --resume auto", "--dp 4 --zero 3 --resume auto")),
+    "DiLoCo": (4, ("--workers 2 --tp 2 --local-steps 2 --set fragments=2",)),
+    "resume on another layout": (4, ("--tp 2 --pp 2 --set exit_step=2 --resume auto", "--dp 4 --zero 3 --resume auto")),
 }
 KV_FREE = ("--preset tiny-mla",)  # these have no KV heads to choose
 

@@ -1243,7 +1243,7 @@ def test_the_command_runs_as_a_module(tmp_path):
 
 # --- the example's runs -------------------------------------------------------------------------------------------
 
-FLAGS = ["--steps", "6", "--warmup", "2", "--eval-every", "2", "--eval-samples", "4", "--dropout", "0.1"]
+FLAGS = ["--steps", "6", "--warmup", "2", "--eval-every", "2", "--set", "eval_samples=4", "--dropout", "0.1"]
 
 
 def losses_of(out: str | Path) -> list[tuple[int, float]]:
@@ -1273,13 +1273,13 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
     flags, sizes = ["--dtype", dtype], {"tp": 2}
     whole, again = tmp_path / "whole", tmp_path / "again"
     ranks(2, check_run, sizes, str(whole), *flags, "--save-every", "4")
-    ranks(2, check_run, sizes, str(again), *flags, "--exit-step", "2", "--async-save")
+    ranks(2, check_run, sizes, str(again), *flags, "--set", "exit_step=2", "--set", "async_save=true")
     assert [p.name for p in (again / "checkpoints").glob("[!.]*")] == ["step-00000002"]
     begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", asked=2)
     assert begun == [(2, 8)] * 2
     assert latest(again / "checkpoints") == step_path(again / "checkpoints", 4)
     shutil.copytree(again, tmp_path / "dp")
-    begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", "--keep", "1")
+    begun = ranks(2, check_run, sizes, str(again), *flags, "--resume", "auto", "--save-every", "4", "--set", "keep=1")
     assert begun == [(4, 16)] * 2
     assert losses_of(again) == losses_of(whole)
     assert [p.name for p in (again / "checkpoints").glob("[!.]*")] == ["step-00000006"]
@@ -1293,7 +1293,7 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
 def check_told(out: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        check_run({}, out, "--save-every", "2", "--async-save", "--exit-step", "5")
+        check_run({}, out, "--save-every", "2", "--set", "async_save=true", "--set", "exit_step=5")
     return printed.getvalue()
 
 
@@ -1305,12 +1305,12 @@ def test_a_save_in_the_background_says_when_it_begins_and_how_it_went(ranks, tmp
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 def test_virtual_stages_save_what_one_process_loads_and_the_other_way_round(ranks, tmp_path, tied):
-    flags = ["--layers", "4", "--dtype", "float64", *(["--tie-embeddings"] if tied else [])]
+    flags = ["--layers", "4", "--dtype", "float64", *(["--set", "tie_embeddings=true"] if tied else [])]
     stages = [*flags, "--schedule", "interleaved", "--virtual-stages", "2"]
     whole, again = tmp_path / "whole", tmp_path / "again"
     ranks(1, check_run, {}, str(whole), *flags)
-    ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--exit-step", "2")
-    ranks(1, check_run, {}, str(again), *flags, "--resume", "auto", "--exit-step", "4")
+    ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--set", "exit_step=2")
+    ranks(1, check_run, {}, str(again), *flags, "--resume", "auto", "--set", "exit_step=4")
     ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--resume", "auto")
     for (step, got), (same, want) in zip(losses_of(again), losses_of(whole), strict=True):
         assert step == same
@@ -1350,13 +1350,13 @@ def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ra
         data = bytearray((step_path(at, step) / name).read_bytes())
         data[-9] ^= 1
         (step_path(at, step) / name).write_bytes(data)
-    begun = ranks(2, check_run, {"tp": 2}, str(out), "--resume", "auto", "--exit-step", "3")
+    begun = ranks(2, check_run, {"tp": 2}, str(out), "--resume", "auto", "--set", "exit_step=3")
     assert begun == [(2, 8)] * 2
 
 
 def check_flags_of_a_resumed_run(out: str) -> None:
-    check_run({}, out, "--exit-step", "2")
-    run = trainer(*FLAGS, "--out", out, "--resume", "auto", "--weight-decay", "0.5")
+    check_run({}, out, "--set", "exit_step=2")
+    run = trainer(*FLAGS, "--out", out, "--resume", "auto", "--set", "weight_decay=0.5")
     assert [group["weight_decay"] for group in run.run.optimizer.param_groups] == [0.5, 0.0]
     assert all(len(run.run.optimizer.state[p]) == 3 for p in run.model.parameters())
     begin = ["--init-from", str(latest(Path(out) / "checkpoints")), "--seed", "1", "--optimizer", "muon"]
@@ -1367,7 +1367,7 @@ def check_flags_of_a_resumed_run(out: str) -> None:
     assert (new.run.step, new.checkpoints.first_sample, len(new.run.optimizer.state)) == (0, 0, 0)
     for p, q in zip(new.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(p, q)
-    check_run({}, out, "--resume", "auto", "--global-batch", "8", "--check-speed", "0")
+    check_run({}, out, "--resume", "auto", "--global-batch", "8", "--set", "check_speed=0")
     records = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     with contextlib.redirect_stdout(printed := io.StringIO()):
         check_run({}, out, "--resume", "auto", "--steps", "2")
@@ -1383,7 +1383,7 @@ def check_full_disk_run(out: str) -> None:
     real, os.fsync = os.fsync, full_disk
     try:
         with pytest.raises(ValueError, match=r"the save of .*step-00000005 failed: .*No space left"):
-            check_run({"tp": 2}, out, "--save-every", "2", "--async-save", "--exit-step", "5")
+            check_run({"tp": 2}, out, "--save-every", "2", "--set", "async_save=true", "--set", "exit_step=5")
     finally:
         os.fsync = real
 
@@ -1391,7 +1391,7 @@ def check_full_disk_run(out: str) -> None:
 def check_full_disk_at_the_end(out: str) -> None:
     real, os.fsync = os.fsync, full_disk
     try:
-        for flags in ([], ["--async-save"]):
+        for flags in ([], ["--set", "async_save=true"]):
             with pytest.raises(ValueError, match=r"No space left.*step-00000006|step-00000006.*No space left"):
                 check_run({}, out + "".join(flags), "--save-every", "5", "--eval-every", "0", *flags)
     finally:

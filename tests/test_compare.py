@@ -61,7 +61,7 @@ def twin_on(words: list[str], sizes: dict[str, int]) -> tuple[list[int], dict[st
 
 def test_a_twin_has_the_samples_of_each_step_and_the_weights_but_for_a_rounding(ranks):
     case = {"steps": 2, "global_batch": 8}
-    runs = [build(case, "--twin", str(twin)) for twin in (0, 1, 2)]
+    runs = [build(case, "--set", f"twin={twin}") for twin in (0, 1, 2)]
     shares = [[list(run.share(step)) for step in (0, 1)] for run in runs]
     assert shares[0] == [list(range(8)), list(range(8, 16))]
     for share in shares[1:]:
@@ -74,7 +74,7 @@ def test_a_twin_has_the_samples_of_each_step_and_the_weights_but_for_a_rounding(
     assert not torch.equal(weights[1]["norm.weight"], weights[2]["norm.weight"])
     losses = [run.step()["loss"] for run in runs]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-14)
-    words = [*flags_of(case), "--twin", "1", "--micro-batch", "1"]
+    words = [*flags_of(case), "--set", "twin=1", "--micro-batch", "1"]
     drawn = ranks(4, twin_on, words, {"dp": 2, "tp": 2})
     assert sorted(drawn[0][0] + drawn[2][0]) == list(range(8))
     assert drawn[0][0] + drawn[2][0] == shares[1][0]
@@ -84,7 +84,7 @@ def test_a_twin_has_the_samples_of_each_step_and_the_weights_but_for_a_rounding(
 
 
 def test_workers_keep_their_samples_in_a_twin():
-    from examples.gpt.twins import reorder
+    from examples.gpt.train import reorder
 
     parts = [reorder(range(i, i + 2), 3, range(40, 48), twin=1, workers=2) for i in range(0, 8, 2)]
     assert sorted([*parts[0], *parts[1]]) == [40, 41, 42, 43]
@@ -92,8 +92,8 @@ def test_workers_keep_their_samples_in_a_twin():
 
 
 def test_a_loss_that_the_order_of_samples_changes_has_no_twin():
-    with pytest.raises(ValueError, match="changes --aux-loss micro_batch by more than rounding"):
-        build({**MOE, "aux_loss": "micro_batch"}, "--twin", "1")
+    with pytest.raises(ValueError, match=r"changes moe.aux_loss micro_batch by more than rounding"):
+        build({**MOE, "aux_loss": "micro_batch"}, "--set", "twin=1")
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_the_command_reads_the_folders_of_runs(tmp_path, capsys):
     assert "NOT rounding: step 0, weight of w" in capsys.readouterr().out
     assert main(["compare", a, same]) == 2
     told = capsys.readouterr().err
-    assert all(f"--config {a}/config.json --twin {i} --out {a}-twin-{i}" in told for i in range(1, 5))
+    assert all(f"--config {a}/config.json --set twin={i} --out {a}-twin-{i}" in told for i in range(1, 5))
     assert main(["compare", a, str(tmp_path / "none"), *twins]) == 2
     assert "name the --out folder of a run" in capsys.readouterr().err
 
@@ -197,7 +197,7 @@ def test_honest_runs_are_rounding_and_faults_are_found(monkeypatch):
     for twin, changes in ((101, ()), (102, (("micro_batch", 1),))):
         assert compare_runs(a, train("float32", twin, 0, changes), twins).first is None
     for tensor, change, step, kind in ((QKV, lambda g: g.mul_(1.001), 0, "gradient"), (HEAD, swap_rows, 1, "weight")):
-        run = build({**compare_trial.TRAINED, **compare_trial.CONFIGS["float32"]}, "--twin", "99")
+        run = build({**compare_trial.TRAINED, **compare_trial.CONFIGS["float32"]}, "--set", "twin=99")
         first = compare_runs(a, observe(run, lambda t: gradient(t, tensor, change)), twins).first  # noqa: B023
         assert first is not None
         assert (first.step, first.kind) in {(step, kind), (step, "gradient"), (step, "gradient norm")}

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from examples.gpt.config import GPTConfig
-from examples.gpt.model import GPT
-from examples.gpt.stages import build_stages
+from examples.gpt.model import GPT, build_stages
 from mpcore import (
     Axis,
     ColumnParallelLinear,

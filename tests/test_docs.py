@@ -22,12 +22,11 @@ import torch
 
 import mpcore
 from examples.gpt.arguments import parse
-from examples.gpt.config import GPTConfig
+from examples.gpt.checkpoints import other_schedule
+from examples.gpt.config import PRESETS, GPTConfig
 from examples.gpt.model import GPT
-from examples.gpt.optimizer import lr_schedule
 from examples.gpt.plan import build
-from examples.gpt.presets import PRESETS
-from examples.gpt.resume import other_schedule
+from examples.gpt.policies import lr_schedule
 from mpcore.__main__ import main
 from mpcore.layers.attention.heads import HeadOptions
 from mpcore.layers.module import TensorParallelOptions

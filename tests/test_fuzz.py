@@ -12,7 +12,7 @@ import pytest
 
 from mpcore.tools.preflight import FAILED, OK, Result
 from tests import fuzz, fuzz_functions, preflight_trial
-from tests.fuzz import COMMON, commands, draw, judge, main, shrink, spoil
+from tests.fuzz import COMMON, commands, draw, judge, main, shrink, spoil, words_of
 
 SMALL = [*COMMON, "--layers", "1", "--d-model", "16", "--seq-len", "12", "--global-batch", "4"]
 
@@ -92,13 +92,13 @@ def test_cases_depend_on_their_seed_alone():
     world, words = draw(5)
     assert 1 <= world <= 8
     assert spoil(5, words) == spoil(5, words) != words
-    assert [word for flag in commands(words) for word in flag] == words
+    assert words_of(commands(words)) == words
 
 
 def test_the_trial_of_preflight_goes_on_after_its_record(monkeypatch, tmp_path, capsys):
     tried: list[str] = []
 
-    def checks(flags: list[str], *_: object) -> Any:
+    def checks(program: str, flags: list[str], *_: object) -> Any:
         tried.append(" ".join(flags[:-2]))
         return SimpleNamespace(checks=lambda: [None])
 

@@ -20,9 +20,9 @@ BY_HAND = [
     ("--layers 8 --zero 2 --sequence-parallel --recompute selective --dtype bfloat16", {"tp": 2, "pp": 2, "dp": 2}),
     ("--layers 9 --zero 3", {"pp": 2, "dp": 2}),
     ("--layers 9 --global-batch 30 --schedule zb", {"pp": 3}),
-    ("--layers 8 --preset tiny-moe --moe-every 2 --expert-d-ff 8", {"dp": 2, "ep": 2}),
+    ("--layers 8 --preset tiny-moe --set moe.every=2 --set moe.d_ff=8", {"dp": 2, "ep": 2}),
     ("--layers 8 --cp-kind ring", {"cp": 2, "pp": 2}),
-    ("--layers 12 --schedule interleaved --tie-embeddings", {"pp": 2, "dp": 2}),
+    ("--layers 12 --schedule interleaved --set tie_embeddings=true", {"pp": 2, "dp": 2}),
     ("--layers 6 --recompute budget=0.5", {"tp": 2}),
 ]
 
@@ -37,7 +37,7 @@ def draw_flags(seed: int) -> tuple[str, dict[str, int]]:
         f"--layers {pick.randint(8, 11)} --schedule {schedule} --zero {pick.choice((0, 1, 2, 3))} --dropout {dropout}"
     )
     flags += f" --recompute {recompute} --dtype {pick.choice(('float32', 'bfloat16'))}"
-    flags += pick.choice(("", " --preset tiny-moe --moe-every 2 --expert-d-ff 8", " --preset tiny-mla"))
+    flags += pick.choice(("", " --preset tiny-moe --set moe.every=2 --set moe.d_ff=8", " --preset tiny-mla"))
     return flags + pick.choice(("", " --sequence-parallel")), sizes
 
 

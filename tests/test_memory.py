@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.gpt.config import GPTConfig
+from examples.gpt.model import build_stages
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
-from examples.gpt.stages import build_stages
 from mpcore import (
     Axis,
     ColumnParallelLinear,
@@ -71,13 +71,26 @@ LAYOUTS: list[tuple[dict[str, int], list[str]]] = [
     ({"pp": 2, "tp": 2}, ["--sequence-parallel", "--recompute", "selective"]),
     ({"pp": 2, "dp": 2}, []),
     ({"pp": 2, "dp": 2}, ["--schedule", "interleaved", "--recompute", "full"]),
-    ({"pp": 2, "dp": 2}, ["--tie-embeddings", "--schedule", "zbv"]),
+    ({"pp": 2, "dp": 2}, ["--set", "tie_embeddings=true", "--schedule", "zbv"]),
     ({"cp": 2}, []),
     ({"cp": 2, "tp": 2}, ["--sequence-parallel", "--cp-kind", "allgather"]),
     ({"cp": 2, "pp": 2}, ["--cp-kind", "ring", "--recompute", "selective"]),
-    ({"dp": 2, "ep": 2}, ["--preset", "tiny-moe", "--expert-d-ff", "24"]),
-    ({"tp": 2}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--balance", "bias", "--recompute", "full"]),
-    ({"dp": 4, "ep": 4}, ["--preset", "tiny-moe", "--expert-d-ff", "24", "--dispatch", "all_to_all"]),
+    ({"dp": 2, "ep": 2}, ["--preset", "tiny-moe", "--set", "moe.d_ff=24"]),
+    (
+        {"tp": 2},
+        [
+            "--preset",
+            "tiny-moe",
+            "--set",
+            "moe.d_ff=24",
+            "--set",
+            "moe.aux_loss=none",
+            "moe.bias_rate=0.001",
+            "--recompute",
+            "full",
+        ],
+    ),
+    ({"dp": 4, "ep": 4}, ["--preset", "tiny-moe", "--set", "moe.d_ff=24", "--set", "moe.dispatch=all_to_all"]),
 ]
 # gpipe is off where logits are held to backward, zbv where what lies between I and W is, and what a rank hands itself.
 SHORT = [8, 31]
@@ -185,7 +198,7 @@ def test_the_estimate_is_within_three_percent_of_the_bytes_held(ranks, sizes, fl
 def test_a_plan_with_replicas_shards_over_the_ranks_of_a_group(zero):
     """HSDP agrees over a store, which the world of a plan must have too."""
     flags = [*FLAGS, "--zero", zero]
-    whole = dry_run(build, [*flags, "--replicate", "2"], 1, dp=4)
+    whole = dry_run(build, [*flags, "--set", "replicate=2"], 1, dp=4)
     part = dry_run(build, flags, 1, dp=2)
     assert (whole.parameters, whole.optimizer) == (part.parameters, part.optimizer)
     assert whole.ledger.counts != part.ledger.counts

@@ -152,11 +152,19 @@ def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
     ("sizes", "offload", "flags"),
     some(
         ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full", "--optimizer", "adamw-bf16"]),
-        ({"tp": 2}, EACH, ["--preset", "tiny-moe", "--expert-d-ff", "8", "--balance", "bias"]),
+        (
+            {"tp": 2},
+            EACH,
+            ["--preset", "tiny-moe", "--set", "moe.d_ff=8", "--set", "moe.aux_loss=none", "moe.bias_rate=0.001"],
+        ),
         of=[
             ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
             ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
-            ({"pp": 2}, ["parameters"], ["--preset", "tiny-moe", "--expert-d-ff", "8", "--aux-loss", "global"]),
+            (
+                {"pp": 2},
+                ["parameters"],
+                ["--preset", "tiny-moe", "--set", "moe.d_ff=8", "--set", "moe.aux_loss=global"],
+            ),
         ],
     ),
     ids=str,
@@ -194,7 +202,7 @@ def two_steps(out: Path, sizes: dict, *flags: str, resume: str = "auto") -> list
 
 def check_saved(root: Path, sizes: dict, flags: list[str]) -> None:
     away = [*flags, "--offload", "optimizer"]
-    saves = ([], ["--async-save"])
+    saves = ([], ["--set", "async_save=true"])
     want = [two_steps(root / "here", sizes, *flags, *save) for save in saves]
     assert [two_steps(root / "away", sizes, *away, *save) for save in saves] == want
     dist.barrier()  # one worker saves no later for another

@@ -590,9 +590,9 @@ def test_a_layout_is_drawn_at_its_memory_and_its_seconds(tmp_path, monkeypatch):
 
 def test_the_inner_size_among_the_flags_is_that_of_the_mesh():
     mesh = Mesh(cp=Axis(8, levels=(Axis(2), Axis(4))))
-    check_mesh(parse(["--cp-inner", "4"]), mesh)
-    with pytest.raises(ValueError, match="--cp-inner 2 among the run's flags, on a mesh that has 4"):
-        check_mesh(parse(["--cp-inner", "2"]), mesh)
+    check_mesh(parse(["--set", "cp_inner=4"]), mesh)
+    with pytest.raises(ValueError, match="cp_inner 2 among the run's flags, on a mesh that has 4"):
+        check_mesh(parse(["--set", "cp_inner=2"]), mesh)
 
 
 def test_a_lower_bound_counts_what_waits_for_backward_in_the_width_it_is_kept_in():
@@ -604,11 +604,11 @@ def test_a_lower_bound_counts_what_waits_for_backward_in_the_width_it_is_kept_in
         long, short = (least_bytes(args, replace(config, seq_len=n), Mesh(), 1, 1) for n in (8192, 4096))
         return long - short
 
-    width = {"float32": 4, "float16": 2, "bfloat16": 2, "bfloat16 --autocast": 2, "bfloat16 --fp8": 1}
+    width = {"float32": 4, "float16": 2, "bfloat16": 2, "bfloat16 --set autocast=true": 2, "bfloat16 --fp8": 1}
     assert {flags: waiting(f"--dtype {flags}") for flags in width} == {k: n * 4096 * 16 for k, n in width.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "bfloat16 --autocast", "bfloat16 --fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "bfloat16 --set autocast=true", "bfloat16 --fp8"])
 def test_what_is_counted_is_no_less_than_the_lower_bound(dtype, monkeypatch):
     """A layout is ruled out by the bound alone. Weights in bfloat16 have masters; float16 is autocast."""
     bounds: list[int] = []
@@ -666,7 +666,7 @@ def test_what_if_changes_rates():
         what_if(machine(), ["memory=much"])
 
 
-MIXTURE = ["--experts", "4", "--top-k", "2", "--layers", "1", "--d-model", "16", "--heads", "4", "--d-ff", "16"]
+MIXTURE = ["--experts", "4", "--set", "moe.top_k=2", "--layers", "1", "--d-model", "16", "--heads", "4", "--d-ff", "16"]
 MIXTURE += ["--seq-len", "16", "--global-batch", "8", "--micro-batch", "1"]
 
 
@@ -691,7 +691,10 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
     assert re.search(rf"^total +{found.most / 2**20:.3f} MiB  at the peak", capsys.readouterr().out, re.MULTILINE)
     for name, size in (("tp", 4), ("etp", 1), ("cp_inner", 4)):
         flag = f"--{name.replace('_', '-')}"
-        with pytest.raises(ValueError, match=f"{flag} {size} among the run's flags, on a mesh that has "):
+        with pytest.raises(
+            ValueError,
+            match=f"{name if name == 'cp_inner' else flag} {size} among the run's flags, on a mesh that has ",
+        ):
             dry_run(build_gpt, [*flags, flag, str(size)], 0, **sizes, cp_inner=2)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gpt.config import GPTConfig
+from examples.gpt.model import build_stages
 from examples.gpt.pretrain import Trainer, parse
-from examples.gpt.stages import build_stages
 from mpcore import (
     ColumnParallelLinear,
     Mesh,
@@ -267,7 +267,7 @@ def test_ranks_that_keep_unequal_bytes_choose_the_same_blocks(ranks):
 
 
 def check_refused() -> str:
-    flags = ["--preset", "tiny-moe", "--layers", "2", "--moe-every", "2", "--d-model", "16", "--expert-d-ff", "64"]
+    flags = ["--preset", "tiny-moe", "--layers", "2", "--set", "moe.every=2", "--d-model", "16", "--set", "moe.d_ff=64"]
     flags += ["--d-ff", "24", "--seq-len", "16", "--global-batch", "4", "--recompute", "budget=0.03"]
     with pytest.raises(ValueError, match=r"budget 0\.03 is out of reach") as refused:
         Trainer(parse(flags), mesh(pp=2))

@@ -15,7 +15,6 @@ from torch import nn
 
 import mpcore as mp
 from examples.gpt.config import GPTConfig
-from examples.gpt.replay import replay
 from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
@@ -29,6 +28,7 @@ from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.invariant import invariant_mesh, prepare
 from mpcore.tools.invariant.run import InvariantStep
+from mpcore.tools.simulation.replay import of_trainer
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
 
@@ -59,7 +59,7 @@ def replay_without_mesh() -> None:
     folder = Path("run")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"run": {"dp": None, "steps": 3}}))
-    replay(folder, 1)
+    of_trainer("examples.gpt.pretrain")(folder, 1)
 
 
 def unequal_messages(mesh: mp.Mesh) -> None:

@@ -24,7 +24,7 @@ BASE = (
 )
 LAYOUTS = {
     "pipeline": ({"tp": 2, "pp": 2}, ""),
-    "ZeRO-3-experts": ({"tp": 2, "dp": 2}, "--zero 3 --experts 4 --expert-d-ff 6"),
+    "ZeRO-3-experts": ({"tp": 2, "dp": 2}, "--zero 3 --experts 4 --set moe.d_ff=6"),
     "context": ({"cp": 2}, "--dtype bfloat16"),
 }
 

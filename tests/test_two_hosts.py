@@ -93,7 +93,7 @@ def test_two_hosts_train_as_one_and_a_cable_pulled_in_a_step_is_named_on_both(ho
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert one.returncode == 0, one.stderr
-    command = ["examples.gpt.pretrain", *flags, "--out", str(two), "--steps", "12", "--timeout", "8"]
+    command = ["examples.gpt.pretrain", *flags, "--out", str(two), "--steps", "12", "--set", "timeout=8"]
     runs = hosts.ranks("tests.examples.faulty", "sleep", "0", "5", *command[1:], port=29404)
     wait_for_steps(runs[0], two, 5)  # rank 0 sleeps now
     hosts.plug("down")

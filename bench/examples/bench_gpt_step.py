@@ -15,11 +15,9 @@ from torch.nn import functional as F
 
 from bench.interleave import interleave, judge, spread
 from bench.kernels.protocol import device_times
-from examples.gpt.config import GPTConfig
+from examples.gpt.config import PRESETS, GPTConfig
 from examples.gpt.console import PEAK_FLOPS
-from examples.gpt.flops import flops_of_token
-from examples.gpt.model import GPT
-from examples.gpt.presets import PRESETS
+from examples.gpt.model import GPT, flops_of_token
 from mpcore import vocab_parallel_cross_entropy
 
 # GPT-2 small with a sixth of its width and a third of its layers; its heads have 64 dimensions, as there.

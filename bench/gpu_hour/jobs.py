@@ -147,7 +147,7 @@ def example(name: str) -> Rows:
     steps = 24 if CUDA else 4
     size = EXAMPLE if CUDA else "--device cpu"
     with tempfile.TemporaryDirectory() as out:
-        words = f"{size} {EXAMPLES[name]} --steps {steps} --eval-every 0 --no-save --out {out}"
+        words = f"{size} {EXAMPLES[name]} --steps {steps} --eval-every 0 --set no_save=true --out {out}"
         pretrain(words.split())
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line.get("step", 0) >= steps // 2 and "tokens_per_second" in line]

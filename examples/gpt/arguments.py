@@ -1,336 +1,339 @@
-"""The command line of `examples.gpt.pretrain`, and the files that give its flags."""
+"""The flags of `examples.gpt.pretrain`, the fields of its TOML file, and their ranges."""
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from examples.gpt.presets import PRESETS
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
 from mpcore.layers.attention.sequence import KINDS
-from mpcore.layers.moe.dispatch import DISPATCHES
-from mpcore.layers.moe.router import AUX_LOSSES
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.pipeline.schedules import NAMES
-from mpcore.tools.command_line import Parser
+from mpcore.tools.command_line import Parser, did_you_mean
 
-FROM_0 = ("bitwise", "experts", "shared_experts", "warmup", "twin", "eval_every", "record_tensors", "save_every",
+DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
+FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, without one, a type; and the help
+    "mesh": {
+        "tp": (1, "tensor parallel size"),
+        "pp": (1, "pipeline parallel size"),
+        "cp": (1, "context parallel size"),
+        "ep": (1, "expert parallel size"),
+        "dp": (int, "data parallel size (default: what the others leave of the world)"),
+        "etp": (int, "tensor parallel size inside each expert (default: tp)"),
+        "zero": (1, "over data shard nothing, optimizer state, gradients too, parameters too"),
+        "sequence_parallel": (False, "shard activations along the sequence between tp regions"),
+        "cp_kind": ("zigzag", "how --cp shards sequences and attends"),
+        "schedule": ("1f1b", f"of --pp: {', '.join(NAMES)}, or a file PATH.csv"),
+        "virtual_stages": (int, "stages on each pipeline rank (default: what the schedule takes)"),
+        "device": (str, "default: cuda where each process has a GPU"),
+        "workers": (1, "models to train, each on a mesh as above, and to merge (DiLoCo)"),
+        "local_steps": (int, "steps that workers take on their own between two merges (default 50)"),
+    },
+    "model": {
+        "preset": (str, "shape that the flags below change (default tiny)"),
+        "layers": (int, "blocks (default: the preset's, as of those below; tiny has 4)"),
+        "d_model": (int, "width (tiny: 128)"),
+        "heads": (int, "attention heads (tiny: 4)"),
+        "kv_heads": (int, "heads of keys and values (tiny: as many as heads)"),
+        "d_ff": (int, "hidden width of the MLP (tiny: 8/3 of the width, up to a multiple of 64)"),
+        "dropout": (float, "share of activations that training drops (tiny: 0)"),
+        "seq_len": (int, "tokens a sample (tiny: 256)"),
+        "experts": (int, "experts in the place of each MLP; 0: none (tiny: none)"),
+    },
+    "data": {
+        "data": ([str], "[WEIGHT] PREFIX ..: of .bin and .idx, as examples.gpt.prepare writes (default: Python's "
+                 "library); of several, such as 0.7 web 0.3 code, samples in these shares, or without weights by size"),
+        "tokenizer": (str, "'byte' or a tokenizer.json (default byte)"),
+    },
+    "training": {
+        "steps": (200, "of the whole run"),
+        "global_batch": (16, "samples a step, over all ranks of all workers"),
+        "micro_batch": (2, "samples a forward, on one rank"),
+        "lr": (3e-3, "highest learning rate"),
+        "warmup": (20, "steps of linear warm-up"),
+        "lr_decay_steps": (int, "steps until the rate reaches its lowest, where it stays (default: --steps)"),
+        "optimizer": ("adamw", "adamw-bf16: moments in bfloat16, rounded at random; muon: for the blocks' matrices"),
+        "recompute": ("none", "activations computed again in backward: none, selective (norms, activations, attention "
+                      "cores), full, or budget=SHARE, as much as keeps this share of the bytes"),
+        "offload": (["none"], "what lies in the host's memory until it is needed: optimizer, activations, parameters"),
+        "dtype": ("float32", "bfloat16: weights, activations and messages in bfloat16, masters in fp32; "
+                  "float16: fp32 weights, matrix products in float16"),
+        "fp8": (False, "the blocks' linear layers, but experts, multiply in FP8, scaled in blocks of 128"),
+        "compile": (str, "training steps run each block as torch.compile makes it (default backend: inductor)"),
+        "seed": (0, "of weights, dropout and the order of the data, not of what is held out"),
+    },
+    "results": {
+        "eval_every": (50, "steps between evaluations; 0: none"),
+        "out": ("runs/pretrain", "folder for metrics.jsonl, config.json, loss.png, checkpoints; of a worker, in it"),
+        "save_every": (0, "steps between checkpoints; 0: only the end"),
+        "resume": ("none", "{auto,PATH,none}: go on from a checkpoint of any layout; auto: the newest in OUT"),
+        "init_from": (str, "PATH: begin with the shape and the weights of a checkpoint of any layout"),
+    },
+}  # fmt: skip
+CHOICES = {
+    "zero": (0, 1, 2, 3), "cp_kind": KINDS, "device": ("cpu", "cuda"), "preset": sorted(PRESETS), "dtype": DTYPES,
+    "optimizer": ("adamw", "adamw-bf16", "muon"), "offload": ("none", "optimizer", "activations", "parameters"),
+    "lr_schedule": SCHEDULES, "residual_dtype": ("float32",), "log_to": ("tensorboard", "wandb"),
+    "param_dtype": DTYPES, "reduce_dtype": DTYPES,
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Fields:
+    """What has no flag: fields of the TOML file, or of `--set`. docs/example.md says what each is."""
+
+    replicate: int = 1
+    cp_inner: int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str = "float32"
+    bitwise: int = 0
+    trace: bool = False
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    nesterov: bool = True
+    fragments: int | None = None
+    without_documents: str | None = None
+    end_of_document: str | None = None
+    document_masking: bool = False
+    eval_data: list = dataclasses.field(default_factory=list)
+    rampup_batch_size: list | None = None
+    min_lr: float | None = None
+    lr_schedule: str = "cosine"
+    betas: list = dataclasses.field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    recompute_every: int = 1
+    twin: int = 0
+    autocast: bool = False
+    residual_dtype: str | None = None
+    first_loss_scale: float = 2.0**16
+    eval_samples: int = 32
+    log_to: list = dataclasses.field(default_factory=list)
+    record_tensors: int = 0
+    profile: str | None = None
+    no_save: bool = False
+    keep: int | None = None
+    async_save: bool = False
+    exit_step: int | None = None
+    timeout: float = 600.0
+    max_skips: int = 20
+    check_replicas: int = 100
+    check_speed: int = 50
+
+
+def _fields(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+TABLES = {"model": GPTConfig, "moe": MoEConfig, "latent": LatentConfig}
+MODEL_FIELDS = _fields(GPTConfig) - {*TABLES, *(name for rows in FLAGS.values() for name in rows)}
+RENAMED = {
+    "shared_experts": "moe.shared_experts", "expert_d_ff": "moe.d_ff", "moe_every": "moe.every", "top_k": "moe.top_k",
+    "routed_scale": "moe.routed_scale", "aux_loss": "moe.aux_loss", "aux_coefficient": "moe.aux_coefficient",
+    "router_z_loss": "moe.z_loss", "bias_rate": "moe.bias_rate", "router_jitter": "moe.jitter",
+    "capacity_factor": "moe.capacity_factor", "dispatch": "moe.dispatch",
+}  # fmt: skip
+GONE = {
+    "balance": "set moe.aux_loss and moe.bias_rate: a bias alone is moe.aux_loss=none moe.bias_rate=0.001",
+    "init_from_hf": "mpcore convert examples.gpt.hf:SPEC --from-hf DIR --to CKPT, then --init-from CKPT",
+}
+"""Flags of version 0.2: the field that does it now, or what to do."""
+FROM_0 = ("bitwise", "experts", "moe.shared_experts", "warmup", "twin", "eval_every", "record_tensors", "save_every",
           "max_skips", "check_replicas", "check_speed")  # fmt: skip
 FROM_1 = ("tp", "pp", "cp", "ep", "dp", "etp", "replicate", "cp_inner", "virtual_stages", "workers", "local_steps",
-          "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "top_k", "expert_d_ff", "moe_every", "seq_len",
-          "steps", "lr_decay_steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples", "keep",
-          "exit_step")  # fmt: skip
-NOT_NEGATIVE = ("lr", "min_lr", "weight_decay", "init_std", "aux_coefficient", "router_z_loss", "bias_rate")
-POSITIVE = ("timeout", "outer_lr", "routed_scale", "capacity_factor")
-SHARES = ("dropout", "outer_momentum", "router_jitter", "betas")
-DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
+          "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "moe.top_k", "moe.d_ff", "moe.every",
+          "seq_len", "steps", "lr_decay_steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples",
+          "keep", "exit_step", "recompute_every")  # fmt: skip
+NOT_NEGATIVE = ("lr", "min_lr", "weight_decay", "model.init_std", "moe.aux_coefficient", "moe.z_loss", "moe.bias_rate")
+POSITIVE = ("timeout", "outer_lr", "moe.routed_scale", "moe.capacity_factor", "first_loss_scale")
+SHARES = ("dropout", "outer_momentum", "moe.jitter", "betas")
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Every flag has a default; `--config` names a file that gives flags first.
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. Every flag has a default; `--config` names a file that gives flags and fields first.
+
+    Returns:
+        The flags, the `Fields`, and as dicts the `TABLES`: the fields of the model that have no flag.
 
     Raises:
         ValueError: as `check_ranges`.
-        SystemExit: if argparse can't parse the flags.
+        SystemExit: if a flag or a field can't be parsed.
     """
-    args = _parse(argv)
+    argv, parser = list(sys.argv[1:] if argv is None else argv), _parser()
+    for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if now := _moved(word[2:].replace("-", "_")):
+            parser.error(f"{word} is no flag any more: {now}")
+    args, name = argparse.Namespace(**vars(Fields()), **{table: {} for table in TABLES}), parser.prog
+    given, words = parser.parse_args(argv, copy.copy(args)), list[str]()
+    for source in ("config", "set"):
+        if not (value := getattr(given, source)):
+            continue
+        parser.prog = f"{name} --{source}{f' {value}' if source == 'config' else ''}"  # whose error it is
+        try:
+            words += (more := _assign(args, read_file(Path(value)) if source == "config" else _read_set(value)))
+            parser.parse_args(more)
+        except (OSError, ValueError) as problem:
+            parser.error(str(problem))
+    parser.prog = name
+    args = parser.parse_args([*words, *argv], args) if given.config or given.set else given
+    del args.set
     check_ranges(args)
     return args
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m examples.gpt.pretrain", description="Pretrain a GPT on any mesh.",
         examples=[
-            "python -m examples.gpt.pretrain --steps 10",
+            "python -m examples.gpt.pretrain --steps 10 --set min_lr=1e-4 moe.z_loss=0.001",
             "torchrun --nproc-per-node 4 -m examples.gpt.pretrain --tp 2 --pp 2 --sequence-parallel",
+            "", "fields without a flag, of the file or of --set, with their defaults (docs/example.md):",
+            *(f"  {name} = {value!r}" for name, value in vars(Fields()).items()),
+            "  and those of GPTConfig, of MoEConfig as moe.FIELD, of LatentConfig as latent.FIELD",
         ],
     )  # fmt: skip
     parser.add_argument(
-        "--config",
-        metavar="PATH",
-        help="a .toml with flags, or the config.json of another run; flags on the command line win",
-    )
-    add = parser.add_argument_group("mesh").add_argument
-    for axis, text in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
-        add(f"--{axis}", type=int, default=1, help=f"{text} parallel size (default 1)")
-    add("--dp", type=int, help="data parallel size (default: what the others leave of the world)")
-    add("--etp", type=int, help="tensor parallel size inside each expert (default: tp)")
-    add(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        default=1,
-        help="over data shard nothing, optimizer state, gradients too, parameters too (default 1)",
-    )
-    add("--replicate", type=int, default=1, help="groups of data ranks, such as nodes, that hold replicas (default 1)")
-    add("--sequence-parallel", action="store_true", help="cut activations along the sequence between tp regions")
-    add("--cp-kind", choices=KINDS, default="zigzag", help="how --cp cuts sequences and attends (default zigzag)")
-    add("--cp-inner", type=int, help="ranks of a sub-group of --cp-kind two-level (default: as a node allows)")
-    add("--schedule", default="1f1b", metavar="NAME|PATH.csv", help=f"of --pp: {', '.join(NAMES)} (default 1f1b)")
-    add("--virtual-stages", type=int, help="stages on each pipeline rank (default: what the schedule takes)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where each process has a GPU")
-    add("--bitwise", type=int, default=0, metavar="V",
-        help="bit for bit the same run on every mesh whose tp and dp divide V, a power of two; replaces --micro-batch "
-        "(docs/bitwise.md; default 0: off)")  # fmt: skip
-    add("--trace", action="store_true", help="draw what each pipeline rank did in the last step, and its plan")
-    add = parser.add_argument_group("local updates").add_argument
-    add(
-        "--workers",
-        type=int,
-        default=1,
-        help="models to train, each on a mesh as above, and to merge (DiLoCo; default 1)",
-    )
-    add("--local-steps", type=int, help="steps that workers take on their own between two merges (default 50)")
-    add("--outer-lr", type=float, help="of the merge; with 1 and momentum 0 it averages: Local SGD (default 0.7)")
-    add("--outer-momentum", type=float, help="Nesterov momentum of the merge (default 0.9)")
-    add("--fragments", type=int, help="merge so many parts of the model in turn (default 1)")
-    add = parser.add_argument_group("model").add_argument
-    add("--preset", choices=sorted(PRESETS), help="shape that the flags below change (default tiny)")
-    add("--layers", type=int, help="blocks (default: the preset's, as of those below; tiny has 4)")
-    add("--d-model", type=int, help="width (tiny: 128)")
-    add("--heads", type=int, help="attention heads (tiny: 4)")
-    add("--kv-heads", type=int, help="heads of keys and values (tiny: as many as heads)")
-    add("--d-ff", type=int, help="hidden width of the MLP (tiny: 8/3 of the width, up to a multiple of 64)")
-    add("--dropout", type=float, help="share of activations that training drops (tiny: 0)")
-    add("--tie-embeddings", action="store_true", default=None, help="head and embedding share one table")
-    add(
-        "--init-std",
-        type=float,
-        help="standard deviation of first weights; of output projections it is divided by sqrt(2 layers) (tiny: 0.02)",
-    )
-    add = parser.add_argument_group("mixture of experts").add_argument
-    add("--experts", type=int, help="experts in the place of each MLP; 0: none (default: the preset's)")
-    add("--top-k", type=int, help="experts each token goes through")
-    add("--shared-experts", type=int, help="experts' width that every token goes through besides")
-    add("--expert-d-ff", type=int, help="hidden width of each expert (default: the dense MLP's)")
-    add("--routed-scale", type=float, help="factor of the experts' weights; top-k: as large as a dense MLP (default 1)")
-    add("--moe-every", type=int, help="every how many-th block has experts, the others a dense MLP")
-    add("--balance", choices=("aux", "bias", "none"), help="of the experts' loads: by a loss, by a bias, not at all")
-    add("--aux-loss", choices=AUX_LOSSES, help="scope of the loss of --balance aux (default sequence)")
-    add("--aux-coefficient", type=float, help="factor of that loss (default 0.01)")
-    add("--router-z-loss", type=float, help="factor of the squared log-sum-exp of the router's logits (default 0)")
-    add("--bias-rate", type=float, help="step of the bias of --balance bias (default 0.001)")
-    add("--router-jitter", type=float, help="noise on the router's input in training (default 0)")
-    add(
-        "--capacity-factor", type=float, help="what is over factor x mean load of a sequence is dropped (default: none)"
-    )
-    add("--dispatch", choices=DISPATCHES, help="how tokens reach experts on other ranks: all_to_all sends less")
-    add = parser.add_argument_group("data").add_argument
-    add(
-        "--data",
+        "--config", metavar="PATH",
+        help="a .toml with flags and fields, or the config.json of another run; flags on the command line win",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set",
         nargs="+",
-        metavar="[WEIGHT] PREFIX",
-        help="PREFIX of .bin and .idx, as examples.gpt.prepare writes (default: Python's standard library); of "
-        "several, such as 0.7 web 0.3 code, samples in these shares, or without weights by their sizes",
-    )
-    add(
-        "--without-documents",
-        metavar="FILE",
-        help="train as if these documents were not in --data: a line for each, PREFIX NUMBER, as "
-        "examples.gpt.which_text prints them",
-    )
-    add("--tokenizer", help="'byte' or a tokenizer.json (default byte)")
-    add("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
-    add(
-        "--document-masking",
-        action="store_true",
-        help="tokens attend within their own document, and positions begin anew in each; --end-of-document ends one",
-    )
-    add(
-        "--eval-data",
-        nargs="+",
+        action="extend",
         default=[],
-        metavar="NAME=PREFIX",
-        help="corpora that are only measured, each by its name, besides the held-out part of --data",
+        metavar="FIELD=VALUE",
+        help="fields as in the .toml of --config",
     )
-    add("--seq-len", type=int, help="tokens a sample (default: the preset's)")
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=int, default=200, help="of the whole run (default 200)")
-    add("--global-batch", type=int, default=16, help="samples a step, over all ranks of all workers (16)")
-    add(
-        "--rampup-batch-size",
-        type=int,
-        nargs=3,
-        metavar=("START", "INCREMENT", "SAMPLES"),
-        help="begin with START samples a step, and add INCREMENT at equal distances up to --global-batch, which is "
-        "reached after SAMPLES (default: --global-batch from the first step on)",
-    )
-    add("--micro-batch", type=int, default=2, help="samples a forward, on one rank (default 2)")
-    add("--lr", type=float, default=3e-3, help="highest learning rate (default 0.003)")
-    add("--min-lr", type=float, help="lowest learning rate after warm-up (default: a tenth of --lr)")
-    add("--warmup", type=int, default=20, help="steps of linear warm-up (default 20)")
-    add("--lr-schedule", choices=SCHEDULES, default="cosine", help="the way down to --min-lr (default cosine)")
-    add("--lr-decay-steps", type=int, help="steps until the rate reaches --min-lr, where it stays (default: --steps)")
-    add("--betas", type=float, nargs=2, default=[0.9, 0.95], help="of Adam's two moments (default 0.9 0.95)")
-    add(
-        "--optimizer",
-        choices=("adamw", "adamw-bf16", "muon"),
-        default="adamw",
-        help="adamw-bf16: moments in bfloat16, rounded at random; muon: for the blocks' matrices (default adamw)",
-    )
-    add("--weight-decay", type=float, default=0.1, help="of matrices and tables (default 0.1)")
-    add("--clip", type=float, default=1.0, help="bound on the gradient norm (default 1); 0 or less: none")
-    add(
-        "--recompute",
-        default="none",
-        metavar="{none,selective,full,budget=0.5}",
-        help="activations computed again in backward: norms, activations and attention cores, whole blocks, or as "
-        "much as keeps a share of the bytes (default none)",
-    )
-    add(
-        "--offload",
-        nargs="+",
-        choices=("none", "optimizer", "activations", "parameters"),
-        default=["none"],
-        help="what lies in the host's memory until it is needed; several may be given (default none)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="of weights, dropout and the order of the data, not of what is held out (default 0)",
-    )
-    add(
-        "--twin",
-        type=int,
-        default=0,
-        metavar="N",
-        help="train twin N of the run without this flag, which differs by rounding alone: the samples of each step in "
-        "another order, first weights rounded another way; for mpcore compare (default 0: the run itself)",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="bfloat16: weights, activations and messages in bfloat16, masters and sums of gradients in fp32; float16: "
-        "fp32 weights, matrix products in float16 (default float32)",
-    )
-    add("--autocast", action="store_true", help="with --dtype bfloat16: fp32 weights, matrix products in bfloat16")
-    add(
-        "--residual-dtype",
-        choices=("float32",),
-        help="keep the residual stream and pipeline messages in fp32 (default: in --dtype; with autocast in fp32)",
-    )
-    add(
-        "--fp8",
-        action="store_true",
-        help="the blocks' linear layers, but experts, multiply eight-bit floats, scaled in blocks of 128; all else "
-        "stays in --dtype",
-    )
-    add(
-        "--compile",
-        nargs="?",
-        const="inductor",
-        metavar="BACKEND",
-        help="training steps run each block as torch.compile makes it, which takes a while at first (default backend: "
-        "inductor); a schedule that splits backward computes a compiled block's twice",
-    )
-    add = parser.add_argument_group("results").add_argument
-    add("--eval-every", type=int, default=50, help="steps between evaluations; 0: none (default 50)")
-    add("--eval-samples", type=int, default=32, help="held-out samples an evaluation (default 32)")
-    add(
-        "--out",
-        default="runs/pretrain",
-        help="folder for metrics.jsonl, config.json, loss.png, checkpoints; each of several workers has a folder in it "
-        "(default runs/pretrain)",
-    )
-    add("--log-to", nargs="+", choices=("tensorboard", "wandb"), default=[], help="besides metrics.jsonl")
-    add(
-        "--record-tensors",
-        type=int,
-        default=0,
-        metavar="N",
-        help="every N steps write the norms of each parameter and its gradient to OUT/tensors.jsonl, for mpcore "
-        "compare; 0: never (default 0)",
-    )
-    add("--profile", metavar="FIRST:LAST", help="write what these steps did to OUT/profile, for ui.perfetto.dev")
-    add = parser.add_argument_group("checkpoints").add_argument
-    add(
-        "--save-every",
-        type=int,
-        default=0,
-        help="steps between checkpoints in OUT/checkpoints; 0: only the end (default)",
-    )
-    add("--no-save", action="store_true", help="write no checkpoint at the end either")
-    add("--keep", type=int, help="how many of the last checkpoints stay (default: all)")
-    add("--async-save", action="store_true", help="write in the background while training goes on")
-    add(
-        "--resume",
-        default="none",
-        metavar="{auto,PATH,none}",
-        help="go on from a checkpoint of any layout; auto: from the newest in OUT that is whole (default none)",
-    )
-    add(
-        "--init-from-hf",
-        metavar="DIR",
-        help="begin with a Hugging Face model: its shape, its weights and, where none is named, its tokenizer.json; "
-        "without --seq-len, samples are as long as its max_position_embeddings",
-    )
-    add(
-        "--init-from",
-        metavar="PATH",
-        help="begin with the weights of a checkpoint of any layout: its shape and, where none is named, its tokenizer; "
-        "optimizer, data and step begin anew",
-    )
-    add(
-        "--exit-step",
-        type=int,
-        help="save and exit with status 0 when so many steps of the whole run are done (default: --steps)",
-    )
-    add = parser.add_argument_group("faults").add_argument
-    add("--timeout", type=float, default=600, help="seconds without progress: a hang, to be explained (default 600)")
-    add("--max-skips", type=int, default=20, help="steps in a row that may be skipped for NaN or infinity (20)")
-    add("--check-replicas", type=int, default=100, metavar="N", help="compare replicas every N steps; 0: never (100)")
-    add("--check-speed", type=int, default=50, metavar="N", help="look for slow ranks every N steps; 0: never (50)")
-    argv = sys.argv[1:] if argv is None else argv
-    file = _config_of(argv)
-    if file is None:
-        return parser.parse_args(argv)
-    name = parser.prog
-    try:
-        parser.prog = f"{name} --config {file}"  # who is to blame for an error
-        given = flags_of_file(file)
-        parser.parse_args(given)
-    except (OSError, ValueError) as problem:
-        parser.error(str(problem))
-    parser.prog = name
-    return parser.parse_args([*given, *argv])
+    for title, rows in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, (default, text) in rows.items():
+            options: dict[str, Any] = {"help": text, "choices": CHOICES.get(name)}
+            if name == "compile":
+                options |= {"nargs": "?", "const": "inductor", "metavar": "BACKEND"}
+            elif default is False:
+                options = {"help": text, "action": "store_true"}
+            elif isinstance(default, type):
+                options |= {"type": default}
+            elif isinstance(default, list):
+                options |= {"nargs": "+", "default": None if default == [str] else default}
+            else:
+                options |= {"type": type(default), "default": default, "help": f"{text} (default {default})"}
+            group.add_argument(flag(name), **options)
+    return parser
 
 
-def _config_of(argv: list[str]) -> Path | None:
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    return finder.parse_known_args(argv)[0].config
+def _moved(name: str) -> str:
+    """Return what does now what a flag did before; "" for a flag, or for no known name."""
+    if name in GONE:
+        return GONE[name]
+    field = RENAMED.get(name, name)
+    if field == name and name not in vars(Fields()) and name not in MODEL_FIELDS:
+        return ""
+    table, _, own = field.rpartition(".")
+    return f"write {own} = VALUE in the file of --config{f', under [{table}]' * bool(table)}, or --set {field}=VALUE"
 
 
-def flags_of_file(path: Path) -> list[str]:
-    """Read the flags of a .toml file, whose tables are for readers alone, or of the config.json that a run wrote.
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a .toml file, or the config.json that a run wrote.
 
     Raises:
-        ValueError: if it isn't TOML or JSON, or gives a name twice.
+        ValueError: if it isn't TOML or JSON.
         OSError: if it can't be read.
     """
     text = path.read_text()
-    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    content = json.loads(text)["run"] if path.suffix == ".json" else toml.loads(text)
-    tables = [{key: value for key, value in content.items() if not isinstance(value, dict)}]
-    tables += [value for value in content.values() if isinstance(value, dict)]
-    names = [flag(name) for table in tables for name in table]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice")
-    flags: list[str] = []
-    for name, value in zip(names, (value for table in tables for value in table.values()), strict=True):
-        if value is not None and value is not False and value != [] and name != "--config":
-            flags += [name] if value is True else [name, *map(str, value if isinstance(value, list) else [value])]
-    return flags
+    return json.loads(text)["run"] if path.suffix == ".json" else _toml(text)
+
+
+def _toml(text: str) -> dict[str, Any]:
+    return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
+
+
+def _read_set(words: Sequence[str]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word} is not FIELD=VALUE")
+        table, _, own = name.rpartition(".")
+        (content.setdefault(table, {}) if table else content)[own] = _value(value)
+    return content
+
+
+def _value(word: str) -> Any:
+    try:
+        return _toml(f"x = {word}")["x"]
+    except ValueError:  # a word without quotes
+        return word
+
+
+def _assign(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
+    """Assign the fields of a file, and return its flags. Tables but [moe] and [latent] are for readers alone.
+
+    Raises:
+        ValueError: if a name is unknown or given twice, or a value has another type.
+    """
+    flags = {name for rows in FLAGS.values() for name in rows}
+    tables = {name: inner for name, inner in content.items() if isinstance(inner, dict) and name not in MODEL_FIELDS}
+    tables[""] = {name: value for name, value in content.items() if name not in tables}
+    values = [(table, *each) for table, inner in tables.items() for each in inner.items()]
+    words, seen = [], set()
+    for table, name, value in values:
+        name = name.replace("-", "_")
+        if value is None and table not in TABLES:  # in the config.json of a run: not given
+            continue
+        if table != "moe" and name in RENAMED:
+            table, name = "moe", RENAMED[name].removeprefix("moe.")
+        kind = table if table in ("moe", "latent") and name in _fields(TABLES[table]) else ""
+        kind = kind or ("model" if name in MODEL_FIELDS else "")
+        if (kind, name) in seen:
+            raise ValueError(f"{flag(name) if name in flags else name} is given twice")
+        seen.add((kind, name))
+        if kind:
+            getattr(args, kind)[name] = _typed(f"{kind}.{name}", value, _hints(TABLES[kind])[name])
+        elif name in flags:
+            listed = value if isinstance(value, list) else [] if value is True else [value]
+            words += [flag(name), *map(str, listed)] if value is not False and value != [] else []
+        elif name in vars(Fields()):
+            setattr(args, name, _typed(name, value, _hints(Fields)[name]))
+        elif name in GONE:
+            raise ValueError(f"{name} is no field any more: {GONE[name]}")
+        elif name != "config":
+            known = [*flags, *vars(Fields()), *(each for kind in TABLES.values() for each in _fields(kind))]
+            raise ValueError(f"unknown {name}{did_you_mean(name, known)}")
+    return words
+
+
+_hints = lru_cache(get_type_hints)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """Return a value of this type. The word "none" is None where the type has it: TOML has no other word."""
+    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+    if type(None) in kinds and value in ("none", None):
+        return None
+    if list in kinds and isinstance(value, str):  # of --set: several with commas
+        value = [_value(word) for word in value.split(",")]
+    if type(value) is int and int not in kinds and (float in kinds or str in kinds):
+        value = float(value) if float in kinds else str(value)
+    if not any(type(value) is kind for kind in kinds):
+        known = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+        raise ValueError(f"{name} = {value!r} is no {known}")
+    choices = CHOICES.get(name)
+    for each in value if isinstance(value, list) else [value]:
+        if choices is not None and each not in choices:
+            raise ValueError(f"{name}: {each!r} is none of {', '.join(map(str, choices))}")
+    return value
 
 
 def check_ranges(args: argparse.Namespace) -> None:
@@ -349,12 +352,17 @@ def check_ranges(args: argparse.Namespace) -> None:
     ]
     for names, is_legal, fault in ranges:
         for name in names:
-            value = getattr(args, name)
+            table, _, own = name.rpartition(".")
+            value = getattr(args, table).get(own) if table else getattr(args, name)
             for each in value if isinstance(value, list) else [value]:
                 if each is not None and not is_legal(each):
                     raise ValueError(f"{flag(name)} {each} is {fault}")
+    for name, count in (("betas", 2), ("rampup_batch_size", 3)):
+        value = getattr(args, name)
+        if value is not None and (len(value) != count or not all(type(each) in (int, float) for each in value)):
+            raise ValueError(f"{name} {value} are not {count} numbers")
 
 
 def flag(name: str) -> str:
-    """Return the flag of a name in the parsed arguments."""
-    return f"--{name.replace('_', '-')}"
+    """Return a name as the user writes it: a flag with its dashes, a field as it is."""
+    return f"--{name.replace('_', '-')}" if any(name in rows for rows in FLAGS.values()) else name

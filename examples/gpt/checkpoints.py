@@ -1,4 +1,4 @@
-"""Load and save the checkpoints of a run."""
+"""Load and save the checkpoints of a run, refuse those of other runs, and stop a run before its end."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from examples.gpt.arguments import flag
+from examples.gpt.config import GPTConfig
 from examples.gpt.console import Console
-from examples.gpt.faults import check_writable, was_restarted
-from examples.gpt.hf import load_hf
-from examples.gpt.optimizer import lr_schedule
-from examples.gpt.policies import local_updates
-from examples.gpt.records import read_records, write_whole
-from examples.gpt.resume import init_from, left_behind, other_run, other_schedule
-from examples.gpt.setup import Setup, about
-from examples.gpt.twins import FILE as TENSORS
-from mpcore import Run
-from mpcore.checkpoint import Loaded, Saving, checkpoints, latest, step_path
+from examples.gpt.policies import learning_rate, local_updates, lr_schedule
+from examples.gpt.setup import Setup, about, other_dtype
+from mpcore import Mesh, Run
+from mpcore.checkpoint import Loaded, Saving, checkpoints, inspect, latest, load, step_path
 from mpcore.checkpoint.folders import lock_folder
 from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
+from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 from mpcore.mesh import raise_together, raising_together
+from mpcore.tools.analysis.curves import FILE as TENSORS
+from mpcore.tools.fault_tolerance.faults import check_writable, was_restarted
+from mpcore.tools.fault_tolerance.metrics import read_records, write_whole
+from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
 
 SCHEDULE = "lr_schedule"
 """The field of a checkpoint's `extra` that holds the flags of the learning rate schedule."""
@@ -61,13 +63,11 @@ class Checkpoints:
         args = self.args
         if not self._resume():
             with self.run.parameters() as model:
-                if args.init_from_hf:
-                    load_hf(args.init_from_hf, model, self.mesh)
                 if args.init_from:
                     init_from(args.init_from, model, self.mesh)
             moe = self.setup.config.moe
             if args.init_from and self.console.lead and moe is not None and moe.bias and moe.bias_rate == 0:
-                print(f"the experts' bias of {args.init_from} stays as it is: --balance bias moves it", flush=True)
+                print(f"the experts' bias of {args.init_from} stays as it is: moe.bias_rate moves it", flush=True)
         if self.updates is not None:
             self.updates.begin()
 
@@ -118,7 +118,7 @@ class Checkpoints:
 
     def _check(self, path: Path, resume: str) -> None:
         newest = None if resume == "auto" else latest(self.path, self.mesh)
-        begun_elsewhere = bool(self.args.init_from_hf or self.args.init_from)
+        begun_elsewhere = bool(self.args.init_from)
         refused = other_run(path, self.about, self.args.seed, self.args.dtype, begun_elsewhere)
         raise_together(refused or left_behind(path, newest))
 
@@ -278,3 +278,140 @@ class Checkpoints:
             work()
         except ValueError as error:
             self.console.tell(f"NOT SAVED, training goes on: {error}", file=sys.stderr)
+
+
+def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun_elsewhere: bool) -> ValueError | None:
+    """Return why a run can't resume from a checkpoint, or None. `load` refuses a checkpoint that can't be read.
+
+    Args:
+        path: the checkpoint.
+        about: the facts of this run that must be the same in the checkpoint.
+        seed, dtype: those of this run.
+        begun_elsewhere: whether the flags name a model to begin with.
+    """
+    try:
+        manifest = inspect(path)
+    except (ValueError, OSError):
+        return None
+    saved: dict[str, Any] = {"tokenizer": about["tokenizer"], **manifest.config, "seed": manifest.seed}
+    saved["model"] = dataclasses.asdict(GPTConfig()) | saved.get("model", {})  # fields that came later
+    refused = other_dtype(path, manifest, dtype)
+    if refused is not None:
+        return refused
+    found = differing(saved, {**about, "seed": seed})
+    if not found:
+        return None
+    begun = ""
+    if not begun_elsewhere and saved["model"] != about["model"]:
+        begun = " If it began with --init-from, give that again: the shape comes from there."
+    return ValueError(
+        f"{path} is of another run: {'; '.join(found)}.{begun} --init-from {path} with another --out begins a new "
+        f"one from its weights"
+    )
+
+
+def other_schedule(saved: Mapping[str, Any], schedule: Mapping[str, Any], step: int) -> str | None:
+    """Describe how the learning rate schedule differs from the saved run's. Return None if the rates to come are equal.
+
+    Args:
+        saved, schedule: what `lr_schedule` returned for the saved run, and returns for this run.
+        step: the number of steps done.
+    """
+    changed = [name for name in schedule if saved[name] != schedule[name]]
+    both = (saved, schedule)
+    for at in range(step, max(step, *(s["lr_decay_steps"] for s in both)) + 1 if changed else step):
+        old, new = (f"{learning_rate(s, at):.3g}" for s in both)
+        if old != new:
+            before, now = (" ".join(f"{flag(n)} {s[n]}" if s[n] is not None else f"no {flag(n)}" for n in changed)
+                           for s in both)  # fmt: skip
+            return (
+                f"the learning rate after {at} steps is {new} with {now}; the saved run's schedule gives {old}: "
+                f"{before} keeps it"
+            )
+    return None
+
+
+def left_behind(path: Path, newest: Path | None) -> ValueError | None:
+    """Return why a run can't resume from a checkpoint that isn't the newest: `auto` and restarts would take another."""
+    try:
+        if newest is None or read_manifest(newest).step <= read_manifest(path).step:
+            return None
+    except (ValueError, OSError):  # which `load` reports
+        return None
+    return ValueError(
+        f"--resume {path} leaves behind what was trained after it, up to {newest}, from which restarts and "
+        f"--resume auto would go on: take another --out, or remove or rename the later checkpoints"
+    )
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "") -> list[str]:
+    """List the fields in which two configs differ, each with both values."""
+    found = []
+    for name in dict.fromkeys([*here, *there]):
+        a, b = there.get(name), here.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differing(a, b, f"{within}{name}.")
+        elif a != b:
+            a, b = ("not set" if value is None else repr(value) for value in (a, b))
+            found.append(f"{within}{name} is {a} there, {b} here")
+    return found
+
+
+def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
+    """Load the weights of a checkpoint. If it has no bias or statistics of routers, these keep their first values.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    loaded = load(path, model, mesh=mesh, strict=False, cast=True)  # an import may be in half precision
+    missing = [name for name in loaded.missing_keys if not name.endswith((ROUTER_BIAS, ROUTER_STATISTICS))]
+    if missing or any(not name.endswith(ROUTER_STATISTICS) for name in loaded.unexpected_keys):
+        load(path, model, mesh=mesh, cast=True)  # raises, and names them
+
+
+class Stop:
+    """Decides whether to stop after a step.
+
+    Attributes:
+        signals: catches signals; None before somebody sets it.
+        stopped: whether the ranks have agreed to stop.
+    """
+
+    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+        self.run, self.checkpoints, self.updates = run, checkpoints, local_updates(run)
+        self.signals: StopSignals | None = None
+        self.asked = self.stopped = False
+        self.wishes = Wishes(run.mesh.world)
+
+    def ask(self) -> None:
+        """Save and leave after this step, as on a signal."""
+        self.asked = True
+
+    def after_step(self) -> bool:
+        """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
+
+        Ranks hear of each other a step late (`Wishes`).
+
+        Workers ask each other in the last step before a merge, because a merge waits for every worker.
+        """
+        asked = self.asked or (self.signals is not None and self.signals.asked)
+        granted = self.wishes.after_step(self.run.step, stop=asked, failed=self.checkpoints.failed)
+        stop = "stop" in granted
+        if "failed" in granted:
+            self.checkpoints.tell_failed()
+        self.stopped = self._any_worker(stop) if self._before_merge() else stop
+        return self.stopped
+
+    def tell_workers(self) -> None:
+        """Tell the other workers that this one stops, before they wait for it in a merge."""
+        if self.stopped and self.updates is not None and not self._before_merge():
+            with suppress(RuntimeError):  # other workers may have reached their end
+                self._any_worker(True)
+
+    def _before_merge(self) -> bool:
+        return self.updates is not None and self.updates.optimizer.due(self.run.step + 1) is not None
+
+    def _any_worker(self, stop: bool) -> bool:
+        """Return whether any worker stops. Each worker asks once between two merges."""
+        mesh = self.run.mesh
+        return bool(all_reduce(torch.tensor(int(stop), device=mesh.device), mesh.worlds, "max"))

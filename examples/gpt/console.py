@@ -1,4 +1,4 @@
-"""Print the summary and the progress bar of a run, and write metrics.jsonl and the plots."""
+"""Print the summary and the progress of a run; write metrics.jsonl, plots, dashboards and profiles."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from examples.gpt.dashboards import Dashboards
-from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token
 from examples.gpt.generate import sample_text
-from examples.gpt.optimizer import long_warmup, lr_schedule
-from examples.gpt.records import draw_trace, plot_losses
+from examples.gpt.model import count_active_parameters, count_parameters, flops_of_token
+from examples.gpt.policies import long_warmup, lr_schedule
 from mpcore import Mesh
 from mpcore.sharding import local_tensor
+from mpcore.tools.draw import draw_trace, plot_losses
 from mpcore.tools.fault_tolerance.metrics import MetricsWriter
 from mpcore.tools.local_updates import Merge
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from examples.gpt.train import Trainer
+
 
 EVERY = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -79,7 +80,7 @@ class Console:
         if done >= steps:
             self.tell(f"nothing is left to train: {done} steps are done, --steps is {steps}; to train on, {on(args)}")
         elif done >= (args.exit_step or steps):
-            self.tell(f"nothing is left to train: {done} steps are done, --exit-step is {args.exit_step}")
+            self.tell(f"nothing is left to train: {done} steps are done, exit_step is {args.exit_step}")
         try:
             yield
         finally:

@@ -15,21 +15,21 @@ from mpcore import Mesh
 
 
 def check_installed(kinds: list[str]) -> None:
-    """Refuse `--log-to` where its package is missing.
+    """Refuse `log_to` where its package is missing.
 
     Raises:
         ValueError: naming the package.
     """
     for kind in kinds:
         if importlib.util.find_spec(kind) is None:
-            raise ValueError(f"--log-to {kind} needs the package {kind}: pip install {kind}")
+            raise ValueError(f"log_to {kind} needs the package {kind}: pip install {kind}")
 
 
 class Dashboards:
     """TensorBoard's files in OUT/tensorboard, and a run of Weights & Biases, offline unless WANDB_MODE says otherwise.
 
     Args:
-        kinds: those of `--log-to`.
+        kinds: those of the field `log_to`.
         out: the run's folder.
         config: what Weights & Biases shows of the run.
         first_step: the step that the run begins with: what TensorBoard's files have of it and of later ones is hidden.
@@ -79,7 +79,7 @@ def numbers(entry: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 class Profile:
-    """Profiles the steps of `--profile` on the first rank of each pipeline stage and of each shard of tp and cp.
+    """Profiles the steps of `profile` on the first rank of each pipeline stage and of each shard of tp and cp.
 
     Each writes OUT/profile/rank-N.json, which ui.perfetto.dev opens, and on a GPU rank-N.pickle, which
     pytorch.org/memory_viz opens.

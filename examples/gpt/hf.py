@@ -1,10 +1,9 @@
-"""Hugging Face models for the example's GPT: `python -m examples.gpt.hf convert --from-hf DIR --to CKPT`, and back."""
+"""The example's GPT in the names of Hugging Face: `mpcore convert examples.gpt.hf:SPEC --from-hf DIR --to CKPT`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.interop import hugging_face
-from mpcore.interop.hugging_face import FOLDER, ModelSpec, carried_by_checkpoint, read_json
-from mpcore.tools import convert
+from mpcore.interop.hugging_face import FOLDER, ModelSpec, carried_by_checkpoint
 
 
 def describe(config: GPTConfig) -> dict[str, Any]:
@@ -41,29 +39,7 @@ def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 SPEC = ModelSpec(GPTConfig, describe, shapes)
-read_config = partial(hugging_face.read_config, spec=SPEC)
 open_checkpoint = partial(hugging_face.open_checkpoint, spec=SPEC)
-load_hf = partial(hugging_face.load_hf, spec=SPEC)
-import_hf = partial(hugging_face.import_hf, spec=SPEC)
-export_hf = partial(hugging_face.export_hf, spec=SPEC)
-main = partial(convert.main, spec=SPEC, prog="python -m examples.gpt.hf")
-
-
-def tokenizer_of_hf(folder: str | os.PathLike[str]) -> Path:
-    """Find the tokenizer.json of a folder of Hugging Face.
-
-    Raises:
-        ValueError: if it has none, or is no such folder.
-    """
-    path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        read_json(path.with_name("config.json"))
-        there = ", ".join(sorted(other.name for other in path.parent.iterdir()))
-        raise ValueError(
-            f"{folder} has no tokenizer.json, but {there}: --tokenizer names the one that the model was trained with, "
-            f"a tokenizer.json or byte"
-        )
-    return path
 
 
 def tokenizer_of_checkpoint(path: str | os.PathLike[str]) -> Path | str:
@@ -82,7 +58,3 @@ def tokenizer_of_checkpoint(path: str | os.PathLike[str]) -> Path | str:
             f"bytes: --tokenizer names the one that the model was trained with"
         )
     return "byte"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

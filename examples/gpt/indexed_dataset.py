@@ -34,17 +34,7 @@ _CHUNK = 1 << 20  # entries read at a time, so that checking a huge corpus takes
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """Choose the token dtype for a vocabulary, as Megatron does.
-
-    Args:
-        vocab_size: number of token ids.
-
-    Returns:
-        uint16 below 65,500 ids, else int32.
-
-    Raises:
-        ValueError: the ids do not fit int32.
-    """
+    """Choose the token dtype for a vocabulary, as Megatron does: uint16 below 65,500 ids, else int32."""
     if not 1 <= vocab_size <= 1 << 31:
         raise ValueError(f"vocab_size {vocab_size} is not in [1, {1 << 31}]")
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
@@ -301,14 +291,7 @@ class IndexedDatasetWriter:
         return self
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document as it is; the caller ends it with the end-of-document id.
-
-        Args:
-            tokens: integers [n], n >= 0, in the range of dtype.
-
-        Raises:
-            ValueError: not a flat array of integers, or an id that dtype cannot hold.
-        """
+        """Append a document, integers [n] in the range of dtype; the caller ends it with the end-of-document id."""
         if self._file is None:
             raise ValueError(f"{self.prefix}: add_document works inside a with block only")
         given = np.asarray(tokens)

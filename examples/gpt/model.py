@@ -1,25 +1,30 @@
-"""A GPT on any mesh: embedding, blocks, head. On every layout it computes what it computes in one process.
+"""A GPT on any mesh, and its pipeline stages. On every layout it computes what it computes in one process.
 
 It has every option of the example. `examples/own_model.py` is a transformer without options: read it first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.config import GPTConfig, Layout
-from examples.gpt.variants import latent_attention, mixture_of_experts
+from examples.gpt.config import GPTConfig, LatentConfig, Layout, MoEConfig
 from mpcore import (
+    Axis,
     ColumnParallelLinear,
     Dropout,
+    GroupedLinear,
     LayerNorm,
     Mesh,
+    MultiLatentAttention,
     ParallelAttention,
     ParallelMLP,
+    ParallelMoE,
     PositionEmbedding,
     RMSNorm,
     RotaryEmbedding,
@@ -32,7 +37,7 @@ from mpcore import (
 )
 from mpcore.collectives import shard_range
 from mpcore.layers.module import normal
-from mpcore.sharding import add_partial
+from mpcore.sharding import add_partial, owners
 
 
 def build_norm(c: GPTConfig, layout: Layout) -> nn.Module:
@@ -199,3 +204,99 @@ class GPT(nn.Module):
             return index
         restarted = document_positions(document_ends(documents), len(documents), length, device)
         return restarted if index is None else restarted[:, index]
+
+
+def latent_attention(
+    c: GPTConfig, latent: LatentConfig, layout: Layout, rope: RotaryEmbedding | None
+) -> MultiLatentAttention:
+    """Build DeepSeek's multi-head latent attention."""
+    return MultiLatentAttention(
+        c.d_model, c.heads, **dataclasses.asdict(latent), bias=c.biases[0], rope=rope, norm_eps=c.eps,
+        window=c.window, tp=layout.mesh.tp, context=layout.context, cp=layout.mesh.cp,
+        sequence_parallel=layout.sequence_parallel, init=normal(c.init_std), output_init=normal(c.output_std),
+        device=layout.device, dtype=layout.dtype,
+    )  # fmt: skip
+
+
+def mixture_of_experts(c: GPTConfig, moe: MoEConfig, layout: Layout) -> ParallelMoE:
+    """Build a mixture of experts, sharded over the axes ep and etp of the mesh."""
+    own = ("experts", "d_ff", "every", "dense")
+    routing = {name: value for name, value in dataclasses.asdict(moe).items() if name not in own}
+    mesh = layout.mesh
+    return ParallelMoE(
+        c.d_model, moe.d_ff or c.hidden, moe.experts, activation=c.activation, **routing,
+        tp=mesh.tp, ep=mesh.ep, etp=mesh.etp, cp=mesh.cp, data=mesh.data, sequence_parallel=layout.sequence_parallel,
+        init=normal(c.init_std), output_init=normal(c.output_std), device=layout.device, dtype=layout.dtype,
+    )  # fmt: skip
+
+
+def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: Sequence[int], **options) -> list[GPT]:
+    """Build this rank's pipeline stages of a GPT, lowest first. A rank may hold several.
+
+    Args:
+        config, mesh, options: as in `GPT`.
+        blocks: the blocks of each stage.
+        ranks: the pipeline rank of each stage.
+
+    Returns:
+        The stages, for `mpcore.prepare`.
+
+    Raises:
+        ValueError: if embeddings are tied between ranks other than the first and the last.
+    """
+    one_rank = ranks[0] == ranks[-1]
+    if config.tie_embeddings and not one_rank and (ranks[0], ranks[-1]) != (0, mesh.pp.size - 1):
+        raise ValueError(
+            f"tied embeddings on the pipeline ranks {ranks[0]} and {ranks[-1]}: only 0 and {mesh.pp.size - 1} sum them"
+        )
+    if one_rank:  # the first and the last stage share one table, so no gradient is summed between ranks
+        mesh = dataclasses.replace(mesh, ends=Axis(role="ends"))
+    mine = [held for held, rank in zip(blocks, ranks, strict=True) if rank == mesh.pp.rank]
+    stages = [GPT(config, mesh, blocks=held, **options) for held in mine]
+    if config.tie_embeddings and stages and stages[0].first and stages[-1].last:
+        stages[-1].embedding = stages[0].embedding
+        stages[-1].head.weight = stages[0].embedding.weight
+    return stages
+
+
+@lru_cache(maxsize=16)
+def parameter_shares(config: GPTConfig) -> tuple[int, int, int, float]:
+    """Count the logical parameters of the blocks without their experts, of the experts, and of all else; and the share
+    of the experts that a token uses."""
+    model, shares = GPT(config, device="meta"), {1.0}
+    counts = dict.fromkeys(("blocks", "experts", "ends"), 0)
+    for name, module, _, p in owners(model):
+        if isinstance(module, GroupedLinear):
+            shares.add(module.used_share)
+        kind = "experts" if isinstance(module, GroupedLinear) else "blocks" if name.startswith("blocks.") else "ends"
+        counts[kind] += p.numel() if p.requires_grad else 0
+    return counts["blocks"], counts["experts"], counts["ends"], min(shares)
+
+
+def count_parameters(config: GPTConfig) -> int:
+    """Count the logical parameters of the whole model."""
+    return sum(parameter_shares(config)[:3])
+
+
+def count_active_parameters(config: GPTConfig) -> int:
+    """Count the logical parameters that one token uses: of the experts, only the `top_k` that the router chooses."""
+    blocks, experts, ends, used = parameter_shares(config)
+    return round(blocks + experts * used + ends)
+
+
+def flops_of_token(config: GPTConfig) -> int:
+    """Count the FLOPs of one token's forward and backward: 6 for each parameter of a matrix product, and attention's.
+
+    Embedding tables take part in no product, except a tied table, which is the head too. Attention counts all tokens of
+    the window or the sequence. By convention this includes tokens that the causal mask hides.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    c = config
+    looked_up = (0 if c.tie_embeddings else c.vocab_size) + (c.seq_len if c.positions == "learned" else 0)
+    if c.latent is None:
+        widths = 2 * c.head_width  # of a head's scores and values
+    else:
+        widths = c.latent.qk_nope_head_dim + c.latent.qk_rope_head_dim + c.latent.v_head_dim
+    seen = min(c.window or c.seq_len, c.seq_len)
+    return 6 * (count_active_parameters(c) - looked_up * c.d_model + c.layers * c.heads * widths * seen)

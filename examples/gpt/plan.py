@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import flag, parse
-from examples.gpt.checks import check, merge_options, model_config, recompute_kind, stage_blocks
-from examples.gpt.config import GPTConfig
-from examples.gpt.flops import count_parameters, parameter_shares
-from examples.gpt.policies import hidden, keywords, policies, precision, residual_dtype
-from examples.gpt.presets import PRESETS
-from examples.gpt.stages import build_stages
+from examples.gpt.arguments import MODEL_FIELDS, RENAMED, TABLES, Fields, flag, parse
+from examples.gpt.config import PRESETS, GPTConfig
+from examples.gpt.model import build_stages, count_parameters, parameter_shares
+from examples.gpt.policies import hidden, keywords, merge_options, policies, precision, recompute_kind, residual_dtype
+from examples.gpt.setup import check, model_config, stage_blocks
 from mpcore import Mesh
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
@@ -41,7 +39,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
 
     The preset gives the vocabulary, unless --vocab-size does.
     """
-    own, rest = OWN.parse_known_args(arguments)
+    own, rest = OWN.parse_known_args(with_set(arguments))
     args = argparse.Namespace(**vars(parse(rest)), regather=own.regather)
     check_mesh(args, mesh)
     config = model_config(args, PRESETS[args.preset or "tiny"].vocab_size)
@@ -79,13 +77,32 @@ def trainer(arguments: list[str]) -> str:
     Raises:
         ValueError: if one of `OWN`, except --vocab-size, is among them.
     """
-    own, rest = OWN.parse_known_args(arguments)
-    if others := [flag(name) for name, value in vars(own).items() if value and name != "vocab_size"]:
+    own, rest = OWN.parse_known_args(with_set(arguments))
+    if others := [f"--{name.replace('_', '-')}" for name, value in vars(own).items() if value and name != "vocab_size"]:
         raise ValueError(f"examples.gpt.pretrain has no {', '.join(others)}")
     args = parse(rest)
     tokens = own.vocab_size or PRESETS[args.preset or "tiny"].vocab_size
     note = f"  # --tokenizer and --data give the {tokens:,} tokens of the vocabulary"
     return f"-m examples.gpt.pretrain {shlex.join(rest)}{note if args.tokenizer is None and tokens != 257 else ''}"
+
+
+def with_set(words: Sequence[str]) -> list[str]:
+    """Write the fields that rows and `--vary` give as flags with `--set`."""
+    fields = {*vars(Fields()), *MODEL_FIELDS} - {"vocab_size"}
+    found: list[list[str]] = []
+    for word in words:
+        if not word.startswith("--") and found:
+            found[-1].append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        name = RENAMED.get(name, name)
+        is_field = name in fields or name.partition(".")[0] in TABLES
+        found.append(["", name, *([value] if equals else [])] if is_field else [word])
+    return [
+        word for first, *rest in found
+        for word in (["--set", f"{rest[0]}={','.join(rest[1:]) or 'true'}"] if not first else [first, *rest])
+    ]  # fmt: skip
 
 
 build = Model(outline, trainer)
@@ -197,7 +214,7 @@ def work(
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         alike = len({is_dtensor(p) for p in parameters}) == 1  # one operator for all is quicker to count
         made = torch.optim.AdamW(parameters, fused=alike, foreach=False)
-        slots = OUTER_SLOTS[: 1 + (merge_options(args)["momentum"] > 0)]  # the second with momentum alone
+        slots = OUTER_SLOTS[: 1 + (merge_options(args).momentum > 0)]  # the second with momentum alone
 
         def outer(*_: Any) -> None:
             for p in parameters:

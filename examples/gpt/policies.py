@@ -1,23 +1,34 @@
-"""The flags of a run as the policies of `mpcore.prepare`."""
+"""What the flags ask of mpcore: the policies of `prepare`, the optimizer, the learning rate, the samples of a step."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.checks import merge_options, recompute_kind
+from examples.gpt.arguments import DTYPES, flag
 from examples.gpt.model import GPT
-from mpcore import Compile, Offload, Precision, Recompute, Run, Zero
+from mpcore import Compile, Mesh, Offload, Precision, Recompute, Run, Zero
 from mpcore.experimental import LocalUpdates
+from mpcore.optim.adamw import AdamW
+from mpcore.optim.muon import Muon
+from mpcore.optim.schedules import SCHEDULES
+from mpcore.training.policies import RECOMPUTE_KINDS
 
 
 def precision(args: argparse.Namespace) -> Precision:
-    """Return the precision that --dtype, --autocast and --fp8 ask for."""
-    return Precision(args.dtype, fp8=args.fp8, autocast=args.autocast)
+    """Return the precision that --dtype, --fp8 and autocast ask for."""
+    return Precision(args.dtype, args.fp8, args.first_loss_scale, args.autocast)
+
+
+def zero(args: argparse.Namespace) -> Zero:
+    """Return what --zero shards, and in which dtypes it communicates."""
+    gathered = None if args.param_dtype is None else DTYPES[args.param_dtype]
+    return Zero(args.zero, args.replicate, gathered, DTYPES[args.reduce_dtype])
 
 
 def residual_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -31,17 +42,21 @@ def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
     """Return the policies of `prepare` that the flags ask for."""
     kind, budget = recompute_kind(args.recompute)
     if budget is None:
-        recompute = Recompute(kind, preserve_rng_state=False)  # the layers' dropout draws from no generator of torch
+        recompute = Recompute(
+            kind, args.recompute_every, preserve_rng_state=False
+        )  # the layers' dropout draws from no generator of torch
     else:
         calls = {block: call for stage in stages for block, call in block_calls(stage, args).items()}
-        recompute = Recompute(budget=budget, example=calls.__getitem__, preserve_rng_state=False)
+        recompute = Recompute(
+            every=args.recompute_every, budget=budget, example=calls.__getitem__, preserve_rng_state=False
+        )
     return {
-        "data": Zero(args.zero, args.replicate),
+        "data": zero(args),
         "precision": precision(args),
         "recompute": recompute,
         "offload": Offload(**{what: what in args.offload for what in ("optimizer", "activations", "parameters")}),
         "compile": None if args.compile is None else Compile(args.compile),
-        "observers": [LocalUpdates(**merge_options(args))] if args.workers > 1 else [],
+        "observers": [merge_options(args)] if args.workers > 1 else [],
     }
 
 
@@ -74,3 +89,145 @@ def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[
     if args.document_masking:
         found["documents"] = samples.new_empty(args.micro_batch, stage.config.seq_len, dtype=torch.int32)
     return found
+
+
+def lr_schedule(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that the learning rate depends on, by name. A checkpoint stores them."""
+    given = {name: getattr(args, name) for name in ("lr_schedule", "lr", "min_lr", "warmup")}
+    return {**given, "lr_decay_steps": args.lr_decay_steps or args.steps}
+
+
+def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        schedule: what `lr_schedule` returns.
+        step: the number of optimizer steps done.
+    """
+    lr, min_lr = schedule["lr"], schedule["min_lr"]
+    floor = {} if min_lr is None or lr == 0 else {"floor": min_lr / lr}
+    rate = SCHEDULES[schedule["lr_schedule"]]
+    return rate(step, steps=schedule["lr_decay_steps"], warmup=schedule["warmup"], lr=lr, **floor)
+
+
+def long_warmup(args: argparse.Namespace) -> str:
+    """Return a warning if the warm-up is not shorter than the schedule, otherwise ""."""
+    length, name = lr_schedule(args)["lr_decay_steps"], "--lr-decay-steps" if args.lr_decay_steps else "--steps"
+    if args.warmup < length:
+        return ""
+    return (
+        f"--warmup {args.warmup} is not below {name} {length}: the learning rate rises until step {args.warmup}, then "
+        "drops to min_lr in one step. Pass a smaller --warmup"
+    )
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
+    """Build the optimizer of --optimizer. Muon leaves the `heads` to AdamW."""
+    options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}
+    if args.optimizer == "muon":
+        ns_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
+        return Muon(model, mesh=mesh, exclude=heads, ns_dtype=ns_dtype, **options)
+    return AdamW(model, state_dtype=torch.bfloat16 if args.optimizer == "adamw-bf16" else None, **options)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Sizes of steps.
+
+    Attributes:
+        start, final: samples of the first step, and of each step after the ramp.
+        stages: how many times the size grows.
+        samples: the ramp's length.
+    """
+
+    start: int
+    final: int
+    stages: int = 0
+    samples: int = 1
+
+    def size(self, sample: int) -> int:
+        """Return the samples of the step whose first sample has this global index."""
+        return self._stage_size(self._stage(sample))
+
+    def after(self, sample: int, steps: int) -> int:
+        """Return the global index of the first sample `steps` steps after the one that begins with `sample`."""
+        while steps:
+            stage = self._stage(sample)
+            size = self._stage_size(stage)
+            end = -(-(stage + 1) * self.samples // max(self.stages, 1))  # where the next stage begins
+            taken = steps if stage == self.stages else min(steps, -(-(end - sample) // size))
+            sample, steps = sample + taken * size, steps - taken
+        return sample
+
+    @property
+    def sizes(self) -> list[int]:
+        """All sizes, rising."""
+        return [self._stage_size(stage) for stage in range(self.stages + 1)]
+
+    def _stage(self, sample: int) -> int:
+        return min(sample * self.stages // self.samples, self.stages)
+
+    def _stage_size(self, stage: int) -> int:
+        return self.start + (self.final - self.start) // max(self.stages, 1) * stage
+
+
+def read_ramp(args: argparse.Namespace, each: int) -> Ramp:
+    """Read rampup_batch_size and --global-batch.
+
+    Args:
+        args: the flags.
+        each: samples that all ranks take at once: workers x dp x micro-batch.
+
+    Raises:
+        ValueError: if there is no such ramp, with the numbers that contradict each other.
+    """
+    final = args.global_batch
+    if args.rampup_batch_size is None:
+        return Ramp(final, final)
+    start, increment, samples = args.rampup_batch_size
+    told = f"rampup_batch_size {start} {increment} {samples}"
+    if start >= final:
+        raise ValueError(f"{told}: the start {start} is not below --global-batch {final}, where the ramp ends")
+    if (final - start) % increment:
+        raise ValueError(
+            f"{told}: from {start} to --global-batch {final} are {final - start} samples, no multiple of the increment "
+            f"{increment}"
+        )
+    for what, size in (("start", start), ("increment", increment)):
+        if size % each:
+            raise ValueError(
+                f"{told}: the {what} {size} is not a multiple of workers x dp x micro-batch = {each}: "
+                f"{-(-size // each) * each} is"
+            )
+    if args.workers > 1:
+        raise ValueError(f"{told} with --workers {args.workers}: workers take steps of one size")
+    if args.schedule.endswith(".csv"):
+        raise ValueError(f"{told} with --schedule {args.schedule}: a file is for one number of micro-batches")
+    return Ramp(start, final, (final - start) // increment, samples)
+
+
+def merge_options(args: argparse.Namespace) -> LocalUpdates:
+    """Return how workers merge.
+
+    Raises:
+        ValueError: if there are more fragments than steps, or a flag is given and there is only one worker.
+    """
+    names = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if given and args.workers == 1:
+        raise ValueError(f"{', '.join(map(flag, given))} with one worker: --workers says how many merge")
+    options: dict[str, Any] = {"every": 50, "nesterov": args.nesterov}
+    return LocalUpdates(**options | {names[name]: value for name, value in given.items()})
+
+
+def recompute_kind(value: str) -> tuple[str, float | None]:
+    """Read `--recompute`: the kind, and the share of a budget."""
+    kind, equals, share = value.partition("=")
+    if kind in RECOMPUTE_KINDS and not equals:
+        return kind, None
+    try:
+        if kind == "budget":
+            return kind, float(share)
+    except ValueError:
+        pass
+    raise ValueError(f"--recompute {value!r} is none of {', '.join(RECOMPUTE_KINDS)} and budget=SHARE")

@@ -6,18 +6,33 @@ format. Names of special tokens that a text holds are text, split like any other
 a token at its beginning is not. A training run holds some documents out, and of a single one its end.
 """
 
+from __future__ import annotations
+
+import hashlib
+import itertools
 import json
 import os
+import platform
 import secrets
+import shutil
 import signal
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from examples.gpt.indexed_dataset import IndexedDatasetWriter, smallest_dtype
-from examples.gpt.tokenizer import END_OF_DOCUMENT, Tokenizer, encode_document, load_tokenizer, train_tokenizer
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, smallest_dtype
+from examples.gpt.tokenizer import (
+    END_OF_DOCUMENT,
+    ByteTokenizer,
+    Tokenizer,
+    encode_document,
+    load_tokenizer,
+    train_tokenizer,
+)
 from mpcore.tools.command_line import Parser, reports_errors
 
 _SHOWN = 10  # of what is skipped, by name
@@ -25,23 +40,14 @@ _SHOWN = 10  # of what is skipped, by name
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` wrote.
-
-    Attributes:
-        documents: number of documents.
-        tokens: number of tokens, the ends of documents included.
-        bytes: size of the text in UTF-8.
-        skipped: empty documents, and files met in a folder that are not UTF-8 text: how many.
-        first_skipped: where the first of them lie.
-        files: paths of the output.
-    """
+    """What `prepare` wrote."""
 
     documents: int
-    tokens: int
-    bytes: int
-    skipped: int
-    first_skipped: tuple[str, ...]
-    files: tuple[str, ...]
+    tokens: int  # with the ends of documents
+    bytes: int  # of the text in UTF-8
+    skipped: int  # empty documents, and files met in a folder that are not UTF-8 text
+    first_skipped: tuple[str, ...]  # where the first of them lie
+    files: tuple[str, ...]  # the output
 
 
 @dataclass(frozen=True)
@@ -61,20 +67,8 @@ def prepare(
     force: bool = False,
     progress: bool | None = False,
 ) -> Prepared:
-    """Tokenizes text files and writes a corpus, whole or not at all.
-
-    Args:
-        inputs: files and folders.
-        out: prefix of the output: `out.bin`, `out.idx`, and `out.tokenizer.json` when one is trained.
-        tokenizer: "byte", the path of a `tokenizer.json`, or "train" to train one on the inputs.
-        vocab_size: number of tokens to train; None takes 8192.
-        json_key: key of the text in a line of a `.jsonl` file.
-        end_of_document: name of the token of a `tokenizer.json` that ends a document; None looks for one.
-        force: replace existing output, an older `out.tokenizer.json` included.
-        progress: show a progress bar on stderr; None shows it on a terminal only.
-
-    Returns:
-        Counts and output files.
+    """Tokenize text files and write a corpus, whole or not at all: `out.bin`, `out.idx`, and `out.tokenizer.json` when
+    one is trained. The arguments are the command's; `progress=None` shows a bar on a terminal only.
 
     Raises:
         ValueError: an input is missing or malformed, the output exists, or nothing is left to write.
@@ -224,22 +218,10 @@ class _Reader:
 
 @reports_errors("python -m examples.gpt.prepare")
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line: prepares a corpus and prints what came of it.
-
-    Args:
-        argv: arguments; None takes those of the process.
-
-    Returns:
-        0: done; 2: it failed, and said why.
-    """
+    """Prepare a corpus, and print what came of it. The status is 0, or 2 if it failed and said why."""
     parser = Parser(prog="python -m examples.gpt.prepare", description=__doc__)
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE_OR_DIR",
-        help="text, a document a file; .jsonl, .ndjson; folders",
-    )
+    files = "text, a document a file; .jsonl, .ndjson; folders"
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE_OR_DIR", help=files)
     parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", default="byte", help="byte, the path of a tokenizer.json, or train")
     parser.add_argument("--vocab-size", type=int, help="tokens to train (default 8192)")
@@ -267,3 +249,90 @@ if __name__ == "__main__":
     # A polite kill then takes the way of an exception, which removes what is half written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
+
+
+def default_corpus(cache_dir: str | os.PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
+    """Build a corpus of Python's standard library, one document a file, or find it in the cache.
+
+    Many processes may call this at once: each builds in its own folder, and the first to rename it wins. By default the
+    cache is $XDG_CACHE_HOME/mpcore or ~/.cache/mpcore, or a temporary folder if that cannot be written.
+
+    Raises:
+        ValueError: this Python has no source files, or no folder can be written.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    root = sysconfig.get_paths()["stdlib"]
+    files = list(_stdlib_files(root))
+    if not files:
+        raise ValueError(f"{root}: 0 source files of the standard library found; prepare another corpus")
+    listing = "\n".join(f"{path} {os.path.getsize(os.path.join(root, path))}" for path in files)
+    digest = hashlib.blake2b(f"{tokenizer.fingerprint}\n{listing}".encode(), digest_size=8).hexdigest()
+    name = f"stdlib-{platform.python_version()}-{digest}"
+
+    faults = []
+    for folder in [os.fspath(cache_dir)] if cache_dir is not None else _cache_folders():
+        try:
+            os.makedirs(folder, exist_ok=True)
+            # A damaged copy stays in place, for a process may be reading it; the next free name is taken.
+            for attempt in itertools.count():
+                home = os.path.join(folder, f"{name}-{attempt}" if attempt else name)
+                prefix = os.path.join(home, "corpus")
+                if not os.path.exists(home):
+                    _build_corpus(home, root, files, tokenizer)
+                    return prefix
+                if _is_corpus(prefix, tokenizer):
+                    return prefix
+        except OSError as error:
+            faults.append(f"{folder}: {error.strerror}")
+    raise ValueError(f"the corpus cannot be kept ({'; '.join(faults)}); pass a cache_dir that can be written")
+
+
+def _stdlib_files(root: str) -> Iterator[str]:
+    """Relative paths of the standard library's modules, sorted, without tests and installed packages."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped]
+        relative = os.path.relpath(folder, root)
+        found += [os.path.normpath(os.path.join(relative, name)) for name in names if name.endswith(".py")]
+    return (path for path in sorted(found) if os.path.isfile(os.path.join(root, path)))
+
+
+def _cache_folders() -> list[str]:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return [os.path.join(base, "mpcore"), os.path.join(tempfile.gettempdir(), f"mpcore-{user}")]
+
+
+def _build_corpus(home: str, root: str, files: list[str], tokenizer: Tokenizer) -> None:
+    """Builds the corpus in a folder of its own and renames it to home, unless another process came first."""
+    building = f"{home}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    os.mkdir(building)
+    try:
+        writer = IndexedDatasetWriter(os.path.join(building, "corpus"), smallest_dtype(tokenizer.vocab_size))
+        with writer:
+            for path in files:
+                with open(os.path.join(root, path), "rb") as file:
+                    content = file.read()
+                try:
+                    text = content.decode("utf-8")
+                except UnicodeDecodeError:
+                    continue
+                if text:
+                    writer.add_document(encode_document(tokenizer, text))
+        IndexedDataset(writer.prefix).check_tokens(tokenizer.vocab_size)
+        try:
+            os.rename(building, home)
+        except OSError:
+            if not os.path.exists(home):
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _is_corpus(prefix: str, tokenizer: Tokenizer) -> bool:
+    try:
+        IndexedDataset(prefix).check_tokens(tokenizer.vocab_size)
+    except ValueError:
+        return False
+    return True

@@ -16,7 +16,10 @@ if __name__ == "__main__":  # the other imports take seconds, in which a signal 
 import torch.distributed as dist
 
 from examples.gpt.arguments import parse
-from examples.gpt.checks import inner_size
+from examples.gpt.checkpoints import other_run
+from examples.gpt.generate import load_model
+from examples.gpt.indexed_dataset import IndexedDatasetWriter
+from examples.gpt.setup import find_tokenizer, mesh_arguments, open_data, read_model
 from examples.gpt.train import Trainer
 from mpcore import build_mesh
 from mpcore.mesh import read_launch
@@ -31,11 +34,12 @@ from mpcore.tools.fault_tolerance import (
 )
 from mpcore.tools.invariant import invariant_mesh
 
-__all__ = ["Trainer", "main", "parse"]
+__all__ = ["IndexedDatasetWriter", "Trainer", "find_tokenizer", "load_model", "main", "mesh_arguments", "open_data",
+           "other_run", "parse", "read_model"]  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return 0 after the last step or --exit-step, 75 if a signal stopped the run; otherwise exit."""
+    """Run the command. Return 0 after the last step or exit_step, 75 if a signal stopped the run; otherwise exit."""
     if not dist.is_initialized():
         record()  # collectives, so that a watchdog can explain a hang
     stopped, begun = False, False
@@ -44,10 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             args = parse(argv)
             begun = True
             out = Path(args.out)
-            sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
             limit = args.timeout + 15  # the watchdog comes first, because it can say more
-            on = {"device_type": args.device, "worlds": args.workers}
-            mesh = build_mesh(**sizes, **on, cp_inner=inner_size(args), timeout=limit)
+            mesh = build_mesh(**mesh_arguments(args), timeout=limit)
             mesh = invariant_mesh(mesh, args.bitwise) if args.bitwise else mesh
             with (
                 leave_together(mesh, folder=out / "errors"),

@@ -1,27 +1,34 @@
-"""Read and check the data, the tokenizer, the configuration and the schedule, before the model is built."""
+"""Read and check what the flags name: data, tokenizer, model and schedule, before anything is built."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from examples.gpt.arguments import flag
-from examples.gpt.blend import Corpora, open_eval_sets, parse_sources, read_without
-from examples.gpt.checks import check, find_carried, find_tokenizer, model_config, plan_stages
-from examples.gpt.config import GPTConfig
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
 from examples.gpt.dashboards import check_installed
-from examples.gpt.default_corpus import default_corpus
-from examples.gpt.ramp import Ramp, read_ramp
-from examples.gpt.resume import other_dtype
-from examples.gpt.samples import Samples
-from examples.gpt.tokenizer import Tokenizer
-from mpcore import Mesh
-from mpcore.checkpoint import inspect
-from mpcore.interop.hugging_face import Carried
-from mpcore.mesh import check_same, raising_together
+from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
+from examples.gpt.model import GPT
+from examples.gpt.policies import Ramp, merge_options, precision, read_ramp, recompute_kind
+from examples.gpt.prepare import default_corpus
+from examples.gpt.samples import Corpora, Samples, open_eval_sets, parse_sources, read_without
+from examples.gpt.tokenizer import Tokenizer, load_tokenizer
+from mpcore import Compile, Mesh
+from mpcore.checkpoint import Manifest, inspect
+from mpcore.interop.hugging_face import LENGTH, Carried, carried_by_checkpoint
+from mpcore.layers.attention.context import check_heads
+from mpcore.layers.attention.sequence import check_kind
+from mpcore.mesh import check_same, raising_together, read_launch
+from mpcore.parallel.precision import convert_to_fp8
+from mpcore.pipeline.partition import parameter_costs, partition
+from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, find_schedule
 from mpcore.tools.fault_tolerance.versions import code_versions
 
@@ -84,7 +91,7 @@ def read_model(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = 
 
 
 def open_data(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Corpora, dict[str, Corpora]]:
-    """Open the corpora of `--data`, and those of `--eval-data` by name."""
+    """Open the corpora of `--data`, and those of eval_data by name."""
     prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])
     without = read_without(args.without_documents, prefixes)
     return Corpora(prefixes, weights, without), open_eval_sets(args.eval_data, prefixes)
@@ -119,3 +126,226 @@ def about(setup: Setup, optimizer: str) -> dict[str, Any]:
         "optimizer": optimizer,
         "tokenizer": setup.tokenizer.fingerprint,
     }
+
+
+def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    """Return the tokenizer that a flag names, or that of the checkpoint to begin with, or bytes.
+
+    Raises:
+        ValueError: if it can't be read, or the checkpoint to begin with has no tokenizer and perhaps needs one.
+    """
+    named = args.tokenizer or (tokenizer_of_checkpoint(args.init_from) if args.init_from else "byte")
+    return load_tokenizer(named, args.end_of_document)
+
+
+def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
+    """Return the files and facts that are saved beside the run's checkpoints.
+
+    They come from the checkpoint to begin with if the run has its tokenizer. Otherwise they are the run's tokenizer and
+    its end of a document. The sequence length of that checkpoint is kept if it is larger than the run's.
+    """
+    carried, length = Carried(), 0
+    if args.init_from:
+        carried, config = carried_by_checkpoint(args.init_from), open_checkpoint(args.init_from)[2]
+        length = max(config.seq_len, carried.config.get(LENGTH, 0))
+    content = carried.files.get("tokenizer.json")
+    if args.tokenizer is not None:
+        content = None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes()
+    carried = carried.with_tokenizer(
+        content, tokenizer.end_of_document, getattr(tokenizer, "end_of_document_name", None)
+    )
+    if length > (args.seq_len or config.seq_len if args.init_from else 0):
+        carried = dataclasses.replace(carried, config={**carried.config, LENGTH: length})
+    return carried
+
+
+def mesh_arguments(args: argparse.Namespace, each: int | None = None) -> dict[str, Any]:
+    """Return the arguments of `build_mesh`.
+
+    A sub-group of cp is cp_inner, or the largest that lies in a node and leaves two groups. A node has `each` ranks;
+    None: as many as this one.
+    """
+    sizes = {axis: getattr(args, axis) for axis in ("tp", "cp", "pp", "ep", "dp", "etp")}
+    inner, two = args.cp_inner, args.cp_kind == "two-level"
+    if inner is not None and not two:
+        raise ValueError(f"cp_inner {inner} is of --cp-kind two-level, not of {args.cp_kind}")
+    if inner is not None and args.cp % inner:
+        raise ValueError(f"cp_inner {inner} does not divide --cp {args.cp}: sub-groups have one size")
+    if two and inner is None:
+        node = (each or read_launch(os.environ).local_size) // args.tp
+        inner = max((d for d in range(1, args.cp) if args.cp % d == 0 and d <= node), default=1)
+    return {**sizes, "worlds": args.workers, "device_type": args.device, "cp_inner": inner}
+
+
+def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
+    """Return the configuration of the preset, or of the checkpoint to begin with, with the changes of flags and fields.
+
+    Raises:
+        ValueError: if the checkpoint can't be read, or contradicts the flags.
+    """
+    names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "seq_len")
+    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None} | args.model
+    begin = args.init_from
+    if begin and args.preset:
+        raise ValueError(f"--preset {args.preset} and a model to begin with: the shape is that of {begin}")
+    if begin:
+        base = open_checkpoint(begin)[2]
+        free = {"dropout", "init_std"} | ({"seq_len"} if base.positions != "learned" else set())
+        for name, value in changes.items():
+            there = base.heads if name == "kv_heads" and base.kv_heads is None else getattr(base, name)
+            if name not in free and value != there:
+                there = "default" if there is None else there
+                raise ValueError(f"{flag(name)} {value} is not the {there} of {begin}")
+    else:
+        base = dataclasses.replace(PRESETS[args.preset or "tiny"], vocab_size=vocab_size)
+    experts = args.moe | ({} if args.experts is None else {"experts": args.experts})
+    if args.experts == 0 or (base.moe is None and "experts" not in experts):
+        if args.moe:
+            raise ValueError(
+                f"{', '.join(f'moe.{name}' for name in args.moe)} without experts: --experts says how many"
+            )
+        moe = None
+    else:
+        moe = dataclasses.replace(base.moe or MoEConfig(), **experts)
+        if base.moe is not None and base.moe.bias_rate > 0 and moe.bias is None and not moe.bias_rate:
+            moe = dataclasses.replace(moe, bias=True)  # the learned bias still takes part in the choice of experts
+    latent = dataclasses.replace(base.latent or LatentConfig(), **args.latent) if args.latent else base.latent
+    config = dataclasses.replace(base, moe=moe, latent=latent, **changes)
+    if vocab_size > config.vocab_size:
+        of = begin or "the model: vocab_size"
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {of}")
+    return config
+
+
+def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
+    """Refuse sizes that don't fit each other, before anything is built.
+
+    Returns:
+        The number of micro-batches a step has on each rank.
+    """
+    if args.min_lr is not None and args.min_lr > args.lr:
+        raise ValueError(f"min_lr {args.min_lr} is not from 0 to --lr {args.lr}")
+    recompute_kind(args.recompute)
+    profiled_steps(args.profile)
+    if args.twin and config.moe is not None and config.moe.aux_loss == "micro_batch":
+        raise ValueError(
+            f"twin {args.twin} deals the samples out in another order, which changes moe.aux_loss micro_batch by more "
+            f"than rounding: take sequence or global"
+        )
+    if args.no_save and args.save_every:
+        raise ValueError(f"no_save and --save-every {args.save_every}: give one of them")
+    if args.compile is not None:
+        Compile(args.compile)  # refuses an unknown backend
+    if "none" in args.offload and len(set(args.offload)) > 1:
+        raise ValueError(f"--offload {' '.join(args.offload)}: none and others")
+    if "optimizer" in args.offload and args.optimizer == "muon":
+        raise ValueError("--offload optimizer goes with --optimizer adamw or adamw-bf16: muon's step needs the device")
+    if "parameters" in args.offload and args.zero and mesh.data.size > 1:
+        raise ValueError(
+            f"--offload parameters goes with --zero 0: --zero {args.zero} shards them over the {mesh.data.size} data "
+            f"ranks"
+        )
+    if config.moe is None and (mesh.ep.size > 1 or mesh.etp.size != mesh.tp.size):
+        raise ValueError(
+            f"--ep {mesh.ep.size} and --etp {mesh.etp.size} are of experts, and there are none: --experts says how many"
+        )
+    if config.moe is not None or args.model or args.latent:
+        GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit
+    if args.fp8:
+        convert_to_fp8(GPT(config, mesh, device="meta", blocks=range(1)).blocks)  # refuses what tp cuts within a block
+    preset = None if args.init_from else PRESETS[args.preset or "tiny"]
+    if preset is not None and preset.positions == "learned" and config.seq_len > preset.seq_len:
+        raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")
+    if config.heads < mesh.tp.size:
+        raise ValueError(f"--heads {config.heads} is smaller than the tp size {mesh.tp.size}")
+    if config.layers < mesh.pp.size:
+        raise ValueError(f"--layers {config.layers} is smaller than the pp size {mesh.pp.size}")
+    check_kind(args.cp_kind, mesh.cp)
+    check_heads(args.cp_kind, mesh.cp, config.heads // mesh.tp.size)
+    cuts = [axis for axis in (mesh.cp, mesh.tp) if axis.size > 1 and (axis is mesh.cp or args.sequence_parallel)]
+    unit = math.prod(axis.size for axis in cuts)
+    if config.seq_len % unit:
+        sizes = " x ".join(f"{axis.name} size {axis.size}" for axis in cuts)
+        near = max(config.seq_len // unit, 1) * unit
+        raise ValueError(f"--seq-len {config.seq_len} is not a multiple of the {sizes} that cut it: {near} is")
+    merge_options(args)
+    precision(args)
+    check_replicate(args, mesh)
+    if args.bitwise:  # a forward is of one leaf of the batch
+        if args.global_batch % args.bitwise:
+            raise ValueError(
+                f"--global-batch {args.global_batch} is not a multiple of bitwise {args.bitwise}: "
+                f"{-(-args.global_batch // args.bitwise) * args.bitwise} is"
+            )
+        args.micro_batch = args.global_batch // args.bitwise
+    each = mesh.worlds.size * mesh.dp.size * args.micro_batch
+    if args.global_batch % each:
+        workers, times = ("workers x ", f"{mesh.worlds.size} x ") if mesh.worlds.size > 1 else ("", "")
+        raise ValueError(
+            f"--global-batch {args.global_batch} is not a multiple of {workers}dp x micro-batch = {times}"
+            f"{mesh.dp.size} x {args.micro_batch} = {each}: {-(-args.global_batch // each) * each} is"
+        )
+    micro_batches = args.global_batch // each
+    if args.schedule == "1f1b" and micro_batches < mesh.pp.size:
+        raise ValueError(
+            f"{micro_batches} micro-batches (--global-batch {args.global_batch} / {each}) are fewer than the pp size "
+            f"{mesh.pp.size}: --global-batch {each * mesh.pp.size} is enough"
+        )
+    return micro_batches
+
+
+def check_replicate(args: argparse.Namespace, mesh: Mesh) -> None:
+    """Refuse replicas that the data ranks can't hold, as `shard_data_parallel` does later.
+
+    Raises:
+        ValueError: with the sizes that fit.
+    """
+    n, data, edp = args.replicate, mesh.data.size, mesh.edp.size
+    if n != 1 and (args.zero == 0 or data % n or edp % n or n == data):
+        experts = f" and the {edp} of the experts" if edp != data else ""
+        raise ValueError(
+            f"replicate {n} with --zero {args.zero} on {data} data ranks leaves nothing to shard, or unequal groups: "
+            f"take --zero 1 to 3, and a number below {data} that divides it{experts}"
+        )
+
+
+def profiled_steps(value: str | None) -> range:
+    """Read the field `profile`: the steps from the first to the last, counted from 0."""
+    if value is None:
+        return range(0)
+    first, _, last = value.partition(":")
+    if first.isdecimal() and last.isdecimal() and int(first) <= int(last):
+        return range(int(first), int(last) + 1)
+    raise ValueError(f"profile {value} is not FIRST:LAST, such as 10:12")
+
+
+def plan_stages(
+    args: argparse.Namespace, config: GPTConfig, pp: int, micro_batches: int
+) -> tuple[Schedule, list[range]]:
+    """Return the proved schedule, and the blocks of each stage, balanced by cost with the head included."""
+    plan = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages)
+    prove(plan)
+    if "parameters" in args.offload and plan.splits_backward:
+        raise ValueError(
+            f"--offload parameters with --schedule {args.schedule}: it splits backward, whose second half doesn't say "
+            f"which block it is at; 1f1b and interleaved don't"
+        )
+    return plan, stage_blocks(config, plan.stages)
+
+
+@lru_cache(maxsize=256)
+def stage_blocks(config: GPTConfig, stages: int) -> list[range]:
+    """Return the blocks of each stage, balanced by cost with the head included."""
+    whole = GPT(config, device="meta")
+    *blocks, head = parameter_costs([*whole.blocks.values(), whole.head])
+    return partition(blocks, stages, last=head)
+
+
+def other_dtype(path: Path | str, manifest: Manifest, dtype: str) -> ValueError | None:
+    """Return why a checkpoint's dtype doesn't fit: weights are float64 with --dtype float64, else float32."""
+    found = {entry.dtype for name, entry in manifest.tensors.items() if name.startswith("model/")}
+    if dtype == "float64" and "F64" not in found and "F32" in found:
+        return ValueError(f"{path} has float32 weights: --dtype float32 goes on from it, not float64")
+    if dtype != "float64" and "F64" in found:
+        return ValueError(f"{path} has float64 weights: --dtype float64 goes on from it, not {dtype}")
+    return None

@@ -18,15 +18,10 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 # Most specific first: some vocabularies hold several of these and use the later ones for something else.
 _END_OF_DOCUMENT_NAMES = (
-    END_OF_DOCUMENT,
-    "<|end_of_text|>",
-    "<|endofdocument|>",
-    "<eod>",
+    END_OF_DOCUMENT, "<|end_of_text|>", "<|endofdocument|>", "<eod>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with full-width bars
-    "<eos>",
-    "</s>",
-    "[EOS]",
-)
+    "<eos>", "</s>", "[EOS]",
+)  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -40,17 +35,12 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-
     @property
     def end_of_document(self) -> int: ...
-
     @property
     def fingerprint(self) -> str: ...
-
     def encode(self, text: str) -> np.ndarray: ...
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
-
     def count_bytes(self, ids: Sequence[int] | np.ndarray) -> int: ...
 
 
@@ -62,31 +52,11 @@ class ByteTokenizer:
     fingerprint = "byte"
 
     def encode(self, text: str) -> np.ndarray:
-        """The UTF-8 bytes of a text.
-
-        Args:
-            text: any string without lone surrogates.
-
-        Returns:
-            uint16 [number of bytes].
-
-        Raises:
-            ValueError: a lone surrogate, which has no UTF-8 form (UnicodeEncodeError).
-        """
+        """The UTF-8 bytes of a text, uint16 [bytes]. ValueError (UnicodeEncodeError) for a lone surrogate."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some tokens; the end of a document has none, and broken UTF-8 reads as U+FFFD.
-
-        Args:
-            ids: integers [n] in [0, 257).
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: an id outside the vocabulary.
-        """
+        """The text of some tokens; the end of a document has none, and broken UTF-8 reads as U+FFFD."""
         kept = [i for i in _checked_ids(ids, self.vocab_size) if i != self.end_of_document]
         return bytes(kept).decode("utf-8", errors="replace")
 
@@ -132,7 +102,7 @@ class JsonTokenizer:
         if not found:
             raise ValueError(
                 f"{os.fspath(path)}: none of {', '.join(names)} is among the {len(vocabulary)} tokens; "
-                "pass end_of_document (--end-of-document), the name of the token that ends a document"
+                "pass end_of_document, the name of the token that ends a document"
             )
         # Ids may have gaps, so the largest id counts, not the number of entries.
         self.vocab_size = max(vocabulary.values()) + 1
@@ -140,32 +110,12 @@ class JsonTokenizer:
         self.fingerprint = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}-{self.end_of_document}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, without any token that the text itself does not hold.
-
-        Args:
-            text: any string without lone surrogates.
-
-        Returns:
-            int32 [number of tokens].
-
-        Raises:
-            ValueError: a lone surrogate, which has no UTF-8 form (UnicodeEncodeError).
-        """
+        """The tokens of a text, int32 [tokens], without any that the text itself does not hold. Errors as of bytes."""
         text.encode("utf-8")  # the library reports a lone surrogate as TypeError
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some tokens; special tokens, the end of a document among them, have none.
-
-        Args:
-            ids: integers [n] in [0, vocab_size).
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: an id outside the vocabulary.
-        """
+        """The text of some tokens; special tokens, the end of a document among them, have none."""
         return self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=True)
 
     def count_bytes(self, ids: Sequence[int] | np.ndarray) -> int:
@@ -174,18 +124,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(spec: str | os.PathLike[str], end_of_document: str | None = None) -> Tokenizer:
-    """The tokenizer that a command-line flag names.
-
-    Args:
-        spec: "byte", or the path of a Hugging Face `tokenizer.json`.
-        end_of_document: name of the token that ends a document; None looks for a usual one.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no token that ends a document.
-    """
+    """The tokenizer "byte", or that of a `tokenizer.json`; arguments and errors as of `JsonTokenizer`."""
     if os.fspath(spec) != "byte":
         return JsonTokenizer(spec, end_of_document)
     if end_of_document is not None:
@@ -194,19 +133,12 @@ def load_tokenizer(spec: str | os.PathLike[str], end_of_document: str | None = N
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str]) -> JsonTokenizer:
-    """Trains a byte-level byte-pair encoding and writes it as a `tokenizer.json`.
+    """Train a byte-level byte-pair encoding, and write it as a `tokenizer.json`, whole or not at all.
 
     Args:
         texts: the documents.
-        vocab_size: number of tokens wanted, at least 257 (256 bytes and the end of a document); a small
-            corpus may give fewer.
-        path: the file to write, whole or not at all.
-
-    Returns:
-        The trained tokenizer.
-
-    Raises:
-        ValueError: vocab_size is below 257, or `tokenizers` is not installed.
+        vocab_size: at least 257, the bytes and the end of a document; a small corpus may give fewer.
+        path: the file to write.
 
     Source:
         Sennrich et al. 2016, arXiv:1508.07909; on bytes: Radford et al. 2019 (GPT-2), section 2.2.
@@ -221,11 +153,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(byte_level.alphabet()),
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
-    )
+    )  # fmt: skip
     bpe.train_from_iterator(texts, trainer)
     temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
     try:
@@ -242,18 +172,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Encode a document, with the end-of-document id behind it.
-
-    Args:
-        tokenizer: the tokenizer.
-        text: the document.
-
-    Returns:
-        integers [tokens + 1].
-
-    Raises:
-        ValueError: the text holds a lone surrogate (UnicodeEncodeError).
-    """
+    """Encode a document, with the end-of-document id behind it: integers [tokens + 1]."""
     end = np.array([tokenizer.end_of_document], smallest_dtype(tokenizer.vocab_size))
     ids = np.asarray(tokenizer.encode(text))
     return np.concatenate([ids, end]) if ids.size else end

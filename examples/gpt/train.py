@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.gpt.checkpoints import Checkpoints
-from examples.gpt.checks import profiled_steps
+from examples.gpt.checkpoints import Checkpoints, Stop
 from examples.gpt.config import GPTConfig
 from examples.gpt.console import Console
 from examples.gpt.dashboards import Profile
-from examples.gpt.experts import summarize_experts
-from examples.gpt.faults import Faults, is_timed
-from examples.gpt.model import GPT
-from examples.gpt.optimizer import build_optimizer, learning_rate, lr_schedule
-from examples.gpt.policies import local_updates, policies, residual_dtype
-from examples.gpt.samples import Samples, to_device
-from examples.gpt.setup import set_up
-from examples.gpt.stages import build_stages
-from examples.gpt.stop import Stop
-from examples.gpt.times import StepTimes
-from examples.gpt.twins import TensorCurves, reorder, round_anew
+from examples.gpt.model import GPT, build_stages
+from examples.gpt.policies import build_optimizer, learning_rate, local_updates, lr_schedule, policies, residual_dtype
+from examples.gpt.samples import Samples, permute, to_device
+from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
+from mpcore.collectives import all_reduce
+from mpcore.layers import RouterStatistics
 from mpcore.tools import invariant
+from mpcore.tools.analysis.communication import StepTimes
+from mpcore.tools.analysis.curves import TensorCurves, round_anew
+from mpcore.tools.fault_tolerance.faults import Faults, is_timed
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
 
 
@@ -62,7 +59,7 @@ class Trainer:
         self.curves = TensorCurves(self.run, args.record_tensors, self.out)
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
-        self.times = StepTimes(args, mesh)  # of the last step
+        self.times = StepTimes(mesh, compiled=args.compile is not None)  # of the last step
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
     def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -85,7 +82,7 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
         step, lr = self.run.step, learning_rate(lr_schedule(self.args), self.run.step)
-        timed = self.stragglers.timed("data") if is_timed(self.args, self.mesh, step) else nullcontext()
+        timed = self.stragglers.timed("data") if is_timed(self.args.check_speed, self.mesh, step) else nullcontext()
         with self.times.data(), timed:
             tokens, targets, arguments = self.batch(self.train_samples, self.share(step))
         count = self.run.count_tokens(targets)
@@ -121,7 +118,8 @@ class Trainer:
         """Train all steps that are left. Return whether a signal stopped the run."""
         args, console, checkpoints = self.args, self.console, self.checkpoints
         with checkpoints.folder() as records, console.recording(self, records):
-            faults = Faults(args, self.mesh, records, self.out)
+            faults = Faults(self.mesh, records, self.out, max_skips=args.max_skips,
+                            check_replicas=args.check_replicas, check_speed=args.check_speed)  # fmt: skip
             until = min(args.steps, args.exit_step or args.steps)
             bar = console.bar(range(self.run.step, until), args.steps)
             for step in bar:
@@ -149,6 +147,44 @@ class Trainer:
                     checkpoints.save_last() if step + 1 == args.steps else checkpoints.try_to_save()
                 self.beat()
             bar.close()
-            if self.run.step >= args.steps:  # otherwise --exit-step left nothing to train
+            if self.run.step >= args.steps:  # otherwise exit_step left nothing to train
                 console.end(self)
         return False
+
+
+def reorder(mine: range, step: int, samples: range, twin: int, workers: int = 1) -> Sequence[int]:
+    """Return this rank's samples of a step in twin number `twin`: each worker's samples, dealt out in another order.
+
+    Args:
+        mine: the places of this rank's samples in the step.
+        step: its number.
+        samples: the step's samples.
+        twin: 0 is the run itself.
+        workers: each keeps its own samples.
+    """
+    if twin == 0:
+        return samples[mine.start : mine.stop]
+    each = len(samples) // workers
+    first = mine.start // each * each
+    return [samples[first + permute(i - first, each, seed=twin, epoch=step)] for i in mine]
+
+
+FACTS = ("entropy", "dropped", "max_violation", "aux_loss", "z_loss")
+
+
+def summarize_experts(routers: Mapping[str, RouterStatistics], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
+    """Return, for each layer with experts, its facts and how many tokens each expert got. A collective over pp.
+
+    Args:
+        routers: the statistics of this rank's routers, by name.
+        config, mesh: those of the run.
+    """
+    assert config.moe is not None
+    rows = torch.zeros(config.layers, len(FACTS) + config.moe.experts, dtype=torch.float64, device=mesh.device)
+    for name, of in routers.items():
+        block = int(name.split("blocks.")[1].split(".")[0])
+        rows[block] = torch.cat([torch.stack(of[1:]), of.tokens_per_expert])
+    mixed = [i for i in range(config.layers) if config.has_experts(i)]
+    *facts, tokens = all_reduce(rows, mesh.pp)[mixed].split([1] * len(FACTS) + [config.moe.experts], 1)
+    found: dict[str, Any] = {name: fact.flatten().tolist() for name, fact in zip(FACTS, facts, strict=True)}
+    return found | {"tokens_per_expert": tokens.long().tolist()}

@@ -17,6 +17,7 @@ from typing import Any
 from mpcore.pipeline.prove import Proof, Times, prove
 from mpcore.pipeline.schedules import COMPUTE, NAMES, Schedule, Span, find_schedule
 from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools.fault_tolerance.metrics import whole
 
 COLOURS = {"F": "#4477aa", "B": "#ee8866", "I": "#ddaa33", "W": "#44aa77"}  # told apart by colour-blind people too
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
@@ -139,6 +140,45 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
         for span in spans
     ]
     Path(path).write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def plot_losses(records: list[dict], path: Path) -> None:
+    """Plot the training and validation loss over the tokens seen."""
+    figures = matplotlib_part("figure")
+    steps = [r for r in records if "loss" in r]
+    seen = {r["step"]: r["tokens"] for r in steps}
+    evaluations = [r for r in records if "val_loss" in r]
+    figure = figures.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([r["tokens"] for r in steps], [r["loss"] for r in steps], lw=1, label="training")
+    axes.plot([seen[r["step"]] for r in evaluations], [r["val_loss"] for r in evaluations], "o-", label="held out")
+    for name in dict.fromkeys(name for r in evaluations for name in r.get("val_losses", ())):
+        measured = [r for r in evaluations if name in r.get("val_losses", ())]
+        axes.plot([seen[r["step"]] for r in measured], [r["val_losses"][name] for r in measured], "o-", label=name)
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+    finite = [r for r in evaluations if r["val_loss"] is not None and math.isfinite(r["val_loss"])]
+    if finite:
+        best = min(finite, key=lambda r: r["val_loss"])
+        found = f"held-out loss: lowest {best['val_loss']:.3f} after {seen[best['step']]:,} tokens"
+        axes.set_title(f"{found}, {finite[-1]['val_loss']:.3f} at the end", loc="left", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with whole(path) as part:
+        figure.savefig(part, dpi=120)
+
+
+def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
+    """Draw the plan and the run of a step in the same colours, and write the run as a Chrome trace."""
+    proof = prove(plan)
+    with whole(out / "plan.png") as part:
+        draw(proof.spans, part, title=plan_title(plan, proof))
+    busy, ranks = sum(span.end - span.start for span in spans), len(plan.ranks)
+    bubble = 1 - busy / (ranks * max(span.end for span in spans))
+    shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
+    with whole(out / "trace.png") as part:
+        draw(shown, part, title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")
+    with whole(out / "trace.json") as part:
+        write_chrome_trace(spans, part)
 
 
 @reports_errors("mpcore schedule", ImportError)

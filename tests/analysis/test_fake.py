@@ -83,12 +83,13 @@ def form(x: torch.Tensor) -> tuple:
     ("flags", "sizes"),
     [
         ("--zero 3 --sequence-parallel --dtype bfloat16", {"tp": 2, "dp": 2}),
-        ("--zero 3 --replicate 2", {"dp": 4}),
+        ("--zero 3 --set replicate=2", {"dp": 4}),
         ("--zero 0", {"dp": 2}),
         ("--zero 1 --recompute selective --dropout 0.1", {"tp": 2, "pp": 2, "dp": 2}),
-        ("--zero 1 --preset tiny-moe --expert-d-ff 8", {"dp": 2, "ep": 2}),
+        ("--zero 1 --preset tiny-moe --set moe.d_ff=8", {"dp": 2, "ep": 2}),
         (
-            "--zero 2 --preset tiny-moe --expert-d-ff 8 --dispatch all_to_all --capacity-factor 1 --recompute full "
+            "--zero 2 --preset tiny-moe --set moe.d_ff=8 --set moe.dispatch=all_to_all "
+            "--set moe.capacity_factor=1 --recompute full "
             "--dtype bfloat16",
             {"dp": 2, "ep": 2},
         ),

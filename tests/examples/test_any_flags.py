@@ -17,7 +17,7 @@ from tests.quick import some
 STEPS = 3
 BATCH = 8
 COMMON = ["--dtype", "float64", "--warmup", "1", "--steps", str(STEPS), "--global-batch", str(BATCH),
-          "--eval-samples", "8"]  # fmt: skip
+          "--set", "eval_samples=8"]  # fmt: skip
 
 
 def draw_model(dice: random.Random) -> list[str]:
@@ -25,25 +25,34 @@ def draw_model(dice: random.Random) -> list[str]:
     heads = dice.choice([4, 6])
     flags = ["--layers", str(dice.randint(2, 5)), "--heads", str(heads), "--d-model", str(4 * heads),
              "--d-ff", str(dice.choice([20, 36])), "--seq-len", str(dice.choice([12, 16, 24])),
-             "--dropout", dice.choice(["0", "0.1"]), "--clip", dice.choice(["0", "0.05", "1"]),
+             "--dropout", dice.choice(["0", "0.1"]), "--set", f"clip={dice.choice(['0', '0.05', '1'])}",
              "--optimizer", dice.choice(["adamw", "adamw", "adamw-bf16", "muon"]),
-             "--lr-schedule", dice.choice(["cosine", "linear", "wsd"])]  # fmt: skip
-    flags += ["--tie-embeddings"] if dice.random() < 0.4 else []
+             "--set", f"lr_schedule={dice.choice(['cosine', 'linear', 'wsd'])}"]  # fmt: skip
+    flags += ["--set", "tie_embeddings=true"] if dice.random() < 0.4 else []
     preset = dice.choice(["tiny", "tiny", "gpt2", "tiny-moe", "tiny-moe"])
     kv_heads = dice.choice(["1", "2", str(heads)]) if preset != "gpt2" else None
     if preset == "tiny" and kv_heads == str(heads):  # every head has keys of its own
         preset, kv_heads = "tiny-mla", None
     flags += ["--preset", preset, *(["--kv-heads", kv_heads] if kv_heads else [])]
     if preset == "tiny-moe":
-        flags += ["--experts", dice.choice(["4", "6"]), "--top-k", dice.choice(["1", "2"]), "--expert-d-ff", "8"]
-        flags += dice.choice([[], ["--shared-experts", "1"]]) + dice.choice([[], ["--moe-every", "2"]])
-        flags += dice.choice([[], ["--capacity-factor", "0.7"]]) + dice.choice([[], ["--router-jitter", "0.1"]])
-        flags += dice.choice([[], ["--router-z-loss", "0.01"]]) + dice.choice([[], ["--routed-scale", "2"]])
-        flags += dice.choice([["--balance", "none"], ["--balance", "bias", "--bias-rate", "0.05"],
-                              ["--aux-loss", "global", "--aux-coefficient", "0.1"],
-                              ["--aux-loss", "sequence", "--aux-coefficient", "0.1"]])  # fmt: skip
+        flags += [
+            "--experts",
+            dice.choice(["4", "6"]),
+            "--set",
+            f"moe.top_k={dice.choice(['1', '2'])}",
+            "--set",
+            "moe.d_ff=8",
+        ]
+        flags += dice.choice([[], ["--set", "moe.shared_experts=1"]]) + dice.choice([[], ["--set", "moe.every=2"]])
+        flags += dice.choice([[], ["--set", "moe.capacity_factor=0.7"]]) + dice.choice(
+            [[], ["--set", "moe.jitter=0.1"]]
+        )
+        flags += dice.choice([[], ["--set", "moe.z_loss=0.01"]]) + dice.choice([[], ["--set", "moe.routed_scale=2"]])
+        flags += dice.choice([["--set", "moe.aux_loss=none"], ["--set", "moe.aux_loss=none", "moe.bias_rate=0.05"],
+                              ["--set", "moe.aux_loss=global", "--set", "moe.aux_coefficient=0.1"],
+                              ["--set", "moe.aux_loss=sequence", "--set", "moe.aux_coefficient=0.1"]])  # fmt: skip
     # drawn by dice of its own, so that the cases stay what they were
-    return flags + random.Random(" ".join(flags)).choice([[], ["--document-masking"]])
+    return flags + random.Random(" ".join(flags)).choice([[], ["--set", "document_masking=true"]])
 
 
 def draw_layout(dice: random.Random, world: int, mixture: bool) -> tuple[dict[str, int], list[str]]:
@@ -59,7 +68,7 @@ def draw_layout(dice: random.Random, world: int, mixture: bool) -> tuple[dict[st
     flags += ["--offload", *(offload or ["none"])]
     flags += dice.choice([[], ["--sequence-parallel"]])
     if sizes["dp"] > 1 and dice.random() < 0.3:
-        flags += ["--replicate", "2"]
+        flags += ["--set", "replicate=2"]
     if sizes["cp"] > 1:
         flags += ["--cp-kind", dice.choice(["alltoall", "ring", "zigzag", "allgather", "two-level"])]
         sizes |= {"cp_inner": sizes["cp"] // 2} if flags[-1] == "two-level" else {}
@@ -70,7 +79,7 @@ def draw_layout(dice: random.Random, world: int, mixture: bool) -> tuple[dict[st
         sizes["etp"] = dice.choice([size for size in (1, 2, sizes["tp"]) if data % size == 0])
         data //= sizes["etp"]
         sizes["ep"] = dice.choice([size for size in range(1, data + 1) if data % size == 0])
-        flags += ["--dispatch", dice.choice(["all_gather", "all_to_all"])]
+        flags += ["--set", f"moe.dispatch={dice.choice(['all_gather', 'all_to_all'])}"]
     return sizes, flags
 
 

@@ -1,267 +1,221 @@
-"""The command line of `examples.gpt.pretrain`: what each flag takes, its default, and the numbers it may have."""
+"""The flags of `examples.gpt.pretrain` and the fields of its file: types, defaults, ranges, and what has moved."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import math
-import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from examples.gpt import arguments
-from examples.gpt.arguments import DTYPES, check_ranges, flag, flags_of_file, parse
+from examples.gpt.arguments import (
+    FLAGS,
+    FROM_0,
+    FROM_1,
+    GONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RENAMED,
+    SHARES,
+    Fields,
+    check_ranges,
+    flag,
+    parse,
+)
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
 from examples.gpt.pretrain import main
-from mpcore.tools.command_line import Parser
+from examples.gpt.setup import model_config
 
-# By name in the parsed arguments: words of the command line, their value, and the default.
-FLAGS: dict[str, tuple[str, Any, Any]] = {
-    "config": ("", None, None),  # its own tests are below
-    "tp": ("4", 4, 1), "pp": ("4", 4, 1), "cp": ("4", 4, 1), "ep": ("4", 4, 1), "dp": ("4", 4, None),
-    "etp": ("4", 4, None), "zero": ("3", 3, 1), "replicate": ("2", 2, 1), "sequence_parallel": ("", True, False),
-    "cp_kind": ("ring", "ring", "zigzag"), "cp_inner": ("2", 2, None), "schedule": ("zbv", "zbv", "1f1b"),
-    "virtual_stages": ("2", 2, None), "device": ("cuda", "cuda", None), "bitwise": ("8", 8, 0),
-    "trace": ("", True, False), "workers": ("2", 2, 1), "local_steps": ("9", 9, None),
-    "outer_lr": ("0.5", 0.5, None), "outer_momentum": ("0.5", 0.5, None), "fragments": ("3", 3, None),
-    "preset": ("gpt2", "gpt2", None), "layers": ("3", 3, None), "d_model": ("64", 64, None),
-    "heads": ("8", 8, None), "kv_heads": ("2", 2, None), "d_ff": ("99", 99, None), "dropout": ("0.1", 0.1, None),
-    "tie_embeddings": ("", True, None), "init_std": ("0.1", 0.1, None), "experts": ("8", 8, None),
-    "top_k": ("3", 3, None), "shared_experts": ("1", 1, None), "expert_d_ff": ("64", 64, None),
-    "routed_scale": ("2.5", 2.5, None), "moe_every": ("2", 2, None), "balance": ("bias", "bias", None),
-    "aux_loss": ("global", "global", None), "aux_coefficient": ("0.1", 0.1, None),
-    "router_z_loss": ("0.1", 0.1, None), "bias_rate": ("0.1", 0.1, None), "router_jitter": ("0.1", 0.1, None),
-    "capacity_factor": ("1.25", 1.25, None), "dispatch": ("all_to_all", "all_to_all", None),
-    "data": ("0.7 a 0.3 b", ["0.7", "a", "0.3", "b"], None), "without_documents": ("FILE", "FILE", None),
-    "tokenizer": ("byte", "byte", None), "end_of_document": ("EOD", "EOD", None),
-    "document_masking": ("", True, False), "eval_data": ("a=b c=d", ["a=b", "c=d"], []),
-    "seq_len": ("64", 64, None), "steps": ("9", 9, 200), "lr_decay_steps": ("9", 9, None), "global_batch": ("8", 8, 16),
-    "rampup_batch_size": ("2 3 4", [2, 3, 4], None), "micro_batch": ("4", 4, 2), "lr": ("0.5", 0.5, 0.003),
-    "min_lr": ("0.1", 0.1, None), "warmup": ("7", 7, 20), "lr_schedule": ("wsd", "wsd", "cosine"),
-    "betas": ("0.8 0.9", [0.8, 0.9], [0.9, 0.95]), "optimizer": ("muon", "muon", "adamw"),
-    "weight_decay": ("0.5", 0.5, 0.1), "clip": ("0.5", 0.5, 1.0), "recompute": ("budget=0.5", "budget=0.5", "none"),
-    "offload": ("optimizer activations", ["optimizer", "activations"], ["none"]), "seed": ("-3", -3, 0),
-    "twin": ("2", 2, 0), "dtype": ("bfloat16", "bfloat16", "float32"), "autocast": ("", True, False),
-    "residual_dtype": ("float32", "float32", None), "fp8": ("", True, False),
-    "compile": ("aot_eager", "aot_eager", None), "eval_every": ("7", 7, 50), "eval_samples": ("7", 7, 32),
-    "out": ("a/b", "a/b", "runs/pretrain"), "log_to": ("wandb tensorboard", ["wandb", "tensorboard"], []),
-    "record_tensors": ("7", 7, 0), "profile": ("1:2", "1:2", None), "save_every": ("7", 7, 0),
-    "no_save": ("", True, False), "keep": ("2", 2, None), "async_save": ("", True, False),
-    "resume": ("auto", "auto", "none"), "init_from_hf": ("DIR", "DIR", None), "init_from": ("PATH", "PATH", None),
-    "exit_step": ("7", 7, None), "timeout": ("1.5", 1.5, 600), "max_skips": ("7", 7, 20),
-    "check_replicas": ("7", 7, 100), "check_speed": ("7", 7, 50),
-}  # fmt: skip
-CHOICES = {
-    "zero": [0, 1, 2, 3], "cp_kind": ["alltoall", "ring", "zigzag", "allgather", "two-level"],
-    "device": ["cpu", "cuda"], "balance": ["aux", "bias", "none"], "aux_loss": ["sequence", "micro_batch", "global"],
-    "dispatch": ["all_gather", "all_to_all"], "lr_schedule": ["cosine", "linear", "wsd"],
-    "optimizer": ["adamw", "adamw-bf16", "muon"], "offload": ["none", "optimizer", "activations", "parameters"],
-    "dtype": ["float64", "float32", "bfloat16", "float16"], "residual_dtype": ["float32"],
-    "log_to": ["tensorboard", "wandb"],
-}  # fmt: skip
-METAVARS = {  # what the usage shows for a value, where it is not the flag in capitals or a list of choices
-    "config": "PATH", "schedule": "NAME|PATH.csv", "bitwise": "V", "data": "[WEIGHT] PREFIX",
-    "without_documents": "FILE", "end_of_document": "TOKEN", "eval_data": "NAME=PREFIX",
-    "rampup_batch_size": ("START", "INCREMENT", "SAMPLES"), "recompute": "{none,selective,full,budget=0.5}",
-    "twin": "N", "compile": "BACKEND", "record_tensors": "N", "profile": "FIRST:LAST",
-    "resume": "{auto,PATH,none}", "init_from_hf": "DIR", "init_from": "PATH", "check_replicas": "N",
-    "check_speed": "N",
-}  # fmt: skip
+NAMES = {name: default for rows in FLAGS.values() for name, (default, _) in rows.items()}
+VALUES = {"zero": "3", "cp_kind": "ring", "device": "cuda", "preset": "gpt2", "optimizer": "muon", "dtype": "bfloat16",
+          "schedule": "zbv"}  # fmt: skip
 
 
-def actions() -> dict[str, argparse.Action]:
-    """The flags as argparse knows them."""
-    with mock.patch.object(Parser, "parse_args", lambda self, _: self), mock.patch.object(arguments, "check_ranges"):
-        parser: Any = parse([])
-    return {action.dest: action for action in parser._actions if action.dest != "help"}
-
-
-def test_without_flags_each_has_its_default():
-    assert vars(parse([])) == {name: default for name, (*_, default) in FLAGS.items()}
-
-
-@pytest.mark.parametrize("name", [name for name in FLAGS if name != "config"])
-def test_a_flag_gives_its_value_and_no_other(name):
-    words, value, _ = FLAGS[name]
-    found = vars(parse([flag(name), *words.split()]))
-    assert found == {**{other: default for other, (*_, default) in FLAGS.items()}, name: value}
-    assert [type(x) for x in flat(found[name])] == [type(x) for x in flat(value)]
-
-
-def flat(value: Any) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def test_a_flag_that_may_stand_alone_has_a_value_then():
+def test_there_are_45_flags_and_each_gives_its_value_and_no_other(capsys):
+    assert len(NAMES) + len(("--config", "--set")) == 45
+    before = vars(parse([]))
+    for name, default in NAMES.items():
+        assert before[name] == (None if isinstance(default, type) or default == [str] else default)
+        kind = default if isinstance(default, type) else type(default)
+        word = VALUES.get(name, "0.5" if kind is float else "7")
+        word = {"offload": "optimizer activations", "data": "0.7 a 0.3 b", "compile": "aot_eager"}.get(name, word)
+        words = [] if default is False else word.split()
+        after = vars(parse([flag(name), *words]))
+        value = True if default is False else words if kind is list else kind(word)
+        assert after == {**before, name: value}
     assert parse(["--compile"]).compile == "inductor"
-
-
-def test_the_help_tells_of_each_flag_what_it_takes_and_its_default():
-    found = actions()
-    assert {name: list(a.choices) for name, a in found.items() if a.choices and name != "preset"} == CHOICES
-    assert {name: a.metavar for name, a in found.items() if a.metavar is not None} == METAVARS
-    for name, action in found.items():
-        assert action.help, name
-        if action.default not in (None, False, [], ["none"]):
-            default = re.escape(" ".join(f"{x:g}" if isinstance(x, int | float) else x for x in flat(action.default)))
-            assert re.search(rf"default {default}[):;]|\({default}\)$|{default}: [^;]* \(default\)$", action.help), name
-    assert found["dp"].help == "data parallel size (default: what the others leave of the world)"
-    for axis, kind in {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}.items():
-        assert found[axis].help == f"{kind} parallel size (default 1)"
-
-
-def test_the_help_begins_and_ends_with_what_to_write(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     told = capsys.readouterr().out
-    assert told.startswith("usage: python -m examples.gpt.pretrain [-h]")
-    assert "Pretrain a GPT on any mesh." in told
-    assert told.endswith(
-        "examples:\n  python -m examples.gpt.pretrain --steps 10\n"
-        "  torchrun --nproc-per-node 4 -m examples.gpt.pretrain --tp 2 --pp 2 --sequence-parallel\n"
+    assert all(f"\n  {flag(name)}" in told for name in NAMES)
+    assert all(f"\n    {name} = " in told for name in vars(Fields()))
+
+
+def written(folder: Path, text: str) -> list[str]:
+    (folder / "run.toml").write_text(text)
+    return ["--config", str(folder / "run.toml")]
+
+
+def test_every_field_of_the_model_and_of_the_policies_can_be_given_in_the_file(tmp_path):
+    """Each field of the three configurations takes, with `--set` and in the file, the value of another model."""
+    others = {
+        GPTConfig: dataclasses.replace(
+            PRESETS["nemotron4-15b"], head_dim=8, norm_eps=1e-3, qk_norm=True, rope_base=5.0, window=7, bias=True,
+            qkv_bias=False, output_bias=False, mlp_bias=False, tie_embeddings=True, init_std=0.5, norm="rms",
+            rope_scaling={"rope_type": "linear", "factor": 2.0}, d_ff=64, kv_heads=2, dropout=0.5,
+        ),
+        MoEConfig: MoEConfig(
+            4, 3, 1, 8, 2, 1, "sigmoid", False, 2.0, 2, 1, None, 0.5, 0.1, 0.2, True, 0.3, 1.5, "all_to_all"
+        ),
+        LatentConfig: LatentConfig(8, None, 4, 2, 6),
+    }  # fmt: skip
+    lines, words = [], []
+    for kind, table in ((GPTConfig, "model"), (MoEConfig, "moe"), (LatentConfig, "latent")):
+        values = {f.name: getattr(others[kind], f.name) for f in dataclasses.fields(kind)}
+        values = {
+            name: "none" if value is None else value for name, value in values.items() if name not in ("moe", "latent")
+        }
+        toml = {
+            name: "{rope_type = 'linear', factor = 2.0}" if isinstance(v, dict) else json.dumps(v)
+            for name, v in values.items()
+        }
+        lines += [f"[{table}]", *(f"{name} = {value}" for name, value in toml.items())]
+        words += [f"{'' if table == 'model' else f'{table}.'}{name}={value}" for name, value in toml.items()]
+    for args in (parse(written(tmp_path, "\n".join(lines))), parse(["--set", *words])):
+        assert args.moe == dataclasses.asdict(others[MoEConfig])
+        assert args.latent == dataclasses.asdict(others[LatentConfig])
+        flags = {name: getattr(args, name) for name in NAMES if name in values_of(GPTConfig)}
+        assert {**args.model, **flags} == {name: getattr(others[GPTConfig], name) for name in {**args.model, **flags}}
+        assert args.model.keys() | flags.keys() == values_of(GPTConfig) - {"moe", "latent"} | {"experts"} - {"experts"}
+    changed = model_config(
+        parse(["--set", *[w for w in words if "." not in w.partition("=")[0] and "head_dim" not in w]]), 257
     )
+    assert (changed.window, changed.rope_base, changed.vocab_size) == (7, 5.0, 256000)
+    with pytest.raises(ValueError, match=r"257 tokens, more than the 100 of"):
+        model_config(parse(["--set", "vocab_size=100"]), 257)
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_a_word_that_is_no_choice_is_refused(name, capsys):
-    with pytest.raises(SystemExit):
-        parse([flag(name), "7"])
-    assert flag(name) in capsys.readouterr().err
+def values_of(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
-def test_names_of_dtypes_are_torchs():
-    assert {name: str(dtype) for name, dtype in DTYPES.items()} == {
-        name: f"torch.{name}" for name in ("float64", "float32", "bfloat16", "float16")
+def test_a_run_begins_again_with_its_own_config(tmp_path):
+    words = ["--tp", "2", "--offload", "optimizer", "activations", "--sequence-parallel", "--experts", "4", "--set",
+             "betas=0.8,0.9", "nesterov=false", "moe.aux_loss=none", "rampup_batch_size=2,2,8", "norm=layer",
+             "log_to=wandb", "eval_data=a=b,c=d", "timeout=9", "moe.z_loss=0.1"]  # fmt: skip
+    args = parse(words)
+    assert (args.betas, args.nesterov, args.moe) == ([0.8, 0.9], False, {"aux_loss": None, "z_loss": 0.1})
+    assert (args.rampup_batch_size, args.model, args.eval_data) == ([2, 2, 8], {"norm": "layer"}, ["a=b", "c=d"])
+    (tmp_path / "config.json").write_text(json.dumps({"run": vars(args), "model": {"layers": 2}}))
+    again = parse(["--config", str(tmp_path / "config.json")])
+    assert {**vars(again), "config": None} == vars(args)
+    old = {
+        "steps": 3,
+        "keep": None,
+        "aux_loss": None,
+        "moe_every": 2,
+        "balance": None,
+        "tie_embeddings": True,
+        "init_from_hf": None,
     }
+    (tmp_path / "config.json").write_text(json.dumps({"run": old}))
+    args = parse(["--config", str(tmp_path / "config.json"), "--steps", "5", "--set", "keep=2"])
+    assert (args.steps, args.keep, args.moe, args.model) == (5, 2, {"every": 2}, {"tie_embeddings": True})
 
 
-# --- the numbers that a flag may have ---------------------------------------------------------------------------------
-
-ANY, FROM_0, FROM_1, NOT_NEGATIVE, POSITIVE, SHARE, CLIP = range(7)
-RANGES: dict[int, str] = {
-    ANY: "seed zero",  # a seed is any integer, and --zero has choices
-    FROM_0: "bitwise experts shared_experts warmup twin eval_every record_tensors save_every max_skips check_replicas "
-            "check_speed",
-    FROM_1: "tp pp cp ep dp etp replicate cp_inner virtual_stages workers local_steps fragments layers d_model heads "
-            "kv_heads d_ff top_k expert_d_ff moe_every seq_len steps lr_decay_steps global_batch "
-            "rampup_batch_size micro_batch eval_samples keep exit_step",
-    NOT_NEGATIVE: "lr min_lr weight_decay init_std aux_coefficient router_z_loss bias_rate",
-    POSITIVE: "timeout outer_lr routed_scale capacity_factor",
-    SHARE: "dropout outer_momentum router_jitter betas",
-    CLIP: "clip",
-}  # fmt: skip
-LEGAL: dict[int, list[float]] = {
-    FROM_0: [0, 1, 10**9], FROM_1: [1, 10**9], NOT_NEGATIVE: [0.0, 1e-300, 1e300], POSITIVE: [1e-300, 1e300],
-    SHARE: [0.0, 0.999999], CLIP: [-1.0, 0.0, 1e300, math.inf], ANY: [],
-}  # fmt: skip
-ILLEGAL: dict[int, tuple[list[float], str]] = {
-    FROM_0: ([-1, -(10**9)], "smaller than 0"),
-    FROM_1: ([0, -1], "smaller than 1"),
-    NOT_NEGATIVE: ([-1e-9, math.inf, math.nan], "no number from 0"),
-    POSITIVE: ([0.0, -1e-9, math.inf, math.nan], "no number above 0"),
-    SHARE: ([-1e-9, 1.0, math.inf, math.nan], "no number from 0 to below 1"),
-    CLIP: ([math.nan], "no number; 0 bounds nothing"),
-    ANY: ([], ""),
-}
-NUMERIC = {name: kind for kind, names in RANGES.items() for name in names.split()}
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[a]\nkv-heads = 1\n[b]\nkv_heads = 1", "--kv-heads is given twice"),
+        ("[moe]\nz_los = 1.0", "unknown z_los; did you mean z_loss?"),
+        ("min_lr = 'low'", "min_lr = 'low' is no float"),
+        ("[model]\nqk_norm = 1", "model.qk_norm = 1 is no bool"),
+        ("lr_schedule = 'sine'", "lr_schedule: 'sine' is none of"),
+        ("betas = 0.9", "betas = 0.9 is no list"),
+        ("balance = 'bias'", "balance is no field any more: set moe.aux_loss and moe.bias_rate"),
+        ("steps = 'many'", "argument --steps"),
+        ("steps 7", "line 1"),
+    ],
+)
+def test_errors_of_a_file_name_it_and_what_is_wrong(text, sentence, tmp_path, capsys):
+    words = written(tmp_path, text)
+    with pytest.raises(SystemExit):
+        parse(words)
+    told = capsys.readouterr().err
+    assert told.startswith(f"python -m examples.gpt.pretrain --config {words[1]}: error: ")
+    assert sentence in told
 
 
-def given(name: str, value: float, place: int = 0) -> argparse.Namespace:
-    """The flags with this number, of those with several numbers at this place."""
-    args = parse([])
-    several = FLAGS[name][1]
-    if isinstance(several, list):
-        value = [value if i == place else x for i, x in enumerate(several)]  # type: ignore[assignment]
-    setattr(args, name, value)
-    return args
+def test_errors_of_the_command_line_are_its_own(tmp_path, capsys):
+    words = written(tmp_path, "steps = 7\nlr = 0.5\n[any]\nout = 'a b'")
+    args = parse([*words, "--lr", "0.25"])
+    assert (args.steps, args.lr, args.out) == (7, 0.25, "a b")
+    for more, sentence in ((["--steps", "many"], "pretrain: error: argument --steps"),
+                           (["--set", "steps"], "pretrain --set: error: steps is not FIELD=VALUE"),
+                           (["--conf", "x"], "unknown --conf; did you mean --config?")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            parse([*words, *more])
+        assert sentence in capsys.readouterr().err
 
 
-def test_every_flag_with_a_number_has_a_range():
-    numbers = {name for name, (_, value, _) in FLAGS.items() if type(flat(value)[0]) in (int, float)}
-    assert numbers == set(NUMERIC)
+def test_a_flag_that_left_names_what_does_it_now(capsys):
+    fields = dict.fromkeys([*vars(Fields()), "tie_embeddings", "init_std"], "") | RENAMED
+    moved = {name: f"--set {field or name}=VALUE" for name, field in fields.items()} | GONE
+    for name, sentence in moved.items():
+        for words in ([f"--{name.replace('_', '-')}", "1"], [f"--{name.replace('_', '-')}=1"]):
+            with pytest.raises(SystemExit):
+                parse(words)
+            told = capsys.readouterr().err
+            assert "is no flag any more" in told
+            assert sentence in told
 
 
-@pytest.mark.parametrize("name", NUMERIC)
-def test_a_number_in_its_range_is_taken_and_one_outside_is_refused_with_its_flag(name):
-    check_ranges(parse([]))
-    kind = NUMERIC[name]
-    places = range(len(flat(FLAGS[name][1])))
-    for value in LEGAL[kind]:
-        for place in places:
-            check_ranges(given(name, value, place))
-    values, fault = ILLEGAL[kind]
-    for value in values:
-        for place in places:
-            with pytest.raises(ValueError, match=f"^{re.escape(f'{flag(name)} {value} is {fault}')}$"):
-                check_ranges(given(name, value, place))
+RANGES: list[tuple[tuple[str, ...], list[float], list[float], str]] = [
+    (FROM_0, [0, 1, 10**9], [-1, -(10**9)], "smaller than 0"),
+    (FROM_1, [1, 10**9], [0, -1], "smaller than 1"),
+    (NOT_NEGATIVE, [0.0, 1e300], [-1e-9, math.inf, math.nan], "no number from 0"),
+    (POSITIVE, [1e-300, 1e300], [0.0, math.inf, math.nan], "no number above 0"),
+    (SHARES, [0.0, 0.999999], [-1e-9, 1.0, math.nan], "no number from 0 to below 1"),
+    (("clip",), [-1.0, math.inf], [math.nan], "no number; 0 bounds nothing"),
+]
+
+
+@pytest.mark.parametrize(("names", "legal", "illegal", "fault"), RANGES, ids=[row[-1] for row in RANGES])
+def test_a_number_outside_its_range_is_refused_with_its_flag(names, legal, illegal, fault):
+    for name in names:
+        for value in (*legal, *illegal):
+            args = parse([])
+            table, _, own = name.rpartition(".")
+            several = {"betas": [0.5, value], "rampup_batch_size": [1, 1, value]}.get(name, value)
+            getattr(args, table).update({own: several}) if table else setattr(args, name, several)
+            if value in illegal or value != value:
+                with pytest.raises(ValueError, match=f"{name.replace('_', '.')} {value} is {fault}"):
+                    check_ranges(args)
+            else:
+                check_ranges(args)
+    ranged = {name for row in RANGES for name in row[0]} | {"seed", "zero", "betas", "rampup_batch_size"}
+    numbers = {name for name, default in NAMES.items() if default in (int, float) or type(default) in (int, float)}
+    assert numbers <= ranged
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--micro-batch", "0"], "--micro-batch 0 is smaller than 1"),
-        (["--steps", "0"], "--steps 0 is smaller than 1"),
-        (["--seq-len", "-1"], "--seq-len -1 is smaller than 1"),
-        (["--tp", "0"], "--tp 0 is smaller than 1"),
         (["--lr", "nan"], "--lr nan is no number from 0"),
+        (["--set", "betas=0.9"], "betas = 0.9 is no list"),
+        (["--set", "betas=[0.9]"], "betas [0.9] are not 2 numbers"),
     ],
 )
-def test_the_command_refuses_a_number_before_anything_starts(flags, message, tmp_path):
+def test_the_command_refuses_a_number_before_anything_starts(flags, message, tmp_path, capsys):
     with mock.patch("examples.gpt.pretrain.build_mesh") as mesh, pytest.raises(SystemExit) as left:
         main([*flags, "--out", str(tmp_path / "out")])
-    assert left.value.code == f"error: {message}"
+    assert message in f"{left.value.code} {capsys.readouterr().err}"
     assert not mesh.called
     assert not (tmp_path / "out").exists()
-
-
-# --- files of flags ---------------------------------------------------------------------------------------------------
-
-
-def test_a_flag_is_a_name_with_dashes():
-    assert flag("kv_heads") == "--kv-heads"
-    assert flag("check_the_speed") == "--check-the-speed"
-
-
-def test_a_file_says_what_its_flags_are(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        'steps = 7\nlr = 0.5\ntrace = true\nno-save = false\nlog_to = []\nconfig = "other"\nout = "a b"\n'
-        '[one]\nbetas = [0.8, 0.9]\neval_every = 0\n[two]\ndata = ["a", 1]\n'
-    )
-    assert flags_of_file(file) == [
-        "--steps", "7", "--lr", "0.5", "--trace", "--out", "a b", "--betas", "0.8", "0.9", "--eval-every", "0",
-        "--data", "a", "1",
-    ]  # fmt: skip
-    run = tmp_path / "config.json"
-    run.write_text(json.dumps({"run": {"steps": 3, "keep": None, "betas": [0.5, 0.5]}, "model": {"layers": 2}}))
-    assert flags_of_file(run) == ["--steps", "3", "--betas", "0.5", "0.5"]
-
-
-def test_a_name_that_two_tables_have_is_refused(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text("[a]\nkv-heads = 1\n[b]\nkv_heads = 1\n")
-    with pytest.raises(ValueError, match=r"^--kv-heads is given twice$"):
-        flags_of_file(file)
-
-
-def test_of_a_flag_that_is_only_like_config_no_file_is_read(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--conf", "nowhere.toml"])
-    assert "unknown --conf; did you mean --config?" in capsys.readouterr().err
-
-
-def test_errors_of_a_file_name_it_and_errors_of_the_line_do_not(tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    file.write_text("steps = 7")
-    assert parse(["--config", str(file)]).steps == 7
-    with pytest.raises(SystemExit):
-        parse(["--config", str(file), "--steps", "many"])
-    assert capsys.readouterr().err.startswith("python -m examples.gpt.pretrain: error: argument --steps")
-    file.write_text("steps = 'many'")
-    with pytest.raises(SystemExit):
-        parse(["--config", str(file)])
-    assert capsys.readouterr().err.startswith(f"python -m examples.gpt.pretrain --config {file}: error: argument")
 
 
 def test_the_command_line_is_the_process_own_without_arguments(monkeypatch):

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.gpt.blend import PERIOD, Blend, Corpora, parse_sources
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from examples.gpt.optimizer import learning_rate, lr_schedule
+from examples.gpt.policies import learning_rate, lr_schedule
 from examples.gpt.pretrain import parse
-from examples.gpt.samples import TokenSamples
+from examples.gpt.samples import PERIOD, Blend, Corpora, TokenSamples, parse_sources
 from mpcore.optim.schedules import SCHEDULES
 from tests.examples.test_pretrain import trainer
 from tests.examples.test_pretrain_command import check_refused
@@ -149,15 +148,15 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_learning_rate_ends_at_its_least(schedule):
-    flags = ["--lr", "0.01", "--lr-schedule", schedule, "--steps", "10", "--warmup", "2"]
-    for given, least in ((["--min-lr", "0.004"], 0.004), (["--min-lr", "0"], 0.0), ([], 0.001)):
+    flags = ["--lr", "0.01", "--set", f"lr_schedule={schedule}", "--steps", "10", "--warmup", "2"]
+    for given, least in ((["--set", "min_lr=0.004"], 0.004), (["--set", "min_lr=0"], 0.0), ([], 0.001)):
         args = lr_schedule(parse([*flags, *given]))
         assert learning_rate(args, 10) == pytest.approx(least)
         assert max(learning_rate(args, step) for step in range(10)) == pytest.approx(0.01)
 
 
 def lines(*flags: str, out: str, **sizes: int) -> list[float]:
-    t = trainer("--eval-every", "2", "--eval-samples", "8", *flags, "--out", out, **sizes)
+    t = trainer("--eval-every", "2", "--set", "eval_samples=8", *flags, "--out", out, **sizes)
     return [t.step()["loss"] for i in range(2)] + [t.evaluate()]
 
 
@@ -167,7 +166,7 @@ def check_layout(flags: list[str], expected: list[float], out: str) -> None:
 
 def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, tmp_path):
     web, code = (write(tmp_path / name, *[[(7 * i + j) % 60 for j in range(50)] for i in range(40)]) for name in "ab")
-    flags = ["--data", "0.7", web, "0.3", code, "--min-lr", "0.001", "--betas", "0.8", "0.9"]
+    flags = ["--data", "0.7", web, "0.3", code, "--set", "min_lr=0.001", "--set", "betas=0.8,0.9"]
     alone = lines(*flags, out=str(tmp_path / "alone"))
     assert alone != lines("--data", web, code, out=str(tmp_path / "other"))
     ranks(4, check_layout, flags, alone, str(tmp_path / "mesh"))
@@ -185,8 +184,8 @@ def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, 
     ("flags", "message"),
     [
         (["--data", "0.7", "/nowhere/a", "/nowhere/b"], "a weight before each"),
-        (["--min-lr", "0.1"], r"--min-lr 0.1 is not from 0 to --lr 0.003"),
-        (["--betas", "0.9", "1"], r"--betas 1.0 is no number from 0 to below 1"),
+        (["--set", "min_lr=0.1"], r"min_lr 0.1 is not from 0 to --lr 0.003"),
+        (["--set", "betas=0.9,1"], r"betas 1 is no number from 0 to below 1"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path):

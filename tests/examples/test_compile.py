@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from examples.gpt.arguments import parse
-from examples.gpt.checks import check
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import build
+from examples.gpt.setup import check
 from mpcore import Mesh, full_state_dict, seed_dropout
 from mpcore.parallel.compile import compile_blocks
 from tests.pool import mesh
 
 FLAGS = [
     "--dtype", "float64", "--layers", "4", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16",
-    "--global-batch", "8", "--lr", "1e-2", "--warmup", "1", "--eval-every", "2", "--eval-samples", "3", "--steps", "2",
+    "--global-batch", "8", "--lr", "1e-2", "--warmup", "1", "--eval-every", "2", "--set", "eval_samples=3",
+    "--steps", "2",
 ]  # fmt: skip
 LAYOUTS = {
     "tp2-selective": ({"tp": 2}, "--sequence-parallel --recompute selective --layers 2"),
@@ -27,7 +28,7 @@ LAYOUTS = {
     "tp2-dp2-zero3": ({"tp": 2, "dp": 2}, "--zero 3 --recompute full --dropout 0.1"),
     "cp2-dp2-offload": ({"cp": 2, "dp": 2}, "--zero 0 --offload optimizer activations parameters --cp-kind ring"),
     "pp2-dp2-zbv": ({"pp": 2, "dp": 2}, "--schedule zbv --zero 2"),
-    "dp2-tp2-ep4": ({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, "--experts 4 --top-k 2 --dropout 0.1 --layers 2"),
+    "dp2-tp2-ep4": ({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, "--experts 4 --set moe.top_k=2 --dropout 0.1 --layers 2"),
     "tp2-dp2-bfloat16": ({"tp": 2, "dp": 2}, "--dtype bfloat16"),
     "tp4-bfloat16": ({"tp": 4}, "--zero 0 --dtype bfloat16"),
 }
@@ -112,7 +113,7 @@ def test_what_inductor_makes_of_blocks_trains_alike(ranks, tmp_path):
 
 
 def test_an_unknown_backend_and_a_plan_are_refused():
-    with pytest.raises(ValueError, match=r"--compile fast is none of torch's backends, such as .*inductor"):
+    with pytest.raises(ValueError, match=r"compile backend 'fast' is none of torch's, such as .*inductor"):
         check(parse(["--compile", "fast"]), GPTConfig(), Mesh())
     with pytest.raises(ValueError, match="--compile is not counted here"):
         build(Mesh(), ["--compile"])

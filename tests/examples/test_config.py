@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from examples.gpt.config import GPTConfig, LatentConfig, Layout, MoEConfig
-from examples.gpt.presets import PRESETS
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, Layout, MoEConfig
 from mpcore import Mesh
 
 

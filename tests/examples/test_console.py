@@ -15,27 +15,29 @@ from unittest import mock
 
 import pytest
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
-from examples.gpt import console, dashboards, faults, records, times
+from examples.gpt import console, dashboards
 from examples.gpt.arguments import parse
-from examples.gpt.checkpoints import Checkpoints
+from examples.gpt.checkpoints import Checkpoints, Stop
 from examples.gpt.config import GPTConfig, MoEConfig
-from examples.gpt.console import Console, Lines, bytes_of_token, peak_memory, summary
+from examples.gpt.console import (
+    Console,
+    Lines,
+    bytes_of_token,
+    peak_memory,
+    summary,
+)
 from examples.gpt.dashboards import Dashboards, Profile, check_installed, numbers
-from examples.gpt.experts import summarize_experts
-from examples.gpt.faults import Faults, check_writable, is_timed, was_restarted
-from examples.gpt.optimizer import learning_rate, long_warmup, lr_schedule
-from examples.gpt.ramp import Ramp
-from examples.gpt.records import draw_trace, plot_losses, read_records, whole, write_whole
-from examples.gpt.stop import Stop
-from examples.gpt.times import StepTimes
+from examples.gpt.policies import Ramp, learning_rate, long_warmup, lr_schedule
 from examples.gpt.tokenizer import ByteTokenizer
+from examples.gpt.train import summarize_experts
 from mpcore import Axis, Mesh
 from mpcore.layers import RouterStatistics
-from mpcore.pipeline.prove import prove
-from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis import communication as times
+from mpcore.tools.analysis.communication import StepTimes
+from mpcore.tools.fault_tolerance import faults as faults
+from mpcore.tools.fault_tolerance.faults import Faults, check_writable, is_timed, was_restarted
+from mpcore.tools.fault_tolerance.metrics import read_records, whole, write_whole
 
 FIRST, SECOND = Mesh(), Mesh(world=Axis(2, 1), job=Axis(2, 1))
 WORKER = Mesh(worlds=Axis(2, 1), job=Axis(2, 1))  # the first rank of the second worker
@@ -146,7 +148,7 @@ def test_a_step_is_recorded_with_its_samples_tokens_and_speed(tmp_path, monkeypa
         {"loss": "2.000", "norm": "1.00", "tok/s": "80", "max load": "1.50", "dropped": "12.5%"},
     ]
     assert made.spans == []
-    traced = trainer_of(args=parse(["--trace"]))
+    traced = trainer_of(args=parse(["--set", "trace=true"]))
     made.record_step(traced, 0, {"loss": 2.0, "grad_norm": 1.0}, bar)
     assert made.spans == ["span"]
 
@@ -213,7 +215,7 @@ def test_records_go_to_the_file_and_the_dashboards_of_the_first_rank(tmp_path, m
     monkeypatch.setattr(console, "bytes_of_token", lambda trainer: 3.0)
     made = Console(FIRST, tmp_path)
     before = [{"step": 0}]
-    trainer = trainer_of(args=parse(["--log-to", "wandb", "--steps", "5"]))
+    trainer = trainer_of(args=parse(["--set", "log_to=wandb", "--steps", "5"]))
     with made.recording(trainer, before):
         assert made.records is before
         assert made.bytes_of_token == 3.0
@@ -385,7 +387,7 @@ def test_dashboards_get_the_numbers_of_each_record(tmp_path, monkeypatch):
     none.close()
     check_installed([])
     check_installed(["json"])
-    with pytest.raises(ValueError, match=r"^--log-to nothing needs the package nothing: pip install nothing$"):
+    with pytest.raises(ValueError, match=r"^log_to nothing needs the package nothing: pip install nothing$"):
         check_installed(["json", "nothing"])
 
 
@@ -441,7 +443,7 @@ def test_a_profile_is_of_its_steps(device, tmp_path, monkeypatch):
 def test_the_seconds_of_a_step_are_of_data_communication_and_compute(monkeypatch):
     now = iter([10.0, 11.0, 14.0, 20.0])
     monkeypatch.setattr(times.time, "perf_counter", lambda: next(now))
-    found = StepTimes(parse([]), FIRST)
+    found = StepTimes(FIRST)
     said: list[str] = []
     clock = mock.MagicMock(seconds=2.5)
     clock.__enter__.side_effect = lambda: said.append("in")
@@ -464,24 +466,24 @@ def test_the_seconds_of_a_step_are_of_data_communication_and_compute(monkeypatch
 
 def test_where_communication_cannot_be_seen_it_is_left_out(monkeypatch):
     monkeypatch.setattr(times, "simulated_rank", lambda: None)
-    assert StepTimes(parse([]), FIRST).clock is not None
-    for args, mesh in ((parse([]), Mesh(device_type="cuda")), (parse(["--compile"]), FIRST)):
-        found = StepTimes(args, mesh)
+    assert StepTimes(FIRST).clock is not None
+    for compiled, mesh in ((False, Mesh(device_type="cuda")), (True, FIRST)):
+        found = StepTimes(mesh, compiled)
         assert found.clock is None
         with found, found.data():
             pass
         assert set(found.record()) == {"seconds", "data_seconds"}
         assert 0 <= found.data_seconds <= found.seconds < 1
     monkeypatch.setattr(times, "simulated_rank", lambda: 0)
-    assert StepTimes(parse([]), FIRST).clock is None
+    assert StepTimes(FIRST).clock is None
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def checked(entry: dict, mesh: Mesh = FIRST, flags: str = "--check-replicas 0 --check-speed 0", late: Any = (),
+def checked(entry: dict, mesh: Mesh = FIRST, replicas: int = 0, speed: int = 0, late: Any = (),
             before: Any = (), out: Path = Path("unused"), samples: range = range(8, 16)) -> list[str]:  # fmt: skip
-    found = Faults(parse(flags.split()), mesh, list(before), out)
+    found = Faults(mesh, list(before), out, max_skips=20, check_replicas=replicas, check_speed=speed)
     run: Any = SimpleNamespace(parameters=lambda: nullcontext("model"))
     stragglers: Any = SimpleNamespace(probe=lambda: None, check=lambda: list(late))
     return found.after({"step": 4, "loss": 1.0, "grad_norm": 1.0, **entry}, samples, run, stragglers)
@@ -517,24 +519,24 @@ def test_a_spike_is_told_with_this_workers_samples():
 def test_replicas_are_compared_and_slow_ranks_are_told(monkeypatch):
     compared: list[tuple] = []
     monkeypatch.setattr(faults, "compare_replicas", lambda *of: compared.append(of))
-    checked({}, flags="--check-replicas 5 --check-speed 0")
+    checked({}, replicas=5)
     assert compared == [("model", FIRST)]
-    checked({"step": 5}, flags="--check-replicas 5 --check-speed 0")
+    checked({"step": 5}, replicas=5)
     assert len(compared) == 1
     two = Mesh(world=Axis(2), job=Axis(2))
     late = ["rank 1 is slow"]
-    assert checked({}, two, "--check-replicas 0 --check-speed 5", late) == ["step 4: rank 1 is slow"]
-    for step, flags, mesh in ((3, "5", two), (4, "0", two), (4, "5", FIRST)):
-        assert checked({"step": step}, mesh, f"--check-replicas 0 --check-speed {flags}", late) == []
+    assert checked({}, two, speed=5, late=late) == ["step 4: rank 1 is slow"]
+    for step, speed, mesh in ((3, 5, two), (4, 0, two), (4, 5, FIRST)):
+        assert checked({"step": step}, mesh, speed=speed, late=late) == []
 
 
 def test_the_last_five_steps_before_a_check_of_speed_are_timed():
     two = Mesh(world=Axis(2))
-    timed = [step for step in range(24) if is_timed(parse(["--check-speed", "12"]), two, step)]
+    timed = [step for step in range(24) if is_timed(12, two, step)]
     assert timed == [7, 8, 9, 10, 11, 19, 20, 21, 22, 23]
-    assert all(is_timed(parse(["--check-speed", "3"]), two, step) for step in range(6))
-    assert not any(is_timed(parse(["--check-speed", "0"]), two, step) for step in range(6))
-    assert not any(is_timed(parse(["--check-speed", "3"]), FIRST, step) for step in range(6))
+    assert all(is_timed(3, two, step) for step in range(6))
+    assert not any(is_timed(0, two, step) for step in range(6))
+    assert not any(is_timed(3, FIRST, step) for step in range(6))
 
 
 def test_restarts_are_counted_and_a_folder_is_probed(tmp_path, monkeypatch):
@@ -550,72 +552,6 @@ def test_restarts_are_counted_and_a_folder_is_probed(tmp_path, monkeypatch):
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
-
-RECORDS = [
-    {"step": 0, "loss": 3.0, "tokens": 10}, {"step": 0, "val_loss": 2.5, "val_losses": {"a": 1.0}},
-    {"step": 1, "loss": 2.0, "tokens": 30}, {"step": 1, "merge": {}},
-    {"step": 2, "loss": 1.5, "tokens": 1060}, {"step": 2, "val_loss": 1.75, "val_losses": {"a": 0.5, "b": 4.0}},
-    {"step": 3, "loss": 1.25, "tokens": 2000}, {"step": 3, "val_loss": 1.875}, {"step": 3, "val_loss": None},
-]  # fmt: skip
-
-
-def plotted(entries: list[dict], path: Path) -> Any:
-    with mock.patch.object(Figure, "savefig", autospec=True) as save, mock.patch("matplotlib.use") as use, \
-            mock.patch.object(records.os, "replace") as replace:  # fmt: skip
-        plot_losses(entries, path)
-    (figure, part), options = save.call_args
-    assert options == {"dpi": 120}
-    replace.assert_called_once_with(part, path)
-    use.assert_called_once_with("Agg")
-    assert tuple(figure.get_size_inches()) == (7, 4)
-    assert type(figure.get_layout_engine()).__name__ == "ConstrainedLayoutEngine"
-    assert not plt.fignum_exists(figure.number), "closed"
-    return figure.axes[0]
-
-
-def test_the_losses_are_drawn_over_tokens_with_the_lowest(tmp_path):
-    axes = plotted(RECORDS[:-1], tmp_path / "loss.png")
-    found = [(line.get_label(), list(line.get_xdata()), list(line.get_ydata()), line.get_marker(), line.get_linewidth())
-             for line in axes.lines]  # fmt: skip
-    assert found == [
-        ("training", [10, 30, 1060, 2000], [3.0, 2.0, 1.5, 1.25], "None", 1),
-        ("held out", [10, 1060, 2000], [2.5, 1.75, 1.875], "o", 1.5),
-        ("a", [10, 1060], [1.0, 0.5], "o", 1.5),
-        ("b", [1060], [4.0], "o", 1.5),
-    ]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss (nats a token)")
-    title = axes.get_title(loc="left")
-    assert title == "held-out loss: lowest 1.750 after 1,060 tokens, 1.875 at the end"
-    assert axes.title.get_text() == ""
-    assert axes._left_title.get_fontsize() == 10
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "held out", "a", "b"]
-    assert all(line.get_visible() and line.get_alpha() == 0.3 for line in axes.get_xgridlines())
-    diverged = plotted(RECORDS, tmp_path / "loss.png")
-    assert diverged.get_title(loc="left") == title, "what is null or infinite isn't the last loss"
-    none = plotted([{"step": 0, "loss": 1.0, "tokens": 1}, {"step": 0, "val_loss": math.inf}], tmp_path / "loss.png")
-    assert none.get_title(loc="left") == ""
-
-
-def test_a_trace_is_drawn_beside_its_plan_with_its_bubble(tmp_path, monkeypatch):
-    drawn: list[tuple] = []
-    monkeypatch.setattr(records, "draw", lambda spans, path, **how: drawn.append((list(spans), how)) or path.touch())
-    monkeypatch.setattr(
-        records, "write_chrome_trace", lambda spans, path: drawn.append((list(spans), {})) or path.touch()
-    )
-    plan = build_schedule("1f1b", 2, 2)
-    proof = prove(plan)
-    spans = [span._replace(start=0.001 * span.start, end=0.001 * span.end) for span in proof.spans]
-    draw_trace(plan, spans, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.png", "trace.json", "trace.png"]
-    (planned, titled), (run, told), (raw, _) = drawn
-    assert planned == list(proof.spans)
-    assert titled == {"title": records.plan_title(plan, proof)}
-    assert [(s.start, s.end) for s in run] == [pytest.approx((s.start, s.end)) for s in proof.spans], "in ms"
-    assert raw == spans
-    # Two ranks, two micro-batches: forward 1 and backward 2 long, in 9 of time: 1 - 2 * 2 * 3 / (2 * 9) = 1/3.
-    share = 1 - sum(s.end - s.start for s in proof.spans) / (2 * max(s.end for s in proof.spans))
-    assert told == {"title": f"1f1b: the last step, bubble {share:.1%}", "unit": "ms"}
-    assert share == pytest.approx(1 / 3)
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
@@ -701,7 +637,9 @@ def test_a_run_stops_when_any_rank_was_asked():
 
 def test_workers_ask_each_other_before_a_merge_alone(monkeypatch):
     asked: list[tuple] = []
-    monkeypatch.setattr("examples.gpt.stop.all_reduce", lambda x, axis, op: asked.append((x.item(), axis, op)) or x)
+    monkeypatch.setattr(
+        "examples.gpt.checkpoints.all_reduce", lambda x, axis, op: asked.append((x.item(), axis, op)) or x
+    )
     made, _ = stop_of("stop", due=0, workers=True)
     assert made.after_step()
     assert asked == [(1, FIRST.worlds, "max")]
@@ -725,7 +663,7 @@ def test_workers_ask_each_other_before_a_merge_alone(monkeypatch):
     def over(*of: Any) -> None:
         raise RuntimeError("gone")
 
-    monkeypatch.setattr("examples.gpt.stop.all_reduce", over)
+    monkeypatch.setattr("examples.gpt.checkpoints.all_reduce", over)
     made, _ = stop_of("stop", workers=True)
     made.after_step()
     made.tell_workers()
@@ -754,7 +692,7 @@ def checkpoints_of(flags: str = "", step: int = 4, **ramp: int) -> Any:
     ("flags", "due"),
     [
         ("--steps 6", [5]),
-        ("--steps 6 --no-save", []),
+        ("--steps 6 --set no_save=true", []),
         ("--steps 6 --save-every 2", [1, 3, 5]),
         ("--steps 5 --save-every 2", [1, 3, 4]),
         ("--steps 6 --save-every 1", [0, 1, 2, 3, 4, 5]),
@@ -777,7 +715,7 @@ SCHEDULE = {"lr_schedule": "cosine", "lr": 0.003, "min_lr": None, "warmup": 20, 
 
 
 def test_a_save_has_the_place_in_the_data_and_what_lies_beside(monkeypatch):
-    made = checkpoints_of("--keep 3")
+    made = checkpoints_of("--set keep=3")
     made.save()
     state = {
         "sample": 32,
@@ -803,7 +741,7 @@ class Pending:
             raise ValueError("disk full")
 
 
-def background(monkeypatch: Any, flags: str = "--async-save") -> Any:
+def background(monkeypatch: Any, flags: str = "--set async_save=true") -> Any:
     monkeypatch.setattr("examples.gpt.checkpoints.Saving", Pending)
     now = iter([1.0, 1.25, 2.0, 2.5, 3.0, 3.5])
     monkeypatch.setattr("examples.gpt.checkpoints.time.perf_counter", lambda: next(now))

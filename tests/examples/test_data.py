@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.gpt import indexed_dataset
-from examples.gpt.default_corpus import default_corpus
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, smallest_dtype
+from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import TokenSamples, permute, split_documents, split_samples
 from examples.gpt.tokenizer import ByteTokenizer
 

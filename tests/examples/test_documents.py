@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
-from examples.gpt.model import GPT
-from examples.gpt.stages import build_stages
+from examples.gpt.model import GPT, build_stages
 from mpcore import (
     AdamW,
     Compile,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from examples.gpt.arguments import parse
-from examples.gpt.blend import open_eval_sets
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
-from examples.gpt.records import plot_losses
+from examples.gpt.samples import open_eval_sets
+from mpcore.tools.draw import plot_losses
 from tests.pool import mesh
 
 FLAGS = [
     "--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "24", "--seq-len", "8", "--global-batch", "2",
     "--micro-batch", "1", "--steps", "1", "--warmup", "1", "--dtype", "float64", "--device", "cpu",
-    "--eval-samples", "5", "--lr", "0", "--document-masking",
+    "--set", "eval_samples=5", "--lr", "0", "--set", "document_masking=true",
 ]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def write(prefix, byte: int) -> str:
 def train(sizes: dict[str, int], out: str, web: str, code: str) -> list[dict]:
     from examples.gpt.train import Trainer
 
-    trainer = Trainer(parse([*FLAGS, "--out", out, "--eval-data", f"web={web}", f"code={code}"]), mesh(**sizes))
+    trainer = Trainer(parse([*FLAGS, "--out", out, "--set", f"eval_data=web={web},code={code}"]), mesh(**sizes))
     trainer.train()
     with open(f"{out}/metrics.jsonl") as file:
         return [json.loads(line) for line in file]
@@ -52,7 +52,7 @@ def test_named_sets_are_recorded_beside_the_held_out_part_alike_on_every_layout(
 
 def test_the_picture_has_a_line_for_each_set(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda self, part, **_: figures.append(self) or part.touch())
     steps = [{"step": i, "loss": 2.0 - i, "tokens": 8 * i} for i in range(2)]
     sets = [{"step": 0, "val_loss": 3.0}, {"step": 1, "val_loss": 2.0, "val_losses": {"web": 1.0, "code": 4.0}}]
     plot_losses([*steps, *sets], tmp_path / "loss.png")
@@ -67,8 +67,8 @@ def test_the_picture_has_a_line_for_each_set(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["code"], "--eval-data code: give NAME=PREFIX"),
-        (["=code"], "--eval-data =code: give NAME=PREFIX"),
+        (["code"], "eval_data code: give NAME=PREFIX"),
+        (["=code"], "eval_data =code: give NAME=PREFIX"),
         (["a={code}", "a={code}"], "names a twice"),
         (["a={web}"], "--data names it too"),
         (["a={web}-missing"], "missing"),

@@ -16,21 +16,24 @@ from unittest import mock
 import pytest
 import torch
 
-from examples.gpt import console, faults, pretrain, train
+from examples.gpt import pretrain, train
 from examples.gpt.console import PEAK_FLOPS, Console, mfu
-from examples.gpt.flops import flops_of_token
+from examples.gpt.model import flops_of_token
+from examples.gpt.policies import policies
 from examples.gpt.pretrain import Trainer, main, parse
 from mpcore import Axis, Mesh
 from mpcore.sharding.local import local_tensor
+from mpcore.tools import draw
 from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.fault_tolerance import faults as faults
 from tests.oracles.runs import build, corpus
 from tests.pool import mesh
 
 TINY = (
     "--layers 2 --d-model 16 --heads 4 --d-ff 24 --seq-len 12 --global-batch 4 --steps 4 --warmup 2 --dtype float64 "
-    "--eval-every 2 --eval-samples 4 --device cpu"
+    "--eval-every 2 --set eval_samples=4 --device cpu"
 )
-EXPERTS = "--experts 4 --expert-d-ff 8"
+EXPERTS = "--experts 4 --set moe.d_ff=8"
 
 
 class AskedError(Exception):
@@ -163,7 +166,8 @@ def watches(flags: str, out: Path) -> Any:
     late = SimpleNamespace(
         probe=lambda: called.append((step, "probe")), check=lambda: called.append((step, "check")) or []
     )
-    found = faults.Faults(args, on, [], out)
+    checks = {name: getattr(args, name) for name in ("max_skips", "check_replicas", "check_speed")}
+    found = faults.Faults(on, [], out, **checks)
     run = SimpleNamespace(parameters=lambda: contextlib.nullcontext(torch.nn.Linear(1, 1)))
     with mock.patch.object(faults, "compare_replicas", side_effect=lambda *_: called.append((step, "replicas"))):
         for step in range(10):
@@ -183,25 +187,29 @@ def trains_without(flags: str, out: Path) -> Any:
     return trains(flags.replace("DROP", str(out / "drop.txt")), out)
 
 
-HF = "--init-from-hf nowhere"
+def policies_of(flags: str, out: Path) -> Any:
+    """What more ranks than one would be told."""
+    return policies(parse(arguments(flags)), [])
+
+
 SAVED = "--save-every 2 --eval-every 0"
 FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     **{axis: (asks_of_mesh, "", f"--{axis} 2") for axis in ("tp", "pp", "cp", "ep", "dp", "etp")},
     "workers": (asks_of_mesh, "", "--workers 2"),
-    "cp_inner": (asks_of_mesh, "--cp 8 --cp-kind two-level", "--cp-inner 4"),
+    "cp_inner": (asks_of_mesh, "--cp 8 --cp-kind two-level", "--set cp_inner=4"),
     "device": (asks_of_mesh, "", "--device cuda"),
-    "timeout": (asks_of_watchdog, "", "--timeout 77"),
+    "timeout": (asks_of_watchdog, "", "--set timeout=77"),
     "zero": (asks_of_prepare, "", "--zero 3"),
-    "replicate": (asks_of_prepare, "", "--replicate 2"),
+    "replicate": (policies_of, "", "--set replicate=2"),
     "sequence_parallel": (asks_of_model, "", "--sequence-parallel"),
     "cp_kind": (asks_of_model, "", "--cp-kind ring"),
     "schedule": (asks_of_prepare, "", "--schedule gpipe"),
     "virtual_stages": (asks_of_prepare, "--schedule interleaved --virtual-stages 1", "--virtual-stages 2"),
-    "trace": (draws, "--steps 1", "--trace"),
+    "trace": (draws, "--steps 1", "--set trace=true"),
     "local_steps": (asks_of_prepare, "--workers 2", "--local-steps 7"),
-    "outer_lr": (asks_of_prepare, "--workers 2", "--outer-lr 0.5"),
-    "outer_momentum": (asks_of_prepare, "--workers 2", "--outer-momentum 0.5"),
-    "fragments": (asks_of_prepare, "--workers 2", "--fragments 2"),
+    "outer_lr": (asks_of_prepare, "--workers 2", "--set outer_lr=0.5"),
+    "outer_momentum": (asks_of_prepare, "--workers 2", "--set outer_momentum=0.5"),
+    "fragments": (asks_of_prepare, "--workers 2", "--set fragments=2"),
     "preset": (trains, "", "--preset gpt2"),
     "layers": (trains, "", "--layers 3"),
     "d_model": (trains, "", "--d-model 24"),
@@ -209,73 +217,78 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "kv_heads": (trains, "", "--kv-heads 2"),
     "d_ff": (trains, "", "--d-ff 25"),
     "dropout": (trains, "", "--dropout 0.1"),
-    "tie_embeddings": (trains, "", "--tie-embeddings"),
-    "init_std": (trains, "", "--init-std 0.1"),
+    "model.tie_embeddings": (trains, "", "--set tie_embeddings=true"),
+    "model.init_std": (trains, "", "--set init_std=0.1"),
     "experts": (trains, EXPERTS, "--experts 6"),
-    "top_k": (trains, EXPERTS, "--top-k 3"),
-    "shared_experts": (trains, EXPERTS, "--shared-experts 1"),
-    "expert_d_ff": (trains, EXPERTS, "--expert-d-ff 9"),
-    "routed_scale": (trains, EXPERTS, "--routed-scale 2"),
-    "moe_every": (trains, EXPERTS, "--moe-every 2"),
-    "balance": (trains, EXPERTS, "--balance none"),
-    "aux_loss": (trains, EXPERTS, "--aux-loss global"),
-    "aux_coefficient": (trains, EXPERTS, "--aux-coefficient 0.5"),
-    "router_z_loss": (trains, EXPERTS, "--router-z-loss 0.1"),
-    "bias_rate": (trains, f"{EXPERTS} --balance bias", "--bias-rate 0.1"),
-    "router_jitter": (trains, EXPERTS, "--router-jitter 0.3"),
-    "capacity_factor": (trains, EXPERTS, "--capacity-factor 0.5"),
-    "dispatch": (moe_dispatch, EXPERTS, "--dispatch all_to_all"),
+    "moe.top_k": (trains, EXPERTS, "--set moe.top_k=3"),
+    "moe.shared_experts": (trains, EXPERTS, "--set moe.shared_experts=1"),
+    "moe.d_ff": (trains, EXPERTS, "--set moe.d_ff=9"),
+    "moe.routed_scale": (trains, EXPERTS, "--set moe.routed_scale=2"),
+    "moe.every": (trains, EXPERTS, "--set moe.every=2"),
+    "moe.aux_loss": (trains, EXPERTS, "--set moe.aux_loss=global"),
+    "moe.aux_coefficient": (trains, EXPERTS, "--set moe.aux_coefficient=0.5"),
+    "moe.z_loss": (trains, EXPERTS, "--set moe.z_loss=0.1"),
+    "moe.bias_rate": (trains, f"{EXPERTS} --set moe.aux_loss=none moe.bias_rate=0.001", "--set moe.bias_rate=0.1"),
+    "moe.jitter": (trains, EXPERTS, "--set moe.jitter=0.3"),
+    "moe.capacity_factor": (trains, EXPERTS, "--set moe.capacity_factor=0.5"),
+    "moe.dispatch": (moe_dispatch, EXPERTS, "--set moe.dispatch=all_to_all"),
     "data": (trains, "", "--data OTHER"),
-    "without_documents": (trains_without, "", "--without-documents DROP"),
+    "without_documents": (trains_without, "", "--set without_documents=DROP"),
     "tokenizer": (leaves, "", "--tokenizer nowhere.json"),
-    "end_of_document": (leaves, "", "--end-of-document EOD"),
-    "document_masking": (asks_for_documents, "", "--document-masking"),
-    "eval_data": (leaves, "", "--eval-data other=OTHER"),
+    "end_of_document": (leaves, "", "--set end_of_document=EOD"),
+    "document_masking": (asks_for_documents, "", "--set document_masking=true"),
+    "eval_data": (leaves, "", "--set eval_data=other=OTHER"),
     "seq_len": (trains, "", "--seq-len 10"),
     "steps": (leaves, "--eval-every 0", "--steps 3"),
     "global_batch": (trains, "", "--global-batch 8"),
-    "rampup_batch_size": (trains, "--micro-batch 1", "--rampup-batch-size 1 1 6"),
+    "rampup_batch_size": (trains, "--micro-batch 1", "--set rampup_batch_size=1,1,6"),
     "micro_batch": (asks_of_prepare, "", "--micro-batch 1"),
     "lr": (trains, "", "--lr 0.01"),
-    "min_lr": (trains, "--warmup 0", "--min-lr 0.002"),
+    "min_lr": (trains, "--warmup 0", "--set min_lr=0.002"),
     "warmup": (trains, "", "--warmup 3"),
-    "lr_schedule": (trains, "--steps 8 --warmup 0", "--lr-schedule wsd"),
+    "lr_schedule": (trains, "--steps 8 --warmup 0", "--set lr_schedule=wsd"),
     "lr_decay_steps": (trains, "--warmup 0", "--lr-decay-steps 99"),
-    "betas": (trains, "", "--betas 0.8 0.9"),
+    "betas": (trains, "", "--set betas=0.8,0.9"),
     "optimizer": (trains, "", "--optimizer muon"),
-    "weight_decay": (trains, "", "--weight-decay 0.5"),
-    "clip": (trains, "", "--clip 0.1"),
+    "weight_decay": (trains, "", "--set weight_decay=0.5"),
+    "clip": (trains, "", "--set clip=0.1"),
     "recompute": (asks_of_prepare, "", "--recompute full"),
     "offload": (asks_of_prepare, "", "--offload activations"),
     "seed": (trains, "", "--seed 1"),
-    "bitwise": (sums_by, "", "--bitwise 2"),
+    "bitwise": (sums_by, "", "--set bitwise=2"),
     "dtype": (trains, "--dtype float32", "--dtype bfloat16"),
-    "autocast": (asks_of_prepare, "--dtype bfloat16", "--autocast"),
-    "residual_dtype": (asks_of_model, "--dtype bfloat16", "--residual-dtype float32"),
+    "autocast": (asks_of_prepare, "--dtype bfloat16", "--set autocast=true"),
+    "residual_dtype": (asks_of_model, "--dtype bfloat16", "--set residual_dtype=float32"),
     "fp8": (asks_of_prepare, "--d-model 256 --d-ff 256", "--fp8"),
     "compile": (asks_of_prepare, "", "--compile aot_eager"),
     "eval_every": (leaves, "", "--eval-every 1"),
-    "eval_samples": (trains, "", "--eval-samples 3"),
+    "eval_samples": (trains, "", "--set eval_samples=3"),
     "config": (reads, "", "--config TOML"),
-    "log_to": (leaves, "", "--log-to tensorboard"),
-    "record_tensors": (leaves, "", "--record-tensors 2"),
-    "twin": (trains, "", "--twin 1"),
-    "profile": (leaves, "", "--profile 1:2"),
-    "no_save": (leaves, "", "--no-save"),
+    "log_to": (leaves, "", "--set log_to=tensorboard"),
+    "record_tensors": (leaves, "", "--set record_tensors=2"),
+    "twin": (trains, "", "--set twin=1"),
+    "profile": (leaves, "", "--set profile=1:2"),
+    "no_save": (leaves, "", "--set no_save=true"),
     "out": (elsewhere, "", "--out OUT/b"),
     "save_every": (leaves, "", "--save-every 2"),
-    "keep": (leaves, SAVED, "--keep 1"),
-    "async_save": (leaves, SAVED, "--async-save"),
-    "resume": (leaves, f"{SAVED} --exit-step 2 then {SAVED}", "--resume auto"),
-    "init_from_hf": (leaves, "", HF),
+    "keep": (leaves, SAVED, "--set keep=1"),
+    "async_save": (leaves, SAVED, "--set async_save=true"),
+    "resume": (leaves, f"{SAVED} --set exit_step=2 then {SAVED}", "--resume auto"),
     "init_from": (leaves, "", "--init-from nowhere"),
-    "exit_step": (leaves, SAVED, "--exit-step 3"),
-    "max_skips": (leaves, "--lr 1e300 --steps 6 --warmup 0 --clip 0 --weight-decay 0", "--max-skips 2"),
-    "check_replicas": (watches, "", "--check-replicas 4"),
-    "check_speed": (watches, "", "--check-speed 4"),
+    "exit_step": (leaves, SAVED, "--set exit_step=3"),
+    "param_dtype": (asks_of_prepare, "", "--set param_dtype=bfloat16"),
+    "reduce_dtype": (asks_of_prepare, "", "--set reduce_dtype=bfloat16"),
+    "first_loss_scale": (asks_of_prepare, "--dtype float16", "--set first_loss_scale=8"),
+    "recompute_every": (asks_of_prepare, "--recompute full", "--set recompute_every=2"),
+    "nesterov": (asks_of_prepare, "--workers 2", "--set nesterov=false"),
+    "model": (trains, "", "--set activation=gelu"),
+    "latent": (trains, "--preset tiny-mla", "--set latent.kv_lora_rank=8"),
+    "max_skips": (leaves, "--lr 1e300 --steps 6 --warmup 0 --set clip=0 --set weight_decay=0", "--set max_skips=2"),
+    "check_replicas": (watches, "", "--set check_replicas=4"),
+    "check_speed": (watches, "", "--set check_speed=4"),
 }  # fmt: skip
 MORE = [(first_weights, "", "--seed 1"), (first_batch, "", "--seed 1"), (trains, "", "--optimizer adamw-bf16"),
-        (trains, "--steps 8 --warmup 0", "--lr-schedule linear")]  # fmt: skip
+        (trains, "--steps 8 --warmup 0", "--set lr_schedule=linear")]  # fmt: skip
 
 
 @cache
@@ -292,7 +305,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_flag_is_in_the_table():
-    assert set(FLAGS) == set(vars(parse([])))
+    assert {name for name in FLAGS if "." not in name} == set(vars(parse([]))) - {"moe"}
 
 
 @pytest.mark.parametrize(
@@ -311,20 +324,22 @@ def test_a_probe_sees_flags_alone(probe, folder, tmp_path):
 
 
 def test_replicas_are_compared_after_each_so_many_steps(tmp_path):
-    assert watches("--check-replicas 4 --check-speed 0", tmp_path) == [(3, "replicas"), (7, "replicas")]
-    assert watches("--check-replicas 0 --check-speed 0", tmp_path) == []
-    assert [step for step, what in watches("--check-replicas 0 --check-speed 8", tmp_path) if what == "check"] == [7]
+    assert watches("--set check_replicas=4 --set check_speed=0", tmp_path) == [(3, "replicas"), (7, "replicas")]
+    assert watches("--set check_replicas=0 --set check_speed=0", tmp_path) == []
+    assert [
+        step for step, what in watches("--set check_replicas=0 --set check_speed=8", tmp_path) if what == "check"
+    ] == [7]
 
 
 def test_the_time_limit_is_the_watchdogs_and_torchs_is_later(tmp_path):
-    assert asks_of_watchdog("--timeout 77", tmp_path) == 77
-    assert asks_of_mesh("--timeout 77", tmp_path)["timeout"] == 92
+    assert asks_of_watchdog("--set timeout=77", tmp_path) == 77
+    assert asks_of_mesh("--set timeout=77", tmp_path)["timeout"] == 92
 
 
 def test_more_skips_than_allowed_end_the_run_and_leave_json_behind(tmp_path):
     """Weights of 1e300 overflow from the second step on. What is null was not finite."""
-    diverging = "--lr 1e300 --steps 9 --warmup 0 --clip 0 --weight-decay 0 --eval-every 0 --max-skips"
-    status, records, *_ = leaves(f"{diverging} 3", tmp_path)
+    diverging = "--lr 1e300 --steps 9 --warmup 0 --set clip=0 --set weight_decay=0 --eval-every 0 --set"
+    status, records, *_ = leaves(f"{diverging} max_skips=3", tmp_path)
     assert "4 steps in a row had a loss or gradient that isn't finite, 3 are allowed" in status
     assert [entry["grad_norm"] is None for entry in records] == [False, True, True, True, True]
     assert all(entry["lr"] < records[0]["lr"] for entry in records[1:])  # the rate goes on while steps are skipped
@@ -333,10 +348,10 @@ def test_more_skips_than_allowed_end_the_run_and_leave_json_behind(tmp_path):
 
 
 def test_a_run_resumes_past_skipped_steps_and_draws_them(tmp_path):
-    diverging = "--lr 1e300 --steps 4 --warmup 0 --clip 0 --weight-decay 0 --eval-every 0 --save-every 2"
-    status, records, *_ = leaves(f"{diverging} --exit-step 2 then {diverging} --resume auto", tmp_path)
+    diverging = "--lr 1e300 --steps 4 --warmup 0 --set clip=0 --set weight_decay=0 --eval-every 0 --save-every 2"
+    status, records, *_ = leaves(f"{diverging} --set exit_step=2 then {diverging} --resume auto", tmp_path)
     assert (status, len(records)) == ("0", 4)
-    console.plot_losses(records, tmp_path / "again.png")
+    draw.plot_losses(records, tmp_path / "again.png")
     assert (tmp_path / "again.png").stat().st_size > 0
 
 
@@ -387,7 +402,7 @@ def all_held(data: str, rows: list[tuple[str, dict[str, int]]]) -> list[tuple]:
 
 def test_sharding_flags_change_what_a_rank_holds_and_sends(ranks):
     rows = [(f"--zero {zero}", {"dp": 4}) for zero in range(4)]
-    rows += [("--zero 3 --replicate 2", {"dp": 4})]
+    rows += [("--zero 3 --set replicate=2", {"dp": 4})]
     rows += [(f"--cp-kind {kind}", {"cp": 4}) for kind in ("ring", "alltoall", "allgather")]
     for none, state, gradients, all_, replicated, ring, a2a, gathered in ranks(4, all_held, corpus(), rows):
         whole = none[0]

@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from examples.gpt.config import GPTConfig, LatentConfig
-from examples.gpt.flops import count_parameters
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig
 from examples.gpt.hf import SPEC
-from examples.gpt.model import GPT
-from examples.gpt.presets import PRESETS
+from examples.gpt.model import GPT, count_parameters
 from mpcore.interop.hugging_face import architecture_of
 
 

@@ -17,23 +17,24 @@ from tests.quick import some
 
 STEPS = 5
 BASE = "--layers 2 --d-model 16 --heads 4 --d-ff 24 --seq-len 16 --global-batch 4 --dropout 0.1 --warmup 2 --device cpu"
-COMMON = f"{BASE} --dtype float64 --steps {STEPS} --eval-samples 7"
-EXPERTS = "--kv-heads 2 --experts 4 --top-k 2 --expert-d-ff 6"
+COMMON = f"{BASE} --dtype float64 --steps {STEPS} --set eval_samples=7"
+EXPERTS = "--kv-heads 2 --experts 4 --set moe.top_k=2 --set moe.d_ff=6"
 MODELS = {
     "gpt": "--kv-heads 2",
-    "tied": "--kv-heads 2 --tie-embeddings",
+    "tied": "--kv-heads 2 --set tie_embeddings=true",
     "float32": "--kv-heads 2 --dtype float32",
-    "tied float32": "--kv-heads 2 --tie-embeddings --dtype float32",
-    "muon": "--kv-heads 2 --tie-embeddings --optimizer muon --lr-schedule wsd",
-    "bf16 moments": "--kv-heads 2 --tie-embeddings --optimizer adamw-bf16 --lr-schedule wsd",
-    "balanced sequences": f"{EXPERTS} --aux-coefficient 0.1 --router-z-loss 0.01 --router-jitter 0.1 "
-    "--shared-experts 1 --capacity-factor 0.8",
-    "balanced batch": f"{EXPERTS} --balance aux --aux-loss global --aux-coefficient 0.1 --dispatch all_to_all",
-    "biased": f"{EXPERTS} --balance bias --bias-rate 0.05 --moe-every 2",
+    "tied float32": "--kv-heads 2 --set tie_embeddings=true --dtype float32",
+    "muon": "--kv-heads 2 --set tie_embeddings=true --optimizer muon --set lr_schedule=wsd",
+    "bf16 moments": "--kv-heads 2 --set tie_embeddings=true --optimizer adamw-bf16 --set lr_schedule=wsd",
+    "balanced sequences": f"{EXPERTS} --set moe.aux_coefficient=0.1 --set moe.z_loss=0.01 --set moe.jitter=0.1 "
+    "--set moe.shared_experts=1 --set moe.capacity_factor=0.8",
+    "balanced batch": f"{EXPERTS} --set moe.aux_loss=global "
+    "--set moe.aux_coefficient=0.1 --set moe.dispatch=all_to_all",
+    "biased": f"{EXPERTS} --set moe.aux_loss=none moe.bias_rate=0.05 --set moe.every=2",
     "latent": "--preset tiny-mla --heads 5",
     "latent muon": "--preset tiny-mla --heads 5 --optimizer muon",
-    "latent experts": "--preset tiny-mla --heads 5 --experts 4 --expert-d-ff 8",
-    "fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --eval-samples 3",
+    "latent experts": "--preset tiny-mla --heads 5 --experts 4 --set moe.d_ff=8",
+    "fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --set eval_samples=3",
     "deep fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --layers 4",
 }
 TOLERANCE = {"float32": 1e-5, "tied float32": 1e-5, "muon": 1e-9, "bf16 moments": 1e-9, "fp8": 1e-9, "deep fp8": 1e-9}
@@ -45,7 +46,7 @@ TP_PP_DP = [
 ]
 CASES = [
     *((model, *on) for model in ("gpt", "tied", "float32", "tied float32") for on in TP_PP_DP),
-    *(("gpt", {"dp": 4}, f"--zero {zero} --replicate 2") for zero in "123"),
+    *(("gpt", {"dp": 4}, f"--zero {zero} --set replicate=2") for zero in "123"),
     *((name, {"tp": 2, "pp": 2}, "") for name in ("muon", "bf16 moments")),
     ("bf16 moments", {"tp": 2, "dp": 2}, ""),
     ("tied", {"cp": 2, "pp": 2}, "--cp-kind ring"),

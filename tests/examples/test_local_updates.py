@@ -22,7 +22,7 @@ from tests.examples.test_survival_runs import finish, start
 from tests.quick import some
 
 FLAGS = ["--dtype", "float64", "--dropout", "0.1", "--micro-batch", "1", "--global-batch", "4"]
-MERGES = ["--workers", "2", "--local-steps", "3", "--outer-lr", "0.5", "--outer-momentum", "0.8"]
+MERGES = ["--workers", "2", "--local-steps", "3", "--set", "outer_lr=0.5", "--set", "outer_momentum=0.8"]
 STEPS = 8
 
 
@@ -127,7 +127,7 @@ def test_workers_of_two_steps_share_no_samples_when_the_batch_changes(ranks, tmp
 
 
 def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
-    flags = ["--local-steps", "5", "--eval-every", "0", "--steps", "20", "--check-replicas", "0"]
+    flags = ["--local-steps", "5", "--eval-every", "0", "--steps", "20", "--set", "check_replicas=0"]
     t = trainer(*FLAGS, *MERGES, *flags, "--out", out, **sizes)
     real = t.step
 
@@ -149,7 +149,20 @@ def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(r
 
 
 def save_in_background(out: str) -> list[int]:
-    t = trainer(*FLAGS, *MERGES, "--layers", "3", "--global-batch", "6", "--out", out, "--async-save", worlds=2, pp=3)
+    t = trainer(
+        *FLAGS,
+        *MERGES,
+        "--layers",
+        "3",
+        "--global-batch",
+        "6",
+        "--out",
+        out,
+        "--set",
+        "async_save=true",
+        worlds=2,
+        pp=3,
+    )
     t.step()
     t.checkpoints.save()
     assert t.checkpoints.saving is not None
@@ -187,7 +200,7 @@ def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_pat
 
 
 def save_alone(out: str) -> list[int]:
-    t = trainer(*FLAGS, *MERGES, "--out", out, "--async-save", worlds=2, tp=2)
+    t = trainer(*FLAGS, *MERGES, "--out", out, "--set", "async_save=true", worlds=2, tp=2)
     for step in range(3):
         t.step()
         if step == 0 and t.mesh.worlds.rank == 1:
@@ -250,7 +263,7 @@ def test_the_number_of_workers_may_change(ranks, tmp_path):
 
 
 def held_by_optimizer(zero: str, momentum: str) -> int:
-    flags = ["--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]
+    flags = ["--workers", "2", "--set", f"outer_momentum={momentum}", "--zero", zero, "--micro-batch", "1"]
     t = trainer(*flags, worlds=2, dp=2)
     t.step()
     return sum(local_tensor(x).nbytes for state in t.run.optimizer.state.values() for x in state.values())
@@ -259,7 +272,7 @@ def held_by_optimizer(zero: str, momentum: str) -> int:
 @pytest.mark.parametrize(("zero", "momentum"), some(("2", "0.9"), of=[("0", "0.9"), ("2", "0")]))
 def test_the_plan_of_memory_counts_what_merges_need(ranks, zero, momentum):
     held, *_ = ranks(4, held_by_optimizer, zero, momentum)
-    flags = [*TINY, "--workers", "2", "--outer-momentum", momentum, "--zero", zero, "--micro-batch", "1"]
+    flags = [*TINY, "--workers", "2", "--set", f"outer_momentum={momentum}", "--zero", zero, "--micro-batch", "1"]
     plan, alone = (dry_run(build, each, 0, dp=2) for each in (flags, [*TINY, "--zero", zero, "--micro-batch", "1"]))
     assert plan.optimizer == pytest.approx(held, rel=0.01)
     assert plan.optimizer > alone.optimizer * (1.4 if momentum == "0" else 1.9)
@@ -274,7 +287,7 @@ def read(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
-    flags = ["--steps", "4", "--eval-every", "2", "--eval-samples", "4", "--save-every", "2", "--micro-batch", "1"]
+    flags = ["--steps", "4", "--eval-every", "2", "--set", "eval_samples=4", "--save-every", "2", "--micro-batch", "1"]
     result = command(*flags, "--workers", "2", "--local-steps", "2", "--out", str(tmp_path), ranks=2)
     assert result.returncode == 0, result.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["worker-0", "worker-1"]

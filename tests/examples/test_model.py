@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import re
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,16 +14,20 @@ import torch
 from torch import nn
 
 from examples.gpt import model as gpt
-from examples.gpt import optimizer, policies, replay, setup, stages, twins, variants
+from examples.gpt import model as stages
+from examples.gpt import model as variants
+from examples.gpt import policies, setup
+from examples.gpt import policies as optimizer
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, LatentConfig, Layout, MoEConfig
-from examples.gpt.flops import count_active_parameters, count_parameters, flops_of_token, parameter_shares
 from examples.gpt.hf import describe, shapes
-from examples.gpt.model import GPT
+from examples.gpt.model import GPT, count_active_parameters, count_parameters, flops_of_token, parameter_shares
 from examples.gpt.samples import permute
+from examples.gpt.train import reorder
 from mpcore import Axis, Compile, Mesh, Offload, Precision, Zero
 from mpcore.experimental import LocalUpdates
 from mpcore.random import generator
+from mpcore.tools.analysis import curves as twins
 
 SMALL = GPTConfig(vocab_size=11, seq_len=8, layers=3, d_model=16, heads=4, d_ff=24)
 CONFIG = GPTConfig(
@@ -237,8 +238,9 @@ def test_flags_are_policies():
         None,
         False,
     )
-    found = asked("--zero 3 --replicate 2 --dtype bfloat16 --fp8 --autocast --recompute full --offload optimizer "
-                  "activations --compile eager --workers 2 --local-steps 7 --outer-lr 0.5")  # fmt: skip
+    found = asked("--zero 3 --set replicate=2 --dtype bfloat16 --fp8 --set autocast=true --recompute full "
+                  "--offload optimizer "
+                  "activations --compile eager --workers 2 --local-steps 7 --set outer_lr=0.5")  # fmt: skip
     assert found["data"] == Zero(3, 2)
     assert found["precision"] == Precision("bfloat16", fp8=True, autocast=True)
     assert found["recompute"].kind == "full"
@@ -253,10 +255,10 @@ def test_flags_are_policies():
     [
         ("", torch.float32),
         ("--dtype float64", torch.float64),
-        ("--dtype float64 --residual-dtype float32", torch.float64),
+        ("--dtype float64 --set residual_dtype=float32", torch.float64),
         ("--dtype bfloat16", torch.bfloat16),
-        ("--dtype bfloat16 --residual-dtype float32", torch.float32),
-        ("--dtype bfloat16 --autocast", torch.float32),
+        ("--dtype bfloat16 --set residual_dtype=float32", torch.float32),
+        ("--dtype bfloat16 --set autocast=true", torch.float32),
         ("--dtype float16", torch.float32),
     ],
 )
@@ -265,7 +267,9 @@ def test_the_residual_stream_has_the_dtype_of_weights_or_its_own(flags, dtype):
 
 
 def test_a_budget_is_measured_on_the_blocks_own_arguments():
-    args = parse(["--recompute", "budget=0.5", "--micro-batch", "3", "--document-masking", "--dtype", "bfloat16"])
+    args = parse(
+        ["--recompute", "budget=0.5", "--micro-batch", "3", "--set", "document_masking=true", "--dtype", "bfloat16"]
+    )
     config = dataclasses.replace(SMALL, moe=MoEConfig(every=3, d_ff=8))
     stage = GPT(config, device="meta")
     found = policies.policies(args, [stage])["recompute"]
@@ -288,7 +292,7 @@ def test_a_budget_is_measured_on_the_blocks_own_arguments():
 
 def test_the_optimizer_is_that_of_the_flags():
     model = nn.Linear(4, 4)
-    flags = "--lr 0.5 --betas 0.7 0.8 --weight-decay 0.25 --seed 3"
+    flags = "--lr 0.5 --set betas=0.7,0.8 --set weight_decay=0.25 --seed 3"
     common = {"lr": 0.5, "betas": (0.7, 0.8), "weight_decay": 0.25, "seed": 3}
     for more, name, options in (
         ("", "AdamW", {"state_dtype": None}),
@@ -312,12 +316,12 @@ def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
 
     assert [rate("--lr 0.5", step) for step in (0, 1)] == [0.25, 0.5]
     for schedule in ("cosine", "linear"):
-        assert rate(f"--lr 0.5 --lr-schedule {schedule}", 10) == pytest.approx(0.05)
-        assert rate(f"--lr 0.5 --min-lr 0.25 --lr-schedule {schedule}", 10) == pytest.approx(0.25)
-        assert rate(f"--lr 0.5 --min-lr 0 --lr-schedule {schedule}", 10) == pytest.approx(0.0)
-    assert rate("--lr 0.5 --min-lr 0.25", 6) == pytest.approx(0.375)
-    assert rate("--lr 0 --min-lr 0", 5) == 0
-    assert rate("--lr 0.5 --lr-schedule wsd", 7) == 0.5
+        assert rate(f"--lr 0.5 --set lr_schedule={schedule}", 10) == pytest.approx(0.05)
+        assert rate(f"--lr 0.5 --set min_lr=0.25 --set lr_schedule={schedule}", 10) == pytest.approx(0.25)
+        assert rate(f"--lr 0.5 --set min_lr=0 --set lr_schedule={schedule}", 10) == pytest.approx(0.0)
+    assert rate("--lr 0.5 --set min_lr=0.25", 6) == pytest.approx(0.375)
+    assert rate("--lr 0 --set min_lr=0", 5) == 0
+    assert rate("--lr 0.5 --set lr_schedule=wsd", 7) == 0.5
     assert rate("--lr 0.5 --lr-decay-steps 5", 5) == rate("--lr 0.5 --lr-decay-steps 5", 9) == pytest.approx(0.05)
 
 
@@ -326,13 +330,11 @@ def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
 
 def test_a_twin_deals_each_workers_samples_out_in_another_order():
     step = range(100, 112)
-    assert list(twins.reorder(range(2, 5), 3, step, 0)) == [102, 103, 104]
+    assert list(reorder(range(2, 5), 3, step, 0)) == [102, 103, 104]
     for workers in (1, 3):
         each = 12 // workers
         for twin in (1, 2):
-            found = [
-                i for first in range(0, 12, 2) for i in twins.reorder(range(first, first + 2), 3, step, twin, workers)
-            ]
+            found = [i for first in range(0, 12, 2) for i in reorder(range(first, first + 2), 3, step, twin, workers)]
             assert found == [100 + i // each * each + permute(i % each, each, seed=twin, epoch=3) for i in range(12)]
             assert sorted(found) == list(step)
 
@@ -459,18 +461,16 @@ def test_what_depends_on_no_data_is_read_first():
             "1",
             "--schedule",
             "interleaved",
-            "--rampup-batch-size",
-            "1",
-            "1",
-            "9",
+            "--set",
+            "rampup_batch_size=1,1,9",
             "--layers",
             "8",
         ]
     )
     with pytest.raises(ValueError, match="5 micro-batches on pp size 2"):
         setup.read_model(ramped, Mesh(pp=Axis(2)))
-    with pytest.raises(ValueError, match="--log-to"), mock.patch("importlib.util.find_spec", return_value=None):
-        setup.read_model(parse(["--log-to", "wandb"]), Mesh())
+    with pytest.raises(ValueError, match="log_to"), mock.patch("importlib.util.find_spec", return_value=None):
+        setup.read_model(parse(["--set", "log_to=wandb"]), Mesh())
 
 
 def test_a_run_is_about_its_model_data_optimizer_and_tokenizer():
@@ -478,72 +478,3 @@ def test_a_run_is_about_its_model_data_optimizer_and_tokenizer():
     assert setup.about(made, "muon") == {
         "model": dataclasses.asdict(SMALL), "corpus": {"tokens": 5}, "optimizer": "muon", "tokenizer": "f"
     }  # fmt: skip
-
-
-# --- a run played again -----------------------------------------------------------------------------------------------
-
-
-def replayed(tmp_path: Path, step: int, saved: Any = (), **run: Any) -> tuple[int, Any, dict]:
-    """The ranks, the trainer's arguments and what was played."""
-    (tmp_path / "config.json").write_text(json.dumps({"run": {"steps": 9, "dp": 2, **run}}))
-    manifests = {Path(f"step-{n}"): SimpleNamespace(step=n, mesh={"dp": 4}) for n in saved}
-    played: list[str] = []
-    made: dict[str, Any] = {"played": played}
-
-    def trainer(args: Any, mesh: Any) -> Any:
-        begun = 0 if args.resume == "none" else int(args.resume.removeprefix("step-"))
-        made["args"], made["run"] = args, SimpleNamespace(step=begun, stages="stages")
-
-        def one() -> None:
-            made["run"].step += 1
-
-        return SimpleNamespace(run=made["run"], step=one)
-
-    def build_mesh(**sizes: Any) -> str:
-        made["mesh"] = sizes
-        return "mesh"
-
-    def watch(of: Any, name: str) -> Any:
-        played.append(name)
-        return nullcontext()
-
-    with mock.patch.multiple(replay, checkpoints=lambda path: list(manifests), read_manifest=manifests.__getitem__,
-                             Trainer=trainer, build_mesh=build_mesh):  # fmt: skip
-        ranks, play = replay.replay(tmp_path, step)
-        play(watch)
-    return ranks, made["args"], made
-
-
-def test_a_run_is_played_from_the_newest_checkpoint_before_the_step(tmp_path):
-    noisy = {"tp": 2, "cp": 3, "pp": 5, "compile": "eager", "trace": True, "log_to": ["wandb"], "profile": "1:2"}
-    ranks, args, made = replayed(tmp_path, 5, (8, 4, 2), **noisy)
-    assert ranks == 2 * 3 * 5 * 2
-    assert (args.resume, args.out, args.dp) == ("step-4", str(tmp_path / "replay"), 2)
-    assert (args.compile, args.trace, args.log_to, args.profile, args.config) == (None, False, [], None, None)
-    assert made["played"] == ["step 4", "step 5"]
-    assert made["mesh"] == {
-        "tp": 2,
-        "cp": 3,
-        "pp": 5,
-        "dp": 2,
-        "ep": 1,
-        "etp": None,
-        "device_type": "cpu",
-        "cp_inner": None,
-    }
-    _, args, made = replayed(tmp_path, 4, (8, 4), device="cuda")
-    assert (args.resume, made["played"], made["mesh"]["device_type"]) == ("step-4", ["step 4"], "cuda")
-    _, args, made = replayed(tmp_path, 2, (8, 4), dp=None)
-    assert (args.resume, args.dp, made["played"]) == ("none", 4, ["step 0", "step 1", "step 2"])
-    assert len(replayed(tmp_path, 8)[2]["played"]) == 9
-    for step, run, message in (
-        (9, {}, "--step 9 lies outside the run's steps 0 to 8"),
-        (-1, {}, "--step -1 lies outside the run's steps 0 to 8"),
-        (0, {"workers": 2}, "the run has 2 workers, which merge: only runs of one worker can be replayed"),
-        (0, {"dp": None}, f"{tmp_path} has no checkpoint, and config.json doesn't tell dp: set run.dp there"),
-    ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            replayed(tmp_path, step, **run)
-    with pytest.raises(ValueError, match="isn't there: name the --out folder of a run"):
-        replay.replay(tmp_path / "gone", 0)
-    assert math.prod([1]) == 1

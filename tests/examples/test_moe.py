@@ -14,17 +14,17 @@ from tests.equality import close
 from tests.examples.test_pretrain import TINY
 from tests.pool import mesh
 
-MIXTURE = ["--experts", "4", "--top-k", "2", "--expert-d-ff", "6"]
+MIXTURE = ["--experts", "4", "--set", "moe.top_k=2", "--set", "moe.d_ff=6"]
 KINDS = {
-    "sequence": ["--aux-coefficient", "0.1", "--router-z-loss", "0.01", "--router-jitter", "0.1",
-                 "--shared-experts", "1", "--capacity-factor", "0.8"],
-    "global": ["--balance", "aux", "--aux-loss", "global", "--aux-coefficient", "0.1", "--dispatch", "all_to_all"],
-    "bias": ["--balance", "bias", "--bias-rate", "0.05", "--moe-every", "2"],
+    "sequence": ["--set", "moe.aux_coefficient=0.1", "--set", "moe.z_loss=0.01", "--set", "moe.jitter=0.1",
+                 "--set", "moe.shared_experts=1", "--set", "moe.capacity_factor=0.8"],
+    "global": ["--set", "moe.aux_loss=global", "--set", "moe.aux_coefficient=0.1", "--set", "moe.dispatch=all_to_all"],
+    "bias": ["--set", "moe.aux_loss=none", "moe.bias_rate=0.05", "--set", "moe.every=2"],
 }  # fmt: skip
 
 
 def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
-    """`--init-from` with another `--balance`: the loss or the bias is that of the flags, and a learned bias stays."""
+    """`--init-from` with another balance: the loss or the bias is that of the flags, and a learned bias stays."""
     from examples.gpt.pretrain import Trainer, parse
 
     def trainer(*flags: str) -> Trainer:
@@ -38,15 +38,14 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
         begun[kind] = str(tmp_path / kind / "checkpoints" / "step-00000001"), full_state_dict(t.model)
     bias, fractions = "expert_bias", "fractions"
     for kind, flags, (aux, rate), there in (
-        ("bias", ["--balance", "aux"], ("sequence", 0.0), {bias}),
-        ("bias", ["--balance", "aux", "--aux-loss", "global"], ("global", 0.0), {bias, fractions}),
-        ("bias", ["--balance", "none"], (None, 0.0), {bias}),
-        ("bias", ["--balance", "bias"], (None, 0.05), {bias}),
+        ("bias", ["--set", "moe.aux_loss=sequence", "moe.bias_rate=0"], ("sequence", 0.0), {bias}),
+        ("bias", ["--set", "moe.aux_loss=global", "moe.bias_rate=0"], ("global", 0.0), {bias, fractions}),
+        ("bias", ["--set", "moe.bias_rate=0"], (None, 0.0), {bias}),
         ("bias", [], (None, 0.05), {bias}),
-        ("global", ["--balance", "bias"], (None, 0.001), {bias}),
-        ("global", ["--balance", "none"], (None, 0.0), set()),
-        ("global", ["--balance", "aux"], ("global", 0.0), {fractions}),
-        ("sequence", ["--aux-loss", "global"], ("global", 0.0), {fractions}),
+        ("global", ["--set", "moe.aux_loss=none", "moe.bias_rate=0.001"], (None, 0.001), {bias}),
+        ("global", ["--set", "moe.aux_loss=none"], (None, 0.0), set()),
+        ("global", [], ("global", 0.0), {fractions}),
+        ("sequence", ["--set", "moe.aux_loss=global"], ("global", 0.0), {fractions}),
     ):
         path, state = begun[kind]
         capsys.readouterr()
@@ -67,7 +66,7 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
         ]
         assert bool(moved) == (rate > 0)
     with pytest.raises(ValueError, match=r"shared.up.weight: in the checkpoint, but not in the model"):
-        trainer("--init-from", begun["sequence"][0], "--shared-experts", "0", "--out", str(tmp_path / "new"))
+        trainer("--init-from", begun["sequence"][0], "--set", "moe.shared_experts=0", "--out", str(tmp_path / "new"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
 def test_the_layer_has_every_axis_of_the_mesh_and_what_the_description_spells_out(options):
     from examples.gpt.config import GPTConfig, Layout, MoEConfig
     from examples.gpt.hf import describe
-    from examples.gpt.variants import mixture_of_experts
+    from examples.gpt.model import mixture_of_experts
 
     sizes = {"tp": 2, "ep": 4, "etp": 3, "cp": 5, "data": 6}
     axes = Mesh(**{name: Axis(size=size, role=name) for name, size in sizes.items()})

@@ -43,14 +43,15 @@ ALONE = (
     "--offload parameters",
     "--offload optimizer activations parameters",
     "--compile",
-    "--document-masking",
+    "--set",
+    "document_masking=true",
 )
 
 
 def losses(mesh: Mesh, flags: tuple[str, ...], out: str) -> list[float]:
     """The loss before each of three steps: equal only if gradients and updates are."""
     common = [word for name, value in COMMON.items() for word in (f"--{name}", str(value))]
-    args = parse([*common, "--no-save", *flags, "--out", out])
+    args = parse([*common, "--set", "no_save=true", *flags, "--out", out])
     trainer = Trainer(args, invariant_mesh(mesh, args.bitwise) if args.bitwise else mesh)
     return [trainer.step()["loss"] for _ in range(3)]
 
@@ -77,7 +78,7 @@ def test_a_layout_trains_as_one_process_of_the_cpu_does(flags, tmp_path):
 
 @pytest.mark.parametrize("flags", ALONE)
 def test_what_saves_memory_or_time_trains_as_the_cpu_does(flags, tmp_path):
-    on_the_cpu = flags if flags == "--document-masking" else ""
+    on_the_cpu = flags if flags == "--set document_masking=true" else ""
     check_near(run(flags, tmp_path), on_cpu(on_the_cpu, tmp_path))
 
 
@@ -87,7 +88,7 @@ def test_a_mixture_of_experts_trains_as_on_the_cpu(sizes, tmp_path):
     check_near(run(flags, tmp_path, sizes), on_cpu("--preset tiny-moe", tmp_path))
 
 
-@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --autocast", "--dtype float16"])
+@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --set autocast=true", "--dtype float16"])
 def test_sixteen_bits_train_near_the_cpus_float32(flags, tmp_path):
     check_near(run(flags, tmp_path), on_cpu("", tmp_path), 3e-3)
 
@@ -102,7 +103,7 @@ def test_fp8_trains_near_the_cpus_float32(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bitwise_runs_have_the_same_bits_on_every_layout(dtype, tmp_path):
-    flags = f"--bitwise 2 --dtype {dtype}"
+    flags = f"--set bitwise=2 --dtype {dtype}"
     wanted = run(flags, tmp_path)
     for more, sizes in (("--tp 2", {"tp": 2}), ("--pp 2", {"pp": 2}), ("--zero 1", {"dp": 2}), ("--zero 3", {"dp": 2})):
         assert run(f"{flags} {more}", tmp_path, sizes) == wanted, more

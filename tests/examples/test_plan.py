@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from examples.gpt.arguments import parse
-from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import check_mesh, even_blocks, given_blocks, least_bytes, outline, theory, work
-from examples.gpt.presets import PRESETS
 from mpcore import build_mesh
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.pipeline.schedules import find_schedule
@@ -55,8 +54,8 @@ def test_flags_of_the_mesh_are_the_planners_or_their_defaults():
         message = f"--{name} 8 among the run's flags, on a mesh that has {size}: the mesh is the planner's"
         with pytest.raises(ValueError, match=re.escape(message)):
             check_mesh(parse([f"--{name}", "8"]), mesh)
-    with pytest.raises(ValueError, match="--cp-inner 2 among the run's flags, on a mesh that has None"):
-        check_mesh(parse(["--cp-inner", "2"]), mesh)
+    with pytest.raises(ValueError, match="cp_inner 2 among the run's flags, on a mesh that has None"):
+        check_mesh(parse(["--set", "cp_inner=2"]), mesh)
     check_mesh(parse(["--offload", "none", "none"]), mesh)
     with pytest.raises(ValueError, match="--offload optimizer is not counted here"):
         check_mesh(parse(["--offload", "optimizer"]), mesh)
@@ -82,7 +81,7 @@ WIDE = (4 + 2 * 2) * 8 + 3 * F  # what a token's products give: q, k, v, and gat
     [
         ("--zero 0", {}, 16),  # float32: parameter, gradient and two moments
         ("--zero 0 --dtype bfloat16", {}, 18),  # and a 16-bit copy that is multiplied
-        ("--zero 0 --dtype bfloat16 --autocast", {}, 16),
+        ("--zero 0 --dtype bfloat16 --set autocast=true", {}, 16),
         ("--zero 0 --dtype float16", {}, 16),
         ("--zero 0 --optimizer adamw-bf16", {}, 12),
         ("--zero 0 --optimizer muon", {}, 12),
@@ -92,8 +91,8 @@ WIDE = (4 + 2 * 2) * 8 + 3 * F  # what a token's products give: q, k, v, and gat
         ("--zero 2", {"dp": 4}, 16 / 4),
         ("--zero 1", {"dp": 4}, 16 / 4 + 4),  # whole gradients wait for their reduction
         ("--zero 3 --dtype bfloat16", {"dp": 4}, 16 / 4),
-        ("--zero 3 --replicate 2", {"dp": 4}, 16 / 4),  # max(n, edp): each group of 2 shards, edp is 4
-        ("--zero 3 --replicate 4", {"dp": 4}, 16),
+        ("--zero 3 --set replicate=2", {"dp": 4}, 16 / 4),  # max(n, edp): each group of 2 shards, edp is 4
+        ("--zero 3 --set replicate=4", {"dp": 4}, 16),
         ("--zero 3 --optimizer muon", {"dp": 4}, 12 / 4),
         ("--zero 3", {"dp": 2, "cp": 2}, 16 / 4),
         ("--zero 0", {"tp": 2}, 16 / 2),
@@ -170,7 +169,7 @@ def test_of_a_dense_mlp_without_a_gate_two_products_count():
         ("--zero 2", 1, 8 / 4 + 4 / 4 + 2),
         ("--zero 3", 1, 8 / 4 + 4 / 4),
         ("--zero 3 --optimizer muon", 1, 4 / 4 + 4 / 4),
-        ("--zero 3 --replicate 2", 1, 8 / 2 + 4 / 2),
+        ("--zero 3 --set replicate=2", 1, 8 / 2 + 4 / 2),
     ],
 )
 def test_shards_wait_beside_activations(text, micro_batches, state):
@@ -280,7 +279,7 @@ def test_an_outline_has_what_the_flags_say():
     assert found.parameters == sum(p.numel() for p in GPT(PRESETS["tiny"], device="meta").parameters())
     assert found.least == least_bytes(flags(""), PRESETS["tiny"], mesh_of(), 8, 4)
     assert [found.kind(i) for i in range(4)] == [False] * 4
-    mixed = outlined("--experts 4 --moe-every 2")
+    mixed = outlined("--experts 4 --set moe.every=2")
     assert [mixed.kind(i) for i in range(4)] == [False, True, False, True]
     assert outlined("--vocab-size 1000").parameters == found.parameters + 2 * 743 * 128
     assert outlined("--preset gpt2 --global-batch 2").parameters == 124_439_808
@@ -296,8 +295,8 @@ def test_an_outline_has_what_the_flags_say():
         ("--zero 3", {}, {"sharded": True, "few": 1}),
         ("--recompute budget=0.5", {}, {"linear": False}),
         ("--recompute full", {}, {"linear": True}),
-        ("--tie-embeddings", {}, {"linear": True}),
-        ("--tie-embeddings --schedule zbv", {"pp": 2}, {"linear": False}),
+        ("--set tie_embeddings=true", {}, {"linear": True}),
+        ("--set tie_embeddings=true --schedule zbv", {"pp": 2}, {"linear": False}),
         ("--schedule zbv", {"pp": 2}, {"linear": True}),
         ("--even-stages", {"pp": 2}, {"blocks": [range(2), range(2, 4)]}),
         ("--vocab-size 99999", {"pp": 2}, {"blocks": [range(3), range(3, 4)]}),
@@ -366,8 +365,8 @@ def test_the_work_of_a_rank_has_the_stages_and_blocks_that_are_chosen():
         ("", torch.float32, torch.float32, None),
         ("--dtype float64", torch.float64, torch.float64, None),
         ("--dtype bfloat16", torch.bfloat16, torch.bfloat16, None),
-        ("--dtype bfloat16 --residual-dtype float32", torch.bfloat16, torch.float32, None),
-        ("--dtype bfloat16 --autocast", torch.float32, torch.float32, torch.bfloat16),
+        ("--dtype bfloat16 --set residual_dtype=float32", torch.bfloat16, torch.float32, None),
+        ("--dtype bfloat16 --set autocast=true", torch.float32, torch.float32, torch.bfloat16),
         ("--dtype float16", torch.float32, torch.float32, torch.float16),
     ],
 )
@@ -409,7 +408,7 @@ def test_layers_gather_their_input_again_only_if_they_are_told_to():
     [
         ("", set()),
         ("--workers 2", {"outer_parameter", "outer_momentum"}),
-        ("--workers 2 --outer-momentum 0", {"outer_parameter"}),
+        ("--workers 2 --set outer_momentum=0", {"outer_parameter"}),
     ],
 )
 def test_workers_keep_what_merges_need(text, slots):

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gpt.flops import count_active_parameters, count_parameters
-from examples.gpt.model import GPT
-from examples.gpt.presets import PRESETS
+from examples.gpt.config import PRESETS
+from examples.gpt.model import GPT, count_active_parameters, count_parameters
 from mpcore import Mesh
 
 LLAMA: dict[str, Any] = {

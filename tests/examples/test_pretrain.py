@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.gpt.config import GPTConfig, LatentConfig
-from examples.gpt.flops import flops_of_token
-from examples.gpt.model import GPT
+from examples.gpt.model import GPT, flops_of_token
 from tests.pool import mesh
 
 TINY = [
@@ -45,7 +44,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--dtype bfloat16", "--preset tiny-moe", "--optimizer muon --zero 0", "--document-masking"]
+    "flags", ["--dtype bfloat16", "--preset tiny-moe", "--optimizer muon --zero 0", "--set document_masking=true"]
 )
 def test_a_step_waits_for_the_device_once(flags, monkeypatch):
     t, lists, tolist = trainer(*flags.split()), [], torch.Tensor.tolist

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from examples.gpt.arguments import parse
-from examples.gpt.ramp import Ramp, read_ramp
+from examples.gpt.policies import Ramp, read_ramp
 from tests.pool import mesh
 
 FLAGS = [
     "--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "24", "--seq-len", "8", "--global-batch", "8",
     "--micro-batch", "1", "--steps", "7", "--warmup", "2", "--dtype", "float64", "--device", "cpu",
-    "--rampup-batch-size", "2", "2", "12", "--resume", "auto",
+    "--set", "rampup_batch_size=2,2,12", "--resume", "auto",
 ]  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def megatron(sample: int, start: int, increment: int, samples: int, final: int) 
 
 @pytest.mark.parametrize(("start", "increment", "samples", "final"), [(2, 2, 12, 8), (4, 4, 100, 32), (1, 3, 7, 10)])
 def test_sizes_are_megatrons_and_depend_on_the_samples_before(start, increment, samples, final):
-    args = parse(["--global-batch", f"{final}", "--rampup-batch-size", f"{start}", f"{increment}", f"{samples}"])
+    args = parse(["--global-batch", f"{final}", "--set", f"rampup_batch_size={start},{increment},{samples}"])
     ramp, sample = read_ramp(args, 1), 0
     for step in range(3 * samples):
         assert ramp.size(sample) == megatron(sample, start, increment, samples, final)
@@ -38,16 +38,17 @@ def test_sizes_are_megatrons_and_depend_on_the_samples_before(start, increment, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("8 2 9", "the start 8 is not below --global-batch 8"),
-        ("2 4 9", "from 2 to --global-batch 8 are 6 samples, no multiple of the increment 4"),
-        ("3 1 9", "the start 3 is not a multiple of workers x dp x micro-batch = 2: 4 is"),
-        ("2 3 9", "the increment 3 is not a multiple of workers x dp x micro-batch = 2: 4 is"),
-        ("2 2 9 --workers 2", "with --workers 2: workers take steps of one size"),
-        ("2 2 9 --schedule plan.csv", "with --schedule plan.csv: a file is for one number of micro-batches"),
+        ("8,2,9", "the start 8 is not below --global-batch 8"),
+        ("2,4,9", "from 2 to --global-batch 8 are 6 samples, no multiple of the increment 4"),
+        ("3,1,9", "the start 3 is not a multiple of workers x dp x micro-batch = 2: 4 is"),
+        ("2,3,9", "the increment 3 is not a multiple of workers x dp x micro-batch = 2: 4 is"),
+        ("2,2,9 --workers 2", "with --workers 2: workers take steps of one size"),
+        ("2,2,9 --schedule plan.csv", "with --schedule plan.csv: a file is for one number of micro-batches"),
     ],
 )
 def test_a_ramp_that_cannot_be_is_refused_with_its_numbers(flags, message):
-    args = parse(["--global-batch", "8", "--rampup-batch-size", *flags.split()])
+    ramp, *more = flags.split(maxsplit=1)
+    args = parse(["--global-batch", "8", "--set", f"rampup_batch_size={ramp}", *" ".join(more).split()])
     with pytest.raises(ValueError, match=message):
         read_ramp(args, 2)
 

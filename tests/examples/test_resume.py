@@ -15,12 +15,11 @@ from unittest import mock
 import pytest
 
 from examples.gpt import checkpoints as module
-from examples.gpt import resume
+from examples.gpt import checkpoints as resume
 from examples.gpt.arguments import parse
 from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.config import GPTConfig, MoEConfig
-from examples.gpt.optimizer import lr_schedule
-from examples.gpt.ramp import Ramp
+from examples.gpt.policies import Ramp, lr_schedule
 from mpcore import Axis, Mesh
 
 SAVED = {"model": dataclasses.asdict(GPTConfig()), "corpus": {"tokens": 5}, "optimizer": "adamw", "tokenizer": "byte"}
@@ -74,7 +73,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_its_fields():
     assert refused(saved_seed=3).startswith("there is of another run: seed is 3 there, 0 here.")
     other = {**SAVED, "optimizer": "muon", "model": {**SAVED["model"], "layers": 5}}  # type: ignore[dict-item]
     said = refused(about=other)
-    begun = "If it began with --init-from-hf or --init-from, give that again: the shape comes from there."
+    begun = "If it began with --init-from, give that again: the shape comes from there."
     assert said == (
         "there is of another run: model.layers is 4 there, 5 here; optimizer is 'adamw' there, 'muon' here. "
         f"{begun} {way}"
@@ -193,7 +192,7 @@ def begun(
         read_manifest=lambda path: SimpleNamespace(step=int(path.name.removeprefix("step-"))),
         other_run=lambda path, about, *of: others(" ".join(map(str, (path, *of)))) if others else None,
         latest=lambda path, mesh: made.said.append(f"newest in {path}"), left_behind=lambda path, newest: None,
-        load_hf=lambda *of: made.said.append(("hf", *of)), init_from=lambda *of: made.said.append(("init", *of)),
+        init_from=lambda *of: made.said.append(("init", *of)),
         all_reduce=lambda x, axis, op: x, dist=SimpleNamespace(all_gather_object=gather),
     ):  # fmt: skip
         made.begin()
@@ -203,7 +202,6 @@ def begun(
 def test_a_run_begins_anew_or_with_a_model():
     made = begun("", {"out": [8]})
     assert (made.said, made.first_step, made.first_sample) == ([], 0, 0)
-    assert begun("--init-from-hf DIR").said == [("hf", "DIR", "model", Mesh())]
     assert begun("--init-from there").said == [("init", "there", "model", Mesh())]
     assert begun("--resume auto --init-from there").said == [("init", "there", "model", Mesh())]
 
@@ -222,7 +220,7 @@ def test_a_learned_bias_that_stays_is_told(capsys):
 
             with mock.patch.object(Checkpoints, "_resume", given):
                 begun(flags)
-        said = "the experts' bias of there stays as it is: --balance bias moves it\n"
+        said = "the experts' bias of there stays as it is: moe.bias_rate moves it\n"
         assert capsys.readouterr().out == said * told
 
 
@@ -249,9 +247,9 @@ def test_a_resumed_run_tells_of_another_learning_rate_schedule(capsys):
         "the learning rate after 8 steps is 0.055 with --lr-decay-steps 14; the saved run's schedule gives 0.01: "
         "--lr-decay-steps 8 keeps it\n"
     )
-    assert said(f"{saved} --min-lr 0.1", f"{saved} --warmup 3") == (
-        "the learning rate after 8 steps is 0.1 with --min-lr 0.1 --warmup 2; the saved run's schedule gives 0.01: "
-        "no --min-lr --warmup 3 keeps it\n"
+    assert said(f"{saved} --set min_lr=0.1", f"{saved} --warmup 3") == (
+        "the learning rate after 8 steps is 0.1 with min_lr 0.1 --warmup 2; the saved run's schedule gives 0.01: "
+        "no min_lr --warmup 3 keeps it\n"
     )
     assert said("--steps 20 --warmup 8 --lr 0.1", "--steps 14 --warmup 8 --lr 0.1").startswith(
         "the learning rate after 9 steps is 0.0985 with --lr-decay-steps 20; the saved run's schedule gives 0.094: "
@@ -285,7 +283,7 @@ def test_a_checkpoint_of_another_run_ends_the_run():
     with pytest.raises(ValueError, match=r"^another run$"):
         begun("--resume auto --seed 7 --dtype bfloat16", {"out": [8]}, others=others)
     with pytest.raises(ValueError, match=r"^another run$"):
-        begun("--resume auto --init-from-hf x", {"out": [8]}, others=others)
+        begun("--resume auto --init-from x", {"out": [8]}, others=others)
     assert asked == ["out/step-8 7 bfloat16 False", "out/step-8 0 float32 True"]
 
 
@@ -360,7 +358,7 @@ def test_a_folder_gets_the_configuration_and_the_records_of_earlier_steps(tmp_pa
     assert (out / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
     assert (out / "tensors.jsonl").read_text() == '{"step": 0}\n'
     other = tmp_path / "c"
-    opened(other, "--no-save")
+    opened(other, "--set no_save=true")
     assert not (other / "checkpoints").exists()
     (tmp_path / "d" / "checkpoints").mkdir(parents=True)
     assert opened(tmp_path / "d", lead=False) == []

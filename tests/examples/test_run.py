@@ -22,11 +22,11 @@ from examples.gpt import console, generate
 from examples.gpt.arguments import parse
 from examples.gpt.console import Lines, bytes_of_token
 from examples.gpt.dashboards import numbers
-from examples.gpt.faults import Faults
 from examples.gpt.pretrain import main
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore import Axis, Mesh
 from mpcore.__main__ import main as mpcore
+from mpcore.tools.fault_tolerance.faults import Faults
 from tests.examples.test_flags import arguments
 
 
@@ -50,10 +50,11 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
 
 
 def test_the_config_of_a_run_gives_the_same_run(tmp_path):
-    first = run("--eval-every 0 --no-save --tie-embeddings --seed 3", tmp_path / "a")
+    first = run("--eval-every 0 --set no_save=true --set tie_embeddings=true --seed 3", tmp_path / "a")
     again = ["--config", str(tmp_path / "a" / "config.json"), "--out", str(tmp_path / "b")]
     was, now = (
-        vars(parse(argv)) for argv in ([*arguments("--eval-every 0 --no-save --tie-embeddings --seed 3")], again)
+        vars(parse(argv))
+        for argv in ([*arguments("--eval-every 0 --set no_save=true --set tie_embeddings=true --seed 3")], again)
     )
     assert {**was, "out": None, "config": None} == {**now, "out": None, "config": None}
     assert main(again) == 0
@@ -64,7 +65,7 @@ def test_the_config_of_a_run_gives_the_same_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("stepz = 3", "unknown --stepz; did you mean --steps?"),
+        ("stepz = 3", "unknown stepz; did you mean steps?"),
         ("steps = 'many'", "invalid int value: 'many'"),
         ("steps =", "Invalid value"),
         ("steps = 1\n[a]\nsteps = 2", "--steps is given twice"),
@@ -86,9 +87,9 @@ def test_a_file_of_flags_that_is_wrong_is_named(content, words, tmp_path, capsys
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--no-save --save-every 2", "--no-save and --save-every 2"),
-        ("--profile 3", "--profile 3 is not FIRST:LAST"),
-        ("--profile 3:2", "--profile 3:2 is not FIRST:LAST"),
+        ("--set no_save=true --save-every 2", "no_save and --save-every 2"),
+        ("--set profile=3", "profile 3 is not FIRST:LAST"),
+        ("--set profile=3:2", "profile 3:2 is not FIRST:LAST"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags, words, tmp_path):
@@ -114,7 +115,7 @@ def test_where_there_is_no_terminal_progress_is_lines(monkeypatch, capsys):
 
 def test_the_validation_loss_is_perplexity_and_bits_a_byte_too(tmp_path, monkeypatch):
     monkeypatch.setattr(console, "bytes_of_token", lambda trainer: 2.5)
-    (*_, last) = run("--eval-every 4 --no-save", tmp_path)
+    (*_, last) = run("--eval-every 4 --set no_save=true", tmp_path)
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-12)
     assert last["bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2) / 2.5, rel=1e-12)
 
@@ -129,7 +130,7 @@ def test_the_bytes_of_a_token_are_counted_on_the_text():
 
 
 def test_each_step_has_its_seconds_and_memory(tmp_path):
-    for entry in run("--eval-every 0 --no-save", tmp_path):
+    for entry in run("--eval-every 0 --set no_save=true", tmp_path):
         assert 0 < entry["data_seconds"] < entry["seconds"]
         assert entry["communication_seconds"] == 0  # one process
         parts = entry["data_seconds"] + entry["communication_seconds"] + entry["compute_seconds"]
@@ -139,11 +140,11 @@ def test_each_step_has_its_seconds_and_memory(tmp_path):
 
 
 def test_the_profile_has_the_steps_that_were_asked_for(tmp_path):
-    run("--eval-every 0 --no-save --profile 1:2", tmp_path)
+    run("--eval-every 0 --set no_save=true --set profile=1:2", tmp_path)
     (file,) = (tmp_path / "profile").iterdir()
     names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
     products = sum(name == "aten::mm" for name in names)
-    run("--eval-every 0 --no-save --profile 3:3", tmp_path)
+    run("--eval-every 0 --set no_save=true --set profile=3:3", tmp_path)
     (file,) = (tmp_path / "profile").iterdir()
     one = sum(event["name"] == "aten::mm" for event in json.loads(file.read_text())["traceEvents"])
     assert products == 2 * one > 0
@@ -194,7 +195,9 @@ def leveldb_records(data: bytes, start: int):
 def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    records = run("--eval-every 2 --no-save --log-to tensorboard wandb --experts 4 --expert-d-ff 8", tmp_path)
+    records = run(
+        "--eval-every 2 --set no_save=true --set log_to=tensorboard,wandb --experts 4 --set moe.d_ff=8", tmp_path
+    )
     nested = {"loss": 2.5, "experts": {"dropped": [0, 1], "of": None}, "word": "a"}
     assert list(numbers(nested)) == [("loss", 2.5), ("experts/dropped/0", 0), ("experts/dropped/1", 1)]
     expected = {(name, entry["step"]): value for entry in records for name, value in numbers(entry) if name != "step"}
@@ -210,8 +213,8 @@ def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypat
 def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *at: None if name == "wandb" else find(name, *at))
-    with pytest.raises(SystemExit, match="--log-to wandb needs the package wandb"):
-        main(arguments("--log-to wandb", tmp_path))
+    with pytest.raises(SystemExit, match="log_to wandb needs the package wandb"):
+        main(arguments("--set log_to=wandb", tmp_path))
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -220,14 +223,13 @@ def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
 def test_a_fault_is_told_with_the_samples_of_this_worker(tmp_path):
     """Also one in the first step after a resume: the losses of the steps before it count."""
     before = [{"step": step, "loss": 2.0 + 0.01 * (step % 2)} for step in range(40)] + [{"step": 40, "loss": None}]
-    watched = parse(arguments("--check-replicas 0 --check-speed 0"))
     mesh = Mesh(worlds=Axis(size=3, rank=1))
     for entry, lines in (
         ({"loss": 2.0, "grad_norm": 1.0}, []),
         ({"loss": 9.0, "grad_norm": 1.0}, [r"step 41: loss 9 is a spike, \d+ standard .*; its samples are 104 to 107"]),
         ({"loss": 2.0, "grad_norm": math.nan}, ["step 41: .* not finite, the step was skipped on all ranks of the w"]),
     ):
-        faults = Faults(watched, mesh, before, tmp_path)
+        faults = Faults(mesh, before, tmp_path, max_skips=9, check_replicas=0, check_speed=0)
         said = faults.after({"step": 41, **entry}, range(100, 112), None, None)  # type: ignore[arg-type]
         assert len(said) == len(lines)
         assert all(re.match(line, text) for line, text in zip(lines, said, strict=True)), said

@@ -87,7 +87,7 @@ CAUSES = {
 @pytest.mark.slow  # tests/test_survival.py has the same law of processes that train nothing
 @pytest.mark.parametrize("kind", CAUSES)
 def test_row_1_3_4_all_ranks_leave_within_seconds_and_name_the_first(tmp_path, kind, record_property):
-    run = start("--steps", "100000", "--dp", "2", "--save-every", "3", "--keep", "2", "--out", str(tmp_path),
+    run = start("--steps", "100000", "--dp", "2", "--save-every", "3", "--set", "keep=2", "--out", str(tmp_path),
                 fault=(kind, 1, 7))  # fmt: skip
     wait_for_steps(run, tmp_path, 7)
     began = time.monotonic()
@@ -109,7 +109,7 @@ def test_row_1_3_4_all_ranks_leave_within_seconds_and_name_the_first(tmp_path, k
 
 @pytest.mark.slow
 def test_row_5_a_stopped_rank_is_named_within_the_timeout(tmp_path):
-    run = start("--steps", "100000", "--tp", "2", "--timeout", "10", "--out", str(tmp_path), fault=("stop", 1, 3))
+    run = start("--steps", "100000", "--tp", "2", "--set", "timeout=10", "--out", str(tmp_path), fault=("stop", 1, 3))
     wait_for_steps(run, tmp_path, 3)
     began, seen = time.monotonic(), []
     assert run.stderr is not None
@@ -158,8 +158,8 @@ def test_row_32_the_first_interrupt_saves(tmp_path):
 
 @pytest.mark.slow
 def test_row_27_numbers_that_stay_bad_stop_the_run_on_all_ranks(tmp_path, record_property):
-    run = start("--steps", "100", "--dp", "2", "--save-every", "2", "--max-skips", "2", "--out", str(tmp_path),
-                "--check-replicas", "0", fault=("nan", 1, 5))  # fmt: skip
+    run = start("--steps", "100", "--dp", "2", "--save-every", "2", "--set", "max_skips=2", "--out", str(tmp_path),
+                "--set", "check_replicas=0", fault=("nan", 1, 5))  # fmt: skip
     status, _, stderr = finish(run)
     assert status == 1
     assert stderr.count("error: 3 steps in a row had a loss or gradient that isn't finite") == 1
@@ -171,7 +171,9 @@ def test_row_27_numbers_that_stay_bad_stop_the_run_on_all_ranks(tmp_path, record
 
 @pytest.mark.slow
 def test_row_29_a_replica_that_drifts_is_named(tmp_path):
-    run = start("--steps", "100", "--tp", "2", "--check-replicas", "4", "--out", str(tmp_path), fault=("drift", 1, 5))
+    run = start(
+        "--steps", "100", "--tp", "2", "--set", "check_replicas=4", "--out", str(tmp_path), fault=("drift", 1, 5)
+    )
     status, _, stderr = finish(run)
     assert status == 1
     assert re.search(r"replicas differ.*: .*norm\.weight over tp, on ranks 0 and 1", stderr)
@@ -180,7 +182,7 @@ def test_row_29_a_replica_that_drifts_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_row_6_a_slow_rank_is_named(tmp_path):
-    run = start("--steps", "20", "--dp", "2", "--check-speed", "5", "--out", str(tmp_path), fault=("slow", 1, 0))
+    run = start("--steps", "20", "--dp", "2", "--set", "check_speed=5", "--out", str(tmp_path), fault=("slow", 1, 0))
     status, stdout, stderr = finish(run)
     assert status == 0, stderr
     assert "rank 1 is slow: data takes" in stdout
@@ -188,7 +190,7 @@ def test_row_6_a_slow_rank_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_row_39_a_rank_that_does_not_arrive_is_named(tmp_path):
-    run = start("--steps", "2", "--tp", "2", "--timeout", "1", "--out", str(tmp_path), fault=("late", 1, 0))
+    run = start("--steps", "2", "--tp", "2", "--set", "timeout=1", "--out", str(tmp_path), fault=("late", 1, 0))
     status, _, stderr = finish(run, 300)
     assert status != 0
     assert "of 2 ranks 1 did not arrive within 16 s" in stderr

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
-from examples.gpt import setup, which_text
+from examples.gpt import setup
 from examples.gpt.arguments import parse
-from examples.gpt.blend import Blend, Corpora, counts_of_period, open_eval_sets, read_without
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
-from examples.gpt.samples import Piece, TokenSamples
-from examples.gpt.which_text import Found, Text, main
+from examples.gpt.samples import Blend, Corpora, TokenSamples, counts_of_period, open_eval_sets, read_without
 from mpcore import Mesh
 
 
@@ -27,153 +21,6 @@ def write(prefix: Path, *documents: Any) -> str:
         for tokens in documents:
             writer.add_document(tokens)
     return str(prefix)
-
-
-# --- which text -------------------------------------------------------------------------------------------------------
-
-
-def record(step: int, loss: float | None = 1.0) -> dict:
-    """Of two samples of five tokens a step."""
-    return {"step": step, "loss": loss, "samples": [2 * step, 2 * step + 1], "tokens": 10 * (step + 1)}
-
-
-def run_of(folder: Path, records: list[dict], flags: str = "") -> Path:
-    """A run on twelve documents of which each is one letter nine times, and an end."""
-    folder.mkdir()
-    data = write(folder / "c", *([97 + i] * 9 + [256] for i in range(12)))
-    args = vars(parse(["--data", data, *flags.split()]))
-    (folder / "config.json").write_text(json.dumps({"run": args}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in records))
-    return folder
-
-
-def test_a_line_names_the_document_and_where_it_was_read():
-    piece = Piece("web", 7, 3, 5)
-    assert str(Found(2, 9, piece, "a\nb", None)) == "web 7  # step 2, sample 9, tokens 3 to 7: 'a\\nb'"
-    assert str(Found(2, 9, piece, "x", 1.23456)) == "web 7  # step 2, sample 9, loss 1.235, tokens 3 to 7: 'x'"
-
-
-def test_a_run_has_the_samples_that_its_records_say(tmp_path):
-    entries = [record(3), {"step": 3, "val_loss": 2.0}, record(4), record(5)]
-    text = Text(run_of(tmp_path / "run", entries, "--seed 3 --eval-every 0"))
-    assert text.seq_len == 5
-    assert [entry["step"] for entry in text.records] == [3, 4, 5]
-    assert text.samples_of(4) == range(8, 10)
-    with pytest.raises(ValueError, match=r"^step 9 has no record: there are steps 3 to 5$"):
-        text.samples_of(9)
-    want = Corpora([str(tmp_path / "run" / "c")], None).split(5, seed=3, evaluate=False)[0]
-    assert [text.samples.sample(i).tolist() for i in range(8)] == [want.sample(i).tolist() for i in range(8)]
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "val_loss": 1}\n')
-    with pytest.raises(ValueError, match="has no step with its samples"):
-        Text(tmp_path / "run")
-
-
-def test_spikes_and_skipped_steps_are_listed(tmp_path):
-    losses = [1.0 + 0.01 * (i % 2) for i in range(60)] + [9.0, None, 1.0]
-    text = Text(run_of(tmp_path / "run", [record(i, loss) for i, loss in enumerate(losses)]))
-    assert text.spikes() == [60, 61]
-
-
-def test_each_piece_of_a_sample_has_its_text_and_the_loss_of_its_tokens(tmp_path, monkeypatch):
-    text = Text(run_of(tmp_path / "run", [record(0), record(1)], "--eval-every 0"))
-    plain = text.find([0, 1], None)
-    assert (plain[0].step, plain[0].sample) == (0, 0)
-    assert {each.sample for each in plain if each.step == 1} == {2, 3}
-    letters = [each.text for each in plain]
-    for each in plain:
-        letter, ended = chr(97 + each.piece.document), each.piece.first + each.piece.count == 10
-        assert each.text == letter * (each.piece.count - ended)
-        assert each.loss is None
-    assert len(set(letters)) > 1
-
-    class Model(torch.nn.Module):
-        """Position t has the loss t + 1 on whatever comes next."""
-
-        def __init__(self, seq_len: int = 5) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(seq_len=seq_len)
-            self.asked: list[dict] = []
-
-        def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-            assert not self.training
-            self.asked.append(more)
-            logits = torch.full((1, tokens.shape[1], 257), 0.0)
-            for t in range(tokens.shape[1]):  # log softmax is -(t + 1) everywhere but at 200, which no text has
-                rest = 256 * math.exp(-(t + 1.0))
-                logits[0, t, :] = -(t + 1.0)
-                logits[0, t, 200] = math.log(max(1 - rest, 1e-30)) if rest < 1 else 0.0
-            return logits
-
-    model = Model()
-    monkeypatch.setattr(which_text, "load_model", lambda path: model)
-    ranked = text.find([0, 1], Path("ckpt"))
-    own = {}
-    for sample in range(4):
-        tokens, targets = text.samples.batch([sample])
-        losses = torch.nn.functional.cross_entropy(model(tokens)[0].double(), targets[0], reduction="none")
-        at = 0
-        for piece in text.samples.pieces(sample):
-            mine = losses[max(at - 1, 0) : at + piece.count - 1]
-            own[sample, piece] = float(mine.mean()) if len(mine) else None
-            at += piece.count
-    assert {(each.sample, each.piece): each.loss for each in ranked} == pytest.approx(own)
-    order = [each.loss or 0.0 for each in ranked]
-    assert order == sorted(order, reverse=True)
-    assert all(not asked for asked in model.asked)
-    text.args.document_masking = True
-    model.asked.clear()
-    text.find([0], Path("ckpt"))
-    assert [set(asked) for asked in model.asked] == [{"documents"}] * 2
-    assert model.asked[0]["documents"].shape == (1, 5)
-    monkeypatch.setattr(which_text, "load_model", lambda path: Model(seq_len=4))
-    with pytest.raises(ValueError, match=r"^ckpt reads 4 tokens, and a sample has 5$"):
-        text.find([0], Path("ckpt"))
-
-
-def test_pieces_without_a_loss_come_last(tmp_path, monkeypatch):
-    text = Text(run_of(tmp_path / "run", [record(0), record(1)], "--eval-every 0"))
-    losses = iter([0.5, None, 2.0, 0.25])
-    monkeypatch.setattr(text, "_of_sample", lambda *of: [Found(0, 0, Piece("web", 0, 0, 1), "", next(losses))])
-    monkeypatch.setattr(which_text, "load_model", lambda path: mock.Mock(**{"eval.return_value.config.seq_len": 5}))
-    assert [each.loss for each in text.find([0, 1], Path("ckpt"))] == [2.0, 0.5, 0.25, None]
-
-
-def test_a_long_piece_shows_its_beginning(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    data = write(folder / "c", [97] * 2000 + [256])
-    (folder / "config.json").write_text(json.dumps({"run": vars(parse(["--data", data, "--eval-every", "0"]))}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 1.0, "samples": [0, 0], "tokens": 100}) + "\n")
-    assert [each.text for each in Text(folder).find([0], None)] == ["a" * 60]
-
-
-def test_the_command_lists_so_many_lines(tmp_path, capsys):
-    run = run_of(tmp_path / "run", [record(i) for i in range(4)], "--eval-every 0")
-    found = [str(each) for each in Text(run).find([1, 2], None)]
-    assert main([str(run), "--steps", "1", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == found
-    assert main([str(run), "--steps", "1", "2", "--most", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [*found[:2], f"# and {len(found) - 2} more: --most"]
-    assert main([str(run), "--steps", "1", "2", "--most", str(len(found))]) == 0
-    assert "more" not in capsys.readouterr().out
-    assert main([str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "# no step was a spike or skipped: --steps names others"
-    assert main([str(run), "--checkpoint", str(tmp_path / "gone")]) == 2
-    assert "gone" in capsys.readouterr().err
-    with mock.patch.multiple(which_text, Text=mock.DEFAULT, open_checkpoint=mock.DEFAULT) as parts:
-        text = parts["Text"].return_value
-        text.spikes.return_value, text.find.return_value = [7], list(range(25))
-        assert main(["there", "--checkpoint", "ckpt"]) == 0
-        parts["open_checkpoint"].assert_called_once_with(Path("ckpt"))
-        text.find.assert_called_once_with([7], Path("ckpt"))
-        assert capsys.readouterr().out.splitlines() == [*map(str, range(20)), "# and 5 more: --most"]
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    for said in ("python -m examples.gpt.which_text [-h]", "RUN the folder of a run", "default: all spikes and skipped",
-                 "rank the documents by their loss", "how many lines (default 20)", "List the documents behind steps",
-                 "examples: python -m examples.gpt.which_text runs/one"):  # fmt: skip
-        assert said in told
 
 
 # --- corpora ----------------------------------------------------------------------------------------------------------
@@ -279,10 +126,10 @@ def test_validation_sets_have_names_and_are_not_trained_on(tmp_path):
     assert {name: corpora.about["tokens"] for name, corpora in found.items()} == {"x": 3, "y": 2}
     assert open_eval_sets([], [one]) == {}
     for words, message in (
-        ([one], f"--eval-data {one}: give NAME=PREFIX"),
+        ([one], f"eval_data {one}: give NAME=PREFIX"),
         ([f"={one}"], "give NAME=PREFIX"),
         (["x="], "give NAME=PREFIX"),
-        ([f"x={one}", f"x={two}"], "--eval-data names x twice"),
+        ([f"x={one}", f"x={two}"], "eval_data names x twice"),
         ([f"x={tmp_path}/./b"], "is trained on: --data names it too"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -292,7 +139,7 @@ def test_validation_sets_have_names_and_are_not_trained_on(tmp_path):
 def test_a_run_is_set_up_from_its_data(tmp_path):
     data = write(tmp_path / "c", *([i % 250] * 40 for i in range(60)))
     more = write(tmp_path / "d", [1] * 90)
-    flags = ["--data", data, "--seq-len", "16", "--seed", "4", "--eval-data", f"more={more}"]
+    flags = ["--data", data, "--seq-len", "16", "--seed", "4", "--set", f"eval_data=more={more}"]
     checked: list[tuple] = []
     with mock.patch.object(setup, "check_same", side_effect=lambda what, value: checked.append((what, value))):
         made = setup.set_up(parse(flags), Mesh())
@@ -307,6 +154,6 @@ def test_a_run_is_set_up_from_its_data(tmp_path):
     assert checked[1][1]["--seq-len"] == 16
     assert checked[1][1]["tokens"] == 2400
     small = write(tmp_path / "e", [300] * 90)
-    for words in (["--data", small], [*flags[:-1], f"more={small}"]):
+    for words in (["--data", small], [*flags[:-1], f"eval_data=more={small}"]):
         with pytest.raises(ValueError, match="largest token id 300 is outside the vocabulary of 257"):
             setup.set_up(parse(words), Mesh())

@@ -102,7 +102,7 @@ def test_finds_the_end_of_document(tmp_path, name):
 
 def test_an_unusual_end_of_document_is_asked_for_and_taken_by_name(tmp_path):
     path = _write(tmp_path / "tokenizer.json", {"a": 0, "b": 1})
-    with pytest.raises(ValueError, match="--end-of-document"):
+    with pytest.raises(ValueError, match="end_of_document"):
         load_tokenizer(path)
     assert load_tokenizer(path, end_of_document="b").end_of_document == 1
     with pytest.raises(ValueError, match="none of zzz"):

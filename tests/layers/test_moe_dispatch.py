@@ -360,7 +360,7 @@ def check_given_up():
     from examples.gpt.pretrain import Trainer, parse
     from tests.examples.test_layouts import COMMON, EXPERTS
 
-    t = Trainer(parse(f"{COMMON} {EXPERTS} --balance bias".split()), mesh())
+    t = Trainer(parse(f"{COMMON} {EXPERTS} --set moe.aux_loss=none moe.bias_rate=0.001".split()), mesh())
     tokens, targets, arguments = t.batch(t.train_samples, t.share(0))
     t.run.forward_backward(tokens, targets, **arguments)
     t.run.drop_gradients()
@@ -377,7 +377,7 @@ def train(sizes, flags, tiny):
     from examples.gpt.pretrain import Trainer, parse
     from tests.examples.test_layouts import COMMON, EXPERTS
 
-    t = Trainer(parse(f"{COMMON} {EXPERTS} --router-jitter 0.1 --dropout 0.1 {flags}".split()), mesh(**sizes))
+    t = Trainer(parse(f"{COMMON} {EXPERTS} --set moe.jitter=0.1 --dropout 0.1 {flags}".split()), mesh(**sizes))
     entries = []
     for step in range(4):
         for each in t.run.bounds.dispatches if tiny and step in (0, 2) and t.mesh.pp.rank == t.mesh.pp.size - 1 else ():
@@ -389,11 +389,17 @@ def train(sizes, flags, tiny):
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
-        ({"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1 --zero 3 --aux-coefficient 0.1 --router-z-loss 0.01"),
+        ({"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1 --zero 3 --set moe.aux_coefficient=0.1 --set moe.z_loss=0.01"),
         *some(
             of=[
-                ({"tp": 2, "dp": 2, "ep": 2}, "--micro-batch 1 --sequence-parallel --recompute full --balance bias"),
-                ({"dp": 2, "ep": 2}, "--micro-batch 1 --zero 1 --balance aux --aux-loss global --aux-coefficient 0.1"),
+                (
+                    {"tp": 2, "dp": 2, "ep": 2},
+                    "--micro-batch 1 --sequence-parallel --recompute full --set moe.aux_loss=none moe.bias_rate=0.001",
+                ),
+                (
+                    {"dp": 2, "ep": 2},
+                    "--micro-batch 1 --zero 1 --set moe.aux_loss=global --set moe.aux_coefficient=0.1",
+                ),
                 ({"pp": 2, "tp": 2, "ep": 2, "etp": 1}, "--micro-batch 1 --schedule zb"),
             ]
         ),
@@ -402,8 +408,8 @@ def train(sizes, flags, tiny):
 )
 def test_a_run_that_repeats_steps_is_that_of_all_gather(ranks, sizes, flags):
     count = math.prod(size for axis, size in sizes.items() if axis in ("tp", "pp", "dp"))
-    wanted = ranks(count, train, sizes, f"{flags} --dispatch all_gather", False)
-    found = ranks(count, train, sizes, f"{flags} --dispatch all_to_all", True)
+    wanted = ranks(count, train, sizes, f"{flags} --set moe.dispatch=all_gather", False)
+    found = ranks(count, train, sizes, f"{flags} --set moe.dispatch=all_to_all", True)
     for (got, got_state), (want, want_state) in zip(found, wanted, strict=True):
         assert got[0]["dispatch"]["repeats"] > 0 < got[2]["dispatch"]["repeats"]
         for mine, theirs in zip(got, want, strict=True):

@@ -120,6 +120,8 @@ def corpus(seed: int = 0) -> str:
 
 def flags_of(case: dict[str, Any]) -> list[str]:
     """The command of a case: what it doesn't name has the command's own default."""
+    from examples.gpt.plan import with_set
+
     s, words = Settings(**case), []
     named = [*ALWAYS, *(name for name in case if name not in ALWAYS)]
     named += ["expert_d_ff"] if s.experts and "expert_d_ff" not in case else []
@@ -127,7 +129,12 @@ def flags_of(case: dict[str, Any]) -> list[str]:
         value = getattr(s, name)
         told = [] if value is True else [str(x) for x in (value if isinstance(value, tuple) else (value,))]
         words += [f"--{name.replace('_', '-')}", *told]
-    words += ["--autocast"] if s.dtype == "bfloat16" else []
+    words = with_set(words)
+    if "balance" in case:  # of the example, aux_loss and bias_rate say it
+        words = [word for word in words if word not in ("--balance", s.balance)]
+        words += ["--set", "moe.aux_loss=none"] * (s.balance != "aux")
+        words += ["--set", f"moe.bias_rate={s.bias_rate}"] * (s.balance == "bias")
+    words += ["--set", "autocast=true"] if s.dtype == "bfloat16" else []
     return [*words, "--data", corpus(), "--device", "cpu", "--eval-every", "1", "--out", "unused"]
 
 

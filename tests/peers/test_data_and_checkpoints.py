@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from examples.gpt.blend import Blend, parse_sources
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, smallest_dtype
-from examples.gpt.samples import TokenSamples, split_documents
+from examples.gpt.samples import Blend, TokenSamples, parse_sources, split_documents
 from examples.gpt.tokenizer import ByteTokenizer, encode_document
 from mpcore.checkpoint import checkpoints, latest, load, save, save_async, step_path, verify
 from mpcore.sharding.declare import cut

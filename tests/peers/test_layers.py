@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpcore as mp
+from examples.gpt.config import PRESETS
 from examples.gpt.model import GPT
-from examples.gpt.presets import PRESETS
 from mpcore import collectives as c
 from mpcore.layers.attention.sequence import sequence_runs
 from mpcore.layers.module import normal

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mpcore as mp
 from examples.gpt.arguments import parse
-from examples.gpt.flops import count_parameters, flops_of_token
-from examples.gpt.presets import PRESETS
+from examples.gpt.config import PRESETS
+from examples.gpt.model import count_parameters, flops_of_token
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.linear_fp8 import Fp8Product

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpcore as mp
-from examples.gpt.ramp import Ramp
+from examples.gpt.policies import Ramp
 from mpcore.mesh.axis import Axis
 from mpcore.optim.schedules import cosine, linear, wsd
 from mpcore.sharding.declare import cut

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gpt.config import GPTConfig
-from examples.gpt.model import GPT
-from examples.gpt.stages import build_stages
+from examples.gpt.model import GPT, build_stages
 from mpcore import (
     ColumnParallelLinear,
     Mesh,

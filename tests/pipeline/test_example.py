@@ -14,7 +14,7 @@ from tests.pool import mesh
 FLAGS = [
     "--layers", "5", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
     "--micro-batch", "1", "--steps", "3", "--warmup", "1", "--eval-every", "3", "--dtype", "float64", "--dropout",
-    "0.1", "--eval-samples", "4", "--no-save",
+    "0.1", "--set", "eval_samples=4", "--set", "no_save=true",
 ]  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def run(sizes: dict, out: str, *flags: str) -> list[float]:
 
 
 @pytest.mark.slow  # tests/recorded_runs.py has a run of each kind
-@pytest.mark.parametrize("tied", [[], ["--tie-embeddings"]], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [[], ["--set", "tie_embeddings=true"]], ids=["untied", "tied"])
 def test_pitfall_14_the_example_trains_alike_under_every_kind_of_schedule(ranks, tied, tmp_path):
     (want,) = ranks(1, run, {}, str(tmp_path / "one"), *tied)
     assert len(want) == 7
@@ -37,7 +37,7 @@ def test_pitfall_14_the_example_trains_alike_under_every_kind_of_schedule(ranks,
     ]
     for sizes, flags in [
         ({"pp": 2}, ["--schedule", str(tmp_path / "plan.csv")]),
-        ({"pp": 2}, ["--schedule", "zbv", "--trace"]),
+        ({"pp": 2}, ["--schedule", "zbv", "--set", "trace=true"]),
         *([] if tied else others),
     ]:
         size, out = 2 * sizes.get("dp", 1), str(tmp_path / "out")
@@ -46,7 +46,7 @@ def test_pitfall_14_the_example_trains_alike_under_every_kind_of_schedule(ranks,
 
 
 def test_trace_leaves_a_picture_of_the_plan_and_of_the_run(ranks, tmp_path):
-    ranks(2, run, {"pp": 2}, str(tmp_path), "--schedule", "zb", "--trace")
+    ranks(2, run, {"pp": 2}, str(tmp_path), "--schedule", "zb", "--set", "trace=true")
     for name in ("plan.png", "trace.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

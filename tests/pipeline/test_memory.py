@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.gpt.config import GPTConfig
-from examples.gpt.stages import build_stages
+from examples.gpt.model import build_stages
 from mpcore import Mesh, recompute, shard_data_parallel, vocab_parallel_cross_entropy
 from mpcore.memory_footprint import StorageTracker
 from mpcore.pipeline import Pipeline

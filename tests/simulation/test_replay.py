@@ -71,10 +71,10 @@ def test_the_status_of_the_command_says_how_it_went(folder, status, out, err, ca
 
 def test_the_program_of_the_example_is_the_default_and_a_step_is_needed(monkeypatch, capsys):
     found: list[Any] = []
-    monkeypatch.setattr(replay, "find_object", lambda name: found.append(name))
+    monkeypatch.setattr(replay, "of_trainer", lambda name: found.append(name))
     monkeypatch.setattr(replay, "replay", lambda *of: found.append(of) or (3, None))
     assert replay.main(["runs/a", "--step", "7"]) == 0
-    assert found == ["examples.gpt.replay:replay", (None, Path("runs/a"), 7)]
+    assert found == ["examples.gpt.pretrain", (None, Path("runs/a"), 7)]
     assert "step 7 " in capsys.readouterr().out
     for words in (["runs/a"], ["--step", "1"]):
         with pytest.raises(SystemExit):

@@ -10,8 +10,7 @@ import torch
 
 import mpcore as mp
 from examples.gpt.config import GPTConfig
-from examples.gpt.model import GPT
-from examples.gpt.stages import build_stages
+from examples.gpt.model import GPT, build_stages
 from mpcore import AdamW, Mesh, Muon, ParallelAttention, Precision, Zero, prepare
 from mpcore._torch import pytree
 from mpcore._torch.dispatch import TorchDispatchMode

@@ -15,8 +15,7 @@ import torch
 
 import mpcore as mp
 from examples.gpt.config import GPTConfig
-from examples.gpt.model import GPT
-from examples.gpt.stages import build_stages
+from examples.gpt.model import GPT, build_stages
 from mpcore import AdamW, Mesh, collectives, simulate
 from mpcore.gradients import grad_norm
 from mpcore.sharding.declarations import declarations

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from mpcore import collectives
 from mpcore._torch.distributed import replace_wait
+from mpcore._torch.simulated import simulated_rank
+from mpcore.mesh.axis import Mesh
 
 
 class CommunicationClock:
@@ -32,7 +35,7 @@ class CommunicationClock:
         0.0
 
     Note:
-        - On a GPU the host doesn't wait for collectives: use `--profile`, or torch's profiler.
+        - On a GPU the host doesn't wait for collectives: use torch's profiler.
         - Collectives inside a compiled graph are not measured.
         - Only one clock per process may be entered at a time.
     """
@@ -61,3 +64,42 @@ class CommunicationClock:
                     self.seconds += time.perf_counter() - began
 
         return timed
+
+
+class StepTimes:
+    """The seconds of a step on this rank: in all, and in data; on a CPU also in communication and compute.
+
+    Communication is what the rank waits for collectives and messages, for slower ranks too. Compute is the rest. On a
+    GPU the host doesn't wait, and a compiled graph hides its collectives: there the two are not measured.
+    """
+
+    def __init__(self, mesh: Mesh, compiled: bool = False) -> None:
+        self.seconds = self.data_seconds = 0.0
+        seen = mesh.device_type == "cpu" and not compiled and simulated_rank() is None
+        self.clock = CommunicationClock() if seen else None
+
+    def __enter__(self) -> StepTimes:
+        if self.clock is not None:
+            self.clock.__enter__()
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+        if self.clock is not None:
+            self.clock.__exit__(*error)
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Count the seconds within as those of data."""
+        began = time.perf_counter()
+        yield
+        self.data_seconds = time.perf_counter() - began
+
+    def record(self) -> dict[str, float]:
+        """Return the seconds by name, for metrics.jsonl."""
+        found = {"seconds": self.seconds, "data_seconds": self.data_seconds}
+        if self.clock is not None:
+            found["communication_seconds"] = self.clock.seconds
+            found["compute_seconds"] = self.seconds - self.data_seconds - self.clock.seconds
+        return found

@@ -218,12 +218,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("b", metavar="RUN_B", type=Path, help="folder of the run in question")
     parser.add_argument(
         "--twins", nargs="+", type=Path, metavar="RUN",
-        help="folders of twins of RUN_A: the same command with --twin 1, --twin 2, ..; 4 are enough",
+        help="folders of twins of RUN_A: the same command with --set twin=1, twin=2, ..; 4 are enough",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if not args.twins:
         lines = [
-            f"  python -m examples.gpt.pretrain --config {args.a}/config.json --twin {i} --out {args.a}-twin-{i}"
+            f"  python -m examples.gpt.pretrain --config {args.a}/config.json --set twin={i} --out {args.a}-twin-{i}"
             for i in (1, 2, 3, 4)
         ]
         asked = "name twins of RUN_A with --twins; train them with its launcher and"

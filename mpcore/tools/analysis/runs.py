@@ -11,10 +11,10 @@ from mpcore.tools.analysis.rows import AXES, Row, read_row
 
 PLANNED = (
     "zero", "replicate", "sequence_parallel", "cp_kind", "schedule", "virtual_stages", "preset", "layers", "d_model",
-    "heads", "kv_heads", "d_ff", "dropout", "tie_embeddings", "experts", "top_k", "expert_d_ff", "moe_every", "seq_len",
+    "heads", "kv_heads", "d_ff", "dropout", "experts", "seq_len", "tie_embeddings", "top_k", "expert_d_ff", "moe_every",
     "global_batch", "micro_batch", "recompute", "dtype", "autocast", "residual_dtype", "fp8", "optimizer",
 )  # fmt: skip
-"""The flags that change what a step computes, sends or holds."""
+"""The flags and fields that change what a step computes, sends or holds; the last four are of version 0.2."""
 SKIPPED = 2
 """The first steps, which compile and connect."""
 
@@ -37,4 +37,6 @@ def read_run(folder: Path) -> Row:
     if not times:
         raise ValueError(f"{folder}/metrics.jsonl has no step with seconds after the first {SKIPPED}")
     columns = {name: flags[name] for name in (*AXES, *PLANNED) if flags.get(name) is not None}
+    for table in ("model", "moe", "latent"):
+        columns |= {f"{table}.{name}": value for name, value in flags.get(table, {}).items() if value is not None}
     return read_row({"name": folder.name, "seconds": statistics.median(times), **columns}, str(folder))

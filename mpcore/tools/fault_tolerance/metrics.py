@@ -1,12 +1,15 @@
-"""Write metrics: one line of JSON per step."""
+"""Write the files of a run's folder: metrics, one line of JSON per step, and files that are whole or not there."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mpcore.checkpoint.schema import read_lines
 
 
 class MetricsWriter:
@@ -46,3 +49,27 @@ class MetricsWriter:
 def read_line(line: str) -> dict:
     """Read a line of JSON. The values NaN and Infinity, which Python writes but JSON doesn't have, become None."""
     return json.loads(line, parse_constant=lambda _: None)
+
+
+def read_records(path: Path, steps: int) -> list[dict]:
+    """Read the records that an earlier run wrote of its first `steps` steps."""
+    if steps == 0 or not path.is_file():
+        return []
+    return [entry for entry in read_lines(path) if entry["step"] < steps]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with whole(path) as part:
+        part.write_text(text)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to. It becomes `path` if the block succeeds, and is removed if it fails."""
+    part = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,17 +1,25 @@
 """Replay steps of a run as all of its ranks in this process, and name the first operator whose output isn't finite.
 
 Use it after a run diverged or met NaN, to find the rank, layer and micro-batch. A program's `replay(run, step)` returns
-the number of ranks and the function that each rank calls. `examples.gpt.replay:replay` is an example.
+the number of ranks and the function that each rank calls; `of_trainer` makes one of a module such as
+`examples.gpt.pretrain`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 
 from torch import nn
 
+from mpcore.checkpoint import checkpoints
+from mpcore.checkpoint.format import read_manifest
+from mpcore.mesh import build_mesh
 from mpcore.tools.command_line import Parser, find_object, reports_errors
 from mpcore.tools.simulation.nonfinite import FiniteCheck, NonFiniteError
 from mpcore.tools.simulation.ranks import simulate
@@ -46,6 +54,50 @@ def replay(program: Program, run: Path, step: int) -> tuple[int, str | None]:
     return ranks, None
 
 
+def of_trainer(program: str) -> Program:
+    """Return the `replay(run, step)` of a training program.
+
+    It begins at the newest checkpoint with at most `step` steps done; without one, at the first step.
+
+    Args:
+        program: a module with `parse(flags)`, `mesh_arguments(args)` and `Trainer(args, mesh)`.
+    """
+    module = import_module(program)
+
+    def replay(run: Path, step: int) -> tuple[int, Callable[[Watch], None]]:
+        path = run / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{path} isn't there: name the --out folder of a run of {program}")
+        args = argparse.Namespace(**{**vars(module.parse([])), **json.loads(path.read_text())["run"]})
+        if args.workers > 1:
+            raise ValueError(
+                f"the run has {args.workers} workers, which merge: only runs of one worker can be replayed"
+            )
+        if not 0 <= step < args.steps:
+            raise ValueError(f"--step {step} lies outside the run's steps 0 to {args.steps - 1}")
+        found = [(path, read_manifest(path)) for path in checkpoints(run / "checkpoints")]
+        if args.dp is None:
+            if not found:
+                raise ValueError(f"{run} has no checkpoint, and config.json doesn't tell dp: set run.dp there")
+            args.dp = found[0][1].mesh["dp"]
+        before = [path for path, manifest in found if manifest.step <= step]
+        args.out = str(run / "replay")  # nothing is written: `train` would do so
+        args.resume = str(before[0]) if before else "none"
+        args.device = args.device or "cpu"
+        args.compile, args.trace, args.log_to, args.profile, args.config = None, False, [], None, None
+        arguments = module.mesh_arguments(args)
+
+        def play(watch: Watch) -> None:
+            trainer = module.Trainer(args, build_mesh(**arguments))
+            while trainer.run.step <= step:
+                with watch(trainer.run.stages, f"step {trainer.run.step}"):
+                    trainer.step()
+
+        return math.prod(arguments[axis] for axis in ("tp", "cp", "pp", "dp")), play
+
+    return replay
+
+
 @reports_errors("mpcore replay", RankError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
@@ -60,10 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a run, with config.json and checkpoints")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
     parser.add_argument(
-        "--program", default="examples.gpt.replay:replay", metavar="package.module:replay",
-        help="says how the run trains (default: %(default)s)",
+        "--program", default="examples.gpt.pretrain", metavar="package.module[:replay]",
+        help="the module that trains the run, or a function that says how (default: %(default)s)",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    ranks, found = replay(find_object(args.program), Path(args.run), args.step)
+    program = find_object(args.program) if ":" in args.program else of_trainer(args.program)
+    ranks, found = replay(program, Path(args.run), args.step)
     print(found or f"step {args.step} and those before it, from the checkpoint on: finite on all {ranks} ranks")
     return 0 if found is None else 1

@@ -1,4 +1,4 @@
-"""Compare what ranks of a toy saw, for `examples.gpt.preflight`: with one process, with float64, after a resume."""
+"""Compare what ranks of a toy saw, for `mpcore preflight`: with one process, with float64, after a resume."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from examples.gpt.rehearse import Rehearsal
-from examples.gpt.toy import STEPS
+from mpcore.tools.preflight.rehearse import Rehearsal
+from mpcore.tools.preflight.toy import STEPS
 from mpcore.tools.verify.run import Seen
 
 OWN_DTYPE = {"float64": 1e-8, "float32": 1e-4}  # how far a first loss may be from one process's; of 16 bits 0.03

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from examples.gpt.rehearse import Rehearsal
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.tools.preflight.rehearse import Rehearsal
 from tests.pool import Pool
 
 
@@ -222,7 +222,7 @@ BUGS: dict[str, Bug] = {
         "mpcore.training.run.Run.optimizer_step", method(take_all), TWO, "NaN on one rank", "rank 0 took the step"
     ),
     "a signal is ignored": Bug(
-        "examples.gpt.stop.Stop.after_step", method(lambda old, self: False), TWO, "signal and resume",
+        "examples.gpt.checkpoints.Stop.after_step", method(lambda old, self: False), TWO, "signal and resume",
         "SIGTERM to rank 3 in step 0 did not stop",
     ),
     "a token id is beyond the vocabulary": Bug(

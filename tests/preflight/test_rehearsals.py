@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt import rehearse as rehearse_module
+from examples.gpt import pretrain
 from examples.gpt.arguments import parse
-from examples.gpt.presets import PRESETS
-from examples.gpt.rehearsals import (
+from examples.gpt.config import PRESETS
+from mpcore.pipeline.schedules import find_schedule
+from mpcore.tools.preflight import rehearse as rehearse_module
+from mpcore.tools.preflight.rehearsals import (
     check_digits,
     check_validation,
     compare,
@@ -30,9 +32,8 @@ from examples.gpt.rehearsals import (
     resumed,
     within_rounding,
 )
-from examples.gpt.rehearse import Rehearsal, cross_entropy, die, kill, quiet, rehearse, wrong_loss
-from examples.gpt.toy import Toy, shrink, write_corpus
-from mpcore.pipeline.schedules import find_schedule
+from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, die, kill, quiet, rehearse, wrong_loss
+from mpcore.tools.preflight.toy import Toy, shrink, write_corpus
 from mpcore.tools.verify.pool import RankError
 from mpcore.tools.verify.run import SHIFT, Seen, check_slope, direction
 
@@ -425,10 +426,12 @@ def test_a_loss_is_compared_at_three_scales():
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Toy:
     folder = tmp_path_factory.mktemp("toy")
-    write_corpus(folder / "corpus", 20)
+    write_corpus("examples.gpt.pretrain", folder / "corpus", 20)
     args = parse(["--dropout", "0.1"])
     sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1}
-    return shrink(args, PRESETS["tiny"], sizes, 2, find_schedule("1f1b", 1, 2, None), folder)[0].alone()
+    return shrink(args, PRESETS["tiny"], sizes, 2, find_schedule("1f1b", 1, 2, None), folder, "examples.gpt.pretrain")[
+        0
+    ].alone()
 
 
 def test_a_rehearsal_looks_saves_resumes_and_is_moved(toy, tmp_path):
@@ -519,7 +522,7 @@ def test_the_last_rank_is_killed_in_its_second_step(rank, toy, tmp_path, monkeyp
     monkeypatch.setattr(rehearse_module, "mesh", lambda **sizes: on)
     monkeypatch.setattr(rehearse_module, "leave_together", nullcontext)
     monkeypatch.setattr(rehearse_module, "Watchdog", lambda on, timeout: nullcontext())
-    monkeypatch.setattr(rehearse_module, "Trainer", Trains)
+    monkeypatch.setattr(pretrain, "Trainer", Trains)
     monkeypatch.setattr(rehearse_module.os, "kill", lambda process, number: done.append((process, number)))
     die(toy, str(tmp_path))
     killed = [(os.getpid(), signal.SIGKILL)] if rank == 2 else []
@@ -557,7 +560,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(answer, said, sentence, tm
     now = iter([10.0, 15.0])
     monkeypatch.setattr(rehearse_module, "Pool", Lent)
     monkeypatch.setattr(rehearse_module.time, "monotonic", lambda: next(now))
-    toy = SimpleNamespace(ranks=3)
+    toy = SimpleNamespace(ranks=3, program="examples.gpt.pretrain")
     if sentence:
         with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
             kill(toy, str(tmp_path), 7.0)  # type: ignore[arg-type]
@@ -565,6 +568,6 @@ def test_a_rank_that_is_killed_is_named_by_the_others(answer, said, sentence, tm
         told = kill(toy, str(tmp_path), 7.0)  # type: ignore[arg-type]
         assert told == "2 of 2 others name rank 2; from start to end 5 s"
     assert made == [
-        (3, {"preload": ("examples.gpt.rehearse",), "grace": 60.0}),
+        (3, {"preload": ("mpcore.tools.preflight.rehearse", "examples.gpt.pretrain"), "grace": 60.0}),
         ((3, rehearse_module.die, toy, str(tmp_path)), {"timeout": 7.0}), "stopped",
     ]  # fmt: skip

@@ -8,13 +8,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
-from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from mpcore.pipeline.schedules import Schedule, find_schedule
 
 RANKS = 8
@@ -30,12 +29,14 @@ class Toy:
         args, config: its flags and its model.
         sizes: arguments of `build_mesh`.
         ranks: the size of its world.
+        program: the module that trains it; see `mpcore.tools.preflight.training`.
     """
 
     args: argparse.Namespace
-    config: GPTConfig
+    config: Any
     sizes: dict[str, int]
     ranks: int
+    program: str
 
     @property
     def name(self) -> str:
@@ -49,7 +50,7 @@ class Toy:
                  "micro_batch": 1, **dict.fromkeys(SIZE_NAMES, 1), "etp": None, **changes}  # fmt: skip
         workers = self.args.workers
         sizes = {"worlds": workers} if workers > 1 else {}
-        return Toy(with_flags(self.args, **flags), self.config, sizes, workers)
+        return Toy(with_flags(self.args, **flags), self.config, sizes, workers, self.program)
 
 
 def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -59,8 +60,8 @@ def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
     return args
 
 
-def shrink(args: argparse.Namespace, config: GPTConfig, sizes: dict[str, int], micro_batches: int, plan: Schedule,
-           folder: Path) -> list[Toy]:  # fmt: skip
+def shrink(args: argparse.Namespace, config: Any, sizes: dict[str, int], micro_batches: int, plan: Schedule,
+           folder: Path, program: str) -> list[Toy]:  # fmt: skip
     """Make the toys of a run: one, or several where a toy with all its axes would have more than 8 ranks. Then each
     axis is in a toy, and so are each two axes that fit.
 
@@ -73,6 +74,7 @@ def shrink(args: argparse.Namespace, config: GPTConfig, sizes: dict[str, int], m
         micro_batches: of a step.
         plan: the schedule.
         folder: for the toys' corpus and checkpoints.
+        program: the module that trains them.
     """
     small = {axis: size if size == 1 else 3 if size % 2 else 2 for axis, size in sizes.items()}
     workers = min(args.workers, 2)
@@ -105,7 +107,8 @@ def shrink(args: argparse.Namespace, config: GPTConfig, sizes: dict[str, int], m
         if not drop:
             break
     return [
-        _toy(args, config, sizes, _experts_sizes(kept, sizes), workers, micro_batches, plan, folder) for kept in chosen
+        _toy(args, config, sizes, _experts_sizes(kept, sizes), workers, micro_batches, plan, folder, program)
+        for kept in chosen
     ]
 
 
@@ -118,8 +121,8 @@ def _experts_sizes(kept: dict[str, int], sizes: dict[str, int]) -> dict[str, int
     return {**kept, "ep": ep if sizes["ep"] > 1 else 1, "etp": etp}
 
 
-def _toy(args: argparse.Namespace, config: GPTConfig, full: dict[str, int], small: dict[str, int], workers: int,
-         micro_batches: int, plan: Schedule, folder: Path) -> Toy:  # fmt: skip
+def _toy(args: argparse.Namespace, config: Any, full: dict[str, int], small: dict[str, int], workers: int,
+         micro_batches: int, plan: Schedule, folder: Path, program: str) -> Toy:  # fmt: skip
     pp, dp = small["pp"], small["dp"]
     file = args.schedule.endswith(".csv")  # is for the run's own number of stages
     schedule, virtual = args.schedule, args.virtual_stages
@@ -142,7 +145,7 @@ def _toy(args: argparse.Namespace, config: GPTConfig, full: dict[str, int], smal
         "dtype": "float64", "autocast": False, "residual_dtype": None, "fp8": False, "compile": None,
         "device": "cpu", "trace": False, "profile": None, "log_to": [], "steps": STEPS, "lr_decay_steps": None,
         "warmup": 1, "data": [str(folder / "corpus")], "eval_data": [], "tokenizer": "byte", "end_of_document": None,
-        "eval_every": 1, "eval_samples": 3 * workers, "preset": None, "init_from": None, "init_from_hf": None,
+        "eval_every": 1, "eval_samples": 3 * workers, "preset": None, "init_from": None,
         "resume": "none", "out": str(folder / "out"), "save_every": 0, "keep": None, "exit_step": None,
         "timeout": 60.0, "check_replicas": 1, "check_speed": 0,
     }  # fmt: skip
@@ -163,11 +166,11 @@ def _toy(args: argparse.Namespace, config: GPTConfig, full: dict[str, int], smal
     if workers > 1:
         sizes["worlds"] = workers
     ranks = workers * small["tp"] * small["cp"] * pp * dp
-    return Toy(with_flags(args, **flags), toy, sizes, ranks)
+    return Toy(with_flags(args, **flags), toy, sizes, ranks, program)
 
 
-def shrink_model(config: GPTConfig, full: dict[str, int], small: dict[str, int], stages: int, full_stages: int,
-                 args: argparse.Namespace) -> GPTConfig:  # fmt: skip
+def shrink_model(config: Any, full: dict[str, int], small: dict[str, int], stages: int, full_stages: int,
+                 args: argparse.Namespace) -> Any:  # fmt: skip
     """Return a model of a hundred thousand parameters at most, whose sizes divide as those of `config` do."""
     c, tp, T = config, small["tp"], full["tp"]
     width = 16 if args.fp8 else 8
@@ -193,7 +196,8 @@ def shrink_model(config: GPTConfig, full: dict[str, int], small: dict[str, int],
         changes["moe"] = moe
     if c.latent is not None:
         rank = None if c.latent.q_lora_rank is None else 2 * width
-        changes["latent"] = LatentConfig(2 * width, rank, width, width, width)
+        heads_of = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), width)
+        changes["latent"] = replace(c.latent, kv_lora_rank=2 * width, q_lora_rank=rank, **heads_of)
     else:
         changes["kv_heads"] = None if c.kv_heads is None else kv
         changes["head_dim"] = None if c.head_dim is None else width
@@ -212,7 +216,7 @@ def shrink_model(config: GPTConfig, full: dict[str, int], small: dict[str, int],
     )  # fmt: skip
 
 
-def shrink_experts(moe: MoEConfig, full: dict[str, int], small: dict[str, int], width: int) -> MoEConfig:
+def shrink_experts(moe: Any, full: dict[str, int], small: dict[str, int], width: int) -> Any:
     """Return a few experts, chosen in the same way."""
     groups = min(moe.groups, 2)
     experts = next(n for n in itertools.count(4) if n % (small["ep"] * groups) == 0)
@@ -229,9 +233,9 @@ def nearest(want: tuple, candidates: Iterable[Any], kind: Callable[[Any], tuple]
     return max(candidates, key=lambda c: sum(a == b for a, b in zip(kind(c), want, strict=True)))
 
 
-def write_corpus(prefix: Path, documents: int = 80) -> None:
+def write_corpus(program: str, prefix: Path, documents: int = 80) -> None:
     """Write documents of random bytes, each ended with the byte tokenizer's end of a document."""
     dice = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+    with import_module(program).IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(documents):
             writer.add_document(np.append(dice.integers(0, 256, dice.integers(3, 90)), 256))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from pathlib import Path
 
-from mpcore import Mesh, Run
+from mpcore.mesh.axis import Mesh
 from mpcore.sharding.replicas import compare_replicas
 from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
+from mpcore.training.run import Run
 
 TIMED = 5  # steps before each check of speed
 
@@ -19,15 +19,18 @@ class Faults:
     """Runs the detectors of faults after each step.
 
     Args:
-        args: the flags.
         mesh: the mesh.
         records: the records of the steps before the one that this run begins with.
         out: the folder for the list of skipped steps.
+        max_skips: the most steps in a row that may be skipped.
+        check_replicas, check_speed: steps between two comparisons of replicas, and of the ranks' speed; 0: never.
     """
 
-    def __init__(self, args: argparse.Namespace, mesh: Mesh, records: list[dict], out: Path) -> None:
-        self.args, self.mesh = args, mesh
-        self.skips = Skips(args.max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
+    def __init__(
+        self, mesh: Mesh, records: list[dict], out: Path, *, max_skips: int, check_replicas: int, check_speed: int
+    ) -> None:
+        self.mesh, self.check_replicas, self.check_speed = mesh, check_replicas, check_speed
+        self.skips = Skips(max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
         self.spikes = Spikes()
         for entry in records:
             if entry.get("loss") is not None:  # null: a step that was skipped
@@ -66,12 +69,12 @@ class Faults:
                 f"step {step}: loss {loss:.4g} is a spike, {score:.0f} standard deviations above those before; "
                 f"its samples are {own[0]} to {own[1]}"
             )
-        if self._due(self.args.check_replicas, step):
+        if self._due(self.check_replicas, step):
             with run.parameters() as model:  # offloaded ones too
                 compare_replicas(model, self.mesh)
-        if is_timed(self.args, self.mesh, step):
+        if is_timed(self.check_speed, self.mesh, step):
             stragglers.probe()
-            if self._due(self.args.check_speed, step):
+            if self._due(self.check_speed, step):
                 found += [f"step {step}: {late}" for late in stragglers.check()]
         return found
 
@@ -80,9 +83,8 @@ class Faults:
         return every > 0 and (step + 1) % every == 0
 
 
-def is_timed(args: argparse.Namespace, mesh: Mesh, step: int) -> bool:
+def is_timed(every: int, mesh: Mesh, step: int) -> bool:
     """Return whether to time this step. Only the last steps before a check are timed: timing waits for the device."""
-    every = args.check_speed
     return every > 0 and mesh.world.size > 1 and step % every >= every - TIMED
 
 

@@ -1,22 +1,20 @@
-"""Record the norm of each tensor along a run, and train twins of a run that differ from it by rounding alone.
+"""Record the norm of each tensor along a run, and round the first weights of a run anew, for its twins.
 
 `mpcore compare RUN_A RUN_B --twins ..` reads what is written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from examples.gpt.samples import permute
-from mpcore import Run
 from mpcore.gradients import TensorNorms, gradient_of
 from mpcore.random import generator
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.state_dict import copy_part
 from mpcore.tools.fault_tolerance.metrics import MetricsWriter
+from mpcore.training.run import Run
 
 FILE = "tensors.jsonl"
 
@@ -46,23 +44,6 @@ class TensorCurves:
             found = {"step": self.run.step, **self.measure()}
             if self.run.mesh.world.rank == 0:
                 self.writer.add(found)
-
-
-def reorder(mine: range, step: int, samples: range, twin: int, workers: int = 1) -> Sequence[int]:
-    """Return this rank's samples of a step in twin number `twin`: each worker's samples, dealt out in another order.
-
-    Args:
-        mine: the places of this rank's samples in the step.
-        step: its number.
-        samples: the step's samples.
-        twin: 0 is the run itself.
-        workers: each keeps its own samples.
-    """
-    if twin == 0:
-        return samples[mine.start : mine.stop]
-    each = len(samples) // workers
-    first = mine.start // each * each
-    return [samples[first + permute(i - first, each, seed=twin, epoch=step)] for i in mine]
 
 
 @torch.no_grad()

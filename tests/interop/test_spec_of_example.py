@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.generate import main as generate_main
-from examples.gpt.hf import SPEC, export_hf, import_hf, load_hf, main, open_checkpoint
+from examples.gpt.hf import SPEC, open_checkpoint
 from examples.gpt.model import GPT
 from examples.gpt.prepare import prepare
 from examples.gpt.pretrain import Trainer, parse
@@ -39,13 +39,16 @@ from mpcore.interop.hugging_face.config import JSON_LIMIT
 from mpcore.layers.mlp import ACTIVATIONS
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
+from mpcore.tools import convert
 from tests.examples.test_pretrain import save_as, trainer
 from tests.pool import mesh
 from tests.quick import some
 
-config_from_hf, config_to_hf, open_hf, parts_of = (
-    partial(f, spec=SPEC) for f in (hf.config_from_hf, hf.config_to_hf, hf.open_hf, hf.parts_of)
+config_from_hf, config_to_hf, open_hf, parts_of, export_hf, import_hf, load_hf = (
+    partial(f, spec=SPEC)
+    for f in (hf.config_from_hf, hf.config_to_hf, hf.open_hf, hf.parts_of, hf.export_hf, hf.import_hf, hf.load_hf)
 )
+main = partial(convert.main, spec=SPEC)
 SIZES = {
     "vocab_size": 53, "hidden_size": 24, "intermediate_size": 21, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -722,14 +725,15 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
 
 MEASURE = r"""
 import re, sys
-from examples.gpt.hf import export_hf, import_hf
+from examples.gpt.hf import SPEC
+from mpcore.interop.hugging_face import export_hf, import_hf
 import torch
 def peak(): return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", open("/proc/self/status").read())[1])
 torch.ones(10).sum()
 base = peak()
-import_hf(sys.argv[1], sys.argv[2], shard_bytes=2**26)
+import_hf(sys.argv[1], sys.argv[2], spec=SPEC, shard_bytes=2**26)
 middle = peak()
-export_hf(sys.argv[2], sys.argv[3], shard_bytes=2**26)
+export_hf(sys.argv[2], sys.argv[3], spec=SPEC, shard_bytes=2**26)
 print(middle - base, peak() - base)
 """
 
@@ -789,7 +793,7 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
 
 
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
-    t = trainer("--init-from-hf", folder, "--tokenizer", "byte", "--out", out, "--lr", "1e-3", *flags, **sizes)
+    t = trainer("--init-from", folder, "--tokenizer", "byte", "--out", out, "--lr", "1e-3", *flags, **sizes)
     value = t.evaluate()
     losses = [t.step()["loss"] for i in range(2)]
     if not sizes:
@@ -801,18 +805,14 @@ def check_training_refused(folder: str, out: str) -> None:
     for flags, message in (
         (["--tokenizer", "byte", "--preset", "gpt2"], r"--preset gpt2 and a model to begin with: the shape is that of"),
         (["--tokenizer", "byte", "--d-ff", "32"], r"--d-ff 32 is not the 24 of"),
-        (["--init-from-hf", "/nowhere"], r"/nowhere/config.json is missing"),
-        (
-            [],
-            r"hf has no tokenizer.json, but config.json, generation_config.json, model.safetensors: --tokenizer names",
-        ),
+        ([], r"carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes"),
     ):
         with pytest.raises(ValueError, match=message):
-            trainer("--init-from-hf", folder, "--out", out, *flags, tp=2)
+            trainer("--init-from", folder, "--out", out, *flags, tp=2)
 
 
 def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, capsys):
-    """`--init-from-hf`: the first loss is theirs, the next ones those of one process; then it exports and generates."""
+    """The first loss is theirs, the next ones those of one process; then it exports and generates."""
     config = transformers.Qwen2Config(
         vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
@@ -821,11 +821,12 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     model = transformers.AutoModelForCausalLM.from_config(config)
     folder, out = str(tmp_path / "hf"), str(tmp_path / "out")
     model.save_pretrained(folder)
-    ((value, want),) = ranks(1, check_training, folder, out, {}, [])
-    for found, losses in ranks(4, check_training, folder, out, {"pp": 2, "tp": 2}, ["--sequence-parallel"]):
+    bare = str(import_hf(folder, tmp_path / "bare"))
+    ((value, want),) = ranks(1, check_training, bare, out, {}, [])
+    for found, losses in ranks(4, check_training, bare, out, {"pp": 2, "tp": 2}, ["--sequence-parallel"]):
         assert found == pytest.approx(value, rel=1e-5)
         assert losses == pytest.approx(want, rel=1e-5)
-    ranks(2, check_training_refused, folder, out)
+    ranks(2, check_training_refused, bare, out)
     step = tmp_path / "out" / "checkpoints" / "step-00000002"
     export_hf(step, tmp_path / "trained", tokenizer=folder)
     trained = theirs(tmp_path / "trained")
@@ -839,9 +840,6 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     for named in ([], ["--tokenizer", "byte"]):  # the checkpoint says it too
         assert generate_main([*sample_of, *named]) == 0
         assert capsys.readouterr().out.startswith("def ")
-    bare = str(import_hf(folder, tmp_path / "bare"))
-    with pytest.raises(ValueError, match=r"carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes"):
-        trainer("--init-from", bare, "--out", out)
     assert generate_main(["--checkpoint", bare]) == 2
     assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
     assert generate_main([*sample_of, "--temperature", "-1"]) == 2
@@ -854,20 +852,17 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_training_begins_with_an_import_in_half_precision(tmp_path, dtype):
-    """`--init-from` makes the run's float32 of it, as `--init-from-hf` does, to the bit."""
+    """`--init-from` makes the run's float32 of it, to the bit."""
     config = GPTConfig(vocab_size=257, layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
     step = save(tmp_path / "step", build(config).to(dtype), mesh=Mesh(), step=0, config={"model": asdict(config)})
-    back, data = export_hf(step, tmp_path / "hf"), str(tmp_path / "corpus")
+    data = str(tmp_path / "corpus")
     (tmp_path / "text").write_text("def f(): return 1\n" * 99)
     prepare([tmp_path / "text"], data)
     flags = ["--data", data, "--tokenizer", "byte", "--out", str(tmp_path / "out")]
-    cast, want = (
-        trainer(*flags, *begin).model for begin in (["--init-from", str(step)], ["--init-from-hf", str(back)])
-    )
+    cast, want = trainer(*flags, "--init-from", str(step)).model, build(config).to(dtype)
     for p, q in zip(cast.parameters(), want.parameters(), strict=True):
         assert p.dtype == torch.float32
-        assert torch.equal(p, q)
-    assert torch.equal(cast.head.weight.to(dtype).float(), cast.head.weight)
+        assert torch.equal(p, q.float())
     with pytest.raises(ValueError, match=r"model/embedding.weight: expected dtype F32, found B?F16 in model-00000"):
         load(step, cast, mesh=Mesh())
 
@@ -876,11 +871,11 @@ def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_pat
     """They would be read over; without the flag the refusal says that it is missing."""
     config = GPTConfig(vocab_size=257, layers=2, d_model=16, heads=4, d_ff=28)
     first = save(tmp_path / "step", build(config), mesh=Mesh(), step=0, config={"model": asdict(config)})
-    folder, data = export_hf(first, tmp_path / "hf"), str(tmp_path / "corpus")
+    data = str(tmp_path / "corpus")
     (tmp_path / "text").write_text("def f(): return 1\n" * 99)
     prepare([tmp_path / "text"], data)
     flags = ["--data", data, "--tokenizer", "byte", "--seq-len", "8"]
-    for begin, files in ((["--init-from-hf", str(folder)], folder), (["--init-from", str(first)], first)):
+    for begin, files in ((["--init-from", str(first)], first),):
         here = [*flags, "--out", str(tmp_path / "out" / files.name)]
         begun = Trainer(parse([*here, *begin]), mesh())
         begun.step()
@@ -891,7 +886,7 @@ def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_pat
         assert went_on.run.step == 1
         for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
             assert torch.equal(p, q)
-        with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from-hf or --init-from, give tha"):
+        with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from, give that again"):
             Trainer(parse([*here, "--resume", "auto"]), mesh())
 
 
@@ -922,7 +917,8 @@ def check_carried(folder: str, data: str, out: str) -> None:
     step = step_path(Path(out) / "checkpoints", 1)
     other = f"{Path(folder).parent}/other.json"
     again = ["--init-from", str(step)]
-    begins = (["--init-from-hf", folder, "--async-save"], again, [*again, "--tokenizer", other],
+    imported = str(import_hf(folder, f"{folder}-imported"))
+    begins = (["--init-from", imported, "--set", "async_save=true"], again, [*again, "--tokenizer", other],
               [*again, "--tokenizer", "byte"])  # fmt: skip
     for i, begin in enumerate(begins):
         flags = [*begin, "--data", data, "--seq-len", "8", "--out", out]
@@ -981,9 +977,10 @@ def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, ca
     trained = train_tokenizer([text], 290, file)
     named, flags, name = str(file) if kind != "byte" else "byte", [], "<|endoftext|>"
     if kind == "json of another name":
-        name, flags = "<stop>", ["--end-of-document", "<stop>"]
+        name, flags = "<stop>", ["--set", "end_of_document=<stop>"]
         file.write_text(file.read_text().replace("<|endoftext|>", name))
-    prepare([tmp_path / "text"] * 4, tmp_path / "corpus", tokenizer=named, end_of_document=(flags or [None])[-1])
+    prepare([tmp_path / "text"] * 4, tmp_path / "corpus", tokenizer=named, end_of_document=name if flags else None)
+    named_there = ["--tokenizer", named, *(["--end-of-document", name] if flags else [])]
     flags += ["--tokenizer", named]
     t = trainer("--data", str(tmp_path / "corpus"), *flags, "--out", str(tmp_path / "out"))
     end = t.setup.tokenizer.end_of_document
@@ -995,7 +992,8 @@ def test_what_was_trained_here_stops_at_the_end_of_a_document_there(tmp_path, ca
     save_as(1, t)
     back = export_hf(step_path(t.checkpoints.path, 1), tmp_path / "back")
     assert theirs(back).generate(torch.tensor([[65]]), max_new_tokens=9).tolist() == [[65, end]]
-    assert generate_main(["--checkpoint", str(t.checkpoints.path / "step-00000001"), "--prompt", "d", *flags]) == 0
+    saved = str(t.checkpoints.path / "step-00000001")
+    assert generate_main(["--checkpoint", saved, "--prompt", "d", *named_there]) == 0
     assert capsys.readouterr().out == "d\n"
     if kind != "byte":
         tokenizer = AutoTokenizer.from_pretrained(back)

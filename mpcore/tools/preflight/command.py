@@ -1,7 +1,8 @@
 """`mpcore preflight -- COMMAND`: check on this machine, in minutes, that a large run on many GPUs will work.
 
-For a command `-m package.module FLAGS`, the module `package.preflight` must define `checks(flags, options)`, which
-returns a list of `Check`; see `examples.gpt.preflight`. For a model, `module:build`, the checks are defined here.
+For a command `-m package.module FLAGS`, the module `package.preflight` may define `checks(flags, options, pool)`, which
+returns a list of `Check`. Otherwise the module itself must have the names of `mpcore.tools.preflight.training`, as
+`examples.gpt.pretrain` has them. For a model, `module:build`, the checks are defined here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import json
 import re
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -23,81 +22,23 @@ import torch
 
 from mpcore.sharding.state_dict import full_state_dict
 from mpcore.tools.command_line import Parser, reports_errors
-from mpcore.tools.verify import parse_layout, verify, what_happened
+from mpcore.tools.preflight import training
+from mpcore.tools.preflight.checks import FAILED, Check, Options, run_checks
+from mpcore.tools.preflight.checks import verdict as conclusion
+from mpcore.tools.verify import parse_layout, verify
 from mpcore.tools.verify.__main__ import find
 from mpcore.tools.verify.layout import Layout
-from mpcore.tools.verify.pool import Pool, RankError, mesh
+from mpcore.tools.verify.pool import Pool, mesh
 from mpcore.tools.verify.run import SHIFT, STEP, Seen, Task, build_model, check_slope, run_step
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
 
-OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 _COUNTS = {
     "nodes": ("--nnodes", "-N", "--nodes"),
     "each": ("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node"),
     "all": ("-n", "--ntasks"),
 }
-
-
-class Skip(Exception):  # noqa: N818  (not an error)
-    """Raised by a check that doesn't apply; its text says why."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check, printed as one line.
-
-    Attributes:
-        name: the name of the check.
-        run: runs the check and returns the measured numbers as text. It raises ValueError with the problem and how to
-            fix it, or `Skip` with the reason why the check doesn't apply.
-        meaning: one sentence: what a failure means, and what to do.
-        needed: if True and the check fails, later checks are skipped.
-    """
-
-    name: str
-    run: Callable[[], str]
-    meaning: str = ""
-    needed: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a check.
-
-    Attributes:
-        name, meaning: the `Check`'s name and meaning.
-        state: "ok", "FAILED" or "skipped".
-        detail: the numbers, the problem, or the reason for skipping.
-        seconds: the time the check took.
-    """
-
-    name: str
-    state: str
-    detail: str
-    seconds: float = 0.0
-    meaning: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.state:<8}{self.name:<26}{self.seconds:6.1f} s  {self.detail}".rstrip()
-
-
-@dataclass(frozen=True)
-class Options:
-    """Facts about the run that checks may use.
-
-    Attributes:
-        ranks: the number of ranks, from the launcher's arguments; None: the product of the axes.
-        each: the number of ranks per node; None if unknown.
-        memory: bytes of memory per GPU; None if unknown.
-        timeout: seconds that a toy run may take.
-    """
-
-    ranks: int | None = None
-    each: int | None = None
-    memory: float | None = None
-    timeout: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -140,51 +81,6 @@ def _number(flag: str, word: str) -> int:
     if not number.isdigit():
         raise ValueError(f"{flag} {word} is no number: say how many ranks the run has")
     return int(number)
-
-
-def run_checks(checks: Sequence[Check], begin: Callable[[int], None] = lambda at: None) -> Iterator[Result]:
-    """Run checks one after another, and yield each result. `begin` is called with the index of the next check."""
-    stopped = ""
-    for at, check in enumerate(checks):
-        begin(at)
-        began, state, detail = time.perf_counter(), OK, ""
-        try:
-            if stopped:
-                raise Skip(f"{stopped} failed")
-            detail = _run(check)
-        except Skip as why:
-            state, detail = SKIPPED, str(why)
-        except RankError as error:
-            state, detail = FAILED, what_happened(str(error))
-        except Exception as error:  # a check runs the user's own code
-            state, detail = FAILED, _explained(error)
-        stopped = stopped or (check.name if check.needed and state == FAILED else "")
-        yield Result(check.name, state, detail, time.perf_counter() - began, check.meaning)
-
-
-def _run(check: Check) -> str:
-    """Run a check, and run it again if a process crashed in native code: gloo does so once in some hundred runs."""
-    try:
-        return check.run()
-    except RankError as error:
-        crash = re.search(r"died \((SIGABRT|SIGBUS|SIGSEGV)\)", str(error))
-        if crash is None:
-            raise
-    return f"{check.run()}; a process had crashed before ({crash[1]})".lstrip("; ")
-
-
-def _explained(error: Exception) -> str:
-    """Return the text of an error; for one of torch about a write in place, also its line and what to change."""
-    if isinstance(error, ValueError | OSError):
-        return str(error)
-    text, frames = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)]
-    if not own or not re.search(r"modified (by an )?in-?place", text):
-        return text
-    return (
-        f"{own[-1].filename}:{own[-1].lineno}, {own[-1].name}: a tensor is written to in place that shares its memory "
-        f"with another result, or whose values a backward needs. Write to a clone, or return a new tensor. {text}"
-    )
 
 
 # --- a model, module:build --------------------------------------------------------------------------------------------
@@ -283,16 +179,22 @@ def checks_of(command: Command, options: Options, pool: Pool) -> list[Check]:
         return checks_of_model(command.target, command.flags, options, pool)
     sys.path.insert(0, "") if "" not in sys.path else None
     name = f"{command.target.rpartition('.')[0] or command.target}.preflight"
+    if _has(name, ("checks",)):
+        return import_module(name).checks(command.flags, options, pool)
+    if _has(command.target, training.NEEDED):
+        return training.Preflight(command.target, command.flags, options, pool).checks()
+    raise ValueError(
+        f"{command.target} has no module {name} with checks(flags, options, pool), and not all of "
+        f"{', '.join(training.NEEDED)} itself: add one of both, or check the model alone, as module:build"
+    )
+
+
+def _has(module: str, names: Sequence[str]) -> bool:
     try:
-        there = importlib.util.find_spec(name)
+        there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        there = None
-    if there is None:
-        raise ValueError(
-            f"{command.target} has no module {name} with checks(flags, options, pool): write one as "
-            f"examples/gpt/preflight.py, or check the model alone, as module:build"
-        )
-    return import_module(name).checks(command.flags, options, pool)
+        return False
+    return there and set(names) <= vars(import_module(module)).keys()
 
 
 @reports_errors("mpcore preflight")
@@ -340,24 +242,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     else:
-        print(verdict(results))
+        print(conclusion(results))
     return int(bool(failed))
 
 
 def _show(checks: Sequence[Check], at: int) -> None:
     """Draw how far the checks are, on the terminal's last line."""
     print(f"\r\x1b[K[{'#' * at}{'.' * (len(checks) - at)}] {checks[at].name}\r", end="", file=sys.stderr, flush=True)
-
-
-def verdict(results: Sequence[Result]) -> str:
-    """Say in a sentence whether to start the run, and what each failure means."""
-    failed = [result for result in results if result.state == FAILED]
-    seconds = sum(result.seconds for result in results)
-    if not failed:
-        return f"Nothing found that speaks against this run: {len(results)} checks in {seconds:.0f} s."
-    names = ", ".join(result.name for result in failed)
-    lines = [f"Don't start this run: {len(failed)} of {len(results)} checks failed ({names})."]
-    return "\n".join(lines + [f"- {result.name}: {result.meaning}." for result in failed if result.meaning])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a toy on one rank, for `examples.gpt.preflight`: look into it, save, resume, stop and kill it."""
+"""Train a toy on one rank, for `mpcore preflight`: look into it, save, resume, stop and kill it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from examples.gpt.toy import Toy, with_flags
-from examples.gpt.train import Trainer
-from mpcore import full_state_dict, sequence_index, shardings
 from mpcore.checkpoint import checkpoints
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.layers.attention.sequence import sequence_index
 from mpcore.layers.module import RandomModule
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import declarations, shardings
 from mpcore.sharding.local import local_tensor
+from mpcore.sharding.state_dict import full_state_dict
 from mpcore.tools.fault_tolerance import StopSignals, Watchdog, leave_together
+from mpcore.tools.preflight.toy import Toy, with_flags
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 from mpcore.tools.verify.run import Seen, full_tensors, joined, listen, move
 from mpcore.training.first_step import FirstStep
 
 GRACE = 60.0  # seconds in which all ranks must have left after one was killed
-tqdm.set_lock(threading.RLock())  # its default lock is shared by processes, which a killed one would leave behind
 _NAMED = re.compile(r"stopped, because rank (\d+)")
 
 
@@ -101,7 +101,7 @@ def rehearse(
             out, resume = str(resume), "auto"
         elif resume not in (None, "auto"):
             resume = str(checkpoints(Path(str(resume)) / "checkpoints", on)[0])
-        trainer = Trainer(with_flags(toy.args, out=out, resume=resume or "none"), on, toy.config)
+        trainer = trainer_of(toy)(with_flags(toy.args, out=out, resume=resume or "none"), on, toy.config)
         if start is not None:
             with trainer.run.parameters() as model, torch.no_grad():
                 for name, p in model.named_parameters():
@@ -151,6 +151,14 @@ def rehearse(
     return got
 
 
+def trainer_of(toy: Toy) -> Any:
+    """Return the class that trains a toy."""
+    program = import_module(toy.program)
+    if "tqdm" in sys.modules:  # its default lock is shared by processes, which a killed one would leave behind
+        sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
+    return program.Trainer
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> float:
     """Return torch's mean loss in float64 over the targets that are not -100."""
     loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
@@ -188,7 +196,7 @@ def wrong_loss(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets
 
 
 @torch.no_grad()
-def overwrite(trainer: Trainer) -> None:
+def overwrite(trainer: Any) -> None:
     """While a save in the background is written, do at once what the next step does: write to the parameters."""
     saving = trainer.checkpoints.saving
     if saving is None:
@@ -208,18 +216,18 @@ def has_gradient(parameter: Tensor) -> bool:
     return grad is not None and bool(local_tensor(grad).any())
 
 
-def state_of(trainer: Trainer) -> dict[str, Tensor]:
+def state_of(trainer: Any) -> dict[str, Tensor]:
     """Copy the logical parameters and buffers: a collective."""
     with trainer.run.parameters() as model:
         return {name: value.clone() for name, value in full_state_dict(model).items()}
 
 
-def scale_of(trainer: Trainer) -> float:
+def scale_of(trainer: Any) -> float:
     """Return the loss scale; 1 without one."""
     return trainer.run.scaler.scale if trainer.run.scaler else 1.0
 
 
-def at_step(trainer: Trainer, at: int, act: Any) -> None:
+def at_step(trainer: Any, at: int, act: Any) -> None:
     """Have a step do something before it begins."""
     step = trainer.step
 
@@ -231,7 +239,7 @@ def at_step(trainer: Trainer, at: int, act: Any) -> None:
     trainer.step = then  # type: ignore[method-assign]
 
 
-def poison(trainer: Trainer) -> None:
+def poison(trainer: Any) -> None:
     """Make this rank's loss of the next step NaN, as a bad batch does: its gradients are NaN before any sum."""
     run, factor = trainer.run, trainer.run.loss_factor
 
@@ -246,7 +254,7 @@ def poison(trainer: Trainer) -> None:
     trainer.step = then  # type: ignore[method-assign]
 
 
-def observe(trainer: Trainer, toy: Toy) -> Seen:
+def observe(trainer: Any, toy: Toy) -> Seen:
     """Record the tensors of the next step, as `mpcore.tools.verify` compares them."""
     run, on = trainer.run, trainer.mesh
     seen = Seen(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.worlds.size)
@@ -307,7 +315,7 @@ def die(toy: Toy, out: str) -> None:
         on = mesh(**toy.sizes)
         args = with_flags(toy.args, out=str(Path(out) / "run"), steps=10**6)
         with leave_together(on), Watchdog(on, timeout=GRACE / 2):
-            trainer = Trainer(args, on, toy.config)
+            trainer = trainer_of(toy)(args, on, toy.config)
             if on.job.rank == on.job.size - 1:
                 at_step(trainer, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
             trainer.train()
@@ -319,7 +327,7 @@ def kill(toy: Toy, out: str, timeout: float) -> str:
     Raises:
         ValueError: if the others don't leave by themselves, or don't name it.
     """
-    pool, began = Pool(toy.ranks, preload=("examples.gpt.rehearse",), grace=GRACE), time.monotonic()
+    pool, began = Pool(toy.ranks, preload=(__name__, toy.program), grace=GRACE), time.monotonic()
     try:
         pool(toy.ranks, die, toy, out, timeout=timeout)
     except RankError as error:

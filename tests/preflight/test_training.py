@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.gpt import preflight
+from examples.gpt import plan, pretrain
 from examples.gpt.arguments import parse
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
-from examples.gpt.preflight import Preflight, checks, layout_of, without
-from examples.gpt.rehearse import Rehearsal
-from examples.gpt.toy import Toy
 from mpcore.tools.preflight import Options, Skip
+from mpcore.tools.preflight import training as preflight
+from mpcore.tools.preflight.rehearse import Rehearsal
+from mpcore.tools.preflight.toy import Toy
+from mpcore.tools.preflight.training import Preflight, layout_of, without
 from mpcore.tools.verify.run import SHIFT, Seen
 
 SMALL = "--layers 2 --d-model 32 --heads 4 --d-ff 64 --seq-len 32 --micro-batch 1 --global-batch 8"
@@ -40,7 +41,7 @@ class Fake(Preflight):
 
     def __init__(self, flags: str = "", **options: Any) -> None:
         pool: Any = SimpleNamespace(workers=[], most=None, preload=None)
-        super().__init__(f"{SMALL} {flags}".split(), Options(**options), pool)
+        super().__init__("examples.gpt.pretrain", f"{SMALL} {flags}".split(), Options(**options), pool)
         self.check_flags()
         self.asked: list[tuple[Toy, str, dict]] = []
         self.answers: dict[str, list[Rehearsal]] = {}
@@ -74,7 +75,7 @@ def test_the_ranks_are_those_of_the_launcher_or_of_the_flags(flags, ranks, told)
     made = Fake(flags, ranks=ranks)
     assert made.check_flags() == told
     assert made.pool.most == max(toy.ranks for toy in made.toys)
-    assert made.pool.preload == ("examples.gpt.rehearse",)
+    assert made.pool.preload == ("mpcore.tools.preflight.rehearse", "examples.gpt.pretrain")
     assert (Path(made.folder.name) / "corpus.bin").is_file()
     assert made.sizes["tp"] == made.args.tp
     made.pool.workers, made.pool.most = ["one"], 3
@@ -90,19 +91,21 @@ def test_the_ranks_are_those_of_the_launcher_or_of_the_flags(flags, ranks, told)
         ("--steps 0", None, "--steps 0 is smaller than 1"),
         ("--tp 3", 4, "tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"),
         ("--tp 0", None, "--tp 0 is smaller than 1"),
-        ("--autocast", None, "autocast"),
-        ("--dp 4 --replicate 3", None, "--replicate 3 with --zero 1 on 4 data ranks"),
+        ("--set autocast=true", None, "autocast"),
+        ("--dp 4 --set replicate=3", None, "replicate 3 with --zero 1 on 4 data ranks"),
         ("--heads 2 --tp 4", None, "--heads 2 is smaller than the tp size 4"),
     ],
 )
 def test_flags_that_cannot_run_are_refused(flags, ranks, sentence, capsys):
-    made = Preflight(f"{SMALL} {flags}".split(), Options(ranks=ranks), SimpleNamespace(workers=[]))  # type: ignore[arg-type]
+    made = Preflight(
+        "examples.gpt.pretrain", f"{SMALL} {flags}".split(), Options(ranks=ranks), SimpleNamespace(workers=[])
+    )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         made.check_flags()
 
 
 def test_the_checks_stand_in_their_order():
-    made = checks(SMALL.split(), Options(), SimpleNamespace(workers=[]))  # type: ignore[arg-type]
+    made = Preflight("examples.gpt.pretrain", SMALL.split(), Options(), SimpleNamespace(workers=[])).checks()  # type: ignore[arg-type]
     assert [check.name for check in made] == [
         "flags", "data", "output folder", "memory and bytes", "one process", "against torch",
         "sharded against unsharded", "accumulation", "save, load elsewhere", "signal and resume", "NaN on one rank",
@@ -126,14 +129,14 @@ def corpus(prefix: Path, documents: int = 40, largest: int = 255) -> str:
 
 
 def test_the_data_is_read_at_65_places(tmp_path):
-    made = Fake(f"--data {corpus(tmp_path / 'a')} --eval-data more={corpus(tmp_path / 'b')} --steps 20")
+    made = Fake(f"--data {corpus(tmp_path / 'a')} --set eval_data=more={corpus(tmp_path / 'b')} --steps 20")
     told = made.check_data()
     tokens = 40 * 101
     match = re.fullmatch(rf"{tokens:,} tokens; the run takes 160 samples, ([\d.e+]+) epochs", told)
     assert match
     assert 1 < float(match[1]) < 2
     assert made.corpus == {"documents": 40, "tokens": tokens}
-    ramped = Fake(f"--data {tmp_path / 'a'} --steps 6 --rampup-batch-size 2 2 6 --micro-batch 1")
+    ramped = Fake(f"--data {tmp_path / 'a'} --steps 6 --set rampup_batch_size=2,2,6 --micro-batch 1")
     assert "takes 38 samples" in ramped.check_data()  # 2, 4, and four times 8
 
 
@@ -170,8 +173,8 @@ def test_each_part_of_the_data_is_read_as_often_as_the_run_reads_it(monkeypatch)
             asked.append((length,))
             return Samples("set")
 
-    made = Fake("--steps 80 --eval-samples 3 --seed 5")
-    monkeypatch.setattr(preflight, "open_data", lambda *of: (Corpora(5), {"more": Corpora(2**31)}))
+    made = Fake("--steps 80 --set eval_samples=3 --seed 5")
+    monkeypatch.setattr(pretrain, "open_data", lambda *of: (Corpora(5), {"more": Corpora(2**31)}))
     assert made.check_data() == "5 tokens; the run takes 640 samples, 6.4 epochs"
     assert read["train"] == [i * 639 // 64 for i in range(65)]
     assert read["held"] == read["set"] == [0, 1, 2]
@@ -223,7 +226,7 @@ def test_a_checkpoint_goes_on_only_if_it_is_asked_for_and_fits(tmp_path, monkeyp
     monkeypatch.setattr(preflight, "checkpoints", lambda path: looked.append(path) or saved)
     judged: list[tuple] = []
     monkeypatch.setattr(preflight, "verify", lambda path: judged.append(path) or [])
-    monkeypatch.setattr(preflight, "other_run", lambda *of: judged.append(of))
+    monkeypatch.setattr(pretrain, "other_run", lambda *of: judged.append(of))
     with pytest.raises(ValueError, match=r"^/x/step-9 is there: --resume auto goes on from it, another --out begins"):
         folder(f"--out {tmp_path}")
     with pytest.raises(ValueError, match=r"^/x/step-9 is there"):
@@ -239,7 +242,7 @@ def test_a_checkpoint_goes_on_only_if_it_is_asked_for_and_fits(tmp_path, monkeyp
     judged.clear()
     folder(f"--out {tmp_path} --resume /y/step-3")
     assert judged[0] == Path("/y/step-3")
-    monkeypatch.setattr(preflight, "other_run", lambda *of: ValueError("is of another run"))
+    monkeypatch.setattr(pretrain, "other_run", lambda *of: ValueError("is of another run"))
     with pytest.raises(ValueError, match="is of another run"):
         folder(f"--out {tmp_path} --resume auto")
     monkeypatch.setattr(preflight, "verify", lambda path: ["a file is gone", "and more"])
@@ -258,7 +261,7 @@ def planned(flags: str, monkeypatch: Any, **options: Any) -> tuple[str, list]:
     asked: list[tuple] = []
 
     def dry_run(build: Any, flags: list[str], rank: int, stands_for_gpu: bool, **sizes: int) -> Any:
-        assert build is preflight.build
+        assert build is plan.build
         assert stands_for_gpu == ("cpu" not in flags)
         asked.append((flags, rank, sizes))
         volumes = {"tp": 3_000_000_000, "dp": 1_500_000_000 * rank, "cp": 0}
@@ -287,8 +290,10 @@ def test_the_first_the_second_and_the_last_stage_are_planned(monkeypatch):
 
 
 def test_flags_that_a_plan_does_not_know_are_left_out_and_named(monkeypatch):
-    told, asked = planned("--offload activations optimizer --lr 0.5 --compile --resume none --profile 1:2", monkeypatch)
-    assert asked[0][0] == [*SMALL.split(), "--lr", "0.5"]
+    told, asked = planned(
+        "--offload activations optimizer --lr 0.5 --compile --resume none --set profile=1:2", monkeypatch
+    )
+    assert asked[0][0] == [*SMALL.split(), "--lr", "0.5", "--set", "profile=1:2"]
     assert told.endswith("tp 3 (without --offload and --compile)")
     assert planned("--offload optimizer", monkeypatch)[0].endswith(" (without --offload)")
     assert without(["--a", "1", "--b", "2", "3", "--c=4", "--d", "-1"], {"--b", "--c"}) == ["--a", "1", "--d", "-1"]
@@ -361,8 +366,8 @@ def test_one_process_is_compared_with_torch_and_with_the_slope(monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "slope"), [
-    ("--experts 4", False), ("--experts 4 --balance none", True),
-    ("--experts 4 --balance none --router-z-loss 0.1", False),
+    ("--experts 4", False), ("--experts 4 --set moe.aux_loss=none", True),
+    ("--experts 4 --set moe.aux_loss=none --set moe.z_loss=0.1", False),
 ])  # fmt: skip
 def test_a_gradient_with_a_balance_loss_has_another_slope(flags, slope, monkeypatch):
     made = Fake(flags)
@@ -450,7 +455,7 @@ def test_a_batch_is_cut_in_another_way():
     made = Fake("--workers 2 --local-steps 4")
     made.dense[0] = [rank(0), rank(1)]
     assert made.check_accumulation() == "1 x 2 samples as 2 x 1"
-    made = Fake("--rampup-batch-size 1 1 4")
+    made = Fake("--set rampup_batch_size=1,1,4")
     made.dense[0] = [rank()]
     assert made.check_accumulation() == "1 x 2 samples as 2 x 1"
     with pytest.raises(Skip, match="a step of one sample can't be cut"):
@@ -538,7 +543,7 @@ def test_the_dtype_of_the_run_is_tried_with_twins_float64_and_a_resume(monkeypat
     digits: list[tuple] = []
     monkeypatch.setattr(preflight, "within_rounding", lambda *of, **how: judged.append((of, how)))
     monkeypatch.setattr(preflight, "check_digits", lambda *of: digits.append(of))
-    made = dtyped("--tp 2 --dp 2 --dtype bfloat16 --residual-dtype float32 --micro-batch 1")
+    made = dtyped("--tp 2 --dp 2 --dtype bfloat16 --set residual_dtype=float32 --micro-batch 1")
     made.answers["dtype-dense"] = [rank(begun={"w": torch.ones(2)})]
     made.answers["dtype"] = [rank() for _ in range(4)]
     assert made.check_dtype() == "bfloat16: first loss 4.0000, on one process 4.0000"
@@ -578,9 +583,9 @@ def test_the_dtype_of_the_run_is_tried_with_twins_float64_and_a_resume(monkeypat
         ("--dtype float16", 2.0**-10, 3, 0),
         ("--dtype float16 --tp 2", 2.0**-10, 3, 0),
         ("--dtype bfloat16 --dp 2 --pp 2", 2.0**-7, 3, 0),
-        ("--dtype bfloat16 --autocast", 2.0**-7, 3, 0),
+        ("--dtype bfloat16 --set autocast=true", 2.0**-7, 3, 0),
         ("--dtype bfloat16 --fp8 --d-model 128 --d-ff 128", 2.0**-3, 3, 0),
-        ("--experts 4 --aux-loss micro_batch", 2.0**-23, 0, 0),
+        ("--experts 4 --set moe.aux_loss=micro_batch", 2.0**-23, 0, 0),
         ("--experts 4", 2.0**-23, 3, 0),
     ],
 )
@@ -633,6 +638,6 @@ def test_the_last_rank_is_killed(monkeypatch):
 
 
 def test_a_run_without_flags_is_parsed_as_the_command_does():
-    made = Preflight([], Options(), SimpleNamespace(workers=[]))  # type: ignore[arg-type]
+    made = Preflight("examples.gpt.pretrain", [], Options(), SimpleNamespace(workers=[]))  # type: ignore[arg-type]
     made.check_flags()
     assert vars(made.args) == vars(parse([]))

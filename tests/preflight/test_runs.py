@@ -16,17 +16,16 @@ import pytest
 import torch
 
 from examples.gpt import arguments
-from examples.gpt.config import MoEConfig
+from examples.gpt.config import PRESETS, MoEConfig
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.plan import build
-from examples.gpt.preflight import Preflight
-from examples.gpt.presets import PRESETS
-from examples.gpt.toy import SIZE_NAMES, nearest, shrink, shrink_experts
 from mpcore.__main__ import main
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
-from tests.examples.planted import BUGS, Lent, Planted
+from mpcore.tools.preflight.toy import SIZE_NAMES, nearest, shrink, shrink_experts
+from mpcore.tools.preflight.training import Preflight
+from tests.preflight.planted import BUGS, Lent, Planted
 from tests.quick import some
 
 SMALL = ["--steps", "6", "--global-batch", "16", "--micro-batch", "1", "--seq-len", "32", "--layers", "2"]
@@ -34,7 +33,9 @@ SMALL = ["--steps", "6", "--global-batch", "16", "--micro-batch", "1", "--seq-le
 
 def preflight(pool: Any, tmp_path: Path, *flags: str, stop: str = "rank killed") -> dict[str, Result]:
     """The results of all checks before `stop`, by name."""
-    checks = Preflight([*SMALL, "--out", str(tmp_path / "out"), *flags], Options(), Lent(pool)).checks()  # type: ignore[arg-type]
+    checks = Preflight(
+        "examples.gpt.pretrain", [*SMALL, "--out", str(tmp_path / "out"), *flags], Options(), Lent(pool)
+    ).checks()  # type: ignore[arg-type]
     names = [check.name for check in checks]
     return {result.name: result for result in run_checks(checks[: names.index(stop)])}
 
@@ -42,10 +43,12 @@ def preflight(pool: Any, tmp_path: Path, *flags: str, stop: str = "rank killed")
 @pytest.mark.parametrize(
     "flags",
     some(
-        "--cp 2 --ep 2 --experts 4 --dispatch all_to_all --dtype bfloat16 --autocast --rampup-batch-size 8 8 32",
+        "--cp 2 --ep 2 --experts 4 --set moe.dispatch=all_to_all --dtype bfloat16 --set autocast=true "
+        "--set rampup_batch_size=8,8,32",
         of=[
             "--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
-            "--pp 2 --dp 2 --tie-embeddings --schedule interleaved --layers 4 --dtype float16 --optimizer muon",
+            "--pp 2 --dp 2 --set tie_embeddings=true --schedule interleaved --layers 4 --dtype float16 "
+            "--optimizer muon",
         ],
     ),
 )
@@ -68,15 +71,15 @@ def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
         ("--ep 2 --dp 2", "flags", "--experts says how many"),
         ("--pp 2 --global-batch 1", "flags", "1 micro-batches .* are fewer than the pp size 2"),
         ("--cp-kind alltoall --cp 8", "flags", "can't cut 4 heads over the cp size 8"),
-        ("--rampup-batch-size 5 3 9", "flags", "no multiple of the increment 3"),
-        ("--dp 2 --replicate 2", "flags", "--replicate 2 with --zero 1 on 2 data ranks leaves nothing to shard"),
-        ("--dp 4 --replicate 2 --zero 0", "flags", "take --zero 1 to 3, and a number below 4 that divides it"),
+        ("--set rampup_batch_size=5,3,9", "flags", "no multiple of the increment 3"),
+        ("--dp 2 --set replicate=2", "flags", "replicate 2 with --zero 1 on 2 data ranks leaves nothing to shard"),
+        ("--dp 4 --set replicate=2 --zero 0", "flags", "take --zero 1 to 3, and a number below 4 that divides it"),
         (
-            "--dp 2 --tp 2 --ep 8 --experts 8 --etp 1 --cp 2 --replicate 2",
+            "--dp 2 --tp 2 --ep 8 --experts 8 --etp 1 --cp 2 --set replicate=2",
             "flags",
             "divides it and the 1 of the experts",
         ),
-        ("--autocast", "flags", "autocast is to bfloat16 or float16"),
+        ("--set autocast=true", "flags", "autocast is to bfloat16 or float16"),
         ("--data MISSING", "data", "MISSING.*cannot be read"),
         ("--data TORN", "data", "truncated"),
         ("--data WIDE", "data", "token"),
@@ -103,7 +106,9 @@ def test_memory_is_that_of_the_devices_kernels(ranks, tmp_path, device):
     """As `mpcore memory` counts them, by default those of a GPU."""
     words = [*SMALL, "--dtype", "bfloat16", *device]
     lent: Any = Lent(ranks)
-    *_, result = run_checks(Preflight([*words, "--out", str(tmp_path)], Options(), lent).checks()[:4])
+    *_, result = run_checks(
+        Preflight("examples.gpt.pretrain", [*words, "--out", str(tmp_path)], Options(), lent).checks()[:4]
+    )
     flags = [*SMALL, "--dtype", "bfloat16"]
     totals = [dry_run(build, flags, 0, gpu).total / 2**30 for gpu in (False, True)]
     assert totals[0] > 1.03 * totals[1]  # norms keep float32 copies on a CPU
@@ -112,7 +117,9 @@ def test_memory_is_that_of_the_devices_kernels(ranks, tmp_path, device):
 
 def test_more_than_the_memory_of_a_gpu_is_refused(ranks, tmp_path):
     lent: Any = Lent(ranks)
-    checks = Preflight([*SMALL, "--tp", "2", "--out", str(tmp_path)], Options(memory=3e6), lent).checks()[:4]
+    checks = Preflight(
+        "examples.gpt.pretrain", [*SMALL, "--tp", "2", "--out", str(tmp_path)], Options(memory=3e6), lent
+    ).checks()[:4]
     *_, result = run_checks(checks)
     assert result.state == FAILED
     assert "GiB on the fullest rank" in result.detail
@@ -134,7 +141,7 @@ def check_bug(ranks, tmp_path, name):
     """All checks that the one which must fail stands on run before it, and pass."""
     bug = BUGS[name]
     flags = [*SMALL, "--out", str(tmp_path / "out"), *bug.flags.split()]
-    checks = Preflight(flags, Options(), Planted(ranks, name)).checks()  # type: ignore[arg-type]
+    checks = Preflight("examples.gpt.pretrain", flags, Options(), Planted(ranks, name)).checks()  # type: ignore[arg-type]
     names = [check.name for check in checks]
     until = checks[: names.index(bug.check) + 1]
     *before, last = run_checks([check for check in until if check.needed or check.name == bug.check])
@@ -163,7 +170,7 @@ def test_the_toy_keeps_how_sizes_divide():
             "--micro-batch",
             "1",
         ]
-        args = arguments.parse([*flags, "--global-batch", str(96 * dp), *(["--replicate", "2"] if dp > 1 else [])])
+        args = arguments.parse([*flags, "--global-batch", str(96 * dp), *(["--set", "replicate=2"] if dp > 1 else [])])
         config = dataclasses.replace(
             PRESETS["tiny"], heads=args.heads, kv_heads=kv, d_model=16 * args.heads,
             layers=pp * 3 + dice.choice([0, 1]), tie_embeddings=dice.random() < 0.5, dropout=0.1,
@@ -171,7 +178,9 @@ def test_the_toy_keeps_how_sizes_divide():
         if config.heads < tp:
             continue
         sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": 1, "etp": tp}
-        toys = shrink(args, config, sizes, 96, find_schedule("1f1b", pp, 96, None), Path("/unused"))
+        toys = shrink(
+            args, config, sizes, 96, find_schedule("1f1b", pp, 96, None), Path("/unused"), "examples.gpt.pretrain"
+        )
         for toy in toys:
             small, T = toy.config, toy.sizes["tp"]
             assert toy.ranks <= 8
@@ -205,15 +214,17 @@ EVERY = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1}
         ("", {"etp": 4, "dp": 8}, {"etp": 2, "dp": 2}, {"etp": 2}),
         ("", {"tp": 2, "dp": 3, "ep": 3}, {"tp": 2, "dp": 3, "ep": 3}, {"etp": 1}),
         ("", {"tp": 2, "dp": 3, "ep": 2}, {"tp": 2, "dp": 3, "ep": 2}, {"etp": 1}),
-        ("--replicate 2", {"dp": 8}, {"dp": 4}, {"replicate": 2}),
-        ("--replicate 4", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 4}, {"replicate": 2}),
-        ("--workers 4 --fragments 6", {"dp": 2}, {"dp": 2, "worlds": 2}, {"local_steps": 2, "fragments": 2}),
+        ("--set replicate=2", {"dp": 8}, {"dp": 4}, {"replicate": 2}),
+        ("--set replicate=4", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 4}, {"replicate": 2}),
+        ("--workers 4 --set fragments=6", {"dp": 2}, {"dp": 2, "worlds": 2}, {"local_steps": 2, "fragments": 2}),
     ],
 )
 def test_the_toy_keeps_the_axes_of_experts_replicas_and_workers(flags, full, sizes, changed):
     args = arguments.parse(flags.split())
     config = dataclasses.replace(PRESETS["tiny"], moe=MoEConfig(experts=64, d_ff=512))
-    (toy,) = shrink(args, config, EVERY | full, 12, find_schedule("1f1b", 1, 12, None), Path("/unused"))
+    (toy,) = shrink(
+        args, config, EVERY | full, 12, find_schedule("1f1b", 1, 12, None), Path("/unused"), "examples.gpt.pretrain"
+    )
     assert toy.sizes == EVERY | sizes
     assert toy.ranks == math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp", "worlds"))
     assert {name: getattr(toy.args, name) for name in changed} == changed
@@ -227,7 +238,7 @@ def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):
     def fails() -> str:
         raise ValueError("no")
 
-    checks = Preflight([*SMALL, "--out", str(tmp_path)], Options(), None).checks()  # type: ignore[arg-type]
+    checks = Preflight("examples.gpt.pretrain", [*SMALL, "--out", str(tmp_path)], Options(), None).checks()  # type: ignore[arg-type]
     names = [check.name for check in checks]
     ended = {}
     for name in names:
@@ -248,7 +259,7 @@ def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):
     ],
 )
 def test_one_process_is_compared_with_torch(wrong, sentence):
-    checks = Preflight([], Options(), None)  # type: ignore[arg-type]
+    checks = Preflight("examples.gpt.pretrain", [], Options(), None)  # type: ignore[arg-type]
     moe = SimpleNamespace(aux_loss="sequence", z_loss=0.0)
     checks.toys = [SimpleNamespace(name="one rank", config=SimpleNamespace(moe=moe))]  # type: ignore[list-item]
     begun = {"a": torch.arange(3), "b": torch.arange(1, 4)}
@@ -320,12 +331,12 @@ def test_a_write_in_place_that_torch_refuses_is_named_by_its_line():
     (result,) = run_checks([Check("one process", check)])
     assert result.state == FAILED
     assert re.search(
-        r"test_preflight.py:\d+, check: .* Write to a clone, or return a new tensor. RuntimeError", result.detail
+        r"test_runs.py:\d+, check: .* Write to a clone, or return a new tensor. RuntimeError", result.detail
     )
 
 
 def test_a_model_is_checked_under_each_layout(capsys, ranks, monkeypatch):
-    monkeypatch.setattr("mpcore.tools.preflight.Pool", lambda size: Lent(ranks))
+    monkeypatch.setattr("mpcore.tools.preflight.command.Pool", lambda size: Lent(ranks))
     assert main(["preflight", "--", "tests.verify_models:Encoder", "--layouts", "tp2,dp2zero2"]) == 0
     out = capsys.readouterr().out
     for name in ("tp2 against unsharded", "dp2zero2 against unsharded", "two micro-batches", "save tp2, load on 1"):
@@ -353,6 +364,8 @@ def test_a_toy_has_few_experts_which_are_chosen_in_the_same_way():
 def test_the_memory_of_a_gpu_is_in_units_of_a_billion_bytes(words, memory, monkeypatch, capsys):
     given = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("mpcore.tools.preflight.checks_of", lambda command, options, pool: given.append(options) or [])
+    monkeypatch.setattr(
+        "mpcore.tools.preflight.command.checks_of", lambda command, options, pool: given.append(options) or []
+    )
     assert main(["preflight", *words.split(), "--timeout", "7", "--", "-m", "examples.gpt.pretrain"]) == 0
     assert [(options.memory, options.timeout) for options in given] == [(memory, 7.0)]

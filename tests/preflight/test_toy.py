@@ -14,8 +14,8 @@ import pytest
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
 from examples.gpt.indexed_dataset import IndexedDataset
-from examples.gpt.toy import Toy, nearest, shrink, shrink_experts, shrink_model, write_corpus
 from mpcore.pipeline.schedules import find_schedule
+from mpcore.tools.preflight.toy import Toy, nearest, shrink, shrink_experts, shrink_model, write_corpus
 
 ONE = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1}
 
@@ -26,7 +26,7 @@ def toys(flags: str = "", micro_batches: int = 8, config: GPTConfig | None = Non
     args = parse(flags.split())
     plan = find_schedule(args.schedule, full["pp"], micro_batches, args.virtual_stages) if "csv" not in flags else None
     plan = plan or find_schedule("1f1b", full["pp"], micro_batches, None)
-    return shrink(args, config or GPTConfig(), full, micro_batches, plan, Path("/toys"))
+    return shrink(args, config or GPTConfig(), full, micro_batches, plan, Path("/toys"), "examples.gpt.pretrain")
 
 
 # --- the axes ---------------------------------------------------------------------------------------------------------
@@ -54,14 +54,14 @@ def toys(flags: str = "", micro_batches: int = 8, config: GPTConfig | None = Non
         ({"tp": 2, "pp": 2}, "--workers 3", ["tp 2 x pp 2 x etp 2 x worlds 2"]),
         ({"tp": 2, "pp": 2, "dp": 2}, "--workers 2",
          ["tp 2 x pp 2 x etp 2 x worlds 2", "pp 2 x dp 2 x worlds 2", "tp 2 x dp 2 x etp 2 x worlds 2"]),
-        ({"dp": 8}, "--replicate 2", ["dp 4"]),
-        ({"dp": 8, "tp": 2}, "--replicate 2", ["tp 2 x dp 4 x etp 2"]),
-        ({"dp": 8, "cp": 2}, "--replicate 2", ["cp 2 x dp 4"]),
-        ({"dp": 8, "pp": 2}, "--replicate 4", ["pp 2 x dp 4"]),
-        ({"dp": 8}, "--replicate 2 --workers 2", ["dp 4 x worlds 2"]),
-        ({"dp": 8, "tp": 2}, "--replicate 2 --workers 2", ["tp 2 x dp 2 x etp 2 x worlds 2"]),
-        ({"dp": 8, "tp": 2, "cp": 2}, "--replicate 2", ["tp 2 x cp 2 x dp 2 x etp 2"]),
-        ({"dp": 8}, "--replicate 8", ["dp 2"]),
+        ({"dp": 8}, "--set replicate=2", ["dp 4"]),
+        ({"dp": 8, "tp": 2}, "--set replicate=2", ["tp 2 x dp 4 x etp 2"]),
+        ({"dp": 8, "cp": 2}, "--set replicate=2", ["cp 2 x dp 4"]),
+        ({"dp": 8, "pp": 2}, "--set replicate=4", ["pp 2 x dp 4"]),
+        ({"dp": 8}, "--set replicate=2 --workers 2", ["dp 4 x worlds 2"]),
+        ({"dp": 8, "tp": 2}, "--set replicate=2 --workers 2", ["tp 2 x dp 2 x etp 2 x worlds 2"]),
+        ({"dp": 8, "tp": 2, "cp": 2}, "--set replicate=2", ["tp 2 x cp 2 x dp 2 x etp 2"]),
+        ({"dp": 8}, "--set replicate=8", ["dp 2"]),
     ],
 )  # fmt: skip
 def test_an_even_size_is_two_and_an_odd_one_three(sizes, flags, names):
@@ -115,14 +115,16 @@ ALWAYS: dict[str, Any] = {
     "check_speed": 0, "global_batch": 4, "dp": 1,
 }  # fmt: skip
 LOUD = (
-    "--autocast --residual-dtype float32 --compile --trace --profile 1:2 --log-to wandb --eval-data a=b --data c "
-    "--tokenizer t --end-of-document e --eval-every 9 --init-from x --init-from-hf y --resume auto --save-every 3 "
-    "--keep 2 --exit-step 4 --timeout 5 --check-replicas 7 --check-speed 7 --device cuda --dtype bfloat16 --steps 99"
+    "--set autocast=true --set residual_dtype=float32 --compile --set trace=true --set profile=1:2 "
+    "--set log_to=wandb --set eval_data=a=b --data c "
+    "--tokenizer t --set end_of_document=e --eval-every 9 --init-from x --resume auto --save-every 3 "
+    "--set keep=2 --set exit_step=4 --set timeout=5 --set check_replicas=7 --set check_speed=7 --device cuda "
+    "--dtype bfloat16 --steps 99"
 )
 
 
 def test_a_toy_has_the_flags_of_the_run_but_these():
-    (toy,) = toys(f"{LOUD} --lr 0.5 --optimizer muon --clip 2 --zero 3 --seed 5 --dropout 0.1")
+    (toy,) = toys(f"{LOUD} --lr 0.5 --optimizer muon --set clip=2 --zero 3 --seed 5 --dropout 0.1")
     same = {"lr": 0.5, "optimizer": "muon", "clip": 2.0, "zero": 3, "seed": 5, "dropout": 0.1}
     assert vars(toy.args) == vars(parse([])) | ALWAYS | same
     fp8 = toys("--fp8")[0]
@@ -150,19 +152,19 @@ def test_a_toy_has_the_flags_of_the_run_but_these():
          {"pp": 2, "global_batch": 8, "schedule": "interleaved", "virtual_stages": 1}),
         ("--schedule my.csv", 8, {"pp": 4}, {"pp": 2, "global_batch": 8, "schedule": "1f1b"}),
         ("--schedule gpipe", 8, {}, {"schedule": "gpipe"}),
-        ("--replicate 2", 8, {"dp": 8}, {"dp": 4, "replicate": 2, "global_batch": 16}),
-        ("--replicate 3", 8, {"dp": 9}, {"dp": 4, "replicate": 2, "global_batch": 16}),
-        ("--replicate 8", 8, {"dp": 8}, {"dp": 2, "replicate": 1, "global_batch": 8}),
-        ("--replicate 2", 8, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "replicate": 2, "global_batch": 8}),
-        ("--replicate 4", 8, {"dp": 2, "cp": 4}, {"dp": 2, "cp": 2, "replicate": 2, "global_batch": 8}),
+        ("--set replicate=2", 8, {"dp": 8}, {"dp": 4, "replicate": 2, "global_batch": 16}),
+        ("--set replicate=3", 8, {"dp": 9}, {"dp": 4, "replicate": 2, "global_batch": 16}),
+        ("--set replicate=8", 8, {"dp": 8}, {"dp": 2, "replicate": 1, "global_batch": 8}),
+        ("--set replicate=2", 8, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 2, "replicate": 2, "global_batch": 8}),
+        ("--set replicate=4", 8, {"dp": 2, "cp": 4}, {"dp": 2, "cp": 2, "replicate": 2, "global_batch": 8}),
         ("--workers 4", 8, {},
          {"workers": 2, "eval_samples": 6, "global_batch": 8, "local_steps": 2, "fragments": None}),
-        ("--workers 2 --fragments 1", 8, {"dp": 2},
+        ("--workers 2 --set fragments=1", 8, {"dp": 2},
          {"dp": 2, "workers": 2, "eval_samples": 6, "global_batch": 16, "local_steps": 2, "fragments": 1}),
-        ("--workers 2 --fragments 5 --local-steps 9", 8, {},
+        ("--workers 2 --set fragments=5 --local-steps 9", 8, {},
          {"workers": 2, "eval_samples": 6, "global_batch": 8, "local_steps": 2, "fragments": 2}),
-        ("--rampup-batch-size 2 2 9", 8, {}, {"rampup_batch_size": [4, 4, 8], "global_batch": 8}),
-        ("--rampup-batch-size 2 2 9 --schedule my.csv", 8, {"pp": 2}, {"pp": 2, "global_batch": 8}),
+        ("--set rampup_batch_size=2,2,9", 8, {}, {"rampup_batch_size": [4, 4, 8], "global_batch": 8}),
+        ("--set rampup_batch_size=2,2,9 --schedule my.csv", 8, {"pp": 2}, {"pp": 2, "global_batch": 8}),
         ("--offload parameters --zero 1", 8, {"dp": 2}, {"dp": 2, "global_batch": 8, "offload": ["none"]}),
         ("--offload parameters --zero 1", 8, {"cp": 2}, {"cp": 2, "offload": ["none"]}),
         ("--offload parameters --zero 1", 8, {"tp": 2}, {"tp": 2, "offload": ["parameters"]}),
@@ -173,8 +175,8 @@ def test_a_toy_has_the_flags_of_the_run_but_these():
         ("--offload optimizer", 8, {"dp": 2}, {"dp": 2, "global_batch": 8, "offload": ["optimizer"]}),
         ("--cp-kind ring", 8, {"cp": 4}, {"cp": 2, "cp_kind": "ring"}),
         ("--cp-kind two-level", 8, {"cp": 4}, {"cp": 2, "cp_kind": "two-level", "cp_inner": 1}),
-        ("--cp-kind two-level --cp-inner 2", 8, {"cp": 4}, {"cp": 2, "cp_kind": "two-level", "cp_inner": 1}),
-        ("--cp-kind two-level --cp-inner 1", 8, {}, {}),
+        ("--cp-kind two-level --set cp_inner=2", 8, {"cp": 4}, {"cp": 2, "cp_kind": "two-level", "cp_inner": 1}),
+        ("--cp-kind two-level --set cp_inner=1", 8, {}, {}),
     ],
 )  # fmt: skip
 def test_a_toy_is_small_and_divides_as_the_run_does(flags, micro_batches, sizes, changed):
@@ -199,7 +201,7 @@ def test_a_toy_is_small_and_divides_as_the_run_does(flags, micro_batches, sizes,
     ],
 )
 def test_groups_of_replicas_are_smaller_than_the_data_ranks_and_those_of_an_expert(sizes, replicates):
-    found = toys("--replicate 2", **sizes)
+    found = toys("--set replicate=2", **sizes)
     assert {toy.name: toy.args.replicate for toy in found} == replicates
 
 
@@ -353,8 +355,8 @@ def test_a_few_experts_are_chosen_as_many_are(given, ep, changed):
 
 
 def test_the_same_run_on_one_rank_has_no_layout():
-    (toy,) = toys("--zero 3 --replicate 2 --cp-kind two-level --schedule interleaved --virtual-stages 2 "
-                  "--sequence-parallel --offload optimizer --recompute full --etp 1 --dp 8 --cp-inner 2",
+    (toy,) = toys("--zero 3 --set replicate=2 --cp-kind two-level --schedule interleaved --virtual-stages 2 "
+                  "--sequence-parallel --offload optimizer --recompute full --etp 1 --dp 8 --set cp_inner=2",
                   cp=4, pp=2, dp=2)  # fmt: skip
     alone = toy.alone(seed=3)
     assert (alone.sizes, alone.ranks, alone.config) == ({}, 1, toy.config)
@@ -377,7 +379,7 @@ def test_the_nearest_candidate_is_the_first_with_the_most_facts():
 
 
 def test_the_corpus_of_a_toy_is_text_of_random_bytes(tmp_path):
-    write_corpus(tmp_path / "corpus")
+    write_corpus("examples.gpt.pretrain", tmp_path / "corpus")
     data = IndexedDataset(tmp_path / "corpus")
     assert (len(data), data.dtype) == (80, np.uint16)
     documents = [data[i] for i in range(80)]
@@ -386,6 +388,6 @@ def test_the_corpus_of_a_toy_is_text_of_random_bytes(tmp_path):
     assert 4 <= min(lengths) < 10 < 80 < max(lengths) <= 90
     seen = np.unique(np.concatenate([document[:-1] for document in documents]))
     assert (seen[0], seen[-1]) == (0, 255)
-    write_corpus(tmp_path / "few", 3)
+    write_corpus("examples.gpt.pretrain", tmp_path / "few", 3)
     few = IndexedDataset(tmp_path / "few")
     assert [list(few[i]) for i in range(len(few))] == [list(document) for document in documents[:3]]

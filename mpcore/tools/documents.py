@@ -1,30 +1,23 @@
-"""Which text did this? `python -m examples.gpt.which_text RUN` lists the documents behind the spikes of a run.
+"""`mpcore documents RUN` lists the documents that a training run read in a step, or in the spikes of its loss.
 
 Samples are a pure function of the seed and their index, so that the run's config.json and metrics.jsonl are enough.
-With a checkpoint the documents are ranked by their loss. The lines are what `--without-documents` reads.
+With a checkpoint the documents are ranked by their loss. The lines are what the field `without_documents` reads.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
-from examples.gpt.arguments import flags_of_file, parse
-from examples.gpt.checks import find_tokenizer
-from examples.gpt.generate import load_model
-from examples.gpt.hf import open_checkpoint
-from examples.gpt.records import read_records
-from examples.gpt.samples import Piece, Samples
-from examples.gpt.setup import open_data
-from examples.gpt.tokenizer import Tokenizer
-from mpcore import document_ids
+from mpcore.layers.attention.documents import document_ids
 from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools.fault_tolerance.metrics import read_records
 from mpcore.tools.fault_tolerance.spikes import Spikes
 
 
@@ -33,14 +26,14 @@ class Found(NamedTuple):
 
     Attributes:
         step, sample: where in the run.
-        piece: the document and its tokens.
+        piece: the document and its tokens: `corpus`, `document`, `first` and `count`.
         text: how these begin.
         loss: their mean loss in nats a token; None without a checkpoint.
     """
 
     step: int
     sample: int
-    piece: Piece
+    piece: Any
     text: str
     loss: float | None
 
@@ -56,21 +49,25 @@ class Text:
 
     Args:
         run: the folder of the run; of several workers, of one of them.
+        program: the module that trained it, with `parse`, `find_tokenizer`, `open_data` and `load_model`.
 
     Raises:
         ValueError, OSError: if its files or its data can't be read.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.args = parse(flags_of_file(run / "config.json"))
+    def __init__(self, run: Path, program: str) -> None:
+        self.program = import_module(program)
+        if not (run / "config.json").is_file():
+            raise ValueError(f"{run / 'config.json'} isn't there: name the --out folder of a run of {program}")
+        self.args = self.program.parse(["--config", str(run / "config.json")])
         self.records = [entry for entry in read_records(run / "metrics.jsonl", sys.maxsize) if "samples" in entry]
         if not self.records:
             raise ValueError(f"{run / 'metrics.jsonl'} has no step with its samples")
-        self.tokenizer: Tokenizer = find_tokenizer(self.args)
-        corpora, _ = open_data(self.args, self.tokenizer)
+        self.tokenizer = self.program.find_tokenizer(self.args)
+        corpora, _ = self.program.open_data(self.args, self.tokenizer)
         first = self.records[0]
         self.seq_len = first["tokens"] // (first["samples"][1] + 1)
-        self.samples: Samples = corpora.split(
+        self.samples = corpora.split(
             self.seq_len, seed=self.args.seed, evaluate=self.args.eval_every > 0
         )[0]  # fmt: skip
 
@@ -97,12 +94,11 @@ class Text:
         """List what was read in these steps; with a checkpoint the largest loss comes first."""
         model = None
         if checkpoint is not None:
-            model = load_model(checkpoint).eval()
+            model = self.program.load_model(checkpoint).eval()
             if model.config.seq_len < self.seq_len:
                 raise ValueError(f"{checkpoint} reads {model.config.seq_len} tokens, and a sample has {self.seq_len}")
         where = [(step, sample) for step in steps for sample in self.samples_of(step)]
-        bar = tqdm(where, unit="sample", disable=model is None or not sys.stderr.isatty())
-        found = [each for step, sample in bar for each in self._of_sample(step, sample, model)]
+        found = [each for step, sample in where for each in self._of_sample(step, sample, model)]
         return found if model is None else sorted(found, key=lambda each: -(each.loss or 0.0))
 
     @torch.no_grad()
@@ -123,7 +119,7 @@ class Text:
             at += piece.count
 
 
-@reports_errors("python -m examples.gpt.which_text")
+@reports_errors("mpcore documents")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -131,21 +127,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: done, 2: the run, its data or the checkpoint can't be read.
     """
     parser = Parser(
-        prog="python -m examples.gpt.which_text",
-        description="List the documents behind steps of a run, in lines that --without-documents reads.",
+        prog="mpcore documents",
+        description="List the documents behind steps of a run, in lines that the field without_documents reads.",
         examples=[
-            "python -m examples.gpt.which_text runs/one",
-            "python -m examples.gpt.which_text runs/one --steps 812 --checkpoint runs/one/checkpoints/step-00000800",
+            "mpcore documents runs/one",
+            "mpcore documents runs/one --steps 812 --checkpoint runs/one/checkpoints/step-00000800",
         ],
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--steps", type=int, nargs="+", help="default: all spikes and skipped steps")
     parser.add_argument("--checkpoint", type=Path, help="rank the documents by their loss under these weights")
+    parser.add_argument(
+        "--program", default="examples.gpt.pretrain", help="module that trained it (default %(default)s)"
+    )
     parser.add_argument("--most", type=int, default=20, help="how many lines (default 20)")
     args = parser.parse_args(argv)
-    text = Text(args.run)
-    if args.checkpoint is not None:
-        open_checkpoint(args.checkpoint)
+    text = Text(args.run, args.program)
     steps = text.spikes() if args.steps is None else args.steps
     found = text.find(steps, args.checkpoint)
     if not steps:

@@ -16,7 +16,6 @@ from torch import nn
 import mpcore as mp
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.state_dict import full_state_dict
-from mpcore.tools import preflight
 from mpcore.tools.preflight import (
     FAILED,
     OK,
@@ -27,15 +26,14 @@ from mpcore.tools.preflight import (
     Result,
     Skip,
     checks_of,
-    checks_of_model,
-    load_model,
     main,
     read_command,
     run_checks,
-    save_model,
-    step_of,
     verdict,
 )
+from mpcore.tools.preflight import checks as running
+from mpcore.tools.preflight import command as preflight
+from mpcore.tools.preflight.command import checks_of_model, load_model, save_model, step_of
 from mpcore.tools.verify import parse_layout
 from mpcore.tools.verify.pool import RankError
 from mpcore.tools.verify.run import SHIFT, Task
@@ -96,7 +94,7 @@ def test_words_that_start_nothing_are_refused(words, message):
 
 def test_checks_run_in_order_until_one_that_is_needed_fails(monkeypatch):
     clock, began, ran = iter(range(0, 900, 3)), [], []
-    monkeypatch.setattr(preflight.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(clock)))
 
     def check(name: str, needed: bool = False, error: Exception | None = None) -> Check:
         def run() -> str:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from examples.gpt import which_text
+from examples.gpt import pretrain
 from examples.gpt.arguments import parse
-from examples.gpt.blend import Blend, Corpora, read_without
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, WithoutDocuments
 from examples.gpt.pretrain import Trainer, main
-from examples.gpt.samples import TokenSamples, split_documents, split_samples
+from examples.gpt.samples import Blend, Corpora, Piece, TokenSamples, read_without, split_documents, split_samples
 from mpcore import Mesh
 from mpcore.sharding import full_state_dict
+from mpcore.tools import documents as which_text
 from tests.examples.test_flags import TINY
 from tests.pool import mesh
 
 END = 256
+PROGRAM = "examples.gpt.pretrain"
 
 
 def write(prefix: Path, documents: list[np.ndarray]) -> str:
@@ -102,7 +105,7 @@ def test_a_run_without_documents_is_bitwise_one_that_never_had_them(tmp_path, ra
     corrupt = (3, 40, 41)
     clean, mixed = write(tmp_path / "clean", texts(60)), write(tmp_path / "mixed", texts(60, corrupt))
     (tmp_path / "drop").write_text("".join(f"{mixed} {number}\n" for number in corrupt))
-    without = ["--data", mixed, "--without-documents", str(tmp_path / "drop")]
+    without = ["--data", mixed, "--set", f"without_documents={tmp_path / 'drop'}"]
     same(finish(without, {}), finish(["--data", clean], {}))
     assert finish(["--data", mixed], {})[0] != finish(without, {})[0]
     for found, expected in zip(
@@ -118,8 +121,8 @@ def spot(out: str, flags: list[str], sizes: dict[str, int]) -> bool:
 
 def named_from_spikes(run: Path, corrupt: tuple[int, ...]) -> set[int]:
     """The documents of the largest loss in each spike. They are planted ones."""
-    (checkpoint,) = (run / "checkpoints").glob("[!.]*")
-    text, named = which_text.Text(run), set()
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    text, named = which_text.Text(run, PROGRAM), set()
     for step in text.spikes():
         worst = text.find([step], checkpoint)[0]
         assert worst.piece.document in corrupt
@@ -149,7 +152,7 @@ def test_planted_documents_are_named_from_their_spikes(tmp_path, capsys):
     spot(str(tmp_path / "run"), [*LEARNING, "--data", data, "--steps", "400"], {})
     named = named_from_spikes(tmp_path / "run", corrupt)
     assert len(named) >= 2
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("[!.]*")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     capsys.readouterr()
     assert which_text.main([str(tmp_path / "run"), "--checkpoint", str(checkpoint), "--most", "1"]) == 0
     (tmp_path / "drop").write_text(capsys.readouterr().out)
@@ -184,3 +187,129 @@ def test_what_cannot_be_read_is_said(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"{prefix} ")
     assert "# step 2, sample 8, tokens " in out
+
+
+# --- which text -------------------------------------------------------------------------------------------------------
+
+
+def record(step: int, loss: float | None = 1.0) -> dict:
+    """Of two samples of five tokens a step."""
+    return {"step": step, "loss": loss, "samples": [2 * step, 2 * step + 1], "tokens": 10 * (step + 1)}
+
+
+def run_of(folder: Path, records: list[dict], flags: str = "") -> Path:
+    """A run on twelve documents of which each is one letter nine times, and an end."""
+    folder.mkdir()
+    data = write(folder / "c", [np.array([97 + i] * 9 + [256]) for i in range(12)])
+    args = vars(parse(["--data", data, *flags.split()]))
+    (folder / "config.json").write_text(json.dumps({"run": args}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in records))
+    return folder
+
+
+def test_a_line_names_the_document_and_where_it_was_read():
+    piece = Piece("web", 7, 3, 5)
+    assert str(which_text.Found(2, 9, piece, "a\nb", None)) == "web 7  # step 2, sample 9, tokens 3 to 7: 'a\\nb'"
+    known = str(which_text.Found(2, 9, piece, "x", 1.23456))
+    assert known == "web 7  # step 2, sample 9, loss 1.235, tokens 3 to 7: 'x'"
+
+
+def test_a_run_has_the_samples_that_its_records_say(tmp_path):
+    entries = [record(3), {"step": 3, "val_loss": 2.0}, record(4), record(5)]
+    text = which_text.Text(run_of(tmp_path / "run", entries, "--seed 3 --eval-every 0"), PROGRAM)
+    assert text.seq_len == 5
+    assert [entry["step"] for entry in text.records] == [3, 4, 5]
+    assert text.samples_of(4) == range(8, 10)
+    with pytest.raises(ValueError, match=r"^step 9 has no record: there are steps 3 to 5$"):
+        text.samples_of(9)
+    want = Corpora([str(tmp_path / "run" / "c")], None).split(5, seed=3, evaluate=False)[0]
+    assert [text.samples.sample(i).tolist() for i in range(8)] == [want.sample(i).tolist() for i in range(8)]
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "val_loss": 1}\n')
+    with pytest.raises(ValueError, match="has no step with its samples"):
+        which_text.Text(tmp_path / "run", PROGRAM)
+
+
+def test_spikes_and_skipped_steps_are_listed(tmp_path):
+    losses = [1.0 + 0.01 * (i % 2) for i in range(60)] + [9.0, None, 1.0]
+    text = which_text.Text(run_of(tmp_path / "run", [record(i, loss) for i, loss in enumerate(losses)]), PROGRAM)
+    assert text.spikes() == [60, 61]
+
+
+def test_each_piece_of_a_sample_has_its_text_and_the_loss_of_its_tokens(tmp_path, monkeypatch):
+    text = which_text.Text(run_of(tmp_path / "run", [record(0), record(1)], "--eval-every 0"), PROGRAM)
+    plain = text.find([0, 1], None)
+    assert (plain[0].step, plain[0].sample) == (0, 0)
+    assert {each.sample for each in plain if each.step == 1} == {2, 3}
+    letters = [each.text for each in plain]
+    for each in plain:
+        letter, ended = chr(97 + each.piece.document), each.piece.first + each.piece.count == 10
+        assert each.text == letter * (each.piece.count - ended)
+        assert each.loss is None
+    assert len(set(letters)) > 1
+
+    class Model(torch.nn.Module):
+        """Position t has the loss t + 1 on whatever comes next."""
+
+        def __init__(self, seq_len: int = 5) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(seq_len=seq_len)
+            self.asked: list[dict] = []
+
+        def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+            assert not self.training
+            self.asked.append(more)
+            logits = torch.full((1, tokens.shape[1], 257), 0.0)
+            for t in range(tokens.shape[1]):  # log softmax is -(t + 1) everywhere but at 200, which no text has
+                rest = 256 * math.exp(-(t + 1.0))
+                logits[0, t, :] = -(t + 1.0)
+                logits[0, t, 200] = math.log(max(1 - rest, 1e-30)) if rest < 1 else 0.0
+            return logits
+
+    model = Model()
+    monkeypatch.setattr(pretrain, "load_model", lambda path: model)
+    ranked = text.find([0, 1], Path("ckpt"))
+    own = {}
+    for sample in range(4):
+        tokens, targets = text.samples.batch([sample])
+        losses = torch.nn.functional.cross_entropy(model(tokens)[0].double(), targets[0], reduction="none")
+        at = 0
+        for piece in text.samples.pieces(sample):
+            mine = losses[max(at - 1, 0) : at + piece.count - 1]
+            own[sample, piece] = float(mine.mean()) if len(mine) else None
+            at += piece.count
+    assert {(each.sample, each.piece): each.loss for each in ranked} == pytest.approx(own)
+    order = [each.loss or 0.0 for each in ranked]
+    assert order == sorted(order, reverse=True)
+    assert all(not asked for asked in model.asked)
+    text.args.document_masking = True
+    model.asked.clear()
+    text.find([0], Path("ckpt"))
+    assert [set(asked) for asked in model.asked] == [{"documents"}] * 2
+    assert model.asked[0]["documents"].shape == (1, 5)
+    monkeypatch.setattr(pretrain, "load_model", lambda path: Model(seq_len=4))
+    with pytest.raises(ValueError, match=r"^ckpt reads 4 tokens, and a sample has 5$"):
+        text.find([0], Path("ckpt"))
+
+
+def test_a_long_piece_shows_its_beginning(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    data = write(folder / "c", [np.array([97] * 2000 + [256])])
+    (folder / "config.json").write_text(json.dumps({"run": vars(parse(["--data", data, "--eval-every", "0"]))}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 1.0, "samples": [0, 0], "tokens": 100}) + "\n")
+    assert [each.text for each in which_text.Text(folder, PROGRAM).find([0], None)] == ["a" * 60]
+
+
+def test_the_command_lists_so_many_lines(tmp_path, capsys):
+    run = run_of(tmp_path / "run", [record(i) for i in range(4)], "--eval-every 0")
+    found = [str(each) for each in which_text.Text(run, PROGRAM).find([1, 2], None)]
+    assert which_text.main([str(run), "--steps", "1", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == found
+    assert which_text.main([str(run), "--steps", "1", "2", "--most", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [*found[:2], f"# and {len(found) - 2} more: --most"]
+    assert which_text.main([str(run), "--steps", "1", "2", "--most", str(len(found))]) == 0
+    assert "more" not in capsys.readouterr().out
+    assert which_text.main([str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "# no step was a spike or skipped: --steps names others"
+    assert which_text.main([str(run), "--checkpoint", str(tmp_path / "gone")]) == 2
+    assert "gone" in capsys.readouterr().err

@@ -1,4 +1,16 @@
-"""The checks of `mpcore preflight -- -m examples.gpt.pretrain FLAGS`: of the run itself, and of a toy of it."""
+"""The checks of `mpcore preflight -- -m PROGRAM FLAGS`: of a training run itself, and of a toy of it.
+
+PROGRAM is a module with the names of `NEEDED`, such as `examples.gpt.pretrain`; the module `plan` of its package has a
+`build` for the planners:
+
+    parse(flags)                        -> the flags as a Namespace
+    mesh_arguments(args, each)          -> the arguments of `build_mesh`; `each` is the number of ranks of a node
+    read_model(args, mesh)              -> dict: tokenizer, config, ramp, micro_batches, plan
+    open_data(args, tokenizer)          -> the corpora of the run, and those of its validation sets by name
+    other_run(path, about, seed, dtype, begun_elsewhere) -> why a checkpoint is another run's, or None
+    IndexedDatasetWriter(prefix, dtype) writes the corpus of the toys
+    Trainer(args, mesh, config)         trains them
+"""
 
 from __future__ import annotations
 
@@ -10,52 +22,52 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.gpt.arguments import parse
-from examples.gpt.checks import check_replicate, inner_size
-from examples.gpt.config import GPTConfig
-from examples.gpt.faults import check_writable
-from examples.gpt.plan import build
-from examples.gpt.policies import precision
-from examples.gpt.rehearsals import OWN_DTYPE, check_digits, compare, distinct, pick, resumed, within_rounding
-from examples.gpt.rehearse import Rehearsal, kill, rehearse
-from examples.gpt.resume import other_run
-from examples.gpt.samples import Samples
-from examples.gpt.setup import open_data, read_model
-from examples.gpt.toy import SIZE_NAMES, STEPS, Toy, shrink, with_flags, write_corpus
-from mpcore import build_mesh
 from mpcore.checkpoint import checkpoints, verify
+from mpcore.mesh import build_mesh
 from mpcore.tools.analysis.dry_run import dry_run, pretend
 from mpcore.tools.analysis.memory import UNITS
-from mpcore.tools.preflight import Check, Options, Skip
+from mpcore.tools.command_line import find_object
+from mpcore.tools.fault_tolerance.faults import check_writable
+from mpcore.tools.preflight.checks import Check, Options, Skip
+from mpcore.tools.preflight.rehearsals import (
+    OWN_DTYPE,
+    check_digits,
+    compare,
+    distinct,
+    pick,
+    resumed,
+    within_rounding,
+)
+from mpcore.tools.preflight.rehearse import Rehearsal, kill, rehearse
+from mpcore.tools.preflight.toy import SIZE_NAMES, STEPS, Toy, shrink, with_flags, write_corpus
 from mpcore.tools.verify.judge import Judge
 from mpcore.tools.verify.layout import Layout
 from mpcore.tools.verify.pool import Pool
 from mpcore.tools.verify.run import SHIFT, check_slope
 
+NEEDED = ("parse", "mesh_arguments", "read_model", "open_data", "other_run", "IndexedDatasetWriter", "Trainer")
 TOKENS_READ = 2**29  # of each corpus: a few seconds of a disk
 DRY_RANKS = 3
 E4M3_EPS = 2.0**-3
 TWINS = 3  # runs of one process whose roundings say how far those of a layout may go
 
 
-def checks(flags: Sequence[str], options: Options, pool: Pool) -> list[Check]:
-    """Make the checks of a run with these flags of `examples.gpt.pretrain`."""
-    return Preflight(list(flags), options, pool).checks()
-
-
 class Preflight:
     """The checks of a run. What one finds out, those after it use."""
 
-    def __init__(self, flags: list[str], options: Options, pool: Pool) -> None:
-        self.flags, self.options, self.pool = flags, options, pool
+    def __init__(self, program: str, flags: Sequence[str], options: Options, pool: Pool) -> None:
+        self.flags, self.options, self.pool = list(flags), options, pool
+        self.name, self.program = program, import_module(program)
         self.folder = tempfile.TemporaryDirectory(prefix="mpcore-preflight-")
         self.args: argparse.Namespace
-        self.config: GPTConfig
+        self.config: Any
         self.model: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
         self.corpus: dict[str, Any] = {}
@@ -91,40 +103,38 @@ class Preflight:
         said = io.StringIO()
         try:
             with redirect_stderr(said):
-                self.args = args = parse(self.flags)
+                self.args = args = self.program.parse(self.flags)
         except SystemExit:
             raise ValueError(said.getvalue().strip() or "the flags ask for help, not for a run") from None
         sizes = {axis: getattr(args, axis) for axis in SIZE_NAMES}
         ranks = self.options.ranks
         if min(sizes["tp"], sizes["cp"], sizes["pp"], args.workers) >= 1 and ranks is None:
             ranks = sizes["tp"] * sizes["cp"] * sizes["pp"] * (sizes["dp"] or 1) * args.workers
-        inner = inner_size(args, self.options.each)
         with pretend(ranks or 1):
-            mesh = build_mesh(**sizes, device_type="cpu", worlds=args.workers, cp_inner=inner)
-            self.model = read_model(args, mesh)
-        precision(args)  # refuses what doesn't go together
-        check_replicate(args, mesh)
+            mesh = build_mesh(**{**self.program.mesh_arguments(args, self.options.each), "device_type": "cpu"})
+            self.model = self.program.read_model(args, mesh)
         self.sizes = {axis: getattr(mesh, axis).size for axis in SIZE_NAMES}
         self.config = self.model["config"]
         folder = Path(self.folder.name)
-        write_corpus(folder / "corpus")
-        self.toys = shrink(args, self.config, self.sizes, self.model["micro_batches"], self.model["plan"], folder)
+        write_corpus(self.name, folder / "corpus")
+        schedule = self.model["micro_batches"], self.model["plan"]
+        self.toys = shrink(args, self.config, self.sizes, *schedule, folder, self.name)
         if not self.pool.workers:
             self.pool.most = max(toy.ranks for toy in self.toys)
-            self.pool.preload = ("examples.gpt.rehearse",)
+            self.pool.preload = (rehearse.__module__, self.name)
         return f"{ranks} ranks; toys: {'; '.join(toy.name for toy in self.toys)}"
 
     def check_data(self) -> str:
         """Open every source, read a part of each, and the samples at both ends of the run."""
         args, vocab, length = self.args, self.config.vocab_size, self.config.seq_len
-        data, sets = open_data(args, self.model["tokenizer"])
+        data, sets = self.program.open_data(args, self.model["tokenizer"])
         self.corpus = data.about
         for corpora in (data, *sets.values()):
             tokens = sum(each.num_tokens for each in corpora.datasets)
             corpora.check_tokens(vocab, 0, max(1, tokens // TOKENS_READ))
         train, held_out = data.split(length, seed=args.seed, evaluate=args.eval_every > 0)
         wanted = self.model["ramp"].after(0, args.steps)
-        every: dict[str, tuple[Samples | None, int]] = {
+        every: dict[str, tuple[Any, int]] = {
             "--data": (train, wanted),
             "held out": (held_out, args.eval_samples),
         }
@@ -154,7 +164,7 @@ class Preflight:
                 raise ValueError(f"--resume {path}: {damaged[0]}")
             fields = {"model": vars(self.config), "corpus": self.corpus, "optimizer": args.optimizer}
             about = {**fields, "tokenizer": self.model["tokenizer"].fingerprint}
-            refused = other_run(path, about, args.seed, args.dtype, bool(args.init_from_hf or args.init_from))
+            refused = self.program.other_run(path, about, args.seed, args.dtype, bool(args.init_from))
             if refused is not None:
                 raise refused
         there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
@@ -168,14 +178,13 @@ class Preflight:
         """Plan the first, the second and the last stage in full size."""
         args = self.args
         dropped = [what for what in ("offload", "compile") if getattr(args, what) not in (None, ["none"])]
-        flags = without(
-            self.flags, {"--offload", "--compile", "--dp", "--data", "--eval-data", "--resume", "--profile", "--log-to"}
-        )
+        flags = without(self.flags, {"--offload", "--compile", "--dp", "--data", "--resume"})
         sizes: dict[str, Any] = dict(self.sizes)
-        inner = inner_size(args, self.options.each)
+        inner = self.program.mesh_arguments(args, self.options.each)["cp_inner"]
         sizes |= {} if inner is None else {"cp_inner": inner}
         stride = sizes["dp"] * sizes["cp"] * sizes["tp"]
         ranks = sorted({0, min(1, sizes["pp"] - 1), sizes["pp"] - 1})[:DRY_RANKS]
+        build = find_object(f"{self.name.rpartition('.')[0]}.plan:build")
         found = [dry_run(build, flags, rank * stride, args.device != "cpu", **sizes) for rank in ranks]
         most = max(found, key=lambda each: each.total)
         sent = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sorted(most.ledger.volumes().items()) if size)
@@ -310,14 +319,13 @@ class Preflight:
         """Train the toy in the run's own dtype, with an overflow; save and resume."""
         args, toy = self.args, self.toys[0]
         own = {name: getattr(args, name) for name in ("dtype", "autocast", "residual_dtype", "fp8")}
-        mine = Toy(with_flags(toy.args, **own), toy.config, toy.sizes, toy.ranks)
+        mine = replace(toy, args=with_flags(toy.args, **own))
         alone = toy.alone(**own)
         dense = self.train(alone, "dtype-dense", poison_at=1, look=True)
         moe = toy.config.moe
         ordered = moe is not None and moe.aux_loss == "micro_batch"  # the order of samples changes this loss
         twins = [
-            self.train(Toy(with_flags(alone.args, twin=i), alone.config, alone.sizes, alone.ranks), f"dtype-twin-{i}",
-                       until=1, look=True)
+            self.train(replace(alone, args=with_flags(alone.args, twin=i)), f"dtype-twin-{i}", until=1, look=True)
             for i in range(1, 1 if ordered else TWINS + 1)
         ]  # fmt: skip
         whole = self.train(mine, "dtype", save_at=2, poison_at=1, look=True)
@@ -340,7 +348,7 @@ class Preflight:
         if args.dtype in ("bfloat16", "float16") and toy.sizes["pp"] == 1 < data:
             each = toy.args.global_batch // (toy.args.workers * toy.sizes["dp"])
             flags = with_flags(mine.args, micro_batch=each, rampup_batch_size=None)  # the start may be smaller than one
-            one_sum = Toy(flags, mine.config, mine.sizes, mine.ranks)
+            one_sum = replace(mine, args=flags)
             for rank in self.train(one_sum, "dtype-sum", until=1, look=True):
                 check_digits(getattr(torch, args.dtype), rank.seen)
         for rank in self.train(mine, "dtype-loaded", resume=str(Path(self.folder.name) / "dtype")):
