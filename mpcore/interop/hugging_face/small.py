@@ -41,7 +41,7 @@ def sizes_of(config: Any, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     if "kv_lora_rank" in given and "num_key_value_heads" in given:
         given["num_key_value_heads"] = given["num_attention_heads"]  # latent attention has no groups
     for name in config.sub_configs:
-        if hasattr(getattr(config, name, None), "to_dict"):
+        if hasattr(vars(config).get(name), "to_dict"):
             given[name] = sizes_of(getattr(config, name), sizes)
     fields = config.to_dict()
     return {name: value for name, value in given.items() if name in fields}
