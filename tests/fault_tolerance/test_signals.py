@@ -17,49 +17,22 @@ from mpcore.tools.fault_tolerance import signals
 from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
 
 
-def wishes(store: Any, rank: int, size: int = 3, name: str = "g") -> Wishes:
-    group: Any = SimpleNamespace(group_name=name, size=lambda: size)
-    return Wishes(mp.Axis(size, rank, group))
+def check_differing() -> None:
+    mesh, step = mp.build_mesh(tp=2), 0
+    for wrong in ({"stop": False}, {}):
+        wishes = Wishes(mesh.world)
+        step = 7 if mesh.tp.rank and wrong else 6
+        wishes.after_step(step, **(wrong if mesh.tp.rank else {"stop": False}))
+        with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \['stop'\]"):
+            wishes.after_step(9, stop=False)
+        dist.barrier()
 
 
-@pytest.fixture
-def store(monkeypatch) -> dist.HashStore:
-    made = dist.HashStore()
-    monkeypatch.setattr(signals, "default_store", lambda: made)
-    return made
-
-
-def test_wishes_of_any_rank_are_granted_on_all_after_the_next_step_and_no_other(store):
-    ranks = [wishes(store, rank) for rank in range(3)]
-    asked = {2: [{"stop"}, set(), {"save"}], 3: [set(), {"stop"}, set()], 6: [set(), set(), {"eval"}]}
-    granted = {3: {"stop", "save"}, 4: {"stop"}, 7: {"eval"}}
-    for step in range(1, 9):
-        for rank, each in enumerate(ranks):
-            mine = dict.fromkeys(("stop", "save", "eval"), False)
-            mine |= dict.fromkeys(asked.get(step, [set()] * 3)[rank], True)
-            assert each.after_step(step, **mine) == granted.get(step, set())
-
-
-def test_a_rank_that_does_not_ask_for_a_wish_is_not_told_of_it(store):
-    one, other = wishes(store, 0), wishes(store, 1)
-    one.after_step(1, stop=True)
-    assert other.after_step(2, save=False) == set()
-    assert other.after_step(2, save=False, stop=False) == {"stop"}
-
-
-def test_runs_and_groups_have_wishes_of_their_own(store):
-    first, second, group = wishes(store, 0), wishes(store, 0), wishes(store, 0, name="h")
-    assert [each.name for each in (first, second, group)] == [
-        "mpcore/wishes/g/run 1", "mpcore/wishes/g/run 2", "mpcore/wishes/h/run 1",
-    ]  # fmt: skip
-    assert wishes(store, 1).name == first.name, "each rank counts its own"
-    first.after_step(1, stop=True)
-    assert second.after_step(2, stop=False) == group.after_step(2, stop=False) == set()
-    assert first.after_step(2, stop=False) == {"stop"}
+def test_ranks_in_other_steps_or_with_other_requests_are_told_so(ranks):
+    ranks(2, check_differing)
 
 
 def test_a_process_alone_asks_no_store_and_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(signals, "default_store", pytest.fail)
     for alone in (mp.Axis(), mp.Axis(1, 0, SimpleNamespace(group_name="g", size=lambda: 1)), mp.Axis(3, 1)):  # type: ignore[arg-type]
         assert Wishes(alone).after_step(4, stop=True, save=False) == {"stop"}
 

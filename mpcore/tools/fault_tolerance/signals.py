@@ -7,14 +7,19 @@ import signal
 import socket
 import threading
 import time
+import zlib
 from typing import Any
 
-from mpcore._torch.distributed import default_store
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.log import get_logger
 
 log = get_logger("mpcore.tools.fault_tolerance")
+_LENGTH = 20  # of a message: the keywords' checksum, the step, both negated, and at most 16 requests
 
 
 class StopSignals:
@@ -83,11 +88,10 @@ class StopSignals:
 
 
 class Wishes:
-    """Share requests of any rank with all ranks, so that all ranks act after the same step, without a collective.
+    """Share requests of any rank with all ranks, so that all ranks act after the same step.
 
-    A rank writes its request for the next step into the job's store. This is correct only if every step has a
-    collective of all ranks whose result the host waits for: then no rank has finished the next step yet. Each rank asks
-    the store once per step.
+    The requests of a step are sent in a small all-reduce that runs beside the next step. No rank waits for it, because
+    all ranks have sent theirs before they finish the next step.
 
     Args:
         world: the ranks that step together. All of them must create their `Wishes` objects in the same order.
@@ -100,11 +104,8 @@ class Wishes:
     """
 
     def __init__(self, world: Axis) -> None:
-        self.world, self.store, self.name = world, None, ""
-        if world.size > 1 and world.group is not None:
-            self.store = default_store()
-            number = self.store.add(f"mpcore/wishes/{world.group_name}/{world.rank}", 1)
-            self.name = f"mpcore/wishes/{world.group_name}/run {number}"
+        self.world = world
+        self._sent: tuple[Any, Tensor] | None = None
 
     def after_step(self, step: int, **mine: bool) -> set[str]:
         """Return the requests that all ranks act on now: those that any rank made at the previous step.
@@ -113,15 +114,29 @@ class Wishes:
 
         Args:
             step: the number of steps done.
-            mine: this rank's requests, each a keyword with True or False.
+            mine: this rank's requests, each a keyword with True or False. All ranks must pass the same keywords.
+
+        Raises:
+            ValueError: on every rank, one step later, if ranks passed different keywords or steps.
         """
-        wished = {name for name, wish in mine.items() if wish}
-        if self.store is None:
-            return wished
-        for name in wished:
-            self.store.set(f"{self.name}/{step + 1}/{name}", "")
-        if wished:  # written after the names: a rank that finds this key finds the names
-            self.store.set(f"{self.name}/{step + 1}", "")
-        if not self.store.check([f"{self.name}/{step}"]):
+        if self.world.size == 1 or self.world.group is None:
+            return {name for name, wish in mine.items() if wish}
+        names = sorted(mine)
+        about = [zlib.crc32(" ".join(names).encode()), step]
+        values = [*about, *(-x for x in about), *(int(mine[name]) for name in names)]
+        values += [0] * (_LENGTH - len(values))
+        before, group = self._sent, self.world.group
+        device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
+        sent = torch.tensor(values, dtype=torch.int64, device=device)
+        self._sent = dist.all_reduce(sent, dist.ReduceOp.MAX, group, async_op=True), sent
+        if before is None:
             return set()
-        return {name for name in mine if self.store.check([f"{self.name}/{step}/{name}"])}
+        before[0].wait()
+        most, last, least, first, *found = before[1].tolist()
+        if (most, last) != (-least, -first):
+            raise ValueError(
+                f"ranks called after_step after steps {-first} and {last}"
+                + (f", and with other requests than {names}" if most != -least else "")
+                + ": let all ranks take the same steps, and pass the same keywords"
+            )
+        return {name for name, wish in zip(names, found, strict=False) if wish}
