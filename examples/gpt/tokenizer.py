@@ -85,7 +85,7 @@ class JsonTokenizer:
     fingerprint: str
 
     def __init__(self, path: str | os.PathLike[str], end_of_document: str | None = None) -> None:
-        library = _tokenizers_library()
+        library, self.path = _tokenizers_library(), os.fspath(path)
         try:
             with open(path, "rb") as file:
                 content = file.read()
@@ -112,7 +112,11 @@ class JsonTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The tokens of a text, int32 [tokens], without any that the text itself does not hold. Errors as of bytes."""
         text.encode("utf-8")  # the library reports a lone surrogate as TypeError
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception, as for a word that has no unknown token
+            raise ValueError(f"{self.path} can't encode {text[:40]!r}: {error}") from error
+        return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some tokens; special tokens, the end of a document among them, have none."""

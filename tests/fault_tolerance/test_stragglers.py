@@ -11,6 +11,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -204,6 +205,7 @@ def test_code_has_a_hash_for_each_source_file_of_each_folder(tmp_path):
     (own / "link").symlink_to(tmp_path / "linked")
     found = code_versions(own)
     assert (found["python"], found["torch"]) == (platform.python_version(), torch.__version__)
+    assert found["numpy"] == numpy.__version__
     here = {name: version for name, version in found.items() if name.startswith("own/")}
     assert here == {
         f"own/{name}": hashlib.sha256((own / name).read_bytes()).hexdigest()[:12]

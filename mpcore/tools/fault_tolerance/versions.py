@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 
 def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
-    """Return a hash of each source file of mpcore and of `folders`, and the versions of Python and torch.
+    """Return a hash of each source file of mpcore and of `folders`, and the versions of Python and its packages.
 
     Pass the result to `check_same("code", code_versions(...))`: its error names the files that differ between ranks.
 
@@ -22,12 +24,15 @@ def code_versions(*folders: str | os.PathLike[str]) -> dict[str, str]:
         ValueError: if two folders with the same name hold different files with the same name.
     """
     found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("numpy", "triton", "einops"):  # each can change what a step computes
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
     for folder in map(Path, (Path(__file__).parents[2], *folders)):
         for parent, _, files in sorted(os.walk(folder, followlinks=True)):  # mpcore/kernels may be a link
             for path in (Path(parent, file) for file in sorted(files) if file.endswith(".py")):
                 name = f"{folder.name}/{path.relative_to(folder)}"
-                version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-                if found.setdefault(name, version) != version:
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+                if found.setdefault(name, digest) != digest:
                     raise ValueError(
                         f"two of the folders are called {folder.name}, and each has a {path.relative_to(folder)} of "
                         f"its own: give the folder that holds both"
