@@ -40,9 +40,9 @@ def sizes_of(config: Any, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
             given[name] = value
     if "kv_lora_rank" in given and "num_key_value_heads" in given:
         given["num_key_value_heads"] = given["num_attention_heads"]  # latent attention has no groups
-    for name in config.sub_configs:
-        if hasattr(vars(config).get(name), "to_dict"):
-            given[name] = sizes_of(getattr(config, name), sizes)
+    for name, inner in vars(config).items():
+        if name in config.sub_configs and hasattr(inner, "to_dict"):
+            given[name] = sizes_of(inner, sizes)
     fields = config.to_dict()
     return {name: value for name, value in given.items() if name in fields}
 
