@@ -17,6 +17,7 @@ Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 
 from __future__ import annotations
 
+import mmap
 import operator
 import os
 import secrets
@@ -79,6 +80,9 @@ class IndexedDataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.prefix}: document {index} of {len(self)}")
         index %= len(self)
+        needed = int(self._offsets[index + 1]) * self.dtype.itemsize
+        if isinstance(self._tokens.base, mmap.mmap) and self._tokens.base.size() < needed:  # a read would be a SIGBUS
+            raise ValueError(f"{self.prefix}.bin was cut to {self._tokens.base.size()} bytes after it was opened")
         return np.asarray(self._tokens[self._offsets[index] : self._offsets[index + 1]])
 
     def __iter__(self) -> Iterator[np.ndarray]:

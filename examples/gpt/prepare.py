@@ -18,7 +18,6 @@ import shutil
 import signal
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from examples.gpt.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from mpcore.mesh.secret import private_folder
 from mpcore.tools.command_line import Parser, reports_errors
 
 _SHOWN = 10  # of what is skipped, by name
@@ -270,8 +270,9 @@ def default_corpus(cache_dir: str | os.PathLike[str] | None = None, tokenizer: T
     name = f"stdlib-{platform.python_version()}-{digest}"
 
     faults = []
-    for folder in [os.fspath(cache_dir)] if cache_dir is not None else _cache_folders():
+    for folder in [cache_dir] if cache_dir is not None else _cache_folders():
         try:
+            folder = os.fspath(private_folder() if folder is None else folder)
             os.makedirs(folder, exist_ok=True)
             # A damaged copy stays in place, for a process may be reading it; the next free name is taken.
             for attempt in itertools.count():
@@ -298,10 +299,10 @@ def _stdlib_files(root: str) -> Iterator[str]:
     return (path for path in sorted(found) if os.path.isfile(os.path.join(root, path)))
 
 
-def _cache_folders() -> list[str]:
+def _cache_folders() -> list[str | None]:
+    """Return the folders to try. None: a private one among the temporary files."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    return [os.path.join(base, "mpcore"), os.path.join(tempfile.gettempdir(), f"mpcore-{user}")]
+    return [os.path.join(base, "mpcore"), None]
 
 
 def _build_corpus(home: str, root: str, files: list[str], tokenizer: Tokenizer) -> None:

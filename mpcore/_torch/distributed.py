@@ -41,6 +41,26 @@ def clone_store() -> Any:
     return default_store().clone()
 
 
+class _SecretStore(dist.PrefixStore):
+    """The store of a job whose ranks share a secret."""
+
+    secret = b""
+
+
+def keep_secret(secret: bytes) -> None:
+    """Keep a secret with the store of the default process group, as long as the group lives."""
+    world, group = dist.distributed_c10d._world, dist.distributed_c10d._get_default_group()
+    backend, inner = world.pg_map[group]
+    store = _SecretStore("", inner)  # type: ignore[arg-type]
+    store.secret = secret
+    world.pg_map[group] = backend, store
+
+
+def store_secret() -> bytes:
+    """Return the secret of `keep_secret`, or nothing if there is none."""
+    return getattr(default_store(), "secret", b"") if dist.is_initialized() else b""
+
+
 def replace_wait(wait: Callable[..., Any]) -> None:
     """Replace `Work.wait`, which all collectives except functional ones end with."""
     dist.Work.wait = wait  # type: ignore[method-assign]

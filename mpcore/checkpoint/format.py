@@ -157,7 +157,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small file, and sync it to the disk."""
-    with named_errors(path), open(path, "wb") as file:
+    with named_errors(path), open(path, "xb") as file:  # follows no link
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

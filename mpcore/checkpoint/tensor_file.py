@@ -230,7 +230,12 @@ class TensorFile:
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
         start = self._data + found["data_offsets"][0]
+        self._check_size(found["data_offsets"][1])
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+    def _check_size(self, end: int) -> None:
+        if self._map.size() < self._data + end:  # a read would end the process with SIGBUS
+            raise ValueError(f"{self.path} was cut to {self._map.size()} bytes after it was opened")
 
     def forget(self, key: str) -> None:
         """Free the memory that reading a tensor used. The tensor can be read again."""
@@ -247,6 +252,7 @@ class TensorFile:
         """Read a chunk and return a description of its damage, or None if there is none."""
         self.check(entry, chunk)
         first, start, end = self._pages(chunk.key)
+        self._check_size(end - self._data)
         if sys.platform == "linux":
             self._map.madvise(mmap.MADV_WILLNEED, first, end - first)
         found = checksum(memoryview(self._map)[start:end])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpcore.interop.hugging_face.stored import class_of
+from mpcore.interop.hugging_face.stored import class_of, transformers_module
 from mpcore.interop.lora.adapters import factor_names
 from mpcore.interop.parallelize.twin import choose_plain_kernels
 from mpcore.sharding.declarations import shardings
@@ -41,7 +41,7 @@ def sizes_of(config: Any, sizes: Mapping[str, Any] = SIZES) -> dict[str, Any]:
     if "kv_lora_rank" in given and "num_key_value_heads" in given:
         given["num_key_value_heads"] = given["num_attention_heads"]  # latent attention has no groups
     for name, inner in vars(config).items():
-        if name in config.sub_configs and hasattr(inner, "to_dict"):
+        if name in config.sub_configs and isinstance(inner, transformers_module().PretrainedConfig):
             given[name] = sizes_of(inner, sizes)
     fields = config.to_dict()
     return {name: value for name, value in given.items() if name in fields}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from pathlib import Path
 
 from mpcore.mesh.axis import Mesh
@@ -99,9 +100,7 @@ def check_writable(folder: Path, rank: int) -> None:
     Raises:
         ValueError: naming the folder.
     """
-    probe = folder / f".rank{rank}.tmp"
     try:
-        probe.write_text("")
-        probe.unlink()
+        tempfile.TemporaryFile(prefix=f".rank{rank}.", dir=folder).close()
     except OSError as problem:
         raise ValueError(f"{folder} can't be written: {problem}") from problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,7 +68,7 @@ def write_whole(path: Path, text: str) -> None:
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to. It becomes `path` if the block succeeds, and is removed if it fails."""
-    part = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp{path.suffix}")  # no link can lie there
     try:
         yield part
         os.replace(part, path)
