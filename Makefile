@@ -8,7 +8,7 @@ RANKS ?= 4
 OUT ?= runs/pretrain
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain quick test slurm-test soak asan oldest mutation bench docs wheel check format clean
+.PHONY: help install pretrain quick attack test slurm-test soak asan oldest mutation bench docs wheel check format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ quick: $(STAMP) ## one case of each law and a training run of each kind, in a mi
 
 test: $(STAMP) ## the suite: every layout against the unsharded model
 	$(RUN) -m pytest -m "not slow"
+
+attack: $(STAMP) ## what a stranger may try on the store, files and folders of a job; all of it is refused (loopback only)
+	$(RUN) -m pytest -q tests/test_attacks.py tests/checkpoint/test_schema.py
 
 slurm-test: $(STAMP) ## launch under a real Slurm of two nodes on this machine, where it is installed; `make test` does so too
 	$(RUN) -m pytest tests/slurm -m "not slow"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from examples.gpt.arguments import flag
@@ -28,6 +27,7 @@ from mpcore.checkpoint.format import read_manifest
 from mpcore.collectives import all_reduce
 from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 from mpcore.mesh import raise_together, raising_together
+from mpcore.mesh.agreement import gather_objects
 from mpcore.tools.analysis.curves import FILE as TENSORS
 from mpcore.tools.fault_tolerance.faults import check_writable, was_restarted
 from mpcore.tools.fault_tolerance.metrics import read_records, write_whole
@@ -153,8 +153,7 @@ class Checkpoints:
         if self.updates is None:
             return found
         merges = {path: self.updates.optimizer.merges_until(read_manifest(path).step) for path in found}
-        every: list = [None] * self.mesh.worlds.size
-        dist.all_gather_object(every, set(merges.values()), group=self.mesh.worlds.group)
+        every = gather_objects(set(merges.values()), self.mesh.worlds.group)
         most = max(set.intersection(*every), default=None)
         return [path for path in found if merges[path] == most]
 

@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
             mesh = build_mesh(**mesh_arguments(args), timeout=limit)
             mesh = invariant_mesh(mesh, args.bitwise) if args.bitwise else mesh
             with (
-                leave_together(mesh, folder=out / "errors"),
+                leave_together(mesh, folder=out / "errors") as leaving,
                 Watchdog(mesh, timeout=args.timeout, folder=out / "hang") as watchdog,
             ):
                 try:
                     trainer = Trainer(args, mesh)
-                    watchdog.model, trainer.beat = trainer.model, watchdog.beat
+                    watchdog.model, trainer.beat, leaving.run = trainer.model, watchdog.beat, trainer.run
                     signals.leave_with, trainer.stop.signals = None, signals
                     stopped = trainer.train()
                 except ValueError as error:

@@ -152,7 +152,11 @@ def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]
     Returns:
         The paths. If `root` doesn't exist, the list is empty.
     """
-    return merged(mesh.world, lambda: _complete(Path(root)) if mesh.world.rank == 0 else [], lambda found: found[0])
+
+    def find() -> list[str]:
+        return [*map(str, _complete(Path(root)))] if mesh.world.rank == 0 else []
+
+    return [*map(Path, merged(mesh.world, find, lambda found: found[0]))]
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:

@@ -37,7 +37,7 @@ def merged(world: Axis, work: Callable[[], T], merge: Callable[[list[T]], R], li
 
     Args:
         world: the ranks that hold the model together.
-        work: what this rank does. Its result is pickled.
+        work: what this rank does. Its result is sent as JSON (`mpcore.mesh.secret.encode`).
         merge: called on rank 0 with the results in rank order.
         line: a name for calls from a background thread (see `mpcore.mesh.agreement.exchange`).
 

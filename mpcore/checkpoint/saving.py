@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpcore.checkpoint.format import (
     Chunk,
     Entry,
     FileRecord,
+    Group,
     Manifest,
     SmallFile,
     dtype_name,
@@ -40,6 +41,7 @@ from mpcore.checkpoint.pieces import (
     weight_names,
 )
 from mpcore.checkpoint.ranks import merged, together
+from mpcore.checkpoint.schema import convert
 from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
@@ -64,7 +66,7 @@ class _Request:
     keep_every: int | None
     beside: Mapping[str, bytes] | None
 
-    def manifest(self, optimizer: list[dict[str, Any]] | None) -> Manifest:
+    def manifest(self, optimizer: list[Group] | None) -> Manifest:
         """Return the manifest of this moment, without files and tensors."""
         state = {"config": dict(self.config or {}), "extra": dict(self.extra or {}), "optimizer": optimizer}
         for name, value in state.items():
@@ -93,7 +95,7 @@ class _Part:
     tensors: dict[str, tuple[tuple[int, ...], str]]
     chunks: list[tuple[str, Chunk]]
     replicas: list[tuple[str, Chunk]]  # held here, but written by another rank: they have no file
-    optimizer: list[dict[str, Any]] | None
+    optimizer: list[Group] | None
 
 
 class Saving:
@@ -279,7 +281,12 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
     lead, began = world.rank == 0, time.perf_counter()
     lock = together(world, lambda: prepare(path) if lead else None, line)
     try:
-        size = merged(world, lambda: _write_part(snapshot, world.rank), lambda parts: _commit(snapshot, parts), line)
+        size = merged(
+            world,
+            lambda: json.dumps(asdict(_write_part(snapshot, world.rank))),
+            lambda texts: _commit(snapshot, [convert(_Part, json.loads(text), "a rank's part") for text in texts]),
+            line,
+        )
     except ValueError:
         if lead:
             discard(path)
@@ -387,7 +394,7 @@ def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
                     )
 
 
-def _merge(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]] | None:
+def _merge(of_ranks: list[list[Group]]) -> list[Group] | None:
     """Return the optimizer's parameter groups of all pipeline stages together, or None if there is no optimizer."""
     if not of_ranks:
         return None

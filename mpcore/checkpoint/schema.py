@@ -64,6 +64,8 @@ def read_lines(path: Path, steps: bool = True) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
             where = f"{path}, line {number}"
+            if line.isspace():
+                continue
             try:
                 entry = convert(dict[str, Any], load_json(line, where), where)
                 if steps:

@@ -8,21 +8,24 @@ sent to rank 0 of the group, which merges all values.
 from __future__ import annotations
 
 import hashlib
-import pickle
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from mpcore._torch.distributed import default_store
 from mpcore.mesh.axis import Axis
+from mpcore.mesh.secret import decode, encode, printable, seal, unseal
 
 T = TypeVar("T")
 R = TypeVar("R")
+_LOOK_AFTER, _NEAR = 5.0, 16  # seconds of waiting, and how far ranks of one host are apart
 _PART = 2**22  # bytes of a value: a TCPStore refuses 8 MiB
 
 
@@ -30,7 +33,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return the Python values of all ranks of a small group, in rank order.
 
     Args:
-        value: this rank's value; it is pickled.
+        value: this rank's value, of the types that `mpcore.mesh.secret.encode` takes. Named tuples become tuples.
         group: the ranks. None: this process alone.
     """
     return exchange(None, value, group)
@@ -112,7 +115,7 @@ def exchange(
 
     Args:
         error: the exception of this rank. None: this rank did not fail.
-        value: this rank's value; it is pickled.
+        value: this rank's value, of the types that `mpcore.mesh.secret.encode` takes. Named tuples become tuples.
         group: the ranks. None: this process alone.
         merge: called on rank 0 with the values in rank order. The default returns all values, for small groups.
         line: a name for the calls of a background thread. Calls of different names are counted separately, so that a
@@ -158,43 +161,53 @@ class Agreement:
         size: the number of ranks in the group.
         what: what the ranks agree about, for messages.
         group: the process group. None: the whole job.
+        prefix: the store's prefix.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, what: str = "", group: dist.ProcessGroup | None = None
+        self, store: Any, rank: int, size: int, what: str = "", group: dist.ProcessGroup | None = None, prefix: str = ""
     ) -> None:
+        self.prefix = prefix
         self.store, self.rank, self.size, self.what, self.group = store, rank, size, what, group
         self.number = self.store.add(f"at/{self.rank}", 1)
 
     def same(self, text: str) -> bool:
         """Return whether all ranks have the same text. Each rank sends a hash."""
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        digest = hashlib.sha256(seal(self._name("first"), text.encode())).hexdigest()[:32]
+        same = seal(self._name("result"), b"same")
         if self.store.compare_set(self._key("first"), "", digest).decode() != digest:
             self.store.set(self._key("differ"), "")
         if self.store.add(self._key("came"), 1) == self.size:
-            self.store.set(self._key("result"), "" if self.store.check([self._key("differ")]) else "same")
+            self.store.set(self._key("result"), b"" if self.store.check([self._key("differ")]) else same)
             self._forget()
-        return self._hear(self._key("result")) == b"same"
+        return self._hear(self._key("result")) == same
 
     def merged(self, value: T, merge: Callable[[list[T]], R]) -> tuple[Exception | None, R]:
         """Return what `merge` computes on rank 0 from the values of all ranks, or its error."""
         if self.rank:
-            self._put(f"of/{self.rank}", pickle.dumps(value))
+            error, data = _try(encode, value)
+            self._put(f"of/{self.rank}", data if error is None else encode((str(error), None)))
         if self.store.add(self._key("came"), 1) == self.size:
             self.store.set(self._key("full"), "")
             self._forget()
         if self.rank == 0:
             self._hear(self._key("full"))
-            others = [pickle.loads(self._take(f"of/{rank}")) for rank in range(1, self.size)]
-            result = _try(merge, [value, *others])
-            self._put("result", pickle.dumps(result))
-            return result
-        return pickle.loads(self._take("result", keep=True))
+            others = [decode(self._take(f"of/{rank}")) for rank in range(1, self.size)]
+            error, result = _try(merge, [value, *others])
+            problem, data = _try(encode, (_say(error), result))
+            self._put("result", data if problem is None else encode((str(problem), None)))
+            return error or problem, result
+        told, result = decode(self._take("result", keep=True))
+        return None if told is None else ValueError(printable(told)), result
+
+    def _name(self, name: str) -> str:
+        return f"{self.prefix} {self._key(name)}"  # what a message says it is, so that it can't be sent again elsewhere
 
     def _key(self, name: str, ago: int = 0) -> str:
         return f"{self.number - ago}/{name}"
 
     def _put(self, name: str, data: bytes) -> None:
+        data = seal(self._name(name), data)
         parts = [data[at : at + _PART] for at in range(0, len(data), _PART)]
         for i, part in enumerate(parts[1:], 1):
             self.store.set(self._key(f"{name}/{i}"), part)
@@ -206,7 +219,7 @@ class Agreement:
         data = b"".join([data, *(self.store.get(self._key(part)) for part in parts)])
         for part in () if keep else (name, *parts):
             self.store.delete_key(self._key(part))
-        return data
+        return unseal(self._name(name), data)
 
     def _forget(self) -> None:
         result = self._key("result", 1)
@@ -222,15 +235,27 @@ class Agreement:
         Polls the store, at most every second while a rank is late: a blocking wait would block the process's other
         threads.
         """
-        began, limit = time.monotonic(), self.store.timeout.total_seconds()
+        began, limit, looked = time.monotonic(), self.store.timeout.total_seconds(), 0.0
         while not self.store.check([key]):
             waited = time.monotonic() - began
+            if self.group is not None and waited > looked + _LOOK_AFTER:
+                looked = waited
+                if dead := self._dead(self.group):
+                    raise ValueError(f"{name_ranks(default_store(), dead)} of this host ended: read what ended it")
             if waited > limit:
                 raise ValueError(
                     f"{self._missing()} within {limit:g} s: read what ended it, or see if its host reaches this"
                 )
             time.sleep(min(2e-4 + 2e-5 * self.size + waited / 8, 1.0))
         return self.store.get(key)
+
+    def _dead(self, group: dist.ProcessGroup) -> list[int]:
+        """Return the ranks of this host that haven't come and whose process has ended."""
+        near = range(max(self.rank - _NEAR, 0), min(self.rank + _NEAR + 1, self.size))
+        late = [rank for rank in near if self.store.add(f"at/{rank}", 0) < self.number]
+        ranks = [dist.get_global_rank(group, rank) for rank in late]
+        found = {rank: _written(default_store(), f"mpcore/process/{rank}") for rank in ranks}
+        return [rank for rank in ranks if any(map(has_ended, found[rank]))]
 
     def _missing(self) -> str:
         about = f"agree about the {self.what}" if self.what else "come to where the others wait for it"
@@ -243,12 +268,12 @@ class Agreement:
             found = f"{ranks} of {self.size} did not {about}" if late else "all ranks came, but rank 0 did not answer"
             self.store.set(self._key("missing"), found)
         self.store.wait([self._key("missing")], timedelta(seconds=10 + self.size / 500))
-        return self.store.get(self._key("missing")).decode()
+        return printable(self.store.get(self._key("missing")).decode(errors="replace"))
 
 
 def _begin(group: dist.ProcessGroup, what: str = "", line: str = "") -> Agreement:
     name = f"mpcore/agree/{group.group_name}.{dist.get_global_rank(group, 0)}{line}"  # disjoint groups may share a name
-    return Agreement(dist.PrefixStore(name, default_store()), group.rank(), group.size(), what, group)
+    return Agreement(dist.PrefixStore(name, default_store()), group.rank(), group.size(), what, group, name)
 
 
 def name_ranks(store: dist.Store | None, ranks: Sequence[int]) -> str:
@@ -256,13 +281,45 @@ def name_ranks(store: dist.Store | None, ranks: Sequence[int]) -> str:
 
     The hosts are those that the ranks wrote at the rendezvous. This process's own host is left out.
     """
-    keys, hosts = [f"mpcore/host/{rank}" for rank in ranks[:8]], set()
-    while store is not None:  # the host names were written before torch added its own prefix to the store
-        hosts |= {store.get(key).decode() for key in keys if store.check([key])} - {socket.gethostname()}
-        store = store.underlying_store if isinstance(store, dist.PrefixStore) else None
+    hosts = {host for rank in ranks[:8] for host in _written(store, f"mpcore/host/{rank}")}
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    hosts -= {socket.gethostname()}
     on = f" (host {', '.join(sorted(hosts))})" if hosts else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{on}"
+
+
+def _written(store: dist.Store | None, key: str) -> set[str]:
+    """Return what was written under a key at the rendezvous, before torch added its own prefix to the store."""
+    found = set()
+    while store is not None:
+        found |= {printable(store.get(key).decode(errors="replace"))} if store.check([key]) else set()
+        store = store.underlying_store if isinstance(store, dist.PrefixStore) else None
+    return found
+
+
+def this_process() -> str:
+    """Return the host, the process namespace, the number and the start time of this process."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_start(os.getpid())}"
+    except OSError:  # no Linux
+        return ""
+
+
+def has_ended(process: str) -> bool:
+    """Return whether a process that wrote `this_process` ran on this host, and has ended."""
+    mine, fields = this_process().split(), process.split()
+    if len(fields) != 4 or fields[:2] != mine[:2] or not fields[2].isdigit():
+        return False
+    try:
+        return _start(int(fields[2])) != fields[3]
+    except OSError:
+        return True
+
+
+def _start(process: int) -> str:
+    """Return the start time of a process, or "" if it has ended and its parent hasn't asked for its status."""
+    state, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return "" if state == "Z" else others[18]
 
 
 def _first_difference(values: list[dict[str, str]]) -> tuple[int, str]:

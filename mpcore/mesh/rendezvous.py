@@ -11,8 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mpcore.mesh.agreement import name_ranks
+from mpcore._torch.distributed import keep_secret
+from mpcore.mesh.agreement import name_ranks, this_process
 from mpcore.mesh.launch import Launch
+from mpcore.mesh.secret import find_secret, leave_secret, printable
 
 _MET = "all are here"
 
@@ -42,8 +44,22 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
         raise
     if launch.keeps_store:
         store.set(_WORLD, f"{_title(launch)}, all of them here")
+    secret = _share_secret(store, launch, name, until) if launch.local_size == launch.world_size else b""
     store = dist.PrefixStore(name, store)
     join_world(backend, store, launch.rank, launch.world_size, limit)
+    if secret:
+        keep_secret(secret)
+
+
+def _share_secret(store: dist.Store, launch: Launch, name: str, until: float) -> bytes:
+    """Return the secret of a job whose ranks are all on this host."""
+    ready, read = f"{name}/mpcore/secret", f"{name}/mpcore/read"
+    if launch.rank == 0:
+        secret = leave_secret(name)
+        store.set(ready, "")
+        return secret
+    _wait_for(store, ready, max(until - time.monotonic(), 1.0))
+    return find_secret(name, last=store.add(read, 1) == launch.world_size - 1)
 
 
 def open_store(launch: Launch, limit: timedelta) -> dist.Store:
@@ -56,6 +72,8 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
     Raises:
         ValueError: if the address doesn't resolve, the port is in use, or no store answers there in time.
     """
+    is_here = launch.local_size == launch.world_size and launch.launcher != "torchrun"
+    address = "127.0.0.1" if is_here else launch.address
     here, there = f"rank {launch.rank} on {socket.gethostname()}", f"{launch.address}:{launch.port}"
     try:
         socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
@@ -69,10 +87,11 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
     def connect() -> None:
         try:
             if not launch.keeps_store:  # torch prints 30 lines per failed attempt to connect
-                _wait_for_port(launch, limit.total_seconds())
+                _wait_for_port(address, launch.port, limit.total_seconds())
             store = dist.TCPStore(
-                launch.address, launch.port, launch.world_size, launch.keeps_store, limit,
+                address, launch.port, launch.world_size, launch.keeps_store, limit,
                 wait_for_workers=False, multi_tenant=True,
+                master_listen_fd=_listen(address, launch.port) if launch.keeps_store else None,
             )  # fmt: skip
         except (RuntimeError, OSError) as error:
             found.append(error)
@@ -97,11 +116,23 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
     raise ValueError(f"{here}: {problem}")
 
 
-def _wait_for_port(launch: Launch, seconds: float) -> None:
+def _listen(address: str, port: int) -> int | None:
+    """Return a socket bound to the interface of an address. None: torch binds to all interfaces, or says why not."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+    except OSError:  # the address is a translated one, or an IPv6 one
+        sock.close()
+        return None
+    return sock.detach()
+
+
+def _wait_for_port(address: str, port: int, seconds: float) -> None:
     until = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((launch.address, launch.port), max(until - time.monotonic(), 0.1)).close()
+            socket.create_connection((address, port), max(until - time.monotonic(), 0.1)).close()
             return
         except OSError:
             if time.monotonic() + 0.1 > until:
@@ -174,28 +205,27 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     name = _wait_for(store, f"mpcore/welcome/{mine}", timeout) if rank else f"attempt {mine}"
     host, told, read = socket.gethostname(), f"{name}/mpcore/met", set()
     if store.add(f"{name}/mpcore/is/{rank}", 1) > 1:
-        other = store.get(f"{name}/mpcore/host/{rank}").decode()
+        other = _text(store, f"{name}/mpcore/host/{rank}")
         _tell(store, told, f"rank {rank} is there twice, on {other} and {host}: give each process a RANK of its own")
     else:
+        store.set(f"{name}/mpcore/process/{rank}", this_process())
         store.set(f"{name}/mpcore/host/{rank}", host)
         if store.add(f"{name}/mpcore/here", 1) == size:
             _tell(store, told, _MET)
     while not store.check([told]) and time.monotonic() < until + (1.0 if rank else 0.0):
         for ticket in () if rank else set(range(1, store.add("mpcore/tickets", 0) + 1)) - read:
             if store.check([f"mpcore/hello/{ticket}"]):  # if its rank is dead, no rank reads the answer
-                store.set(f"mpcore/welcome/{store.get(f'mpcore/hello/{ticket}').decode()}", name)
+                store.set(f"mpcore/welcome/{_text(store, f'mpcore/hello/{ticket}')}", name)
                 read.add(ticket)
         time.sleep(min(0.01 + 2e-4 * size, 1.0))
     if not store.check([told]):
         away = [other for other in range(size) if not store.check([f"{name}/mpcore/host/{other}"])]
-        hosts = sorted(
-            {store.get(f"{name}/mpcore/host/{other}").decode() for other in range(size) if other not in away}
-        )
+        hosts = sorted({_text(store, f"{name}/mpcore/host/{other}") for other in range(size) if other not in away})
         _tell(
             store, told, f"of {size} ranks {', '.join(map(str, away))} did not arrive within {timeout:g} s. The others "
             f"are on {', '.join(hosts)}: start the missing ones too, or read what ended them",
         )  # fmt: skip
-    if (text := store.get(told).decode()) != _MET:
+    if (text := _text(store, told)) != _MET:
         raise ValueError(text)
     return name
 
@@ -209,4 +239,8 @@ def _wait_for(store: dist.Store, key: str, timeout: float) -> str:
         store.wait([key], timedelta(seconds=timeout))
     except dist.DistStoreError:
         raise ValueError(f"rank 0 did not arrive within {timeout:g} s") from None
-    return store.get(key).decode()
+    return _text(store, key)
+
+
+def _text(store: dist.Store, key: str) -> str:
+    return printable(store.get(key).decode(errors="replace"))

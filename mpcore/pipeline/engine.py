@@ -266,7 +266,10 @@ class Pipeline:
             raise ValueError("nothing was recorded: make the Pipeline with trace=True")
         every = gather_objects(self.spans, self.pp.group)
         self.spans = []
-        spans = sorted((span for spans in every for span in spans), key=lambda span: (span.rank, span.start))
+        spans = sorted(
+            (Span(r, Action(*action), *times) for spans in every for r, action, *times in spans),
+            key=lambda span: (span.rank, span.start),
+        )
         begin = min((span.start for span in spans), default=0.0)
         return [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import mpcore as mp
 from mpcore.mesh import agreement
 from mpcore.mesh.agreement import Agreement, check_same, exchange, gather_objects, name_ranks, raise_together
+from mpcore.mesh.secret import encode
 
 
 class Asked:
@@ -77,7 +77,7 @@ def test_values_of_many_parts_are_merged_on_rank_0_and_only_the_last_result_stay
     for _ in range(3):
         got = on_threads(3, lambda rank: Agreement(store, rank, 3).merged(values[rank], "-".join))
         assert got == [(None, "-".join(values))] * 3
-    data = pickle.dumps((None, "-".join(values)))
+    data = encode((None, "-".join(values)))
     count = -(-len(data) // part)
     assert store.inner.get("3/result").startswith(b"%d " % count)
     parts = {f"3/result/{i}" for i in range(1, count)}

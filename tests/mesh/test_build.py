@@ -267,6 +267,7 @@ def steps(monkeypatch) -> list:
     monkeypatch.setattr(rendezvous, "open_store", open_it)
     monkeypatch.setattr(rendezvous, "enter_world", lambda s, at, seconds: found.append(("enter", s is store, seconds)))
     monkeypatch.setattr(rendezvous, "meet", lambda s, *given: found.append(("meet", *given)) or "attempt x")
+    monkeypatch.setattr(rendezvous, "_share_secret", lambda *given: b"")
     monkeypatch.setattr(rendezvous, "join_world", lambda *given: found.append(("join", *given)))
     found.append(store)
     return found
@@ -336,13 +337,16 @@ def test_a_group_that_cant_be_made_names_the_silent_ranks_after_two_seconds(monk
 def test_a_store_is_opened_on_the_address_that_the_launcher_says(monkeypatch):
     made, waited = [], []
     monkeypatch.setattr(dist, "TCPStore", lambda *given, **how: made.append((given, how)) or dist.HashStore())
-    monkeypatch.setattr(rendezvous, "_wait_for_port", lambda at, seconds: waited.append((at.rank, seconds)))
+    monkeypatch.setattr(rendezvous, "_wait_for_port", lambda *given: waited.append(given))
     limit = timedelta(seconds=3)
     for rank in (0, 1):
         assert isinstance(open_store(here(rank), limit), dist.HashStore)
-    options = {"wait_for_workers": False, "multi_tenant": True}
-    assert made == [(("localhost", 29999, 2, rank == 0, limit), options) for rank in (0, 1)]
-    assert waited == [(1, 3.0)]
+    assert [given for given, _ in made] == [("127.0.0.1", 29999, 2, rank == 0, limit) for rank in (0, 1)]
+    assert all(how["multi_tenant"] and not how["wait_for_workers"] for _, how in made)
+    with socket.socket(fileno=made[0][1]["master_listen_fd"]) as bound:
+        assert bound.getsockname() == ("127.0.0.1", 29999), "not on all interfaces"
+    assert made[1][1]["master_listen_fd"] is None
+    assert waited == [("127.0.0.1", 29999, 3.0)]
 
 
 def test_a_port_is_waited_for_until_the_time_is_over(monkeypatch):
@@ -361,14 +365,14 @@ def test_a_port_is_waited_for_until_the_time_is_over(monkeypatch):
 
     monkeypatch.setattr(rendezvous.time, "sleep", sleep)
     monkeypatch.setattr(socket, "create_connection", connect)
-    rendezvous._wait_for_port(here(1), 1.0)
+    rendezvous._wait_for_port("localhost", 29999, 1.0)
     assert slept == [0.1] * 2
     assert [timeout for _, timeout in tried] == [1.0, pytest.approx(0.9), pytest.approx(0.8)]
     assert tried[0][0] == ("localhost", 29999)
     now[0] = 0.0
     tried.extend([None] * 9)  # type: ignore[list-item]
     with pytest.raises(OSError, match="refused"):
-        rendezvous._wait_for_port(here(1), 0.35)
+        rendezvous._wait_for_port("localhost", 29999, 0.35)
     assert tried[-1][1] == pytest.approx(0.1), "no attempt is shorter"
     assert now[0] == pytest.approx(0.3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from mpcore._torch.distributed import clone_store
 from mpcore.mesh.agreement import name_ranks
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
+from mpcore.mesh.secret import printable, seal, unseal
 
 log = get_logger("mpcore.tools.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
@@ -31,6 +33,7 @@ _PEER = re.compile(
     r"by peer|Connection refused|Connection was likely closed|Broken pipe|[Tt]imed out|NCCL|gloo/|[Ss]ocket|"
     r"Transport retry"
 )
+_CAUSE = "mpcore/cause"
 _EARLY = "without an error: let all ranks take the same number of steps"
 
 
@@ -54,6 +57,9 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         grace: seconds in which a failed rank can write why it failed. The other ranks leave within twice this time.
         folder: the folder for the tracebacks, `rank0.txt` and so on. None: tracebacks go to standard error.
 
+    Attributes:
+        run: set it to the `Run`, so that a rank that ends its loop too early is named with its step.
+
     Example::
 
         with leave_together(mesh):
@@ -64,7 +70,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
         self.folder = None if folder is None else Path(folder)
         self.store: Any = None
-        self.block, self.cause, self.is_host_done = 1, "", False
+        self.block, self.cause, self.is_host_done, self.host_early = 1, "", False, ""
+        self.run: Any = None
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
@@ -74,6 +81,9 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     def __enter__(self) -> leave_together:
         if self.size > 1:
             self.thread.start()
+        with suppress(OSError, ValueError, AttributeError):  # standard error is no file
+            if not faulthandler.is_enabled():
+                faulthandler.enable()  # a signal such as SIGBUS, of a mapped file that was cut, prints the stack
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -97,7 +107,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             except (RuntimeError, OSError):
                 cause = f"rank 0, or the host that keeps the store of the run{at}, is gone"
                 if self.is_host_done:
-                    cause = f"rank 0 ended before rank {self.rank}, {_EARLY}"
+                    cause = self.host_early
             alarm.cancel()
             self.over.set()
             log.error("stopped, because %s", cause)
@@ -108,7 +118,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         try:
             self.store.set(f"mpcore/left/{self.rank}", "")
             if self.store.add("mpcore/left", 1) == 1:
-                self.store.set("mpcore/cause", f"rank {self.rank} {cause}")
+                self.store.set(_CAUSE, seal(_CAUSE, f"rank {self.rank} {cause}".encode()))
         except (RuntimeError, OSError):
             pass
         self._part(self.grace)
@@ -117,6 +127,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     def _part(self, seconds: float) -> None:
         """Tell rank 0 that this rank needs the store no more. On rank 0, wait until no rank needs it."""
         with suppress(RuntimeError, OSError):  # rank 0 has waited long enough
+            if self.run is not None:
+                self.store.set(f"mpcore/step/{self.block}/{self.rank}", str(self.run.step))
             if not self.cause:
                 self._sign_off(self.rank)
             until = time.monotonic() + seconds
@@ -125,19 +137,32 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                     return
                 time.sleep(0.02)
 
+    def _early(self, ranks: Sequence[int]) -> str:
+        """Return that these ranks ended before this one, and after which steps if the ranks' runs are known."""
+        text, key = (
+            f"{name_ranks(self.store, ranks)} ended before rank {self.rank}",
+            f"mpcore/step/{self.block}/{ranks[0]}",
+        )
+        if self.run is not None and self.store.check([key]):
+            step = printable(self.store.get(key).decode(errors="replace"))
+            mine = self.run.step + 1
+            text += f": rank {ranks[0]} ended its loop after step {step}, rank {self.rank} is in step {mine}"
+        return f"{text}, {_EARLY}"
+
     def _sign_off(self, rank: int) -> None:
         if self.store.add(f"mpcore/ended/{self.block}/{rank}", 1) == 1:
             self.store.add(f"mpcore/ended/{self.block}", 1)
 
     def _watch(self) -> None:
         try:
-            while not self.store.check(["mpcore/cause"]):
+            while not self.store.check([_CAUSE]):
                 if self.store.check(["mpcore/asked"]):
                     self.store.set(f"mpcore/alive/{self.rank}", "")
-                self.is_host_done = self.store.check([f"mpcore/ended/{self.block}/0"])
+                if self.store.check([f"mpcore/ended/{self.block}/0"]):
+                    self.host_early, self.is_host_done = self._early([0]), True
                 if self.over.wait(self.grace / 2):
                     return
-            self.cause = cause = self.store.get("mpcore/cause").decode()
+            self.cause = cause = _read_cause(self.store)
             self._sign_off(self.rank)
         except (RuntimeError, OSError):  # the rank that hosts the store may have finished
             return
@@ -164,7 +189,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 path = self.folder / f"rank{self.rank}.txt"
-                path.write_text(text)
+                write_new(path, text)
                 text = f"{cause} (details: {path})"
         tell_launcher(f"rank {self.rank} failed: {cause}")
         if self._is_first_to_say(cause):
@@ -187,12 +212,12 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             found = "the network between the ranks failed: all of them are there"
             ended = [rank for rank in silent if self.store.check([f"mpcore/ended/{self.block}/{rank}"])]
             if ended:
-                found = f"{name_ranks(self.store, ended)} ended before rank {self.rank}, {_EARLY}"
+                found = self._early(ended)
             elif silent:
                 found = f"{give_no_answer(silent, self.store)}: killed, or cut off"
             for rank in silent:
                 self._sign_off(rank)
-            self.store.set("mpcore/cause", found)
+            self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
         return found or self._wait(2 * self.grace) or "a rank is gone"
 
     def _is_alive(self, rank: int) -> bool:
@@ -201,10 +226,17 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     def _wait(self, seconds: float) -> str | None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self.store.check(["mpcore/cause"]):
-                return self.store.get("mpcore/cause").decode()
+            if self.store.check([_CAUSE]):
+                return _read_cause(self.store)
             time.sleep(0.02)
         return None
+
+
+def _read_cause(store: dist.Store) -> str:
+    try:
+        return printable(unseal(_CAUSE, store.get(_CAUSE)).decode(errors="replace"))
+    except ValueError as error:
+        return str(error)
 
 
 def leave(status: int) -> NoReturn:
@@ -218,6 +250,13 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file in place of the one that is there, through no link."""
+    path.unlink(missing_ok=True)
+    with open(path, "x") as file:
+        file.write(text)
 
 
 def tell_launcher(text: str) -> None:

@@ -108,6 +108,7 @@ class Stragglers:
         mine = {phase: statistics.fmean(seconds) for phase, seconds in self.times.items()}
         self.times = {}
         late = exchange(None, mine, self.mesh.world.group, lambda times: late_ranks(times, self.threshold, self.least))
+        late = [SlowRank(*one) for one in late]
         if self.mesh.worlds.size > 1:  # report the rank's number in the job
             late = [one._replace(rank=one.rank + self.mesh.job.rank - self.mesh.world.rank) for one in late]
         self.row = {(one.rank, one.phase): self.row.get((one.rank, one.phase), 0) + 1 for one in late}

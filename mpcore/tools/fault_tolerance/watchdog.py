@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from mpcore._torch.distributed import clone_store
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.mesh.log import get_logger
-from mpcore.tools.fault_tolerance.leave import end_after, store_address
+from mpcore.mesh.secret import printable, seal, unseal
+from mpcore.tools.fault_tolerance.leave import end_after, store_address, write_new
 from mpcore.tools.fault_tolerance.trace import Log, explain, read_log
 
 log = get_logger("mpcore.tools.fault_tolerance")
@@ -85,13 +87,13 @@ class Watchdog:
         mine = read_log(self.mesh, self.model, self.watched)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank{mine.rank}.json").write_text(mine.to_json())
+            write_new(self.folder / f"rank{mine.rank}.json", mine.to_json())
         if self.store is not None:
             at = f"no progress for {self.timeout:g} s: the store of the run{store_address(self.store)} gives no answer"
             end_after(self.grace + 5, f"{at}: its host is down, or the link to it is cut", EXIT_CODE)
         logs = self._exchange(mine)
         if mine.rank == min(log.rank for log in logs):
-            log.error("no progress for %g s: %s", self.timeout, explain(logs, self.mesh.job.size))
+            log.error("no progress for %g s: %s", self.timeout, printable(explain(logs, self.mesh.job.size)))
         time.sleep(0.2)  # the line must be printed before a supervisor sees the first rank exit
 
     def _exchange(self, mine: Log) -> list[Log]:
@@ -101,11 +103,13 @@ class Watchdog:
         logs = {mine.rank: mine}
         until = time.monotonic() + self.grace
         try:
-            self.store.set(key.format(mine.rank), mine.to_json())
+            self.store.set(key.format(mine.rank), seal(key.format(mine.rank), mine.to_json().encode()))
             while len(logs) < self.mesh.job.size and time.monotonic() < until:
                 for rank in range(self.mesh.job.size):
                     if rank not in logs and self.store.check([key.format(rank)]):
-                        logs[rank] = Log.from_json(self.store.get(key.format(rank)).decode())
+                        with suppress(ValueError):  # another process wrote it
+                            text = unseal(key.format(rank), self.store.get(key.format(rank))).decode()
+                            logs[rank] = Log.from_json(text)
                 time.sleep(0.05)
         except RuntimeError:  # the rank that hosts the store is gone
             pass

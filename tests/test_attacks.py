@@ -1,0 +1,258 @@
+"""What a local user, a neighbour on the network or a folder's author may try. All of it is refused: `make attack`.
+
+Only loopback is used, and only ports of these tests' own jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples.gpt.faults import check_writable
+from examples.gpt.records import write_whole
+
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from mpcore.checkpoint import folders
+from mpcore.checkpoint.format import Chunk, Entry
+from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
+from mpcore.mesh import secret
+from mpcore.mesh.rendezvous import meet
+
+# Two ranks exchange a value at each line that they read; rank 1 waits before the exchange of the second line.
+JOB = """
+import sys, mpcore
+from mpcore.mesh.agreement import check_same, gather_objects
+from mpcore.tools.fault_tolerance import leave_together
+import torch.distributed as dist
+mesh = mpcore.build_mesh(tp=2)
+with leave_together(mesh):
+    print("group", f"{mesh.tp.group_name}.{dist.get_global_rank(mesh.tp.group, 0)}", flush=True)
+    for line in sys.stdin:
+        print(gather_objects([mesh.tp.rank, line.strip()], mesh.tp.group), flush=True)
+"""
+
+# Rank 1 takes five steps, rank 0 six.
+EARLY = """
+import types, torch, mpcore
+from mpcore import collectives
+from mpcore.tools.fault_tolerance import leave_together
+mesh = mpcore.build_mesh(tp=2)
+with leave_together(mesh) as leaving:
+    print("group", "x", flush=True)
+    leaving.run = run = types.SimpleNamespace(step=0)
+    while run.step < 6 - mesh.tp.rank:
+        collectives.all_reduce(torch.ones(1), mesh.tp)
+        run.step += 1
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Job:
+    """Two ranks on this host, which rank 0 keeps the store of."""
+
+    def __init__(self, code: str = JOB) -> None:
+        self.port = free_port()
+        base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port)}
+        base |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parents[1])}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code], env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, text=True, **pipes
+            )
+            for r in range(2)
+        ]
+        self.group = self.hear(0).split()[1]
+        assert self.hear(1).split()[1] == self.group
+
+    def hear(self, rank: int) -> str:
+        return self.ranks[rank].stdout.readline()  # type: ignore[union-attr]
+
+    def say(self, rank: int) -> None:
+        self.ranks[rank].stdin.write("x\n")  # type: ignore[union-attr]
+        self.ranks[rank].stdin.flush()  # type: ignore[union-attr]
+
+    def end(self) -> list[tuple[int, str]]:
+        """Tell the ranks that no line follows, and return the status and the errors of each."""
+        errors = [rank.communicate(timeout=60)[1] for rank in self.ranks]
+        return [*zip([rank.returncode for rank in self.ranks], errors, strict=True)]
+
+
+class Payload:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.canary),)
+
+
+def attack_store(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=5), wait_for_workers=False)
+
+
+@pytest.mark.parametrize("text", [b"null", b'[null,[1,"wrong"]]', None], ids=["json", "a value", "pickle"])
+def test_a_message_of_a_stranger_runs_no_code_and_is_refused(tmp_path, text):
+    job = Job()
+    store, canary = attack_store(job.port), tmp_path / "canary"
+    data = pickle.dumps((None, Payload(canary))) if text is None else text
+    for rank in (0, 1):
+        job.say(rank)
+    assert [job.hear(rank) for rank in (0, 1)] == ["[[0, 'x'], [1, 'x']]\n"] * 2
+    (at,) = (key for key in store.list_keys() if key.endswith("/at/1") and job.group in key)  # type: ignore[attr-defined]
+    prefix, number = at.removesuffix("/at/1"), int(store.get(at))
+    job.say(0)  # rank 0 waits for the message of rank 1
+    time.sleep(0.3)
+    store.set(f"{prefix}/{number + 1}/of/1", b"1 " + data)
+    store.set(f"{prefix}/{number + 1}/full", "")
+    ends = job.end()
+    assert not canary.exists()
+    assert "isn't signed with the job's secret" in ends[0][1]
+    assert ends[0][0] != 0
+
+
+def test_a_cause_that_a_stranger_invents_is_not_shown():
+    job = Job()
+    store = attack_store(job.port)
+    (key,) = {k.removesuffix("mpcore/blocks/0") for k in store.list_keys() if k.endswith("mpcore/blocks/0")}  # type: ignore[attr-defined]
+    store.set(f"{key}mpcore/cause", b"\x1b]0;owned\x07 rank 0 was hacked")
+    for rank in job.ranks:  # each waits for a line, until its watch ends it
+        rank.wait(60)
+    for _, text in job.end():
+        assert "hacked" not in text
+        assert "\x1b" not in text
+        assert "isn't signed with the job's secret" in text
+
+
+def test_the_store_of_one_host_listens_on_loopback():
+    job = Job()
+    tables = [Path(f"/proc/net/tcp{six}") for six in ("", "6")]
+    listening = [line.split()[1] for table in tables if table.exists() for line in table.read_text().splitlines()[1:]
+                 if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == job.port]  # fmt: skip
+    assert listening == [f"0100007F:{job.port:04X}"]
+    assert [status for status, _ in job.end()] == [0, 0]
+
+
+def test_ranks_of_other_secrets_are_told_so(monkeypatch):
+    monkeypatch.setenv(secret.NAME, "a")
+    message = secret.seal("key", b"said")
+    assert secret.unseal("key", message) == b"said"
+    for key, changed in (("other", message), ("key", message[:-1] + b"x"), ("key", b"said"), ("key", b"")):
+        with pytest.raises(ValueError, match="isn't signed"):
+            secret.unseal(key, changed)
+    monkeypatch.setenv(secret.NAME, "b")
+    with pytest.raises(ValueError, match="isn't signed"):
+        secret.unseal("key", message)
+
+
+def test_values_are_the_same_on_the_other_side():
+    value = [None, True, -1, 2.5, float("inf"), "a\x1b", b"\x00\xff", (1, (2,)), {1, 2}, {3: {"a": [()]}, "b": {}}]
+    assert secret.decode(secret.encode(value)) == value
+    for wrong in (object(), [Path("x")], {1: 2j}):
+        with pytest.raises(ValueError, match="can't be sent to other ranks"):
+            secret.encode(wrong)
+    for data in (b"", b"\x80\x04]", b'{"a":1,"b":2}', b"[" * 100_000, b'{"bytes":"xy"}', b"{}"):
+        with pytest.raises(ValueError, match="damaged"):
+            secret.decode(data)
+
+
+def test_texts_of_the_rendezvous_are_shown_escaped():
+    store = dist.HashStore()
+    original = store.get
+
+    def get(key: str) -> bytes:
+        return b"\x1b[31m\xff" if key.endswith("/mpcore/met") else original(key)
+
+    class Store:
+        def __getattr__(self, name: str) -> Any:
+            return get if name == "get" else getattr(store, name)
+
+    with pytest.raises(ValueError, match=r"\\x1b\[31m") as caught:
+        meet(Store(), 0, 1, 2.0)  # type: ignore[arg-type]
+    assert "\x1b" not in str(caught.value)
+
+
+# --- links and predictable names --------------------------------------------------------------------------------------
+
+
+def test_no_file_is_written_through_a_link(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (".rank0.tmp", "config.tmp.json", ".lock"):
+        (out / name).symlink_to(precious)
+    check_writable(out, 0)
+    write_whole(out / "config.json", "{}")
+    with pytest.raises(OSError, match="symbolic links"):
+        folders.lock_folder(out)
+    assert precious.read_text() == "mine"
+    assert (out / "config.json").read_text() == "{}"
+
+
+def test_a_private_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(secret.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = secret.private_folder()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="with mode 777"):
+        secret.private_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=r"mpcore-\d+ belongs to user"):
+        secret.private_folder()
+
+
+# --- files that are cut while they are mapped -------------------------------------------------------------------------
+
+
+def test_files_that_are_cut_while_they_are_mapped_are_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    _, sums = write_tensors(path, {"a": torch.ones(100_000)})
+    chunk = Chunk(path.name, "a", (0,), (100_000,), sums["a"])
+    file, entry = TensorFile(path), Entry((100_000,), "F32", (chunk,))
+    assert float(file.whole("a").sum()) == 100_000
+    with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
+        writer.add_document([1] * 10_000)
+    corpus = IndexedDataset(tmp_path / "c")
+    assert int(corpus[0].sum()) == 10_000
+    for name in (path, tmp_path / "c.bin"):
+        os.truncate(name, 4096)
+    for read in (lambda: file.whole("a"), lambda: file.problem(entry, chunk)):
+        with pytest.raises(ValueError, match=r"x.safetensors was cut to 4096 bytes"):
+            read()
+    with pytest.raises(ValueError, match=r"c.bin was cut to 4096 bytes"):
+        corpus[0]
+
+
+# --- what ends ranks ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_before_the_first_step_is_named():
+    job = Job()
+    job.say(0)  # waits for a value of rank 1, which none of its collectives would notice
+    time.sleep(0.3)
+    job.ranks[1].kill()
+    began = time.monotonic()
+    assert job.ranks[0].wait(60) != 0
+    assert time.monotonic() - began < 15 + 15  # fifteen seconds on an idle machine
+    assert "rank 1 of this host ended" in job.end()[0][1]
+
+
+def test_a_rank_that_ends_its_loop_early_is_named_with_its_step():
+    job = Job(EARLY)
+    _, text = job.end()[0]
+    assert "rank 1 ended its loop after step 5, rank 0 is in step 6" in text
