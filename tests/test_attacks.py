@@ -76,8 +76,9 @@ class Job:
             )
             for r in range(2)
         ]
-        self.group = self.hear(0).split()[1]
-        assert self.hear(1).split()[1] == self.group
+        first = [self.hear(rank) for rank in range(2)]
+        assert all(line.startswith("group ") for line in first), [rank.communicate()[1] for rank in self.ranks]
+        self.group = first[0].split()[1]
 
     def hear(self, rank: int) -> str:
         return self.ranks[rank].stdout.readline()  # type: ignore[union-attr]

@@ -25,6 +25,7 @@ from mpcore.mesh.agreement import name_ranks
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
 from mpcore.mesh.secret import printable, seal, unseal
+from mpcore.tools.fault_tolerance.trace import give_no_answer, last_call
 
 log = get_logger("mpcore.tools.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
@@ -44,7 +45,9 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
 
     - The rank that fails prints its traceback, or one line that names the file with the traceback. If several ranks of
       a host fail with the same message, one of them prints it.
-    - A rank whose collective breaks because another rank failed prints one line that names the first failed rank.
+    - A rank whose collective breaks because another rank failed prints the collective that it called last, if
+      `record` recorded it, and one line that names the first failed rank. Ranks that call different collectives break
+      so: a rank that gloo aborts prints its own stack.
     - A rank that calls `sys.exit(0)` inside the block counts as failed. Any other exit status is kept.
     - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
       example while it waits for its GPU. It also answers when another rank asks which ranks are alive, so that a live
@@ -67,7 +70,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     """
 
     def __init__(self, mesh: Mesh, grace: float = 2.0, folder: Path | str | None = None) -> None:
-        self.rank, self.size, self.grace = mesh.job.rank, mesh.job.size, grace
+        self.mesh, self.rank, self.size, self.grace = mesh, mesh.job.rank, mesh.job.size, grace
         self.folder = None if folder is None else Path(folder)
         self.store: Any = None
         self.block, self.cause, self.is_host_done, self.host_early = 1, "", False, ""
@@ -110,6 +113,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                     cause = self.host_early
             alarm.cancel()
             self.over.set()
+            if called := last_call(self.mesh):
+                log.error("its last collective was %s", called)
             log.error("stopped, because %s", cause)
             self._part(self.grace)
             sys.exit(EXIT_PEER)
@@ -269,14 +274,6 @@ def tell_launcher(text: str) -> None:
     if path:
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
-
-
-def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
-    """Return text such as `rank 3 gives no answer`.
-
-    With a store the text includes the ranks' hosts, except this process's own host.
-    """
-    return f"{name_ranks(store, ranks)} {'gives' if len(ranks) == 1 else 'give'} no answer"
 
 
 def store_address(store: dist.Store) -> str:

@@ -35,8 +35,8 @@ from torch import nn
 from mpcore import _torch
 from mpcore._torch.distributed import flight_records
 from mpcore.checkpoint.schema import Size, convert, load_json
+from mpcore.mesh.agreement import name_ranks
 from mpcore.mesh.axis import Mesh
-from mpcore.tools.fault_tolerance.leave import give_no_answer
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_torch.__file__)) + os.sep
@@ -152,6 +152,20 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
     entries = [e for record in flight_records() for e in pickle.loads(record).get("entries", [])]
     # A destroyed process group leaves its calls in the recorder, and a later group may have the same name.
     return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting)
+
+
+def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
+    """Return text such as `rank 3 gives no answer`.
+
+    With a store the text includes the ranks' hosts, except this process's own host.
+    """
+    return f"{name_ranks(store, ranks)} {'gives' if len(ranks) == 1 else 'give'} no answer"
+
+
+def last_call(mesh: Mesh) -> str:
+    """Return the collective that this rank called last: its axis, shape, file and line. "": none is recorded."""
+    log = read_log(mesh)
+    return _called(log.calls[-1], log) if log.calls else ""
 
 
 def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
