@@ -38,7 +38,7 @@ def rewrite(path: Path, change: Callable[[dict], Any]) -> None:
 
 @pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.parametrize("data", [b"[]", b"{", b"said it", None])
-def test_a_damaged_file_beside_the_tensors_is_named(tmp_path, name, data):
+def test_pitfall_62_a_damaged_file_beside_the_tensors_is_named(tmp_path, name, data):
     file = saved(tmp_path) / name
     before = len(BESIDE[name])
     file.unlink() if data is None else file.write_bytes(data)
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_0_2_lists_no_files_beside_the_tensors(tmp_path):
         load(path, nn.Linear(3, 2), mesh=mp.Mesh())
 
 
-def test_bytes_that_change_between_the_checksum_and_the_read_are_noticed(tmp_path, monkeypatch):
+def test_pitfall_63_bytes_that_change_between_the_checksum_and_the_read_are_noticed(tmp_path, monkeypatch):
     path = saved(tmp_path)
     check = loading.check_weights
 

@@ -126,7 +126,8 @@ class Wishes:
         values = [*about, *(-x for x in about), *(int(mine[name]) for name in names)]
         values += [0] * (_LENGTH - len(values))
         before, group = self._sent, self.world.group
-        device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
+        config = dist.get_backend_config(group)
+        device = "cpu" if "cpu" in config or "nccl" not in config else "cuda"
         sent = torch.tensor(values, dtype=torch.int64, device=device)
         self._sent = dist.all_reduce(sent, dist.ReduceOp.MAX, group, async_op=True), sent
         if before is None:
