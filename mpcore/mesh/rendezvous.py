@@ -117,11 +117,18 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
 
 
 def _listen(address: str, port: int) -> int | None:
-    """Return a socket bound to the interface of an address. None: torch binds to all interfaces, or says why not."""
+    """Return a socket bound to the interface of an address. None: torch binds to all interfaces, or says why not.
+
+    Hosts often map their own name to loopback, and Kubernetes gives rank 0 "localhost". So loopback is bound only if
+    the address says so in numbers, which are those of a job of one host.
+    """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((address, port))
+        found = socket.gethostbyname(address)
+        if found.startswith("127.") and found != address:
+            raise OSError("other hosts may have to reach it")
+        sock.bind((found, port))
     except OSError:  # the address is a translated one, or an IPv6 one
         sock.close()
         return None

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -346,6 +347,9 @@ def test_a_store_is_opened_on_the_address_that_the_launcher_says(monkeypatch):
     with socket.socket(fileno=made[0][1]["master_listen_fd"]) as bound:
         assert bound.getsockname() == ("127.0.0.1", 29999), "not on all interfaces"
     assert made[1][1]["master_listen_fd"] is None
+    open_store(replace(here(0), local_size=1), limit)  # of several hosts, one of which calls itself "localhost"
+    assert made[2][0][0] == "localhost"
+    assert made[2][1]["master_listen_fd"] is None
     assert waited == [("127.0.0.1", 29999, 3.0)]
 
 
