@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from examples.gpt.faults import check_writable
-from examples.gpt.records import write_whole
 
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from mpcore.checkpoint import folders
@@ -27,6 +25,8 @@ from mpcore.checkpoint.format import Chunk, Entry
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.mesh import secret
 from mpcore.mesh.rendezvous import meet
+from mpcore.tools.fault_tolerance.faults import check_writable
+from mpcore.tools.fault_tolerance.metrics import write_whole
 
 # Two ranks exchange a value at each line that they read; rank 1 waits before the exchange of the second line.
 JOB = """

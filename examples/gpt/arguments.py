@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -106,11 +107,11 @@ class Fields:
     without_documents: str | None = None
     end_of_document: str | None = None
     document_masking: bool = False
-    eval_data: list = dataclasses.field(default_factory=list)
-    rampup_batch_size: list | None = None
+    eval_data: list[str] = dataclasses.field(default_factory=list)
+    rampup_batch_size: list[int] | None = None
     min_lr: float | None = None
     lr_schedule: str = "cosine"
-    betas: list = dataclasses.field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.1
     clip: float = 1.0
     recompute_every: int = 1
@@ -119,7 +120,7 @@ class Fields:
     residual_dtype: str | None = None
     first_loss_scale: float = 2.0**16
     eval_samples: int = 32
-    log_to: list = dataclasses.field(default_factory=list)
+    log_to: list[str] = dataclasses.field(default_factory=list)
     record_tensors: int = 0
     profile: str | None = None
     no_save: bool = False
@@ -283,7 +284,7 @@ def _assign(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: if a name is unknown or given twice, or a value has another type.
     """
-    flags = {name for rows in FLAGS.values() for name in rows}
+    flags = {name: default for rows in FLAGS.values() for name, (default, _) in rows.items()}
     tables = {name: inner for name, inner in content.items() if isinstance(inner, dict) and name not in MODEL_FIELDS}
     tables[""] = {name: value for name, value in content.items() if name not in tables}
     values = [(table, *each) for table, inner in tables.items() for each in inner.items()]
@@ -302,6 +303,8 @@ def _assign(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
         if kind:
             getattr(args, kind)[name] = _typed(f"{kind}.{name}", value, _hints(TABLES[kind])[name])
         elif name in flags:
+            if value is False and flags[name] is not False:
+                raise ValueError(f"{name} = false is no value of {flag(name)}")
             listed = value if isinstance(value, list) else [] if value is True else [value]
             words += [flag(name), *map(str, listed)] if value is not False and value != [] else []
         elif name in vars(Fields()):
@@ -319,20 +322,20 @@ _hints = lru_cache(get_type_hints)
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """Return a value of this type. The word "none" is None where the type has it: TOML has no other word."""
-    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+    hints = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    kinds = [get_origin(each) or each for each in hints]
     if type(None) in kinds and value in ("none", None):
         return None
-    if list in kinds and isinstance(value, str):  # of --set: several with commas
-        value = [_value(word) for word in value.split(",")]
+    if list in kinds and isinstance(value, (str, list)):
+        words = value if isinstance(value, list) else map(_value, value.split(","))  # of --set: several with commas
+        return [_typed(name, each, get_args(hints[0])[0]) for each in words]
     if type(value) is int and int not in kinds and (float in kinds or str in kinds):
         value = float(value) if float in kinds else str(value)
-    if not any(type(value) is kind for kind in kinds):
+    if type(value) not in kinds:
         known = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
         raise ValueError(f"{name} = {value!r} is no {known}")
-    choices = CHOICES.get(name)
-    for each in value if isinstance(value, list) else [value]:
-        if choices is not None and each not in choices:
-            raise ValueError(f"{name}: {each!r} is none of {', '.join(map(str, choices))}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(f"{name}: {value!r} is none of {', '.join(map(str, CHOICES[name]))}")
     return value
 
 
@@ -359,7 +362,7 @@ def check_ranges(args: argparse.Namespace) -> None:
                     raise ValueError(f"{flag(name)} {each} is {fault}")
     for name, count in (("betas", 2), ("rampup_batch_size", 3)):
         value = getattr(args, name)
-        if value is not None and (len(value) != count or not all(type(each) in (int, float) for each in value)):
+        if value is not None and len(value) != count:
             raise ValueError(f"{name} {value} are not {count} numbers")
 
 

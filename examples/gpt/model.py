@@ -231,15 +231,7 @@ def mixture_of_experts(c: GPTConfig, moe: MoEConfig, layout: Layout) -> Parallel
 
 
 def build_stages(config: GPTConfig, mesh: Mesh, blocks: Sequence[range], ranks: Sequence[int], **options) -> list[GPT]:
-    """Build this rank's pipeline stages of a GPT, lowest first. A rank may hold several.
-
-    Args:
-        config, mesh, options: as in `GPT`.
-        blocks: the blocks of each stage.
-        ranks: the pipeline rank of each stage.
-
-    Returns:
-        The stages, for `mpcore.prepare`.
+    """Build this rank's pipeline stages, lowest first, of the `blocks` and the pipeline rank of each stage.
 
     Raises:
         ValueError: if embeddings are tied between ranks other than the first and the last.

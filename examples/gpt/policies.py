@@ -98,12 +98,7 @@ def lr_schedule(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
-    """Return the learning rate of a step.
-
-    Args:
-        schedule: what `lr_schedule` returns.
-        step: the number of optimizer steps done.
-    """
+    """Return the learning rate after so many steps of the schedule that `lr_schedule` returned."""
     lr, min_lr = schedule["lr"], schedule["min_lr"]
     floor = {} if min_lr is None or lr == 0 else {"floor": min_lr / lr}
     rate = SCHEDULES[schedule["lr_schedule"]]
@@ -172,11 +167,7 @@ class Ramp:
 
 
 def read_ramp(args: argparse.Namespace, each: int) -> Ramp:
-    """Read rampup_batch_size and --global-batch.
-
-    Args:
-        args: the flags.
-        each: samples that all ranks take at once: workers x dp x micro-batch.
+    """Read rampup_batch_size and --global-batch; `each`: samples that all ranks take at once.
 
     Raises:
         ValueError: if there is no such ramp, with the numbers that contradict each other.

@@ -62,17 +62,10 @@ class Setup:
 
 
 def read_model(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> dict[str, Any]:
-    """Read the tokenizer, the configuration and the schedule, and check that they fit each other and the mesh.
-
-    Args:
-        args, mesh: the run's.
-        config: the model, in place of the one that the flags name.
-
-    Returns:
-        The fields of `Setup` that don't depend on the data.
+    """Return the fields of `Setup` that don't depend on the data; `config` replaces the model that the flags name.
 
     Raises:
-        ValueError: if something can't be read, or doesn't fit.
+        ValueError: if something can't be read, or doesn't fit the others or the mesh.
     """
     check_installed(args.log_to)
     tokenizer = find_tokenizer(args)

@@ -135,6 +135,8 @@ def test_a_run_begins_again_with_its_own_config(tmp_path):
         ("[model]\nqk_norm = 1", "model.qk_norm = 1 is no bool"),
         ("lr_schedule = 'sine'", "lr_schedule: 'sine' is none of"),
         ("betas = 0.9", "betas = 0.9 is no list"),
+        ("betas = ['a', 'b']", "betas = 'a' is no float"),
+        ("tp = false", "tp = false is no value of --tp"),
         ("balance = 'bias'", "balance is no field any more: set moe.aux_loss and moe.bias_rate"),
         ("steps = 'many'", "argument --steps"),
         ("steps 7", "line 1"),

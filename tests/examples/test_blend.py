@@ -185,7 +185,7 @@ def test_every_layout_trains_on_the_same_blend_and_goes_on_with_no_other(ranks, 
     [
         (["--data", "0.7", "/nowhere/a", "/nowhere/b"], "a weight before each"),
         (["--set", "min_lr=0.1"], r"min_lr 0.1 is not from 0 to --lr 0.003"),
-        (["--set", "betas=0.9,1"], r"betas 1 is no number from 0 to below 1"),
+        (["--set", "betas=0.9,1"], r"betas 1.0 is no number from 0 to below 1"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path):

@@ -24,12 +24,11 @@ import torch.distributed as dist
 
 from examples.gpt.console import summary
 from examples.gpt.pretrain import main, parse
-from examples.gpt.setup import find_carried, mesh_arguments, model_config
+from examples.gpt.setup import find_carried
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.checkpoint import step_path
 from mpcore.tools.fault_tolerance import metrics
 from mpcore.tools.fault_tolerance.faults import Faults
-from mpcore.tools.fault_tolerance.metrics import read_records
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh
@@ -206,14 +205,6 @@ def test_checkpoints_that_cannot_be_written_stop_the_run_before_its_first_step(t
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_of_a_record_that_was_torn_the_whole_lines_are_read(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"ste')
-    assert [entry["step"] for entry in read_records(path, 2)] == [0, 1]
-    assert [entry["step"] for entry in read_records(path, 9)] == [0, 1, 2]
-    assert read_records(path, 0) == read_records(tmp_path / "none", 9) == []
-
-
 @pytest.mark.parametrize("newest", ["", "worker-0"])
 def test_of_a_run_with_and_without_workers_the_newest_checkpoint_goes_on(tmp_path, newest):
     for place in ("", "worker-0"):
@@ -240,40 +231,6 @@ def test_flags_that_go_with_others_are_told_before_anything_starts(capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "Pretrain a GPT on any mesh. options:" in told
     assert not re.search(r"(--[a-z-]+ [A-Z_]+) --", told), "a flag without a word on it"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--set", "moe.top_k=2", "moe.z_loss=1"], "moe.top_k, moe.z_loss without experts: --experts says how many"),
-        (["--experts", "4", "--preset", "gpt2"], "4 experts in the place of an MLP with biases"),
-        (["--experts", "4", "--set", "moe.every=5", "--layers", "2"], "moe every 5 is not between 1 and the 2 layers"),
-        (["--layers", "0"], "layers 0 is smaller than 1"),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
-)
-def test_flags_that_say_two_things_of_a_model_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        model_config(parse(flags), 257)
-
-
-@pytest.mark.parametrize(
-    ("flags", "node", "inner"),
-    [
-        (["--cp", "8"], 8, None),
-        (["--cp", "8", "--cp-kind", "two-level"], 4, 4),
-        (["--cp", "8", "--cp-kind", "two-level"], 8, 4),
-        (["--cp", "6", "--cp-kind", "two-level", "--tp", "2"], 8, 3),
-        (["--cp", "4", "--cp-kind", "two-level", "--tp", "2"], 1, 1),
-        (["--cp", "8", "--cp-kind", "two-level", "--set", "cp_inner=2"], 8, 2),
-    ],
-)
-def test_sub_groups_of_two_levels_lie_in_a_node_where_nobody_says_else(flags, node, inner, monkeypatch):
-    launch = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(node),
-              "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}  # fmt: skip
-    for name, value in launch.items():
-        monkeypatch.setenv(name, value)
-    assert mesh_arguments(parse(flags))["cp_inner"] == inner
 
 
 def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):

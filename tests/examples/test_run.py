@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import re
 import shlex
 import struct
 import sys
@@ -24,9 +23,7 @@ from examples.gpt.console import Lines, bytes_of_token
 from examples.gpt.dashboards import numbers
 from examples.gpt.pretrain import main
 from examples.gpt.tokenizer import ByteTokenizer
-from mpcore import Axis, Mesh
 from mpcore.__main__ import main as mpcore
-from mpcore.tools.fault_tolerance.faults import Faults
 from tests.examples.test_flags import arguments
 
 
@@ -37,16 +34,6 @@ def run(flags: str, out: Path) -> list[dict]:
 
 
 # --- a file of flags ------------------------------------------------------------------------------------------------
-
-
-def test_a_file_gives_flags_and_the_command_line_wins(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        'steps = 7\nbetas = [0.8, 0.9]\n[mesh]\ntp = 2\nsequence-parallel = true\n[data]\ndata = [0.7, "a", 0.3, "b"]'
-    )
-    found = parse(["--config", str(file), "--steps", "9"])
-    assert (found.steps, found.tp, found.sequence_parallel, found.betas) == (9, 2, True, [0.8, 0.9])
-    assert found.data == ["0.7", "a", "0.3", "b"]
 
 
 def test_the_config_of_a_run_gives_the_same_run(tmp_path):
@@ -60,41 +47,6 @@ def test_the_config_of_a_run_gives_the_same_run(tmp_path):
     assert main(again) == 0
     second = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["loss"] for entry in first] == [entry["loss"] for entry in second]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("stepz = 3", "unknown stepz; did you mean steps?"),
-        ("steps = 'many'", "invalid int value: 'many'"),
-        ("steps =", "Invalid value"),
-        ("steps = 1\n[a]\nsteps = 2", "--steps is given twice"),
-        (None, "No such file"),
-    ],
-)
-def test_a_file_of_flags_that_is_wrong_is_named(content, words, tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(SystemExit) as left:
-        parse(["--config", str(file)])
-    said = capsys.readouterr().err
-    assert left.value.code == 2
-    assert words in said
-    assert f"--config {file}" in said
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--set no_save=true --save-every 2", "no_save and --save-every 2"),
-        ("--set profile=3", "profile 3 is not FIRST:LAST"),
-        ("--set profile=3:2", "profile 3:2 is not FIRST:LAST"),
-    ],
-)
-def test_flags_that_contradict_each_other_are_refused(flags, words, tmp_path):
-    with pytest.raises(SystemExit, match=words):
-        main(arguments(flags, tmp_path))
 
 
 # --- lines and records ----------------------------------------------------------------------------------------------
@@ -218,23 +170,6 @@ def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_fault_is_told_with_the_samples_of_this_worker(tmp_path):
-    """Also one in the first step after a resume: the losses of the steps before it count."""
-    before = [{"step": step, "loss": 2.0 + 0.01 * (step % 2)} for step in range(40)] + [{"step": 40, "loss": None}]
-    mesh = Mesh(worlds=Axis(size=3, rank=1))
-    for entry, lines in (
-        ({"loss": 2.0, "grad_norm": 1.0}, []),
-        ({"loss": 9.0, "grad_norm": 1.0}, [r"step 41: loss 9 is a spike, \d+ standard .*; its samples are 104 to 107"]),
-        ({"loss": 2.0, "grad_norm": math.nan}, ["step 41: .* not finite, the step was skipped on all ranks of the w"]),
-    ):
-        faults = Faults(mesh, before, tmp_path, max_skips=9, check_replicas=0, check_speed=0)
-        said = faults.after({"step": 41, **entry}, range(100, 112), None, None)  # type: ignore[arg-type]
-        assert len(said) == len(lines)
-        assert all(re.match(line, text) for line, text in zip(lines, said, strict=True)), said
-    (skipped,) = map(json.loads, (tmp_path / "skipped.jsonl").read_text().splitlines())
-    assert (skipped["step"], skipped["samples"]) == (41, [104, 107])
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
