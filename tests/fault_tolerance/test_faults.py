@@ -17,9 +17,8 @@ from mpcore import Axis, Mesh
 from mpcore.tools.analysis import communication as times
 from mpcore.tools.analysis.communication import StepTimes
 from mpcore.tools.fault_tolerance import faults
-from mpcore.tools.fault_tolerance import metrics as records
 from mpcore.tools.fault_tolerance.faults import Faults, check_writable, is_timed, was_restarted
-from mpcore.tools.fault_tolerance.metrics import locked, read_records, whole, write_whole
+from mpcore.tools.fault_tolerance.metrics import read_records, whole, write_whole
 
 FIRST = Mesh()
 
@@ -150,23 +149,6 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
         assert part == tmp_path / "a.tmp.json"
         part.write_text(str(1 / 0))
     assert [(at.name, at.read_text()) for at in tmp_path.iterdir()] == [("a.json", "one")]
-
-
-def test_a_folder_is_locked_while_it_is_written(tmp_path, monkeypatch):
-    with locked(tmp_path):
-        assert (tmp_path / ".lock").exists()
-        message = f"--out {tmp_path} is in use by another run: wait for its end, or take another"
-        with pytest.raises(ValueError, match=re.escape(message)), locked(tmp_path):
-            pass
-    with locked(tmp_path):
-        pass
-
-    def nolocks(*of: Any) -> None:
-        raise OSError("no locks")
-
-    monkeypatch.setattr(records.fcntl, "flock", nolocks)
-    with locked(tmp_path):
-        pass
 
 
 def test_records_of_an_earlier_run_are_read_up_to_a_step(tmp_path):
