@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a run, with config.json and checkpoints")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
     parser.add_argument(
-        "--program", default="examples.gpt.pretrain", metavar="package.module[:replay]",
+        "--program", default="examples.gpt.pretrain", metavar="package.module:replay",
         help="the module that trains the run, or a function that says how (default: %(default)s)",
     )  # fmt: skip
     args = parser.parse_args(argv)
