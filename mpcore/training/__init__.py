@@ -4,9 +4,10 @@ Open `prepare.py` first: its first lines list the steps in order.
 """
 
 from mpcore.training.observers import Observer
+from mpcore.training.phase import Phase
 from mpcore.training.policies import Compile, Offload, Precision, Recompute, Zero
 from mpcore.training.prepare import lay_out, prepare
-from mpcore.training.run import Phase, Run, StepResult
+from mpcore.training.run import Run, StepResult
 
 __all__ = [
     "Compile",

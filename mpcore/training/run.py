@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,36 +20,20 @@ from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
-from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
-from mpcore.parallel.shared import state_of
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.dispatch import BoundedDispatch
 from mpcore.training.first_step import FirstStep
 from mpcore.training.observers import Observer
+from mpcore.training.phase import Phase
 from mpcore.training.policies import Offload, Precision
+from mpcore.training.rank_checks import check_steps, smallest_count
 from mpcore.training.samples import SampleCheck, share_of
-
-
-class Phase(Enum):
-    """Where a `Run` is in its step, and which call comes next.
-
-    Attributes:
-        IDLE: no gradients. `forward_backward` leads to COMPUTING; `evaluate`, `save` and `load` stay here.
-        COMPUTING: `forward_backward` runs, or raised. It leads to COMPUTED; after an error `drop_gradients` to IDLE.
-        COMPUTED: each rank has its own terms of the gradients. `finish_gradients` sums them, and leads to REDUCED.
-        REDUCED: the gradients are those of the unsharded model. `optimizer_step` leads to IDLE.
-    """
-
-    IDLE = "idle"
-    COMPUTING = "computing"
-    COMPUTED = "computed"
-    REDUCED = "reduced"
 
 
 class StepResult(NamedTuple):
@@ -187,7 +170,7 @@ class Run:
             - After the first step the host does not wait for the device. With experts and dropless all-to-all it waits
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
-        self._may("forward_backward")
+        self.phase.check("forward_backward")
         tokens = self.count_tokens(target) if tokens is None else tokens
         self.factor = self.loss_factor(tokens)
         self.phase = Phase.COMPUTING
@@ -221,27 +204,10 @@ class Run:
                 is called between `forward_backward` and `optimizer_step`. Data ranks may pass different numbers with
                 ZeRO 0 and 1, without cp and ep.
         """
-        self._may("forward_backward", "set_micro_batches")
-        self._compare_counts("micro-batches", micro_batches)
+        self.phase.check("forward_backward", "set_micro_batches")
+        smallest_count(self.mesh, self.stages, "micro-batches", micro_batches)
         if micro_batches != self.pipeline.micro_batches:
             self.pipeline.set_micro_batches(micro_batches)
-
-    def _compare_counts(self, what: str, count: int) -> int:
-        """Return the smallest of the ranks' numbers of forwards. Raise on every rank if one would wait for another."""
-        mesh, outside = self.mesh, torch.iinfo(torch.int64).min
-        each = torch.full((2, mesh.data.size), outside, dtype=torch.int64, device=mesh.device)
-        each[0, mesh.data.rank], each[1, mesh.data.rank] = count, -count
-        most, least = all_reduce(each, mesh.world, "max").tolist()  # by data rank
-        pairs = [*zip(most, (-x for x in least), strict=True)]
-        if mesh.cp.size > 1 or mesh.ep.size > 1 or any(state_of(stage).zero > 1 for stage in self.stages):
-            pairs = [(max(most), -max(least))]  # each forward or backward has a collective over the data ranks
-        for high, low in pairs:
-            if high != low:
-                raise ValueError(
-                    f"ranks have {low} and {high} {what}, and each would wait for the other: give every rank the same "
-                    f"number; only data ranks may differ, with ZeRO 0 or 1 and without cp and ep"
-                )
-        return -max(least)
 
     def finish_gradients(self) -> Tensor:
         """All-reduce partial gradients, undo the loss scale, and measure the norm.
@@ -265,7 +231,7 @@ class Run:
                 self.scaler.unscale(self.tree)
             self._norm = self.measure_norm(self.tree, self.mesh)
             self.phase = Phase.REDUCED
-        self._may("optimizer_step")
+        self.phase.check("optimizer_step")
         return self._norm
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -283,7 +249,7 @@ class Run:
         Raises:
             ValueError: if there are no gradients, or they are already clipped.
         """
-        self._may("clip_gradients")
+        self.phase.check("clip_gradients")
         norm = self.finish_gradients()
         clip_gradients(self.tree, max_norm, norm)
         return norm
@@ -307,7 +273,7 @@ class Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
         loss, length, *steps = torch.stack([self._loss.to(norm), norm, *self._steps]).tolist()
-        self._check_steps(*steps)
+        check_steps(self.mesh, self.step, *steps)
         finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike
         taken = self.scaler.update(finite) if self.scaler else finite
         if taken:
@@ -325,11 +291,6 @@ class Run:
             observer.after_step(self, taken)
         return StepResult(loss, length, taken, routers, self.bounds.repeats)
 
-    def _check_steps(self, total: float = 0.0, squares: float = 0.0) -> None:
-        """Raise on every data rank if the sums over these ranks say that their steps differ."""
-        if squares * self.mesh.data.size != total**2:
-            check_same("step, so one gave up a step that the others took", {"step": self.step}, self.mesh.data)
-
     def drop_gradients(self) -> None:
         """Abandon a step, also after a `forward_backward` that raised. Call it on every rank."""
         self._forget()
@@ -345,22 +306,6 @@ class Run:
         """Raise for `run.optimizer.step()`: it would skip the sums over ranks and the check for non-finite values."""
         if not self._stepping:
             raise ValueError("the optimizer of a run was stepped by itself: call run.optimizer_step() instead")
-
-    def _may(self, call: str, name: str = "") -> None:
-        """Raise if `call` comes in the wrong order. `name` is another call that is allowed where `call` is."""
-        order = "forward_backward, clip_gradients (once, or not at all), optimizer_step"
-        if self.phase is Phase.COMPUTING:
-            raise ValueError(f"{call} after a forward_backward that raised: call drop_gradients() on every rank first")
-        if call == "forward_backward" and self.phase is not Phase.IDLE:
-            more = "" if name else "; to accumulate, prepare(micro_batches=...)"
-            raise ValueError(
-                f"{name or call} while gradients wait for optimizer_step: the order of a step is {order}; to give it "
-                f"up, drop_gradients(){more}"
-            )
-        if self.phase is Phase.IDLE and call != "forward_backward":
-            raise ValueError(f"{call} without gradients: the order of a step is {order}")
-        if call == "clip_gradients" and self.phase is Phase.REDUCED:
-            raise ValueError(f"gradients are finished or clipped already: the order of a step is {order}")
 
     def _autocast(self) -> Any:
         dtype = self.precision.autocast_dtype
@@ -393,9 +338,9 @@ class Run:
         Raises:
             ValueError: on every rank, if a rank has no batch, or ranks have different numbers where one would wait.
         """
-        self._may("forward_backward", "evaluate")
+        self.phase.check("forward_backward", "evaluate")
         held = list(batches)
-        if self._compare_counts("batches", len(held)) == 0:
+        if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
         self.factor = torch.ones_like(self.factor)
         last = self.pipeline.last_rank == self.mesh.pp.rank
@@ -456,7 +401,7 @@ class Run:
             ValueError: between `forward_backward` and `optimizer_step`, or if the checkpoint can't be written, or
                 another process saves into `folder`: from its first save on, the run locks it (`folder/.lock`).
         """
-        self._may("forward_backward", "save")
+        self.phase.check("forward_backward", "save")
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
         for observer in self.observers:
             extra |= observer.state()
@@ -485,7 +430,7 @@ class Run:
         Raises:
             ValueError: on every rank, before anything changes, if the checkpoint doesn't fit (see `checkpoint.load`).
         """
-        self._may("forward_backward", "load")
+        self.phase.check("forward_backward", "load")
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"load got {path!r} and no path: mpcore.latest gives None where there is no checkpoint")
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
