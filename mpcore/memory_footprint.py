@@ -1,6 +1,6 @@
 """Count the bytes held in memory from the storages that are alive.
 
-It works on real tensors and on fake tensors, whose storages have the same sizes but no memory.
+It works also on tensors without values, whose storages have the same sizes but no memory.
 """
 
 from __future__ import annotations

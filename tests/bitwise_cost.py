@@ -24,8 +24,8 @@ import torch
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from mpcore import collectives, simulate
-from mpcore._torch.simulated import SimulatedGroup, simulated_rank
 from mpcore.memory_footprint import PeakTracker
+from mpcore.tools._torch.simulated import SimulatedGroup, simulated_rank
 from tests.training.test_bitwise import Case, prepared, sizes, train
 
 CONFIG = GPTConfig(

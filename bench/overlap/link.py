@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpcore._torch.distributed import default_store
-from mpcore._torch.simulated import PythonGroup
+from mpcore.tools._torch.simulated import PythonGroup
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 SET_UP = {"broadcast", "allgather", "gather", "scatter", "reduce", "barrier", "monitored_barrier"}

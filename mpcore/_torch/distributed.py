@@ -36,6 +36,16 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def ranks_are_threads() -> bool:
+    """Return whether the ranks of the job are threads of this process: they never wait in C."""
+    return dist.is_initialized() and dist.get_backend() == "simulated"
+
+
+def has_peers() -> bool:
+    """Return whether other ranks of the job can exist: not in a dry run, where one process has the name of a rank."""
+    return dist.get_backend() != "fake"
+
+
 def clone_store() -> Any:
     """Open another connection to the store of the job's rendezvous, because a thread may block the first one."""
     return default_store().clone()

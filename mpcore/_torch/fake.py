@@ -6,7 +6,6 @@ Checked with torch 2.11 and 2.13: no difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
-    unset_fake_temporarily,
 )
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the import registers the backend)
 
@@ -177,11 +175,6 @@ def fake_tensors(stands_for_gpu: bool = False) -> FakeTensorMode:
     mode = _Fake(allow_non_fake_inputs=True)
     mode.stands_for_gpu = stands_for_gpu  # type: ignore[attr-defined]  # read by `mpcore.kernels`
     return mode
-
-
-def real_tensors() -> AbstractContextManager[object]:
-    """Return a context in which tensors are real again, inside of `fake_tensors`."""
-    return unset_fake_temporarily()
 
 
 def start_fake_world(size: int, rank: int) -> None:

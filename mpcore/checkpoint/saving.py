@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcore._torch.simulated import simulated_rank
+from mpcore._torch.distributed import ranks_are_threads
 from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
 from mpcore.checkpoint.format import (
     Chunk,
@@ -248,7 +248,7 @@ def save_async(
             saving._error = error
         saving.seconds = time.perf_counter() - began
 
-    if simulated_rank() is not None:  # a second thread would not belong to the simulated rank
+    if ranks_are_threads():  # a second thread would not be this rank's
         work()
         return saving
     saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")

@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 
 
 class _Pending(threading.local):
-    """The unfinished all-reduces of this thread. Thread-local, because `mpcore.simulate` runs ranks as threads."""
+    """The unfinished all-reduces of this thread. Thread-local, because the ranks of a job may be threads."""
 
     def __init__(self) -> None:
         self.all: list[EarlySums] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore._torch.fake import real_tensors
+from mpcore._torch.values import real_tensors
 from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
 from mpcore.layers.fused_linear import GateUpParallelLinear
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcore._torch.distributed import forget_meshes, mesh_caches, use_group
+from mpcore._torch.distributed import forget_meshes, has_peers, mesh_caches, use_group
 from mpcore.mesh.layout import layout_table
 
 
@@ -159,7 +159,7 @@ class Mesh:
 
     def hold(self) -> Mesh:
         """Count this mesh as a user of its process groups. `build_mesh` calls it."""
-        if self.job.group is not None and dist.get_backend() != "fake":
+        if self.job.group is not None and has_peers():
             levels = [level for axis in self.axes.values() for level in axis.levels or ()]
             groups = {axis.group for axis in (*self.axes.values(), *levels)} - {None, self.job.group}
             self._held.extend(sorted((group for group in groups if group is not None), key=lambda g: g.group_name))

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from mpcore._torch.simulated import simulated_rank
+from mpcore._torch.distributed import ranks_are_threads
 from mpcore.mesh.launch import read_launch
 from mpcore.mesh.log import get_logger
 
@@ -33,7 +33,7 @@ def guard_start(start: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(start)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        if simulated_rank() is not None:  # simulated ranks never wait in C, and a breakpoint may take long
+        if ranks_are_threads():  # a breakpoint may take long
             return start(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments.get("timeout")
         limit = dist.default_pg_timeout.total_seconds() if given is None else given

@@ -11,7 +11,6 @@ import sys
 
 import torch.distributed as dist
 
-from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.launch import read_launch
 
 
@@ -37,9 +36,6 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 
 def _rank() -> int | str:
-    simulated = simulated_rank()
-    if simulated is not None:
-        return simulated
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     try:

@@ -213,11 +213,11 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
     device = next((p.device for p in block.parameters() if not p.is_meta), torch.device("cpu"))
     with fake_tensors():
 
-        def fake(x: Tensor) -> Tensor:
+        def alike(x: Tensor) -> Tensor:
             return torch.empty_like(x, device=device).requires_grad_(x.requires_grad)
 
-        args, kwargs = map_tensors(fake, (list(example[0]), dict(example[1])))
-        parameters = {name: fake(p) for name, p in block.named_parameters()}
+        args, kwargs = map_tensors(alike, (list(example[0]), dict(example[1])))
+        parameters = {name: alike(p) for name, p in block.named_parameters()}
         try:
             if kind is not None:
                 _apply(block, kind, False)

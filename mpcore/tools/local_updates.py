@@ -70,8 +70,7 @@ class Merge(NamedTuple):
 class LocalUpdates(Observer):
     """Train the worlds of `build_mesh(worlds=...)` separately, and merge their parameters periodically (DiLoCo).
 
-    Each world is a worker. Pass the object to `prepare` as an observer. `optimizer_step` merges, also after a skipped
-    step.
+    Each world is a worker. Pass the object to `prepare` as an observer. `optimizer_step` merges, also if it skips.
 
     Args:
         every: the number of steps between two merges of a parameter.

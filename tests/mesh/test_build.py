@@ -462,7 +462,7 @@ def timers(monkeypatch) -> list:
     return found
 
 
-def test_a_start_has_ten_seconds_more_than_its_timeout(timers, monkeypatch):
+def test_a_start_has_ten_seconds_more_than_its_timeout(timers):
     def start(a: int, timeout: float | None = None) -> int:
         if a < 0:
             raise LookupError
@@ -479,8 +479,7 @@ def test_a_start_has_ten_seconds_more_than_its_timeout(timers, monkeypatch):
     with pytest.raises(LookupError):
         guarded(-1)
     assert timers.pop()[3].calls[-1] == "cancel"
-    monkeypatch.setattr(guard, "simulated_rank", lambda: 0)
-    assert guarded(5) == 5
+    assert mp.simulate(lambda: guarded(5), ranks=2) == [5, 5]
     assert timers == []
     assert guarded.__name__ == "start"
 
@@ -526,9 +525,8 @@ def test_a_record_has_the_rank_that_the_process_has(monkeypatch):
     monkeypatch.setattr(of_log.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(of_log.dist, "get_rank", lambda: 7)
     assert of_log._rank() == 7
-    monkeypatch.setattr(of_log, "simulated_rank", lambda: 3)
-    assert of_log._rank() == 3
     monkeypatch.undo()
+    assert mp.simulate(of_log._rank, ranks=2) == [0, 1]
     monkeypatch.setattr(of_log.dist, "is_initialized", lambda: False)
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

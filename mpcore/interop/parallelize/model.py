@@ -19,10 +19,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from mpcore._torch.distributed import ranks_of_running_ddp
+from mpcore._torch.distributed import ranks_are_threads, ranks_of_running_ddp
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
-from mpcore._torch.simulated import simulated_rank
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.generation import guard_generate
 from mpcore.interop.parallelize.plan import BASE_PLANS, Plan, Style, Target, is_own, resolve
@@ -138,7 +137,7 @@ _OWNERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the simulate
 
 
 def _check_owner(module: nn.Module) -> None:
-    rank = simulated_rank()
+    rank = torch.distributed.get_rank() if ranks_are_threads() else None
     if rank is not None and _OWNERS.setdefault(module, rank) != rank:
         raise ValueError(
             f"simulated ranks {_OWNERS[module]} and {rank} shard one {type(module).__name__}: build the model inside "

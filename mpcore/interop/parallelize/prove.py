@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpcore._torch.fake import real_tensors
 from mpcore._torch.pytree import leaves, map_tensors
+from mpcore._torch.values import real_tensors
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.interop.parallelize.checks import HEAD_DIMS, is_partial
 from mpcore.interop.parallelize.lockstep import (

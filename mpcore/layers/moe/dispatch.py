@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mpcore._torch.fake import is_fake
+from mpcore._torch.values import has_values
 from mpcore.collectives import all_gather, all_reduce, all_to_all_rows, reduce_scatter
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.mesh.axis import Axis
@@ -182,7 +182,7 @@ class AllToAll(AllGather):
             return [slots] * self.ep.size, counts.new_full(counts.shape, slots), rows
         sent = [math.ceil(share * tokens) for share in self.bound.sent]
         rows = min(math.ceil(self.bound.run[self.ep.rank] * tokens), rows)
-        if counts.is_meta or is_fake(counts):  # without values, as in a dry run: the first bound
+        if not has_values(counts):  # as in a dry run: the first bound
             return sent, counts, rows
         if self.is_bounded:
             assert self.shares is not None

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from mpcore import collectives
 from mpcore._torch.distributed import replace_wait
-from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.axis import Mesh
+from mpcore.tools._torch.simulated import simulated_rank
 
 
 class CommunicationClock:

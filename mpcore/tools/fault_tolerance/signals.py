@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.log import get_logger
+from mpcore.tools._torch.simulated import simulated_rank
 
 log = get_logger("mpcore.tools.fault_tolerance")
 _LENGTH = 20  # of a message: the keywords' checksum, the step, both negated, and at most 16 requests

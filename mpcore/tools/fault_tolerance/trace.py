@@ -40,7 +40,12 @@ from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_torch.__file__)) + os.sep
-_INSIDE = (_TORCH, os.path.dirname(_torch.__file__) + os.sep, "<")  # frames in these files don't say where a rank is
+_INSIDE = (
+    _TORCH,
+    *(os.path.join(_PACKAGE, room) + os.sep for room in ("_torch", os.path.join("tools", "_torch"))),
+    "<",
+)
+"""Frames in these files don't say where a rank is."""
 _OURS = tuple(
     os.path.join(_PACKAGE, *name)
     for name in (

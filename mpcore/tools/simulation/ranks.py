@@ -20,10 +20,10 @@ from typing import Any, TextIO, cast
 from torch import Tensor, nn
 
 from mpcore._torch.distributed import forget_meshes, loaded_caches
-from mpcore._torch.simulated import SimulatedGroup, SimulatedStore, become_rank, rank_threads, simulated_rank
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
 from mpcore.mesh.layout import mesh_shape
+from mpcore.tools._torch.simulated import SimulatedGroup, SimulatedStore, become_rank, rank_threads, simulated_rank
 from mpcore.tools.fault_tolerance.trace import Call, Log, call_site, explain, form_of, stands_in
 from mpcore.tools.simulation.turns import RankError, StoppedError, Turns, process_state, restore
 

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from mpcore._torch.distributed import forget_meshes, mesh_caches
-from mpcore._torch.simulated import simulated_rank
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
+from mpcore.tools._torch.simulated import simulated_rank
 from mpcore.tools.simulation.turns import RankError
 
 GRACE_S = 5.0
