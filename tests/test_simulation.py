@@ -406,6 +406,17 @@ def test_sizes_that_do_not_fit_are_refused(told, words):
         mp.simulate(lambda *_: None, **told)
 
 
-def test_a_rank_cannot_simulate():
-    with pytest.raises(RankError, match="this is simulated rank 0"):
-        mp.simulate(lambda mesh: mp.simulate(print, tp=2), tp=1)
+def inner(mesh: mp.Mesh, of: int) -> tuple[int, ...]:
+    return of, mesh.tp.rank, int(all_reduce(torch.tensor(10 * of + mesh.tp.rank), mesh.tp))
+
+
+def test_a_rank_may_simulate_and_goes_on_as_the_rank_it_was():
+    def outer(mesh: mp.Mesh) -> tuple:
+        before = int(all_reduce(torch.tensor(mesh.tp.rank), mesh.tp))
+        found = mp.simulate(inner, mesh.tp.rank, tp=3)
+        return before, found, int(all_reduce(torch.tensor(1 + mesh.tp.rank), mesh.tp)), torch.distributed.get_rank()
+
+    for rank, found in enumerate(mp.simulate(outer, tp=2)):
+        assert found == (1, [(rank, i, 30 * rank + 3) for i in range(3)], 3, rank)
+    with pytest.raises(RankError, match=r"rank 0 of 2.*RankError: rank 0 of 3.*ZeroDivisionError"):
+        mp.simulate(lambda mesh: mp.simulate(lambda inside: 1 / inside.tp.rank, tp=3), tp=2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpcore.interop.parallelize import prove
-from mpcore.interop.parallelize.lockstep import CommunicatesError, UnequalError, lockstep
+from mpcore.interop.parallelize.lockstep import CommunicatesError, UnequalError, lockstep, without_collectives
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Replicate, Rowwise
 from mpcore.interop.parallelize.prove import CannotCheckError, Departure, Prover, Run, compare, run, shapes_of
 from mpcore.interop.parallelize.swap import cut_model
@@ -203,11 +203,8 @@ def test_what_is_said_of_a_failure():
     assert compare(twin, Run(), [good, good], [], 1e-4) is None
     said = compare(twin, Run(), [good, bad], [("0", twin.model[0], Rowwise(split_input=True))], 1e-4)
     assert said == "layers.3 fails on 2 ranks: first"
-    lost = Run(error=threading.BrokenBarrierError(), where="")
-    assert compare(twin, Run(), [lost, bad, good], [], 1e-4).startswith("layers.3 fails on 3 ranks: first")
     unequal = Run(error=UnequalError("other calls"), where="")
-    assert compare(twin, Run(), [unequal, bad], [], 1e-4).startswith("layers.3 fails on 2 ranks: first")
-    assert compare(twin, Run(), [unequal, lost], [], 1e-4).startswith("the model itself fails on 2 ranks: other calls")
+    assert compare(twin, Run(), [unequal, good], [], 1e-4).startswith("the model itself fails on 2 ranks: other calls")
     assert prove._first_line(ValueError("  ")) == "ValueError"
     assert prove._first_line(ValueError(" a\n b")) == "a"
 
@@ -394,40 +391,20 @@ def test_few_layers_are_tried_first_and_a_copy_may_have_so_many_elements(monkeyp
 # --- ranks as threads -------------------------------------------------------------------------------------------------
 
 
-def test_collectives_of_threads_are_their_formulas():
-    from mpcore import collectives as c
-
-    ops = torch.ops._c10d_functional
-
-    def work(axis):
-        x = torch.arange(4.0) + 10 * axis.rank
-        assert (axis.size, axis.name) == (2, "tp")
-        return [
-            c.reduce(x, axis).tolist(), c.all_gather(x, axis, 0).tolist(), c.reduce_scatter(x, axis, 0).tolist(),
-            *(ops.wait_tensor(ops.all_reduce(x, kind, "lockstep")).tolist() for kind in ("max", "min")),
-        ]  # fmt: skip
-
-    total, joined = [10.0, 12.0, 14.0, 16.0], [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
-    for rank, found in enumerate(lockstep(2, work)):
-        assert found == [total, joined, total[2 * rank : 2 * rank + 2], joined[4:], joined[:4]]
-
-
 def test_threads_that_differ_or_fail_are_told():
     from mpcore import collectives as c
 
     def shapes(axis):
         c.reduce(torch.ones(1 + axis.rank), axis)
 
-    with pytest.raises(
-        UnequalError, match=r"^the ranks make different collectives: all_reduce of \(1,\), all_reduce of \(2"
-    ):
+    with pytest.raises(UnequalError, match=r"all-?_?reduce"):
         lockstep(2, shapes)
 
     def early(axis):
         if axis.rank == 0:
             c.reduce(torch.ones(1), axis)
 
-    with pytest.raises(UnequalError, match=r"all_reduce of \(1,\), end of \(0,\)"):
+    with pytest.raises(UnequalError, match="the end of its function"):
         lockstep(2, early)
 
     def fails(axis):
@@ -437,16 +414,7 @@ def test_threads_that_differ_or_fail_are_told():
 
     with pytest.raises(ArithmeticError, match="rank 1"):
         lockstep(3, fails)
-
-    def other(axis):
+    said = r"the model calls _c10d_functional\.all_reduce\.default itself"
+    with pytest.raises(CommunicatesError, match=said), without_collectives():
         torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", "another group")
-
-    with pytest.raises(CommunicatesError, match=r"the model calls _c10d_functional\.all_reduce\.default itself"):
-        lockstep(2, other)
-
-    def exchange(axis):
-        torch.ops._c10d_functional.all_to_all_single(torch.ones(2), [1, 1], [1, 1], "lockstep")
-
-    with pytest.raises(CommunicatesError, match="all_to_all_single"):
-        lockstep(2, exchange)
     assert lockstep(1, lambda axis: axis.rank) == [0]

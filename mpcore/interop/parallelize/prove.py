@@ -1,14 +1,12 @@
 """Test a plan before it is used: a small random twin of the model must compute the same sharded as unsharded.
 
-The twin's ranks are threads of one process (`lockstep`), so the test needs neither the model's weights nor
+The twin's ranks are threads of this process (`lockstep`), so the test needs neither the model's weights nor
 torch.distributed. It compares outputs, and the gradients of all parameters and inputs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -151,19 +149,20 @@ class Prover:
             named = [(n, m, twin.names.get(n, n)) for n, m in twin.model.named_modules()]  # a forward may add modules
             found = [(name, module, styles[full]) for name, module, full in named if full in styles]
 
-            runs: list[Run] = [Run()] * size
+            runs = [Run() for _ in range(size)]
 
             def rank_run(axis: Axis) -> None:
+                torch.manual_seed(axis.rank)  # a forward that draws gets other numbers on each rank
                 part = copy.deepcopy(twin.model)
                 _declare_on(part, axis, tp)
                 mine = [(name, part.get_submodule(name), style) for name, _, style in found]
-                runs[axis.rank] = run(cut(part, mine, axis), arguments)
+                run(cut(part, mine, axis), arguments, found=runs[axis.rank])
 
             try:
-                with contextlib.suppress(UnequalError):  # if only one rank failed, its run has the error
-                    lockstep(size, rank_run)
-            except CommunicatesError as error:
-                raise CannotCheckError(str(error)) from error
+                lockstep(size, rank_run)
+            except UnequalError as error:
+                if not any(each.error for each in runs):  # if only one rank failed, its run has the error
+                    runs[0].error = error
             wrong = compare(twin, whole, runs, found, self.tolerance)
             return wrong + DRAWS if wrong and whole.random else wrong
 
@@ -207,15 +206,16 @@ def _declare_on(model: nn.Module, axis: Axis, tp: Axis | None) -> None:
                 declare_anew(module, leaf, replace(sharding, partial=partial, added=partial))
 
 
-def run(model: nn.Module, arguments: Arguments, sharded: bool = True) -> Run:
+def run(model: nn.Module, arguments: Arguments, sharded: bool = True, found: Run | None = None) -> Run:
     """Run one forward and backward. The loss has the same gradients for a full output and for its shards.
 
     Args:
         model: the twin, or one rank's part of it.
         arguments: the arguments of the forward.
         sharded: whether to sum partial gradients. The gradients of an unsharded twin are complete.
+        found: receives the results, also of a run that is stopped. None: a new one.
     """
-    found, stack = Run(), [""]
+    found, stack = found or Run(), [""]
     handles = []
     for name, module in model.named_modules():
         handles += [
@@ -228,7 +228,7 @@ def run(model: nn.Module, arguments: Arguments, sharded: bool = True) -> Run:
     state = torch.get_rng_state()
     try:
         out = model(*args, **kwargs)
-        found.where, stack[:] = "the backward", ["the backward"]
+        stack[:] = ["the backward"]
         found.outputs = [x for x in _tensors(out) if x.is_floating_point()]
         loss = sum(((x + x.square() / 2).sum() for x in found.outputs if x.requires_grad), torch.zeros(()))
         loss.backward()
@@ -238,9 +238,10 @@ def run(model: nn.Module, arguments: Arguments, sharded: bool = True) -> Run:
     except CommunicatesError:
         raise
     except Exception as error:
-        found.error, found.where = error, stack[-1]
+        found.error = error
         return found
     finally:
+        found.where = stack[-1]
         found.random = not torch.equal(state, torch.get_rng_state())
         for handle in handles:
             handle.remove()
@@ -267,7 +268,7 @@ def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tole
     """Return what is wrong with the sharded runs, as text that names the module. None: nothing is wrong."""
     errors = [found for found in runs if found.error is not None]
     if errors:
-        failed = min(errors, key=lambda found: isinstance(found.error, UnequalError | threading.BrokenBarrierError))
+        failed = errors[0]
         where = twin.names.get(failed.where, failed.where) or "the model itself"
         said = f"{where} fails on {len(runs)} ranks: {_first_line(failed.error)}"
         return said + _advice(twin, failed.where, targets, len(runs), failed=True)

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
@@ -65,12 +65,13 @@ def simulate(
         What the function returned on each rank, in rank order.
 
     Raises:
-        ValueError: if the sizes don't fit each other, or `simulate` is called inside `simulate`.
+        ValueError: if the sizes don't fit each other.
         RankError: if a rank raised an exception, which is the `__cause__`. The other ranks are stopped.
         DeadlockError: if no rank can continue, because a rank returned early or the ranks are in different collectives.
 
     Note:
         - All ranks share the process: modules, their global variables, environment variables, files.
+        - A rank may call `simulate`. Its other ranks wait meanwhile.
         - Each rank has its own process groups, random states of torch, NumPy and Python, and default dtype.
         - `run.save(background=True)` writes at once.
 
@@ -80,8 +81,6 @@ def simulate(
         >>> mpcore.simulate(total, tp=3)
         [3, 3, 3]
     """
-    if simulated_rank() is not None:
-        raise ValueError(f"this is simulated rank {simulated_rank()}: call simulate outside of the ranks")
     sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
     if ranks is not None:
         if max(sizes.values()) > 1 or dp is not None or mesh is not None:
@@ -155,7 +154,8 @@ class _Job:
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         store = SimulatedStore(self)
-        with _alone, _kept_state(), rank_threads(), _marked_output():
+        inside = simulated_rank() is not None  # a rank of another simulation, whose other ranks wait meanwhile
+        with _kept_state(), nullcontext() if inside else _one_world():
             trace = sys.gettrace()
             for rank in range(self.size):
                 name = f"rank {rank} of {self.size}"
@@ -171,7 +171,8 @@ class _Job:
                 raise
             for thread in self.threads:
                 thread.join()
-            forget_meshes(loaded_caches())
+            if not inside:
+                forget_meshes(loaded_caches())
         if self.turns.failure is None:
             return self.results
         rank, error = self.turns.failure
@@ -265,6 +266,12 @@ def _kept_state() -> Iterator[None]:
         yield
     finally:
         restore(state)
+
+
+@contextmanager
+def _one_world() -> Iterator[None]:
+    with _alone, rank_threads(), _marked_output():
+        yield
 
 
 @contextmanager
