@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import trange
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import mpcore as mp
 from examples.gpt.indexed_dataset import IndexedDataset
@@ -27,12 +27,12 @@ from examples.gpt.samples import split_samples
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer
 
 
-def load_model(folder: Path | None) -> nn.Module:
-    """Open a folder of Hugging Face, or make a small Llama; on every rank the same, on the CPU."""
+def load_model(folder: Path | None, mesh: mp.Mesh) -> nn.Module:
+    """Open a folder of Hugging Face, whose values `prepare` reads, or make a small Llama, the same on every rank."""
     if folder is not None:
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json: give the folder of a causal model of transformers")
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        return mp.from_pretrained(folder, mesh, defer=True)
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 128,
@@ -40,7 +40,8 @@ def load_model(folder: Path | None) -> nn.Module:
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
     }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=ByteTokenizer.vocab_size, num_key_value_heads=2, **sizes))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=ByteTokenizer.vocab_size, num_key_value_heads=2, **sizes))
+    return mp.parallelize(model, tp=mesh.tp).to(mesh.device)  # by the plan that the model carries
 
 
 def token_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
@@ -48,19 +49,18 @@ def token_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output["logits"].flatten(0, 1).float(), target.flatten(), reduction="sum")
 
 
-def start(args: argparse.Namespace, pp: int) -> mp.Run:
-    """Lay the model out on a mesh with `pp` pipeline stages, ready to train."""
-    mesh = mp.build_mesh(tp=args.tp, pp=pp, device_type=args.device)  # dp is what tp and pp leave of the world
-    model: Any = load_model(args.model)
+def start(args: argparse.Namespace) -> mp.Run:
+    """Lay the model out on a mesh, ready to train."""
+    mesh = mp.build_mesh(tp=args.tp, pp=args.pp, device_type=args.device)  # dp is what tp and pp leave of the world
+    model: Any = load_model(args.model, mesh)
     model.config.use_cache = False  # training keeps no keys and values
-    mp.parallelize(model, tp=mesh.tp).to(mesh.device)  # by the plan that the model carries
     if args.adapter is not None:
         mp.load_lora(model, args.adapter, mesh)
     elif args.lora:
         mp.add_lora(model, rank=args.lora, alpha=2 * args.lora)
     stages, blocks, schedule = mp.pipeline_stages(model, mesh, micro_batches=args.micro_batches)
     return mp.prepare(
-        stages, mesh, blocks=blocks, schedule=schedule, loss=token_loss, initialize=False,  # it has weights
+        stages, mesh, blocks=blocks, schedule=schedule, loss=token_loss, initialize=False,  # each rank reads its shards
         optimizer=lambda model: mp.AdamW(model, lr=args.lr), data=mp.Zero(args.zero), precision=args.dtype,
         recompute=args.recompute, micro_batches=args.micro_batches,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def finetune(args: argparse.Namespace) -> list[float]:
     args.out = args.out or Path("runs/lora" if adapts else "runs/finetune")
     if (args.out / "model").exists():
         raise ValueError(f"{args.out / 'model'} is there: give another --out")
-    run: Any = start(args, args.pp)
+    run: Any = start(args)
     mesh = run.mesh
     vocabulary = args.model / "tokenizer.json" if args.model else Path()
     tokenizer = load_tokenizer(vocabulary) if vocabulary.is_file() else ByteTokenizer()
@@ -96,10 +96,6 @@ def finetune(args: argparse.Namespace) -> list[float]:
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
     after = run.evaluate([batch(share, held_out)])
 
-    if args.pp > 1:  # any layout reads a checkpoint: export from one without stages
-        run.save(args.out / "checkpoint")
-        run = start(args, 1)
-        run.load(mp.latest(args.out / "checkpoint", run.mesh))
     with run.parameters() as whole:
         whole.config.use_cache = True
         if adapts:

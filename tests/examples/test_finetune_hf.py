@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+import mpcore as mp
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
 
 hf = pytest.importorskip("transformers")
@@ -119,12 +120,12 @@ def test_each_flag_has_its_value_and_its_default(capsys):
 def test_the_new_model_is_a_small_llama():
     from examples.finetune_hf import load_model
 
-    model: Any = load_model(None)
+    model: Any = load_model(None, mp.Mesh())
     c = model.config
     assert (c.model_type, c.vocab_size, c.hidden_size, c.intermediate_size) == ("llama", 257, 128, 384)
     assert (c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads) == (4, 4, 2)
     torch.manual_seed(5)
-    again: Any = load_model(None)
+    again: Any = load_model(None, mp.Mesh())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     torch.manual_seed(0)
     first = type(model)(c)
@@ -141,8 +142,8 @@ def test_the_loss_is_a_sum_in_float32():
     assert float(found) == pytest.approx(-float(chosen.sum()), rel=1e-6)
 
 
-def started(flags: str, pp: int) -> tuple[mock.MagicMock, Any, Any, mock.MagicMock]:
-    """What `start` asks of the library: its calls, the model, the mesh, and where it moved the model."""
+def started(flags: str) -> tuple[mock.MagicMock, Any, Any]:
+    """What `start` asks of the library: its calls, the model and the mesh."""
     from examples import finetune_hf
 
     mp, model = mock.MagicMock(), SimpleNamespace(config=SimpleNamespace(use_cache=True))
@@ -152,23 +153,21 @@ def started(flags: str, pp: int) -> tuple[mock.MagicMock, Any, Any, mock.MagicMo
         mock.patch.object(finetune_hf, "load_model", return_value=model) as load,
     ):
         args = finetune_hf.parse(flags.split())
-        assert finetune_hf.start(args, pp) is mp.prepare.return_value
-        load.assert_called_once_with(args.model)
+        assert finetune_hf.start(args) is mp.prepare.return_value
+        load.assert_called_once_with(args.model, mesh)
         mp.AdamW.assert_not_called()
         made = mp.prepare.call_args.kwargs["optimizer"]("the model")
         assert made is mp.AdamW.return_value
         mp.AdamW.assert_called_once_with("the model", lr=args.lr)
-    return mp, model, mesh, mp.parallelize.return_value.to
+    return mp, model, mesh
 
 
-def test_the_model_is_laid_out_by_its_own_plan():
+def test_the_model_is_laid_out_as_the_flags_say():
     from examples.finetune_hf import token_loss
 
-    mp, model, mesh, to = started("--tp 2 --zero 3 --dtype bfloat16 --recompute full --micro-batches 2 --device cpu", 4)
+    mp, model, mesh = started("--tp 2 --pp 4 --zero 3 --dtype bfloat16 --recompute full --micro-batches 2 --device cpu")
     mp.build_mesh.assert_called_once_with(tp=2, pp=4, device_type="cpu")
     assert model.config.use_cache is False
-    mp.parallelize.assert_called_once_with(model, tp=mesh.tp)
-    to.assert_called_once_with(mesh.device)
     mp.pipeline_stages.assert_called_once_with(model, mesh, micro_batches=2)
     told = dict(mp.prepare.call_args.kwargs)
     told.pop("optimizer")
@@ -182,10 +181,10 @@ def test_the_model_is_laid_out_by_its_own_plan():
 
 
 def test_an_adapter_is_made_or_read():
-    mp, model, _, _ = started("--lora 8", 1)
+    mp, model, _ = started("--lora 8")
     mp.add_lora.assert_called_once_with(model, rank=8, alpha=16)
     mp.load_lora.assert_not_called()
-    mp, model, mesh, _ = started("--adapter there --lora 8", 1)
+    mp, model, mesh = started("--adapter there --lora 8")
     mp.load_lora.assert_called_once_with(model, Path("there"), mesh)
     mp.add_lora.assert_not_called()
 
@@ -218,12 +217,6 @@ class Stub:
         self.said.append(("lr", round(lr, 9)))
         return SimpleNamespace(loss=float(len(self.said)))
 
-    def save(self, folder: Path) -> None:
-        self.said.append(("save", folder))
-
-    def load(self, path: Any) -> None:
-        self.said.append(("load", path))
-
     def parameters(self) -> Any:
         return nullcontext(self.whole)
 
@@ -242,11 +235,9 @@ def finetuned(
     from examples import finetune_hf
 
     runs: list[Any] = []
-    asked: list[tuple] = []
 
-    def start(args: Any, pp: int) -> Stub:
+    def start(args: Any) -> Stub:
         runs.append(Stub(rank))
-        asked.append(pp)
         return runs[-1]
 
     with (
@@ -256,14 +247,13 @@ def finetuned(
         mock.patch.object(finetune_hf, "IndexedDataset", side_effect=lambda prefix: ("data", prefix)),
         mock.patch.object(finetune_hf, "split_samples", return_value=(Numbers(100), Numbers(500))) as split,
     ):
-        mp.latest.side_effect = lambda folder, mesh: ("latest", folder, mesh)
         mp.save_pretrained.side_effect = lambda whole, folder, mesh: folder
         found = finetune_hf.finetune(finetune_hf.parse([*flags.split()]))
     (prefix, seq_len), how = split.call_args
     tokenizer = prefix[1][1]
     assert (prefix, how) == (("data", ("corpus", tokenizer)), {"seed": 0})
     corpus.assert_called_once_with(tokenizer=tokenizer)
-    runs[0].seq_len, runs[0].tokenizer, runs[0].asked = seq_len, tokenizer, asked
+    runs[0].seq_len, runs[0].tokenizer = seq_len, tokenizer
     return found, runs, mp, corpus
 
 
@@ -278,7 +268,7 @@ def test_a_run_warms_up_clips_evaluates_and_saves(tmp_path, capsys):
         steps += [("step", [i + 100 for i in mine], [i - 100 for i in mine]), ("clip", 1.0), ("lr", rate)]
     assert run.said == [held, *steps, held]
     assert losses == [float(4 + 3 * step) for step in range(12)]
-    assert (run.seq_len, run.asked, type(run.tokenizer).__name__) == (16, [1], "ByteTokenizer")
+    assert (run.seq_len, type(run.tokenizer).__name__) == (16, "ByteTokenizer")
     mp.save_pretrained.assert_called_once_with(run.whole, out / "model", run.mesh)
     mp.save_lora.assert_not_called()
     assert run.whole.config.use_cache is True
@@ -302,14 +292,6 @@ def test_an_adapter_is_saved_beside_the_model(tmp_path, capsys, monkeypatch):
     assert mp.save_pretrained.call_args.args[1] == Path("runs/finetune/model")
 
 
-def test_stages_are_saved_and_loaded_on_one(tmp_path):
-    _, (run, one), mp, _ = finetuned(f"--steps 1 --pp 2 --out {tmp_path / 'out'}", tmp_path)
-    assert run.asked == [2, 1]
-    assert run.said[-1] == ("save", tmp_path / "out" / "checkpoint")
-    assert one.said == [("load", ("latest", tmp_path / "out" / "checkpoint", one.mesh))]
-    assert mp.save_pretrained.call_args.args == (one.whole, tmp_path / "out" / "model", one.mesh)
-
-
 def test_another_rank_says_nothing(tmp_path, capsys):
     finetuned(f"--steps 1 --out {tmp_path / 'out'}", tmp_path, rank=1)
     assert capsys.readouterr() == ("", "")
@@ -324,12 +306,3 @@ def test_the_models_own_tokenizer_is_used_where_it_has_one(tmp_path):
         assert run.tokenizer == ("read", tmp_path / "tokenizer.json")
         _, (run,), *_ = finetuned(f"--steps 1 --model {tmp_path / 'other'} --out {tmp_path / 'out2'}", tmp_path)
         assert type(run.tokenizer).__name__ == "ByteTokenizer"
-
-
-def test_a_folder_is_opened_without_the_network(tmp_path):
-    from examples import finetune_hf
-
-    (tmp_path / "config.json").write_text("{}")
-    with mock.patch.object(finetune_hf.AutoModelForCausalLM, "from_pretrained", return_value="it") as opened:
-        assert finetune_hf.load_model(tmp_path) == "it"
-    opened.assert_called_once_with(tmp_path, local_files_only=True)
