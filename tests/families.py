@@ -4,11 +4,13 @@ Those with a causal language model are tried, or with `--others` encoders, encod
 Each config is shrunk, its weights are random, and it computes in float64: whole, and sharded over tp, by the plan that
 the model carries or else by the one that `suggest_plan` finds. Outputs and gradients of all parameters must be equal.
 With `--hidden`, of the models that carry a plan: how much theirs shards, and how much the one that is found without it.
+With `--ep`, of the models with fused experts: experts sharded over ep and tp, with other tokens on each data rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import signal
@@ -25,9 +27,9 @@ from transformers.models.auto import modeling_auto as auto
 
 from mpcore.interop.hugging_face import small
 from mpcore.interop.parallelize import suggest_plan
-from mpcore.interop.parallelize.plan import Plan, resolve
+from mpcore.interop.parallelize.plan import Experts, Plan, is_experts
 from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, Prover, shapes_of
-from mpcore.interop.parallelize.suggest import share_of
+from mpcore.interop.parallelize.suggest import share_of, targets_of
 from mpcore.interop.parallelize.swap import cut_model
 
 CAUSAL = {name: made for name, made in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(made, str)}
@@ -43,7 +45,7 @@ OTHERS = {
     for name, made in names.items()
     if isinstance(made, str)
 }
-CLASSES = {**CAUSAL, **OTHERS}
+CLASSES: dict[str, Any] = {**CAUSAL, **OTHERS}
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 TABLE = re.compile(r"^\| family .*\n(?:\|.*\n)*", re.MULTILINE)
 SECONDS = 600
@@ -68,6 +70,11 @@ ODD: dict[str, dict[str, Any]] = {  # sizes that one architecture has, or that m
     "zamba": {"layer_types": ["linear_attention", "hybrid"]},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "unlimited_ocr_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [12, 12]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
     "beit": {"image_size": 8, "patch_size": 4}, "deit": {"image_size": 8, "patch_size": 4},
@@ -75,11 +82,42 @@ ODD: dict[str, dict[str, Any]] = {  # sizes that one architecture has, or that m
 
 
 class Row(NamedTuple):
-    """A family, and what came of it for each number of ranks."""
+    """A family, and what came of it on each layout."""
 
     family: str
     model: str
     results: dict[str, str]
+
+
+class Layout(NamedTuple):
+    """The sizes of tp and ep."""
+
+    tp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        sizes = {"ep": self.ep, "tp": self.tp}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+def with_experts() -> dict[str, Any]:
+    """The model class of each config whose plans name fused experts: a causal language model, if there is one."""
+    found: dict[str, Any] = {}
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")):
+        if not re.search("ep_dispatch_experts|moe_tp_experts", path.read_text()):
+            continue
+        name = f"transformers.models.{path.parent.name}.{path.stem.replace('configuration', 'modeling')}"
+        made = [
+            each for each in vars(importlib.import_module(name)).values() if getattr(each, "__module__", "") == name
+        ]
+        made = [kind for kind in made if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)]
+        for kind in sorted(made, key=lambda kind: not kind.__name__.endswith("ForCausalLM")):
+            config: Any = kind.config_class
+            plans = [getattr(config, f"base_model_{axis}_plan", None) or {} for axis in ("tp", "ep")]
+            experts = any(is_experts(style) for plan in plans for style in plan.values())
+            if experts and "PreTrainedModel" not in kind.__name__:
+                found.setdefault(config.model_type, kind)
+    return found
 
 
 def carriers() -> Iterator[str]:
@@ -97,7 +135,8 @@ def shrunk(config: Any, family: str = "") -> dict[str, Any]:
 
 def build(family: str) -> nn.Module:
     """A small model of a family."""
-    make = getattr(transformers, CLASSES[family])
+    make: Any = CLASSES[family]
+    make = getattr(transformers, make) if isinstance(make, str) else make
     config = make.config_class(**shrunk(make.config_class(), family))
     with torch.device("meta"):
         size = sum(p.numel() for p in make(config).parameters())
@@ -106,10 +145,14 @@ def build(family: str) -> nn.Module:
     return make(config)
 
 
-def judged(model: nn.Module, plan: Plan | str, tp: int) -> str:
+def judged(model: nn.Module, plan: Plan | str, layout: Layout) -> str:
     """Say "equal" and the share sharded, or why not."""
+    tp, ep = layout
     shapes = shapes_of(model)
-    styles, share = {name: style for name, _, style in resolve(shapes, plan)}, f"{share_of(shapes, plan, tp):.0%}"
+    targets = targets_of(shapes, plan, tp, ep)
+    if ep > 1 and not any(isinstance(style, Experts) for _, _, style in targets):
+        raise ValueError("the plan names no experts")
+    styles, share = {name: style for name, _, style in targets}, f"{share_of(shapes, plan, tp, ep):.0%}"
     with mock.patch.object(torch.Tensor, "float", lambda x: x):  # else norms compute in float32
         exact = Prover(shapes, tolerance=EXACT).verdict(styles, tp, cut_model)
     if exact is None:
@@ -117,18 +160,18 @@ def judged(model: nn.Module, plan: Plan | str, tp: int) -> str:
     return Prover(shapes, tolerance=TOLERANCE).verdict(styles, tp, cut_model) or f"equal to {TOLERANCE:g}, {share}"
 
 
-def tried(model: nn.Module, tp: int) -> str:
-    """The result of a model on tp ranks: by its own plan, or by the one found where that is right and shards more."""
+def tried(model: nn.Module, layout: Layout) -> str:
+    """The result of a model on a layout: by its own plan, or by the one found where that is right and shards more."""
     try:
-        own = judged(model, "auto", tp)
+        own = judged(model, "auto", layout)
     except (ValueError, CannotCheckError) as error:
         own = str(error)
     share = int(own.split()[-1].rstrip("%")) if own.startswith("equal") else 0
-    if share >= 50:
+    if share >= 50 or (layout.tp == 1 and own.startswith("equal")):
         return own
     try:
-        found = suggest_plan(model, tp)
-        ours = judged(model, found.plan, tp) if 100 * found.share > share + 1 else ""
+        found = suggest_plan(model, layout.tp, ep=layout.ep)
+        ours = judged(model, found.plan, layout) if 100 * found.share > share + 1 else ""
     except (ValueError, CannotCheckError) as error:
         own, ours = own if share else str(error), ""
     if ours.startswith("equal"):
@@ -136,32 +179,33 @@ def tried(model: nn.Module, tp: int) -> str:
     return own if share else f"refused: {own}"
 
 
-def beside_own(model: nn.Module, tp: int) -> str:
+def beside_own(model: nn.Module, layout: Layout) -> str:
     """The result of the plan found, where the model's own is hidden; `suggest_plan` never looks at it."""
     try:
-        own = judged(model, "auto", tp)
+        own = judged(model, "auto", layout)
     except (ValueError, CannotCheckError) as error:
         own = str(error)
-    found = suggest_plan(model, tp)
-    return f"{judged(model, found.plan, tp)}; own plan: {own}"
+    found = suggest_plan(model, layout.tp)
+    return f"{judged(model, found.plan, layout)}; own plan: {own}"
 
 
-def row(family: str, sizes: list[int], result: Callable[[nn.Module, int], str] = tried) -> Row:
+def row(family: str, layouts: list[Layout], result: Callable[[nn.Module, Layout], str] = tried) -> Row:
     """Try one family."""
     signal.alarm(SECONDS)
     try:
         model = build(family)
     except Exception as error:
-        return Row(
-            family, CLASSES[family], {"tp": f"not shrunk: {type(error).__name__}: {str(error).splitlines()[0]:.100}"}
-        )
+        made = CLASSES[family]
+        why = f"not shrunk: {type(error).__name__}: {str(error).splitlines()[0]:.100}"
+        return Row(family, made if isinstance(made, str) else made.__name__, {"": why})
     results = {}
-    for tp in sizes:
+    for layout in layouts:
         signal.alarm(SECONDS)
         try:
-            results[f"tp {tp}"] = result(model, tp)
+            results[str(layout)] = result(model, layout)
         except Exception as error:
-            results[f"tp {tp}"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            why = str(error).splitlines()[0] if str(error) else ""
+            results[str(layout)] = f"failed: {type(error).__name__}: {why}"
         finally:
             signal.alarm(0)
     return Row(family, type(model).__name__, results)
@@ -169,11 +213,11 @@ def row(family: str, sizes: list[int], result: Callable[[nn.Module, int], str] =
 
 def table(rows: list[Row]) -> Iterator[str]:
     """The page's lines."""
-    sizes = sorted({size for each in rows for size in each.results} - {"tp"})
+    sizes = sorted({size for each in rows for size in each.results} - {""})
     yield f"| family | model | {' | '.join(sizes)} |"
     yield f"|---|---|{'---|' * len(sizes)}"
     for each in sorted(rows):
-        said = [each.results.get(size, each.results.get("tp", "not tried")) for size in sizes]
+        said = [each.results.get(size, each.results.get("", "not tried")) for size in sizes]
         cells = [f"{' '.join(one.split()).replace('|', '/'):.160}" for one in said]
         yield f"| {each.family} | {each.model} | {' | '.join(cells)} |"
 
@@ -188,6 +232,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="default: all with a causal language model")
     parser.add_argument("--others", action="store_true", help="encoders, encoders with decoders, images, speech")
     parser.add_argument("--tp", type=int, nargs="+", default=[2])
+    parser.add_argument("--ep", action="store_true", help="the models with fused experts, on ep 2 and on ep 2 x tp 2")
     parser.add_argument("--rows", type=Path, help="a file of rows: those in it aren't tried again")
     parser.add_argument("--hidden", action="store_true", help="the plans found beside those that the models carry")
     parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}")
@@ -200,9 +245,12 @@ def main() -> None:
         if given.rows and given.rows.exists()
         else []
     )
-    for family in given.families or (OTHERS if given.others else CAUSAL if not given.hidden else carriers()):
+    CLASSES.update(with_experts() if given.ep else {})
+    layouts = [Layout(1, 2), Layout(2, 2)] if given.ep else [Layout(tp) for tp in given.tp]
+    every = with_experts() if given.ep else OTHERS if given.others else carriers() if given.hidden else CAUSAL
+    for family in given.families or every:
         if family not in {each.family for each in done}:
-            done.append(row(family, given.tp, beside_own if given.hidden else tried))
+            done.append(row(family, layouts, beside_own if given.hidden else tried))
             print(*done[-1], flush=True)
             if given.rows:
                 with given.rows.open("a") as file:
@@ -211,7 +259,7 @@ def main() -> None:
     print(f"{equal} of {len(done)} equal")
     if given.write:
         text = PAGE.read_text()
-        at = list(TABLE.finditer(text))[2 if given.others else int(given.hidden)]
+        at = list(TABLE.finditer(text))[3 if given.ep else 2 if given.others else int(given.hidden)]
         PAGE.write_text(text[: at.start()] + "\n".join(table(done)) + "\n" + text[at.end() :])
 
 

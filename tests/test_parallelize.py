@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,13 +14,16 @@ from torch.distributed.tensor import distribute_module
 from torch.nn import functional as F
 
 from mpcore import (
+    AdamW,
     Axis,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    Zero,
     full_state_dict,
     load_full_state_dict,
     parallelize,
+    prepare,
     reduce_gradients,
     vocab_parallel_cross_entropy,
 )
@@ -142,13 +146,23 @@ MODELS = {
     "t5": lambda: T5(hf.T5Config(**T5_CONFIG)),
     "own": Own,
 }
+EXPERTS = {
+    "qwen3 moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)
+    ),
+    "gpt-oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(**LLAMA | {"attn_implementation": "eager"}, num_local_experts=4, num_experts_per_tok=2)
+    ),
+}
 SHORT = ("mixtral", "llama tied", "phi3", "gemma3", "gpt2", "t5", "own")
 PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN, "t5": T5_PLAN}
 
 
 def build(name, dtype=torch.float64):
     """The model with random values in every parameter, biases and norms too."""
-    model = MODELS[name]()
+    model = (MODELS | EXPERTS)[name]()
+    if name in EXPERTS:
+        model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -216,6 +230,87 @@ def test_on_one_rank_the_results_are_bitwise_those_of_the_original(name, dtype):
     for (key, a), b in zip(swapped.named_parameters(), original.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), key
         assert a.grad is None or torch.equal(a.grad, b.grad), key
+
+
+def expert_run(model, rank):
+    """As `run`, with other tokens on each data rank, and another number of them."""
+    generator = torch.Generator().manual_seed(rank)
+    logits = model(torch.randint(VOCAB, (2, 6 - rank), generator=generator)).logits
+    logits.backward(torch.rand(logits.shape, generator=generator, dtype=logits.dtype) - 0.5)
+    return logits.detach()
+
+
+def check_expert_gradients(name, **sizes):
+    """Each rank holds its experts; logits and all gradients equal those of the original on all ranks' tokens."""
+    on = mesh(**sizes)
+    dense = build(name)
+    sharded = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp)
+    assert sharded.model.layers[1].mlp.experts.down_proj.shape[0] * on.ep.size == 4
+    all_same(full_state_dict(sharded), dense.state_dict(), "value after parallelize")
+    with mock.patch.object(torch.Tensor, "float", lambda x: x):
+        want = [expert_run(dense, rank) for rank in range(on.data.size)][on.data.rank]
+        close(expert_run(sharded, on.data.rank), want, "logits", TOLERANCE)
+    reduce_gradients(sharded, on)
+    assert all(layer.mlp.experts.down_proj.grad is not None for layer in sharded.model.layers)
+    all_same(full_gradients(sharded), full_gradients(dense), "gradient")
+
+
+LAYOUTS = [
+    (2, {"ep": 2}),
+    (2, {"tp": 2, "ep": 2, "etp": 1}),
+    (4, {"tp": 2, "ep": 2}),
+    (4, {"ep": 4}),
+    (4, {"ep": 2}),
+    (4, {"tp": 2, "ep": 2, "etp": 1}),
+]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(("size", "sizes"), some(*LAYOUTS[:3], of=LAYOUTS))
+def test_experts_and_their_router_have_the_gradients_of_the_original(ranks, name, size, sizes):
+    """Of the router, too: transformers' own expert parallelism once lost a part of its gradient (#48687)."""
+    ranks(size, partial(check_expert_gradients, **sizes), name)
+
+
+def token_loss(output, target):
+    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def check_expert_training(zero, **sizes):
+    """Three steps of AdamW: losses, norms of gradients, and weights are those of one process."""
+    on = mesh(**sizes)
+    dense = build("qwen3 moe")
+    model = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp)
+    trained = prepare(
+        model, on, blocks=model.model.layers, loss=token_loss, initialize=False, data=Zero(zero),
+        optimizer=lambda model: AdamW(model, lr=1e-2),
+    )  # fmt: skip
+    optimizer = AdamW(dense, lr=1e-2)
+    mine = slice(*(4 * at // on.data.size for at in (on.data.rank, on.data.rank + 1)))
+    for step in range(3):
+        ids = torch.randint(VOCAB, (4, 7), generator=torch.Generator().manual_seed(step))
+        x, target = ids[:, :-1], ids[:, 1:]
+        loss = token_loss(dense(x), target) / target.numel()
+        loss.backward()
+        trained.forward_backward(x[mine], target[mine])
+        norms = trained.clip_gradients(1.0), nn.utils.clip_grad_norm_(dense.parameters(), 1.0)
+        close(torch.as_tensor(float(norms[0])), torch.as_tensor(float(norms[1])), "norm of the gradients", TOLERANCE)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert trained.optimizer_step().loss == pytest.approx(loss.item(), rel=TOLERANCE)
+    with trained.parameters() as whole:
+        all_same(full_state_dict(whole), dense.state_dict(), "value after training")
+
+
+TRAINED = [(size, zero, sizes) for size, sizes in LAYOUTS for zero in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("size", "zero", "sizes"),
+    some((2, 1, {"ep": 2}), (4, 2, {"tp": 2, "ep": 2}), (4, 3, {"ep": 2}), of=TRAINED),
+)
+def test_training_with_sharded_experts_equals_one_process(ranks, size, zero, sizes):
+    ranks(size, partial(check_expert_training, **sizes), zero)
 
 
 def check_sharded_logits():

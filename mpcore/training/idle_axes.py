@@ -67,7 +67,8 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     elif mesh.ep.size > 1 and "ep" not in used:
         problem = (
             f"no parameter is sharded over ep, so each of its {mesh.ep.size} ranks holds all experts: build "
-            f"mpcore.ParallelMoE(.., ep=mesh.ep), or build the mesh with ep 1"
+            f"mpcore.ParallelMoE(.., ep=mesh.ep), call parallelize(model, tp=mesh.tp, ep=mesh.ep, etp=mesh.etp), or "
+            f"build the mesh with ep 1"
         )
     elif mesh.etp.size not in (1, mesh.tp.size) and "etp" not in used:
         problem = (

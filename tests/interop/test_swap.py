@@ -301,6 +301,19 @@ def test_experts_that_cannot_be_sharded(held, hidden, message):
 
 
 @pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"w": (3, 4, 6), "b": (3, 4)}, "^3 experts are not a multiple of the ep size 2: take one of 1, 3$"),
+        ({"w": (4, 4, 6), "v": (2, 4, 6)}, r"different numbers of experts \(w 4, v 2\)"),
+        ({"b": (4,)}, r"different numbers of experts \(none\)"),
+    ],
+)
+def test_experts_that_ep_cannot_shard(held, message):
+    with pytest.raises(ValueError, match=message):
+        experts_shardings(experts(**held), Experts(ep=Axis(2, role="ep"), etp=Axis(role="etp")), ONE)
+
+
+@pytest.mark.parametrize(
     ("hidden", "index"),
     [(Hidden(-1), [3, 4, 5]), (Hidden(-1, blocks=3), [1, 3, 5]), (Hidden(-1, unit=3), [3, 4, 5]), (Hidden(-2), None)],
 )
@@ -314,7 +327,7 @@ def test_what_a_rank_holds_of_experts(hidden, index):
     full = model["a"].w.detach().clone()
     cut(model, {"a": Experts({"w": hidden})})
     a = model["a"]
-    assert type(a).__name__ == "TensorParallelOwn"
+    assert type(a).__name__ == "ParallelOwn"
     assert (a.tp, a.replicated) == (ONE, ("b",))
     assert torch.equal(a.w, full[:, 2:] if index is None else full[..., index])
     found = {name: sharding for name, _, sharding in declarations(model)}

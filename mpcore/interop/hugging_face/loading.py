@@ -36,7 +36,7 @@ def from_pretrained(
     model_class: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a Hugging Face model from a local folder, sharded over `mesh.tp`. Call it on every rank.
+    """Load a Hugging Face model from a local folder, sharded over tp and ep. Call it on every rank.
 
     Each rank creates the model on the meta device and calls `parallelize`. Then it reads its shards from the files. The
     result equals `parallelize` of the model that transformers' `from_pretrained` returns.
@@ -47,8 +47,8 @@ def from_pretrained(
 
     Args:
         folder: a local folder with config.json and safetensors files.
-        mesh: the mesh. The model is sharded over `mesh.tp`, on `mesh.device`.
-        plan: the tensor-parallel plan (see `parallelize`).
+        mesh: the mesh. The model is sharded over `mesh.tp`, and its experts over `mesh.ep`, on `mesh.device`.
+        plan: the plan (see `parallelize`).
         defer: leave the parameters on the meta device until `prepare(initialize=False)` reads them.
         dtype: the dtype of the parameters, except those that transformers keeps in float32; buffers have the dtype that
             transformers gives them. None: the dtype in config.json, or float32 if there is none.
@@ -85,7 +85,7 @@ def from_pretrained(
     path = Path(folder)
     model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class))
     dense = together(mesh.world, lambda: dense_shape(model))
-    model = parallelize(model, plan, mesh.tp, **options)
+    model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, **options)
 
     def weights_of() -> Weights:
         held = held_tensors(model, mesh)

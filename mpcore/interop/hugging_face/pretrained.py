@@ -61,7 +61,7 @@ def save_pretrained(
     ranks send it their shards in pieces of 1 MiB.
 
     Args:
-        model: a model of transformers on any layout: sharded over tp by `parallelize`, over data by
+        model: a model of transformers on any layout: sharded over tp and ep by `parallelize`, over data by
             `shard_data_parallel` or `prepare`, this rank's stage of `pipeline_stages`, or a list of its stages.
         folder: the folder to create. It must not exist, or be empty.
         mesh: the mesh that the model is on.

@@ -16,19 +16,19 @@ from mpcore.mesh.axis import Axis
 from mpcore.random import random_state
 
 
-def guard_generate(model: nn.Module, tp: Axis) -> None:
+def guard_generate(model: nn.Module, *axes: Axis) -> None:
     """Make `generate` of a sharded model raise on all ranks if the ranks could choose different tokens.
 
-    `generate` then raises ValueError if the logits are sharded, if the ranks of tp get different prompts or have
+    `generate` then raises ValueError if the logits are sharded, if the ranks of the axes get different prompts or have
     different random states, or if `max_time` is set.
     """
     for module in model.modules():
         own: Any = vars(module)  # transformers' models that can generate have a configuration of it
         if own.get("generation_config") is not None and callable(getattr(type(module), "generate", None)):
-            module.generate = MethodType(_guarded(tp), module)  # type: ignore[assignment]
+            module.generate = MethodType(_guarded(axes), module)  # type: ignore[assignment]
 
 
-def _guarded(tp: Axis) -> Any:
+def _guarded(axes: tuple[Axis, ...]) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         head = self.get_output_embeddings()
         if isinstance(head, ColumnParallelLinear) and head.tp.size > 1 and not head.gather_output:
@@ -40,17 +40,19 @@ def _guarded(tp: Axis) -> Any:
         do_sample, max_time = (kwargs.get(name, getattr(config, name, None)) for name in ("do_sample", "max_time"))
         if max_time is not None:
             raise ValueError(
-                f"max_time {max_time} would end ranks of tp {tp.size} at different tokens, and the others wait for "
-                f"ever: give max_new_tokens"
+                f"max_time {max_time} would end ranks of {axes[0].name} {axes[0].size} at different tokens, and the "
+                f"others wait for ever: give max_new_tokens"
             )
-        check_same("prompt: every rank of tp must call generate with the same", _digest(args, kwargs), tp)
-        if do_sample:
-            check_same(
-                "state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one "
-                "seed on all ranks of tp before generate",
-                _digest(random_state(next(self.parameters()).device)),
-                tp,
-            )
+        for axis in axes:
+            name = axis.name
+            check_same(f"prompt: every rank of {name} must call generate with the same", _digest(args, kwargs), axis)
+            if do_sample:
+                check_same(
+                    f"state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one "
+                    f"seed on all ranks of {name} before generate",
+                    _digest(random_state(next(self.parameters()).device)),
+                    axis,
+                )
         return type(self).generate(self, *args, **kwargs)
 
     return generate

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore._torch.pytree import map_tensors
+from mpcore._torch.pytree import leaves, map_tensors
 from mpcore.layers.embedding import check_ids
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.linear_ops import Product, WrappedProduct
 from mpcore.layers.module import ParallelModule
+from mpcore.layers.moe.dispatch import AllToAll
 from mpcore.mesh.axis import Axis
 
 
@@ -48,22 +51,69 @@ class RowParallelConv1D(TransposedLinear, RowParallelLinear):
 
 
 class ExpertsShard(nn.Module):
-    """Mixin for a module that holds all experts: its own forward computes with this rank's hidden features."""
+    """Mixin for a module that holds all experts: its own forward computes with this rank's experts and features."""
 
     tp: Axis
+    ep: Axis
+    etp: Axis
+    num_all: int
     replicated: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.ep.size > 1:
+            return self._dispatched(args, kwargs)
         args, kwargs = map_tensors(
             lambda x: collectives.copy(x, self.tp) if x.is_floating_point() else x, (args, kwargs)
         )
-        parts = {leaf: self.get_parameter(leaf) / self.tp.size for leaf in self.replicated}
-        vars(self).update(parts)  # used instead of the parameters: the sum over tp adds each once
+        return collectives.reduce(self._own(*args, **kwargs), self.tp)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the module's own forward. The result is partial over etp."""
+        parts = {leaf: self.get_parameter(leaf) / self.etp.size for leaf in self.replicated}
+        vars(self).update(parts)  # used instead of the parameters: the sum over etp adds each once
         try:
-            return collectives.reduce(super().forward(*args, **kwargs), self.tp)
+            return super().forward(*args, **kwargs)
         finally:
             for leaf in parts:
                 del vars(self)[leaf]
+
+    def _dispatched(self, args: Any, kwargs: Any) -> Tensor:
+        """Send this rank's part of the tokens to their experts over ep x etp, and gather the outputs over tp."""
+        given = x, experts, weights = self._routed(args, kwargs)
+        short = -len(x) % self.tp.size
+        padded = (F.pad(t, (0, 0, 0, short), value=v) for t, v in ((x, 0), (experts, self.num_all), (weights, 0)))
+        mine = [collectives.split(t, self.tp, 0) for t in padded]
+
+        def run(rows: Tensor, counts: Tensor) -> Tensor:
+            """Compute the rows of this rank's experts, each by one expert with weight 1."""
+            some = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # so that unused experts get gradients of zeros
+            places = torch.arange(len(some), device=rows.device)
+            expert = torch.searchsorted(counts.cumsum(0), places, right=True)
+            real = (expert < len(counts)).to(weights.dtype)[:, None]
+            swap = zip(given, (some, expert.clamp(max=len(counts) - 1)[:, None].to(experts.dtype), real), strict=True)
+            new = {id(old): instead for old, instead in swap}
+            own_args, own_kwargs = map_tensors(lambda t: new.get(id(t), t), (args, kwargs))
+            return self._own(*own_args, **own_kwargs)[: len(rows)]
+
+        wide = torch.promote_types(weights.dtype, torch.float32)  # the messages hold numbers of experts, too
+        dispatch = AllToAll(self.ep, self.etp, self.num_all, experts.shape[1])
+        y = dispatch(mine[0], mine[1], mine[2].to(wide), None, run)
+        return collectives.gather(y, self.tp, 0)[: len(x)]
+
+    def _routed(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens, the chosen experts and their weights among the arguments of a forward."""
+        given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+        experts = [x for x in given if not x.is_floating_point()]
+        floats = [x for x in given if x.is_floating_point()]
+        shapes = [tuple(x.shape) for x in floats]
+        if len(experts) != 1 or len(floats) != 2 or shapes[1] != experts[0].shape or len(shapes[0]) != 2:
+            said = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
+            raise ValueError(
+                f"{type(self).__name__} gets tensors {said}. To shard its experts over ep {self.ep.size}, its forward "
+                f"must take tokens [N, D], the chosen experts [N, K] as integers, and their weights [N, K]: leave it "
+                f"out of the plan, or build the mesh with ep 1"
+            )
+        return floats[0], experts[0], floats[1]
 
 
 class VocabShard(nn.Embedding):

@@ -24,7 +24,7 @@ from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.generation import guard_generate
-from mpcore.interop.parallelize.plan import BASE_PLANS, Plan, Style, Target, is_own, resolve
+from mpcore.interop.parallelize.plan import BASE_PLANS, Experts, Plan, Style, Target, is_own, on_axes, resolve
 from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Arguments, as_arguments
@@ -45,12 +45,14 @@ def parallelize(
     plan: Plan | str | None = "auto",
     tp: Axis = Axis(name="tp"),
     *,
+    ep: Axis = Axis(role="ep"),
+    etp: Axis | None = None,
     check: bool = True,
     example: Any = None,
     skip: tuple[str, ...] = (),
     strict: bool = False,
 ) -> nn.Module:
-    """Make an existing model tensor parallel: replace its linear layers and embeddings by sharded ones, in place.
+    """Make an existing model tensor and expert parallel: replace its layers by sharded ones, in place.
 
     On entry every rank must hold the full model with the same weights. Each rank keeps its shard. Create the optimizer
     afterwards: sharding replaces parameters. After each backward call `mpcore.reduce_gradients`. A model with dropout
@@ -67,6 +69,10 @@ def parallelize(
             ("model.layers.*.self_attn.q_proj"), `**` across components. The pattern with fewer stars wins. "auto" or
             None: the plan that a Hugging Face model carries.
         tp: the tensor-parallel axis, `mesh.tp`. Call `parallelize` on each of its ranks. Size 1 shards nothing.
+        ep: the axis over which the experts of `Experts` modules are sharded, `mesh.ep`. Tokens travel to their experts
+            by an all-to-all, so all ranks of ep must run the same forwards. With tp 1 the plan that a model carries
+            then names nothing but experts.
+        etp: the axis over which each expert is sharded if ep is above 1, `mesh.etp`. None: tp.
         check: whether to test the plan as described above. False: the plan is not tested.
         example: arguments of a forward for the test: a tensor, a tuple of arguments, or a dict of arguments by name.
             None: guess them from the model's forward; if that fails, the first forward tests the plan with its
@@ -79,11 +85,12 @@ def parallelize(
         The model itself. If the model is one layer, which the pattern "" names, the new layer.
 
     Raises:
-        ValueError: on every rank of tp and before anything changes, if a pattern matches nothing, the plan shards
-            nothing, a style is unknown or unsupported or doesn't fit its module, tp doesn't divide a size, the plan
-            shards heads that a module counts in an attribute and no `LocalSizes` divides it, the ranks hold different
-            models, or the sharded copy differs from the unsharded one. The message names the first module that differs.
-            If the first forward tests the plan, that forward raises.
+        ValueError: on every rank of tp and ep and before anything changes, if a pattern matches nothing, the plan
+            shards nothing, a style is unknown or unsupported or doesn't fit its module, tp doesn't divide a size, ep
+            doesn't divide the number of experts, the plan shards heads that a module counts in an attribute and no
+            `LocalSizes` divides it, the ranks hold different models, or the sharded copy differs from the unsharded
+            one. The message names the first module that differs. If the first forward tests the plan, that forward
+            raises.
 
     Note:
         - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
@@ -93,8 +100,8 @@ def parallelize(
         - If the last layer is "colwise", the model returns this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
         - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
-          copy rank 0's shards to all of them, and the forward raises. Wrapping over ranks of dp alone is right.
-        - Call transformers' `generate` on every rank of tp. It raises if ranks could choose different tokens.
+          copy rank 0's shards to all of them, and the forward raises. Without ep, wrapping over ranks of dp is right.
+        - Call transformers' `generate` on every rank of tp and ep. It raises if ranks could choose different tokens.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -105,32 +112,51 @@ def parallelize(
         >>> mpcore.parallelize(model, {"0": "colwise", "2": "rowwise"}, tp)[0].weight.shape
         torch.Size([4, 4])
     """
-    check_axis(tp)
+    for axis in (tp, ep, etp or tp):
+        check_axis(axis)
+    axes = [axis for axis in (tp, ep) if axis.size > 1]
     problem, swaps, styles = None, {}, []
     try:
-        if tp.size > 1:
+        if axes:
             _check_owner(module)
-        styles = _without(module, resolve(module, plan), skip)
+        styles = on_axes(_without(module, resolve(module, plan, tp.size, ep.size), skip), ep, etp)
         swaps = swaps_of(module, styles, tp)
         checks.check_plan(module, styles, tp, own=is_own(plan))
         if tp.size > 1:
             _check_share(module, swaps, styles, tp, strict)
+        if ep.size > 1 and not any(isinstance(style, Experts) for _, _, style in styles):
+            raise ValueError(
+                f"the plan names no experts, so the {ep.size} ranks of ep would compute the same: write "
+                f"'ep_dispatch_experts' for the module that holds them, or build the mesh with ep 1"
+            )
     except ValueError as error:
         problem = error
-    if tp.size > 1:
-        check_same("model and plan given to parallelize", {"error": problem and str(problem)}, tp)
+    _agree({"error": problem and str(problem)}, axes)
     if problem is not None:
         raise problem
-    if tp.size > 1:
-        check_same("model and plan given to parallelize", checks.fingerprint(module, plan), tp)
-    later = _try_plan(module, styles, tp, example, strict) if check and tp.size > 1 else None
+    if axes:
+        _agree(checks.fingerprint(module, plan), axes)
+    later = _try_plan(module, styles, tp, axes, example, strict) if check and axes else None
     model = cut_model(module, styles, tp, swaps)
     if later is not None:
         later.watch(model)
-    if tp.size > 1:
-        guard_generate(model, tp)
-        model.register_forward_pre_hook(partial(_refuse_ddp, tp))
+    if axes:
+        guard_generate(model, *axes)
+    for axis in axes:
+        model.register_forward_pre_hook(partial(_refuse_ddp, axis))
     return model
+
+
+def _agree(value: dict[str, Any], axes: list[Axis]) -> None:
+    """Raise ValueError on every rank of these axes if a value differs between two of them."""
+    problem = None
+    for axis in axes:
+        try:
+            check_same("model and plan given to parallelize", value | {"problem": problem and str(problem)}, axis)
+        except ValueError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
 
 
 _OWNERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the simulated rank that sharded a model
@@ -145,16 +171,17 @@ def _check_owner(module: nn.Module) -> None:
         )
 
 
-def _refuse_ddp(tp: Axis, *_: Any) -> None:
-    """Raise if `DistributedDataParallel` has copied one rank's shards to other ranks of tp. A forward pre-hook."""
-    if torch.compiler.is_compiling() or tp.group is None:
+def _refuse_ddp(axis: Axis, *_: Any) -> None:
+    """Raise if `DistributedDataParallel` has copied one rank's shards to other ranks. A forward pre-hook."""
+    if torch.compiler.is_compiling() or axis.group is None:
         return
     ranks = ranks_of_running_ddp()
-    if ranks and len({*ranks} & {*torch.distributed.get_process_group_ranks(tp.group)}) > 1:
+    if ranks and len({*ranks} & {*torch.distributed.get_process_group_ranks(axis.group)}) > 1:
+        other = "" if axis.role == "ep" else ", or wrap it with process_group=mesh.dp.group"
         raise ValueError(
-            f"DistributedDataParallel over ranks {ranks} has given all ranks of tp {tp.size} the shards of rank "
-            f"{ranks[0]}: parallelize a new model, and give it to mpcore.prepare, or wrap it with "
-            f"process_group=mesh.dp.group. Trainer and accelerate wrap it over all ranks"
+            f"DistributedDataParallel over ranks {ranks} has given all ranks of {axis.name} {axis.size} the shards of "
+            f"rank {ranks[0]}: parallelize a new model, and give it to mpcore.prepare{other}. Trainer and accelerate "
+            f"wrap it over all ranks"
         )
 
 
@@ -189,8 +216,8 @@ def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target],
 class _Trial:
     """A test of a plan, run at once or with the arguments of the first forward."""
 
-    def __init__(self, shapes: nn.Module, styles: list[Target], tp: Axis) -> None:
-        self.shapes, self.tp, self.done = shapes, tp, False
+    def __init__(self, shapes: nn.Module, styles: list[Target], tp: Axis, axes: list[Axis]) -> None:
+        self.shapes, self.tp, self.axes, self.done = shapes, tp, axes, False
         self.styles: dict[str, Style] = {name: style for name, _, style in styles}
 
     def run(self, example: Arguments | None) -> str | None:
@@ -205,7 +232,9 @@ class _Trial:
                 wrong = str(error)
             except Exception as error:  # catch all: the other ranks wait for the result
                 unknown = f"{type(error).__name__}: {error}"
-        wrong, unknown = gather_objects((wrong, unknown), self.tp.group)[0]
+        for axis in self.axes:
+            found = gather_objects((wrong, unknown), axis.group)
+            wrong, unknown = next(filter(any, found), (None, None))
         if wrong is not None:
             raise ValueError(wrong)
         return unknown
@@ -236,10 +265,12 @@ def _cannot_try(why: str, strict: bool = False) -> None:
     warnings.warn(said, stacklevel=4)
 
 
-def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, example: Any, strict: bool) -> _Trial | None:
+def _try_plan(
+    model: nn.Module, styles: list[Target], tp: Axis, axes: list[Axis], example: Any, strict: bool
+) -> _Trial | None:
     """Test the plan now. If no arguments are known yet, return the test that the first forward must run."""
     try:
-        trial = _Trial(shapes_of(model), styles, tp)
+        trial = _Trial(shapes_of(model), styles, tp, axes)
     except CannotCheckError as error:
         _cannot_try(str(error), strict)
         return None

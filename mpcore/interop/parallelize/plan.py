@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+
+from mpcore.mesh.axis import Axis
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,17 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Experts:
-    """Shard the hidden features of all experts that one module holds in its parameters, and sum its output over tp.
+    """Shard the experts that one module holds in its parameters: their hidden features over tp, and the list over ep.
+
+    With ep above 1 the hidden features are sharded over etp. The module's forward must then take tokens [N, D], the
+    experts that each token chose, integers [N, K], and their weights [N, K], as Hugging Face's experts do. Tokens
+    travel to the ranks of their experts by mpcore's dropless all-to-all.
 
     Args:
         hidden: the dimension of the hidden features, by parameter name. {}: read it from the attributes of Hugging
-            Face's experts modules. Other parameters, such as output biases, are replicated; each rank adds 1 / tp of
-            them.
+            Face's experts modules. Other parameters, such as output biases, are not sharded over tp; each rank adds
+            1 / tp of them.
+        ep, etp: the axes over which `parallelize` shards the experts. `parallelize` sets them.
 
     Example:
         >>> gated = mpcore.Experts({"w_in": mpcore.Hidden(-2, blocks=2), "w_out": mpcore.Hidden(-1)})
@@ -124,6 +131,12 @@ class Experts:
     """
 
     hidden: Mapping[str, Hidden] = field(default_factory=dict)
+    ep: Axis = field(default=Axis(role="ep"), repr=False)
+    etp: Axis | None = field(default=None, repr=False)
+
+    def inner(self, tp: Axis) -> Axis:
+        """Return the axis over which the hidden features are sharded."""
+        return tp if self.ep.size == 1 or self.etp is None else self.etp
 
 
 Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes | Experts
@@ -141,12 +154,15 @@ STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": Replicate(partial_gradient=True),
     "replicate": Replicate(),
     "moe_tp_experts": Experts(),
+    "ep_dispatch_experts": Experts(),
+    "grouped_gemm": Experts(),
+    "ep_router": Replicate(),
 }
 """Styles by the names that Hugging Face's plans give them (4.x and 5.x), and "vocab"."""
 UNSUPPORTED = (
     *("packed_colwise", "packed_rowwise", "local_packed_rowwise", "local_colwise", "local_rowwise", "local", "gather"),
     *("local_params", "isolated", "sequence_parallel", "all_reduce", "embedding_colwise", "mla_kv_a_proj"),
-    *("moe_identity_expert", "grouped_gemm", "ep_router", "ep_dispatch_experts"),
+    "moe_identity_expert",
 )
 """Styles of Hugging Face's plans that `parallelize` refuses."""
 BASE_PLANS: dict[str, Plan] = {
@@ -164,13 +180,15 @@ _LEFT_OUT: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_wit
 """Modules that Hugging Face's own plans don't name, though their gradients are sums over tp."""
 
 
-def model_plan(model: nn.Module) -> dict[str, str | Style]:
+def model_plan(model: nn.Module, tp: int = 2, ep: int = 1) -> dict[str, str | Style]:
     """Return the plan that a Hugging Face model carries, by full name patterns.
 
     It is the config's `base_model_tp_plan`, or the entry of `BASE_PLANS`, updated with the model's own `_tp_plan`.
 
     Args:
         model: the model.
+        tp, ep: the sizes of the axes. With ep above 1 the plan also has the experts of `base_model_ep_plan`; with tp 1
+            it then has nothing but experts.
 
     Raises:
         ValueError: if the model carries no plan.
@@ -179,12 +197,24 @@ def model_plan(model: nn.Module) -> dict[str, str | Style]:
     kind = getattr(config, "model_type", "")
     base = getattr(config, "base_model_tp_plan", None) or BASE_PLANS.get(kind, {})
     base = {**_LEFT_OUT.get(kind, {}), **base}
+    if ep > 1:
+        base = {**(getattr(config, "base_model_ep_plan", None) or {}), **base}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix in model._modules else ""
     plan = {prefix + pattern: style for pattern, style in base.items()} | (getattr(model, "_tp_plan", None) or {})
+    if ep > 1 and tp == 1:
+        plan = {pattern: style for pattern, style in plan.items() if is_experts(style)}
     if not plan:
-        raise ValueError(f"{type(model).__name__} carries no tp plan: give one, such as suggest_plan(model).plan")
+        axis, sizes = ("ep", f", tp={tp}, ep={ep}") if ep > 1 else ("tp", "")
+        raise ValueError(
+            f"{type(model).__name__} carries no {axis} plan: give one, such as suggest_plan(model{sizes}).plan"
+        )
     return plan
+
+
+def is_experts(style: str | Style | None) -> bool:
+    """Return whether a style is `Experts`, or its name."""
+    return isinstance(STYLES.get(style) if isinstance(style, str) else style, Experts)
 
 
 def is_own(plan: Plan | str | None) -> bool:
@@ -198,14 +228,16 @@ def is_own(plan: Plan | str | None) -> bool:
     return plan is None or plan == "auto"
 
 
-def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
+def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1) -> list[Target]:
     """Return name, module and style of every module that the plan names. Each module appears once.
+
+    The sizes of tp and ep choose what the model's own plan names (`model_plan`).
 
     Raises:
         ValueError: if a pattern matches nothing, a style is unknown, or two patterns disagree.
     """
     own = is_own(plan)
-    rules: Plan = model_plan(model) if plan is None or isinstance(plan, str) else plan
+    rules: Plan = model_plan(model, tp, ep) if plan is None or isinstance(plan, str) else plan
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise ValueError(f"{lazy} has no shape yet: run the model once, on every rank alike, before parallelize")
@@ -217,8 +249,7 @@ def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
         hits = [name for name in names if regex.fullmatch(name)]
         if not hits and own:
             continue
-        owner = rules.get(pattern.rpartition(".")[0])
-        if hits and not modules.keys() & hits and (owner == "moe_tp_experts" or isinstance(owner, Experts)):
+        if hits and not modules.keys() & hits and is_experts(rules.get(pattern.rpartition(".")[0])):
             continue  # a pattern of parameters: the style of their module covers them
         style = _style(pattern, rules[pattern])
         if not hits:
@@ -238,6 +269,11 @@ def resolve(model: nn.Module, plan: Plan | str | None) -> list[Target]:
     if not chosen:
         raise ValueError(f"the plan of {len(rules)} patterns matches no module of {kind}")
     return [target for _, target in chosen.values()]
+
+
+def on_axes(styles: list[Target], ep: Axis, etp: Axis | None = None) -> list[Target]:
+    """Return the targets with the axes of experts set."""
+    return [(n, m, replace(style, ep=ep, etp=etp) if isinstance(style, Experts) else style) for n, m, style in styles]
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:

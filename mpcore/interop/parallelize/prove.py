@@ -7,6 +7,7 @@ torch.distributed. It compares outputs, and the gradients of all parameters and 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,10 +23,10 @@ from mpcore.interop.parallelize.checks import HEAD_DIMS, is_partial
 from mpcore.interop.parallelize.lockstep import (
     CommunicatesError,
     UnequalError,
-    lockstep,
+    lockstep_mesh,
     without_collectives,
 )
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Rowwise, Style, Target
+from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target
 from mpcore.interop.parallelize.twin import (
     MOST,
     SMALL,
@@ -37,7 +38,7 @@ from mpcore.interop.parallelize.twin import (
     size_of,
     twin_of,
 )
-from mpcore.mesh.axis import Axis
+from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, declare_anew, declared_by
 from mpcore.sharding.declare import Sharding
 
@@ -144,27 +145,63 @@ class Prover:
             ValueError: if `cut` raises one.
             CannotCheckError: if no twin can be made or run.
         """
-        twin, arguments, whole = self.whole
+        twin, arguments, first = self.whole
+        sizes = _mesh_sizes(styles, size)
         with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             named = [(n, m, twin.names.get(n, n)) for n, m in twin.model.named_modules()]  # a forward may add modules
             found = [(name, module, styles[full]) for name, module, full in named if full in styles]
+            data = [(arguments, first)]
+            for rank in range(1, sizes.get("dp", 1)):  # other tokens on each data rank
+                rolled = map_tensors(lambda x, rank=rank: x.roll(rank, 0) if x.dim() > 1 else x, arguments)
+                data.append((rolled, _plain_run(twin, rolled)))
+            runs = [Run() for _ in range(len(data) * size)]
 
-            runs = [Run() for _ in range(size)]
-
-            def rank_run(axis: Axis) -> None:
-                torch.manual_seed(axis.rank)  # a forward that draws gets other numbers on each rank
+            def rank_run(mesh: Mesh) -> None:
+                torch.manual_seed(mesh.world.rank)  # a forward that draws gets other numbers on each rank
                 part = copy.deepcopy(twin.model)
-                _declare_on(part, axis, tp)
-                mine = [(name, part.get_submodule(name), style) for name, _, style in found]
-                run(cut(part, mine, axis), arguments, found=runs[axis.rank])
+                _declare_on(part, mesh.tp, tp)
+                mine = [(name, part.get_submodule(name), _on_mesh(style, mesh)) for name, _, style in found]
+                with_data = (mesh,) if mesh.ep.size > 1 else ()
+                one = runs[mesh.data.rank * size + mesh.tp.rank]
+                run(cut(part, mine, mesh.tp), data[mesh.data.rank][0], *with_data, found=one)
 
             try:
-                lockstep(size, rank_run)
+                lockstep_mesh(rank_run, **sizes)
             except UnequalError as error:
                 if not any(each.error for each in runs):  # if only one rank failed, its run has the error
                     runs[0].error = error
-            wrong = compare(twin, whole, runs, found, self.tolerance)
-            return wrong + DRAWS if wrong and whole.random else wrong
+            total = _summed([whole.gradients for _, whole in data])
+            for rank, (_, whole) in enumerate(data):
+                expected = replace(whole, gradients=whole.gradients | total)
+                mine = runs[rank * size : (rank + 1) * size]
+                wrong = compare(twin, expected, mine, found, self.tolerance, len(runs))
+                if wrong:
+                    return wrong + DRAWS if first.random else wrong
+            return None
+
+
+def _mesh_sizes(styles: dict[str, Style], tp: int) -> dict[str, int]:
+    """Return the sizes of the mesh on which a plan is tested. ep has the smallest size that says as much."""
+    experts = next((style for style in styles.values() if isinstance(style, Experts) and style.ep.size > 1), None)
+    if experts is None:
+        return {"tp": tp}
+    ep = next(size for size in range(2, experts.ep.size + 1) if experts.ep.size % size == 0)
+    etp = tp if experts.etp is None else experts.etp.size
+    return {"tp": tp, "ep": ep, "etp": etp, "dp": etp * ep // math.gcd(etp * ep, tp)}
+
+
+def _on_mesh(style: Style, mesh: Mesh) -> Style:
+    return replace(style, ep=mesh.ep, etp=mesh.etp) if isinstance(style, Experts) else style
+
+
+def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+    """Return the sum over data ranks of each parameter's gradient. Gradients of inputs are not summed."""
+    found: dict[str, Tensor | None] = {}
+    for name in gradients[0]:
+        parts = [x for each in gradients if (x := each[name]) is not None]
+        if not name.startswith("input "):
+            found[name] = torch.stack(parts).sum(0) if parts else None
+    return found
 
 
 def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Arguments, Run]:
@@ -174,20 +211,26 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Argu
         twin = None
         for arguments in [example] if example is not None else guesses(shapes):
             twin = twin or _twin(shapes, few)
-            try:
-                with without_collectives():
-                    found = run(twin.model, plain_arguments(arguments), sharded=False)
-            except CommunicatesError as error:
-                raise CannotCheckError(str(error)) from error
+            found = _plain_run(twin, arguments)
             finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
             if found.error is None and finite:
-                twin.model.zero_grad()
-                for held in map(vars, twin.model.modules()):  # such as a weight that a hook of weight_norm computed
-                    held.update({k: x.detach() for k, x in held.items() if isinstance(x, Tensor) and not x.is_leaf})
                 return twin, arguments, found
             said.append(_first_line(found.error) if found.error else "its output has no finite floats")
     why = f"on a copy with random weights, {said[0]}" if said else "no arguments of its forward are known"
     raise CannotCheckError(why)
+
+
+def _plain_run(twin: Twin, arguments: Arguments) -> Run:
+    """Run the unsharded twin, and leave no gradients in it."""
+    try:
+        with without_collectives():
+            found = run(twin.model, plain_arguments(arguments), sharded=False)
+    except CommunicatesError as error:
+        raise CannotCheckError(str(error)) from error
+    twin.model.zero_grad()
+    for held in map(vars, twin.model.modules()):  # such as a weight that a hook of weight_norm computed
+        held.update({k: x.detach() for k, x in held.items() if isinstance(x, Tensor) and not x.is_leaf})
+    return found
 
 
 def _twin(shapes: nn.Module, few_layers: bool) -> Twin:
@@ -206,12 +249,13 @@ def _declare_on(model: nn.Module, axis: Axis, tp: Axis | None) -> None:
                 declare_anew(module, leaf, replace(sharding, partial=partial, added=partial))
 
 
-def run(model: nn.Module, arguments: Arguments, sharded: bool = True, found: Run | None = None) -> Run:
+def run(model: nn.Module, arguments: Arguments, *over: Mesh, sharded: bool = True, found: Run | None = None) -> Run:
     """Run one forward and backward. The loss has the same gradients for a full output and for its shards.
 
     Args:
         model: the twin, or one rank's part of it.
         arguments: the arguments of the forward.
+        over: the mesh, to sum gradients over its data ranks, too.
         sharded: whether to sum partial gradients. The gradients of an unsharded twin are complete.
         found: receives the results, also of a run that is stopped. None: a new one.
     """
@@ -234,7 +278,7 @@ def run(model: nn.Module, arguments: Arguments, sharded: bool = True, found: Run
         loss.backward()
         held = list(declarations(model))
         if sharded:
-            reduce_gradients(model)
+            reduce_gradients(model, *over)
     except CommunicatesError:
         raise
     except Exception as error:
@@ -264,14 +308,20 @@ def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tolerance: float) -> str | None:
-    """Return what is wrong with the sharded runs, as text that names the module. None: nothing is wrong."""
+def compare(
+    twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tolerance: float, size: int = 0
+) -> str | None:
+    """Return what is wrong with the sharded runs, as text that names the module. None: nothing is wrong.
+
+    `runs` are the runs of the ranks of tp that see the same data, among `size` ranks; 0: among themselves.
+    """
+    size = size or len(runs)
     errors = [found for found in runs if found.error is not None]
     if errors:
         failed = errors[0]
         where = twin.names.get(failed.where, failed.where) or "the model itself"
-        said = f"{where} fails on {len(runs)} ranks: {_first_line(failed.error)}"
-        return said + _advice(twin, failed.where, targets, len(runs), failed=True)
+        said = f"{where} fails on {size} ranks: {_first_line(failed.error)}"
+        return said + _advice(twin, failed.where, targets, size, failed=True)
     outputs = [
         _departure("the output", x, [r.outputs[i] for r in runs], tolerance) for i, x in enumerate(whole.outputs)
     ]
@@ -282,13 +332,13 @@ def compare(twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tole
     first = calls or next(filter(None, outputs), None)
     if any(outputs) and first is not None:
         where = twin.names.get(first.name, first.name) or "the model itself"
-        said = f"{where} returns other values on {len(runs)} ranks than on one, off by {first.error:.1%} of the largest"
-        return said + _advice(twin, first.name, targets, len(runs), failed=False)
+        said = f"{where} returns other values on {size} ranks than on one, off by {first.error:.1%} of the largest"
+        return said + _advice(twin, first.name, targets, size, failed=False)
     last = _last_used(whole, gradients)
     owner, _, leaf = last.name.rpartition(".")
     where = ".".join(filter(None, (twin.names.get(owner, owner), leaf)))
     return (
-        f"{GRADIENT} {where} on {len(runs)} ranks is not that of the unsharded model, off by {last.error:.1%} of "
+        f"{GRADIENT} {where} on {size} ranks is not that of the unsharded model, off by {last.error:.1%} of "
         f"the largest{_gradient_advice(last, targets)}"
     )
 

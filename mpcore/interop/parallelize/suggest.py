@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize.checks import HEAD_DIMS, HEADS, check_plan, head_dim_of, linear_sizes, owner_of
-from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Plan, Style, resolve
+from mpcore.interop.parallelize.plan import (
+    Colwise,
+    Experts,
+    Hidden,
+    LocalSizes,
+    Plan,
+    Style,
+    Target,
+    on_axes,
+    resolve,
+)
 from mpcore.interop.parallelize.prove import DIVIDED, GRADIENT, CannotCheckError, Prover, shapes_of
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
@@ -67,7 +77,7 @@ class _Region:
     norms: dict[str, None] = field(default_factory=dict)
 
 
-def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Suggestion:
+def suggest_plan(model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = None) -> Suggestion:
     """Derive a plan from one traced forward, part by part, and keep the parts that pass the test.
 
     A linear layer becomes "rowwise" if its input comes only from other linear layers, with no norm over all features in
@@ -77,6 +87,7 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
     Args:
         model: the model, on any device, also meta.
         tp: the number of ranks to test with.
+        ep: the number of ranks over which experts are sharded. With tp 1 the plan names nothing but experts.
         example: arguments of a forward, as for `parallelize`. None: guess them.
 
     Returns:
@@ -101,11 +112,11 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
             f"no plan can be tried on this model: {error}. Give arguments of a forward: example=.."
         ) from None
     twin, plan, left, replicated = prover.whole[0], {}, {}, {}
-    for region in _regions(flow):
+    for region in _regions(flow) if tp > 1 or ep == 1 else ():
         rows = dict.fromkeys(flow.patterns[name] for name in region.rows)
         failed: list[str] = []
         for part in _parts(twin, flow, region, tp):
-            wrong = _verdict(prover, plan | flow.spelled(part), tp)
+            wrong = _verdict(prover, plan | flow.spelled(part), tp, ep)
             if wrong is None:
                 plan |= flow.spelled(part)
                 if "rowwise_split_input" in part.values():
@@ -116,16 +127,17 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, example: Any = None) -> Sugge
             failed.append(wrong)
         else:
             left |= flow.spelled(dict.fromkeys(rows, failed[-1]))
-    for part in map(flow.spelled, (*_experts(twin, flow), *_ends(twin, flow), *_large(twin, flow))):
+    others = (*_ends(twin, flow), *_large(twin, flow)) if tp > 1 or ep == 1 else ()
+    for part in map(flow.spelled, (*_experts(twin, flow), *others)):
         if not part.keys() & plan.keys():
-            wrong = _verdict(prover, plan | part, tp)
+            wrong = _verdict(prover, plan | part, tp, ep)
             if wrong is None:
                 plan |= part
             else:
                 left |= dict.fromkeys(part, wrong)
-    replicated |= flow.spelled(_full_inputs(flow))
+    replicated |= flow.spelled(_full_inputs(flow)) if tp > 1 or ep == 1 else {}
     left = {pattern: why for pattern, why in left.items() if pattern not in plan}
-    return Suggestion(plan, share_of(prover.shapes, plan, tp), bool(plan), left, replicated)
+    return Suggestion(plan, share_of(prover.shapes, plan, tp, ep), bool(plan), left, replicated)
 
 
 def _why_replicated(twin: Twin, region: _Region, wrong: str, tp: int) -> str:
@@ -146,18 +158,23 @@ def _why_replicated(twin: Twin, region: _Region, wrong: str, tp: int) -> str:
     return f"{wrong}. If it has heads, read their number from {type(owner).__name__}.num_heads"
 
 
-def share_of(model: nn.Module, plan: Plan | str | None, tp: int) -> float:
+def share_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) -> float:
     """Return the part of a model's bytes that a plan shards, in [0, 1]."""
-    axis, targets = Axis(tp, name="tp"), resolve(model, plan) if plan else []
+    axis, targets = Axis(tp, name="tp"), targets_of(model, plan, tp, ep) if plan else []
     cut = sharded_parameters(swaps_of(model, targets, axis), targets, axis)
     sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     return sum(size for key, size in sizes.items() if key in cut) / max(sum(sizes.values()), 1)
 
 
-def _verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
+def targets_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) -> list[Target]:
+    """Return the targets of a plan on axes of these sizes, without groups."""
+    return on_axes(resolve(model, plan, tp, ep), Axis(ep, role="ep"))
+
+
+def _verdict(prover: Prover, plan: Styles, tp: int, ep: int) -> str | None:
     twin = prover.whole[0]
     try:
-        targets = resolve(prover.shapes, plan)
+        targets = targets_of(prover.shapes, plan, tp, ep)
         check_plan(prover.shapes, targets, Axis(tp, name="tp"))
         return prover.verdict({name: style for name, _, style in targets}, tp, cut_model)
     except ValueError as error:
@@ -418,6 +435,7 @@ def _expert_styles(module: nn.Module) -> Iterator[str | Experts]:
     stacked = {leaf: shape for leaf, shape in shapes.items() if len(shape) == 3 and shape[0] > 1}
     if len(stacked) < 2 or len({shape[0] for shape in shapes.values()}) > 1:
         return
+    yield "ep_dispatch_experts"  # enough where no expert is cut
     for size in dict.fromkeys(size for shape in stacked.values() for size in shape[1:]):
         ways = {leaf: list(_hidden_ways(shape, size)) for leaf, shape in shapes.items()}
         if all(ways[leaf] for leaf in stacked):

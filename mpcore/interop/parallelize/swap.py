@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +31,11 @@ from mpcore.interop.parallelize.plan import (
 from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh.axis import Axis
+from mpcore.mesh.layout import divisors
 from mpcore.sharding.declarations import add_partial, declare_anew, sharding_of
-from mpcore.sharding.declare import Sharding, cut_blocks
+from mpcore.sharding.declare import Sharding, cut, cut_blocks
 
+EXPERTS = re.compile(r"(\w+_)?experts")  # attributes that count experts
 Swap = tuple[nn.Module, nn.Module]
 Place = tuple[str, nn.Module, str]
 
@@ -149,26 +153,49 @@ def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int,
 
 
 def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, Sharding]:
-    """Return the declaration of each parameter of an experts module.
+    """Return the declaration of each parameter of an experts module that is sharded.
 
     Raises:
-        ValueError: if the module lacks a parameter, or nothing says how its parameters are arranged.
+        ValueError: if the module lacks a parameter, ep doesn't divide the number of experts, or nothing says how the
+            parameters are arranged.
     """
-    found = {}
-    for leaf, hidden in (style.hidden or _hidden_of(module)).items():
+    ep, etp, found = style.ep, style.inner(tp), {}
+    hidden_of = style.hidden if ep.size > 1 and etp.size == 1 else style.hidden or _hidden_of(module)
+    for leaf, hidden in hidden_of.items():
         p = module._parameters.get(leaf)
         if p is None or p.dim() < 2:
             raise ValueError(f"it has no parameter {leaf!r} of at least 2 dimensions")
         length, dim = p.shape[hidden.dim], p.dim() + hidden.dim
-        if length % (hidden.blocks * hidden.unit) or length // (hidden.blocks * hidden.unit) < tp.size:
+        if length % (hidden.blocks * hidden.unit) or length // (hidden.blocks * hidden.unit) < etp.size:
             raise ValueError(
                 f"{leaf} has {length} features in dimension {hidden.dim}, not {hidden.blocks} blocks of at least "
-                f"{tp.size} units of {hidden.unit}"
+                f"{etp.size} units of {hidden.unit}"
             )
         lengths = (length // hidden.blocks,) * hidden.blocks
-        shards = (cut_blocks(lengths, tp, dim, (hidden.unit,) * hidden.blocks),) if tp.size > 1 else ()
+        shards = (cut_blocks(lengths, etp, dim, (hidden.unit,) * hidden.blocks),) if etp.size > 1 else ()
         found[leaf] = Sharding(tuple(p.shape), shards)
+    if ep.size > 1:
+        count = num_experts(module)
+        if count % ep.size:
+            raise ValueError(f"{count} experts are not a multiple of the ep size {ep.size}: {divisors(count)}")
+        for leaf, p in module.named_parameters(recurse=False):
+            if p.shape[:1] == (count,):
+                old = found.get(leaf) or Sharding(tuple(p.shape))
+                found[leaf] = replace(old, shards=(cut(count, ep, 0), *old.shards))
     return found
+
+
+def num_experts(module: nn.Module) -> int:
+    """Return the number of experts that a module holds in its parameters.
+
+    Raises:
+        ValueError: if its parameters are not stacked by expert.
+    """
+    counts = {leaf: p.shape[0] for leaf, p in module.named_parameters(recurse=False) if p.dim() > 1}
+    if len(set(counts.values())) != 1:
+        said = ", ".join(f"{leaf} {count}" for leaf, count in counts.items()) or "none"
+        raise ValueError(f"its parameters [experts, ..] hold different numbers of experts ({said}): leave it out")
+    return next(iter(counts.values()))
 
 
 def sharded_parameters(swaps: dict[int, Swap], styles: list[Target], tp: Axis) -> set[int]:
@@ -197,18 +224,30 @@ def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
 
 
 def _shard_experts(module: nn.Module, style: Experts, tp: Axis) -> None:
-    """Shard the parameters of an experts module. Its own forward then computes with this rank's hidden features."""
-    if tp.size == 1:
+    """Shard the parameters of an experts module. Its own forward then computes with this rank's part of them."""
+    ep, etp = style.ep, style.inner(tp)
+    if ep.size == etp.size == 1:
         return
     kind, shardings = type(module), experts_shardings(module, style, tp)
+    count = num_experts(module) if ep.size > 1 else 0
     for leaf, sharding in shardings.items():
         module.register_parameter(leaf, _shard(module.get_parameter(leaf), sharding))
         declare_anew(module, leaf, sharding)
-    others = tuple(leaf for leaf, _ in module.named_parameters(recurse=False) if leaf not in shardings)
+    own = dict(module.named_parameters(recurse=False))
+    features = {leaf for leaf, each in shardings.items() if any(shard.axis is etp for shard in each.shards)}
+    others = tuple(leaf for leaf in own if leaf not in features) if etp.size > 1 else ()
     for leaf in others:
-        add_partial(module, leaf, tp)
-    module.__class__ = type(f"TensorParallel{kind.__name__}", (ExpertsShard, kind), {})
-    module.tp, module.replicated = tp, others  # type: ignore[assignment]
+        add_partial(module, leaf, etp if leaf in shardings else tp)
+    if ep.size > 1 and etp.size == 1:  # what all experts share sees other tokens on each rank of tp
+        for part in module.modules():
+            for leaf, _ in part.named_parameters(recurse=False):
+                if part is not module or leaf not in shardings:
+                    add_partial(part, leaf, tp)
+    if ep.size > 1:
+        counts = [name for name, value in vars(module).items() if value == count and EXPERTS.fullmatch(name)]
+        vars(module).update(dict.fromkeys(counts, count // ep.size))
+    module.__class__ = type(f"Parallel{kind.__name__}", (ExpertsShard, kind), {})
+    module.tp, module.ep, module.etp, module.num_all, module.replicated = tp, ep, etp, count, others  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ experts: Dai et al. 2024, "DeepSeekMoE" (arXiv:2401.06066), equation 9; upcyclin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,8 @@ from mpcore.layers.moe.router import Places, Router
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, declarations, named_modules
 from mpcore.sharding.declare import Sharding, cut
+
+MIXED = ("tp", "ep", "etp")  # the axes of a mixture, as attributes
 
 
 class ParallelMoE(ParallelLayer):
@@ -207,29 +210,35 @@ class _WithLoss(Function):
 
 def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
     """Raise ValueError if a mixture's axes are not the mesh's: gradients would be summed over the wrong ranks."""
-    for name, moe in named_modules(model):
-        if not isinstance(moe, ParallelMoE):
-            continue
-        replicas = Sharding((), (cut(moe.ep.size, moe.ep, 0),)).data_axis(mesh)
-        if moe.tp.size * mesh.data.size != moe.etp.size * moe.ep.size * replicas.size:
-            axes = ("tp", "ep", "etp")
-            built = ", ".join(f"{axis} of size {getattr(moe, axis).size}" for axis in axes)
-            there = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in axes)
+    for name, moe, (tp, ep, etp) in _mixtures(model):
+        replicas = Sharding((), (cut(ep.size, ep, 0),)).data_axis(mesh)
+        if tp.size * mesh.data.size != etp.size * ep.size * replicas.size:
+            built = f"tp of size {tp.size}, ep of size {ep.size}, etp of size {etp.size}"
+            there = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in MIXED)
             raise ValueError(
-                f"{name or 'the model'} is a ParallelMoE built with {built}; the mesh has {there}: pass tp=mesh.tp, "
-                f"ep=mesh.ep, etp=mesh.etp, or its experts' gradients are summed over other ranks than bring tokens"
+                f"{name or 'the model'} is a {type(moe).__name__} built with {built}; the mesh has {there}: pass "
+                f"tp=mesh.tp, ep=mesh.ep, etp=mesh.etp, or its experts' gradients are summed over other ranks than "
+                f"bring tokens"
             )
 
 
 def check_replicas(model: nn.Module | ModelTree) -> None:
     """Raise ValueError if trained experts have replicas over tp whose gradients are never summed."""
-    for name, moe in named_modules(model):
-        if isinstance(moe, ParallelMoE) and moe.tp.size > moe.etp.size * moe.ep.size:
-            for leaf, parameter, sharding in declarations(moe.experts):
-                if parameter.requires_grad and sharding.data is None and not sharding.partial:
+    for name, moe, (tp, ep, etp) in _mixtures(model):
+        if tp.size > etp.size * ep.size:
+            for leaf, parameter, sharding in declarations(moe):
+                experts = any(shard.axis.key == ep.key for shard in sharding.shards)
+                if experts and parameter.requires_grad and sharding.data is None and not sharding.partial:
                     raise ValueError(
-                        f"{name}.experts.{leaf} has replicas over tp ({moe.tp.size} ranks, etp x ep "
-                        f"{moe.etp.size * moe.ep.size}) whose gradients nothing sums: call "
-                        f"shard_data_parallel(model, mesh) before, also with one data rank, or "
-                        f"reduce_gradients(model, mesh)".lstrip(".")
+                        f"{name}.{leaf} has replicas over tp ({tp.size} ranks, etp x ep {etp.size * ep.size}) whose "
+                        f"gradients nothing sums: call shard_data_parallel(model, mesh) before, also with one data "
+                        f"rank, or reduce_gradients(model, mesh)".lstrip(".")
                     )
+
+
+def _mixtures(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module, list[Axis]]]:
+    """Yield the name, the module and the axes `MIXED` of each module that has them, such as a `ParallelMoE`."""
+    for name, module in named_modules(model):
+        axes = [vars(module).get(axis) for axis in MIXED]
+        if all(isinstance(axis, Axis) for axis in axes):
+            yield name, module, axes

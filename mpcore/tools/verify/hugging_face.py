@@ -56,13 +56,14 @@ class HuggingFaceModel:
     def __call__(self, mesh: Mesh) -> nn.Module:
         """Return the model, or this rank's stage of it, sharded by its own plan or by the plan of `suggest_plan`."""
         model = transformers_module("").AutoModelForCausalLM.from_config(self.config())
-        if mesh.tp.size > 1:
+        tp, ep = mesh.tp.size, mesh.ep.size
+        if max(tp, ep) > 1:
             plan: Any = "auto"
             try:
-                model_plan(model)
+                model_plan(model, tp, ep)
             except ValueError:  # it has no plan
-                plan = suggest_plan(model, mesh.tp.size).plan
-            parallelize(model, plan, mesh.tp)
+                plan = suggest_plan(model, tp, ep=ep).plan
+            parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp)
         return pipeline_stages(model, mesh, micro_batches=mesh.pp.size).stages[0]
 
     def batch(self) -> dict[str, Tensor]:
