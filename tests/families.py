@@ -173,7 +173,7 @@ def tried(model: nn.Module, layout: Layout) -> str:
         found = suggest_plan(model, layout.tp, ep=layout.ep)
         ours = judged(model, found.plan, layout) if 100 * found.share > share + 1 else ""
     except (ValueError, CannotCheckError) as error:
-        own, ours = own if share else str(error), ""
+        own, ours = own if share or layout.ep > 1 else str(error), ""
     if ours.startswith("equal"):
         return f"{ours}, plan found"
     return own if share else f"refused: {own}"

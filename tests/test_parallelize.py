@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -250,6 +251,8 @@ def check_expert_gradients(name, **sizes):
     with mock.patch.object(torch.Tensor, "float", lambda x: x):
         want = [expert_run(dense, rank) for rank in range(on.data.size)][on.data.rank]
         close(expert_run(sharded, on.data.rank), want, "logits", TOLERANCE)
+    with pytest.raises(ValueError, match="aux_loss balances") if on.data.size > 1 else nullcontext():
+        sharded(torch.ones(1, 2, dtype=torch.long), output_router_logits=True)
     reduce_gradients(sharded, on)
     assert all(layer.mlp.experts.down_proj.grad is not None for layer in sharded.model.layers)
     all_same(full_gradients(sharded), full_gradients(dense), "gradient")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -52,14 +53,14 @@ def all_equal(got, want):
     ]
 
 
-def check_saved(family, folder, plan="auto", zero=False):
+def check_saved(family, folder, plan="auto", zero=False, **sizes):
     """A sharded model's folder beside the one that transformers writes of the whole model."""
-    layout = mesh(tp=3 if torch.distributed.get_world_size() == 3 else 2)
+    layout = mesh(**sizes or {"tp": 3 if torch.distributed.get_world_size() == 3 else 2})
     model = quiet_build(family)
     if layout.world.rank == 0:
         model.save_pretrained(f"{folder}/dense")
     state = {name: x.clone() for name, x in model.state_dict().items()}
-    model = parallelize(model, plan, layout.tp, check=False)
+    model = parallelize(model, plan, layout.tp, ep=layout.ep, etp=layout.etp, check=False)
     assert sum(p.numel() for p in model.parameters()) < sum(x.numel() for x in state.values())
     if zero:
         shard_data_parallel(model, layout, blocks=model.model.layers, zero=3)
@@ -107,6 +108,18 @@ WIDE = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 65536, "nu
 
 def test_zero_3_beside_tp_saves_the_whole_model(ranks, tmp_path):
     ranks(4, check_saved, "llama", str(tmp_path), zero=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "zero", "sizes"),
+    some(
+        ("qwen3_moe", 2, False, {"ep": 2}),
+        ("gpt_oss", 4, True, {"tp": 2, "ep": 2}),
+        of=[("deepseek_v3", 4, True, {"ep": 2}), ("aria_text", 4, False, {"tp": 2, "ep": 2, "etp": 1})],
+    ),
+)
+def test_a_model_with_sharded_experts_saves_the_folder_of_the_whole_one(ranks, tmp_path, family, size, zero, sizes):
+    ranks(size, partial(check_saved, zero=zero, **sizes), family, str(tmp_path))
 
 
 def check_several_files(folder):

@@ -101,6 +101,8 @@ def parallelize(
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
         - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
           copy rank 0's shards to all of them, and the forward raises. Without ep, wrapping over ranks of dp is right.
+        - With ep, a model that returns a balance loss (`output_router_logits=True`) raises: it would be the loss of one
+          data rank's tokens only.
         - Call transformers' `generate` on every rank of tp and ep. It raises if ranks could choose different tokens.
 
     Example:
@@ -144,6 +146,8 @@ def parallelize(
         guard_generate(model, *axes)
     for axis in axes:
         model.register_forward_pre_hook(partial(_refuse_ddp, axis))
+    if ep.size * (etp or tp).size > tp.size:  # other ranks of ep have other tokens
+        model.register_forward_hook(partial(_refuse_balance_loss, ep))
     return model
 
 
@@ -182,6 +186,15 @@ def _refuse_ddp(axis: Axis, *_: Any) -> None:
             f"DistributedDataParallel over ranks {ranks} has given all ranks of {axis.name} {axis.size} the shards of "
             f"rank {ranks[0]}: parallelize a new model, and give it to mpcore.prepare{other}. Trainer and accelerate "
             f"wrap it over all ranks"
+        )
+
+
+def _refuse_balance_loss(ep: Axis, _: nn.Module, args: Any, out: Any) -> None:
+    """Raise if a model of transformers returns a balance loss of this rank's tokens alone. A forward hook."""
+    if getattr(out, "aux_loss", None) is not None:
+        raise ValueError(
+            f"aux_loss balances the experts for the tokens of one of {ep.size} ranks of ep, and the sum over ranks is "
+            f"not the balance loss of all their tokens: set output_router_logits=False"
         )
 
 
