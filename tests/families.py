@@ -70,10 +70,14 @@ ODD: dict[str, dict[str, Any]] = {  # sizes that one architecture has, or that m
     "zamba": {"layer_types": ["linear_attention", "hybrid"]},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "flint": {"mlp_only_layers": []},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "unlimited_ocr_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "step3p5": {"mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [12, 12]},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
@@ -130,6 +134,8 @@ def carriers() -> Iterator[str]:
 
 def shrunk(config: Any, family: str = "") -> dict[str, Any]:
     """Small sizes of a config."""
+    if hasattr(config, "allow_global_per_layer_attribute_access"):
+        config.allow_global_per_layer_attribute_access = True
     return small.sizes_of(config, SIZES) | ODD.get(family, {})
 
 

@@ -312,14 +312,14 @@ def test_how_the_parameters_of_own_experts_lie_is_found(alternate):
 
 @pytest.mark.parametrize("family", ["starcoder2", "gptj", "bloom", "whisper"])
 def test_a_sample_of_the_families_is_equal(family):
-    (result,) = families.row(family, [2]).results.values()
+    (result,) = families.row(family, [families.Layout(2)]).results.values()
     assert result.startswith("equal, ")
 
 
 @pytest.mark.parametrize("family", ["olmo2", "minimax"])
 def test_a_plan_is_found_as_good_as_the_one_that_the_model_carries(family):
     """OLMo-2 normalizes over all heads; MiniMax has two kinds of attention under one name."""
-    (result,) = families.row(family, [2], families.beside_own).results.values()
+    (result,) = families.row(family, [families.Layout(2)], families.beside_own).results.values()
     found, own = (int(share) for share in re.findall(r"equal, (\d+)%", result))
     assert found >= own > 50
 

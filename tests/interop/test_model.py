@@ -298,7 +298,7 @@ def test_a_model_that_communicates_is_not_run_on_one_rank():
 def test_data_parallel_over_ranks_of_tp_is_refused(monkeypatch):
     group = object()
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda g: [0, 1] if g is group else [])
-    tp = SimpleNamespace(size=2, group=group)
+    tp = SimpleNamespace(size=2, group=group, name="tp", role="tp")
     for ranks, refused in (([0, 1, 2, 3], True), ([0, 2], False), ([1, 3], False), ([], False), ([1, 0], True)):
         monkeypatch.setattr(module, "ranks_of_running_ddp", lambda ranks=ranks: ranks)
         module._refuse_ddp(SimpleNamespace(size=2, group=None))

@@ -138,7 +138,7 @@ def parallelize(
         raise problem
     if axes:
         _agree(checks.fingerprint(module, plan), axes)
-    later = _try_plan(module, styles, tp, axes, example, strict) if check and axes else None
+    later = _try_plan(module, styles, tp, ep, example, strict) if check and axes else None
     model = cut_model(module, styles, tp, swaps)
     if later is not None:
         later.watch(model)
@@ -156,7 +156,8 @@ def _agree(value: dict[str, Any], axes: list[Axis]) -> None:
     problem = None
     for axis in axes:
         try:
-            check_same("model and plan given to parallelize", value | {"problem": problem and str(problem)}, axis)
+            more = {} if axis is axes[0] else {"problem": str(problem)}
+            check_same("model and plan given to parallelize", value | more, axis)
         except ValueError as error:
             problem = problem or error
     if problem is not None:
@@ -229,8 +230,8 @@ def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target],
 class _Trial:
     """A test of a plan, run at once or with the arguments of the first forward."""
 
-    def __init__(self, shapes: nn.Module, styles: list[Target], tp: Axis, axes: list[Axis]) -> None:
-        self.shapes, self.tp, self.axes, self.done = shapes, tp, axes, False
+    def __init__(self, shapes: nn.Module, styles: list[Target], tp: Axis, ep: Axis = Axis(role="ep")) -> None:
+        self.shapes, self.tp, self.axes, self.done = shapes, tp, (tp, ep), False
         self.styles: dict[str, Style] = {name: style for name, _, style in styles}
 
     def run(self, example: Arguments | None) -> str | None:
@@ -278,12 +279,10 @@ def _cannot_try(why: str, strict: bool = False) -> None:
     warnings.warn(said, stacklevel=4)
 
 
-def _try_plan(
-    model: nn.Module, styles: list[Target], tp: Axis, axes: list[Axis], example: Any, strict: bool
-) -> _Trial | None:
+def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, ep: Axis, example: Any, strict: bool) -> _Trial | None:
     """Test the plan now. If no arguments are known yet, return the test that the first forward must run."""
     try:
-        trial = _Trial(shapes_of(model), styles, tp, axes)
+        trial = _Trial(shapes_of(model), styles, tp, ep)
     except CannotCheckError as error:
         _cannot_try(str(error), strict)
         return None

@@ -128,7 +128,7 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = N
         else:
             left |= flow.spelled(dict.fromkeys(rows, failed[-1]))
     others = (*_ends(twin, flow), *_large(twin, flow)) if tp > 1 or ep == 1 else ()
-    for part in map(flow.spelled, (*_experts(twin, flow), *others)):
+    for part in map(flow.spelled, (*_experts(twin, flow, ep), *others)):
         if not part.keys() & plan.keys():
             wrong = _verdict(prover, plan | part, tp, ep)
             if wrong is None:
@@ -420,22 +420,23 @@ def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Coll
     yield "colwise"
 
 
-def _experts(twin: Twin, flow: _Flow) -> Iterator[Styles]:
+def _experts(twin: Twin, flow: _Flow, ep: int) -> Iterator[Styles]:
     """Yield a plan for each module that holds all experts of a layer and each possible layout of its parameters."""
     held = {flow.patterns[n]: module for n, module in twin.model.named_modules() if n in flow.patterns}
     for pattern, module in held.items():
-        for style in itertools.islice(_expert_styles(module), 24):
+        for style in itertools.islice(_expert_styles(module, ep), 24):
             yield {pattern: style}
 
 
-def _expert_styles(module: nn.Module) -> Iterator[str | Experts]:
+def _expert_styles(module: nn.Module, ep: int = 1) -> Iterator[str | Experts]:
     if getattr(module, "is_concatenated", None) is not None:
         yield "moe_tp_experts"
     shapes = {leaf: p.shape for leaf, p in module._parameters.items() if p is not None and p.dim() in (2, 3)}
     stacked = {leaf: shape for leaf, shape in shapes.items() if len(shape) == 3 and shape[0] > 1}
     if len(stacked) < 2 or len({shape[0] for shape in shapes.values()}) > 1:
         return
-    yield "ep_dispatch_experts"  # enough where no expert is cut
+    if ep > 1:
+        yield "ep_dispatch_experts"  # enough with etp 1
     for size in dict.fromkeys(size for shape in stacked.values() for size in shape[1:]):
         ways = {leaf: list(_hidden_ways(shape, size)) for leaf, shape in shapes.items()}
         if all(ways[leaf] for leaf in stacked):
