@@ -18,10 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpcore._torch.distributed import store_secret
 
 NAME = "MPCORE_SECRET"
 _SIZE = 64  # of a signature
+_DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
 def seal(key: str, data: bytes) -> bytes:
@@ -56,7 +59,7 @@ def _sign(secret: bytes, key: str, data: bytes) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON: None, numbers, text, bytes, and lists, tuples, sets and dicts of them.
+    """Return a value as JSON: None, numbers, text, bytes, dtypes, and lists, tuples, sets and dicts of them.
 
     Raises:
         ValueError: if the value holds anything else. A named tuple becomes a tuple.
@@ -72,7 +75,7 @@ def decode(data: bytes) -> Any:
     """
     try:
         return _value(json.loads(data))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a message of another rank is damaged: {error}") from None
 
 
@@ -85,6 +88,8 @@ def _plain(value: Any) -> Any:
         return {"bytes": value.hex()}
     if type(value) is dict:
         return {"dict": [[_plain(key), _plain(x)] for key, x in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (tuple, set)):
         return {"set" if isinstance(value, set) else "tuple": [_plain(x) for x in value]}
     raise ValueError(f"{type(value).__name__} can't be sent to other ranks: {str(value)[:200]}")
@@ -98,6 +103,8 @@ def _value(plain: Any) -> Any:
     ((kind, content),) = plain.items()
     if kind == "bytes":
         return bytes.fromhex(content)
+    if kind == "dtype":
+        return _DTYPES[content]
     values = _value(content)
     return {"dict": dict, "set": set, "tuple": tuple}.get(kind, list)(values)
 

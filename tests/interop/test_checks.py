@@ -292,7 +292,8 @@ def test_styles_by_their_names():
         "colwise_rep": Colwise(gather_output=True), "rowwise": Rowwise(False),
         "rowwise_split_input": Rowwise(split_input=True), "rowwise_rep": Rowwise(split_input=True),
         "embedding_rowwise": Vocab(), "vocab": Vocab(), "replicate": Replicate(False), "moe_tp_experts": Experts({}),
-        "replicated_with_grad_allreduce": Replicate(partial_gradient=True),
+        "replicated_with_grad_allreduce": Replicate(partial_gradient=True), "ep_router": Replicate(False),
+        "ep_dispatch_experts": Experts({}), "grouped_gemm": Experts({}),
     } == STYLES  # fmt: skip
     assert (LocalSizes(("a",)).kept, Hidden(-1)) == ((), Hidden(-1, 1, 1))
     assert not STYLES.keys() & set(UNSUPPORTED)
@@ -369,5 +370,5 @@ def test_patterns_of_the_parameters_of_experts_are_those_of_their_module():
     model["experts"].w = nn.Parameter(torch.ones(2, 4, 4))
     for style in ("moe_tp_experts", Experts({"w": Hidden(-1)})):
         assert resolved(model, {"experts": style, "experts.w": "grouped_gemm"}).keys() == {"experts"}
-    with pytest.raises(ValueError, match="doesn't support"):
+    with pytest.raises(ValueError, match="experts.w is a parameter, and 'grouped_gemm' is for modules"):
         resolve(model, {"experts": "replicate", "experts.w": "grouped_gemm"})

@@ -710,7 +710,7 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
     with pytest.raises(ValueError, match="back exists"):
         export_hf(path, tmp_path / "back")
     (path / hf.FOLDER / "tokenizer.json").write_text('{"made": "anew"}')
-    with pytest.raises(ValueError, match="is damaged: its CRC-32"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json has 16 bytes, written were"):
         export_hf(path, tmp_path / "more")
     (path / hf.FOLDER / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
@@ -962,7 +962,7 @@ def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_
     at = steps[0] / hf.FOLDER / "tokenizer.json"
     at.write_bytes(at.read_bytes() + b" ")
     assert generate_main(["--checkpoint", str(steps[0])]) == 2
-    assert "tokenizer.json is damaged: its CRC-32" in capsys.readouterr().err
+    assert "bytes, written were" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["byte", "json", "json of another name"])
