@@ -248,7 +248,7 @@ def test_a_rank_holds_its_shards_and_one_whole_tensor(ranks, tmp_path):
 @pytest.mark.parametrize("layout", pretrained_memory.LAYOUTS)
 @pytest.mark.parametrize(("layers", "width"), some((2, 256), of=[(2, 256), (8, 1024)]))
 def test_a_host_reads_a_checkpoint_once_and_a_rank_holds_its_shards(ranks, tmp_path, layout, layers, width):
-    """Bytes of 4 ranks of one host, for 17 MB; of 370 MB also the memory beyond a rank's shards."""
+    """Bytes of 4 ranks of one host, for 36 MB; of 370 MB also the memory beyond a rank's shards."""
     names = [str(tmp_path / name) for name in ("small", "in", "small out", "out")]
     pretrained_memory.make(names[0], 2, 64)
     total, _ = pretrained_memory.make(names[1], layers, width)
@@ -415,17 +415,17 @@ def test_a_name_on_a_hub_is_no_folder():
         from_pretrained("somebody/model")
 
 
-def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, **policies):
+def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, schedule="1f1b", **policies):
     """A run whose model is read before it is sharded, or after."""
     model = from_pretrained(folder, layout, defer=defer, check=False)
     assert any(p.is_meta for p in model.parameters()) is defer
     model.set_experts_implementation("eager")  # torch's grouped product takes no rows of these few bytes
     if lora:
         mp.add_lora(model, rank=2)
-    stages, blocks, schedule = mp.pipeline_stages(model, layout, micro_batches=micro_batches)
+    stages, blocks, plan = mp.pipeline_stages(model, layout, micro_batches=micro_batches, schedule=schedule)
     return mp.prepare(
-        stages, layout, blocks=blocks, schedule=schedule, micro_batches=micro_batches, initialize=False,
-        data=mp.Zero(zero), optimizer=lambda model: mp.AdamW(model, lr=1e-2), **policies,
+        stages, layout, blocks=blocks, schedule=plan, micro_batches=micro_batches, initialize=False,
+        data=zero, optimizer=lambda model: mp.AdamW(model, lr=1e-2), **policies,
         loss=lambda out, target: F.cross_entropy(out.logits.flatten(0, 1).float(), target.flatten(), reduction="sum"),
     )  # fmt: skip
 
@@ -434,8 +434,8 @@ def check_deferred(folder, axes, zero, **how):
     """Values, files and a step of a model that is read box by box are bitwise those of one that is read first."""
     layout, ids = mesh(**axes), torch.arange(32).view(4, 8) % 60
     runs = [prepared(folder, layout, defer, zero, **how) for defer in (False, True)]
-    with runs[1].parameters() as stage:
-        save_pretrained(stage, f"{folder}/again", layout)
+    with runs[1].parameters():
+        save_pretrained(runs[1].stages, f"{folder}/again", layout)
     all_equal(files_of(f"{folder}/again"), files_of(folder))
     for _ in range(2):
         with runs[0].parameters() as want, runs[1].parameters() as got:
@@ -448,12 +448,13 @@ def check_deferred(folder, axes, zero, **how):
 
 
 DEFERRED = [
-    ("llama", {"dp": 4}, 3, {}),
-    ("llama", {"dp": 4}, 0, {}),
-    ("mixtral", {"dp": 2, "tp": 2}, 3, {"precision": "bfloat16"}),
-    ("qwen2_moe", {"dp": 2, "tp": 2}, 1, {"lora": True}),
-    ("gpt2", {"dp": 2, "pp": 2}, 3, {"micro_batches": 2}),  # a tied table
-    ("gemma2", {"pp": 2, "tp": 2}, 0, {"micro_batches": 4, "lora": True}),
+    ("llama", {"dp": 4}, mp.Zero(3), {}),
+    ("llama", {"dp": 4}, mp.Zero(0), {}),
+    ("mixtral", {"dp": 2, "tp": 2}, mp.Zero(3), {"precision": "bfloat16"}),
+    ("qwen2_moe", {"dp": 2, "tp": 2}, mp.Zero(1), {"lora": True}),
+    ("gpt2", {"dp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2}),  # a tied table
+    ("gemma2", {"pp": 2, "tp": 2}, mp.Zero(0), {"micro_batches": 4, "lora": True}),
+    ("llama", {"dp": 4}, mp.Zero(3, replicate=2), {}),
 ]
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mpcore.tools.analysis.command import add_target, use_folder
 from mpcore.tools.analysis.dry_run import call_build, on_mesh
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, profile_names
@@ -88,7 +89,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
     own = "arguments. Those of examples.gpt.plan:build: python -m examples.gpt.pretrain --help lists them, and "
-    add("target", nargs="?", help=f"{text}{own}--vocab-size N, --stage-blocks N,N,.., --even-stages")
+    add_target(parser, argv, f"{text}{own}--vocab-size N, --stage-blocks N,N,.., --even-stages", nargs="?")
     add("--world", type=int, help="ranks, one a GPU")
     add("--machine", default="h100", help=f"{', '.join(profile_names())}, or the path of a profile (h100)")
     add("--memory", type=float, help="GiB of a GPU (default: the machine's)")
@@ -108,8 +109,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--ranks", metavar="FILE", help="draw the chosen layout, or that of --explain, on the machine's nodes")
     add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
     args, args.arguments = parser.parse_known_args(argv)
+    use_folder(args)
     if args.fit is None and (args.target is None or args.world is None):
-        parser.error("a target and --world are needed, or --fit PARAMETERS")
+        parser.error("a target or --hf FOLDER, and --world, are needed, or --fit PARAMETERS")
     return args
 
 

@@ -1,0 +1,44 @@
+"""A folder's config.json alone gives what each rank of a layout holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpcore.tools.analysis.dry_run import dry_run
+from mpcore.tools.analysis.hugging_face import build
+
+hf = pytest.importorskip("transformers", minversion="5")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+
+
+def config(folder) -> int:
+    """Write a config.json, and return the number of parameters of its model."""
+    made = hf.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"], tie_word_embeddings=False)
+    made.save_pretrained(folder)
+    return sum(p.numel() for p in hf.LlamaForCausalLM(made).parameters())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "share"),
+    [({"dp": 2}, "--zero 3", 2), ({"pp": 2}, "", 2), ({"dp": 2, "pp": 2}, "--zero 3 --recompute full", 4)],
+)
+def test_ranks_together_hold_the_model_once(tmp_path, sizes, flags, share):
+    count, arguments = config(tmp_path), ["--hf", str(tmp_path), *f"--dtype float32 --seq-len 8 {flags}".split()]
+    found = [dry_run(build, arguments, rank, **sizes) for rank in range(share)]
+    assert sum(each.parameters for each in found) == 4 * count
+    assert sum(each.optimizer for each in found) == pytest.approx(8 * count, rel=0.01)  # and the steps' numbers
+    assert all(each.peak > 0 for each in found)
+
+
+def test_adapters_alone_are_trained(tmp_path):
+    count = config(tmp_path)
+    found = dry_run(build, ["--hf", str(tmp_path), "--seq-len", "8", "--lora", "2"])
+    assert 2 * count < found.parameters < 3 * count
+    assert found.optimizer < 2 * count  # of all weights: 12 bytes each
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    hf.LlamaConfig(**SIZES, architectures=["Mine"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"names the architectures \['Mine'\]"):
+        dry_run(build, ["--hf", str(tmp_path)])
