@@ -77,7 +77,7 @@ def drop_cache(folder: str) -> None:
 
 def measure(folder: str, out: str, axes: dict[str, int], zero: int) -> dict[str, int]:
     """Return the peaks of one rank, in bytes above its shards, and the bytes that it read."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     transformers.logging.set_verbosity_error()
     layout, copied = mesh(**axes), []
     if layout.world.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
         device: the device of the storage.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in (inner for root in (model, *fsdp.units(model)) for inner in root.modules()):
+    roots: list[Any] = [model, *fsdp.units(model)]
+    for module in dict.fromkeys(inner for root in roots for inner in root.modules()):
         for leaf, p in module._parameters.items():
             if p is not None and p.is_meta:
                 if p not in made:

@@ -209,7 +209,7 @@ def _box(view: Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[i
     A dimension of size 1 that none of the tensor's has is -1. None: the view is no box of the tensor.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    offset, start, order = view.storage_offset(), [], []
+    offset, start, order = int(view.storage_offset()), [], []
     for stride in strides:
         at, offset = divmod(offset, max(stride, 1))
         start.append(at)

@@ -102,7 +102,7 @@ def from_pretrained(
     if defer:
         weights.read(model, mesh, buffers)
         # a function, which a deep copy of the model shares
-        model.read_values = lambda model, mesh, dtypes: weights.read(model, mesh, dtypes)
+        vars(model)["read_values"] = lambda model, mesh, dtypes: weights.read(model, mesh, dtypes)
     else:
         allocate(model, mesh.device)
         weights.read(model, mesh, dtypes)

@@ -250,9 +250,9 @@ def _gather(
     first = {name: names[0] for names in (all_names(dense) if groups else ()) for name in names}
 
     def merge(name: str) -> Tensor:
-        x, *ab = (_whole(sent, owned, repeated, held, mesh) for sent in _names(name, owned))
+        x, *factors = (_whole(sent, owned, repeated, held, mesh) for sent in _names(name, owned))
         how = next((each.adapters[name] for each in owned if name in each.adapters), None)
-        return x if how is None else weight_with(x, *ab, *how)
+        return x if how is None else weight_with(x, factors[0], factors[1], *how)
 
     for group in groups:
         yield group, {name: merge(first[name]) for name in group.sources}

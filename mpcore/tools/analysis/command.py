@@ -8,7 +8,7 @@ import sys
 from mpcore.tools.command_line import Parser
 
 HF_TARGET = "mpcore.tools.analysis.hugging_face:build"
-HF_HELP = "plan the model of transformers whose config.json is in this folder, instead of a target"
+HF_HELP = "a config.json of transformers, not a target"
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
@@ -36,13 +36,13 @@ def parse(prog: str, about: str | None, argv: list[str] | None) -> argparse.Name
     return args
 
 
-def add_target(parser: argparse.ArgumentParser, argv: list[str] | None, about: str, **how: str) -> None:
+def add_target(parser: argparse.ArgumentParser, argv: list[str] | None, about: str, nargs: str | None = None) -> None:
     """Add the flag --hf, and the target unless this flag is in `argv`: its place could take the value of another."""
     parser.add_argument("--hf", metavar="FOLDER", help=HF_HELP)
     if any(word.partition("=")[0] == "--hf" for word in (sys.argv[1:] if argv is None else argv)):
         parser.set_defaults(target=HF_TARGET)
     else:
-        parser.add_argument("target", help=about, **how)
+        parser.add_argument("target", help=about, nargs=nargs)
 
 
 def use_folder(args: argparse.Namespace) -> None:

@@ -111,7 +111,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args, args.arguments = parser.parse_known_args(argv)
     use_folder(args)
     if args.fit is None and (args.target is None or args.world is None):
-        parser.error("a target or --hf FOLDER, and --world, are needed, or --fit PARAMETERS")
+        parser.error("a target and --world are needed, or --hf FOLDER and --world, or --fit PARAMETERS")
     return args
 
 
