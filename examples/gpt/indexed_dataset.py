@@ -24,7 +24,7 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -81,8 +81,9 @@ class IndexedDataset:
             raise IndexError(f"{self.prefix}: document {index} of {len(self)}")
         index %= len(self)
         needed = int(self._offsets[index + 1]) * self.dtype.itemsize
-        if isinstance(self._tokens.base, mmap.mmap) and self._tokens.base.size() < needed:  # a read would be a SIGBUS
-            raise ValueError(f"{self.prefix}.bin was cut to {self._tokens.base.size()} bytes after it was opened")
+        mapped: Any = self._tokens.base
+        if isinstance(mapped, mmap.mmap) and mapped.size() < needed:  # a read would be a SIGBUS
+            raise ValueError(f"{self.prefix}.bin was cut to {mapped.size()} bytes after it was opened")
         return np.asarray(self._tokens[self._offsets[index] : self._offsets[index + 1]])
 
     def __iter__(self) -> Iterator[np.ndarray]:

@@ -66,7 +66,7 @@ class _Request:
     keep_every: int | None
     beside: Mapping[str, bytes] | None
 
-    def manifest(self, optimizer: list[Group] | None) -> Manifest:
+    def manifest(self, optimizer: list[Any] | None) -> Manifest:
         """Return the manifest of this moment, without files and tensors."""
         state = {"config": dict(self.config or {}), "extra": dict(self.extra or {}), "optimizer": optimizer}
         for name, value in state.items():

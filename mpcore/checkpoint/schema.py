@@ -135,6 +135,8 @@ def _of_fields(kind: Any) -> Callable[[Any], Any]:
     else:
         needed = kind.__required_keys__
 
+    make: Any = kind
+
     def convert_fields(value: Any) -> Any:
         names = _typed(dict, value).keys()
         if needed - names or names - of.keys():
@@ -145,7 +147,7 @@ def _of_fields(kind: Any) -> Callable[[Any], Any]:
                 found[name] = of[name](x)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        return kind(**found)
+        return make(**found)
 
     return convert_fields
 
