@@ -206,8 +206,9 @@ def model_plan(model: nn.Module, tp: int = 2, ep: int = 1) -> dict[str, str | St
         plan = {pattern: style for pattern, style in plan.items() if is_experts(style)}
     if not plan:
         axis, sizes = ("ep", f", tp={tp}, ep={ep}") if ep > 1 else ("tp", "")
+        other = ", or build the mesh with ep 1" if ep > 1 else ""
         raise ValueError(
-            f"{type(model).__name__} carries no {axis} plan: give one, such as suggest_plan(model{sizes}).plan"
+            f"{type(model).__name__} carries no {axis} plan: give one, such as suggest_plan(model{sizes}).plan{other}"
         )
     return plan
 
