@@ -158,14 +158,19 @@ def reduce_unused(unit: FSDPModule) -> None:
     for group in _groups(_state(unit)):
 
         def post_backward(*_: Any, group: Any = group) -> None:
+            summed = any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)  # in the dtype to reduce
             for p in group.fsdp_params if group.reduce_grads else ():
                 whole = whole_parameter(p)
                 if whole is None:
                     continue
+                if summed and whole.grad is not None and p.unsharded_accumulated_grad is None:
+                    p.to_accumulated_grad_if_needed()  # its first gradient of the step
                 is_missing = whole.grad is None and p.unsharded_accumulated_grad is None
                 is_first = p.sharded_param.grad is None and group._partial_reduce_output is None
                 p.is_unused = is_missing and (is_first or p.is_unused)
-                if is_missing and whole.requires_grad and since_2_13 is None:
+                if is_missing and whole.requires_grad and summed:
+                    p.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=p.reduce_dtype)
+                elif is_missing and whole.requires_grad and since_2_13 is None:
                     whole.grad = torch.zeros_like(whole)
             type(group).post_backward(group)
 
