@@ -49,10 +49,8 @@ oldest: ## the suite on the oldest torch and Triton that are promised, with all 
 	.venv-oldest/bin/python -m pip install --quiet --progress-bar on torch==2.11.0 triton==3.6.0 -e '.[dev]'
 	.venv-oldest/bin/python -m pytest -m "not slow"
 
-mutation: $(STAMP) ## break copies of the library on purpose and report what the tests notice (an hour on 2 cores)
-	$(RUN) -m tests.mutations.lines
-	$(RUN) -m tests.mutations --all --seed 330 --count 1000 --new 200 --record tests/mutations/drawn.json --write docs/mutations.md
-	$(RUN) -m tests.mutations --hand --files 1 --write docs/mutations.md
+mutation: $(STAMP) ## break a copy of the library on purpose and report what the tests notice (by hand; hours)
+	$(RUN) -m bench.mutations --all --count 100 --record runs/mutations.jsonl
 
 bench: $(STAMP) ## host-time and speed benches (on a GPU: kernel benches)
 	$(RUN) -m pytest bench -q --benchmark-columns=median,iqr,rounds

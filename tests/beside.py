@@ -19,7 +19,7 @@ ASKS = "test_kernels_in_the_interpreter"  # which waits for them
 INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
     ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "cross_replica_hash", "floors", "memory_tables",
-          "mutations", "notebooks", "plan", "replay"),
+          "notebooks", "plan", "replay"),
     "examples": ("data", "latent_attention", "prepare", "tokenizer"),
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.mutations.choice import pitfalls
-
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "pitfalls.md"
 NAMES = {
     name for path in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
 }  # fmt: skip
 ROWS = {int(number): test for number, test in re.findall(r"^\| (\d+) \|.*::(\w+)` \|$", PAGE.read_text(), re.M)}
+
+
+def pitfalls(name: str) -> set[str]:
+    """The numbers of the pitfalls that a test's name cites: {"02", "2", "3", "03"} for `test_pitfall_02_03_..`."""
+    found = re.match(r"test_pitfall_((?:\d+_)+)", name)
+    numbers = found[1].strip("_").split("_") if found else []
+    return {*numbers, *(str(int(number)) for number in numbers)}
 
 
 def test_every_row_has_its_test():

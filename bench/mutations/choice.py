@@ -138,21 +138,6 @@ class Project:
         ranked = self.ranked(module, definition)
         return [test for test in ranked if test != LAST][:count] + [LAST] * (LAST in ranked)
 
-    def named_tests(self, words: str, module: str, definition: str, count: int = 4) -> list[str]:
-        """The tests that a hand-written mutation asks for, nearest files first, as pytest's `file::name`.
-
-        Args:
-            words: parts of names of tests, separated by spaces; `30` alone stands for `test_pitfall_.._30_..`.
-            module, definition: what changes.
-            count: how many tests at most.
-        """
-        ranked, found = self.ranked(module, definition), []
-        for test in [*ranked, *(test for test in self.tests if test not in ranked)]:
-            for name in re.findall(r"^def (test_\w+)", self.texts[test], re.M):
-                if any(word in pitfalls(name) if word.isdigit() else word in name for word in words.split()):
-                    found.append(f"{self.paths[test]}::{name}")
-        return found[:count]
-
 
 def _names(node: ast.AST) -> list[str]:
     """What a statement defines or assigns."""
@@ -160,13 +145,6 @@ def _names(node: ast.AST) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return [x.id for target in targets if target is not None for x in ast.walk(target) if isinstance(x, ast.Name)]
-
-
-def pitfalls(name: str) -> set[str]:
-    """The numbers of the pitfalls that a test's name cites: {"02", "2", "3", "03"} for `test_pitfall_02_03_..`."""
-    found = re.match(r"test_pitfall_((?:\d+_)+)", name)
-    numbers = found[1].strip("_").split("_") if found else []
-    return {*numbers, *(str(int(number)) for number in numbers)}
 
 
 # --- what changed -----------------------------------------------------------------------------------------------------
