@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 ASKS = "test_kernels_in_the_interpreter"  # which waits for them
 INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
-    ".": ("bench_report", "checkpoint_checksum", "checkpoint_fuzz", "cross_replica_hash", "floors", "memory_tables",
+    ".": ("checkpoint_checksum", "checkpoint_fuzz", "cross_replica_hash", "floors",
           "notebooks", "plan", "replay"),
     "examples": ("data", "latent_attention", "prepare", "tokenizer"),
     "layers": ("rope",),
@@ -39,7 +39,7 @@ def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
     return {TESTS / folder / f"test_{name}.py" for folder, each in names.items() for name in each}
 
 
-WAITING = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts", "gpu_hour")})
+WAITING = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts",)})
 """Tests that mostly wait: they have deadlines of their own, and therefore the first priority."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
