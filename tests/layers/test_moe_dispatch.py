@@ -257,6 +257,14 @@ def bounds_of(needs):
 EVEN = 1 - 28 / 120  # share of the tokens that go to a rank of two, with 2 of 16 experts
 
 
+def test_a_buffer_that_always_overflows_ends_the_step():
+    _, dispatch, step, log = bounds_of([((99.0, 99.0), (99.0, 99.0))] * 9)
+    with pytest.raises(RuntimeError, match="4 times"):
+        step()
+    assert log.count("dropped") == 4
+    assert not dispatch.is_bounded
+
+
 def test_a_step_is_computed_four_times_at_most_and_counted_once():
     needs = [((0.5, 0.5), (2.0, 2.0)), ((1.0, 0.1), (2.0, 0.2)), ((0.9, 0.2), (3.5, 0.5)), ((1.0, 0.9), (3.9, 3.9)),
              ((0.5, 0.4), (2.0, 1.0)), ((0.1, 0.3), (1.0, 1.0))]  # fmt: skip

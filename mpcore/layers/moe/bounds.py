@@ -83,14 +83,18 @@ class DispatchBounds:
 
         Returns:
             The result of the last call of `compute`.
+
+        Raises:
+            RuntimeError: on every rank, if a buffer overflows that has room for all rows.
         """
         self.begin()
         try:
-            while True:
+            for _ in range(REPEATS + 1):
                 result = compute()
                 if self.fits():
                     return result
                 forget()
+            raise RuntimeError(f"a step overflowed {REPEATS + 1} times, the last with room for all rows: report this")
         finally:
             self.end()
 
