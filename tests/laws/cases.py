@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore import collectives
+from mpcore.layers.attention.documents import document_ends
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
 Params = Mapping[str, Tensor]
@@ -103,7 +104,12 @@ def _rotate(x: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def _attention(
-    kv: int = H, heads: int = H, window: int | None = None, rope: bool = False, causal: bool = True
+    kv: int = H,
+    heads: int = H,
+    window: int | None = None,
+    rope: bool = False,
+    causal: bool = True,
+    mask: Tensor | None = None,
 ) -> Truth:
     def truth(p: Params, x: Tensor, at: str = "") -> Tensor:
         parts = _linear(p, x, f"{at}qkv.").split([heads * K, kv * K, kv * K], -1)
@@ -113,10 +119,44 @@ def _attention(
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
         seen = seen.tril() if causal else seen
         seen = seen if window is None else seen & seen.triu(1 - window)
+        seen = seen if mask is None else seen & mask
         scores = (q @ k.mT / math.sqrt(K)).masked_fill(~seen, -math.inf)
         return _linear(p, (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), "output.")
 
     return truth
+
+
+DOCUMENTS = (torch.arange(T) >= 5).long()  # of each token; rows are alike
+SHOWN = torch.arange(T) % 5 != 3  # the keys that are no padding
+LATENT = {"kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": K}
+
+
+class Documents(mp.ParallelAttention):
+    """Attention within two documents."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
+
+
+class Padded(mp.ParallelAttention):
+    """Attention with keys that are padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return super().forward(x, mask=SHOWN.expand(len(x), 1, T))
+
+
+def _latent(p: Params, x: Tensor) -> Tensor:
+    low, k_rope = _linear(p, x, "kv_down.").split([6, 2], -1)
+    q = _linear(p, x, "q_up.").unflatten(-1, (H, 4)).transpose(1, 2)
+    kv = (
+        _linear(p, F.rms_norm(low, (6,), p["kv_norm.weight"], 1e-6), "kv_up.").unflatten(-1, (H, 2 + K)).transpose(1, 2)
+    )
+    k = torch.cat([kv[..., :2], k_rope.unsqueeze(1).expand(-1, H, -1, -1)], -1)
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    shares = (q @ k.mT / 2).masked_fill(~seen, -math.inf).softmax(-1)
+    return _linear(p, (shares @ kv[..., 2:]).transpose(1, 2).flatten(2), "output.")
 
 
 def _norm(p: Params, x: Tensor, at: str = "") -> Tensor:
@@ -212,6 +252,11 @@ CASES: dict[str, Case] = {
                          _attention(2, window=3), **ON_THREE),
     "not causal": Case(lambda **on: mp.ParallelAttention(D, H, head_dim=K, causal=False, **on),
                        _attention(causal=False)),
+    "documents": Case(lambda **on: Documents(D, H, head_dim=K, **on),
+                      _attention(mask=DOCUMENTS[:, None] == DOCUMENTS), refuses=("invariant",)),
+    "padding": Case(lambda **on: Padded(D, H, head_dim=K, **on), _attention(mask=SHOWN), refuses=("invariant",)),
+    "latent attention": Case(lambda **on: mp.MultiLatentAttention(D, H, **LATENT, **on), _latent,
+                             refuses=("invariant",)),
     "rms norm": Case(
         lambda **on: nn.Sequential(mp.RMSNorm(D, **on), mp.ColumnParallelLinear(D, FF, False, **on)),
         lambda p, x: _linear(p, _norm(p, x, "0."), "1."), gives="features",
@@ -237,5 +282,19 @@ CASES: dict[str, Case] = {
             refuses=("invariant",),
         )
         for kind in ("ring", "zigzag", "alltoall", "allgather")
+    },
+    **{
+        f"{name}, {kind}": Case(
+            lambda kind=kind, build=build, **on: build(context=kind, **on), truth, axes=("tp", "cp"), context=kind,
+            mesh={"tp": 2, "cp": 2}, refuses=("invariant",),
+        )
+        for name, build, truth, kinds in (
+            ("latent attention", lambda **on: mp.MultiLatentAttention(D, H, **LATENT, **on), _latent,
+             ("ring", "zigzag", "alltoall", "allgather")),
+            ("documents", lambda **on: Documents(D, H, head_dim=K, **on),
+             _attention(mask=DOCUMENTS[:, None] == DOCUMENTS), ("ring", "zigzag", "allgather")),
+            ("padding", lambda **on: Padded(D, H, head_dim=K, **on), _attention(mask=SHOWN), ("alltoall",)),
+        )
+        for kind in kinds
     },
 }  # fmt: skip

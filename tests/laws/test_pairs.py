@@ -164,7 +164,8 @@ def test_every_pair_of_features_equals_plain_torch_or_is_refused(case):
 def test_every_layer_under_sampled_pairs_equals_plain_torch_or_is_refused(case):
     alone, both = pairs()[: len(FEATURES) + 1], pairs()[len(FEATURES) + 1 :]
     both = [names for names in both if "compile" not in names]  # a second a pair
-    check(case, [*alone, *random.Random(case).sample(both, SAMPLED)])
+    few = CASES[case].context and not case.startswith("context")  # a third of the time: `make soak` has all
+    check(case, [*alone[: -1 if few else None], *random.Random(case).sample(both, 4 if few else SAMPLED)])
 
 
 @pytest.mark.slow
