@@ -252,11 +252,6 @@ def test_korthikantis_formulas(t, sp):
         assert full * (t if sp else 1) == layer_activation_bytes(s, b, h, a, recompute="full")
 
 
-def test_a_recomputation_that_the_paper_does_not_count_is_refused():
-    with pytest.raises(ValueError, match="recompute 'selective' is none of 'none', 'core' and 'full'"):
-        layer_activation_bytes(8, 2, 16, 4, recompute="selective")
-
-
 # --- a model of 65 billion ----------------------------------------------------------------------------------------
 
 SIZE = GPTConfig(vocab_size=32000, seq_len=2048, layers=80, d_model=8192, heads=64, d_ff=22016)

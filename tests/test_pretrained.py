@@ -410,11 +410,6 @@ def test_what_is_saved_is_made_again_without_memory():
             dense_shape(model)
 
 
-def test_a_name_on_a_hub_is_no_folder():
-    with pytest.raises(ValueError, match="is no folder: download the model first"):
-        from_pretrained("somebody/model")
-
-
 def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, schedule="1f1b", **policies):
     """A run whose model is read before it is sharded, or after."""
     model = from_pretrained(folder, layout, defer=defer, check=False)

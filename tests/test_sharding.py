@@ -110,13 +110,6 @@ def test_a_shard_is_a_tensor_of_its_own():
     assert torch.equal(full, whole((4, 3)))
 
 
-def test_units_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="length 10 is not a multiple of the unit 4"):
-        cut(10, Axis(), 0, 4)
-    with pytest.raises(ValueError, match=r"a tensor of shape \(3,\) is not the logical shape \(4,\)"):
-        Sharding((4,)).take(torch.zeros(3))
-
-
 # --- of a model ---------------------------------------------------------------------------------------------------
 
 IDS = torch.arange(24).reshape(2, 12) % 21

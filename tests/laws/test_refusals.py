@@ -1,4 +1,4 @@
-"""Errors that no other test meets: each wrong input, and what the message says. Nothing here starts a process."""
+"""The table of refusals: each wrong input, and the numbers or names that its message must hold. One process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 
 import mpcore as mp
 from examples.gpt.config import GPTConfig
+from mpcore import Axis, collectives, from_pretrained, grad_norm
 from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
@@ -22,17 +23,22 @@ from mpcore.layers.mlp import _tried
 from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.messages import Message
 from mpcore.pipeline.schedules import Action, Schedule
+from mpcore.sharding import declare
+from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.tools.analysis.dry_run import pretend
 from mpcore.tools.analysis.fit_command import main as fit
 from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.analysis.runs import read_run
+from mpcore.tools.command_line import find_object
 from mpcore.tools.invariant import invariant_mesh, prepare
 from mpcore.tools.invariant.run import InvariantStep
+from mpcore.tools.simulation import RankError
 from mpcore.tools.simulation.replay import of_trainer
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
+from tests.theory import layer_activation_bytes
 
-ROWS = Path(__file__).parent.parent / "docs" / "planner_cpu.json"
+ROWS = Path(__file__).parents[2] / "docs" / "planner_cpu.json"
 
 
 class Quantized(nn.Module):
@@ -151,6 +157,28 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
         ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
     ),
+    r"length 10 is not a multiple of the unit 4": (ValueError, lambda: collectives.shard_sizes(10, 2, 4)),
+    r"tp axis of size 2 has no process group": (
+        ValueError, lambda: collectives.reduce(torch.zeros(2), Axis(2, 0, None, "tp"))
+    ),
+    r"nowhere.at can't be imported: No module named 'nowhere'": (ValueError, lambda: find_object("nowhere.at:x")),
+    r"can't be imported: .*; run the command in the folder of the clone": (
+        ValueError, lambda: find_object("examples.nowhere:x")
+    ),
+    r"^'' can't be imported": (ValueError, lambda: find_object("")),
+    r"x is torch\.sparse_coo; only dense bits can be hashed": (
+        ValueError, lambda: cross_replica_hash(torch.eye(3).to_sparse())
+    ),
+    r"expected the mesh that the model lies on, found Axis": (TypeError, lambda: grad_norm(nn.Linear(2, 2), Axis())),
+    r"recompute 'selective' is none of 'none', 'core' and 'full'": (
+        ValueError, lambda: layer_activation_bytes(8, 2, 16, 4, recompute="selective")
+    ),
+    r"is no folder: download the model first": (ValueError, lambda: from_pretrained("somebody/model")),
+    r"length 10 is not a multiple of the unit 4$": (ValueError, lambda: declare.cut(10, Axis(), 0, 4)),
+    r"a tensor of shape \(3,\) is not the logical shape \(4,\)": (
+        ValueError, lambda: declare.Sharding((4,)).take(torch.zeros(3))
+    ),
+    r"this is simulated rank 0": (RankError, lambda: mp.simulate(lambda mesh: mp.simulate(print, tp=2), tp=1)),
 }  # fmt: skip
 
 
