@@ -370,5 +370,5 @@ def test_patterns_of_the_parameters_of_experts_are_those_of_their_module():
     model["experts"].w = nn.Parameter(torch.ones(2, 4, 4))
     for style in ("moe_tp_experts", Experts({"w": Hidden(-1)})):
         assert resolved(model, {"experts": style, "experts.w": "grouped_gemm"}).keys() == {"experts"}
-    with pytest.raises(ValueError, match="experts.w is a parameter, and 'grouped_gemm' is for modules"):
+    with pytest.raises(ValueError, match=r"experts.w is a parameter, and 'grouped_gemm' is for modules"):
         resolve(model, {"experts": "replicate", "experts.w": "grouped_gemm"})
