@@ -24,6 +24,7 @@ Zhao 2024 (arXiv:2405.07719) for two levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -32,11 +33,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpcore import collectives
-from mpcore.collectives import shard_sizes
+from mpcore.collectives import shard_range, shard_sizes
 from mpcore.kernels._checks import can_read
 from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
-from mpcore.layers.attention.ring import _RingAttention, ring_attention
-from mpcore.layers.attention.scores import AttentionSinks, check_boolean, scored_attention
+from mpcore.layers.attention.ring import _RingAttention, ring_attention, sinks_gradient, with_sinks
+from mpcore.layers.attention.scores import check_boolean, scored_attention
 from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs, tokens_of
 from mpcore.layers.module import input_error, refuse_second_derivative
 from mpcore.mesh.axis import Axis
@@ -85,6 +86,7 @@ def context_attention(
     length: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys and values of the full sequence.
@@ -98,6 +100,8 @@ def context_attention(
         cu_seqlens: [n + 1] document ends, counted over the B full rows concatenated; the same on every rank. None: one
             document per row.
         length: T. None: every rank has as many tokens as this one.
+        sinks: [H], a logit for each head that takes part in the softmax and has no value. Its gradient covers this
+            rank's tokens or heads: sum it over cp, as the gradients of all parameters.
 
     Returns:
         [B, T/cp, H, V].
@@ -106,7 +110,8 @@ def context_attention(
         ValueError: before any communication, if `kind` can't shard this sequence or these heads.
 
     Note:
-        - Twelve parameters: q, k and v, how they are sharded, and the options of `mpcore.kernels.attention.attention`.
+        - Thirteen parameters: q, k and v, how they are sharded, sinks, and the options of
+          `mpcore.kernels.attention.attention`.
 
     Example:
         >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
@@ -134,13 +139,14 @@ def context_attention(
     if cp.size == 1 or kind == "alltoall":
         heads = q.shape[2]
         q, k, v = _to_heads(q, k, v, cp, length)
+        options["sinks"] = None if sinks is None else partial(_add_sinks, sinks=_own_heads(sinks, cp))
         y = packed_attention(q, k, v, causal=causal, window=window, cu_seqlens=cu_seqlens, **options)
         return collectives.all_to_all(y, cp, 1, 2, heads)
 
     bounds = key_bounds(rows * length, causal=causal, window=window, cu_seqlens=cu_seqlens, device=q.device)
     if kind == "allgather":
         bounds = _at(bounds, _packed(runs[cp.rank], rows, length))
-        return _as_rows(_AllGather.apply(_as_rows(q, B // rows), k, v, *bounds, cp, runs, options), B)
+        return _as_rows(_AllGather.apply(_as_rows(q, B // rows), k, v, sinks, *bounds, cp, runs, options), B)
     outer, inner, heads = cp, Axis(), q.shape[2]
     if kind == "two-level":
         assert cp.levels is not None
@@ -149,17 +155,28 @@ def context_attention(
     q, k, v = (_as_rows(t, B // rows) for t in _to_heads(q, k, v, inner, tokens_of(runs[outer.rank])))
     runs = tuple(_packed(of_rank, rows, length) for of_rank in runs)
     ring = ring_attention(outer, runs, causal, window, documents)
-    y = _RingAttention.apply(q, k, v, *_at(bounds, runs[outer.rank]), ring, options)
+    sinks = None if sinks is None else _own_heads(sinks, inner)
+    y = _RingAttention.apply(q, k, v, sinks, *_at(bounds, runs[outer.rank]), ring, options)
     return collectives.all_to_all(_as_rows(y, B), inner, 1, 2, heads)
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, sinks: AttentionSinks | None = None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None, sinks: Any = None, **options: Any
 ) -> Tensor:
-    """Call `mpcore.kernels.attention.attention` on full rows. `cu_seqlens` counts all rows concatenated; adds sinks."""
+    """Call `mpcore.kernels.attention.attention` on full rows. `cu_seqlens` counts all rows concatenated."""
     rows = q.shape[0] if cu_seqlens is None else 1
     y, lse = attention(*(_as_rows(t, rows) for t in (q, k, v)), cu_seqlens=cu_seqlens, **options)
     return _as_rows(y if sinks is None else sinks(y, lse), q.shape[0])
+
+
+def _own_heads(sinks: Tensor, axis: Axis) -> Tensor:
+    """Return the logits [H/n] of the heads that `_to_heads` gives this rank."""
+    start, end = shard_range(sinks.shape[0], axis)
+    return sinks[start:end]
+
+
+def _add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return with_sinks(y, lse, sinks)[0].to(y.dtype)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, **scores: Any) -> Tensor:
@@ -230,24 +247,27 @@ class _AllGather(Function):
     """All-gather keys and values; gather them again in backward, so that only shards are kept."""
 
     @staticmethod
-    def forward(ctx, q, k, v, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):
+    def forward(ctx, q, k, v, sinks, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):
         keys, values = (_as_rows(t, q.shape[0]) for t in _gather_keys(k, v, cp, runs))
         output, lse = attention(q, keys, values, bounds=(low, high), **options)
-        ctx.save_for_backward(q, k, v, output, lse, low, high)
+        if sinks is not None:
+            wide, lse = with_sinks(output, lse, sinks)
+            output = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, output, lse, low, high)
         ctx.cp, ctx.runs, ctx.options = cp, runs, options
         return output
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivative("context-parallel attention")
-        q, k, v, output, lse, low, high = ctx.saved_tensors
+        q, k, v, sinks, output, lse, low, high = ctx.saved_tensors
         keys, values = (_as_rows(t, q.shape[0]) for t in _gather_keys(k, v, ctx.cp, ctx.runs))
         order, wide = order_of_runs(ctx.runs, q.device), torch.promote_types(q.dtype, torch.float32)
         options = {"bounds": (low, high), "out_dtype": wide, **ctx.options}
         dq, *grads = attention_backward(grad, q, keys, values, output, lse, **options)
         grads = (_as_rows(t, k.shape[0]).index_select(1, order) for t in grads)
         dk, dv = (collectives.reduce_scatter(t, ctx.cp, 1) for t in grads)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 5
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(grad, output, lse, sinks), *[None] * 5
 
 
 def _gather_keys(k: Tensor, v: Tensor, cp: Axis, runs: tuple[Runs, ...]) -> tuple[Tensor, Tensor]:

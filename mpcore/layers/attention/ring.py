@@ -114,7 +114,7 @@ class _RingAttention(Function):
     """Ring attention: each step sends the next block while the current block is computed."""
 
     @staticmethod
-    def forward(ctx, q, k, v, low, high, ring: _Ring, options: dict):
+    def forward(ctx, q, k, v, sinks, low, high, ring: _Ring, options: dict):
         wide = torch.promote_types(q.dtype, torch.float32)
         shapes, rank, merged = _Shapes(k, v), ring.axis.rank, None
         held = shapes.pack(k, v)
@@ -127,9 +127,10 @@ class _RingAttention(Function):
                 merged = part if merged is None else merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself
+        merged = merged if sinks is None else with_sinks(*merged, sinks)
         # A cast that does nothing is an alias, whose gradient torch 2.11 loses when it is compiled.
         output, lse = merged if wide == q.dtype else (merged[0].to(q.dtype), merged[1])
-        ctx.save_for_backward(q, k, v, output, lse, low, high)
+        ctx.save_for_backward(q, k, v, sinks, output, lse, low, high)
         ctx.ring, ctx.options = ring, options
         return output
 
@@ -137,7 +138,7 @@ class _RingAttention(Function):
     def backward(ctx, grad):
         """Send each block's gradients along the ring, one step behind the block, and finally to the block's rank."""
         refuse_second_derivative("context-parallel attention")
-        q, k, v, output, lse, low, high = ctx.saved_tensors
+        q, k, v, sinks, output, lse, low, high = ctx.saved_tensors
         ring, shapes, wide = ctx.ring, _Shapes(k, v), torch.promote_types(q.dtype, torch.float32)
         rank, held, dq = ring.axis.rank, shapes.pack(k, v), torch.zeros_like(q, dtype=wide)
         mine = flying = dq.new_empty(0)
@@ -161,7 +162,7 @@ class _RingAttention(Function):
         if ring.steps:
             _, mine = ring.returned(flying, shapes.unit, ring.steps, mine)
         dk, dv = shapes.unpack(mine)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 4
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(grad, output, lse, sinks), *[None] * 4
 
 
 class _Shapes:
@@ -188,3 +189,19 @@ def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tupl
     finite = total.masked_fill(total == -torch.inf, 0)
     weight, other_weight = (rearrange((t - finite).exp(), "b h t -> b t h 1") for t in (lse, other_lse))
     return output * weight + other * other_weight, total
+
+
+def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add one logit per head [H] without a value to the softmax of `attention`'s results."""
+    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    total = torch.logaddexp(lse, logits)
+    return output * rearrange((lse - total).exp(), "b h t -> b t h 1"), total
+
+
+def sinks_gradient(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the logits [H] that `with_sinks` added; `output` and `lse` are its results."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    inner = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+    return -torch.einsum("bht,bth->h", share, inner).to(sinks.dtype)
