@@ -12,6 +12,7 @@ from mpcore.interop.parallelize.plan import (
     Plan,
     Replicate,
     Rowwise,
+    SequenceParallel,
     Vocab,
     model_plan,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "Replicate",
     "Rowwise",
+    "SequenceParallel",
     "Vocab",
     "model_plan",
     "parallelize",

@@ -23,9 +23,22 @@ from mpcore._torch.distributed import ranks_are_threads, ranks_of_running_ddp
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
+from mpcore.interop.parallelize.context import check_context, serve_context
 from mpcore.interop.parallelize.generation import guard_generate
-from mpcore.interop.parallelize.plan import BASE_PLANS, Experts, Plan, Style, Target, is_own, on_axes, resolve
+from mpcore.interop.parallelize.plan import (
+    BASE_PLANS,
+    Experts,
+    Plan,
+    SequenceParallel,
+    Style,
+    Target,
+    is_own,
+    on_axes,
+    resolve,
+)
 from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove_sequence import prove_sequence
+from mpcore.interop.parallelize.sequence import shards_tokens
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Arguments, as_arguments
 from mpcore.mesh.agreement import check_same, gather_objects
@@ -47,6 +60,8 @@ def parallelize(
     *,
     ep: Axis = Axis(role="ep"),
     etp: Axis | None = None,
+    cp: Axis = Axis(name="cp"),
+    context: str = "zigzag",
     check: bool = True,
     example: Any = None,
     skip: tuple[str, ...] = (),
@@ -73,6 +88,10 @@ def parallelize(
             by an all-to-all, so all ranks of ep must run the same forwards. With tp 1 the plan that a model carries
             then names nothing but experts.
         etp: the axis over which each expert is sharded if ep is above 1, `mesh.etp`. None: tp.
+        cp: the context-parallel axis, `mesh.cp`, for a model of transformers: its attention then exchanges keys over cp
+            (docs/parallelize.md). Call `parallelize` on each of its ranks.
+        context: the kind of context parallelism: "zigzag", "ring", "alltoall", "allgather" or "two-level". Shard each
+            batch with `shard_sequence(batch, mesh.cp, context)`.
         check: whether to test the plan as described above. False: the plan is not tested.
         example: arguments of a forward for the test: a tensor, a tuple of arguments, or a dict of arguments by name.
             None: guess them from the model's forward; if that fails, the first forward tests the plan with its
@@ -85,12 +104,12 @@ def parallelize(
         The model itself. If the model is one layer, which the pattern "" names, the new layer.
 
     Raises:
-        ValueError: on every rank of tp and ep and before anything changes, if a pattern matches nothing, the plan
+        ValueError: on every rank of tp, cp and ep and before anything changes, if a pattern matches nothing, the plan
             shards nothing, a style is unknown or unsupported or doesn't fit its module, tp doesn't divide a size, ep
             doesn't divide the number of experts, the plan shards heads that a module counts in an attribute and no
-            `LocalSizes` divides it, the ranks hold different models, or the sharded copy differs from the unsharded
-            one. The message names the first module that differs. If the first forward tests the plan, that forward
-            raises.
+            `LocalSizes` divides it, the ranks hold different models, the attention can't exchange keys over cp, cp or
+            "sequence_parallel" comes with ep, or the sharded copy differs from the unsharded one. The message names
+            the first module that differs. If the first forward tests the plan, that forward raises.
 
     Note:
         - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
@@ -114,16 +133,23 @@ def parallelize(
         >>> mpcore.parallelize(model, {"0": "colwise", "2": "rowwise"}, tp)[0].weight.shape
         torch.Size([4, 4])
     """
-    for axis in (tp, ep, etp or tp):
+    for axis in (tp, ep, cp, etp or tp):
         check_axis(axis)
-    axes = [axis for axis in (tp, ep) if axis.size > 1]
-    problem, swaps, styles = None, {}, []
+    axes = [axis for axis in (tp, ep, cp) if axis.size > 1]
+    problem, swaps, styles, split = None, {}, [], False
     try:
         if axes:
             _check_owner(module)
-        styles = on_axes(_without(module, resolve(module, plan, tp.size, ep.size), skip), ep, etp)
+        found = [] if tp.size == ep.size == 1 < cp.size and is_own(plan) else resolve(module, plan, tp.size, ep.size)
+        styles = on_axes(_without(module, found, skip), ep, etp)
         swaps = swaps_of(module, styles, tp)
         checks.check_plan(module, styles, tp, own=is_own(plan))
+        split = tp.size > 1 and shards_tokens(styles)
+        if ep.size > 1 and (cp.size > 1 or split):
+            other = f"cp {cp.size}" if cp.size > 1 else "'sequence_parallel'"
+            raise ValueError(
+                f"ep {ep.size} with {other} is not supported for a model made elsewhere: leave one of them out"
+            )
         if tp.size > 1:
             _check_share(module, swaps, styles, tp, strict)
         if ep.size > 1 and not any(isinstance(style, Experts) for _, _, style in styles):
@@ -137,14 +163,19 @@ def parallelize(
     if problem is not None:
         raise problem
     if axes:
-        _agree(checks.fingerprint(module, plan), axes)
-    later = _try_plan(module, styles, tp, ep, example, strict) if check and axes else None
+        _agree(checks.fingerprint(module, plan) | {"context": context}, axes)
+    documents = True
+    if check and (cp.size > 1 or split):
+        documents = check_context(module, cp if cp.size > 1 else tp, context, example, required=cp.size > 1)
+    later = _try_plan(module, styles, tp, ep, example, strict) if check and max(tp.size, ep.size) > 1 else None
     model = cut_model(module, styles, tp, swaps)
     if later is not None:
         later.watch(model)
-    if axes:
-        guard_generate(model, *axes)
-    for axis in axes:
+    if cp.size > 1 or split:
+        serve_context(model, cp, context, documents, tp if split else None)
+    if sharding := [axis for axis in (tp, ep) if axis.size > 1]:
+        guard_generate(model, *sharding)
+    for axis in sharding:
         model.register_forward_pre_hook(partial(_refuse_ddp, axis))
     if ep.size * (etp or tp).size > tp.size:  # other ranks of ep have other tokens
         model.register_forward_hook(partial(_refuse_balance_loss, ep))
@@ -239,7 +270,11 @@ class _Trial:
         wrong = unknown = None
         if self.tp.rank == 0 or self.tp.group is None:
             try:
-                wrong = Prover(self.shapes, example).verdict(self.styles, self.tp.size, cut_model, self.tp)
+                prover, plain = Prover(self.shapes, example), {n: s for n, s in self.styles.items() if n}
+                split = any(isinstance(style, SequenceParallel) for style in self.styles.values())
+                wrong = prover.verdict(plain if split else self.styles, self.tp.size, cut_model, self.tp)
+                if split and wrong is None:
+                    wrong = prove_sequence(prover, self.styles, self.tp.size, cut_model)
             except CannotCheckError as error:
                 unknown = str(error)
             except ValueError as error:

@@ -139,7 +139,19 @@ class Experts:
         return tp if self.ep.size == 1 or self.etp is None else self.etp
 
 
-Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes | Experts
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Shard the tokens between the sharded layers of a model of transformers over tp. Name the model itself: "".
+
+    Norms, residuals and the outputs of embeddings then have T/tp tokens on each rank. Each module that owns sharded
+    layers, such as an attention or an MLP, gathers its input and splits its output.
+
+    Example:
+        >>> plan = {"": "sequence_parallel", "model.layers.*.mlp.up_proj": "colwise"}  # the same as SequenceParallel()
+    """
+
+
+Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes | Experts | SequenceParallel
 Plan = Mapping[str, str | Style]
 Target = tuple[str, nn.Module, Style]
 STYLES: dict[str, Style] = {
@@ -157,12 +169,12 @@ STYLES: dict[str, Style] = {
     "ep_dispatch_experts": Experts(),
     "grouped_gemm": Experts(),
     "ep_router": Replicate(),
+    "sequence_parallel": SequenceParallel(),
 }
 """Styles by the names that Hugging Face's plans give them (4.x and 5.x), and "vocab"."""
 UNSUPPORTED = (
     *("packed_colwise", "packed_rowwise", "local_packed_rowwise", "local_colwise", "local_rowwise", "local", "gather"),
-    *("local_params", "isolated", "sequence_parallel", "all_reduce", "embedding_colwise", "mla_kv_a_proj"),
-    "moe_identity_expert",
+    *("local_params", "isolated", "all_reduce", "embedding_colwise", "mla_kv_a_proj", "moe_identity_expert"),
 )
 """Styles of Hugging Face's plans that `parallelize` refuses."""
 BASE_PLANS: dict[str, Plan] = {

@@ -422,7 +422,7 @@ DIVIDED = "divided already"  # said if `LocalSizes` has all sizes, and the modul
 
 def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: bool) -> str:
     """Return advice on how to change the plan, as far as the failing module tells."""
-    if name not in twin.names:
+    if name not in twin.names or not targets:
         return ""
     module, styles = twin.model.get_submodule(name), {name: style for name, _, style in targets}
     style, full = styles.get(name), twin.names[name]
@@ -460,7 +460,7 @@ def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: boo
 
 
 def _gradient_advice(found: Departure, targets: list[Target]) -> str:
-    if found.name.startswith("input "):
+    if found.name.startswith("input ") or not targets:
         return ""
     owner, _, leaf = found.name.rpartition(".")
     if any(name == owner and isinstance(style, LocalSizes) for name, _, style in targets):  # one style for a module

@@ -26,14 +26,16 @@ from mpcore.interop.parallelize.plan import (
     resolve,
 )
 from mpcore.interop.parallelize.prove import DIVIDED, GRADIENT, CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
 from mpcore.mesh.axis import Axis
 
 LARGE = 0.005  # a layer with more than this part of the model's parameters is sharded separately
+Styles = dict[str, "str | Style"]
+SPLIT: Styles = {"": "sequence_parallel"}
 _WHOLE = ""  # marks tensors that every rank must have unsharded
 _NORMED = "*"  # marks tensors behind a norm over all features of linear layers
-Styles = dict[str, "str | Style"]
 T = TypeVar("T")
 
 
@@ -77,7 +79,9 @@ class _Region:
     norms: dict[str, None] = field(default_factory=dict)
 
 
-def suggest_plan(model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = None) -> Suggestion:
+def suggest_plan(
+    model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = None, sequence_parallel: bool = False
+) -> Suggestion:
     """Derive a plan from one traced forward, part by part, and keep the parts that pass the test.
 
     A linear layer becomes "rowwise" if its input comes only from other linear layers, with no norm over all features in
@@ -89,6 +93,7 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = N
         tp: the number of ranks to test with.
         ep: the number of ranks over which experts are sharded. With tp 1 the plan names nothing but experts.
         example: arguments of a forward, as for `parallelize`. None: guess them.
+        sequence_parallel: also try to shard the tokens between sharded layers: `{"": "sequence_parallel"}`.
 
     Returns:
         A `Suggestion`: the plan, the fraction of the bytes that it shards, whether it was proven, why each other part
@@ -135,6 +140,12 @@ def suggest_plan(model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = N
                 plan |= part
             else:
                 left |= dict.fromkeys(part, wrong)
+    if sequence_parallel and plan:
+        wrong = _split_verdict(prover, plan | SPLIT, tp)
+        if wrong is None:
+            plan |= SPLIT
+        else:
+            left |= dict.fromkeys(SPLIT, wrong)
     replicated |= flow.spelled(_full_inputs(flow)) if tp > 1 or ep == 1 else {}
     left = {pattern: why for pattern, why in left.items() if pattern not in plan}
     return Suggestion(plan, share_of(prover.shapes, plan, tp, ep), bool(plan), left, replicated)
@@ -181,6 +192,13 @@ def _verdict(prover: Prover, plan: Styles, tp: int, ep: int) -> str | None:
         return str(error)
     finally:
         twin.model.zero_grad()
+
+
+def _split_verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
+    try:
+        return prove_sequence(prover, {name: style for name, _, style in resolve(prover.shapes, plan)}, tp, cut_model)
+    except (ValueError, CannotCheckError) as error:
+        return str(error)
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------

@@ -24,10 +24,12 @@ from mpcore.interop.parallelize.plan import (
     LocalSizes,
     Replicate,
     Rowwise,
+    SequenceParallel,
     Style,
     Target,
     Vocab,
 )
+from mpcore.interop.parallelize.sequence import shards_tokens, split_tokens
 from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh.axis import Axis
@@ -70,7 +72,7 @@ def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap
                 experts_shardings(module, style, tp)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        elif not isinstance(style, Replicate | LocalSizes):
+        elif not isinstance(style, Replicate | LocalSizes | SequenceParallel):
             build(name, module, style)
     named = {id(module) for _, module, _ in styles}
     for ends in _tied(model):
@@ -149,7 +151,10 @@ def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int,
         elif style == Replicate(partial_gradient=True):
             for leaf in dict(target.named_parameters(recurse=False)):
                 add_partial(target, leaf, tp)
-    return apply_swaps(model, swaps)
+    model = apply_swaps(model, swaps)
+    if tp.size > 1 and shards_tokens(styles):
+        split_tokens(model, styles, tp)
+    return model
 
 
 def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, Sharding]:

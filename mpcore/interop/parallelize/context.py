@@ -1,0 +1,504 @@
+"""Context parallelism for models of transformers: their attention exchanges keys over cp.
+
+transformers asks a registry for the attention function and for the function that makes masks. `serve_context`
+registers one of each, which compute `context_attention`, and adds a hook to the model's forward. The hook gathers the
+positions and the padding mask of all tokens, so that masks are those of the full sequence. Every mask becomes runs of
+keys: causal or full, a window, and documents. Packed documents, chunks and padding at the ends of a row are documents.
+
+    user                     hook of the model                mask function               attention function
+    tokens of this rank  ->  positions, all rows' mask   ->   `ContextMask`          ->   `context_attention`
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mpcore import collectives
+from mpcore._torch.fake import is_fake
+from mpcore._torch.values import real_tensors
+from mpcore.interop.parallelize.lockstep import UnequalError, lockstep
+from mpcore.interop.parallelize.prove import CannotCheckError, Prover, Run, compare, run, shapes_of
+from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments
+from mpcore.layers.attention import context_attention, document_ends, sequence_index, shard_sequence, unshard_sequence
+from mpcore.layers.attention.sequence import check_kind, order_of_runs, sequence_runs
+from mpcore.mesh.agreement import gather_objects
+from mpcore.mesh.axis import Axis
+
+NAME = "mpcore"
+TENSORS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
+UNUSED = ("position_ids", "cache_position", "use_cache", "is_causal", "sliding_window", "output_attentions")
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+LOCAL = 13  # tokens of a rank in the test: seldom another size of a model
+WAY_OUT = "build the mesh with cp 1 for this model: tp, ZeRO and pipelines serve it"
+
+
+@dataclass(eq=False)
+class FullSequence:
+    """The full sequence of one forward. The hook attaches it to the model's `attention_mask`.
+
+    Attributes:
+        length: T.
+        documents: [B, T], a number for each token that is the same for the tokens of one document; None: one document.
+        positions: [B, T], positions that restart in each document; None: 0 .. T-1.
+    """
+
+    length: int
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+
+@dataclass(eq=False)
+class ContextMask:
+    """The mask of an attention layer over the full sequence, as `context_attention` takes it.
+
+    `wrong` says why the mask can't be served; a layer that uses it raises.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    cu_seqlens: Tensor | None = None
+    length: int = 0
+    wrong: str = ""
+
+
+def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True, tp: Axis | None = None) -> None:
+    """Make the attention of a model of transformers exchange keys over cp, in place.
+
+    Args:
+        model: the model.
+        cp: the context-parallel axis.
+        kind: the kind of context parallelism.
+        documents: whether the unsharded model keeps packed documents apart. False: the forward refuses them.
+        tp: the axis over which sequence parallelism shards the tokens again; None: it doesn't.
+
+    Raises:
+        ValueError: if the model's attention can't: it is no model of transformers, or doesn't ask the registry.
+    """
+    what = f"cp {cp.size}" if cp.size > 1 else "sequence parallelism"
+    way_out = WAY_OUT if cp.size > 1 else "leave 'sequence_parallel' out of the plan"
+    check_kind(kind, cp)
+    parameters = inspect.signature(type(model).forward).parameters
+    choose: Any = getattr(model, "set_attn_implementation", None)
+    config: Any = getattr(model, "config", None)
+    if choose is None or config is None or not {"input_ids", "attention_mask"} <= parameters.keys():
+        raise ValueError(
+            f"{what} serves models of transformers that take input_ids and attention_mask, and this is a "
+            f"{type(model).__name__}: build it from mpcore's layers, such as mpcore.ParallelAttention(.., cp=mesh.cp)"
+        )
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    other = next((at for at, each in enumerate(kinds) if each not in LAYER_TYPES), None)
+    if other is not None:
+        raise ValueError(
+            f"layer {other} of {type(model).__name__} is of the type {kinds[other]!r}, which {what} can't serve: "
+            f"{way_out}"
+        )
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for each in (rope, *(x for x in rope.values() if isinstance(x, dict))):
+        form = each.get("rope_type") or "default"
+        if cp.size > 1 and ("dynamic" in form or form == "longrope"):
+            raise ValueError(
+                f"rope_type {form!r} of {type(model).__name__} depends on the longest sequence, which a rank of {what} "
+                f"doesn't see: set rope_parameters of a fixed kind, or {WAY_OUT}"
+            )
+    hf = import_module("transformers")
+    hf.AttentionInterface.register(NAME, attend)
+    hf.AttentionMaskInterface.register(NAME, context_mask)
+    choose(NAME)
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f"{type(model).__name__} computes attention in its own code, not through transformers' attention "
+            f"functions, which {what} needs: {way_out}"
+        )
+    for module in model.modules():
+        if "config" in vars(module):
+            module.cp, module.context = cp, kind  # type: ignore[assignment]  # read by `attend`
+    hook = partial(_show_full_sequence, cp=cp, kind=kind, documents=documents, tp=tp or Axis(name="tp"))
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+# --- the hook of the model's forward ----------------------------------------------------------------------------------
+
+
+def _show_full_sequence(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cp: Axis, kind: str, documents: bool, tp: Axis
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace positions and the padding mask by those of the full sequence. A forward pre-hook."""
+    parameters = inspect.signature(type(model).forward).parameters
+    names = list(parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: value for name, value in given.items() if value is not None}
+    _refuse_arguments(model, given, cp, tp)
+    tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+    rows = tokens.shape[0]
+    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+    lengths = _lengths(tokens, position_ids, mask, cp)
+    if any(length % tp.size for length in lengths):
+        raise ValueError(
+            f"{', '.join(map(str, lengths))} tokens on the ranks of cp are not multiples of tp {tp.size}, which "
+            f"sequence parallelism needs: pad the rows, with attention_mask 0 and targets -100"
+        )
+    full = FullSequence(sum(lengths))
+    if mask is not None:
+        full.documents = _documents_of_padding(unshard_sequence(mask.bool(), cp, kind, 1, full.length))
+        if position_ids is None and full.documents is not None and not bool(full.documents[:, 0].all()):
+            raise ValueError(
+                "attention_mask hides the first tokens of a row, and models count positions there in two ways: give "
+                "position_ids too, or pad the ends of rows"
+            )
+    elif position_ids is not None:
+        full.positions = unshard_sequence(position_ids.contiguous(), cp, kind, 1, full.length).expand(rows, -1)
+        steps = torch.diff(full.positions, prepend=full.positions[:, :1] - 1)
+        full.documents = (steps != 1).cumsum(-1)
+        if not documents and bool(full.documents.any()):
+            raise ValueError(
+                f"position_ids restart, and {type(model).__name__} doesn't keep packed documents apart in transformers "
+                f"either: give one document in each row, with attention_mask for padding"
+            )
+    shown = torch.ones(rows, full.length, dtype=torch.bool, device=tokens.device)
+    shown.full_sequence = full  # type: ignore[attr-defined]
+    given["attention_mask"] = shown
+    if tp.size > 1 and "inputs_embeds" in given:
+        given["inputs_embeds"] = collectives.split(given["inputs_embeds"], tp, 1)
+    elif tp.size > 1 and "inputs_embeds" in parameters:  # else some models would read T from the shape of input_ids
+        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))  # type: ignore[operator]
+    if position_ids is None:
+        given["position_ids"] = sequence_index(full.length, cp, kind, tokens.device)[None]
+    if "use_cache" in parameters or _takes_any(parameters):
+        given["use_cache"] = False
+    return (), given
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:
+    """Raise ValueError for arguments whose result would depend on the tokens of this rank alone."""
+    kind = type(model).__name__
+    what = f"cp {cp.size}" if cp.size > 1 else f"sequence parallelism over tp {tp.size}"
+    if "labels" in given and cp.size > 1:
+        raise ValueError(
+            f"labels= would be shifted within the tokens of each of {cp.size} ranks of cp: leave it out, shift the "
+            f"targets before shard_sequence, and compute the loss from the logits as a sum over tokens"
+        )
+    config: Any = model.config
+    switched = {"output_router_logits": getattr(config, "output_router_logits", False)} | given
+    for name in ("output_router_logits", "output_attentions", "past_key_values", "use_cache", "logits_to_keep"):
+        value = switched.get(name)
+        if isinstance(value, Tensor) or value:
+            raise ValueError(
+                f"{name} = {value!r:.40} needs all tokens, and a rank of {what} has a part of them: leave it out of "
+                f"{kind}'s forward and config. To generate, load the weights into a model without {what}"
+            )
+    for name, value in given.items():
+        if isinstance(value, Tensor) and name not in TENSORS and (name != "labels" or cp.size > 1):
+            raise ValueError(
+                f"{kind} with {what} takes the tensors {', '.join(TENSORS)}, and {name} is none of them: {WAY_OUT}"
+            )
+    for name, dims in {"attention_mask": 2, "position_ids": 2, "input_ids": 2}.items():
+        value = given.get(name)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() != dims):
+            raise ValueError(f"{name} must be [B, T/cp] with {what}, as shard_sequence returns it")
+    if "input_ids" not in given and "inputs_embeds" not in given:
+        raise ValueError(f"{kind} needs input_ids or inputs_embeds [B, T/cp]")
+
+
+def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, cp: Axis) -> list[int]:
+    """Return the number of tokens of each rank of cp.
+
+    Raises:
+        ValueError: on every rank, if the ranks' arguments are no shards of one sequence.
+    """
+    rows, mine = tokens.shape[:2]
+    wrong = next((x for x in (position_ids, mask) if x is not None and x.shape[1] != mine), None)
+    if cp.size == 1 or torch.compiler.is_compiling() or tokens.is_meta or is_fake(tokens):
+        return [mine] * cp.size
+    told = [mine, rows, position_ids is not None, mask is not None, wrong is not None]
+    every = collectives.all_gather(torch.tensor([told], device=tokens.device), cp, 0).tolist()
+    lengths = [each[0] for each in every]
+    if any(each[4] for each in every):
+        raise ValueError(
+            f"position_ids and attention_mask must have the shape [B, T/cp] of the {mine} tokens of a rank"
+        )
+    if lengths != collectives.shard_sizes(sum(lengths), cp.size):
+        raise ValueError(
+            f"the ranks of cp hold {', '.join(map(str, lengths))} tokens, which shard_sequence cuts from no "
+            f"sequence: shard input_ids, position_ids and attention_mask with mpcore.shard_sequence"
+        )
+    if any(each[1:4] != every[0][1:4] for each in every):
+        raise ValueError(
+            "the ranks of cp are given different numbers of rows, or position_ids or attention_mask on some ranks "
+            "only: give each rank its shard of the same arguments"
+        )
+    return lengths
+
+
+def _documents_of_padding(mask: Tensor) -> Tensor | None:
+    """Return documents that keep real tokens from padding at the ends of rows; None if there is no padding."""
+    steps = torch.diff(mask.int(), prepend=torch.zeros_like(mask[:, :1], dtype=torch.int32))
+    if bool(mask.all()):
+        return None
+    if bool(((steps == 1).sum(-1) > 1).any()):
+        raise ValueError(
+            "attention_mask hides tokens between others in a row, and cp serves padding at the ends of a row only: "
+            "move the padding there, or build the mesh with cp 1"
+        )
+    return mask.int()
+
+
+# --- the two functions of transformers' registries --------------------------------------------------------------------
+
+
+def context_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **_: Any) -> ContextMask:
+    """Make the `ContextMask` of a layer. transformers calls it with the arguments of `sdpa_mask`."""
+    shown = getattr(attention_mask, "_base", None)  # of a view, such as attention_mask.view(rows, -1)
+    shown = attention_mask if shown is None else shown
+    full: FullSequence | None = getattr(shown, "full_sequence", None)
+    if full is None or attention_mask is None or attention_mask.shape != shown.shape:
+        return ContextMask(wrong="another than that of the forward's attention_mask")
+    causal, window, documents = False, None, full.documents
+    for part in _parts(mask_function):
+        held, name = inspect.getclosurevars(part).nonlocals, getattr(part, "__qualname__", "")
+        if part.__module__ != "transformers.masking_utils":
+            return ContextMask(wrong=f"{part.__module__}.{name}")
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay.<locals>.inner_mask":
+            window = held["sliding_window"]
+        elif name == "chunked_overlay.<locals>.inner_mask":
+            places = (
+                torch.arange(full.length, device=attention_mask.device)[None]
+                if full.positions is None
+                else full.positions
+            )
+            chunks = (places - held["left_padding"].to(places.device)[:, None]) // held["chunk_size"]
+            documents = chunks if documents is None else documents * (full.length + 1) + chunks
+        elif name != "bidirectional_mask_function":
+            return ContextMask(wrong=name)
+    if window is not None and not causal:
+        return ContextMask(wrong=f"a window of {window} tokens on both sides")
+    rows = attention_mask.shape[0]
+    ends = None if documents is None else document_ends(documents.expand(rows, -1).cpu()).unique()
+    return ContextMask(causal, window, ends, full.length)
+
+
+def _parts(mask_function: Any) -> Iterator[Any]:
+    """Yield the mask functions that `and_masks` of transformers joins."""
+    if getattr(mask_function, "__qualname__", "") == "and_masks.<locals>.and_mask":
+        for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
+            yield from _parts(part)
+    else:
+        yield mask_function
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ContextMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute a layer's attention over the full sequence. An attention function of transformers.
+
+    Args:
+        module: the attention layer.
+        query, key, value: [B, H, T/cp, K], [B, Hkv, T/cp, K] and [B, Hkv, T/cp, V].
+        attention_mask: the `ContextMask`.
+        scaling, dropout, softcap, s_aux: as transformers passes them; `s_aux` are sinks [H].
+        others: arguments of other attention functions.
+
+    Returns:
+        [B, T/cp, H, V], and None in place of the weights.
+
+    Raises:
+        ValueError: before any communication, if the layer's attention can't be computed over cp.
+    """
+    kind, cp = type(module).__name__, getattr(module, "cp", None)
+    if cp is None:
+        raise ValueError(f"{kind} has the config of a model that parallelize changed: give each model its own config")
+    if not isinstance(attention_mask, ContextMask):
+        raise ValueError(f"{kind} gives its attention a mask of its own, or none, which cp {cp.size} can't follow")
+    if attention_mask.wrong:
+        raise ValueError(f"the mask of {kind} is {attention_mask.wrong}, which cp {cp.size} can't follow")
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{kind} attends from {query.shape[2]} tokens to {key.shape[2]}, which cp {cp.size} can't follow"
+        )
+    if dropout:
+        raise ValueError(
+            f"{kind} has attention dropout {dropout}, and cp {cp.size} has none: set attention_dropout to 0"
+        )
+    extra = [name for name, x in others.items() if x is not None and x is not False and name not in UNUSED]
+    if extra:
+        raise ValueError(f"{kind} gives its attention {', '.join(extra)}, which cp {cp.size} can't follow")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    y = context_attention(
+        q, k, v, module.context, cp, causal=attention_mask.causal, window=attention_mask.window,  # type: ignore[arg-type]
+        cu_seqlens=attention_mask.cu_seqlens, length=attention_mask.length, scale=scaling, softcap=softcap, sinks=s_aux,
+    )  # fmt: skip
+    return y, None
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, required: bool) -> bool:
+    """Test on the CPU of the axis's rank 0 whether cp serves a model. Return whether documents stay apart.
+
+    Raises:
+        ValueError: on every rank of the axis, if `required` and cp can't serve the model.
+    """
+    wrong, documents = None, True
+    try:
+        if axis.rank == 0:
+            prover = Prover(shapes_of(model), None if example is None else as_arguments(example))
+            wrong = prove_context(prover, kind)
+            documents = wrong is None and prove_context(prover, kind, documents=True) is None
+    except CannotCheckError as error:
+        wrong = (
+            f"parallelize can't test cp {axis.size} on this model: {error}. Give arguments of a forward as example=.., "
+            f"or compare a small model of the family yourself and say check=False"
+        )
+    except Exception as error:  # catch all: the other ranks wait for the result
+        wrong = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    wrong, documents = gather_objects((wrong, documents), axis.group)[0]
+    if wrong is not None and required:
+        raise ValueError(wrong)
+    return wrong is None and documents
+
+
+def prove_context(prover: Prover, kind: str, size: int = 2, documents: bool = False) -> str | None:
+    """Compare a small random copy of a model with the same copy whose sequence is sharded over cp.
+
+    Args:
+        prover: the prover of the model before it is parallelized.
+        kind: the kind of context parallelism. "two-level" is tested as "zigzag", which has the same order.
+        size: the number of ranks.
+        documents: whether to pack two documents in each row.
+
+    Returns:
+        What is wrong, as text that names the first module that differs. None: nothing is wrong.
+
+    Raises:
+        ValueError: if the model's attention can't exchange keys.
+        CannotCheckError: if no copy can be made or run.
+    """
+    kind = "zigzag" if kind == "two-level" else kind
+    length = size * LOCAL + 1
+    twin, given = tokens_of_example(prover, length)
+    if documents:
+        given["position_ids"] = torch.arange(length).remainder(length // 2)[None]
+    runs = [Run() for _ in range(size)]
+
+    def rank_run(axis: Axis) -> None:
+        part = copy.deepcopy(twin.model)
+        serve_context(part, axis, kind)
+        with LocalPositions(collectives.shard_sizes(length, size)[axis.rank]):
+            run(part, ((), shard_sequence(given, axis, kind, dim=1)), found=runs[axis.rank])
+
+    with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        whole = run(twin.model, plain_arguments(((), given | {"use_cache": False})), sharded=False)
+        twin.model.zero_grad()
+        if whole.error is not None:
+            raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {whole.error}")
+        try:
+            lockstep(size, rank_run)
+        except UnequalError as error:
+            if not any(each.error for each in runs):  # if only one rank failed, its run has the error
+                runs[0].error = error
+        if not any(each.error for each in runs):
+            runs = [_joined(whole, runs, length, Axis(size, name="cp"), kind)]
+        wrong = compare(twin, whole, runs, [], prover.tolerance)
+    if wrong is None:
+        return None
+    return f"{wrong.replace('on 1 ranks', f'on {size} ranks of cp')}. Where a module mixes tokens itself, {WAY_OUT}"
+
+
+class LocalPositions(TorchFunctionMode):
+    """Refuse models that number the tokens of a rank themselves, by `torch.arange` of their number.
+
+    Such positions may matter beyond the length of the test alone, as in Llama 4's scale of queries from position 8192.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        frame = inspect.currentframe()
+        caller = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
+        if func is torch.arange and made.numel() == self.tokens and not caller.startswith("mpcore."):
+            raise ValueError(f"it numbers the {self.tokens} tokens of a rank itself, by torch.arange")
+        return made
+
+
+def tokens_of_example(prover: Prover, length: int) -> tuple[Twin, dict[str, Tensor]]:
+    """Return the copy of a model, and `length` tokens among the arguments that its forward accepts, by name.
+
+    Raises:
+        CannotCheckError: if no copy can be made or run, or there are no tokens.
+    """
+    twin, (args, kwargs), _ = prover.whole
+    names = list(inspect.signature(type(twin.model).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: x for name, x in given.items() if name in TENSORS and isinstance(x, Tensor)}
+    if not given.keys() & {"input_ids", "inputs_embeds"}:
+        raise CannotCheckError("no input_ids of its forward are known")
+    given.pop("position_ids", None)
+    return twin, {name: x[:, torch.arange(length) % x.shape[1]] for name, x in given.items()}
+
+
+def _joined(whole: Run, runs: list[Run], length: int, cp: Axis, kind: str) -> Run:
+    """Join the tensors of all ranks to those of the full sequence, and sum the gradients."""
+
+    def of_all(parts: list[Tensor]) -> Tensor:
+        return join_tokens(parts, length, cp, kind)
+
+    gradients: dict[str, Tensor | None] = {}
+    for name, want in whole.gradients.items():
+        parts = [x for each in runs if (x := each.gradients.get(name)) is not None]
+        if name.startswith("input "):
+            gradients[name] = of_all(parts) if len(parts) == cp.size else want
+        else:
+            gradients[name] = torch.stack(parts).sum(0) if parts else None
+    outputs = [of_all(list(parts)) for parts in zip(*(each.outputs for each in runs), strict=False)]
+    calls = join_calls(runs, length, cp, kind)
+    return replace(runs[0], outputs=outputs, calls=calls, gradients=gradients, shardings={})
+
+
+def join_tokens(parts: list[Tensor], length: int, axis: Axis, kind: str) -> Tensor:
+    """Return the tensor [B, T, ..] of the full sequence, or the first rank's tensor if it is no shard of one."""
+    sizes = collectives.shard_sizes(length, axis.size)
+    if any(x.dim() < 2 or x.shape[1] != n for x, n in zip(parts, sizes, strict=True)):
+        return parts[0]
+    place = order_of_runs(sequence_runs(length, axis, kind), None).argsort()
+    return torch.cat(parts, 1).index_select(1, place)
+
+
+def join_calls(runs: list[Run], length: int, axis: Axis, kind: str) -> list[tuple[str, list[Tensor]]]:
+    """Return `Run.calls` of the full sequence; empty if the ranks called other modules."""
+    if any([name for name, _ in each.calls] != [name for name, _ in runs[0].calls] for each in runs):
+        return []
+    return [
+        (
+            same[0][0],
+            [join_tokens(list(parts), length, axis, kind) for parts in zip(*(x for _, x in same), strict=False)],
+        )
+        for same in zip(*(each.calls for each in runs), strict=True)
+    ]

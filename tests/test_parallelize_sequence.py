@@ -1,0 +1,162 @@
+"""Models of transformers whose sequence is sharded over cp, and between layers over tp, train as on one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mpcore import Axis, Recompute, Zero, parallelize, prepare, shard_sequence
+from mpcore.interop.parallelize import model_plan, suggest_plan
+from mpcore.interop.parallelize.context import serve_context
+from tests import families
+from tests.equality import close
+from tests.pool import mesh
+
+hf = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "vocab_size": 66}
+SIZES |= {"num_hidden_layers": 2, "intermediate_size": 36, "max_position_embeddings": 64, "use_cache": False}
+SIZES |= {"pad_token_id": 0}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(**SIZES, **MIXED, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=0.2, attn_implementation="eager")
+    ),
+}
+ROWS, T = 4, 16
+
+
+def build(name, seed=0):
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    if name == "gpt_oss":
+        model.set_experts_implementation("eager")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model.double()
+
+
+def batch_of(what):
+    tokens = torch.randint(1, 66, (ROWS, T + 1), generator=torch.Generator().manual_seed(3))
+    batch = {"x": tokens[:, :-1], "target": tokens[:, 1:].clone()}
+    if what == "documents":
+        batch["position_ids"] = torch.arange(T).remainder(5)[None].repeat(ROWS, 1)
+    elif what == "padding":
+        batch["attention_mask"] = torch.ones(ROWS, T, dtype=torch.long)
+        batch["attention_mask"][0, -3:] = batch["attention_mask"][1, :2] = 0
+        batch["target"][batch["attention_mask"] == 0] = -100
+        batch["position_ids"] = torch.arange(T).repeat(ROWS, 1)
+    return batch
+
+
+def token_loss(out, target):
+    return F.cross_entropy(out.logits.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False):
+    """The losses of four steps."""
+    on, model, batch = mesh(**sizes), build(name), batch_of(what)
+    here = slice(on.dp.rank * ROWS // on.dp.size, (on.dp.rank + 1) * ROWS // on.dp.size)
+    batch = {key: x[here] for key, x in batch.items()}
+    if on.tp.size > 1 or on.cp.size > 1:
+        plan = model_plan(model) | {"": "sequence_parallel"} if split else "auto"
+        model = parallelize(model, plan, on.tp, cp=on.cp, context=kind)
+        batch = shard_sequence(batch, on.cp, kind)
+    run = prepare(
+        model, on, blocks=model.model.layers, loss=token_loss, initialize=False, data=Zero(zero),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), recompute=Recompute(recompute),
+    )  # fmt: skip
+    found, x, target = [], batch.pop("x"), batch.pop("target")
+    with families.wide():
+        for _ in range(4):
+            found.append(run.forward_backward(x, target, **batch))
+            run.optimizer_step()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "what", "sizes", "options"),
+    [
+        (2, "llama", "documents", {"cp": 2}, {"kind": "zigzag", "zero": 3, "recompute": "full"}),
+        (4, "llama", "padding", {"tp": 2, "cp": 2}, {"kind": "alltoall", "split": True}),
+        (3, "gpt_oss", "", {"cp": 3}, {"kind": "zigzag"}),
+        (4, "gpt_oss", "padding", {"cp": 2, "dp": 2}, {"kind": "alltoall", "zero": 2}),
+        (2, "gpt_oss", "", {"cp": 2}, {"kind": "allgather"}),
+        (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
+        (2, "gemma2", "", {"tp": 2}, {"split": True, "recompute": "full"}),
+    ],
+)
+def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes, options):
+    (want,) = ranks(1, losses, name, what, {})
+    for got in ranks(size, losses, name, what, sizes, **options):
+        close(got, want, "losses", 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "cp", "sp"),
+    [
+        ("qwen3_moe", "equal", "equal"),  # a router and experts, and norms of heads
+        ("llama4_text", "refused: model.layers.0.self_attn", "refused"),  # it numbers tokens, to scale queries
+        ("gpt_oss", "equal, one document a row", "equal"),  # transformers lets its documents see each other
+        ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
+        ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "refused: layer 0"),
+        ("doge", "refused: model.layers.0.self_attn", "refused: with"),
+        ("deepseek_v4", "refused: layer", "refused: layer"),  # keys of compressed blocks of tokens
+    ],
+)
+def test_a_family_is_equal_or_refused_by_what_mixes_its_tokens(family, cp, sp):
+    found = families.row(family, [2], families.sequence).results
+    assert found["cp 2"].startswith(cp)
+    assert found["sp 2"].startswith(sp)
+
+
+def test_a_plan_is_found_that_splits_the_tokens_where_it_is_right():
+    assert suggest_plan(build("llama"), sequence_parallel=True).plan[""] == "sequence_parallel"
+    left = suggest_plan(families.build("codegen"), sequence_parallel=True).left
+    assert "CodeGenForCausalLM" in left[""]
+
+
+def check_refusals():
+    """What a rank's tokens can't give is refused on every rank."""
+    on = mesh(cp=2)
+    ids = torch.arange(1, 9).repeat(2, 1)
+    mine = shard_sequence({"input_ids": ids, "position_ids": torch.arange(8).repeat(2, 1)}, on.cp, "ring")
+    model = parallelize(build("gpt_oss"), cp=on.cp, context="ring")
+    holes = shard_sequence(torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]] * 2), on.cp, "ring")
+    uneven = ids[:, : 4 + 2 * on.cp.rank]
+    wrong = {
+        "labels=": {"labels": mine["input_ids"]}, "use_cache": {"use_cache": True},
+        "logits_to_keep": {"logits_to_keep": 1}, "between others": {"attention_mask": holes},
+        "output_router_logits": {"output_router_logits": True}, "4, 6 tokens": {"input_ids": uneven},
+        "some ranks only": {"attention_mask": torch.ones(2, 4)} if on.cp.rank else {},
+        "first tokens": {"attention_mask": torch.full((2, 4), on.cp.rank)},
+        "token_type_ids": {"token_type_ids": mine["input_ids"]},
+        "restart": {"position_ids": mine["position_ids"] % 4 % 3},
+        r"\[B, T/cp\]": {"attention_mask": torch.ones(2, 8)} if on.cp.rank else {"attention_mask": torch.ones(2, 4)},
+    }  # fmt: skip
+    for what, arguments in wrong.items():
+        with pytest.raises(ValueError, match=what):
+            model(**{"input_ids": mine["input_ids"]} | arguments)
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"dropout 0\.1"):
+        model.train()(mine["input_ids"])
+
+
+def test_what_a_part_of_the_tokens_cannot_give_is_refused(ranks):
+    ranks(2, check_refusals)
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_it_changes():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    for model, what in (
+        (nn.Sequential(nn.Embedding(4, 4)), "Sequential"),
+        (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters=rope)), "rope_type 'dynamic'"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            serve_context(model, Axis(2, 0, name="cp"), "ring")
+    with pytest.raises(ValueError, match=r"'model\.norm'"):
+        parallelize(build("llama"), {"model.norm": "sequence_parallel"}, Axis(2, 0, name="tp"), check=False)
