@@ -3,6 +3,7 @@
 Those with a causal language model are tried, or with `--others` encoders, encoders with decoders, speech and images.
 Each config is shrunk, its weights are random, and it computes in float64: whole, and sharded over tp, by the plan that
 the model carries or else by the one that `suggest_plan` finds. Outputs and gradients of all parameters must be equal.
+With `--sequence`, the sequence is sharded over cp, by each kind, and between layers over tp.
 With `--hidden`, of the models that carry a plan: how much theirs shards, and how much the one that is found without it.
 With `--ep`, of the models with fused experts: experts sharded over ep and tp, with other tokens on each data rank.
 """
@@ -16,6 +17,8 @@ import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,12 +26,15 @@ from unittest import mock
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 from transformers.models.auto import modeling_auto as auto
 
 from mpcore.interop.hugging_face import small
 from mpcore.interop.parallelize import suggest_plan
-from mpcore.interop.parallelize.plan import Experts, Plan, is_experts
+from mpcore.interop.parallelize.context import prove_context
+from mpcore.interop.parallelize.plan import Experts, Plan, SequenceParallel, is_experts, resolve
 from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.suggest import share_of, targets_of
 from mpcore.interop.parallelize.swap import cut_model
 
@@ -196,7 +202,75 @@ def beside_own(model: nn.Module, layout: Layout) -> str:
     return f"{judged(model, found.plan, layout)}; own plan: {own}"
 
 
-def row(family: str, layouts: list[Layout], result: Callable[[nn.Module, Layout], str] = tried) -> Row:
+@contextmanager
+def wide() -> Iterator[None]:
+    """Leave out the casts of a model from float64 to float32."""
+    softmax, to = F.softmax, torch.Tensor.to
+
+    def cast(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            args = tuple(arg for arg in args if arg is not torch.float32)
+            kwargs = {name: arg for name, arg in kwargs.items() if arg is not torch.float32}
+        return to(x, *args, **kwargs) if args or kwargs else x
+
+    plain = mock.patch.multiple(torch.Tensor, float=lambda x: x, to=cast, type=cast)
+    with plain, mock.patch.object(F, "softmax", lambda x, dim=None, _stacklevel=3, dtype=None: softmax(x, dim)):
+        yield
+
+
+def proven(check: Callable[[float], str | None]) -> str:
+    """Say "equal", to how many digits if not to all, or why not. `check` takes the tolerance."""
+    for tolerance in (EXACT, TOLERANCE):
+        with wide():
+            wrong = check(tolerance)
+        if wrong is None:
+            return "equal" if tolerance == EXACT else f"equal to {TOLERANCE:g}"
+    return f"refused: {wrong}"
+
+
+def over_cp(model: nn.Module, cp: int) -> str:
+    """The result of each kind of context parallelism on cp ranks, and whether documents may be packed."""
+    shapes = shapes_of(model)
+
+    def check(tolerance: float, packed: bool = False) -> str | None:
+        prover, kinds = Prover(shapes, tolerance=tolerance), ("zigzag", "ring", "alltoall", "allgather")
+        return next(filter(None, (prove_context(prover, kind, cp, packed) for kind in kinds)), None)
+
+    try:
+        found = proven(check)
+        apart = found.startswith("equal") and proven(lambda tolerance: check(tolerance, True)).startswith("equal")
+    except (ValueError, CannotCheckError) as error:
+        return f"refused: {error}"
+    return found if apart or not found.startswith("equal") else f"{found}, one document a row"
+
+
+def _split(shapes: nn.Module, styles: dict[str, Any], tp: int, tolerance: float) -> str | None:
+    return prove_sequence(Prover(shapes, tolerance=tolerance), styles, tp, cut_model)
+
+
+def over_sp(model: nn.Module, tp: int) -> str:
+    """The result of sequence parallelism on tp ranks, by the model's own plan or else by the one found."""
+    said = ""
+    for plan in ("auto", None):
+        try:
+            shapes = shapes_of(model)
+            rules: Plan | str = plan or suggest_plan(model, tp).plan
+            styles = {name: style for name, _, style in resolve(shapes, rules)} | {"": SequenceParallel()}
+            said = proven(partial(_split, shapes, styles, tp))
+        except (ValueError, CannotCheckError) as error:
+            said = f"refused: {error}"
+        if said.startswith("equal"):
+            return said if plan else f"{said}, plan found"
+    return said
+
+
+def sequence(model: nn.Module, layout: Layout) -> dict[str, str]:
+    """The results of the axes that shard the sequence."""
+    size = layout.tp
+    return {f"cp {size}": over_cp(model, size), f"sp {size}": over_sp(model, size)}
+
+
+def row(family: str, layouts: list[Layout], result: Callable[[nn.Module, Layout], Any] = tried) -> Row:
     """Try one family."""
     signal.alarm(SECONDS)
     try:
@@ -209,7 +283,8 @@ def row(family: str, layouts: list[Layout], result: Callable[[nn.Module, Layout]
     for layout in layouts:
         signal.alarm(SECONDS)
         try:
-            results[str(layout)] = result(model, layout)
+            found = result(model, layout)
+            results |= found if isinstance(found, dict) else {str(layout): found}
         except Exception as error:
             why = str(error).splitlines()[0] if str(error) else ""
             results[str(layout)] = f"failed: {type(error).__name__}: {why}"
@@ -241,9 +316,11 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[2])
     parser.add_argument("--ep", action="store_true", help="the models with fused experts, on ep 2 and on ep 2 x tp 2")
     parser.add_argument("--rows", type=Path, help="a file of rows: those in it aren't tried again")
+    parser.add_argument("--sequence", action="store_true", help="the sequence sharded over cp, and over tp")
     parser.add_argument("--hidden", action="store_true", help="the plans found beside those that the models carry")
     parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}")
     given = parser.parse_args()
+    result = beside_own if given.hidden else sequence if given.sequence else tried
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _too_long)
     transformers.logging.set_verbosity_error()
@@ -257,7 +334,7 @@ def main() -> None:
     every = with_experts() if given.ep else OTHERS if given.others else carriers() if given.hidden else CAUSAL
     for family in given.families or every:
         if family not in {each.family for each in done}:
-            done.append(row(family, layouts, beside_own if given.hidden else tried))
+            done.append(row(family, layouts, result))
             print(*done[-1], flush=True)
             if given.rows:
                 with given.rows.open("a") as file:
@@ -266,7 +343,9 @@ def main() -> None:
     print(f"{equal} of {len(done)} equal")
     if given.write:
         text = PAGE.read_text()
-        at = list(TABLE.finditer(text))[3 if given.ep else 2 if given.others else int(given.hidden)]
+        at = list(TABLE.finditer(text))[
+            4 if given.sequence else 3 if given.ep else 2 if given.others else int(given.hidden)
+        ]
         PAGE.write_text(text[: at.start()] + "\n".join(table(done)) + "\n" + text[at.end() :])
 
 
