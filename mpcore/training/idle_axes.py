@@ -78,8 +78,9 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     elif mesh.cp.size > 1 and alone:
         problem = (
             f"{alone} may mix tokens and knows no cp, so it would see only its own tokens on each of the "
-            f"{mesh.cp.size} ranks of cp: use mpcore.ParallelAttention(.., context='ring', cp=mesh.cp), or build the "
-            f"mesh with cp 1. If it mixes no tokens, or exchanges them over cp itself, say so: module.cp = mesh.cp"
+            f"{mesh.cp.size} ranks of cp: use mpcore.ParallelAttention(.., context='ring', cp=mesh.cp), for a model "
+            f"of transformers parallelize(model, cp=mesh.cp), or build the mesh with cp 1. If it mixes no tokens, or "
+            f"exchanges them over cp itself, say so: module.cp = mesh.cp"
         )
     elif first["follows"] and "moves" not in used:
         problem = (
