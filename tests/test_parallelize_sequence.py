@@ -100,7 +100,7 @@ def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes,
     ("family", "cp", "sp"),
     [
         ("qwen3_moe", "equal", "equal"),  # a router and experts, and norms of heads
-        ("llama4_text", "refused: model.layers.0.self_attn", "refused"),  # it numbers tokens, to scale queries
+        ("llama4_text", "equal", "refused"),  # chunks of tokens
         ("gpt_oss", "equal, one document a row", "equal"),  # transformers lets its documents see each other
         ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
         ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "refused: layer 0"),
@@ -154,6 +154,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_it_changes():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model, what in (
         (nn.Sequential(nn.Embedding(4, 4)), "Sequential"),
+        (hf.Llama4ForCausalLM(hf.Llama4TextConfig(**SIZES, no_rope_layers=[1, 0])), "attn_temperature_tuning"),
         (hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters=rope)), "rope_type 'dynamic'"),
     ):
         with pytest.raises(ValueError, match=what):

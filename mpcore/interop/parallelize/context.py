@@ -102,7 +102,14 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
             f"layer {other} of {type(model).__name__} is of the type {kinds[other]!r}, which {what} can't serve: "
             f"{way_out}"
         )
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    text = config.get_text_config()
+    bare = 0 in (getattr(text, "no_rope_layers", None) or ())  # as in Llama 4
+    if cp.size > 1 and bare and getattr(text, "attn_temperature_tuning", False):
+        raise ValueError(
+            f"{type(model).__name__} scales queries by positions that it counts within the tokens of a rank of {what}: "
+            f"set attn_temperature_tuning to False, or {way_out}"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
     for each in (rope, *(x for x in rope.values() if isinstance(x, dict))):
         form = each.get("rope_type") or "default"
         if cp.size > 1 and ("dynamic" in form or form == "longrope"):
