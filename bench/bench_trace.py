@@ -20,11 +20,9 @@ from mpcore import (
     ParallelAttention,
     ParallelMLP,
     TransformerBlock,
-    clip_gradients,
-    grad_norm,
-    reduce_gradients,
     vocab_parallel_cross_entropy,
 )
+from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
 from mpcore.tools.analysis.counts import Ledger
 from mpcore.tools.fault_tolerance.trace import read_log, record
 from mpcore.tools.verify.pool import Pool, mesh

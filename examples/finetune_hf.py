@@ -25,6 +25,7 @@ from examples.gpt.indexed_dataset import IndexedDataset
 from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import split_samples
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer
+from mpcore.interop.lora import add_lora, load_lora, save_lora
 
 
 def load_model(folder: Path | None, mesh: mp.Mesh) -> nn.Module:
@@ -55,9 +56,9 @@ def start(args: argparse.Namespace) -> mp.Run:
     model: Any = load_model(args.model, mesh)
     model.config.use_cache = False  # training keeps no keys and values
     if args.adapter is not None:
-        mp.load_lora(model, args.adapter, mesh)
+        load_lora(model, args.adapter, mesh)
     elif args.lora:
-        mp.add_lora(model, rank=args.lora, alpha=2 * args.lora)
+        add_lora(model, rank=args.lora, alpha=2 * args.lora)
     stages, blocks, schedule = mp.pipeline_stages(model, mesh, micro_batches=args.micro_batches)
     return mp.prepare(
         stages, mesh, blocks=blocks, schedule=schedule, loss=token_loss, initialize=False,  # each rank reads its shards
@@ -99,7 +100,7 @@ def finetune(args: argparse.Namespace) -> list[float]:
     with run.parameters() as whole:
         whole.config.use_cache = True
         if adapts:
-            mp.save_lora(whole, args.out / "adapter", run.mesh)
+            save_lora(whole, args.out / "adapter", run.mesh)
         merged = mp.save_pretrained(whole, args.out / "model", run.mesh)  # with the adapter's product
     if first:
         print(f"loss on held-out text {before:.4f} -> {after:.4f}")

@@ -86,7 +86,7 @@ def train(tp: int = 1, zero: int = 0, steps: int = 30) -> list[float]:
         bar.set_postfix(loss=f"{losses[-1]:.4f}")
     if mesh.job.rank == 0:
         print(f"loss {losses[0]:.5f} -> {losses[-1]:.5f}")
-    return losses  # run.save(folder) writes a checkpoint; run.load(mp.latest(folder, mesh)) resumes on any mesh
+    return losses  # run.save(folder) writes a checkpoint; run.load(latest(folder, mesh)) resumes on any mesh
 
 
 if __name__ == "__main__":

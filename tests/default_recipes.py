@@ -28,7 +28,7 @@ def made(kind: Callable[..., nn.Module], *args: Any, x: Tensor = X, call: dict |
     layer = kind(*args, **options)
     if options.get("dtype") is None:
         layer = layer.to(WIDE)
-    mp.seed_dropout(layer, 7)
+    mp.layers.seed_dropout(layer, 7)
     x = x.clone().requires_grad_(x.is_floating_point())
     y = layer(x, **(call or {}))
     y = y[0] if isinstance(y, tuple) else y
@@ -49,7 +49,7 @@ def stepped(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = tor
 
 
 def scales(**options: Any) -> list[float]:
-    scaler, found = mp.LossScaler(**options), []
+    scaler, found = mp.optim.LossScaler(**options), []
     scaler.good_steps = 1998
     for good in (True, True, False):
         scaler.update(good)

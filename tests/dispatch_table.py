@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from mpcore import Axis, ParallelMoE, drop_gradients, load_full_state_dict
+from mpcore import Axis, ParallelMoE, load_full_state_dict
+from mpcore.gradients import drop_gradients
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe.bounds import REVIEW
 from mpcore.layers.moe.dispatch import AllToAll

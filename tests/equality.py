@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore import full_state_dict, load_full_state_dict, reduce_gradients, shardings
+from mpcore import full_state_dict, load_full_state_dict
+from mpcore.gradients import reduce_gradients
+from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 
 FEWER_SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]  # of tp, where 4 ranks show what 3 do

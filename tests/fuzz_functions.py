@@ -160,9 +160,9 @@ def packed(dice: random.Random) -> str:
     rows, length = dice.randint(1, 3), dice.randint(1, 9)
     tokens = [[dice.choice([0, 1, 2]) for _ in range(length)] for _ in range(rows)]
     ids = mp.document_ids(torch.tensor(tokens), end_of_document=0)
-    ends = mp.document_ends(ids)
+    ends = mp.layers.document_ends(ids)
     causal, window = dice.choice([(False, None), (True, None), (True, 1), (True, 2), (True, 5)])
-    positions = mp.document_positions(ends, rows, length)
+    positions = mp.layers.document_positions(ends, rows, length)
     seen = visible_keys(rows, length, torch.device("cpu"), ends, causal, window)
     starts = [row * length + t for row in range(rows) for t in range(length) if t == 0 or tokens[row][t - 1] == 0]
     assert ends[: len(starts)].tolist() == starts
@@ -475,8 +475,8 @@ def with_plan(chosen: dict[str, str], tokens: Tensor) -> dict[str, Tensor]:
         mp.parallelize(model, chosen, mesh.tp)
     out = model(tokens)
     out.square().sum().backward()
-    mp.reduce_gradients(model, mesh)
-    declared = mp.shardings(model)
+    mp.gradients.reduce_gradients(model, mesh)
+    declared = mp.sharding.shardings(model)
     if out.shape[-1] < 12:  # a colwise head: each rank has its features
         out = declared["head.bias"].assemble(out.movedim(-1, 0)).movedim(0, -1)
     grads = {n: declared[n].assemble(p.grad) for n, p in model.named_parameters() if p.grad is not None}

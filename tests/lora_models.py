@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpcore as mp
+from mpcore.interop.lora import add_lora
 from tests.pool import mesh
 
 hf = pytest.importorskip("transformers")
@@ -37,7 +38,7 @@ class Plain(nn.Module):
 
 def fill(model: nn.Module) -> None:
     """Random logical values in all parameters, the same on every layout: B too, which begins as 0."""
-    declared = mp.shardings(model)
+    declared = mp.sharding.shardings(model)
     for name, p in model.named_parameters():
         draws = torch.Generator().manual_seed(sum(map(ord, name)))
         full = torch.rand(declared[name].shape, generator=draws, dtype=torch.float64) - 0.5
@@ -112,7 +113,7 @@ def start(name: str, sizes: dict[str, int], **told) -> mp.Run:
     """The same model with adapters on a mesh."""
     on = mesh(**sizes)
     model = mp.parallelize(build(name), tp=on.tp, check=False)
-    mp.add_lora(model, RANK, ALPHA, targets=TARGETS[name])
+    add_lora(model, RANK, ALPHA, targets=TARGETS[name])
     return mp.prepare(
         model, on, blocks=next(m for m in model.modules() if isinstance(m, nn.ModuleList)), initialize=False,
         loss=lambda out, target: token_loss(out.logits, target),

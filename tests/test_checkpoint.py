@@ -39,19 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import (
-    AdamW,
-    ColumnParallelLinear,
-    Mesh,
-    clip_gradients,
-    full_state_dict,
-    grad_norm,
-    materialize,
-    parallelize,
-    reduce_gradients,
-    shard_sequence,
-    shardings,
-)
+from mpcore import AdamW, ColumnParallelLinear, Mesh, full_state_dict, parallelize, shard_sequence
 from mpcore import vocab_parallel_cross_entropy as cross_entropy
 from mpcore.checkpoint import (
     checkpoints,
@@ -71,9 +59,12 @@ from mpcore.checkpoint import saving as checkpoint_saving
 from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
 from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
+from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
+from mpcore.layers import materialize
 from mpcore.layers.dropout import seed_dropout
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
+from mpcore.sharding import shardings
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.tools.checkpoint import main

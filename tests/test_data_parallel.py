@@ -25,22 +25,15 @@ from mpcore import (
     Mesh,
     ParallelMoE,
     RowParallelLinear,
-    clip_gradients,
-    drop_gradients,
     full_state_dict,
-    grad_norm,
-    guard_optimizer,
     linear_cross_entropy,
-    linear_log_prob,
     load_full_state_dict,
-    materialize,
-    reduce_gradients,
-    shardings,
-    update_routers,
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
+from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, guard_optimizer, reduce_gradients
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.layers import linear_log_prob, materialize, update_routers
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
@@ -50,6 +43,7 @@ from mpcore.parallel.sync import gathered, sync_gradients
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
+from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard

@@ -19,6 +19,8 @@ from torch import nn
 
 import mpcore as mp
 from mpcore import experimental
+from mpcore.interop.lora import add_lora
+from mpcore.interop.parallelize import Colwise, LocalSizes, Replicate
 from mpcore.kernels import adamw as adamw_kernels
 from mpcore.kernels import attention as attention_kernels
 from mpcore.kernels import cross_entropy as ce
@@ -47,6 +49,7 @@ from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
 from mpcore.layers.module import normal, uniform
 from mpcore.mesh.launch import Launch
+from mpcore.pipeline import Pipeline, partition
 from mpcore.sharding.declare import cut
 from tests.default_recipes import IDS, WIDE, B, D, G, T, X, draw, made, prepared, same, scales, stepped, with_gradient
 
@@ -150,14 +153,14 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         {"padding_idx": (None, 1), "init": (normal(1.0), normal(0.5))},
     ),
     "ColumnParallelEmbedding": (
-        partial(made, mp.ColumnParallelEmbedding, 5, D, x=IDS),
+        partial(made, mp.layers.ColumnParallelEmbedding, 5, D, x=IDS),
         {"padding_idx": (None, 1), "init": (normal(1.0), normal(0.5))},
     ),
     "PositionEmbedding": (partial(made, mp.PositionEmbedding, T, D), {"init": (normal(1.0), normal(0.5))}),
     "GroupedLinear": (
         partial(
             made,
-            mp.GroupedLinear,
+            mp.layers.GroupedLinear,
             2,
             D,
             6,
@@ -239,12 +242,12 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         {**LOSSES, "reduction": ("mean", "sum"), "token_weight": (None, WEIGHTS)},
     ),
     "vocab_parallel_log_prob": (
-        partial(with_gradient, mp.vocab_parallel_log_prob, LOGITS, TARGET),
+        partial(with_gradient, mp.layers.vocab_parallel_log_prob, LOGITS, TARGET),
         {**HEAD, "vocab_size": (7, None)},
     ),
-    "linear_log_prob": (partial(with_gradient, mp.linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
+    "linear_log_prob": (partial(with_gradient, mp.layers.linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
     "prepare": (prepared, {"seed": (0, 1), "micro_batches": (1, 2)}),
-    "partition": (lambda **options: mp.partition([1.0] * 6, 3, **options), {"first": (0.0, 2.0), "last": (0.0, 2.0)}),
+    "partition": (lambda **options: partition([1.0] * 6, 3, **options), {"first": (0.0, 2.0), "last": (0.0, 2.0)}),
     "shard_sequence": (
         lambda **options: mp.shard_sequence(draw(4, 4), mp.Axis(2, 0), "zigzag", **options),
         {"dim": (-1, 0)},
@@ -443,28 +446,28 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
         **dict.fromkeys(("tp", "cp", "pp", "ep", "worlds"), 1),
         **dict.fromkeys(("dp", "device_type", "cp_inner", "etp", "timeout")),
     },
-    mp.Colwise: {"blocks": 1, "gather_output": False, "unit": None},
-    mp.LocalSizes: {"kept": ()},
-    mp.Replicate: {"partial_gradient": False},
+    Colwise: {"blocks": 1, "gather_output": False, "unit": None},
+    LocalSizes: {"kept": ()},
+    Replicate: {"partial_gradient": False},
     mp.suggest_plan: {"tp": 2, "example": None},
     mp.simulate: {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": None, "ranks": None, "mesh": None},
-    mp.StepResult: {"repeats": 0},
-    mp.add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0},
+    mp.training.StepResult: {"repeats": 0},
+    add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0},
     mp.parallelize: {"plan": "auto", "check": True, "example": None, "skip": (), "strict": False},
-    mp.Pipeline: {"schedule": "1f1b", "trace": False, "after_backward": None},
-    mp.shard_data_parallel: {
+    Pipeline: {"schedule": "1f1b", "trace": False, "after_backward": None},
+    mp.parallel.shard_data_parallel: {
         "blocks": (), "zero": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32,
     },
-    mp.recompute: {
+    mp.parallel.recompute: {
         "kind": "full", "every": 1, "budget": None, "example": None, "axes": (), "preserve_rng_state": True,
     },
-    mp.offload_activations: {"pin_memory": None, "min_bytes": 4096, "ahead": 4},
-    mp.offload_optimizer: {"pin_memory": None, "bucket_bytes": 64 * 2**20},
-    mp.offload_parameters: {"optimizer": None, "keep": 2, "pin_memory": None},
-    mp.grad_norm: {"p": 2.0},
+    mp.parallel.offload_activations: {"pin_memory": None, "min_bytes": 4096, "ahead": 4},
+    mp.parallel.offload_optimizer: {"pin_memory": None, "bucket_bytes": 64 * 2**20},
+    mp.parallel.offload_parameters: {"optimizer": None, "keep": 2, "pin_memory": None},
+    mp.gradients.grad_norm: {"p": 2.0},
     mp.decay_groups: {"exclude": ()},
     mp.unshard_sequence: {"dim": -1, "length": None},
-    mp.drop_gradients: {"parameters": None},
+    mp.gradients.drop_gradients: {"parameters": None},
     mp.from_pretrained: {"plan": "auto", "defer": False, "dtype": None, "model_class": None},
     mp.save_pretrained: {"shard_bytes": 5 * 10**9},
     mp.pipeline_stages: {"schedule": "1f1b", "example": None},

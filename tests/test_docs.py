@@ -221,8 +221,8 @@ def right_hand_sides() -> list[tuple[str, str]]:
 
 
 POLICIES = ("Zero", "Offload", "Recompute", "Precision", "Compile")
-CALLS = (mpcore.prepare, mpcore.ColumnParallelLinear, mpcore.shard_data_parallel, GPTConfig,
-         mpcore.GroupedLinear, torch.optim.AdamW)  # fmt: skip
+CALLS = (mpcore.prepare, mpcore.ColumnParallelLinear, mpcore.parallel.shard_data_parallel, GPTConfig,
+         mpcore.layers.GroupedLinear, torch.optim.AdamW)  # fmt: skip
 KEYWORDS = [{*kind.__annotations__} for kind in (TensorParallelOptions, HeadOptions)]
 KEYWORDS += [{*inspect.signature(call).parameters} for call in CALLS]
 

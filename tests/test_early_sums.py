@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore import drop_gradients, guard_optimizer, main_gradients, reduce_gradients
 from mpcore._torch.autograd import in_backward
-from mpcore.gradients import early
+from mpcore.gradients import drop_gradients, early, guard_optimizer, main_gradients, reduce_gradients
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Axis
 from mpcore.parallel.data import shard_data_parallel

@@ -325,8 +325,8 @@ layer = mpcore.TransformerBlock(
     mpcore.RMSNorm(8), mpcore.LayerNorm(8),
 )
 layer(torch.randn(2, 3, 8)).sum().backward()
-mpcore.reduce_gradients(layer)
-assert mpcore.grad_norm(layer, mpcore.build_mesh(device_type="cpu")) > 0
+mpcore.gradients.reduce_gradients(layer)
+assert mpcore.gradients.grad_norm(layer, mpcore.build_mesh(device_type="cpu")) > 0
 assert not torch.cuda.is_initialized()
 assert not dist.is_initialized()
 """

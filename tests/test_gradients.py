@@ -14,27 +14,22 @@ from torch.distributed.tensor import distribute_module
 from mpcore import (
     Axis,
     ColumnParallelLinear,
-    GroupedLinear,
     Mesh,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
-    clip_gradients,
     full_state_dict,
-    grad_norm,
-    guard_optimizer,
     load_full_state_dict,
-    materialize,
-    reduce_gradients,
-    shardings,
 )
 from mpcore import collectives as c
-from mpcore.gradients import early
+from mpcore.gradients import clip_gradients, early, grad_norm, guard_optimizer, reduce_gradients
 from mpcore.gradients import reduce as of_gradients
 from mpcore.gradients.accumulate import mark_reduced
 from mpcore.gradients.guard import _steps_together
+from mpcore.layers import GroupedLinear, materialize
 from mpcore.layers.module import ParallelModule, constant
 from mpcore.parallel.data import shard_data_parallel
+from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Shard, cut
 from mpcore.tools.invariant.run import exact_norm

@@ -50,7 +50,7 @@ def as_on_a_gpu(found: dict, on: Mesh) -> dict:
 
 
 def check_real(sizes: dict, flags: list[str]) -> dict:
-    from mpcore import reduce_gradients
+    from mpcore.gradients import reduce_gradients
 
     on = mesh(**sizes)
     args = parse([*FLAGS, *flags])

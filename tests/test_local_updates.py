@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
-from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, materialize, reduce_gradients, update_routers
+from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon
 from mpcore._torch.distributed import default_store
 from mpcore.checkpoint import load, save
+from mpcore.gradients import reduce_gradients
+from mpcore.layers import materialize, update_routers
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer, offload_parameters

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.checkpoint import latest
+from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
 from mpcore.interop.lora.layers import LoRALayer
+from mpcore.interop.parallelize import Colwise
+from mpcore.pipeline import partition
 from tests.equality import close, full_gradients
 from tests.lora_models import (
     ALPHA,
@@ -40,7 +44,7 @@ def layers(pair: str, tp: mp.Axis, **sequence) -> nn.Sequential:
     if pair == "conv1d":
         conv1d = hf.pytorch_utils.Conv1D
         net = nn.Sequential(conv1d(mid, IN), nn.Tanh(), conv1d(OUT, mid))
-        return mp.parallelize(net, {"0": mp.Colwise(blocks=2), "2": "rowwise"}, tp, check=False)
+        return mp.parallelize(net, {"0": Colwise(blocks=2), "2": "rowwise"}, tp, check=False)
     if pair == "whole":
         return nn.Sequential(nn.Linear(IN, mid), nn.Tanh(), hf.pytorch_utils.Conv1D(OUT, mid))
     split = {"gather_output": True}, {"input_is_parallel": False}
@@ -61,9 +65,9 @@ def check_layers(pair: str, sequence: bool) -> None:
     net = layers(pair, tp, **({"sequence_parallel": True} if sequence else {})).double()
     order = torch.arange(MID.get(pair, 14))
     if pair in MID and tp.size > 1:  # each rank's features are a part of each block
-        runs = mp.shardings(net)["0.bias"].shards[0].runs
+        runs = mp.sharding.shardings(net)["0.bias"].shards[0].runs
         order = torch.tensor([i for mine in runs for start, end in mine for i in range(start, end)])
-    mp.add_lora(net, RANK, ALPHA, targets=("0", "2"))
+    add_lora(net, RANK, ALPHA, targets=("0", "2"))
     fill(net)
     state = {name: x.requires_grad_("lora" in name) for name, x in mp.full_state_dict(net).items()}
     draws = torch.Generator().manual_seed(3)
@@ -82,7 +86,7 @@ def check_layers(pair: str, sequence: bool) -> None:
     held = x.detach()[:, part].clone().requires_grad_()
     got = net(held)
     got.backward(dy[:, part])
-    mp.reduce_gradients(net)
+    mp.gradients.reduce_gradients(net)
     close(got.detach(), want.detach()[:, part], "output")
     close(held.grad, x.grad[:, part], "gradient of the input")
     grads = full_gradients(net)
@@ -103,7 +107,7 @@ def test_layers_with_adapters_compute_the_formula(ranks, size, pair, sequence_pa
 def check_replicated_heads() -> None:
     """The one KV head lies on every rank, and each has a term of the gradient of its rows of B."""
     tp = mesh(tp=torch.distributed.get_world_size()).tp
-    layer = mp.add_lora(nn.Sequential(mp.QKVParallelLinear(IN, 3, 1, 2, tp=tp)).double(), RANK, ALPHA, targets="0")
+    layer = add_lora(nn.Sequential(mp.QKVParallelLinear(IN, 3, 1, 2, tp=tp)).double(), RANK, ALPHA, targets="0")
     fill(layer)
     state = {name: x.requires_grad_("lora" in name) for name, x in mp.full_state_dict(layer).items()}
     draws = torch.Generator().manual_seed(3)
@@ -111,7 +115,7 @@ def check_replicated_heads() -> None:
     a, b = state["0.lora_A.weight"], state["0.lora_B.weight"]
     want = x @ state["0.weight"].T + ALPHA / RANK * (x @ a.T @ b.T) + state["0.bias"]
     total = torch.zeros(())
-    for rank, runs in enumerate(mp.shardings(layer)["0.bias"].shards[0].runs if tp.size > 1 else [[(0, 10)]]):
+    for rank, runs in enumerate(mp.sharding.shardings(layer)["0.bias"].shards[0].runs if tp.size > 1 else [[(0, 10)]]):
         mine = want[..., torch.tensor([i for start, end in runs for i in range(start, end)])]
         dy = torch.rand(mine.shape, generator=draws, dtype=torch.float64)
         total = total + (mine * dy).sum()
@@ -120,7 +124,7 @@ def check_replicated_heads() -> None:
             close(got.detach(), mine.detach(), "output")
             got.backward(dy)
     total.backward()
-    mp.reduce_gradients(layer)
+    mp.gradients.reduce_gradients(layer)
     for name, grad in full_gradients(layer).items():
         close(grad, state[name].grad, f"gradient of {name}")
 
@@ -138,12 +142,12 @@ def check_training(name: str, layout: str, wanted: tuple[list[float], dict[str, 
     run, (losses, merged) = start(name, sizes, **told), wanted
     same_losses(train(run), losses)
     with run.parameters() as model:
-        got = mp.merged_state_dict(model)
+        got = merged_state_dict(model)
         assert got.keys() == merged.keys()
         for key, value in merged.items():
             close(got[key], value, f"merged {key}", 1e-9)
         if run.mesh.data.size == 1 or told["data"].stage == 0:
-            mp.merge_lora(model)
+            merge_lora(model)
             assert not any(isinstance(module, LoRALayer) for module in model.modules())
             for key, value in mp.full_state_dict(model).items():
                 close(value, merged[key], f"{key} after merge_lora", 1e-9)
@@ -184,7 +188,7 @@ class Stage(nn.Module):
 
     def __init__(self, on: mp.Mesh, sequence_parallel: bool) -> None:
         super().__init__()
-        mine = mp.partition([1.0] * 4, on.pp.size)[on.pp.rank]
+        mine = partition([1.0] * 4, on.pp.size)[on.pp.rank]
         sp = {"tp": on.tp, "sequence_parallel": sequence_parallel}
         self.embedding = mp.VocabParallelEmbedding(V, 8, **sp) if mine.start == 0 else None
         self.blocks = nn.ModuleDict({str(i): Block(**sp) for i in mine})
@@ -202,7 +206,7 @@ def staged(
 ) -> mp.Run:
     on = mesh(**sizes)
     with torch.device("meta"):
-        model = mp.add_lora(Stage(on, sequence_parallel).to(dtype), RANK, ALPHA, targets=("up", "down"))
+        model = add_lora(Stage(on, sequence_parallel).to(dtype), RANK, ALPHA, targets=("up", "down"))
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return mp.vocab_parallel_cross_entropy(logits, target, tp=on.tp, vocab_size=V, reduction="sum")
@@ -225,10 +229,10 @@ def check_stages(layout: str, want: list[float], folder: Path, saved: dict[str, 
     run = staged(sizes, **told)
     same_losses(train(run), want)
     with run.parameters() as model:
-        mp.save_lora(model, folder, run.mesh)
+        save_lora(model, folder, run.mesh)
     again = staged(sizes, **told)
     with again.parameters() as model:
-        mp.load_lora(model, folder, again.mesh)
+        load_lora(model, folder, again.mesh)
     share = run.share(4)
     text = [tuple(x[share.start : share.stop] for x in batch(50))]
     same_losses([again.evaluate(text)], [run.evaluate(text)])
@@ -264,7 +268,7 @@ def check_bfloat16(zero: int, folder: Path) -> None:
     assert run.optimizer.state.keys() == {p for p in run.model.parameters() if p.requires_grad}
     run.save(folder)
     again = staged({"tp": 2}, **told)
-    again.load(mp.latest(folder, again.mesh))
+    again.load(latest(folder, again.mesh))
     assert train(again, 6) == train(run, 6)
     assert all(p.grad is None for p in run.model.parameters())
     assert run.model.blocks["0"].up.weight.dtype == torch.bfloat16
@@ -283,7 +287,7 @@ def check_dropout(sequence: bool) -> None:
     results = []
     for on in (mp.Axis(name="tp"), tp):
         net = layers("column, row", on, **({"sequence_parallel": True} if sequence else {})).double()
-        mp.add_lora(net, RANK, ALPHA, targets=("0", "2"), dropout=0.4)
+        add_lora(net, RANK, ALPHA, targets=("0", "2"), dropout=0.4)
         fill(net)
         part = slice(on.rank * 3, on.rank * 3 + 3) if sequence and on.size > 1 else slice(None)
         torch.manual_seed(7)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import mpcore as mp
+from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
 from mpcore.interop.lora.layers import LoRALayer
 from tests.equality import close
 from tests.lora_models import (
@@ -41,9 +42,9 @@ def check_saved(name: str, layout: str, folder: Path) -> None:
     run = start(name, sizes, **told)
     train(run, 3)
     with run.parameters() as model:
-        mp.save_lora(model, folder / "adapter", run.mesh)
+        save_lora(model, folder / "adapter", run.mesh)
         mp.save_pretrained(model, folder / "merged", run.mesh)
-        merged = mp.merged_state_dict(model)
+        merged = merged_state_dict(model)
     train(run, 4)  # the model still has its adapters
     if run.mesh.job.rank == 0:
         again = type(model).from_pretrained(folder / "merged", dtype=torch.float64).state_dict()
@@ -56,12 +57,12 @@ def test_an_adapter_and_a_merged_folder_open_elsewhere(ranks, tmp_path, name, la
     """`load_lora` in one process, and `from_pretrained` of the merged folder, compute the same."""
     ranks(LAYOUTS[layout][0], check_saved, name, layout, tmp_path)
     x, _ = batch(9)
-    model = mp.load_lora(build(name), tmp_path / "adapter").eval()
+    model = load_lora(build(name), tmp_path / "adapter").eval()
     merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     with torch.no_grad():
         want = merged(x).logits
         close(model(x).logits, want, "logits of the adapter", 1e-10)
-        close(mp.merge_lora(model)(x).logits, want, "logits of merge_lora", 1e-10)
+        close(merge_lora(model)(x).logits, want, "logits of merge_lora", 1e-10)
         assert (want - build(name)(x).logits).abs().max() > 1e-3
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["peft_type"], said["fan_in_fan_out"]) == (
@@ -77,8 +78,8 @@ def test_an_adapter_and_a_merged_folder_open_elsewhere(ranks, tmp_path, name, la
 def test_peft_opens_an_adapter_trains_it_alike_and_load_lora_opens_its(tmp_path, name):
     """PEFT's losses of twenty steps on the dense model are those that all layouts are compared with."""
     peft = pytest.importorskip("peft")
-    model = mp.add_lora(build(name), RANK, ALPHA, targets=TARGETS[name])
-    mp.save_lora(model, tmp_path / "ours")
+    model = add_lora(build(name), RANK, ALPHA, targets=TARGETS[name])
+    save_lora(model, tmp_path / "ours")
     options = {"autocast_adapter_dtype": False, "is_trainable": True}
     theirs = peft.PeftModel.from_pretrained(build(name), tmp_path / "ours", **options).train()
     trained = [p for p in theirs.parameters() if p.requires_grad]
@@ -92,7 +93,7 @@ def test_peft_opens_an_adapter_trains_it_alike_and_load_lora_opens_its(tmp_path,
         losses.append(loss.item())
     same_losses(losses, dense_losses(name)[0])
     theirs.save_pretrained(tmp_path / "theirs")
-    again, x = mp.load_lora(build(name), tmp_path / "theirs"), batch(9)[0]
+    again, x = load_lora(build(name), tmp_path / "theirs"), batch(9)[0]
     with torch.no_grad():
         close(again(x).logits, theirs(x).logits, f"logits of {name} from peft", 1e-10)
 
@@ -112,35 +113,35 @@ def tied() -> nn.Sequential:
 
 def altered(folder: Path, **fields) -> Path:
     """An adapter's folder with other fields in its configuration."""
-    mp.save_lora(mp.add_lora(mlp(), targets=("0", "2")), folder)
+    save_lora(add_lora(mlp(), targets=("0", "2")), folder)
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     return folder
 
 
 REFUSED = {
-    "rank is 0: give a whole number of at least 1": lambda _: mp.add_lora(mlp(), 0, targets="0"),
-    "alpha is -1: give a number above 0, such as 16 for rank 8": lambda _: mp.add_lora(mlp(), alpha=-1, targets="0"),
-    "dropout 1.0 is not in": lambda _: mp.add_lora(mlp(), targets="0", dropout=1.0),
-    "leaves out the head, and a Sequential doesn't say which": lambda _: mp.add_lora(mlp()),
-    "target 'q_proj' matches no module; the linear layers are 0, 2": lambda _: mp.add_lora(mlp(), targets="q_proj"),
-    "target '1' matches a Tanh and no linear layer": lambda _: mp.add_lora(mlp(), targets=("0", "1")),
-    "names 0 layers": lambda _: mp.add_lora(mlp(), targets=()),
-    "0 has an adapter already": lambda _: mp.add_lora(mp.add_lora(mlp(), targets="0"), targets="0"),
-    "1 shares its weight with another module": lambda _: mp.add_lora(tied(), targets="1"),
-    "out_proj is read past the layer": lambda _: mp.add_lora(nn.MultiheadAttention(4, 2), targets="out_proj"),
-    "has 0 layers with an adapter": lambda _: mp.merge_lora(mlp()),
-    "adapter_config.json is missing": lambda folder: mp.load_lora(mlp(), folder),
-    "use_dora is True": lambda folder: mp.load_lora(mlp(), altered(folder, use_dora=True)),
-    "bias 'all'": lambda folder: mp.load_lora(mlp(), altered(folder, bias="all")),
-    "has shape .8, 4., 0 needs .9, 4.": lambda folder: mp.load_lora(mlp(), altered(folder, r=9)),
-    "adapters of 2 layers, and 1 are no linear layers of this Sequential, such as 2": lambda folder: mp.load_lora(
+    "rank is 0: give a whole number of at least 1": lambda _: add_lora(mlp(), 0, targets="0"),
+    "alpha is -1: give a number above 0, such as 16 for rank 8": lambda _: add_lora(mlp(), alpha=-1, targets="0"),
+    "dropout 1.0 is not in": lambda _: add_lora(mlp(), targets="0", dropout=1.0),
+    "leaves out the head, and a Sequential doesn't say which": lambda _: add_lora(mlp()),
+    "target 'q_proj' matches no module; the linear layers are 0, 2": lambda _: add_lora(mlp(), targets="q_proj"),
+    "target '1' matches a Tanh and no linear layer": lambda _: add_lora(mlp(), targets=("0", "1")),
+    "names 0 layers": lambda _: add_lora(mlp(), targets=()),
+    "0 has an adapter already": lambda _: add_lora(add_lora(mlp(), targets="0"), targets="0"),
+    "1 shares its weight with another module": lambda _: add_lora(tied(), targets="1"),
+    "out_proj is read past the layer": lambda _: add_lora(nn.MultiheadAttention(4, 2), targets="out_proj"),
+    "has 0 layers with an adapter": lambda _: merge_lora(mlp()),
+    "adapter_config.json is missing": lambda folder: load_lora(mlp(), folder),
+    "use_dora is True": lambda folder: load_lora(mlp(), altered(folder, use_dora=True)),
+    "bias 'all'": lambda folder: load_lora(mlp(), altered(folder, bias="all")),
+    "has shape .8, 4., 0 needs .9, 4.": lambda folder: load_lora(mlp(), altered(folder, r=9)),
+    "adapters of 2 layers, and 1 are no linear layers of this Sequential, such as 2": lambda folder: load_lora(
         mlp()[:2], altered(folder)
     ),
-    "rank 8 and alpha 32.0, and the model's adapters of 8 and 16": lambda folder: mp.load_lora(
-        mp.add_lora(mlp(), targets=("0", "2")), altered(folder, lora_alpha=32)
+    "rank 8 and alpha 32.0, and the model's adapters of 8 and 16": lambda folder: load_lora(
+        add_lora(mlp(), targets=("0", "2")), altered(folder, lora_alpha=32)
     ),
-    "adapters of 1 layers and .* of 2": lambda folder: mp.load_lora(mp.add_lora(mlp(), targets="0"), altered(folder)),
+    "adapters of 1 layers and .* of 2": lambda folder: load_lora(add_lora(mlp(), targets="0"), altered(folder)),
 }
 
 
@@ -151,28 +152,28 @@ def test_wrong_input_is_refused_and_changes_nothing(tmp_path, message):
 
 
 def test_pitfall_57_weights_trained_beside_adapters_are_not_left_out_in_silence(tmp_path):
-    net = mp.add_lora(mlp(), targets="0")
+    net = add_lora(mlp(), targets="0")
     net[2].bias.requires_grad_(True)
     with pytest.raises(ValueError, match=r"1 weights beside the 1 adapters are trained, 2\.bias"):
-        mp.save_lora(net, tmp_path / "new")
+        save_lora(net, tmp_path / "new")
     assert not list(tmp_path.iterdir())
     net[2].bias.requires_grad_(False)
-    folder = mp.save_lora(net, tmp_path / "new")
+    folder = save_lora(net, tmp_path / "new")
     state = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     state["base_model.model.0.lora_A.weight"][1] = torch.nan
     safetensors.torch.save_file(state, folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"0\.lora_A\.weight .* holds NaN"):
-        mp.load_lora(mlp(), folder)
+        load_lora(mlp(), folder)
 
 
 def check_sharded_over_data() -> None:
     on = mesh()
     run = start("llama", {}, data=mp.Zero(3))
-    with pytest.raises(ValueError, match=r"is sharded over data: take mpcore.merged_state_dict"):
-        mp.merge_lora(run.model)
-    model = mp.shard_data_parallel(mlp(), on, (), zero=3)
+    with pytest.raises(ValueError, match=r"is sharded over data: take mpcore.interop.lora.merged_state_dict"):
+        merge_lora(run.model)
+    model = mp.parallel.shard_data_parallel(mlp(), on, (), zero=3)
     with pytest.raises(ValueError, match="is sharded over data already: add adapters before prepare"):
-        mp.add_lora(model, targets="0")
+        add_lora(model, targets="0")
 
 
 def test_a_model_that_is_sharded_over_data_is_refused(ranks):
@@ -180,12 +181,12 @@ def test_a_model_that_is_sharded_over_data_is_refused(ranks):
 
 
 def test_all_linear_leaves_the_head_out_and_what_is_added_is_all_that_is_trained():
-    model = mp.add_lora(build("llama"))
+    model = add_lora(build("llama"))
     layers = {name for name, module in model.named_modules() if isinstance(module, LoRALayer)}
     assert layers == {name for name, m in build("llama").named_modules() if isinstance(m, nn.Linear)} - {"lm_head"}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {f"{name}.lora_{f}.weight" for name in layers for f in "AB"}
-    half = mp.add_lora(build("llama").bfloat16(), targets="q_proj")
+    half = add_lora(build("llama").bfloat16(), targets="q_proj")
     assert half.model.layers[0].self_attn.q_proj.lora_A.weight.dtype == torch.float32
     x, _ = batch(0)
     assert torch.equal(half(x).logits, build("llama").bfloat16()(x).logits)
@@ -194,7 +195,7 @@ def test_all_linear_leaves_the_head_out_and_what_is_added_is_all_that_is_trained
 def test_the_defaults_of_add_lora():
     values = {}
     for told in ({}, {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0}, {"seed": 1}):
-        model = mp.add_lora(build("llama"), **told)
+        model = add_lora(build("llama"), **told)
         layer = model.model.layers[1].mlp.up_proj
         assert (layer.rank, layer.alpha, layer.scaling, layer.dropout) == (8, 16, 2.0, 0.0)
         values[str(told)] = layer.lora_A.weight
@@ -209,8 +210,8 @@ def test_torch_encoders_call_adapters_in_evaluation():
     x = torch.randn(2, 5, 8)
     with torch.no_grad():
         before = model(x)
-        mp.add_lora(model, targets=("linear1", "linear2"))
+        add_lora(model, targets=("linear1", "linear2"))
         close(model(x), before, "B is zero", 1e-6)
         fill(model)
-        want = mp.merge_lora(copy.deepcopy(model)).train()(x)
+        want = merge_lora(copy.deepcopy(model)).train()(x)
         close(model(x), want, "in evaluation", 1e-5)

@@ -15,20 +15,22 @@ from mpcore import (
     Mesh,
     RowParallelLinear,
     VocabParallelEmbedding,
-    clip_gradients,
     full_state_dict,
+    load_full_state_dict,
+    simulate,
+)
+from mpcore.gradients import (
+    clip_gradients,
     grad_norm,
     guard_optimizer,
-    load_full_state_dict,
     main_gradients,
     reduce_gradients,
-    shardings,
-    simulate,
     zero_gradients,
 )
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer
+from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model

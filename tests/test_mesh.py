@@ -16,34 +16,32 @@ from mpcore import (
     Axis,
     ColumnParallelLinear,
     Dropout,
-    LossScaler,
     Mesh,
     Muon,
     ParallelAttention,
     ParallelMoE,
     PositionEmbedding,
     RMSNorm,
-    Router,
     RowParallelLinear,
     VocabParallelCrossEntropy,
     VocabParallelEmbedding,
     build_mesh,
     collectives,
-    grad_norm,
     linear_cross_entropy,
-    linear_log_prob,
     parallelize,
-    reduce_gradients,
     sequence_index,
     shard_sequence,
     unshard_sequence,
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import all_reduce
+from mpcore.gradients import grad_norm, reduce_gradients
+from mpcore.layers import Router, linear_log_prob
 from mpcore.mesh import build as mesh_module
 from mpcore.mesh.agreement import check_same, raise_together
 from mpcore.mesh.build import choose_device
 from mpcore.mesh.layout import layout_table, mesh_ranks, mesh_shape
+from mpcore.optim import LossScaler
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.declare import cut
 from mpcore.tools.fault_tolerance.watchdog import Watchdog

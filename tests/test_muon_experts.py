@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from mpcore import Mesh, Muon, materialize, shardings
+from mpcore import Mesh, Muon
+from mpcore.layers import materialize
 from mpcore.layers.moe import Experts
 from mpcore.layers.moe.experts import GroupedLinear
 from mpcore.parallel.data import shard_data_parallel
+from mpcore.sharding import shardings
 from tests.equality import close
 from tests.pool import mesh
 from tests.test_checkpoint import same_bits

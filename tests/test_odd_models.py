@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mpcore as mp
+from mpcore.interop.parallelize import Colwise, LocalSizes
 from mpcore.interop.parallelize.plan import STYLES
 from mpcore.tools.verify import verify
 from tests import odd_models as models
@@ -42,13 +43,13 @@ def test_the_plan_found_trains_as_the_whole_model(ranks, name, layout):
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("qkv of kind, head", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(blocks=3, unit=6)}),
-        ("qkv of head, kind", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(unit=18)}),
-        ("qkv of feature, kind, head", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(18, unit=1)}),
-        ("qkv of groups", {"blocks.0": mp.LocalSizes(("kv",)), "blocks.0.w": mp.Colwise(unit=24)}),
-        ("two kv heads", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}),
-        ("gate and up", {"blocks.*.wi": mp.Colwise(blocks=2)}),
-        ("gate and up in turns", {"blocks.*.wi": mp.Colwise(unit=2)}),
+        ("qkv of kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3, unit=6)}),
+        ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(unit=18)}),
+        ("qkv of feature, kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(18, unit=1)}),
+        ("qkv of groups", {"blocks.0": LocalSizes(("kv",)), "blocks.0.w": Colwise(unit=24)}),
+        ("two kv heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}),
+        ("gate and up", {"blocks.*.wi": Colwise(blocks=2)}),
+        ("gate and up in turns", {"blocks.*.wi": Colwise(unit=2)}),
     ],
 )
 def test_packings_whose_names_say_nothing_are_found(name, plan):
@@ -71,15 +72,15 @@ def test_packings_whose_names_say_nothing_are_found(name, plan):
         ("torch's", {"blocks.0.attention.out_proj": "rowwise"}, "blocks.0.attention.out_proj is part of an nn.Multi"),
         ("functional", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
         ("side by side, fused", {"blocks.*.before": "colwise", "blocks.*.behind": "rowwise"}, "blocks.0.before"),
-        ("state space", {"blocks.0.into": mp.Colwise(blocks=2), "blocks.0.out": "rowwise"}, "blocks.0.conv"),
+        ("state space", {"blocks.0.into": Colwise(blocks=2), "blocks.0.out": "rowwise"}, "blocks.0.conv"),
         ("mixed by softmax", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
         ("mixed by roll", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
         ("mixed by mean", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
-        ("one kv head", {"blocks.0": mp.LocalSizes(("heads",)), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("slopes", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("full norm", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("qkv of head, kind", {"blocks.0": mp.LocalSizes(("n",)), "blocks.0.w": mp.Colwise(blocks=3)}, "blocks.0"),
-        ("talking heads", {"blocks.0": mp.LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("one kv head", {"blocks.0": LocalSizes(("heads",)), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("slopes", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("full norm", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+        ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3)}, "blocks.0"),
+        ("talking heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
         ("router", {"blocks.1.experts.*.up": "colwise"}, "blocks.1.experts.0.down"),
     ],
 )

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import Mesh, full_state_dict, load_full_state_dict, materialize, vocab_parallel_cross_entropy
+from mpcore import Mesh, full_state_dict, load_full_state_dict, vocab_parallel_cross_entropy
 from mpcore.checkpoint import diff, save, step_path
+from mpcore.layers import materialize
 from mpcore.memory_footprint import StorageTracker
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.muon import Muon

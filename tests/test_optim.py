@@ -14,29 +14,20 @@ from torch import nn
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
-from mpcore import (
-    AdamW,
-    Axis,
-    ColumnParallelEmbedding,
-    Colwise,
-    Mesh,
-    Muon,
-    VocabParallelEmbedding,
-    decay_groups,
-    grad_norm,
-    materialize,
-    parallelize,
-    shardings,
-)
+from mpcore import AdamW, Axis, Mesh, Muon, VocabParallelEmbedding, decay_groups, parallelize
 from mpcore.checkpoint import load, save
 from mpcore.checkpoint.pieces import like
+from mpcore.gradients import grad_norm
 from mpcore.gradients.accumulate import mark_reduced
+from mpcore.interop.parallelize import Colwise
+from mpcore.layers import ColumnParallelEmbedding, materialize
 from mpcore.layers.fused_linear import GateUpParallelLinear, QKVParallelLinear
 from mpcore.optim.adamw import logical_indices
 from mpcore.optim.muon import orthogonalize
 from mpcore.optim.schedules import SCHEDULES, cosine, linear, wsd
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer
+from mpcore.sharding import shardings
 from mpcore.sharding.declare import Shard, Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from tests.equality import close

@@ -25,9 +25,9 @@ from mpcore import (
     load_full_state_dict,
     parallelize,
     prepare,
-    reduce_gradients,
     vocab_parallel_cross_entropy,
 )
+from mpcore.gradients import reduce_gradients
 from mpcore.interop.parallelize import swap
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan

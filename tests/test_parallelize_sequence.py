@@ -109,7 +109,7 @@ def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes,
     ],
 )
 def test_a_family_is_equal_or_refused_by_what_mixes_its_tokens(family, cp, sp):
-    found = families.row(family, [2], families.sequence).results
+    found = families.row(family, [families.Layout(2)], families.sequence).results
     assert found["cp 2"].startswith(cp)
     assert found["sp 2"].startswith(sp)
 

@@ -10,10 +10,13 @@ import torch.distributed as dist
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
-from mpcore import Axis, Mesh, grad_norm, materialize, reduce_gradients, shardings, vocab_parallel_cross_entropy
+from mpcore import Axis, Mesh, vocab_parallel_cross_entropy
 from mpcore.collectives import all_reduce
+from mpcore.gradients import grad_norm, reduce_gradients
+from mpcore.layers import materialize
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
+from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close
 from tests.pool import mesh

@@ -9,19 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpcore import (
-    Axis,
-    Colwise,
-    Experts,
-    Hidden,
-    LocalSizes,
-    Replicate,
-    collectives,
-    parallelize,
-    parallelize_summary,
-    suggest_plan,
-)
-from mpcore.interop.parallelize import prove
+from mpcore import Axis, collectives, parallelize, suggest_plan
+from mpcore.interop.parallelize import Colwise, Experts, Hidden, LocalSizes, Replicate, parallelize_summary, prove
 from mpcore.interop.parallelize.lockstep import lockstep
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan

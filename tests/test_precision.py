@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from mpcore import AdamW, ColumnParallelLinear, LossScaler, Mesh, grad_norm, main_gradients
+from mpcore import AdamW, ColumnParallelLinear, Mesh
+from mpcore.gradients import grad_norm, main_gradients
+from mpcore.optim import LossScaler
 from mpcore.parallel.precision import autocast
 from tests.equality import close
 from tests.pool import mesh

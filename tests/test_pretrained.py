@@ -11,9 +11,11 @@ import torch
 from torch.nn import functional as F
 
 import mpcore as mp
-from mpcore import from_pretrained, full_state_dict, parallelize, shard_data_parallel, suggest_plan
+from mpcore import from_pretrained, full_state_dict, parallelize, suggest_plan
 from mpcore.interop.hugging_face import pretrained, save_pretrained
 from mpcore.interop.hugging_face.stored import dense_shape
+from mpcore.interop.lora import add_lora
+from mpcore.parallel import shard_data_parallel
 from tests.pool import mesh
 from tests.quick import some
 
@@ -416,7 +418,7 @@ def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, schedule=
     assert any(p.is_meta for p in model.parameters()) is defer
     model.set_experts_implementation("eager")  # torch's grouped product takes no rows of these few bytes
     if lora:
-        mp.add_lora(model, rank=2)
+        add_lora(model, rank=2)
     stages, blocks, plan = mp.pipeline_stages(model, layout, micro_batches=micro_batches, schedule=schedule)
     return mp.prepare(
         stages, layout, blocks=blocks, schedule=plan, micro_batches=micro_batches, initialize=False,

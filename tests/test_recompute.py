@@ -18,15 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import build_stages
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import (
-    ColumnParallelLinear,
-    Mesh,
-    ParallelMoE,
-    RowParallelLinear,
-    materialize,
-    seed_dropout,
-    vocab_parallel_cross_entropy,
-)
+from mpcore import ColumnParallelLinear, Mesh, ParallelMoE, RowParallelLinear, vocab_parallel_cross_entropy
+from mpcore.layers import materialize, seed_dropout
 from mpcore.layers.module import recomputing
 from mpcore.memory_footprint import StorageTracker
 from mpcore.parallel.data import shard_data_parallel

@@ -16,16 +16,15 @@ from mpcore import (
     QKVParallelLinear,
     VocabParallelEmbedding,
     full_state_dict,
-    grad_norm,
     load_full_state_dict,
-    materialize,
-    reduce_gradients,
-    shardings,
 )
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
+from mpcore.gradients import grad_norm, reduce_gradients
+from mpcore.layers import materialize
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.random import generator
+from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial, owners, persistent_buffers
 from mpcore.sharding.declare import Shard, Sharding, cut, cut_blocks
 from tests.layers.test_block import Model

@@ -26,7 +26,8 @@ from torch import nn
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
-from mpcore import Mesh, materialize, simulate
+from mpcore import Mesh, simulate
+from mpcore.layers import materialize
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.rendezvous import join_world, meet
 from mpcore.parallel.data import shard_data_parallel

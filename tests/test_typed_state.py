@@ -10,33 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torchs
 
-from mpcore import (
-    AdamW,
-    Axis,
-    ColumnParallelLinear,
-    Dropout,
-    LossScaler,
-    Mesh,
-    ParallelMLP,
-    ParallelMoE,
-    RMSNorm,
-    Zero,
+from mpcore import AdamW, Axis, ColumnParallelLinear, Dropout, Mesh, ParallelMLP, ParallelMoE, RMSNorm, Zero, prepare
+from mpcore import collectives as c
+from mpcore.experimental import DiLoCo
+from mpcore.gradients import (
     clip_gradients,
-    convert_to_fp8,
     drop_gradients,
     grad_norm,
     guard_optimizer,
     main_gradients,
-    materialize,
-    prepare,
     reduce_gradients,
-    seed_dropout,
-    shard_data_parallel,
 )
-from mpcore import collectives as c
-from mpcore.experimental import DiLoCo
+from mpcore.layers import materialize, seed_dropout
 from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.module import ParallelModule, RandomModule, normal
+from mpcore.optim import LossScaler
+from mpcore.parallel import convert_to_fp8, shard_data_parallel
 from mpcore.sharding.declarations import ModelTree, declarations, named_modules, tree_of
 from mpcore.sharding.declare import Sharding, cut
 from tests.equality import close
@@ -254,7 +243,7 @@ class Norms(nn.Module):
 
 FORGOTTEN = (
     r"the gradient of norm.weight is this rank's term of a sum over tp \(2 ranks\): call "
-    r"mpcore.reduce_gradients\(model\) after the last backward"
+    r"mpcore.gradients.reduce_gradients\(model\) after the last backward"
 )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import mpcore as mp
 from bench.steps import Step, prepared, squares
 from mpcore.gradients import early
+from mpcore.pipeline import Pipeline
 
 WIDTH, ROWS, BLOCKS, MICRO_BATCHES = 64, 128, 4, 4
 
@@ -79,7 +80,7 @@ def pipeline() -> Step:
     """Two stages under 1F1B."""
     mesh = mp.build_mesh(pp=2, device_type="cpu")
     stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-    run = mp.Pipeline(stage, mesh, MICRO_BATCHES, squares)
+    run = Pipeline(stage, mesh, MICRO_BATCHES, squares)
     x = torch.ones(32 * MICRO_BATCHES, WIDTH)
     return lambda: run.forward_backward(x, x)
 

@@ -22,6 +22,7 @@ import mpcore as mp
 from bench.examples.bench_gpt_step import BATCH, CONFIG, PlainGPT, hugging_face
 from bench.peers.measure import Row, Step
 from examples.gpt.model import GPT
+from mpcore.pipeline import Pipeline
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "fused": True}
 STACK = replace(CONFIG, d_model=512, heads=8, seq_len=32)
@@ -138,7 +139,7 @@ def llama_step(model: Any, after: Callable[[], object] = lambda: None) -> Step:
 def mpcore_llama() -> Step:
     """By `parallelize` and the plan that the model carries."""
     model = mp.parallelize(llama(), "auto", mp.build_mesh(tp=2, device_type="cpu").tp)
-    return llama_step(model, lambda: mp.reduce_gradients(model))
+    return llama_step(model, lambda: mp.gradients.reduce_gradients(model))
 
 
 def dtensor_llama() -> Step:
@@ -191,17 +192,18 @@ def mpcore_data(zero: int) -> Step:
     """`shard_data_parallel`, whose gradients are sums."""
     model, loss = stack()
     mesh = mp.build_mesh(device_type="cpu")
-    mp.shard_data_parallel(model, mesh, model.blocks, zero=zero)
+    mp.parallel.shard_data_parallel(model, mesh, model.blocks, zero=zero)
 
     def announced() -> Tensor:
-        mp.sync_gradients(model, last=True)  # this backward sums
+        mp.parallel.sync_gradients(model, last=True)  # this backward sums
         return loss(model, mesh.data.size)
 
     def optimizer(parameters: Iterable[nn.Parameter], fused: bool, **options: Any) -> mp.AdamW:
         return mp.AdamW(model, groups=[{"params": list(parameters)}], **options)
 
     return step_of(
-        model.parameters(), announced, optimizer, between=lambda: mp.reduce_gradients(model), scale=mesh.data.size,
+        model.parameters(), announced, optimizer, between=lambda: mp.gradients.reduce_gradients(model),
+        scale=mesh.data.size,
     )  # fmt: skip
 
 
@@ -242,7 +244,7 @@ def mpcore_pipeline() -> Step:
     torch.manual_seed(0)
     mesh, x = mp.build_mesh(pp=2, device_type="cpu"), torch.ones(2 * MICRO_BATCHES, WIDTH)
     stage = [nn.Linear(WIDTH, WIDTH) for _ in range(2)][mesh.pp.rank]
-    pipeline = mp.Pipeline(stage, mesh, MICRO_BATCHES, summed, "1f1b")
+    pipeline = Pipeline(stage, mesh, MICRO_BATCHES, summed, "1f1b")
     return lambda: pipeline.forward_backward(x, x)
 
 

@@ -18,7 +18,7 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in place of a dense MLP; names as in `mpcore.ParallelMoE` and `mpcore.Router`."""
+    """A mixture of experts in place of a dense MLP; names as in `mpcore.ParallelMoE` and `mpcore.layers.Router`."""
 
     experts: int = 8
     top_k: int = 2

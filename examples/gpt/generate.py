@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
 from examples.gpt.model import GPT
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
-from mpcore import Mesh, materialize, sequence_index, shard_sequence
+from mpcore import Mesh, sequence_index, shard_sequence
 from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
+from mpcore.layers import materialize
 from mpcore.parallel.sync import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator

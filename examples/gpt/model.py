@@ -18,7 +18,6 @@ from mpcore import (
     Axis,
     ColumnParallelLinear,
     Dropout,
-    GroupedLinear,
     LayerNorm,
     Mesh,
     MultiLatentAttention,
@@ -30,12 +29,11 @@ from mpcore import (
     RotaryEmbedding,
     TransformerBlock,
     VocabParallelEmbedding,
-    document_ends,
-    document_positions,
     sequence_index,
     vocab_parallel_cross_entropy,
 )
 from mpcore.collectives import shard_range
+from mpcore.layers import GroupedLinear, document_ends, document_positions
 from mpcore.layers.module import normal
 from mpcore.sharding import add_partial, owners
 
@@ -85,7 +83,7 @@ class GPT(nn.Module):
     Args:
         config: the model.
         mesh: the axes; `Mesh()` is one process.
-        context, sequence_parallel, device, dtype: as in `Layout`; build on "meta" and call `mpcore.materialize`.
+        context, sequence_parallel, device, dtype: as in `Layout`; build on "meta" and call `mpcore.layers.materialize`.
         blocks: the blocks of this stage; None: this rank's share of all.
         residual_dtype: of the residual stream; None: that of the embedding's output.
 

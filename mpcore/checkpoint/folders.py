@@ -168,7 +168,7 @@ def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
             so that all ranks load the same checkpoint.
 
     Example:
-        >>> mpcore.latest("no such folder") is None
+        >>> mpcore.checkpoint.latest("no such folder") is None
         True
     """
     return next(iter(checkpoints(root, mesh)), None)

@@ -388,9 +388,9 @@ def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
                 if (chunk.start, chunk.shape) == (mine.start, mine.shape) and chunk.checksum != mine.checksum:
                     raise ValueError(
                         f"{name} on rank {rank} differs from {chunk.file}: replicas have drifted apart (as after "
-                        f"torch's clip_grad_norm_: call run.clip_gradients or mpcore.clip_gradients), or its layer "
-                        f"does not declare that it is sharded. Average a buffer that each rank fills by itself, as "
-                        f"BatchNorm's, over mesh.data first, or give it persistent=False"
+                        f"torch's clip_grad_norm_: call run.clip_gradients or mpcore.gradients.clip_gradients), or "
+                        f"its layer does not declare that it is sharded. Average a buffer that each rank fills by "
+                        f"itself, as BatchNorm's, over mesh.data first, or give it persistent=False"
                     )
 
 

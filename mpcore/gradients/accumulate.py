@@ -43,7 +43,7 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
         - `DistributedDataParallel` reads only `.grad` too: use `reduce_gradients(model, mesh)` instead.
 
     Example:
-        >>> model = mpcore.main_gradients(mpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16))
+        >>> model = mpcore.gradients.main_gradients(mpcore.ColumnParallelLinear(4, 4, dtype=torch.bfloat16))
         >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         >>> model.weight.main_grad.dtype
         torch.float32
@@ -100,7 +100,7 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> mpcore.zero_gradients(model.parameters())
+        >>> mpcore.gradients.zero_gradients(model.parameters())
         >>> model.weight.grad is None
         True
     """

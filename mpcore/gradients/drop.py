@@ -28,7 +28,7 @@ def drop_gradients(model: nn.Module | ModelTree, parameters: Iterable[Tensor] | 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> mpcore.drop_gradients(model)
+        >>> mpcore.gradients.drop_gradients(model)
         >>> model.weight.grad is None
         True
     """

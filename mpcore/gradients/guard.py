@@ -50,7 +50,7 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 6)
-        >>> optimizer = mpcore.guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        >>> optimizer = mpcore.gradients.guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     """
     guard = _Guard([model] if isinstance(model, nn.Module) else list(model))
     guard.find(optimizer)
@@ -145,8 +145,9 @@ def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:
     if axes and parameter.requires_grad and not is_reduced(parameter):
         over = " and ".join(f"{axis.name} ({axis.size} ranks)" for axis in axes)
         raise ValueError(
-            f"the gradient of {name} is this rank's term of a sum over {over}: call mpcore.reduce_gradients(model) "
-            f"after the last backward; with mpcore.prepare call run.optimizer_step(), which does it"
+            f"the gradient of {name} is this rank's term of a sum over {over}: call "
+            f"mpcore.gradients.reduce_gradients(model) after the last backward; with mpcore.prepare call "
+            f"run.optimizer_step(), which does it"
         )
 
 

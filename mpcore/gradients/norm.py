@@ -37,7 +37,7 @@ def grad_norm(model: nn.Module | ModelTree, mesh: Mesh, p: float = 2.0) -> Tenso
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> round(mpcore.grad_norm(model, mpcore.Mesh()).item(), 3)  # 16 of the weight and 4 of the bias are 1
+        >>> round(mpcore.gradients.grad_norm(model, mpcore.Mesh()).item(), 3)  # of 16 + 4 ones
         4.472
     """
     tree = tree_of(model)
@@ -161,9 +161,9 @@ def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor |
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> norm = mpcore.grad_norm(model, mpcore.Mesh())
-        >>> mpcore.clip_gradients(model, 1.0, norm)
-        >>> round(mpcore.grad_norm(model, mpcore.Mesh()).item(), 3)
+        >>> norm = mpcore.gradients.grad_norm(model, mpcore.Mesh())
+        >>> mpcore.gradients.clip_gradients(model, 1.0, norm)
+        >>> round(mpcore.gradients.grad_norm(model, mpcore.Mesh()).item(), 3)
         1.0
     """
     tree = tree_of(model)

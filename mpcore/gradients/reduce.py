@@ -29,7 +29,7 @@ T = TypeVar("T")
 UNSUMMED = (
     "the last micro-batch had no backward or one that raised, sync_gradients(model, last=True) wasn't said before its "
     "forward, or the model's output hides its tensors (return tensors, dicts, tuples, dataclasses). To give the step "
-    "up: mpcore.drop_gradients(model)"
+    "up: mpcore.gradients.drop_gradients(model)"
 )
 
 
@@ -58,7 +58,7 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> mpcore.reduce_gradients(model, mpcore.Mesh())  # on one rank there is nothing to sum
+        >>> mpcore.gradients.reduce_gradients(model, mpcore.Mesh())  # on one rank there is nothing to sum
     """
     tree = tree_of(model)
     for on in over:

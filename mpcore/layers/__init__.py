@@ -8,6 +8,7 @@ from mpcore.layers.block import TransformerBlock
 from mpcore.layers.dropout import Dropout, seed_dropout
 from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
 from mpcore.layers.fused_linear import GateUpParallelLinear, KVParallelLinear, QKVParallelLinear
+from mpcore.layers.initialize import materialize
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.loss import (
     VocabParallelCrossEntropy,
@@ -53,6 +54,7 @@ __all__ = [
     "document_positions",
     "linear_cross_entropy",
     "linear_log_prob",
+    "materialize",
     "seed_dropout",
     "sequence_index",
     "shard_sequence",

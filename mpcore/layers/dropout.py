@@ -21,7 +21,7 @@ class Dropout(ParallelLayer, RandomModule):
 
     The mask depends only on (seed, this module's name, sample, token, feature). All ranks that hold the same element
     use the same mask. The mask does not depend on tp, cp, dp, pp or the micro-batch size, and recomputation draws the
-    same mask. Call `mpcore.materialize` or `mpcore.seed_dropout` to set the seed.
+    same mask. Call `mpcore.layers.materialize` or `mpcore.layers.seed_dropout` to set the seed.
 
     Args:
         p: probability of zeroing an element, in [0, 1).
@@ -36,7 +36,7 @@ class Dropout(ParallelLayer, RandomModule):
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.5))
-        >>> mpcore.seed_dropout(model, seed=0)
+        >>> mpcore.layers.seed_dropout(model, seed=0)
         >>> x = torch.ones(2, 4, 8)
         >>> first, second = (model[0](x, samples=torch.tensor([5, 6])) for _ in range(2))
         >>> torch.equal(first, second)
@@ -83,7 +83,9 @@ class Dropout(ParallelLayer, RandomModule):
         if not self.training or self.p == 0:
             return x if residual is None else residual + x
         if self.key is None:
-            raise input_error("dropout has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
+            raise input_error(
+                "dropout has no seed: call mpcore.layers.seed_dropout(model, seed) or mpcore.layers.materialize"
+            )
         if samples is None:
             raise input_error(
                 f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
@@ -130,7 +132,7 @@ def seed_dropout(model: nn.Module, seed: int) -> None:
 
     Example:
         >>> model = nn.Sequential(mpcore.Dropout(0.1), mpcore.Dropout(0.1))
-        >>> mpcore.seed_dropout(model, seed=0)
+        >>> mpcore.layers.seed_dropout(model, seed=0)
         >>> model[0].key == model[1].key
         False
     """

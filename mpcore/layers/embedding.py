@@ -126,7 +126,7 @@ class ColumnParallelEmbedding(_Table):
         ValueError: if embedding_dim / unit is smaller than the number of ranks, or padding_idx lies outside the table.
 
     Example:
-        >>> bias_of_heads = mpcore.ColumnParallelEmbedding(32, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
+        >>> bias_of_heads = mpcore.layers.ColumnParallelEmbedding(32, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
         >>> bias_of_heads.weight.shape
         torch.Size([32, 3])
     """

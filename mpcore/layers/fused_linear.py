@@ -38,7 +38,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     The logical weight is [(H + 2 H_kv) K, D], Q above K above V, for every tp size. Query heads are sharded over tp. KV
     heads are sharded too if tp divides their number. Otherwise each rank holds the KV heads that its query heads read,
     and several ranks may hold the same KV head. The layer declares these replicas in its `shardings`, and
-    `mpcore.reduce_gradients` sums their gradients.
+    `mpcore.gradients.reduce_gradients` sums their gradients.
 
     Args:
         in_features: D.

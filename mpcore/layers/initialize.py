@@ -40,7 +40,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
             and has no `reset_parameters`), or if a parameter is already sharded over the data ranks.
 
     Example:
-        >>> model = mpcore.materialize(mpcore.ParallelMLP(4, 8, device="meta"), seed=0)
+        >>> model = mpcore.layers.materialize(mpcore.ParallelMLP(4, 8, device="meta"), seed=0)
         >>> model.up.weight.device.type
         'cpu'
     """

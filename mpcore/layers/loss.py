@@ -124,7 +124,7 @@ def vocab_parallel_log_prob(
         `(log_prob, entropy)`, differentiable, each [...] in nats, in fp32 (fp64 for fp64 logits); 0 if ignored.
 
     Example:
-        >>> log_prob, entropy = mpcore.vocab_parallel_log_prob(torch.zeros(3, 8), torch.tensor([1, 2, -100]))
+        >>> log_prob, entropy = mpcore.layers.vocab_parallel_log_prob(torch.zeros(3, 8), torch.tensor([1, 2, -100]))
         >>> log_prob
         tensor([-2.0794, -2.0794,  0.0000])
     """
@@ -214,7 +214,8 @@ def linear_log_prob(
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)
-        >>> log_prob, entropy = mpcore.linear_log_prob(torch.zeros(3, 4), head.weight, torch.tensor([1, 2, -100]))
+        >>> target = torch.tensor([1, 2, -100])
+        >>> log_prob, entropy = mpcore.layers.linear_log_prob(torch.zeros(3, 4), head.weight, target)
         >>> log_prob.detach()
         tensor([-2.0794, -2.0794,  0.0000])
     """

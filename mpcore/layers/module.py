@@ -41,7 +41,7 @@ class TensorParallelOptions(TypedDict, total=False):
 
 
 class TensorOptions(TypedDict, total=False):
-    """Device and dtype of the parameters. On the meta device no values are drawn: call `mpcore.materialize`."""
+    """Device and dtype of the parameters. On the meta device no values are drawn: call `mpcore.layers.materialize`."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -158,8 +158,8 @@ def refuse_second_derivative(what: str) -> None:
 class RandomModule(nn.Module):
     """A module that draws random numbers in forward, from its own stream.
 
-    `mpcore.materialize` and `mpcore.seed_dropout` seed every module of this class. Derive from it to have your module
-    seeded too.
+    `mpcore.layers.materialize` and `mpcore.layers.seed_dropout` seed every module of this class. Derive from it to have
+    your module seeded too.
 
     Attributes:
         key: the stream's key, from `mpcore.random.stream_key`; None until the module is seeded. torch.compile treats

@@ -33,7 +33,7 @@ class LossScaler:
         ValueError: if growth_factor does not grow the scale, or backoff_factor does not shrink it.
 
     Example:
-        >>> mpcore.LossScaler(scale=1024.0).scale
+        >>> mpcore.optim.LossScaler(scale=1024.0).scale
         1024.0
     """
 

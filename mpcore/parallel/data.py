@@ -95,13 +95,13 @@ def shard_data_parallel(
         - Scalars, empty parameters and the statistics of routers are replicated.
         - After `reduce_gradients` the gradient of a parameter that no rank used is None. With 1 to 3 it is zeros until
           then, also for hooks.
-        - To abandon a step, also after a backward that raised, call `mpcore.drop_gradients(model)`.
+        - To abandon a step, also after a backward that raised, call `mpcore.gradients.drop_gradients(model)`.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; Zhao et al. 2023, arXiv:2304.11277.
 
     Example:
         >>> model = nn.Sequential(mpcore.ParallelMLP(4, 16), mpcore.ParallelMLP(4, 16))
-        >>> model = mpcore.shard_data_parallel(model, mpcore.build_mesh(), blocks=model, zero=3)
+        >>> model = mpcore.parallel.shard_data_parallel(model, mpcore.build_mesh(), blocks=model, zero=3)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     check_mesh(mesh)

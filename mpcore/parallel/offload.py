@@ -103,7 +103,7 @@ def offload_optimizer(
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
-        >>> optimizer = mpcore.offload_optimizer(torch.optim.AdamW(model.parameters()))
+        >>> optimizer = mpcore.parallel.offload_optimizer(torch.optim.AdamW(model.parameters()))
     """
     if isinstance(optimizer, (Muon, *OF_WHOLE_TENSORS)):
         raise ValueError(
@@ -262,7 +262,7 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
 
     Example:
         >>> block = mpcore.ColumnParallelLinear(4, 4)
-        >>> with mpcore.offload_activations():
+        >>> with mpcore.parallel.offload_activations():
         ...     loss = block(torch.ones(1, 4)).sum()
         >>> loss.backward()
     """
@@ -433,7 +433,7 @@ def offload_parameters(
 
     Example:
         >>> model = nn.Sequential(mpcore.ColumnParallelLinear(4, 4), mpcore.ColumnParallelLinear(4, 4))
-        >>> offload = mpcore.offload_parameters(model, keep=1)
+        >>> offload = mpcore.parallel.offload_parameters(model, keep=1)
         >>> with offload.here():
         ...     model[0].weight.shape
         torch.Size([4, 4])

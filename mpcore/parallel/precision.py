@@ -71,7 +71,7 @@ def convert_to_fp8(blocks: Blocks) -> None:
 
     Example:
         >>> blocks = nn.ModuleList(mpcore.ParallelMLP(256, 512) for _ in range(2))
-        >>> mpcore.convert_to_fp8(blocks)
+        >>> mpcore.parallel.convert_to_fp8(blocks)
         >>> blocks[0].up.product
         Fp8Product(split_backward=False)
     """

@@ -97,7 +97,7 @@ def recompute(
 
     Example:
         >>> blocks = [mpcore.ParallelMLP(4, 16), mpcore.ParallelMLP(4, 16)]
-        >>> mpcore.recompute(blocks, "selective", every=2)
+        >>> mpcore.parallel.recompute(blocks, "selective", every=2)
         ['selective', 'none']
     """
     blocks = listed(blocks)

@@ -29,14 +29,14 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
         last: True for the last micro-batch of the step.
 
     Note:
-        - To abandon a step before that backward, call `mpcore.drop_gradients(model)` or `model.zero_grad()`.
+        - To abandon a step before that backward, call `mpcore.gradients.drop_gradients(model)` or `model.zero_grad()`.
           `zero_grad` of torch's optimizers keeps gradients that are not summed yet, and the next step would add to
           them.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> for i in range(2):  # micro-batches
-        ...     mpcore.sync_gradients(model, last=i == 1)
+        ...     mpcore.parallel.sync_gradients(model, last=i == 1)
         ...     model(torch.ones(1, 4)).sum().backward()
     """
     state = state_of(model)
@@ -71,8 +71,8 @@ def finish_gradients(stages: Iterable[nn.Module]) -> None:
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> model(torch.ones(1, 4)).sum().backward()
-        >>> mpcore.finish_gradients([model])
-        >>> mpcore.reduce_gradients(model, mpcore.Mesh())
+        >>> mpcore.parallel.finish_gradients([model])
+        >>> mpcore.gradients.reduce_gradients(model, mpcore.Mesh())
     """
     stages = list(stages)
     for unit in shared_units(stages):
@@ -100,7 +100,7 @@ def before_forward(stage: Any, unit: Any, args: Any) -> None:
     if unit is stage and torch.is_grad_enabled() and fsdp.backward_failed(stage):
         raise ValueError(
             "a backward raised, so gradients are neither whole nor summed: give the step up with "
-            "mpcore.drop_gradients(model), on every rank, before the next forward"
+            "mpcore.gradients.drop_gradients(model), on every rank, before the next forward"
         )
     if torch.is_inference_mode_enabled() and not fsdp.was_gathered(unit):
         raise ValueError(

@@ -62,7 +62,7 @@ class Pipeline:
     Example:
         >>> stage = mpcore.ColumnParallelLinear(4, 4)
         >>> loss = lambda output, target: (output - target).square().sum()
-        >>> pipeline = mpcore.Pipeline(stage, mpcore.Mesh(), micro_batches=2, loss=loss)
+        >>> pipeline = mpcore.pipeline.Pipeline(stage, mpcore.Mesh(), micro_batches=2, loss=loss)
     """
 
     def __init__(

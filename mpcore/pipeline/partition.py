@@ -41,7 +41,7 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
         ValueError: if there are more stages than blocks, or a cost is negative or not finite.
 
     Example:
-        >>> mpcore.partition([1.0] * 6, 2, last=2.0)  # the head costs as much as two blocks
+        >>> mpcore.pipeline.partition([1.0] * 6, 2, last=2.0)  # the head costs as much as two blocks
         [range(0, 4), range(4, 6)]
     """
     n = len(costs)

@@ -217,7 +217,7 @@ def shardings(model: nn.Module) -> dict[str, Sharding]:
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)
-        >>> sorted(mpcore.shardings(model))
+        >>> sorted(mpcore.sharding.shardings(model))
         ['bias', 'weight']
     """
     return {name: sharding for name, _, sharding in declarations(model)}
@@ -263,7 +263,7 @@ def add_partial(module: nn.Module, leaf: str, axis: Axis) -> None:
     Example:
         >>> table, pp = nn.Embedding(4, 2), mpcore.Axis(size=2, rank=0, name="pp")
         >>> mpcore.add_partial(table, "weight", pp)  # each of two pipeline stages computes a part of the gradient
-        >>> mpcore.shardings(table)["weight"].partial
+        >>> mpcore.sharding.shardings(table)["weight"].partial
         (Axis(pp: rank 0 of 2),)
     """
     if axis.size > 1:

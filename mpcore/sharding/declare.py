@@ -117,7 +117,7 @@ class Sharding:
 
     @cached_property
     def pending(self) -> tuple[Axis, ...]:
-        """The axes over which `mpcore.reduce_gradients` sums the gradient.
+        """The axes over which `mpcore.gradients.reduce_gradients` sums the gradient.
 
         These are the axes in `partial`, and the axes in `shards` on which several ranks hold the same indices.
         """

@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
         repeats: how often the step was computed again because a dispatch buffer of the experts overflowed.
 
     Example:
-        >>> result = mpcore.StepResult(loss=2.5, grad_norm=1.0, taken=True, routers={})
+        >>> result = mpcore.training.StepResult(loss=2.5, grad_norm=1.0, taken=True, routers={})
         >>> result.taken
         True
     """
@@ -422,7 +422,7 @@ class Run:
         Options of the optimizer's groups, such as the learning rate, keep the values that they have in this run.
 
         Args:
-            path: a checkpoint, such as `mpcore.latest(folder, run.mesh)`.
+            path: a checkpoint, such as `mpcore.checkpoint.latest(folder, run.mesh)`.
 
         Returns:
             The checkpoint's facts, such as `sample` and `config`.
@@ -432,7 +432,9 @@ class Run:
         """
         self.phase.check("forward_backward", "load")
         if not isinstance(path, str | os.PathLike):
-            raise ValueError(f"load got {path!r} and no path: mpcore.latest gives None where there is no checkpoint")
+            raise ValueError(
+                f"load got {path!r} and no path: mpcore.checkpoint.latest gives None where there is no checkpoint"
+            )
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)

@@ -13,7 +13,8 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import build
 from examples.gpt.setup import check
-from mpcore import Mesh, full_state_dict, seed_dropout
+from mpcore import Mesh, full_state_dict
+from mpcore.layers import seed_dropout
 from mpcore.parallel.compile import compile_blocks
 from tests.pool import mesh
 

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from mpcore import Mesh, grad_norm, materialize, reduce_gradients, shard_sequence, unshard_sequence
+from mpcore import Mesh, shard_sequence, unshard_sequence
 from mpcore.collectives import all_reduce, gather
-from mpcore.layers import vocab_parallel_cross_entropy
+from mpcore.gradients import grad_norm, reduce_gradients
+from mpcore.layers import materialize, vocab_parallel_cross_entropy
 from mpcore.pipeline import Pipeline
 from tests.equality import close, full_gradients
 from tests.examples.test_pretrain import trainer

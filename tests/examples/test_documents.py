@@ -19,15 +19,15 @@ from mpcore import (
     RotaryEmbedding,
     Zero,
     document_ids,
-    materialize,
     prepare,
     shard_sequence,
-    shardings,
     vocab_parallel_cross_entropy,
 )
+from mpcore.layers import materialize
 from mpcore.layers.attention.sequence import KINDS
 from mpcore.pipeline.partition import partition
 from mpcore.pipeline.schedules import find_schedule
+from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.tools.verify import verify
 from tests.equality import close

@@ -149,7 +149,7 @@ def started(flags: str) -> tuple[mock.MagicMock, Any, Any]:
     mp, model = mock.MagicMock(), SimpleNamespace(config=SimpleNamespace(use_cache=True))
     mesh, mp.pipeline_stages.return_value = mp.build_mesh.return_value, ("stages", "blocks", "schedule")
     with (
-        mock.patch.object(finetune_hf, "mp", mp),
+        mock.patch.multiple(finetune_hf, mp=mp, add_lora=mp.add_lora, load_lora=mp.load_lora, save_lora=mp.save_lora),
         mock.patch.object(finetune_hf, "load_model", return_value=model) as load,
     ):
         args = finetune_hf.parse(flags.split())
@@ -242,6 +242,7 @@ def finetuned(
 
     with (
         mock.patch.object(finetune_hf, "mp", mock.MagicMock()) as mp,
+        mock.patch.object(finetune_hf, "save_lora", mp.save_lora),
         mock.patch.object(finetune_hf, "start", start),
         mock.patch.object(finetune_hf, "default_corpus", side_effect=lambda tokenizer: ("corpus", tokenizer)) as corpus,
         mock.patch.object(finetune_hf, "IndexedDataset", side_effect=lambda prefix: ("data", prefix)),

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from mpcore import Axis, Mesh, full_state_dict, materialize
+from mpcore import Axis, Mesh, full_state_dict
+from mpcore.layers import materialize
 from mpcore.pipeline import Pipeline
 from tests.equality import close
 from tests.examples.test_pretrain import TINY

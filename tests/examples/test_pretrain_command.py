@@ -430,7 +430,7 @@ def check_padded_vocabulary(sizes: dict) -> str:
     from examples.gpt.generate import generate
     from examples.gpt.model import GPT
     from examples.gpt.tokenizer import ByteTokenizer
-    from mpcore import materialize
+    from mpcore.layers import materialize
     from mpcore.pipeline import Pipeline
 
     on = mesh(**sizes)

@@ -112,7 +112,7 @@ def spoiled_shard() -> list[str]:
     model = torch.nn.Linear(4, 4)
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
-    mp.shard_data_parallel(model, on, zero=3, replicate=2)
+    mp.parallel.shard_data_parallel(model, on, zero=3, replicate=2)
     if on.data.rank == 3:
         local_tensor(model.weight).data[0, 0] = 2.0
     try:

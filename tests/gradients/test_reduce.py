@@ -208,7 +208,7 @@ def test_a_gradient_that_fsdp_still_holds_is_refused(monkeypatch):
     model = nn.Linear(2, 2)
     monkeypatch.setattr(reduce.fsdp, "unreduced_parameter", lambda units: "0.weight")
     with pytest.raises(ValueError, match=r"the gradient of 0.weight is not summed over data: "):
-        mp.reduce_gradients(model, mp.Mesh())
+        mp.gradients.reduce_gradients(model, mp.Mesh())
 
 
 # --- main gradients ---------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_gradient_is_known_to_be_summed_until_something_is_added():
     assert accumulate.is_reduced(p)
     p.grad = torch.ones(2)
     assert not accumulate.is_reduced(p)
-    layer: Any = mp.main_gradients(nn.Linear(2, 1, bias=False, dtype=torch.bfloat16))
+    layer: Any = mp.gradients.main_gradients(nn.Linear(2, 1, bias=False, dtype=torch.bfloat16))
     assert accumulate.is_reduced(layer.weight)
     assert accumulate.gradient_of(layer.weight) is None
     layer.weight.grad = torch.ones(1, 2, dtype=torch.bfloat16)
@@ -236,7 +236,7 @@ def test_a_gradient_is_known_to_be_summed_until_something_is_added():
     layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     assert not accumulate.is_reduced(layer.weight)
     assert torch.equal(layer.weight.main_grad, torch.full((1, 2), 2.0))
-    mp.zero_gradients(layer.parameters())
+    mp.gradients.zero_gradients(layer.parameters())
     assert accumulate.gradient_of(layer.weight) is None
     assert not layer.weight.main_grad.any()
 
@@ -244,14 +244,14 @@ def test_a_gradient_is_known_to_be_summed_until_something_is_added():
 def test_main_gradients_are_for_trained_parameters_that_are_chosen():
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     model[0].bias.requires_grad_(False)
-    mp.main_gradients(model, [model[0].bias, model[0].weight, model[1].weight])
+    mp.gradients.main_gradients(model, [model[0].bias, model[0].weight, model[1].weight])
     main = [accumulate.main_grad(p) for p in model.parameters()]
     assert [x if x is None else x.dtype for x in main] == [torch.float32, None, torch.float64, None]
     held = main[0]
-    mp.main_gradients(model)
+    mp.gradients.main_gradients(model)
     assert accumulate.main_grad(model[0].weight) is held, "a second call changes nothing"
     with pytest.raises(ValueError, match="DistributedDataParallel sums no main gradients"):
-        mp.main_gradients(nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel))
+        mp.gradients.main_gradients(nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel))
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_gradients_are_scaled_in_every_dtype_and_a_norm_of_zero_scales_none():
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         model[0].bias.grad = None
-        mp.clip_gradients(model, most, length)
+        mp.gradients.clip_gradients(model, most, length)
         assert model[0].bias.grad is None
         for p in (model[0].weight, model[1].weight, model[1].bias):
             assert torch.equal(p.grad, torch.full_like(p, factor))
@@ -344,8 +344,8 @@ def test_sums_that_are_missing_and_parts_of_tensors_are_read_from_the_declaratio
 
 
 def test_a_gradient_that_torchs_optimizer_would_not_see_is_refused():
-    model: Any = mp.main_gradients(nn.Linear(2, 2, dtype=torch.bfloat16))
-    optimizer = mp.guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model: Any = mp.gradients.main_gradients(nn.Linear(2, 2, dtype=torch.bfloat16))
+    optimizer = mp.gradients.guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     optimizer.step()
     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(ValueError, match=r"is in main_grad, and SGD reads .grad alone"):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import mpcore as mp
-from mpcore.interop.lora import adapters, files
+from mpcore.interop.lora import adapters, add_lora, files, load_lora, merge_lora, merged_state_dict, save_lora
 from mpcore.interop.lora import layers as of_layers
 from mpcore.interop.lora.layers import LoRALayer, LoRAWhole, is_transposed, sizes_of, with_adapter
 from mpcore.interop.parallelize.layers import ColumnParallelConv1D, RowParallelConv1D
@@ -69,7 +69,7 @@ def test_targets_are_the_last_parts_of_names():
     tied.xq_proj.weight = tied.blocks[0]["out"].weight
     assert chosen("all-linear", tied) == ["blocks.0.q_proj", "blocks.1.q_proj", "blocks.1.out"]
     with pytest.raises(ValueError, match=r"^xq_proj shares its weight|^blocks.0.out shares its weight"):
-        mp.add_lora(tied, targets=("out", "xq_proj"))
+        add_lora(tied, targets=("out", "xq_proj"))
     mixed = nn.Sequential(Conv1D(4, 3), nn.LayerNorm(3), nn.Linear(3, 3))
     assert [name for name, _ in adapters.linear_layers(mixed)] == ["0", "2"]
     assert [name for name, _ in adapters.linear_layers(nn.Linear(2, 2))] == [""]
@@ -91,10 +91,10 @@ def test_targets_that_match_nothing(targets, message):
 def test_layers_that_cannot_have_an_adapter():
     weight_normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"^0 has no plain weight: add adapters before it is parametrized$"):
-        mp.add_lora(weight_normed, targets="0")
-    twice = mp.add_lora(net(), targets="0")
+        add_lora(weight_normed, targets="0")
+    twice = add_lora(net(), targets="0")
     with pytest.raises(ValueError, match=r"^0 has an adapter already: merge_lora\(model\) first$"):
-        mp.add_lora(twice, targets=("0", "2"))
+        add_lora(twice, targets=("0", "2"))
     assert not isinstance(twice[2], LoRAWhole)
     for given, message in (
         ({"rank": True}, "rank is True"), ({"rank": 1.0}, "rank is 1.0"), ({"rank": 0}, "rank is 0"),
@@ -105,9 +105,9 @@ def test_layers_that_cannot_have_an_adapter():
     ):  # fmt: skip
         model = net()
         with pytest.raises(ValueError, match=f"^{message}"):
-            mp.add_lora(model, targets="0", **given)
+            add_lora(model, targets="0", **given)
         assert all(p.requires_grad for p in model.parameters())
-    assert mp.add_lora(net(), 1, 0.5, "0", 0.0)[0].scaling == 0.5
+    assert add_lora(net(), 1, 0.5, "0", 0.0)[0].scaling == 0.5
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_layers_that_cannot_have_an_adapter():
 
 def test_initial_values_are_pefts_and_depend_on_seed_and_name():
     """A is uniform within in_features^-1/2, as by Kaiming with a = sqrt 5; B is zero."""
-    wide = mp.add_lora(nn.Sequential(nn.Linear(400, 8), nn.Linear(400, 8)), 50, targets=("0", "1"))
+    wide = add_lora(nn.Sequential(nn.Linear(400, 8), nn.Linear(400, 8)), 50, targets=("0", "1"))
     for layer in wide:
         a = layer.lora_A.weight
         assert a.shape == (50, 400)
@@ -124,9 +124,9 @@ def test_initial_values_are_pefts_and_depend_on_seed_and_name():
         assert not layer.lora_B.weight.any()
         assert layer.lora_B.weight.shape == (8, 50)
     assert not torch.equal(wide[0].lora_A.weight, wide[1].lora_A.weight)
-    again = mp.add_lora(nn.Sequential(nn.Linear(400, 8)), 50, targets="0")
+    again = add_lora(nn.Sequential(nn.Linear(400, 8)), 50, targets="0")
     assert torch.equal(again[0].lora_A.weight, wide[0].lora_A.weight)
-    one, other = (mp.add_lora(net(), targets="0", seed=seed)[0].lora_A.weight for seed in (0, 1))
+    one, other = (add_lora(net(), targets="0", seed=seed)[0].lora_A.weight for seed in (0, 1))
     assert not torch.equal(one, other)
 
 
@@ -136,17 +136,17 @@ def test_initial_values_are_pefts_and_depend_on_seed_and_name():
      (torch.float64, torch.float64)],
 )  # fmt: skip
 def test_factors_of_narrow_weights_are_float32(dtype, factor):
-    layer = mp.add_lora(net().to(dtype), targets="0")[0]
+    layer = add_lora(net().to(dtype), targets="0")[0]
     assert {p.dtype for p in (layer.lora_A.weight, layer.lora_B.weight)} == {factor}
     assert layer(torch.ones(2, 4, dtype=dtype)).dtype == dtype
 
 
 def test_only_factors_are_trained_and_the_mode_stays():
-    model = mp.add_lora(net().eval(), targets="0")
+    model = add_lora(net().eval(), targets="0")
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.lora_A.weight", "0.lora_B.weight"}
     assert not model[0].lora_A.training
     assert repr(model[0].lora_A) == "Factor(8 x 4)"
-    meta = mp.add_lora(net().to("meta"), targets="0")
+    meta = add_lora(net().to("meta"), targets="0")
     assert meta[0].lora_A.weight.is_meta
 
 
@@ -156,39 +156,39 @@ def test_the_formula_and_its_merged_weight(make):
     plain = nn.Sequential(make())
     model = nn.Sequential(make())
     model.load_state_dict(plain.state_dict())
-    filled(mp.add_lora(model, 2, 6, "0"))
+    filled(add_lora(model, 2, 6, "0"))
     x, layer = torch.randn(5, 4), model[0]
     with torch.no_grad():
         want = plain(x) + 3 * x @ layer.lora_A.weight.t() @ layer.lora_B.weight.t()
         torch.testing.assert_close(model(x), want)
         product = 3 * layer.lora_B.weight @ layer.lora_A.weight
         weight = plain[0].weight + (product.t() if isinstance(plain[0], Conv1D) else product)
-        torch.testing.assert_close(mp.merged_state_dict(model)["0.weight"], weight)
+        torch.testing.assert_close(merged_state_dict(model)["0.weight"], weight)
         assert adapters.factor_names(model) == {"0.lora_A.weight", "0.lora_B.weight"}
         assert adapters.adapters_of(model) == {"0.weight": layer}
         kind, held = type(plain[0]), set(vars(plain[0]))
-        merged = mp.merge_lora(model)
+        merged = merge_lora(model)
         torch.testing.assert_close(merged[0].weight, weight)
         torch.testing.assert_close(merged(x), want)
     assert type(merged[0]) is kind
     assert set(vars(merged[0])) == held
     assert merged.state_dict().keys() == plain.state_dict().keys()
     with pytest.raises(ValueError, match=r"^this Sequential has 0 layers with an adapter: call add_lora or load_lora"):
-        mp.merge_lora(merged)
+        merge_lora(merged)
     lone = nn.Sequential(nn.Linear(2, 2))[0]
     assert list(adapters.adapters_of(lone)) == []
 
 
 def test_a_layer_under_two_names_has_its_adapter_under_both():
     layer = nn.Linear(4, 4)
-    model = mp.add_lora(nn.ModuleDict({"a": layer, "b": layer}), targets="a")
+    model = add_lora(nn.ModuleDict({"a": layer, "b": layer}), targets="a")
     assert adapters.factor_names(model) == {f"{n}.lora_{f}.weight" for n in "ab" for f in "AB"}
     assert adapters.adapters_of(model).keys() == {"a.weight", "b.weight"}
     assert list(adapters.lora_layers(model)) == ["a"]
 
 
 def test_a_merged_weight_is_summed_in_float32():
-    layer = mp.add_lora(nn.Sequential(nn.Linear(2, 2)), 1, 1, "0")[0]
+    layer = add_lora(nn.Sequential(nn.Linear(2, 2)), 1, 1, "0")[0]
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
     a, b = torch.tensor([[2.0**-9, 1.0]]), torch.tensor([[1.0], [2.0]])
     found = adapters.merged_weight(layer, weight, a, b)
@@ -199,7 +199,7 @@ def test_a_merged_weight_is_summed_in_float32():
 
 
 def test_dropout_is_of_the_adapters_input_in_training():
-    model = filled(mp.add_lora(nn.Sequential(nn.Linear(4, 6)), 2, 6, "0", 0.5))
+    model = filled(add_lora(nn.Sequential(nn.Linear(4, 6)), 2, 6, "0", 0.5))
     layer, x = model[0], torch.randn(8, 4)
     plain = nn.functional.linear(x, layer.weight, layer.bias)
     a, b = layer.lora_A.weight, layer.lora_B.weight
@@ -232,7 +232,7 @@ def test_dropout_is_of_the_adapters_input_in_training():
 def test_how_the_factors_of_a_parallel_layer_lie(make, kind, a, b, partial):
     whole = make()
     runs = None if not getattr(whole, "shardings", None) else whole.shardings["weight"].shards
-    layer = mp.add_lora(nn.Sequential(whole), 2, targets="0")[0]
+    layer = add_lora(nn.Sequential(whole), 2, targets="0")[0]
     assert isinstance(layer, kind)
     assert sizes_of(layer) == (4, 6)
     for factor, shape, dim, summed in ((layer.lora_A, (2, 4), a, partial[0]), (layer.lora_B, (6, 2), b, partial[1])):
@@ -242,7 +242,7 @@ def test_how_the_factors_of_a_parallel_layer_lie(make, kind, a, b, partial):
         assert [axis.name for axis in sharding.partial if axis.size > 1] == summed
         assert dim is None or sharding.shards[0].runs == runs[0].runs
         assert factor.weight.shape == sharding.local_shape
-    dense = mp.add_lora(nn.Sequential(nn.Linear(4, 6)), 2, targets="0")[0]
+    dense = add_lora(nn.Sequential(nn.Linear(4, 6)), 2, targets="0")[0]
     assert torch.equal(layer.lora_A.weight, layer.lora_A.shardings["weight"].take(dense.lora_A.weight))
 
 
@@ -267,7 +267,7 @@ def test_how_a_layer_stores_its_weight():
 def test_ranks_compute_the_layer_with_its_adapter(sequence, dropout):
     """Column-parallel, then row-parallel, beside the dense pair: outputs, and the gradients of all factors."""
     torch.manual_seed(0)
-    dense = filled(mp.add_lora(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), 2, 6, ("0", "1"), dropout)).double()
+    dense = filled(add_lora(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), 2, 6, ("0", "1"), dropout)).double()
     state, x = dense.state_dict(), torch.randn(4, 2, 4, dtype=torch.float64)
     torch.manual_seed(5)
     want = dense(x)
@@ -279,7 +279,7 @@ def test_ranks_compute_the_layer_with_its_adapter(sequence, dropout):
         axis = mesh.tp
         column = mp.ColumnParallelLinear(4, 6, tp=axis, dtype=torch.float64, **options)
         row = mp.RowParallelLinear(6, 4, tp=axis, dtype=torch.float64, **options)
-        model = mp.add_lora(nn.Sequential(column, row), 2, 6, ("0", "1"), dropout)
+        model = add_lora(nn.Sequential(column, row), 2, 6, ("0", "1"), dropout)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 layer = model.get_submodule(name.rpartition(".")[0])
@@ -288,7 +288,7 @@ def test_ranks_compute_the_layer_with_its_adapter(sequence, dropout):
         torch.manual_seed(5)
         y = model(mine)
         y.square().sum().backward()
-        mp.reduce_gradients(model)
+        mp.gradients.reduce_gradients(model)
         grads = {}
         for name, p in model.named_parameters():
             if p.grad is not None:
@@ -308,8 +308,8 @@ def test_ranks_compute_the_layer_with_its_adapter(sequence, dropout):
 
 
 def test_what_the_files_say(tmp_path):
-    model = filled(mp.add_lora(net(), 2, 6, ("0", "2"), 0.25))
-    assert mp.save_lora(model, tmp_path / "a") == tmp_path / "a"
+    model = filled(add_lora(net(), 2, 6, ("0", "2"), 0.25))
+    assert save_lora(model, tmp_path / "a") == tmp_path / "a"
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert tensors.keys() == {f"base_model.model.{i}.lora_{f}.weight" for i in (0, 2) for f in "AB"}
     assert torch.equal(tensors["base_model.model.2.lora_B.weight"], model[2].lora_B.weight)
@@ -319,23 +319,23 @@ def test_what_the_files_say(tmp_path):
         "use_rslora": False,
     }  # fmt: skip
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    again = mp.load_lora(net(), tmp_path / "a")
+    again = load_lora(net(), tmp_path / "a")
     assert (again[2].rank, again[2].alpha, again[2].dropout, again[2].scaling) == (2, 6.0, 0.25, 3.0)
     for name, p in model.named_parameters():
         assert torch.equal(again.get_parameter(name), p)
-    mp.save_lora(filled(mp.add_lora(net(), 3, targets="0")), tmp_path / "a")  # replaces it
+    save_lora(filled(add_lora(net(), 3, targets="0")), tmp_path / "a")  # replaces it
     assert load_file(tmp_path / "a" / "adapter_model.safetensors")["base_model.model.0.lora_A.weight"].shape == (3, 4)
-    assert mp.load_lora(mp.add_lora(net(), 3, 16, "0"), tmp_path / "a")[0].rank == 3
+    assert load_lora(add_lora(net(), 3, 16, "0"), tmp_path / "a")[0].rank == 3
 
 
 def test_targets_in_a_file_are_last_parts_unless_another_layer_ends_alike():
-    model = mp.add_lora(Blocks(), targets=("blocks.0.q_proj", "out"))
+    model = add_lora(Blocks(), targets=("blocks.0.q_proj", "out"))
     assert files._targets(model, adapters.lora_layers(model)) == {"blocks.0.q_proj", "out"}
 
     class TinyForCausalLM(nn.Sequential):
         pass
 
-    named = mp.add_lora(TinyForCausalLM(Conv1D(4, 4)), targets="0")
+    named = add_lora(TinyForCausalLM(Conv1D(4, 4)), targets="0")
     named.config = type("Config", (), {"_name_or_path": "some/model"})()
     said = files._config(named, adapters.lora_layers(named), {"b", "a"})
     assert (said["task_type"], said["base_model_name_or_path"], said["fan_in_fan_out"], said["target_modules"]) == (
@@ -380,7 +380,7 @@ def test_a_configuration_of_something_else_is_refused(said, message, tmp_path):
 
 def changed(folder, change):
     """An adapter's folder with other tensors."""
-    mp.save_lora(mp.add_lora(net(), 2, 6, ("0", "2")), folder)
+    save_lora(add_lora(net(), 2, 6, ("0", "2")), folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -406,19 +406,19 @@ KEY = "base_model.model.0.lora_A.weight"
 def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
     model = net()
     with pytest.raises(ValueError, match=message):
-        mp.load_lora(model, changed(tmp_path / "a", change))
+        load_lora(model, changed(tmp_path / "a", change))
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_values_are_loaded_into_the_same_adapters_alone(tmp_path):
     folder = changed(tmp_path / "a", lambda t: t.update({KEY.replace(".weight", ".default.weight"): t.pop(KEY) + 1}))
-    loaded = mp.load_lora(mp.add_lora(net(), 2, 6, ("0", "2")), folder)
-    assert torch.equal(loaded[0].lora_A.weight, mp.add_lora(net(), 2, 6, "0")[0].lora_A.weight + 1)
-    for model in (mp.add_lora(net(), 2, 7, ("0", "2")), mp.add_lora(net(), 2, 6, "0")):
+    loaded = load_lora(add_lora(net(), 2, 6, ("0", "2")), folder)
+    assert torch.equal(loaded[0].lora_A.weight, add_lora(net(), 2, 6, "0")[0].lora_A.weight + 1)
+    for model in (add_lora(net(), 2, 7, ("0", "2")), add_lora(net(), 2, 6, "0")):
         with pytest.raises(ValueError, match=r"load it into the model without adapters|in one of them alone"):
-            mp.load_lora(model, folder)
+            load_lora(model, folder)
 
 
 def test_factors_have_names():
-    layer = mp.add_lora(net(), targets="0")[0]
+    layer = add_lora(net(), targets="0")[0]
     assert of_layers.factors(layer) == (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))

@@ -19,6 +19,7 @@ from mpcore.interop.parallelize.plan import (
     LocalSizes,
     Replicate,
     Rowwise,
+    SequenceParallel,
     Vocab,
     is_own,
     model_plan,
@@ -293,7 +294,7 @@ def test_styles_by_their_names():
         "rowwise_split_input": Rowwise(split_input=True), "rowwise_rep": Rowwise(split_input=True),
         "embedding_rowwise": Vocab(), "vocab": Vocab(), "replicate": Replicate(False), "moe_tp_experts": Experts({}),
         "replicated_with_grad_allreduce": Replicate(partial_gradient=True), "ep_router": Replicate(False),
-        "ep_dispatch_experts": Experts({}), "grouped_gemm": Experts({}),
+        "ep_dispatch_experts": Experts({}), "grouped_gemm": Experts({}), "sequence_parallel": SequenceParallel(),
     } == STYLES  # fmt: skip
     assert (LocalSizes(("a",)).kept, Hidden(-1)) == ((), Hidden(-1, 1, 1))
     assert not STYLES.keys() & set(UNSUPPORTED)

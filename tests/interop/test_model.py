@@ -62,7 +62,7 @@ def test_what_is_compared_between_ranks_and_in_which_order(monkeypatch):
     words = "model and plan given to parallelize"
     assert [(what, axis) for what, _, axis in seen] == [(words, TP)] * 2
     assert seen[0][1] == {"error": None}
-    assert seen[1][1].keys() == {"plan", "shapes", checks.SEEDED}
+    assert seen[1][1].keys() == {"plan", "shapes", "context", checks.SEEDED}
     seen.clear()
     with pytest.raises(ValueError, match="matches no module"):
         parallelize(net(), {"odd": "colwise"}, TP)
@@ -256,7 +256,7 @@ SCALES = {"up": "colwise", "down": "rowwise"}
 
 def gradient(model):
     model(X).square().sum().backward()
-    mp.reduce_gradients(model)
+    mp.gradients.reduce_gradients(model)
     return model.scale.grad
 
 
@@ -270,7 +270,7 @@ def test_a_partial_gradient_may_be_declared_before_the_plan_is_tested(axis):
         mp.add_partial(model, "scale", tp)
         mp.add_partial(model, "scale", tp)  # once more changes nothing
         parallelize(model, SCALES, tp, strict=True)
-        assert mp.shardings(model)["scale"].partial == (tp,)
+        assert mp.sharding.shardings(model)["scale"].partial == (tp,)
         torch.testing.assert_close(gradient(model), want)
         with pytest.raises(ValueError, match=r"the gradient of scale on 2 ranks is not that of the unsharded model"):
             parallelize(Scales(), SCALES, tp)

@@ -228,7 +228,7 @@ def test_what_is_said_of_another_gradient():
     twin = named(nn.Sequential(nn.Linear(2, 2)), {"": "", "0": "layers.3"})
     g = torch.tensor([2.0])
     whole, wrong = Run(gradients={"0.weight": g}), Run(gradients={"0.weight": g + 1})
-    said = compare(twin, whole, [whole, wrong], [], 1e-4)
+    said = compare(twin, whole, [whole, wrong], [("9", twin.model[0], Replicate())], 1e-4)
     assert said == (
         "the gradient of layers.3.weight on 2 ranks is not that of the unsharded model, off by 50.0% of the largest. "
         "If it meets sharded heads or features, write 'replicated_with_grad_allreduce' for its module; if it sees all "
@@ -239,7 +239,7 @@ def test_what_is_said_of_another_gradient():
         "__init__"
     )
     whole, wrong = Run(gradients={"input 0": g}), Run(gradients={"input 0": g + 1})
-    said = compare(twin, whole, [whole, wrong], [], 1e-4)
+    said = compare(twin, whole, [whole, wrong], [("9", twin.model[0], Replicate())], 1e-4)
     assert said.startswith("the gradient of input 0 on 2 ranks is not that")
     assert said.endswith("50.0% of the largest")
 
@@ -248,7 +248,13 @@ def advice(name, *targets, failed=False, size=2, **held):
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "part": nn.ModuleDict({"q": nn.Linear(2, 2), "o": nn.Linear(2, 2)})})
     vars(model["part"]).update(held)
     twin = named(model, {name: f"m.{name}" for name, _ in model.named_modules()})
-    return prove._advice(twin, name, [(n, model.get_submodule(n), style) for n, style in targets], size, failed)
+    return prove._advice(
+        twin,
+        name,
+        [("other", model, Replicate()), *((n, model.get_submodule(n), style) for n, style in targets)],
+        size,
+        failed,
+    )
 
 
 def test_what_is_advised():

@@ -30,12 +30,13 @@ from examples.gpt.model import GPT
 from examples.gpt.prepare import prepare
 from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import train_tokenizer
-from mpcore import Mesh, from_pretrained, materialize
+from mpcore import Mesh, from_pretrained
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.interop import hugging_face as hf
 from mpcore.interop.hugging_face import read_json, writing
 from mpcore.interop.hugging_face.config import JSON_LIMIT
+from mpcore.layers import materialize
 from mpcore.layers.mlp import ACTIVATIONS
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
@@ -709,6 +710,7 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
     export_hf(path, tmp_path / "back")
     with pytest.raises(ValueError, match="back exists"):
         export_hf(path, tmp_path / "back")
+    kept = (path / hf.FOLDER / "tokenizer.json").read_bytes()
     (path / hf.FOLDER / "tokenizer.json").write_text('{"made": "anew"}')
     with pytest.raises(ValueError, match=r"tokenizer\.json has 16 bytes, written were"):
         export_hf(path, tmp_path / "more")
@@ -718,6 +720,7 @@ def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(f
     data = bytearray((path / "model-00000.safetensors").read_bytes())
     data[-5] ^= 1
     (path / "model-00000.safetensors").write_bytes(data)
+    (path / hf.FOLDER / "tokenizer.json").write_bytes(kept)
     with pytest.raises(ValueError, match="damaged: its checksum"):
         export_hf(path, tmp_path / "more")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]

@@ -367,7 +367,7 @@ def test_the_sum_over_ranks_adds_what_is_replicated_once():
         given = x.clone().requires_grad_()
         y = model["a"](given, scale)
         y.square().sum().backward()
-        mp.reduce_gradients(model)
+        mp.gradients.reduce_gradients(model)
         assert not {"b"} & vars(model["a"]).keys()
         return y.detach(), given.grad, model["a"].b.grad, model["a"].up.grad
 

@@ -283,7 +283,8 @@ def test_on_a_gpu_it_is_the_reference_and_repeats(dtype):
 def test_on_a_gpu_products_are_added_to_main_gradients_in_float32():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from mpcore import ColumnParallelLinear, main_gradients
+    from mpcore import ColumnParallelLinear
+    from mpcore.gradients import main_gradients
 
     layer = main_gradients(ColumnParallelLinear(64, 32, dtype=torch.bfloat16, device="cuda"))
     x, dy = (torch.randn(128, n, device="cuda", dtype=torch.bfloat16) for n in (64, 32))

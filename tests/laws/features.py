@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.interop.lora import add_lora
 from mpcore.layers.linear import ParallelLinear
 from mpcore.tools import invariant
 from tests.laws.cases import Block, D
@@ -50,7 +51,7 @@ class Feature:
 
 def _add_lora(model: nn.Module) -> nn.Module:
     targets = [name for name, module in model.named_modules() if isinstance(module, ParallelLinear)]
-    return mp.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets) if targets else model
+    return add_lora(model, rank=RANK, alpha=ALPHA, targets=targets) if targets else model
 
 
 def _with_adapters(params: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from torch import nn
 
 import mpcore as mp
 from examples.gpt.config import GPTConfig
-from mpcore import Axis, collectives, from_pretrained, grad_norm
+from mpcore import Axis, collectives, from_pretrained
+from mpcore.gradients import grad_norm
 from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
@@ -148,7 +149,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"Linear has no table of ids: give ids \[B, T\]": (ValueError, lambda: cut._ids(nn.Linear(2, 2))),
     r"no row is of --set mine": (ValueError, lambda: fit([str(ROWS), "--set", "mine"])),
     r"the blocks have 1 nn.Linear, such as 'blocks\[0\]', and no parallel": (
-        ValueError, lambda: mp.convert_to_fp8([nn.Linear(2, 2)])
+        ValueError, lambda: mp.parallel.convert_to_fp8([nn.Linear(2, 2)])
     ),
     r"has the slope 0, and its gradients say .*: a backward is not that of its": (
         ValueError, lambda: of_verify.check_slope({"w": torch.ones(3)}, 3**0.5, 1.0, 1.0)

@@ -16,9 +16,9 @@ from mpcore import (
     apply_rope,
     full_state_dict,
     load_full_state_dict,
-    reduce_gradients,
 )
 from mpcore import collectives as c
+from mpcore.gradients import reduce_gradients
 from mpcore.layers.attention import document_positions
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline import Pipeline

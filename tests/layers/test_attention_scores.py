@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mpcore import Axis, ColumnParallelEmbedding, MultiLatentAttention, ParallelAttention, RotaryEmbedding
+from mpcore import Axis, MultiLatentAttention, ParallelAttention, RotaryEmbedding
 from mpcore import collectives as c
+from mpcore.layers import ColumnParallelEmbedding
 from tests.equality import close, same_model
 from tests.layers.test_attention import DOCUMENTS, B, D, K, T, draw, sees
 from tests.pool import mesh

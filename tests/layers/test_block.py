@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcore import (
     Axis,
-    ColumnParallelEmbedding,
     ColumnParallelLinear,
     LayerNorm,
     ParallelAttention,
@@ -17,16 +16,15 @@ from mpcore import (
     ParallelMoE,
     RMSNorm,
     RotaryEmbedding,
-    Router,
     RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
-    materialize,
-    reduce_gradients,
-    shardings,
     vocab_parallel_cross_entropy,
 )
 from mpcore import collectives as c
+from mpcore.gradients import reduce_gradients
+from mpcore.layers import ColumnParallelEmbedding, Router, materialize
+from mpcore.sharding import shardings
 from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.pool import mesh
 

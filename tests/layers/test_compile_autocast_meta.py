@@ -20,13 +20,12 @@ from mpcore import (
     RowParallelLinear,
     VocabParallelEmbedding,
     full_state_dict,
-    linear_log_prob,
     load_full_state_dict,
-    materialize,
-    reduce_gradients,
     vocab_parallel_cross_entropy,
 )
 from mpcore import collectives as c
+from mpcore.gradients import reduce_gradients
+from mpcore.layers import linear_log_prob, materialize
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh

@@ -24,15 +24,15 @@ from mpcore import (
     apply_rope,
     full_state_dict,
     load_full_state_dict,
-    reduce_gradients,
-    seed_dropout,
     sequence_index,
     shard_sequence,
     unshard_sequence,
 )
 from mpcore._torch.fake import fake_tensors
 from mpcore.collectives import all_reduce, shard_sizes
+from mpcore.gradients import reduce_gradients
 from mpcore.kernels.attention import attention, key_bounds
+from mpcore.layers import seed_dropout
 from mpcore.layers.attention import scores
 from mpcore.layers.attention.context import context_attention, masked_attention
 from mpcore.layers.attention.ring import ring_attention

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from mpcore import (
-    Axis,
-    ParallelAttention,
-    PositionEmbedding,
-    RotaryEmbedding,
-    document_ends,
-    document_ids,
-    document_positions,
-    sequence_index,
-)
+from mpcore import Axis, ParallelAttention, PositionEmbedding, RotaryEmbedding, document_ids, sequence_index
+from mpcore.layers import document_ends, document_positions
 from tests.equality import close
 
 END = 3

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mpcore as mp
-from mpcore import Axis, Dropout, seed_dropout
+from mpcore import Axis, Dropout
 from mpcore import collectives as c
+from mpcore.layers import seed_dropout
 from mpcore.random import dropout, stream_key
 from tests.pool import mesh
 

@@ -9,16 +9,15 @@ from torch.nn import functional as F
 
 from mpcore import (
     Axis,
-    ColumnParallelEmbedding,
     ColumnParallelLinear,
     PositionEmbedding,
     VocabParallelEmbedding,
     full_state_dict,
     load_full_state_dict,
-    materialize,
     vocab_parallel_cross_entropy,
 )
 from mpcore import collectives as c
+from mpcore.layers import ColumnParallelEmbedding, materialize
 from tests.equality import close, full_gradients, same_model
 from tests.pool import mesh
 

@@ -19,10 +19,10 @@ from mpcore import (
     RotaryEmbedding,
     RowParallelLinear,
     TransformerBlock,
-    main_gradients,
     parallelize,
 )
 from mpcore import collectives as c
+from mpcore.gradients import main_gradients
 from mpcore.kernels import quantize_fp8
 from mpcore.layers import linear_fp8 as products
 from mpcore.layers.linear_fp8 import Fp8Product

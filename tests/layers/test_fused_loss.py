@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpcore import Axis, linear_cross_entropy, linear_log_prob, vocab_parallel_cross_entropy, vocab_parallel_log_prob
+from mpcore import Axis, linear_cross_entropy, vocab_parallel_cross_entropy
 from mpcore import collectives as c
+from mpcore.layers import linear_log_prob, vocab_parallel_log_prob
 from mpcore.layers import loss as module
 from tests.equality import close
 from tests.pool import mesh

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import mpcore as mp
+from mpcore.interop.lora import add_lora
 from mpcore.sharding.declare import Shard
 from mpcore.tools.invariant import TreeSums, invariant_mesh, make_invariant
 from tests.equality import close
@@ -93,7 +94,7 @@ def test_pitfall_45_an_adapter_has_no_invariant_numerics(targets):
     model = nn.Sequential(head)
     model.get_output_embeddings = lambda: None
     with pytest.raises(ValueError, match=r"TreeSums\(degree=4\)"):
-        mp.add_lora(model, targets=targets)
+        add_lora(model, targets=targets)
 
 
 def test_pitfall_45_a_subclass_has_no_invariant_form():
@@ -124,8 +125,8 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "ColumnParallelLinear: .*shard": lambda: mp.ColumnParallelLinear(
         D, 8, shard=Shard(PAIR, 0, (((4, 8),), ((0, 4),))), tp=PAIR
     ),
-    "ColumnParallelEmbedding: ": lambda: mp.ColumnParallelEmbedding(4, 4, tp=V),
-    "Router: ": lambda: mp.Router(4, 4, 2),
+    "ColumnParallelEmbedding: ": lambda: mp.layers.ColumnParallelEmbedding(4, 4, tp=V),
+    "Router: ": lambda: mp.layers.Router(4, 4, 2),
     "RowParallelLinear: .*a forward of its own": replaced,
     "ParametrizedColumnParallelLinear: ": lambda: weight_norm(mp.ColumnParallelLinear(D, 16, tp=V)),
 }
@@ -143,6 +144,6 @@ def test_an_invariant_layer_takes_no_fp8_and_no_bias_of_scores():
     for _ in range(2):  # the second call finds the forms of the first
         make_invariant(model)
     with pytest.raises(ValueError, match="FP8"):
-        mp.convert_to_fp8([linear])
+        mp.parallel.convert_to_fp8([linear])
     with pytest.raises(ValueError, match="bias on the scores"):
         attention(torch.ones(B, T, D), bias=torch.zeros(4, T, T))

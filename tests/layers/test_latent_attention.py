@@ -15,15 +15,15 @@ from mpcore import (
     RotaryEmbedding,
     full_state_dict,
     load_full_state_dict,
-    materialize,
-    reduce_gradients,
     shard_sequence,
-    shardings,
     unshard_sequence,
 )
 from mpcore import checkpoint as ckpt
 from mpcore import collectives as c
+from mpcore.gradients import reduce_gradients
+from mpcore.layers import materialize
 from mpcore.layers.attention.sequence import KINDS
+from mpcore.sharding import shardings
 from mpcore.tools.analysis.counts import Ledger
 from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees

@@ -16,10 +16,9 @@ from mpcore import (
     RowParallelLinear,
     full_state_dict,
     load_full_state_dict,
-    main_gradients,
-    reduce_gradients,
 )
 from mpcore import collectives as c
+from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.sharding.declare import Shard, cut
 from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh

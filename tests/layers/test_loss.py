@@ -16,10 +16,10 @@ from mpcore import (
     VocabParallelEmbedding,
     full_state_dict,
     load_full_state_dict,
-    reduce_gradients,
     vocab_parallel_cross_entropy,
 )
 from mpcore import collectives as c
+from mpcore.gradients import reduce_gradients
 from tests.equality import close, full_gradients
 from tests.pool import mesh
 

@@ -11,32 +11,20 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mpcore import (
-    Axis,
-    GroupedLinear,
-    Mesh,
-    ParallelMLP,
-    ParallelMoE,
-    convert_to_fp8,
-    drop_gradients,
-    full_state_dict,
-    grad_norm,
-    load_full_state_dict,
-    materialize,
-    reduce_gradients,
-    shardings,
-    upcycle,
-    update_routers,
-)
+from mpcore import Axis, Mesh, ParallelMLP, ParallelMoE, full_state_dict, load_full_state_dict
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
+from mpcore.gradients import drop_gradients, grad_norm, reduce_gradients
 from mpcore.gradients.accumulate import mark_reduced
+from mpcore.layers import GroupedLinear, materialize, upcycle, update_routers
 from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe import experts as moe_module
 from mpcore.layers.moe.router import AUX_LOSSES, Router
+from mpcore.parallel import convert_to_fp8
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.sync import sync_gradients
+from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import cut
 from mpcore.sharding.state_dict import full_tensor
@@ -346,7 +334,9 @@ def test_pitfall_22_a_router_that_counted_nothing_is_named(balance):
     x = draw(8, B, T, D).requires_grad_()
     checkpoint(lambda x: moe(x, loss_scale=0.1), x, use_reentrant=True).sum().backward()
     model = torch.nn.ModuleDict({"mlp": moe})
-    with pytest.raises(ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.recompute"):
+    with pytest.raises(
+        ValueError, match=r"^mlp.router counted no token .*use_reentrant=True.*mpcore.parallel.recompute"
+    ):
         update_routers(model, Mesh())
     moe(x, mask=torch.zeros(B, T, dtype=torch.bool), loss_scale=0.1)
     assert update_routers(model, Mesh())["mlp.router"].tokens_per_expert.sum() == 0, "padding alone is no mistake"

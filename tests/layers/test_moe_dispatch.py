@@ -12,21 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mpcore import (
-    Axis,
-    Mesh,
-    ParallelMoE,
-    drop_gradients,
-    full_state_dict,
-    load_full_state_dict,
-    recompute,
-    reduce_gradients,
-    update_routers,
-)
+from mpcore import Axis, Mesh, ParallelMoE, full_state_dict, load_full_state_dict
+from mpcore.gradients import drop_gradients, reduce_gradients
+from mpcore.layers import update_routers
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe import experts as moe_module
 from mpcore.layers.moe.bounds import MARGIN, REVIEW
 from mpcore.layers.moe.dispatch import Bound
+from mpcore.parallel import recompute
 from tests.dispatch_table import SKEWS, rows_of_models, table
 from tests.equality import close, full_gradients
 from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, Messages, T, build, check_moe, draw, world

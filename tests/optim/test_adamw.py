@@ -263,7 +263,7 @@ def test_a_direction_of_nothing_is_nothing_and_batches_are_apart():
 
 
 def test_a_scale_grows_after_so_many_good_steps_and_shrinks_after_a_bad_one():
-    scaler = mp.LossScaler(scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    scaler = mp.optim.LossScaler(scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
     scales = []
     for good in (True, True, True, True, True, False, True, True, True, False, False):
         assert scaler.update(torch.tensor(good)) is good
@@ -274,7 +274,7 @@ def test_a_scale_grows_after_so_many_good_steps_and_shrinks_after_a_bad_one():
     assert (scaler.scale, scaler.good_steps) == (16.0, 2)
     scaler.load_state_dict({})
     assert (scaler.scale, scaler.good_steps) == (16.0, 2)
-    usual = mp.LossScaler()
+    usual = mp.optim.LossScaler()
     assert (usual.scale, usual.growth_factor, usual.backoff_factor, usual.growth_interval) == (65536.0, 2.0, 0.5, 2000)
 
 
@@ -282,15 +282,15 @@ def test_a_scale_grows_after_so_many_good_steps_and_shrinks_after_a_bad_one():
                                    {"backoff_factor": 1.0}, {"growth_interval": 0}])  # fmt: skip
 def test_scales_that_cant_be_are_refused(wrong):
     with pytest.raises(ValueError, match="must be positive, growth_factor"):
-        mp.LossScaler(**wrong)
-    mp.LossScaler(scale=1e-9, growth_factor=1.0, backoff_factor=0.99, growth_interval=1)
+        mp.optim.LossScaler(**wrong)
+    mp.optim.LossScaler(scale=1e-9, growth_factor=1.0, backoff_factor=0.99, growth_interval=1)
 
 
 def test_gradients_are_divided_by_the_scale():
     model = net()
     give(model, 4.0)
     model.bias.grad = None
-    mp.LossScaler(scale=8.0).unscale(model)
+    mp.optim.LossScaler(scale=8.0).unscale(model)
     assert torch.equal(model.weight.grad, torch.full((2, 3), 0.5))
 
 

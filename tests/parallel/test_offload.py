@@ -266,7 +266,7 @@ def test_blocks_become_selective_in_order_and_then_full_until_they_fit(monkeypat
 
 def test_every_nth_block_is_recomputed_from_the_first():
     def made(**how: Any) -> list[str]:
-        return mp.recompute([nn.Identity() for _ in range(5)], **how)
+        return mp.parallel.recompute([nn.Identity() for _ in range(5)], **how)
 
     assert made() == ["full"] * 5
     assert made(kind="selective", every=2) == ["selective", "none", "selective", "none", "selective"]
@@ -292,7 +292,7 @@ def test_what_a_call_keeps_is_counted_in_bytes():
         "full": out,
     }  # a number stands for the last product
     assert recompute.kept_bytes(block, example) == kept["none"], "as the block is"
-    mp.recompute([block], "full")
+    mp.parallel.recompute([block], "full")
     assert recompute.kept_bytes(block, example) == kept["full"]
     assert recompute.kept_bytes(block, example, "none") == kept["none"]
     assert block.__dict__[recompute._SETTING].kind == "full", "the block is as it was"
@@ -314,7 +314,7 @@ class Modes(nn.Module):
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_modes_of_the_first_forward_hold_in_the_recomputation(kind):
     block = Modes()
-    mp.recompute([block], kind)
+    mp.parallel.recompute([block], kind)
     y = block(torch.ones(3, 2, requires_grad=True)).sum()
     block.eval()
     y.backward()
@@ -354,10 +354,10 @@ def test_autocast_is_for_half_precision():
 
 def test_blocks_without_a_layer_for_fp8_are_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"the blocks have 2 nn.Linear, such as 'blocks\[0\] 0', and no parallel"):
-        mp.convert_to_fp8([nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)])
+        mp.parallel.convert_to_fp8([nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)])
     with pytest.raises(ValueError, match=r"the blocks have 2 grouped linear layers of experts, such as 'blocks\[0\] "):
-        mp.convert_to_fp8([mp.ParallelMoE(4, 4, 4, 2)])
+        mp.parallel.convert_to_fp8([mp.ParallelMoE(4, 4, 4, 2)])
     both = [nn.ModuleDict({"a": nn.Linear(2, 2), "b": mp.ColumnParallelLinear(128, 128)})]
-    mp.convert_to_fp8(both)
+    mp.parallel.convert_to_fp8(both)
     assert both[0]["b"].product == Fp8Product()  # type: ignore[union-attr]
-    mp.convert_to_fp8([])
+    mp.parallel.convert_to_fp8([])

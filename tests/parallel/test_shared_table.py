@@ -24,17 +24,17 @@ def summed(mesh: mp.Mesh, zero: int, stages: int, finish: bool) -> list[Tensor]:
     torch.manual_seed(0)
     embedding = nn.Embedding(8, 4)
     models = [nn.Sequential(embedding, nn.Linear(4, 4)), Head(embedding)][:stages]
-    mp.shard_data_parallel(models, mesh, zero=zero)
+    mp.parallel.shard_data_parallel(models, mesh, zero=zero)
     for model in models:
-        mp.sync_gradients(model, last=True)
+        mp.parallel.sync_gradients(model, last=True)
     x = torch.arange(0, 8, 3) + mesh.data.rank
     for model in models:
         x = model(x)
     x.square().sum().backward()
     if finish:
-        mp.finish_gradients(models)
+        mp.parallel.finish_gradients(models)
     tree = nn.ModuleList(models)
-    mp.reduce_gradients(tree)
+    mp.gradients.reduce_gradients(tree)
     return [local_tensor(gradient_of(p)) for p in tree.parameters()]
 
 

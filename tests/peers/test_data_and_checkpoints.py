@@ -191,7 +191,7 @@ def test_batches_go_on_into_the_next_epoch():
 
 def model(seed: int = 0, width: int = 4, on: mp.Mesh = mp.Mesh()) -> nn.Module:
     found = nn.Sequential(mp.ColumnParallelLinear(4, width, tp=on.tp), mp.RowParallelLinear(width, 2, tp=on.tp))
-    return mp.materialize(found, seed)
+    return mp.layers.materialize(found, seed)
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

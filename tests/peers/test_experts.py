@@ -26,7 +26,7 @@ def alone(n: int) -> Places:
 
 
 def statistics(moe: nn.Module, on: mp.Mesh = mp.Mesh()):
-    (found,) = mp.update_routers(moe, on).values()
+    (found,) = mp.layers.update_routers(moe, on).values()
     return found
 
 
@@ -231,9 +231,9 @@ def test_a_balance_loss_has_the_same_gradient_on_every_layout(scope, dispatch, l
     def gradient(on: mp.Mesh) -> Tensor:
         axes = {"tp": on.tp, "cp": on.cp, "ep": on.ep, "data": on.data, "dispatch": dispatch}
         moe = mixture(**options, **axes)
-        mp.materialize(moe, seed=0)
+        mp.layers.materialize(moe, seed=0)
         router_gradient(moe, x.chunk(on.cp.size, 1)[on.cp.rank])
-        mp.reduce_gradients(moe, on)
+        mp.gradients.reduce_gradients(moe, on)
         return moe.router.weight.grad.clone()  # type: ignore[union-attr]
 
     dense = gradient(mp.Mesh())
@@ -322,7 +322,7 @@ def test_a_balance_loss_is_torchtitans(score, padded, recomputed):
     moe = mp.ParallelMoE(6, 8, 7, 2, score=score, aux_loss="micro_batch", aux_coefficient=0.125, dtype=torch.float64)
     x, real = torch.randn(1, 15, 6, dtype=torch.float64), torch.arange(15) < 15 - padded
     if recomputed:
-        mp.recompute([moe], "full")
+        mp.parallel.recompute([moe], "full")
     moe(x.requires_grad_(), mask=real[None], loss_scale=1 / 8).sum().mul(0).backward()
     weight = moe.router.weight.detach().clone().requires_grad_()
     loss = balance_loss(x[0].detach() @ weight.t(), real, 2, score)
@@ -353,7 +353,7 @@ def test_tokens_come_back_from_experts_that_do_nothing(dispatch, layout):
 
     def there_and_back(on: mp.Mesh) -> None:
         moe = mixture(experts=8, dispatch=dispatch, tp=on.tp, ep=on.ep, etp=mp.Axis(name="etp"), data=on.data)
-        mp.materialize(moe, seed=0)
+        mp.layers.materialize(moe, seed=0)
         x = torch.randn(16, 12, generator=torch.Generator().manual_seed(on.data.rank)).requires_grad_()
         routing: Routing = moe.router(x, alone(16))
         weights = torch.full_like(routing.weights, 1 / 2)
@@ -430,7 +430,7 @@ def test_a_recomputed_mixture_has_the_same_gradients(padded):
     mask = torch.arange(32).expand(2, 32) < (28 if padded else 32)
     plain, again = mixture(), mixture()
     again.load_state_dict(plain.state_dict())
-    mp.recompute([again], "full")
+    mp.parallel.recompute([again], "full")
     x = torch.randn(2, 32, 12)
     found = []
     for moe in (plain, again):
@@ -450,7 +450,7 @@ def test_a_recomputed_mixture_has_the_same_gradients(padded):
 def test_an_upcycled_mixture_begins_as_the_dense_model(activation):
     dense = nn.Sequential(mp.ParallelMLP(12, 24, activation, bias=False))
     moe = nn.Sequential(mp.ParallelMoE(12, 24, 2, 2, activation))
-    moe.load_state_dict(moe.state_dict() | mp.upcycle(dense.state_dict(), moe))
+    moe.load_state_dict(moe.state_dict() | mp.layers.upcycle(dense.state_dict(), moe))
     x = torch.randn(2, 5, 12)
     torch.testing.assert_close(moe(x), dense(x), rtol=1e-5, atol=1e-6)
 
@@ -461,10 +461,10 @@ def test_sharded_experts_have_the_gradients_of_all_experts():
 
     def gradient(on: mp.Mesh) -> Tensor:
         moe = mixture(experts=2, k=1, ep=on.ep, data=on.data)
-        mp.materialize(moe, seed=0)
+        mp.layers.materialize(moe, seed=0)
         x = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(0))
         moe(x.chunk(on.dp.size)[on.dp.rank]).square().sum().backward()
-        mp.reduce_gradients(moe, on)
+        mp.gradients.reduce_gradients(moe, on)
         return moe.experts.down.weight.grad.clone()  # type: ignore[union-attr]
 
     whole = gradient(mp.Mesh())
@@ -475,5 +475,5 @@ def test_sharded_experts_have_the_gradients_of_all_experts():
 def test_a_mixture_can_be_made_before_its_values_are():
     with torch.device("meta"):
         moe = mixture(dtype=torch.bfloat16)
-    mp.materialize(moe, seed=123)
+    mp.layers.materialize(moe, seed=123)
     assert moe(torch.randn(4, 16, 12, dtype=torch.bfloat16)).isfinite().all()

@@ -124,7 +124,7 @@ def test_a_dimension_is_sharded_in_megatrons_ranges(size, ranks):
 def test_a_shards_first_values_are_those_of_the_whole_weight(build, dim):
     def weight(on: mp.Mesh) -> Tensor:
         layer = build(on.tp)
-        return mp.materialize(layer, seed=42).weight.detach().clone()  # type: ignore[union-attr]
+        return mp.layers.materialize(layer, seed=42).weight.detach().clone()  # type: ignore[union-attr]
 
     whole = weight(mp.Mesh())
     shards = mp.simulate(weight, tp=4)
@@ -141,7 +141,7 @@ def linear_of(kind: str, sequence_parallel: bool, on: mp.Mesh) -> None:
         if column
         else mp.RowParallelLinear(2 * tp.size, 3, tp=tp, **sp)
     )
-    mp.materialize(ours, seed=0)
+    mp.layers.materialize(ours, seed=0)
     theirs = nn.Linear(ours.in_features, ours.out_features)
     theirs.load_state_dict(mp.full_state_dict(ours))
     x = torch.randn(1, 5 * tp.size, theirs.in_features, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -198,7 +198,7 @@ def test_a_sharded_table_is_the_whole_one(vocab, sequence_parallel):
 
     def look_up(on: mp.Mesh) -> None:
         table = mp.VocabParallelEmbedding(vocab, 32, tp=on.tp, sequence_parallel=sequence_parallel)
-        mp.materialize(table, seed=0)
+        mp.layers.materialize(table, seed=0)
         whole = mp.full_state_dict(table)["weight"].requires_grad_()
         want = F.embedding(ids, whole)
         (want * weights).sum().backward()
@@ -248,7 +248,7 @@ def test_a_linear_keeps_the_dtype(dtype):
 @states(TP, "torchtitan", "test_embedding.py", "TestEmbeddingConfig.test_custom_init_std")
 @pytest.mark.parametrize(("layer", "outputs"), [(mp.ColumnParallelLinear, 500), (mp.VocabParallelEmbedding, 160)])
 def test_first_values_have_the_given_deviation(layer, outputs):
-    weight = mp.materialize(layer(1000, outputs, init=normal(0.02)), seed=42).weight.detach()  # type: ignore[operator]
+    weight = mp.layers.materialize(layer(1000, outputs, init=normal(0.02)), seed=42).weight.detach()  # type: ignore[operator]
     assert (float(weight.mean()), float(weight.std())) == (pytest.approx(0.0, abs=5e-4), pytest.approx(0.02, abs=5e-4))
 
 
@@ -293,7 +293,7 @@ def test_a_tied_head_has_the_embeddings_weight(tied, drawn):
                      tie_embeddings=tied)  # fmt: skip
     model = GPT(config, mp.Mesh(), device="meta" if drawn else "cpu")
     if drawn:
-        mp.materialize(model, seed=0)
+        mp.layers.materialize(model, seed=0)
     assert (model.head.weight is model.embedding.weight) is tied
 
 
@@ -341,7 +341,7 @@ def test_sharded_attention_is_the_whole_one():
 
     def attend(on: mp.Mesh, kv_heads: int, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
         attention = mp.ParallelAttention(16, 4, kv_heads, tp=on.tp, sequence_parallel=sequence_parallel)
-        mp.materialize(attention, seed=0)
+        mp.layers.materialize(attention, seed=0)
         mine = (x.chunk(on.tp.size, 1)[on.tp.rank] if sequence_parallel else x).clone().requires_grad_()
         y = attention(mine)
         y.square().sum().backward()
@@ -485,7 +485,7 @@ def test_rms_norm_is_torchs(what):
     if what == "weight":
         assert norm.weight.shape == (32,)
     elif what == "ones":
-        assert torch.equal(mp.materialize(mp.RMSNorm(32, device="meta"), seed=0).weight, torch.ones(32))  # type: ignore[arg-type]
+        assert torch.equal(mp.layers.materialize(mp.RMSNorm(32, device="meta"), seed=0).weight, torch.ones(32))  # type: ignore[arg-type]
     elif what == "eps":
         assert not torch.allclose(norm(x), mp.RMSNorm(32, 1e-5)(x))
     else:
@@ -509,9 +509,9 @@ def test_norms_are_computed_in_float32(kind, dtype, shape):
 @states(PACKED, "torchtitan", "test_varlen_attention.py", "TestPackedVarlenMetadata.test_document_boundaries")
 def test_documents_of_three_two_and_four_tokens_end_there():
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]])
-    ends = mp.document_ends(documents)
+    ends = mp.layers.document_ends(documents)
     assert ends[:4].tolist() == [0, 3, 5, 9]
-    assert mp.document_positions(ends, 1, 9).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert mp.layers.document_positions(ends, 1, 9).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
 
 
 @states(PACKED, "torchtitan", "test_text_dataset_packing.py", "test_positions_are_contiguous_per_document_runs")
@@ -519,8 +519,8 @@ def test_documents_of_three_two_and_four_tokens_end_there():
 def test_positions_begin_anew_after_the_end_of_a_document():
     tokens = torch.randint(6, (3, 64), generator=torch.Generator().manual_seed(0))
     documents = mp.document_ids(tokens, end_of_document=0)
-    ends = mp.document_ends(documents)
-    positions = mp.document_positions(ends, 3, 64)
+    ends = mp.layers.document_ends(documents)
+    positions = mp.layers.document_positions(ends, 3, 64)
     assert int(ends[0]) == 0
     assert int(ends[-1]) == 3 * 64
     steps = positions[:, 1:] - positions[:, :-1]
@@ -543,7 +543,7 @@ def test_packed_documents_attend_as_each_alone(latent):
     if latent:
         attention = mp.MultiLatentAttention(16, 2, **sizes, rope=rope)
     x, ends = torch.randn(1, 9, 16), torch.tensor([0, 3, 5, 9])
-    packed = attention(x, cu_seqlens=ends, positions=mp.document_positions(ends, 1, 9))
+    packed = attention(x, cu_seqlens=ends, positions=mp.layers.document_positions(ends, 1, 9))
     alone = torch.cat([attention(part) for part in x.split([3, 2, 4], 1)], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
 
@@ -601,7 +601,7 @@ def test_a_sharded_cross_entropy_is_torchs(vocab, ignored):
 @states(LOSS, "torchtitan", "test_loss.py", "TestLoss.test_compute_logprobs_token_major")
 def test_log_probabilities_and_entropy_are_torchs():
     logits, target = torch.randn(8, 16), torch.randint(16, (8,))
-    log_prob, entropy = mp.vocab_parallel_log_prob(logits, target)
+    log_prob, entropy = mp.layers.vocab_parallel_log_prob(logits, target)
     torch.testing.assert_close(log_prob, -F.cross_entropy(logits, target, reduction="none"))
     p = logits.softmax(-1)
     torch.testing.assert_close(entropy, logits.logsumexp(-1) - (p * logits).sum(-1))

@@ -44,7 +44,7 @@ def test_fp8_keeps_values_to_a_sixteenth(size):
 
 
 def in_fp8(layers: nn.ModuleList) -> nn.ModuleList:
-    mp.convert_to_fp8(layers)
+    mp.parallel.convert_to_fp8(layers)
     return layers
 
 
@@ -101,7 +101,7 @@ def test_the_blocks_alone_are_converted(convert):
     blocks = nn.ModuleList(mp.ParallelMLP(16, 16) for _ in range(6))
     model = nn.ModuleDict({"blocks": blocks, "head": mp.ColumnParallelLinear(16, 32)})
     if convert:
-        mp.convert_to_fp8(blocks)
+        mp.parallel.convert_to_fp8(blocks)
     modes = {name: m.product == Fp8Product() for name, m in model.named_modules() if isinstance(m, ParallelLinear)}
     assert modes.pop("head") is False
     assert len(modes) == 12
@@ -122,13 +122,13 @@ def test_the_blocks_alone_are_converted(convert):
 def test_gradients_of_half_precision_accumulate_in_float32(batches, step, dtype):
     """The sum of the half-precision gradients of each backward, in float32."""
     layer = nn.Linear(10, 4, bias=False, dtype=dtype)
-    mp.main_gradients(layer)
+    mp.gradients.main_gradients(layer)
     weight, want = layer.weight, torch.zeros(4, 10)
     for _ in range(batches):
         x = torch.randn(3, 10, dtype=dtype)
         layer(x).sum().backward()
         want += x.detach().float().sum(0).expand(4, 10)
-    mp.reduce_gradients(layer)
+    mp.gradients.reduce_gradients(layer)
     found: Tensor = weight.main_grad  # type: ignore[attr-defined]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, want, rtol=2.0**-7, atol=2.0**-6)
@@ -150,7 +150,7 @@ def test_gradients_are_equal_on_all_data_ranks_after_they_are_reduced():
             layer.weight.fill_(0.5)
         for part in x.chunk(on.dp.size)[on.dp.rank].split(1):
             layer(part).square().sum().backward()
-        mp.reduce_gradients(layer, on)
+        mp.gradients.reduce_gradients(layer, on)
         return layer.weight.grad.clone()  # type: ignore[union-attr]
 
     whole, (first, second) = gradient(mp.Mesh()), mp.simulate(gradient, dp=2)
@@ -183,7 +183,7 @@ def test_backward_of_three_products_takes_eight(kind, products):
     """In units of a 64 x 64 x 64 product: 4 forward and 8 backward. A convention: selective keeps all three."""
     plain, block, x = Three(), Three(), torch.randn(64, 64, requires_grad=True)
     block.load_state_dict(plain.state_dict())
-    mp.recompute([block], kind)
+    mp.parallel.recompute([block], kind)
     y = block(x)
     with FlopCounterMode(display=False) as counter:
         y.backward()
@@ -201,7 +201,7 @@ def test_selective_recomputation_repeats_no_product():
     counts = {}
     for kind in ("selective", "full"):
         block, x = Three(), torch.randn(64, 64, requires_grad=True)
-        mp.recompute([block], kind)
+        mp.parallel.recompute([block], kind)
         y = block(x)
         with FlopCounterMode(display=False) as counter:
             y.backward()
@@ -238,7 +238,7 @@ class Several(nn.Module):
 def test_recomputation_changes_no_output_and_no_gradient(returns, others, named):
     plain, block = Several(returns), Several(returns)
     block.load_state_dict(plain.state_dict())
-    mp.recompute([block], "full")
+    mp.parallel.recompute([block], "full")
     x, found = torch.randn(4, 8), []
     for each in (plain, block):
         inner = x.clone().requires_grad_()
@@ -262,10 +262,10 @@ def test_a_recomputed_block_repeats_its_dropout():
 
     plain, block = Block(), Block()
     block.load_state_dict(plain.state_dict())
-    mp.recompute([block], "full")
+    mp.parallel.recompute([block], "full")
     x, found = torch.randn(2, 5, 10), []
     for each in (plain, block):
-        mp.seed_dropout(each, 0)
+        mp.layers.seed_dropout(each, 0)
         y = each(x, torch.arange(2))
         y.square().sum().backward()
         found.append([y, *(p.grad for p in each.parameters())])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.mesh.layout import mesh_ranks, mesh_shape
+from mpcore.pipeline import partition
 from mpcore.pipeline.partition import split_sizes, stage_ranks
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import Schedule, build_schedule
@@ -151,7 +152,7 @@ def test_more_ranks_than_the_world_has_are_refused(world, given):
 
 
 def bounds(costs, stages: int) -> list[int]:
-    return [0, *(held.stop for held in mp.partition(costs, stages))]
+    return [0, *(held.stop for held in partition(costs, stages))]
 
 
 @states(
@@ -212,7 +213,7 @@ def test_bert_is_split_into_eight_valid_stages():
 )  # fmt: skip
 def test_stages_have_as_many_layers_as_megatrons(layers, stages, ends, sizes):
     """A first stage that holds the embedding too counts it as a layer, and so does a last stage its loss."""
-    assert [len(held) for held in mp.partition([1.0] * layers, stages, **ends)] == sizes
+    assert [len(held) for held in partition([1.0] * layers, stages, **ends)] == sizes
 
 
 @states(
@@ -237,8 +238,8 @@ def test_given_sizes_are_stages(layers, sizes):
     "Megatron-LM",
     "transformer/test_transformer_block.py: test_layer_builder",
     table={
-        "2 layers, pp 4": (lambda: mp.partition([1.0] * 2, 4), "2 blocks are fewer than the 4 stages"),
-        "4 layers, pp 4, 4 virtual stages": (lambda: mp.partition([1.0] * 4, 16), "4 blocks are fewer than the 16"),
+        "2 layers, pp 4": (lambda: partition([1.0] * 2, 4), "2 blocks are fewer than the 4 stages"),
+        "4 layers, pp 4, 4 virtual stages": (lambda: partition([1.0] * 4, 16), "4 blocks are fewer than the 16"),
         "61 layers, 12 of them first, pp 4": (lambda: split_sizes([12, 16, 16, 16], 61), "hold 60, not the model's 61"),
         "101 layers, 13 first and 13 last, pp 8": (
             lambda: split_sizes([13, *[12] * 6, 13], 101), "hold 98, not the model's 101"),
@@ -266,7 +267,7 @@ def test_virtual_stages_have_megatrons_layers():
 
 def test_stages_may_have_unequal_numbers_of_layers():
     """A convention: Megatron refuses 65 layers on pp 4."""
-    assert [len(held) for held in mp.partition([1.0] * 65, 4)] == [17, 16, 16, 16]
+    assert [len(held) for held in partition([1.0] * 65, 4)] == [17, 16, 16, 16]
 
 
 # --- the order of a pipeline ---------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_a_larger_batch_is_more_micro_batches(count, micro_batches):
     },
 )  # fmt: skip
 def test_the_loss_scale_follows_deepspeeds(first, finite, scales):
-    scaler = mp.LossScaler(scale=first, growth_interval=2)
+    scaler = mp.optim.LossScaler(scale=first, growth_interval=2)
     found = []
     for each in finite:
         scaler.update(each)
@@ -250,7 +250,7 @@ def test_the_loss_scale_is_that_of_torchs_grad_scaler(seed):
     """Over a hundred steps, some of which overflow."""
     dice = random.Random(seed)
     how = {"growth_factor": dice.choice([2.0, 4.0]), "backoff_factor": 0.5, "growth_interval": dice.choice([1, 3, 7])}
-    theirs, ours = torch.amp.GradScaler("cpu", init_scale=1024.0, **how), mp.LossScaler(mp.Mesh(), 1024.0, **how)
+    theirs, ours = torch.amp.GradScaler("cpu", init_scale=1024.0, **how), mp.optim.LossScaler(mp.Mesh(), 1024.0, **how)
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.0)
     for _ in range(100):
@@ -266,7 +266,7 @@ def test_the_loss_scale_is_that_of_torchs_grad_scaler(seed):
 @states(SCALES, "DeepSpeed", "runtime/test_runtime_utils.py", "TestCheckOverflow")
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     def step(on: mp.Mesh) -> tuple[bool, float]:
-        scaler = mp.LossScaler(on, 256.0)
+        scaler = mp.optim.LossScaler(on, 256.0)
         return scaler.update(on.dp.rank == 0), scaler.scale
 
     assert mp.simulate(step, dp=2) == [(False, 128.0)] * 2
@@ -274,7 +274,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
 
 def test_the_loss_scale_has_no_lower_bound():
     """A convention: DeepSpeed's stays at 1."""
-    scaler = mp.LossScaler(scale=2.0**4)
+    scaler = mp.optim.LossScaler(scale=2.0**4)
     for _ in range(8):
         scaler.update(False)
     assert scaler.scale == 2.0**-4
@@ -293,7 +293,7 @@ def test_clipping_is_torchs_but_for_its_millionth(bound):
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         p.grad = torch.randn(p.shape, generator=draws)
         q.grad = p.grad.clone()
-    mp.clip_gradients(ours, bound, mp.grad_norm(ours, mp.Mesh()))
+    mp.gradients.clip_gradients(ours, bound, mp.gradients.grad_norm(ours, mp.Mesh()))
     norm = float(nn.utils.clip_grad_norm_(theirs.parameters(), bound))
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6 / norm + 1e-6, atol=0)
@@ -313,14 +313,14 @@ def test_clipping_of_a_sharded_layer_is_that_of_the_whole_one(sequence_parallel,
     def step(on: mp.Mesh) -> None:
         ours = mp.ColumnParallelLinear(4, 16, tp=on.tp, sequence_parallel=sequence_parallel)
         theirs = nn.Linear(4, 16)
-        mp.materialize(ours, seed=0)
+        mp.layers.materialize(ours, seed=0)
         theirs.load_state_dict(mp.full_state_dict(ours))
         mine = x[:, 3 * on.tp.rank : 3 * on.tp.rank + 3] if sequence_parallel else x
         ours(mine).sum().backward()
         theirs(x).sum().backward()
-        norm = mp.grad_norm(ours, on, p)
+        norm = mp.gradients.grad_norm(ours, on, p)
         assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(theirs.parameters(), 1.0, p)), rel=1e-6)
-        mp.clip_gradients(ours, 1.0, norm)
+        mp.gradients.clip_gradients(ours, 1.0, norm)
         rows = slice(8 * on.tp.rank, 8 * on.tp.rank + 8)
         torch.testing.assert_close(ours.weight.grad, theirs.weight.grad[rows], rtol=1e-5, atol=0)  # type: ignore[index]
 
@@ -337,7 +337,7 @@ def test_the_norm_of_two_stages_is_that_of_the_whole_model(p):
     grads = [parameter.grad.flatten() for layer in layers for parameter in layer.parameters()]  # type: ignore[union-attr]
     whole = torch.cat(grads).norm(p)
     norms = mp.simulate(
-        lambda on: float(mp.grad_norm(nn.ModuleDict({str(on.pp.rank): layers[on.pp.rank]}), on, p)), pp=2
+        lambda on: float(mp.gradients.grad_norm(nn.ModuleDict({str(on.pp.rank): layers[on.pp.rank]}), on, p)), pp=2
     )
     assert norms == pytest.approx([float(whole)] * 2)
 
@@ -348,7 +348,7 @@ def test_a_tied_weight_counts_once(p):
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     model["b"].weight = model["a"].weight
     model["a"].weight.grad = torch.arange(16.0).view(4, 4)
-    assert float(mp.grad_norm(model, mp.Mesh(), p)) == pytest.approx(float(torch.arange(16.0).norm(p)))
+    assert float(mp.gradients.grad_norm(model, mp.Mesh(), p)) == pytest.approx(float(torch.arange(16.0).norm(p)))
 
 
 @states(NORMS, "DeepSpeed", "runtime/test_runtime_utils.py", "TestClipGradNorm.test_gather")
@@ -356,11 +356,11 @@ def test_the_norm_with_experts_is_the_same_on_all_ranks():
     """One replicated gradient of 1, and an expert's of rank + 1."""
 
     def norm(on: mp.Mesh) -> float:
-        experts = mp.GroupedLinear(2, 1, 1, ep=on.ep, shard=cut(1, Axis(), 1))
+        experts = mp.layers.GroupedLinear(2, 1, 1, ep=on.ep, shard=cut(1, Axis(), 1))
         experts.weight.grad = torch.full_like(experts.weight, on.ep.rank + 1.0)
         whole = nn.Linear(1, 1, bias=False)
         whole.weight.grad = torch.ones(1, 1)
-        return float(mp.grad_norm(nn.ModuleDict({"experts": experts, "whole": whole}), on))
+        return float(mp.gradients.grad_norm(nn.ModuleDict({"experts": experts, "whole": whole}), on))
 
     assert mp.simulate(norm, ep=2, dp=2) == pytest.approx([math.sqrt(1 + 1 + 4)] * 2)
 
@@ -402,11 +402,11 @@ def test_each_group_has_its_rate_and_its_decay(groups, dtype, accumulation):
     options = [{"params": [p], "lr": lr, "weight_decay": decay}
                for p, (lr, decay) in zip(model.parameters(), groups, strict=True)]  # fmt: skip
     before = [p.detach().float().clone() for p in model.parameters()]
-    mp.main_gradients(model)
+    mp.gradients.main_gradients(model)
     optimizer = mp.AdamW(model, groups=options, eps=1e-30)
     for _ in range(accumulation):
         F.cross_entropy(model(torch.randn(10, 10, dtype=dtype)).float(), torch.randint(2, (10,))).backward()
-    mp.reduce_gradients(model)
+    mp.gradients.reduce_gradients(model)
     grads = [p.main_grad.clone() for p in model.parameters()]  # type: ignore[attr-defined]
     assert {grad.dtype for grad in grads} == {torch.float32}
     optimizer.step()

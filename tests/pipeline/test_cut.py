@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore.checkpoint import latest
+from mpcore.interop.lora import add_lora
 from mpcore.pipeline.schedules import find_schedule
 from tests.pool import mesh
 from tests.quick import some
@@ -55,7 +56,7 @@ def train(name: str, schedule: str = "1f1b", folder: str = "", resume: bool = Fa
     on = mesh(**layout)
     model = mp.parallelize(build(name), tp=on.tp, check=False) if on.tp.size > 1 else build(name)
     if lora:
-        mp.add_lora(model, rank=2)
+        add_lora(model, rank=2)
     each = 4 // on.dp.size
     stages, blocks, plan = mp.pipeline_stages(model, on, micro_batches=each, schedule=schedule)
     del model
@@ -345,7 +346,7 @@ class Tied(Words):
 def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one(monkeypatch):
     first, last = cutting(Tied())
     assert first.table.weight is last.table.weight is last.head.weight
-    assert mp.shardings(first)["table.weight"].partial == ()  # this process has no ends
+    assert mp.sharding.shardings(first)["table.weight"].partial == ()  # this process has no ends
     assert [len(cutting(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]
     pp4 = dataclasses.replace(mp.Mesh(), pp=mp.Axis(4, 0, name="pp", role="pp"))
     four = find_schedule("1f1b", 4, 8)

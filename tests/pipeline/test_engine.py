@@ -20,20 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT, build_stages
-from mpcore import (
-    ColumnParallelLinear,
-    Mesh,
-    RMSNorm,
-    RowParallelLinear,
-    grad_norm,
-    main_gradients,
-    materialize,
-    reduce_gradients,
-    shardings,
-    vocab_parallel_cross_entropy,
-)
+from mpcore import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, vocab_parallel_cross_entropy
 from mpcore.collectives import all_reduce
+from mpcore.gradients import grad_norm, main_gradients, reduce_gradients
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.layers import materialize
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline, executor, messages
 from mpcore.pipeline.partition import join_stages, parameter_costs, partition
@@ -49,6 +40,7 @@ from mpcore.pipeline.schedules import (
     write_csv,
 )
 from mpcore.pipeline.split import backward_inputs, backward_weights
+from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close

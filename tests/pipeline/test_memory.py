@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import build_stages
-from mpcore import Mesh, recompute, shard_data_parallel, vocab_parallel_cross_entropy
+from mpcore import Mesh, vocab_parallel_cross_entropy
 from mpcore.memory_footprint import StorageTracker
+from mpcore.parallel import recompute, shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.messages import other_end, peer_of, releases
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule, with_messages

@@ -17,6 +17,7 @@ import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT, build_stages
 from mpcore import AdamW, Mesh, collectives, simulate
+from mpcore.checkpoint import latest
 from mpcore.gradients import grad_norm
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
@@ -207,7 +208,7 @@ def test_every_layout_has_the_same_bits_in_bfloat16(layout: str, recompute: str)
 def test_a_run_that_resumes_on_another_layout_has_the_same_bits(tmp_path: Path) -> None:
     case = Case(steps=3)
     on("dp2zero1", replace(case, steps=2), save=str(tmp_path))
-    assert not differing(alone(case), on("tp2sp", case, resume=str(mp.latest(tmp_path))))
+    assert not differing(alone(case), on("tp2sp", case, resume=str(latest(tmp_path))))
 
 
 def test_a_frozen_table_that_stages_share_stays_as_it_is() -> None:

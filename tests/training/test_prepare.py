@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.checkpoint import latest
 from mpcore.experimental import LocalUpdates
+from mpcore.pipeline import partition
 from mpcore.sharding import full_state_dict
 from mpcore.training.policies import Precision, Recompute
 from mpcore.training.prepare import lay_out
@@ -44,7 +46,7 @@ class Stage(nn.Module):
 
     def __init__(self, on: mp.Mesh, sequence_parallel: bool = False) -> None:
         super().__init__()
-        mine = mp.partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]
+        mine = partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]
         sp = {"tp": on.tp, "sequence_parallel": sequence_parallel}
         self.first, self.last = mine.start == 0, mine.stop == LAYERS
         if self.first:
@@ -175,7 +177,7 @@ class Branches(nn.Module):
 def branched_run(sizes: dict, **told: Any) -> mp.Run:
     on = mesh(**sizes)
     with torch.device("meta"):
-        model = Branches(mp.partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]).double()
+        model = Branches(partition([1.0] * LAYERS, on.pp.size)[on.pp.rank]).double()
     given = {"blocks": model.blocks, "loss": lambda y, target: (y - target).square().sum(), "micro_batches": 2}
     make = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     return mp.prepare(model, on, optimizer=lambda model: make(model.parameters()), **given, **told)
@@ -509,7 +511,7 @@ def test_a_batch_without_a_token_has_no_loss_and_moves_nothing():
 def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
     """Go on from the newest checkpoint there, train until so many steps are done, and save."""
     run, losses = start(sizes, **told), []
-    found = mp.latest(folder, run.mesh)
+    found = latest(folder, run.mesh)
     if found is not None:
         assert run.load(found).step == run.step > 0
     while run.step < steps:
@@ -841,11 +843,13 @@ def test_what_is_no_checkpoint_is_refused_with_the_newest_that_is_there(tmp_path
         run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
         run.optimizer_step()
         run.save(tmp_path)
-    assert small(None).load(mp.latest(tmp_path) or "").step == 2
+    assert small(None).load(latest(tmp_path) or "").step == 2
     with pytest.raises(ValueError, match=r"has no manifest.json; the newest in it is .*/step-00000002"):
         small(None).load(tmp_path)
-    with pytest.raises(ValueError, match=r"load got None and no path: mpcore.latest gives None where there is no"):
-        run.load(mp.latest(tmp_path / "empty"))  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"load got None and no path: mpcore.checkpoint.latest gives None where there is no"
+    ):
+        run.load(latest(tmp_path / "empty"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
         run.load(tmp_path / "empty")
 

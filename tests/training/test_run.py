@@ -308,14 +308,14 @@ def test_a_save_has_the_runs_state_and_what_the_caller_adds(calls):
     before: Any = object()
     assert run.save("there", background=True, after=before) == "saving"
     assert calls.pop() == ("async", held, {"mesh": run.mesh, "step": 3, "seed": 9, "extra": {}, "after": before})
-    run.scaler = mp.LossScaler(scale=8.0)
+    run.scaler = mp.optim.LossScaler(scale=8.0)
     run.save("there", extra={"a": 1})
     assert calls.pop()[2]["extra"] == {"a": 1, "scale": 8.0, "good_steps": 0}
 
 
 def test_a_load_keeps_the_options_of_this_run_and_takes_step_and_scale(calls, monkeypatch):
     run = start()
-    run.scaler = mp.LossScaler(scale=8.0)
+    run.scaler = mp.optim.LossScaler(scale=8.0)
     weight = next(iter(run.model.parameters()))
     run.optimizer.state[weight] = {"momentum": 1, **dict.fromkeys(("outer_anchor", "outer_momentum"), 2)}
 

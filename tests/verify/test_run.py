@@ -85,7 +85,7 @@ def on_meta(mesh: mp.Mesh) -> nn.Module:
 
 def test_a_model_on_meta_is_drawn_as_in_training_and_then_cast():
     drawn = mp.ColumnParallelLinear(3, 4, device="meta")
-    mp.materialize(drawn, 9)
+    mp.layers.materialize(drawn, 9)
     model = build_model(task(build=on_meta, seed=9), mp.Mesh(), ALONE)
     assert torch.equal(model.get_parameter("weight"), drawn.get_parameter("weight").double())
 

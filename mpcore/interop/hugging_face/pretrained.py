@@ -115,7 +115,7 @@ def save_pretrained(
         nonlocal dense
         check_new(folder)
         dense = dense_shape(stages[0])
-        owned.extend(found)
+        owned.extend(_Owned(*each) for each in found)  # named tuples travel as tuples
         groups.extend(stored_groups(dense, saved_state(dense, _logical(dense, owned))))
         first = {name: names[0] for names in all_names(dense) for name in names}
         order = [sent for group in groups for name in group.sources for sent in _names(first[name], owned)]

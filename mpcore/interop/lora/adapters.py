@@ -71,7 +71,7 @@ def add_lora(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-        >>> _ = mpcore.add_lora(model, rank=2, targets=("0", "2"))
+        >>> _ = mpcore.interop.lora.add_lora(model, rank=2, targets=("0", "2"))
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['0.lora_A.weight', '0.lora_B.weight', '2.lora_A.weight', '2.lora_B.weight']
     """
@@ -131,16 +131,16 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4))
-        >>> _ = mpcore.add_lora(model, targets="0")
-        >>> type(mpcore.merge_lora(model)[0])
+        >>> _ = mpcore.interop.lora.add_lora(model, targets="0")
+        >>> type(mpcore.interop.lora.merge_lora(model)[0])
         <class 'torch.nn.modules.linear.Linear'>
     """
     layers = lora_layers(model)
     for name, layer in layers.items():
         if any(is_dtensor(p) for p in layer.parameters()):
             raise ValueError(
-                f"{name} is sharded over data: take mpcore.merged_state_dict(model), or save_lora, and merge_lora in a "
-                f"model that load_lora read the file into"
+                f"{name} is sharded over data: take mpcore.interop.lora.merged_state_dict(model), or save_lora, and "
+                f"merge_lora in a model that load_lora read the file into"
             )
     for layer in layers.values():
         weight = layer.get_parameter("weight")
@@ -168,8 +168,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ValueError: if there are no adapters, or a parameter is offloaded.
 
     Example:
-        >>> model = mpcore.add_lora(nn.Sequential(mpcore.ColumnParallelLinear(4, 8)), targets="0")
-        >>> sorted(mpcore.merged_state_dict(model))
+        >>> model = mpcore.interop.lora.add_lora(nn.Sequential(mpcore.ColumnParallelLinear(4, 8)), targets="0")
+        >>> sorted(mpcore.interop.lora.merged_state_dict(model))
         ['0.bias', '0.weight']
     """
     layers, state = lora_layers(model), full_state_dict(model)

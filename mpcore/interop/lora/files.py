@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     Example:
         >>> import tempfile
-        >>> model = mpcore.add_lora(nn.Sequential(nn.Linear(4, 4)), targets="0")
-        >>> folder = mpcore.save_lora(model, tempfile.mkdtemp())
+        >>> model = mpcore.interop.lora.add_lora(nn.Sequential(nn.Linear(4, 4)), targets="0")
+        >>> folder = mpcore.interop.lora.save_lora(model, tempfile.mkdtemp())
         >>> sorted(path.name for path in folder.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
@@ -85,7 +86,9 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
                     part.unlink()
             os.replace(whole if len(parts) > 1 else parts[0], folder / TENSORS)
             text = json.dumps(_config(model, layers, targets), indent=2)
-            write_synced(folder / CONFIG, f"{text}\n".encode())
+            part = folder / f".{CONFIG}.{secrets.token_hex(4)}.tmp"
+            write_synced(part, f"{text}\n".encode())
+            os.replace(part, folder / CONFIG)
 
     together(mesh.world, write_stage)
     together(mesh.world, join)
@@ -112,9 +115,9 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     Example:
         >>> import tempfile
-        >>> model = mpcore.add_lora(nn.Sequential(nn.Linear(4, 4)), targets="0")
-        >>> folder = mpcore.save_lora(model, tempfile.mkdtemp())
-        >>> _ = mpcore.load_lora(nn.Sequential(nn.Linear(4, 4)), folder)
+        >>> model = mpcore.interop.lora.add_lora(nn.Sequential(nn.Linear(4, 4)), targets="0")
+        >>> folder = mpcore.interop.lora.save_lora(model, tempfile.mkdtemp())
+        >>> _ = mpcore.interop.lora.load_lora(nn.Sequential(nn.Linear(4, 4)), folder)
     """
     folder = Path(folder)
     reshard(model)

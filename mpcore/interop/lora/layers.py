@@ -8,7 +8,7 @@
 
 In a row-parallel layer the adapter adds no communication. In a column-parallel layer it adds an all-reduce of
 [.., rank] over tp in backward; with sequence parallel instead an all-gather of [.., rank] in forward and a
-reduce-scatter of it in backward. `mpcore.reduce_gradients` all-reduces the partial gradients, once per step.
+reduce-scatter of it in backward. `mpcore.gradients.reduce_gradients` all-reduces the partial gradients, once per step.
 
 Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1; names of parameters as in PEFT.
 """

@@ -121,7 +121,7 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
     hf.AttentionInterface.register(NAME, attend)
     hf.AttentionMaskInterface.register(NAME, context_mask)
     choose(NAME)
-    if config._attn_implementation != NAME:
+    if vars(config)["_attn_implementation_internal"] != NAME:
         raise ValueError(
             f"{type(model).__name__} computes attention in its own code, not through transformers' attention "
             f"functions, which {what} needs: {way_out}"

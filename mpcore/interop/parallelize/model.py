@@ -70,8 +70,8 @@ def parallelize(
     """Make an existing model tensor and expert parallel: replace its layers by sharded ones, in place.
 
     On entry every rank must hold the full model with the same weights. Each rank keeps its shard. Create the optimizer
-    afterwards: sharding replaces parameters. After each backward call `mpcore.reduce_gradients`. A model with dropout
-    needs the same random seed on all ranks of tp. tp must divide the sharded sizes.
+    afterwards: sharding replaces parameters. After each backward call `mpcore.gradients.reduce_gradients`. A model
+    with dropout needs the same random seed on all ranks of tp. tp must divide the sharded sizes.
 
     Before any weight is sharded, the plan is tested: rank 0 of tp runs a small copy of the model (on its CPU, in
     float64, with random weights and fewer layers) once unsharded and once sharded. Outputs and gradients must agree to
@@ -250,7 +250,8 @@ def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target],
         largest = max((p.numel() * p.element_size(), name) for name, p in model.named_parameters() if id(p) not in cut)
         said = (
             f"the plan leaves {whole / total:.0%} of the model's {total} bytes whole on each of {tp.size} ranks, most "
-            f"of all {largest[1]} ({largest[0]} bytes): name its module, or see mpcore.parallelize_summary(model)"
+            f"of all {largest[1]} ({largest[0]} bytes): name its module, or see "
+            f"mpcore.interop.parallelize.parallelize_summary(model)"
         )
         if strict:
             raise ValueError(said)

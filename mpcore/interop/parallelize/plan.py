@@ -35,7 +35,8 @@ class Colwise:
             block, or an embedding has several blocks.
 
     Example:
-        >>> plan = {"h.*.attn.qkv": mpcore.Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64
+        >>> from mpcore.interop.parallelize import Colwise
+        >>> plan = {"h.*.attn.qkv": Colwise(blocks=3, unit=64), "h.*.attn.proj": "rowwise"}  # heads of 64
     """
 
     blocks: int | tuple[int, ...] = 1
@@ -66,10 +67,11 @@ class Replicate:
 
     Args:
         partial_gradient: True: each rank uses the parameter only with its own heads, for example in a norm of each
-            head. The gradient is then partial, and `mpcore.reduce_gradients` all-reduces it over tp.
+            head. The gradient is then partial, and `mpcore.gradients.reduce_gradients` all-reduces it over tp.
 
     Example:
-        >>> plan = {"h.*.attn.q_norm": mpcore.Replicate(partial_gradient=True)}  # a norm over each head's features
+        >>> from mpcore.interop.parallelize import Replicate
+        >>> plan = {"h.*.attn.q_norm": Replicate(partial_gradient=True)}  # a norm over each head's features
     """
 
     partial_gradient: bool = False
@@ -84,7 +86,7 @@ class LocalSizes:
         kept: attributes that keep their values, although they are named like a number of heads.
 
     Example:
-        >>> plan = {"h.*.attn": mpcore.LocalSizes(("n_head",)), "h.*.attn.q": "colwise"}
+        >>> plan = {"h.*.attn": mpcore.interop.parallelize.LocalSizes(("n_head",)), "h.*.attn.q": "colwise"}
     """
 
     names: tuple[str, ...]
@@ -102,7 +104,7 @@ class Hidden:
         unit: the number of consecutive features that stay on one rank, such as 2 if gate and up alternate.
 
     Example:
-        >>> mpcore.Hidden(-1, unit=2)  # of [E, D, 2F], gate and up alternating
+        >>> mpcore.interop.parallelize.Hidden(-1, unit=2)  # of [E, D, 2F], gate and up alternating
         Hidden(dim=-1, blocks=1, unit=2)
     """
 
@@ -126,7 +128,8 @@ class Experts:
         ep, etp: the axes over which `parallelize` shards the experts. `parallelize` sets them.
 
     Example:
-        >>> gated = mpcore.Experts({"w_in": mpcore.Hidden(-2, blocks=2), "w_out": mpcore.Hidden(-1)})
+        >>> from mpcore.interop.parallelize import Experts, Hidden
+        >>> gated = Experts({"w_in": Hidden(-2, blocks=2), "w_out": Hidden(-1)})
         >>> plan = {"layers.*.mlp.experts": gated}  # w_in [E, 2F, D], w_out [E, D, F]
     """
 

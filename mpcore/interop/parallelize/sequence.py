@@ -56,7 +56,7 @@ def split_tokens(model: nn.Module, styles: list[Target], tp: Axis) -> None:
     for module in model.modules():
         if module in inside:
             continue
-        if isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings"):
+        if isinstance(module, nn.Embedding) or "num_embeddings" in vars(module):
             module.register_forward_hook(partial(_split_output, tp))
             continue
         for leaf, _ in module.named_parameters(recurse=False):
@@ -69,7 +69,7 @@ def _regions(model: nn.Module, styles: list[Target]) -> dict[str, nn.Module]:
     owners = {name for name, module in model.named_modules() if "is_causal" in vars(module)}  # as transformers' has
     for name, _, style in styles:
         module = model.get_submodule(name)
-        if isinstance(style, SequenceParallel | Replicate) or module is head or hasattr(module, "num_embeddings"):
+        if isinstance(style, SequenceParallel | Replicate) or module is head or "num_embeddings" in vars(module):
             continue
         owners.add(name if isinstance(style, LocalSizes) else owner_of(model, name))
     if "" in owners:

@@ -64,7 +64,7 @@ def parallelize_summary(model: nn.Module) -> Summary:
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         >>> model = mpcore.parallelize(model, {"0": "colwise", "2": "rowwise"}, mpcore.Axis(2, rank=0, name="tp"))
-        >>> print(mpcore.parallelize_summary(model))
+        >>> print(mpcore.interop.parallelize.parallelize_summary(model))
         *.weight  x1            128 ->             64 bytes  dimension 0 sharded over tp 2
         *.bias    x1             32 ->             16 bytes  dimension 0 sharded over tp 2
         *.weight  x1            128 ->             64 bytes  dimension 1 sharded over tp 2

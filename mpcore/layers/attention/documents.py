@@ -41,7 +41,7 @@ def document_ends(documents: Tensor) -> Tensor:
         repeated to fill the tensor, so the length does not depend on the documents.
 
     Example:
-        >>> mpcore.document_ends(torch.tensor([[0, 0, 1], [0, 1, 1]]))
+        >>> mpcore.layers.document_ends(torch.tensor([[0, 0, 1], [0, 1, 1]]))
         tensor([0, 2, 3, 4, 6, 6, 6], dtype=torch.int32)
     """
     begins = torch.ones_like(documents, dtype=torch.bool)
@@ -63,7 +63,7 @@ def document_positions(cu_seqlens: Tensor, rows: int, length: int, device: torch
         int64 [B, T]. Under context parallelism select this rank's tokens: `[:, sequence_index(...)]`.
 
     Example:
-        >>> mpcore.document_positions(torch.tensor([0, 2, 3, 6]), rows=2, length=3)
+        >>> mpcore.layers.document_positions(torch.tensor([0, 2, 3, 6]), rows=2, length=3)
         tensor([[0, 1, 0],
                 [0, 1, 2]])
     """

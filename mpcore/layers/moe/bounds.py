@@ -53,7 +53,7 @@ class DispatchBounds:
         >>> from mpcore.layers.moe import DispatchBounds
         >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=2, dispatch="all_to_all")
         >>> bounds = DispatchBounds(moe, mpcore.Mesh())
-        >>> loss = bounds.exact(lambda: moe(torch.randn(2, 3, 4)).sum(), lambda: mpcore.drop_gradients(moe))
+        >>> loss = bounds.exact(lambda: moe(torch.randn(2, 3, 4)).sum(), lambda: mpcore.gradients.drop_gradients(moe))
         >>> bounds.repeats, bounds.is_used  # one rank sends nothing
         (0, False)
     """

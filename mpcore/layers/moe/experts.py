@@ -35,7 +35,7 @@ class GroupedLinear(ParallelModule):
 
     Example:
         >>> from mpcore.sharding.declare import cut
-        >>> experts = mpcore.GroupedLinear(2, 4, 6, ep=mpcore.Axis(), shard=cut(6, mpcore.Axis(), 1))
+        >>> experts = mpcore.layers.GroupedLinear(2, 4, 6, ep=mpcore.Axis(), shard=cut(6, mpcore.Axis(), 1))
         >>> experts(torch.zeros(5, 4), counts=torch.tensor([3, 2])).shape  # 3 rows of expert 0, then 2 of expert 1
         torch.Size([5, 6])
     """

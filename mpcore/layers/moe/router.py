@@ -280,7 +280,9 @@ class Router(ParallelModule, RandomModule):
         if not self.training or jitter == 0:
             return x
         if self.key is None:
-            raise input_error("jitter has no seed: call mpcore.seed_dropout(model, seed) or mpcore.materialize")
+            raise input_error(
+                "jitter has no seed: call mpcore.layers.seed_dropout(model, seed) or mpcore.layers.materialize"
+            )
         if samples is None:
             raise input_error(f"jitter {jitter} needs samples, the global index of each of {places.sequences} rows")
         words = random_words(self.key, samples[places.sequence], places.position[:, None], range(x.shape[1]))

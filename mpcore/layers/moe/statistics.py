@@ -26,7 +26,7 @@ class RouterStatistics(NamedTuple):
     Example:
         >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=2, bias_rate=0.01)
         >>> y = moe(torch.randn(2, 3, 4))
-        >>> mpcore.update_routers(moe, mpcore.Mesh())["router"].max_violation  # each expert has every token
+        >>> mpcore.layers.update_routers(moe, mpcore.Mesh())["router"].max_violation  # each expert has every token
         tensor(0., dtype=torch.float64)
     """
 
@@ -59,7 +59,7 @@ def update_routers(model: nn.Module | ModelTree, mesh: Mesh) -> dict[str, Router
     Example:
         >>> moe = mpcore.ParallelMoE(4, 8, num_experts=2, top_k=1, bias_rate=0.01)
         >>> y = moe(torch.randn(2, 3, 4))
-        >>> mpcore.update_routers(moe, mpcore.Mesh())["router"].tokens_per_expert.sum()
+        >>> mpcore.layers.update_routers(moe, mpcore.Mesh())["router"].tokens_per_expert.sum()
         tensor(6., dtype=torch.float64)
     """
     routers = {name: module for name, module in named_modules(model) if isinstance(module, Router)}
@@ -71,7 +71,7 @@ def update_routers(model: nn.Module | ModelTree, mesh: Mesh) -> dict[str, Router
             raise ValueError(
                 f"{name or 'the router'} counted no token since the last update_routers: it ran without gradients, as "
                 f"within torch.utils.checkpoint(use_reentrant=True), or not at all: use "
-                f"mpcore.recompute or use_reentrant=False"
+                f"mpcore.parallel.recompute or use_reentrant=False"
             )
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tallies = [zero.expand(r.num_experts + _REST) if r.tally is None else r.tally for r in routers.values()]

@@ -300,7 +300,10 @@ class Judge:
         worst, bad = self._number("norm", ranks)
         if not bad:
             return worst, None
-        cause = "every gradient was right: a rank counts what another counts too, or nobody counts (mpcore.grad_norm)"
+        cause = (
+            "every gradient was right: a rank counts what another counts too, or nobody counts "
+            "(mpcore.gradients.grad_norm)"
+        )
         return worst, Departure("norm", "", worst, cause)
 
     def _loss(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:

@@ -8,8 +8,9 @@ import torch
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
-from mpcore import VocabParallelCrossEntropy, materialize
+from mpcore import VocabParallelCrossEntropy
 from mpcore.kernels import _dispatch
+from mpcore.layers import materialize
 
 CONFIGS = {
     "llama": GPTConfig(
