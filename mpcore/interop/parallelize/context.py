@@ -271,7 +271,7 @@ def context_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **
     shown = getattr(attention_mask, "_base", None)  # of a view, such as attention_mask.view(rows, -1)
     shown = attention_mask if shown is None else shown
     full: FullSequence | None = getattr(shown, "full_sequence", None)
-    if full is None or attention_mask is None or attention_mask.shape != shown.shape:
+    if full is None or attention_mask is None or shown is None or attention_mask.shape != shown.shape:
         return ContextMask(wrong="another than that of the forward's attention_mask")
     causal, window, documents = False, None, full.documents
     for part in _parts(mask_function):
@@ -416,7 +416,7 @@ def prove_context(prover: Prover, kind: str, size: int = 2, documents: bool = Fa
         part = copy.deepcopy(twin.model)
         serve_context(part, axis, kind)
         with LocalPositions(collectives.shard_sizes(length, size)[axis.rank]):
-            run(part, ((), shard_sequence(given, axis, kind, dim=1)), found=runs[axis.rank])
+            run(part, ((), dict(shard_sequence(given, axis, kind, dim=1))), found=runs[axis.rank])
 
     with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         whole = run(twin.model, plain_arguments(((), given | {"use_cache": False})), sharded=False)

@@ -38,14 +38,15 @@ def lockstep_mesh(work: Callable[[Mesh], T], **sizes: int) -> list[T]:
 
     Args:
         work: the function that each rank runs.
-        sizes: the sizes of the axes, as for `simulate`.
+        sizes: the sizes of the axes: tp, ep, etp and dp.
 
     Raises:
         UnequalError: if the ranks call different collectives.
         Exception: the exception of the first rank whose `work` raised.
     """
     try:
-        return simulate(work, **sizes)
+        etp = {"etp": sizes.pop("etp")} if "etp" in sizes else None
+        return simulate(work, **sizes, mesh=etp)
     except DeadlockError as error:
         raise UnequalError(str(error)) from error
     except RankError as error:
