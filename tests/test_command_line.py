@@ -213,10 +213,11 @@ def test_words_that_are_no_command(monkeypatch, capsys):
 
 VALUES = {
     "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"), "--ranks": "FILE",
-             "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS"},
+             "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS",
+             "--hf": "FOLDER"},
     "calibrate": {"--test": "ROWS", "--suggest": "N", "--out": "PROFILE"},
-    "memory": {"--plot": "FILE"},
-    "ledger": {},
+    "memory": {"--plot": "FILE", "--hf": "FOLDER"},
+    "ledger": {"--hf": "FOLDER"},
     "compare": {"--twins": "RUN", "a": "RUN_A", "b": "RUN_B"},
     "replay": {"run": "RUN", "--step": "N", "--program": "package.module:replay"},
     "preflight": {"--memory": "GB", "--timeout": "S"},

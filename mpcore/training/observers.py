@@ -21,7 +21,7 @@ class Observer:
 
     Attributes:
         joins_worlds: whether the observer joins the models of several worlds (`build_mesh(worlds=2)`).
-        slots: the names of tensors that it stores in the optimizer's state. They begin with "outer_". A run drops such
+        slots: the names of tensors that it stores in the optimizer's state. They begin with `outer_`. A run drops such
             tensors of a checkpoint if none of its observers has their name.
 
     Example:

@@ -33,7 +33,6 @@ from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.command_line import find_object
 from mpcore.tools.invariant import invariant_mesh, prepare
 from mpcore.tools.invariant.run import InvariantStep
-from mpcore.tools.simulation import RankError
 from mpcore.tools.simulation.replay import of_trainer
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
@@ -179,7 +178,6 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"a tensor of shape \(3,\) is not the logical shape \(4,\)": (
         ValueError, lambda: declare.Sharding((4,)).take(torch.zeros(3))
     ),
-    r"this is simulated rank 0": (RankError, lambda: mp.simulate(lambda mesh: mp.simulate(print, tp=2), tp=1)),
 }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def share(count: int, dp: int, micro_batches: int) -> list[range]:
     """Of each rank of dp its samples, as `Run.share` computes them."""
     return [
         Run.share(SimpleNamespace(  # type: ignore[arg-type]
-            mesh=SimpleNamespace(workers=Axis(), dp=SimpleNamespace(size=dp, rank=rank)),
+            mesh=SimpleNamespace(worlds=Axis(), dp=SimpleNamespace(size=dp, rank=rank)),
             pipeline=SimpleNamespace(micro_batches=micro_batches)), count)
         for rank in range(dp)
     ]  # fmt: skip
