@@ -449,11 +449,13 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     Colwise: {"blocks": 1, "gather_output": False, "unit": None},
     LocalSizes: {"kept": ()},
     Replicate: {"partial_gradient": False},
-    mp.suggest_plan: {"tp": 2, "example": None},
+    mp.suggest_plan: {"tp": 2, "ep": 1, "example": None, "sequence_parallel": False},
     mp.simulate: {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": None, "ranks": None, "mesh": None},
     mp.training.StepResult: {"repeats": 0},
     add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0},
-    mp.parallelize: {"plan": "auto", "check": True, "example": None, "skip": (), "strict": False},
+    mp.parallelize: {
+        "plan": "auto", "etp": None, "context": "zigzag", "check": True, "example": None, "skip": (), "strict": False,
+    },
     Pipeline: {"schedule": "1f1b", "trace": False, "after_backward": None},
     mp.parallel.shard_data_parallel: {
         "blocks": (), "zero": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32,

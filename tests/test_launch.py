@@ -281,7 +281,7 @@ def test_rank_0_at_another_hosts_address_is_told():
     with pytest.raises(
         ValueError, match=r"rank 0 on .*: can't reach itself at 192\.0\.2\.1:\d+: set MASTER_ADDR to an"
     ):
-        open_store(here(0, 2, address="192.0.2.1"), timedelta(seconds=1))
+        open_store(here(0, 2, address="192.0.2.1", local_size=1), timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(

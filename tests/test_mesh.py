@@ -370,6 +370,7 @@ def test_the_device_is_chosen_before_ranks_first_speak(monkeypatch):
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

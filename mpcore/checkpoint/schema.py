@@ -33,7 +33,7 @@ def read_json(path: Path, limit: int, objects: int = 2**20) -> Any:
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     with open(path, "rb") as file:
-        data = file.read(limit + 1)
+        data = file.read(min(limit, path.stat().st_size) + 1)  # a buffer of this many bytes is made
     if len(data) > limit:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {limit}")
     return load_json(data, str(path), objects)

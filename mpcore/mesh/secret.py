@@ -121,6 +121,7 @@ def private_folder() -> Path:
         ValueError: if the folder belongs to somebody else, or others can write to it.
     """
     folder, user = Path(tempfile.gettempdir(), f"mpcore-{os.getuid()}"), os.getuid()
+    folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o022:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.compile import eagerly
+from mpcore._torch.distributed import ranks_are_threads
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.checkpoint.folders import lock_folder
 from mpcore.checkpoint.ranks import together
@@ -408,7 +409,7 @@ class Run:
         state = {"step": self.step, "seed": self.seed, "extra": extra, **about}
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         if path.parent not in self._locks:
-            lead = self.mesh.world.rank == 0
+            lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # simulated ranks share a process
             self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
         with self.parameters():
             if background:

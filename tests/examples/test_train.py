@@ -122,6 +122,7 @@ class Started:
         self.model, self.stop = "model", SimpleNamespace(signals=None)
         self.stopped, self.error = stopped, error
         self.beat: Any = None
+        self.run = SimpleNamespace()
 
     def train(self) -> bool:
         if self.error is not None:

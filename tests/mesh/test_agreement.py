@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_texts_are_the_same_on_all_ranks_or_not():
         assert on_threads(3, lambda rank, texts=texts: Agreement(store, rank, 3).same(texts[rank])) == [same] * 3
     digest = hashlib.sha256(b"").hexdigest()[:32]
     assert store.inner.get("4/first").decode() == digest
-    assert store.keys() == {"at/0", "at/1", "at/2", "4/first", "4/came", "4/result"}, "older agreements are deleted"
+    assert store.keys() == {"at/0", "at/1", "at/2", "4/first", "4/came", "4/same"}, "older agreements are deleted"
     assert [int(store.inner.get(f"at/{rank}")) for rank in range(3)] == [4, 4, 4]
 
 
@@ -259,3 +260,15 @@ def test_an_error_of_a_block_is_shared_at_its_end():
         "ValueError",
         "b (on rank 1 of 2)",
     )
+
+
+@pytest.mark.timeout(60)
+def test_a_signature_that_begins_with_digits_is_no_number_of_parts(monkeypatch):
+    monkeypatch.setenv("MPCORE_SECRET", "a secret")
+    store = dist.HashStore()
+
+    def agrees(rank: int) -> bool:  # one of 43 signatures begins with eight digits
+        return all(Agreement(store, rank, 2).same("text") for _ in range(300))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(agrees, range(2)))

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.layers.linear import ParallelLinear
-from mpcore.pipeline import checks, engine, partition
+from mpcore.pipeline import checks, engine
 from mpcore.pipeline import executor as of_executor
 from mpcore.pipeline.engine import Pipeline
 from mpcore.pipeline.executor import Held
 from mpcore.pipeline.messages import Meta
+from mpcore.pipeline.partition import join_stages, measured_costs
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import Action, Schedule, Span, build_schedule, write_csv
 from mpcore.pipeline.split import backward_inputs, backward_weights
@@ -450,8 +451,8 @@ def test_a_time_is_that_of_its_kind_and_stage():
 
 def test_a_measured_cost_is_the_median_after_a_warm_up(monkeypatch):
     seconds = iter([0.0, 99.0, 0.0, 3.0, 0.0, 1.0, 0.0, 2.0])
-    monkeypatch.setattr(partition, "_now", lambda x: next(seconds))
-    assert partition.measured_costs([nn.Linear(2, 2)], torch.ones(1, 2), repeats=3) == [2.0]
+    monkeypatch.setitem(measured_costs.__globals__, "_now", lambda x: next(seconds))
+    assert measured_costs([nn.Linear(2, 2)], torch.ones(1, 2), repeats=3) == [2.0]
 
 
 def test_stages_are_joined_under_the_models_names():
@@ -459,7 +460,7 @@ def test_stages_are_joined_under_the_models_names():
     first.blocks, second.blocks = nn.ModuleDict({"0": nn.Linear(2, 2)}), nn.ModuleDict({"3": nn.Linear(2, 2)})
     first.norm = second.norm = nn.LayerNorm(2)
     first.head, second.head = nn.Identity(), nn.Linear(2, 2)
-    joined: Any = partition.join_stages([first, second])
+    joined: Any = join_stages([first, second])
     assert [name for name, _ in joined.named_parameters()] == [
         "blocks.0.weight", "blocks.0.bias", "blocks.3.weight", "blocks.3.bias", "norm.weight", "norm.bias",
         "head.weight", "head.bias",
@@ -467,11 +468,11 @@ def test_stages_are_joined_under_the_models_names():
     assert joined.head is second.head
     second.norm = nn.LayerNorm(2)
     with pytest.raises(ValueError, match="2 stages hold a LayerNorm norm each, with tensors in it"):
-        partition.join_stages([first, second])
+        join_stages([first, second])
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="2 stages hold a parameter weight each: which of them is the model's"):
-        partition.join_stages([one, two])
+        join_stages([one, two])
     two.weight, two.bias = one.weight, one.bias
-    assert partition.join_stages([one, two]).weight is one.weight
-    empty = partition.join_stages([nn.ModuleDict({"a": nn.Identity()}), nn.ModuleDict({"a": nn.Identity()})])
+    assert join_stages([one, two]).weight is one.weight
+    empty = join_stages([nn.ModuleDict({"a": nn.Identity()}), nn.ModuleDict({"a": nn.Identity()})])
     assert list(empty.children())
