@@ -119,7 +119,7 @@ def test_row_19_a_key_that_is_no_name_is_refused(written):
     body["crc32"] = checkpoint_format.sign(body)
     (folder / MANIFEST).write_text(json.dumps(body))
     (folder / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match="key: .* is not of type str"):
+    with pytest.raises(ValueError, match=r"key: .* is not of type str"):
         load(folder, small(), mesh=Mesh())
 
 
