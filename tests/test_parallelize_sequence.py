@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import mpcore as mp
 from mpcore import Axis, Recompute, Zero, parallelize, prepare, shard_sequence
 from mpcore.interop.parallelize import model_plan, suggest_plan
 from mpcore.interop.parallelize.context import serve_context
+from mpcore.tools.simulation import RankError
 from tests import families
 from tests.equality import close
 from tests.pool import mesh
@@ -148,6 +150,15 @@ def check_refusals():
 
 def test_what_a_part_of_the_tokens_cannot_give_is_refused(ranks):
     ranks(2, check_refusals)
+
+
+def cut_after_cp(on):
+    mp.pipeline_stages(parallelize(build("llama"), cp=on.cp), on, micro_batches=2)
+
+
+def test_stages_of_a_model_with_a_sharded_sequence_are_refused():
+    with pytest.raises(RankError, match=r"was parallelized with cp 2, .* build the mesh with pp 1"):
+        mp.simulate(cut_after_cp, cp=2, pp=2)
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_it_changes():

@@ -356,6 +356,11 @@ def _check_whole(model: nn.Module) -> None:
         raise ValueError(
             f"{meta} has no values: cut a model that has, such as one of from_pretrained, to try its stages"
         )
+    if "sharded_sequence" in vars(model):
+        raise ValueError(
+            f"{type(model).__name__} was parallelized with {vars(model)['sharded_sequence']}, which its stages would "
+            f"not have: build the mesh with pp 1, or parallelize it over tp alone"
+        )
     if fsdp.units(model):
         raise ValueError("the model is sharded over data already: cut it first, prepare shards its stages")
 

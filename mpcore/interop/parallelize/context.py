@@ -131,6 +131,7 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
             module.cp, module.context = cp, kind  # type: ignore[assignment]  # read by `attend`
     hook = partial(_show_full_sequence, cp=cp, kind=kind, documents=documents, tp=tp or Axis(name="tp"))
     model.register_forward_pre_hook(hook, with_kwargs=True)
+    vars(model)["sharded_sequence"] = f"cp {cp.size}" if cp.size > 1 else "'sequence_parallel'"
 
 
 # --- the hook of the model's forward ----------------------------------------------------------------------------------
