@@ -375,7 +375,7 @@ def test_what_runs_without_graphs_on_ranks_leaves_the_callers_compiler_on():
 
 def test_ranks_that_shard_one_model_are_refused():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    with pytest.raises(RankError, match=r"simulated ranks (0 and 1|1 and 0) shard one Sequential: build the model inside"):
+    with pytest.raises(RankError, match="simulated ranks 0 and 1 shard one Sequential: build the model inside"):
         mp.simulate(lambda mesh: mp.parallelize(model, {"0": "colwise", "2": "rowwise"}, mesh.tp), tp=2)
 
 

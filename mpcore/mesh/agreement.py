@@ -174,13 +174,13 @@ class Agreement:
     def same(self, text: str) -> bool:
         """Return whether all ranks have the same text. Each rank sends a hash."""
         digest = hashlib.sha256(seal(self._name("first"), text.encode())).hexdigest()[:32]
-        same = seal(self._name("same"), b"same")
+        same = b"same " + seal(self._name("result"), b"same")  # a signature alone may begin with digits, as parts do
         if self.store.compare_set(self._key("first"), "", digest).decode() != digest:
             self.store.set(self._key("differ"), "")
         if self.store.add(self._key("came"), 1) == self.size:
-            self.store.set(self._key("same"), b"" if self.store.check([self._key("differ")]) else same)
+            self.store.set(self._key("result"), b"" if self.store.check([self._key("differ")]) else same)
             self._forget()
-        return self._hear(self._key("same")) == same
+        return self._hear(self._key("result")) == same
 
     def merged(self, value: T, merge: Callable[[list[T]], R]) -> tuple[Exception | None, R]:
         """Return what `merge` computes on rank 0 from the values of all ranks, or its error."""
@@ -222,12 +222,11 @@ class Agreement:
         return unseal(self._name(name), data)
 
     def _forget(self) -> None:
-        if self.number > 1:
-            part = 1
-            while self.store.check([self._key(f"result/{part}", 1)]):
-                self.store.delete_key(self._key(f"result/{part}", 1))
-                part += 1
-            for name in ("first", "differ", "came", "full", "same", "result"):  # what isn't there isn't deleted
+        result = self._key("result", 1)
+        if self.number > 1 and self.store.check([result]):
+            head = self.store.get(result)[:8].partition(b" ")[0]
+            parts = [f"result/{i}" for i in range(1, int(head) if head.isdigit() else 1)]
+            for name in ("first", "differ", "came", "full", "result", *parts):  # what isn't there isn't deleted
                 self.store.delete_key(self._key(name, 1))
 
     def _hear(self, key: str) -> bytes:

@@ -421,6 +421,6 @@ def test_simulated_ranks_have_a_model_each():
     def work(mesh):
         parallelize(shared, PLAN, mesh.tp, check=False)
 
-    with pytest.raises(mp.tools.simulation.RankError, match=r"simulated ranks (0 and 1|1 and 0) shard one Sequential"):
+    with pytest.raises(mp.tools.simulation.RankError, match=r"simulated ranks 0 and 1 shard one Sequential"):
         mp.simulate(work, tp=2)
     assert mp.simulate(lambda mesh: parallelize(net(), PLAN, mesh.tp)[0].weight.shape[0], tp=2) == [4, 4]

@@ -418,7 +418,7 @@ def test_threads_that_differ_or_fail_are_told():
             raise ArithmeticError(f"rank {axis.rank}")
         c.reduce(torch.ones(1), axis)
 
-    with pytest.raises(ArithmeticError, match=r"rank [12]"):
+    with pytest.raises(ArithmeticError, match="rank 1"):
         lockstep(3, fails)
     said = r"the model calls _c10d_functional\.all_reduce\.default itself"
     with pytest.raises(CommunicatesError, match=said), without_collectives():

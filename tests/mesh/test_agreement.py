@@ -67,7 +67,7 @@ def test_texts_are_the_same_on_all_ranks_or_not():
         assert on_threads(3, lambda rank, texts=texts: Agreement(store, rank, 3).same(texts[rank])) == [same] * 3
     digest = hashlib.sha256(b"").hexdigest()[:32]
     assert store.inner.get("4/first").decode() == digest
-    assert store.keys() == {"at/0", "at/1", "at/2", "4/first", "4/came", "4/same"}, "older agreements are deleted"
+    assert store.keys() == {"at/0", "at/1", "at/2", "4/first", "4/came", "4/result"}, "older agreements are deleted"
     assert [int(store.inner.get(f"at/{rank}")) for rank in range(3)] == [4, 4, 4]
 
 
