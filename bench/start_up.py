@@ -99,7 +99,7 @@ def count_agreement(size: int) -> list[CountedStore]:
             late.append(agreement)
         assert Agreement(stores[-1], size - 1, size).same("plan")
         for agreement in late:
-            assert Agreement._hear(agreement, agreement._key("result")) == b"same"
+            assert Agreement._hear(agreement, agreement._key("result")).startswith(b"same")
     return stores
 
 
