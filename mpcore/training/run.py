@@ -409,7 +409,7 @@ class Run:
         state = {"step": self.step, "seed": self.seed, "extra": extra, **about}
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         if path.parent not in self._locks:
-            lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # simulated ranks share a process
+            lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process
             self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
         with self.parameters():
             if background:
