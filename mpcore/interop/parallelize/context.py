@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from mpcore import collectives
 from mpcore._torch.fake import is_fake
 from mpcore._torch.values import real_tensors
-from mpcore.interop.parallelize.lockstep import UnequalError, lockstep
-from mpcore.interop.parallelize.prove import CannotCheckError, Prover, Run, compare, run, shapes_of
+from mpcore.interop.parallelize.prove import CannotCheckError, Prover, Run, compare, run, run_ranks, shapes_of
 from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments
 from mpcore.layers.attention import context_attention, document_ends, sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.attention.sequence import check_kind, order_of_runs, sequence_runs
@@ -424,11 +423,7 @@ def prove_context(prover: Prover, kind: str, size: int = 2, documents: bool = Fa
         twin.model.zero_grad()
         if whole.error is not None:
             raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {whole.error}")
-        try:
-            lockstep(size, rank_run)
-        except UnequalError as error:
-            if not any(each.error for each in runs):  # if only one rank failed, its run has the error
-                runs[0].error = error
+        run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)
         if not any(each.error for each in runs):
             runs = [_joined(whole, runs, length, Axis(size, name="cp"), kind)]
         wrong = compare(twin, whole, runs, [], prover.tolerance)

@@ -165,11 +165,7 @@ class Prover:
                 one = runs[mesh.data.rank * size + mesh.tp.rank]
                 run(cut(part, mine, mesh.tp), data[mesh.data.rank][0], *with_data, found=one)
 
-            try:
-                lockstep_mesh(rank_run, **sizes)
-            except UnequalError as error:
-                if not any(each.error for each in runs):  # if only one rank failed, its run has the error
-                    runs[0].error = error
+            run_ranks(rank_run, runs, **sizes)
             total = _summed([whole.gradients for _, whole in data])
             for rank, (_, whole) in enumerate(data):
                 expected = replace(whole, gradients=whole.gradients | total)
@@ -306,6 +302,18 @@ def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def run_ranks(work: Callable[[Mesh], object], runs: list[Run], **sizes: int) -> None:
+    """Call `work(mesh)` on each rank of a mesh (`lockstep_mesh`), which fills the ranks' `runs`.
+
+    If the ranks call different collectives, the first run gets the error, unless a rank's own run has one.
+    """
+    try:
+        lockstep_mesh(work, **sizes)
+    except UnequalError as error:
+        if not any(each.error for each in runs):
+            runs[0].error = error
 
 
 def compare(

@@ -9,9 +9,8 @@ import torch
 
 from mpcore._torch.values import real_tensors
 from mpcore.interop.parallelize.context import LOCAL, LocalPositions, join_calls, serve_context, tokens_of_example
-from mpcore.interop.parallelize.lockstep import UnequalError, lockstep
 from mpcore.interop.parallelize.plan import Style
-from mpcore.interop.parallelize.prove import Cut, Prover, Run, compare, run
+from mpcore.interop.parallelize.prove import Cut, Prover, Run, compare, run, run_ranks
 from mpcore.interop.parallelize.twin import plain_arguments
 from mpcore.mesh.axis import Axis
 
@@ -48,11 +47,7 @@ def prove_sequence(prover: Prover, styles: dict[str, Style], size: int, cut: Cut
     with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         whole = run(twin.model, plain_arguments(((), given | {"use_cache": False})), sharded=False)
         twin.model.zero_grad()
-        try:
-            lockstep(size, rank_run)
-        except UnequalError as error:
-            if not any(each.error for each in runs):  # if only one rank failed, its run has the error
-                runs[0].error = error
+        run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)
         if not any(each.error for each in runs):
             calls = join_calls(runs, length, Axis(size, name="tp"), "ring")
             runs = [replace(each, calls=calls) for each in runs]
