@@ -27,7 +27,6 @@ NO_RANKS = {
 RANKS = {
     ".": ("collectives", "data_parallel", "gradients", "layout", "ledger", "local_updates", "lora", "memory",
           "odd_models", "optim", "parallelize", "plans", "pretrained", "recompute"),
-    "examples": ("hf",),
     "oracles": ("oracles",),
     "pipeline": ("memory",),
     "training": ("bfloat16", "bitwise"),
