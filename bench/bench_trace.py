@@ -23,7 +23,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.fault_tolerance.trace import read_log, record
 from mpcore.tools.verify.pool import Pool, mesh
 
@@ -112,7 +112,7 @@ def test_log_host_time(benchmark, tp8: Mesh) -> None:
     calls, ratios = {}, {}
     for name, step in steps.items():
         step()
-        with Ledger(tp8) as ledger:
+        with CommunicationCounter(tp8) as ledger:
             step()
         calls[name] = sum(count.calls for count in ledger.counts.values())
     whole = interleave(steps, rounds=100, iterations=3, warmup=5)

@@ -123,7 +123,7 @@ _MOVED = {
     "optim": "LossScaler",
     "parallel": (
         "convert_to_fp8 finish_gradients offload_activations offload_optimizer offload_parameters recompute "
-        "shard_data_parallel sync_gradients"
+        "shard_data_parallel"
     ),
     "pipeline": "Pipeline partition",
     "sharding": "shardings",

@@ -17,7 +17,7 @@ from mpcore.gradients import drop_gradients
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe.bounds import REVIEW
 from mpcore.layers.moe.dispatch import AllToAll
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from tests.pool import Pool, mesh, start_pool
 
 TOKENS, DIM, EXPERTS, TOP_K, EP = 512, 64, 32, 2, 4
@@ -53,7 +53,7 @@ def count(skew: float) -> Sent:
         def compute() -> None:
             moe(x.clone().requires_grad_()).sum().backward()
 
-        with Ledger(on) as ledger:
+        with CommunicationCounter(on) as ledger:
             if bounds is None:
                 compute()
             else:

@@ -33,7 +33,7 @@ from mpcore.interop.hugging_face import small
 from mpcore.interop.parallelize import suggest_plan
 from mpcore.interop.parallelize.context import prove_context
 from mpcore.interop.parallelize.plan import Experts, Plan, SequenceParallel, is_experts, resolve
-from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, PlanTester, shapes_of
 from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.suggest import share_of, targets_of
 from mpcore.interop.parallelize.swap import cut_model
@@ -167,10 +167,10 @@ def judged(model: nn.Module, plan: Plan | str, layout: Layout) -> str:
         raise ValueError("the plan names no experts")
     styles, share = {name: style for name, _, style in targets}, f"{share_of(shapes, plan, tp, ep):.0%}"
     with mock.patch.object(torch.Tensor, "float", lambda x: x):  # else norms compute in float32
-        exact = Prover(shapes, tolerance=EXACT).verdict(styles, tp, cut_model)
+        exact = PlanTester(shapes, tolerance=EXACT).verdict(styles, tp, cut_model)
     if exact is None:
         return f"equal, {share}"
-    return Prover(shapes, tolerance=TOLERANCE).verdict(styles, tp, cut_model) or f"equal to {TOLERANCE:g}, {share}"
+    return PlanTester(shapes, tolerance=TOLERANCE).verdict(styles, tp, cut_model) or f"equal to {TOLERANCE:g}, {share}"
 
 
 def tried(model: nn.Module, layout: Layout) -> str:
@@ -233,7 +233,7 @@ def over_cp(model: nn.Module, cp: int) -> str:
     shapes = shapes_of(model)
 
     def check(tolerance: float, packed: bool = False) -> str | None:
-        prover, kinds = Prover(shapes, tolerance=tolerance), ("zigzag", "ring", "alltoall", "allgather")
+        prover, kinds = PlanTester(shapes, tolerance=tolerance), ("zigzag", "ring", "alltoall", "allgather")
         return next(filter(None, (prove_context(prover, kind, cp, packed) for kind in kinds)), None)
 
     try:
@@ -245,7 +245,7 @@ def over_cp(model: nn.Module, cp: int) -> str:
 
 
 def _split(shapes: nn.Module, styles: dict[str, Any], tp: int, tolerance: float) -> str | None:
-    return prove_sequence(Prover(shapes, tolerance=tolerance), styles, tp, cut_model)
+    return prove_sequence(PlanTester(shapes, tolerance=tolerance), styles, tp, cut_model)
 
 
 def over_sp(model: nn.Module, tp: int) -> str:

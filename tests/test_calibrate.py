@@ -15,11 +15,11 @@ from mpcore.tools.analysis.calibrate import Run, fit, leave_one_out, predict_swe
 from mpcore.tools.analysis.fit_command import main, mean_and_most
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine, load_machine
-from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.rows import flops_of, read_row, read_rows, sets_of
 from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.analysis.seconds import estimate
-from mpcore.tools.analysis.work import Count, Held, Kept, Part, Round
+from mpcore.tools.analysis.work import Count, MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 PUBLISHED = Path(__file__).parent.parent / "bench" / "planner" / "published.json"
 ROW = {"name": "8B", "gpus": 8, "tp": 2, "layers": 4, "hidden": 32, "batch": 8, "seconds": 1.5}
@@ -27,9 +27,9 @@ ROW = {"name": "8B", "gpus": 8, "tp": 2, "layers": 4, "hidden": 32, "batch": 8, 
 
 def made(flops: float, size: int, sent: int, data: int, seconds: float | None = None) -> Run:
     """A layout of 16 ranks on paper."""
-    part = Part(Tally({"bfloat16": int(flops)}, bytes=size), {("tp", "all_gather"): Count(1, sent)})
-    kept = Kept(rounds=[Round(part, part)] * 3)
-    held = Held(sent={("dp", "reduce_scatter"): Count(1, data)})
+    part = PassWork(OperatorCounts({"bfloat16": int(flops)}, bytes=size), {("tp", "all_gather"): Count(1, sent)})
+    kept = MicroBatchMemory(rounds=[MicroBatchWork(part, part)] * 3)
+    held = StepMemory(sent={("dp", "reduce_scatter"): Count(1, data)})
     axes = {"tp": (0, 1), "dp": (0, 8)}
     layout = Layout(
         {"tp": 2, "dp": 8}, (), 8, build_schedule("gpipe", 1, 8), None, (kept,), (4,), ([1, 6, 1],), (held,), axes
@@ -126,7 +126,7 @@ def test_a_sweep_is_predicted_from_the_suggested_runs():
 
 
 def test_gradients_of_two_bytes_need_less_memory():
-    kept, held = Kept(unsummed=400), Held(parameters=50, gradients=100)
+    kept, held = MicroBatchMemory(unsummed=400), StepMemory(parameters=50, gradients=100)
     layout = replace(candidates()[0].layout, stages=(kept,), held=(held,))
     assert layout.fullest[1] == 50 + 100 + 400
     assert layout.with_gradients(2).fullest[1] == 50 + 50 + 200

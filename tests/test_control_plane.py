@@ -19,7 +19,7 @@ from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import check_same, exchange, raise_together
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.rendezvous import meet
-from mpcore.tools.fault_tolerance import Wishes, leave_together
+from mpcore.tools.fault_tolerance import SharedRequests, leave_together
 from tests.pool import mesh
 
 
@@ -96,7 +96,7 @@ def test_ranks_that_do_not_come_to_an_agreement_are_named_on_those_that_do(ranks
 
 def check_wishes(steps: int):
     me, found = dist.get_rank(), []
-    wishes, old = Wishes(mesh(dp=4).world), Wishes(mesh(dp=4).world)
+    wishes, old = SharedRequests(mesh(dp=4).world), SharedRequests(mesh(dp=4).world)
     for step in range(1, steps):
         dist.all_reduce(torch.ones(1))  # no rank is a step ahead
         found.append(sorted(wishes.after_step(step, stop=me == 2 and step == 3, failed=step == 3)))
@@ -107,7 +107,7 @@ def check_wishes(steps: int):
 def test_a_wish_of_one_rank_is_granted_on_all_after_the_next_step(ranks):
     for found in ranks(4, check_wishes, 7):
         assert found == [[], [], [], ["failed", "stop"], [], []]
-    assert Wishes(Axis()).after_step(3, stop=True, failed=False) == {"stop"}
+    assert SharedRequests(Axis()).after_step(3, stop=True, failed=False) == {"stop"}
 
 
 @pytest.mark.parametrize("size", [4, 16, 64, 512])

@@ -39,7 +39,7 @@ from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.fsdp import BroadcastAllGather, ExchangeReduceScatter
-from mpcore.parallel.sync import gathered, sync_gradients
+from mpcore.parallel.sync import gathered, set_gradient_sync
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import default_placement, default_virtual_stages
@@ -456,7 +456,7 @@ def check_odd(zero: int, replicate: int) -> None:
                 *(n for n, c in zip(("plain", "other", "tiny", "empty"), chosen, strict=True) if c),
             }
             if rank == on.data.rank:
-                sync_gradients(model, micro == 2)
+                set_gradient_sync(model, micro == 2)
                 model(x, use).sum().backward()
             whole(x, use).sum().backward()
         reduce_gradients(model)
@@ -504,7 +504,7 @@ def check_evaluations(zero: int) -> None:
 
     for _ in range(3):
         for micro in range(2):
-            sync_gradients(model, micro == 1)
+            set_gradient_sync(model, micro == 1)
             mine, every = model(x[on.data.rank], use), [whole(each, use) for each in x]
             teacher = 1.5 * evaluated()
             (mine - teacher).square().sum().backward()
@@ -616,7 +616,7 @@ def check_experts(sizes: dict, zero: int, replicate: int) -> None:
             place = rank % on.ep.size
             whole(x, slice(each * place, each * (place + 1))).backward()
             if rank == on.data.rank:
-                sync_gradients(model, micro == 1)
+                set_gradient_sync(model, micro == 1)
                 model(x).backward()
     reduce_gradients(model)
     declared = shardings(model)
@@ -849,7 +849,7 @@ def rows(step: int, rank: int) -> Tensor:
 
 
 def micro_batch(model: Chain, on: Mesh, step: int, last: bool) -> None:
-    sync_gradients(model, last)
+    set_gradient_sync(model, last)
     model(rows(step, on.data.rank)).square().sum().backward()
 
 
@@ -893,7 +893,7 @@ def check_given_up(zero: int, replicate: int, how: str) -> None:
             with pytest.raises(ValueError, match="a backward raised, so gradients are neither whole nor summed: give"):
                 model(rows(3, on.data.rank))
         elif how == "skipped":
-            sync_gradients(model, True)
+            set_gradient_sync(model, True)
             model(rows(2, on.data.rank))
             if zero < 3 or replicate > 1:
                 with (
@@ -1220,7 +1220,7 @@ def test_an_attribute_of_the_models_own_called_data_parallel_is_left_alone():
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].data_parallel = True
     assert shard_data_parallel(model, build_mesh(device_type="cpu")) is model
-    sync_gradients(model[0], last=True)
+    set_gradient_sync(model[0], last=True)
     with gathered(model[0]):
         model(torch.ones(1, 4)).sum().backward()
     assert model[0].data_parallel is True

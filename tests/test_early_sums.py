@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.autograd import in_backward
-from mpcore.gradients import drop_gradients, early, guard_optimizer, main_gradients, reduce_gradients
+from mpcore.gradients import drop_gradients, guard_optimizer, main_gradients, overlap, reduce_gradients
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Axis
 from mpcore.parallel.data import shard_data_parallel
-from mpcore.parallel.sync import finish_gradients, sync_gradients
+from mpcore.parallel.sync import finish_gradients, set_gradient_sync
 from tests.pool import mesh
 
 
@@ -41,7 +41,7 @@ class Model(nn.Module):
 def step(model: Model, rank: int, micro_batches: int = 2) -> None:
     """Forward and backward of all micro-batches."""
     for m in range(micro_batches):
-        sync_gradients(model, m == micro_batches - 1)
+        set_gradient_sync(model, m == micro_batches - 1)
         x = torch.full((4, 4), 0.1 * (1 + m + rank), dtype=model.tied.dtype)
         model(x, rank).sum().backward()
 
@@ -49,13 +49,13 @@ def step(model: Model, rank: int, micro_batches: int = 2) -> None:
 def gradients(alone: int, dtype: torch.dtype, steps: int = 2) -> tuple[dict[str, Tensor | None], list[bool]]:
     """The summed gradients of the last step; and of each sum of a large one whether it began within backward."""
     m, model, within = mesh(dp=2), Model(dtype), list[bool]()
-    start = early.start_sum_in_place
+    start = overlap.start_sum_in_place
 
     def begun(x: Tensor, axis: Axis) -> Tensor:
         within.append(in_backward())
         return start(x, axis)
 
-    with mock.patch.object(early, "ALONE", alone), mock.patch.object(early, "start_sum_in_place", begun):
+    with mock.patch.object(overlap, "ALONE", alone), mock.patch.object(overlap, "start_sum_in_place", begun):
         shard_data_parallel(model, m, zero=0)
         if dtype == torch.bfloat16:
             main_gradients(model)
@@ -94,23 +94,23 @@ def doubled(p: Tensor) -> None:
 def check_all_within() -> None:
     m = mesh(dp=2)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    with mock.patch.object(early, "ALONE", 5):
+    with mock.patch.object(overlap, "ALONE", 5):
         shard_data_parallel(model, m, zero=0)
         own = [model[i].weight for i in range(3)]
         own[0].register_post_accumulate_grad_hook(doubled)  # runs before the sum begins
         for last in (False, True):
-            sync_gradients(model, last)
+            set_gradient_sync(model, last)
             model(torch.ones(2, 4)).sum().backward()
-            began = [len(sums.begun) for sums in early._pending.all]
+            began = [len(sums.begun) for sums in overlap._pending.all]
             assert began == ([3] if last else []), "weights of the last micro-batch alone; biases are packed"
         with pytest.raises(ValueError, match="call reduce_gradients"):
-            sync_gradients(model, True)
+            set_gradient_sync(model, True)
         with pytest.raises(ValueError, match="got another gradient after"):
             model(torch.ones(2, 4)).sum().backward()
         drop_gradients(model)
-        assert not early._pending.all
+        assert not overlap._pending.all
         optimizer = guard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        sync_gradients(model, True)
+        set_gradient_sync(model, True)
         model(torch.ones(2, 4)).sum().backward()
         with pytest.raises(ValueError, match="reduce_gradients"):
             optimizer.step()
@@ -131,9 +131,9 @@ def check_raised() -> None:
     m = mesh(dp=2)
     want = gradients(2**18, torch.float64, steps=1)[0]
     model = Model(torch.float64)
-    with mock.patch.object(early, "ALONE", 1):
+    with mock.patch.object(overlap, "ALONE", 1):
         shard_data_parallel(model, m, zero=0)
-        sync_gradients(model, True)
+        set_gradient_sync(model, True)
         y = model(torch.ones(4, 4, dtype=torch.float64), 1)
         if m.dp.rank == 0:
             hook = model.of_rank_1.register_hook(lambda _: 1 / 0)

@@ -22,7 +22,7 @@ from mpcore import (
     load_full_state_dict,
 )
 from mpcore import collectives as c
-from mpcore.gradients import clip_gradients, early, grad_norm, guard_optimizer, reduce_gradients
+from mpcore.gradients import clip_gradients, grad_norm, guard_optimizer, overlap, reduce_gradients
 from mpcore.gradients import reduce as of_gradients
 from mpcore.gradients.accumulate import mark_reduced
 from mpcore.gradients.guard import _steps_together
@@ -82,13 +82,13 @@ def give_gradients(model, tp):
     return want
 
 
-def check_kinds(dtype, bucket=of_gradients.BUCKET, alone=early.ALONE):
+def check_kinds(dtype, bucket=of_gradients.BUCKET, alone=overlap.ALONE):
     tp = mesh(tp=4).tp
     model = Kinds(tp, dtype)
     want = give_gradients(model, tp)
     with (
         mock.patch.object(of_gradients, "BUCKET", bucket),
-        mock.patch.object(early, "ALONE", alone),
+        mock.patch.object(overlap, "ALONE", alone),
         mock.patch.object(of_gradients, "all_reduce", mock.Mock(wraps=c.all_reduce)) as sent,
     ):
         reduce_gradients(model)
@@ -107,7 +107,7 @@ def check_kinds(dtype, bucket=of_gradients.BUCKET, alone=early.ALONE):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_is_declared_pending_is_summed_and_nothing_else(ranks, dtype):
-    for alone in (early.ALONE, 1):
+    for alone in (overlap.ALONE, 1):
         ranks(4, check_kinds, dtype, alone=alone)
 
 
@@ -122,7 +122,7 @@ def check_missing(alone):
             p.grad = None  # seen by nobody
         if name == "overlapping" and tp.rank == 1:
             p.grad = None
-    with mock.patch.object(early, "ALONE", alone):
+    with mock.patch.object(overlap, "ALONE", alone):
         reduce_gradients(model)
     assert model.columns.grad is None
     close(model.partial.grad, draw(300 + 2, 3), "partial")
@@ -137,7 +137,7 @@ def check_missing(alone):
 
 
 def test_pitfall_33_a_gradient_that_some_ranks_lack_counts_as_zero(ranks):
-    for alone in (early.ALONE, 1):
+    for alone in (overlap.ALONE, 1):
         ranks(4, check_missing, alone)
 
 
@@ -195,7 +195,7 @@ def check_buckets():
             p.grad = draw(10 * i + m.world.rank, *p.shape).mul(9).round() if i != 1 or m.world.rank == 1 else None
         with (
             mock.patch.object(of_gradients, "BUCKET", bucket),
-            mock.patch.object(early, "ALONE", alone),
+            mock.patch.object(overlap, "ALONE", alone),
             mock.patch.object(of_gradients, "all_reduce", mock.Mock(wraps=c.all_reduce)) as sent,
         ):
             reduce_gradients(model, m)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from examples.gpt.plan import build
-from mpcore.gradients import early
+from mpcore.gradients import overlap
 from mpcore.tools.analysis.dry_run import dry_run, on_mesh
 from mpcore.tools.analysis.layout import PEAKS, Counter, TooLargeError
 
@@ -63,7 +63,7 @@ def check_equal(flags: str, sizes: dict[str, int], gpu: bool = True) -> None:
 
 @pytest.mark.parametrize(("flags", "sizes"), SHORT, ids=str)
 def test_few_blocks_count_what_all_blocks_count(flags, sizes, monkeypatch):
-    monkeypatch.setattr(early, "ALONE", 256)  # so that ZeRO-0 sums every matrix within backward
+    monkeypatch.setattr(overlap, "ALONE", 256)  # so that ZeRO-0 sums every matrix within backward
     check_equal(flags, sizes)
 
 
@@ -71,7 +71,7 @@ def test_few_blocks_count_what_all_blocks_count(flags, sizes, monkeypatch):
 @pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "cpu"])
 @pytest.mark.parametrize(("flags", "sizes"), [*BY_HAND, *map(draw_flags, range(24))], ids=str)
 def test_any_flags_count_what_all_blocks_count(flags, sizes, gpu, monkeypatch):
-    monkeypatch.setattr(early, "ALONE", 256)
+    monkeypatch.setattr(overlap, "ALONE", 256)
     check_equal(flags, sizes, gpu)
 
 

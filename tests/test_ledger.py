@@ -19,7 +19,7 @@ from mpcore.pipeline.messages import post
 from mpcore.pipeline.schedules import Action
 from mpcore.tools.analysis import CommunicationClock
 from mpcore.tools.analysis.__main__ import main
-from mpcore.tools.analysis.counts import Ledger, block_bytes, volume
+from mpcore.tools.analysis.counts import CommunicationCounter, block_bytes, volume
 from mpcore.tools.analysis.dry_run import dry_run, pretend
 from mpcore.tools.command_line import find_object
 from tests.pool import mesh
@@ -32,7 +32,7 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def counts(ledger: Ledger) -> dict:
+def counts(ledger: CommunicationCounter) -> dict:
     """Calls and bytes over each axis. Bytes that a rank gets are those that another one sends."""
     return {key: (count.calls, count.bytes) for key, count in ledger.counts.items() if key[0] != "world"}
 
@@ -61,7 +61,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
         arguments["loss_factor"] = torch.ones_like(arguments["samples"], dtype=torch.float64)
     for dispatch in trainer.run.bounds.dispatches:  # as in a step of the run
         dispatch.is_bounded = True
-    with Ledger(on) as ledger:
+    with CommunicationCounter(on) as ledger:
         trainer.run.pipeline.forward_backward(tokens, targets, **arguments)
         reduce_gradients(trainer.model)
     if on.pp.size > 1:  # the loss is told to all stages: no part of what is planned
@@ -152,7 +152,7 @@ def test_zero_sends_two_and_three_times_the_parameters():
 def check_every_kind() -> dict:
     on = mesh(tp=2)
     x = torch.ones(4, 2)
-    with Ledger(on, pair=on.tp) as ledger:
+    with CommunicationCounter(on, pair=on.tp) as ledger:
         c.all_reduce(x, on.tp)
         c.all_gather(x, on.tp, 0)
         c.reduce_scatter(x, on.tp, 0)
@@ -229,4 +229,4 @@ def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
     assert find_object("examples.gpt.plan:build") is build
     with pretend(2), pytest.raises(ValueError, match=r"torch\.distributed is running"), pretend(2):
         pass
-    assert Ledger(Mesh()).table() == str(Ledger())
+    assert CommunicationCounter(Mesh()).table() == str(CommunicationCounter())

@@ -30,8 +30,8 @@ from mpcore import (
 from mpcore.gradients import reduce_gradients
 from mpcore.interop.parallelize import swap
 from mpcore.interop.parallelize.model import GPT2_PLAN
+from mpcore.interop.parallelize.model_copy import shape_copy
 from mpcore.interop.parallelize.plan import STYLES, UNSUPPORTED, Colwise, LocalSizes, Vocab, model_plan
-from mpcore.interop.parallelize.twin import shape_copy
 from tests.equality import close, full_gradients
 from tests.pool import mesh
 from tests.quick import some

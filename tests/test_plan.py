@@ -39,7 +39,7 @@ from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of, predict
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import NUMBERS, PROFILES, Machine, load_machine, profile_names, save_machine
-from mpcore.tools.analysis.operators import Operators, Tally
+from mpcore.tools.analysis.operators import OperatorCounts, Operators
 from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.pictures import draw_ranks
 from mpcore.tools.analysis.plan import Progress, main, what_if
@@ -48,7 +48,7 @@ from mpcore.tools.analysis.rows import Row
 from mpcore.tools.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.tools.analysis.seconds import Seconds, _attention, _makespan, estimate
 from mpcore.tools.analysis.state import state_bytes
-from mpcore.tools.analysis.work import Kept, make_work
+from mpcore.tools.analysis.work import MicroBatchMemory, make_work
 from mpcore.training.policies import Zero
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches
@@ -176,13 +176,13 @@ def test_flops_of_all_ranks_are_those_of_one_process():
     assert again[1] > alone[1] + products // 2
 
 
-def _counted(attend: Callable, shape: tuple[int, ...], gpu: bool) -> tuple[Tally, Tally]:
+def _counted(attend: Callable, shape: tuple[int, ...], gpu: bool) -> tuple[OperatorCounts, OperatorCounts]:
     """Return the operations that the forward and the backward of self-attention compute."""
     with fake_tensors(stands_for_gpu=gpu):
         q, k, v = (torch.empty(shape, requires_grad=True) for _ in range(3))
         with Operators() as operators:
             y = attend(q, k, v)
-            forward, operators.tally = operators.tally, Tally()
+            forward, operators.tally = operators.tally, OperatorCounts()
             y.sum().backward()
     return forward, operators.tally
 
@@ -229,7 +229,7 @@ def test_heads_of_no_multiple_of_16_bytes_are_slow_where_attention_is_written_ou
 
 
 def test_attention_takes_its_operations_at_the_rate_of_the_units_that_run_it():
-    tally = Tally(attention=300, all_pairs=600, unaligned=150)
+    tally = OperatorCounts(attention=300, all_pairs=600, unaligned=150)
     assert _attention(tally, machine(100.0, e_attention=0.5), unfused=False) == 300 / 50
     assert _attention(tally, machine(100.0, e_attention=0.5), unfused=True) == 600 / 50
     slow = machine(100.0, e_attention=0.5, e_gemm=0.75, peak_vector=20.0)
@@ -700,7 +700,7 @@ def test_what_a_line_says_is_the_mesh_that_was_planned(capsys):
 
 def test_parameters_are_gathered_once_a_stage():
     """All of the forwards of GPipe come first: each holds its activations, and the first gathers the parameters."""
-    kept = Kept(activations=10, gathered=7, forward_more=7)
+    kept = MicroBatchMemory(activations=10, gathered=7, forward_more=7)
     assert [peak(build_schedule("gpipe", 1, m), 0, [kept]) for m in (1, 3)] == [(17, 17), (37, 37)]
 
 
@@ -716,7 +716,7 @@ def test_the_blocks_of_each_stage_may_be_given():
 
 def test_a_step_begins_without_gradients():
     """bfs runs every forward first: the gradients of the lower stage are made long after the peak."""
-    kept = [Kept(activations=10, forward_more=10, backward_more=5, made=made) for made in (7, 4)]
+    kept = [MicroBatchMemory(activations=10, forward_more=10, backward_more=5, made=made) for made in (7, 4)]
     plan = build_schedule("bfs", 1, 3, 2)
     assert peak(plan, 0, kept) == (60, 60 + 5 - 7)
     later = [replace(kept[0], backward_more=40), kept[1]]

@@ -15,9 +15,9 @@ import torch
 from mpcore.tools.verify import LATE, parse_layout, verify, what_happened
 from mpcore.tools.verify.__main__ import main
 from mpcore.tools.verify.causes import packed_before, why_module, why_parameter
-from mpcore.tools.verify.judge import STAGES, Departure, Judge, Verdict
+from mpcore.tools.verify.judge import STAGES, Judge, Mismatch, Verdict
 from mpcore.tools.verify.page import draw, page, table
-from mpcore.tools.verify.run import Seen, listen
+from mpcore.tools.verify.run import RankRecord, listen
 from tests import verify_models as models
 
 
@@ -48,7 +48,7 @@ def test_models_of_others_are_the_same_under_every_layout(ranks, build, layouts,
     verdicts = verify(build, batch, layouts, loss=loss, pool=ranks)
     assert [v.layout for v in verdicts] == layouts
     for v in verdicts:
-        assert v.equal, f"{v.layout}: {v.departure or v.error}"
+        assert v.equal, f"{v.layout}: {v.mismatch or v.error}"
         assert set(v.worst) == set(STAGES)
         assert v.worst["first values"] == 0
         assert max(v.worst.values()) < 1e4
@@ -57,13 +57,13 @@ def test_models_of_others_are_the_same_under_every_layout(ranks, build, layouts,
 def test_luck_in_one_small_gradient_is_no_measure_of_rounding(ranks):
     options = {"loss": models.loss, "dtype": torch.float32, "seed": 23, "pool": ranks}
     (verdict,) = verify(models.Encoder, models.batch(), ["tp2"], **options)
-    assert verdict.equal, verdict.departure
+    assert verdict.equal, verdict.mismatch
 
 
 def test_bfloat16_is_judged_by_the_dense_models_own_rounding(ranks):
     options = {"loss": models.loss, "dtype": torch.bfloat16, "pool": ranks}
     (verdict,) = verify(models.Encoder, models.batch(), ["tp2"], **options)
-    assert verdict.equal, verdict.departure
+    assert verdict.equal, verdict.mismatch
     (verdict,) = verify(models.broken("bias"), models.batch(), ["tp2"], **options)
     assert not verdict.equal
 
@@ -96,17 +96,17 @@ FAULTS = [
 )
 def test_a_planted_fault_is_named(ranks, pitfall, fault, layout, loss, stage, name, cause):
     (verdict,) = verify(models.broken(fault), models.batch(), [layout], loss=loss, pool=ranks)
-    assert verdict.departure is not None, verdict
-    assert verdict.departure.stage == stage, verdict.departure
+    assert verdict.mismatch is not None, verdict
+    assert verdict.mismatch.stage == stage, verdict.mismatch
     if name:
-        assert verdict.departure.name == name, verdict.departure
-    assert re.search(cause, verdict.departure.cause), verdict.departure
-    assert verdict.worst[stage] >= verdict.departure.ulps, "the table's number includes the named tensor"
+        assert verdict.mismatch.name == name, verdict.mismatch
+    assert re.search(cause, verdict.mismatch.cause), verdict.mismatch
+    assert verdict.worst[stage] >= verdict.mismatch.ulps, "the table's number includes the named tensor"
 
 
 def test_the_model_without_a_fault_is_equal(ranks):
     verdicts = verify(models.broken(""), models.batch(), ["tp2", "tp2sp", "dp2"], loss=models.loss, pool=ranks)
-    assert all(v.equal for v in verdicts), [str(v.departure) for v in verdicts]
+    assert all(v.equal for v in verdicts), [str(v.mismatch) for v in verdicts]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_the_model_without_a_fault_is_equal(ranks):
 def test_a_fault_beside_the_first_output_of_training_is_named(ranks, fault, layout, stage, name):
     options = {"loss": models.loss_of_strange, "pool": ranks}
     (verdict,) = verify(models.strange(fault), models.batch(), [layout], **options)
-    departure = verdict.departure
-    assert departure is not None, verdict
-    assert (departure.stage, departure.name) == (stage, name), departure
+    mismatch = verdict.mismatch
+    assert mismatch is not None, verdict
+    assert (mismatch.stage, mismatch.name) == (stage, name), mismatch
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_numbers_complex_buffers_and_layers_used_twice_are_no_fault(ranks):
     verdicts = verify(
         models.strange(""), models.batch(), ["tp2", "mb2", "dp2"], loss=models.loss_of_strange, pool=ranks
     )
-    assert all(v.equal for v in verdicts), [str(v.departure or v.error) for v in verdicts]
+    assert all(v.equal for v in verdicts), [str(v.mismatch or v.error) for v in verdicts]
 
 
 def test_outputs_whose_rows_come_second_are_told_of(ranks):
     (verdict,) = verify(models.TokensFirst, models.tokens(), ["dp2"], pool=ranks)
-    assert r"it is (8, 2, 22), which is no rank's part of the unsharded model's (8, 4, 22)" in str(verdict.departure)
+    assert r"it is (8, 2, 22), which is no rank's part of the unsharded model's (8, 4, 22)" in str(verdict.mismatch)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_a_missing_sum_is_named_where_every_rank_of_the_axis_holds_a_term(layout
     terms = dict(zip("ab", torch.randn(2, 5, dtype=torch.float64), strict=True))
     axis = layout[:2]
     held = [
-        Seen(**{**dict.fromkeys(("tp", "cp", "pp", "dp"), 0), axis: i}, gradients={"w": terms[c]} if c in terms else {})
+        RankRecord(
+            **{**dict.fromkeys(("tp", "cp", "pp", "dp"), 0), axis: i}, gradients={"w": terms[c]} if c in terms else {}
+        )
         for i, c in enumerate(holds)
     ]
     why = why_parameter(parse_layout(layout), "gradient", "w", held, terms["a"], terms["a"] + terms["b"])
@@ -208,7 +210,7 @@ PLACES = {
 }  # fmt: skip
 
 
-def seen_on(layout: str) -> tuple[Seen, list[Seen]]:
+def seen_on(layout: str) -> tuple[RankRecord, list[RankRecord]]:
     """Return records of the unsharded model and of two ranks: an index, a sum over the rows, and values."""
 
     def output(rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -217,16 +219,17 @@ def seen_on(layout: str) -> tuple[Seen, list[Seen]]:
     whole = {name: {"w": VALUES.clone()} for name in ("initial", "gradients", "updated", "buffers")}
     numbers = {"rows": 4, "loss": 5.0, "norm": 3.0}
     rows = VALUES.chunk(2) if layout == "dp2" else (VALUES, VALUES)
-    truth = Seen(0, 0, 0, 0, **whole, **numbers, output=output(VALUES), evaluated=output(VALUES))
+    truth = RankRecord(0, 0, 0, 0, **whole, **numbers, output=output(VALUES), evaluated=output(VALUES))
     places = [{**dict.fromkeys(("tp", "cp", "pp", "dp"), 0), layout[:2]: i} for i in range(2)]
     both = zip(places, rows, strict=True)
     whole = {name: {"w": VALUES.clone()} for name in whole}
     return truth, [
-        Seen(**at, **copy.deepcopy(whole), **numbers, output=output(part), evaluated=output(part)) for at, part in both
+        RankRecord(**at, **copy.deepcopy(whole), **numbers, output=output(part), evaluated=output(part))
+        for at, part in both
     ]
 
 
-def change(seen: Seen, field: str, how: float | str) -> str:
+def change(seen: RankRecord, field: str, how: float | str) -> str:
     """Scale one number that a rank recorded, or give its tensor another shape, or drop it. Returns its name."""
     held = getattr(seen, field)
     if isinstance(held, float):
@@ -246,7 +249,7 @@ def change(seen: Seen, field: str, how: float | str) -> str:
 def test_whatever_differs_on_one_rank_is_named_by_its_stage(layout):
     truth, ranks = seen_on(layout)
     verdict = Judge(truth)(parse_layout(layout), ranks)
-    assert verdict.equal, verdict.departure
+    assert verdict.equal, verdict.mismatch
     assert list(verdict.worst.items()) == [(stage, 0.0) for stage in STAGES]
     for field, stage in PLACES.items():
         of_tensors = () if field in ("loss", "norm") else ("shape", "gone")
@@ -254,7 +257,7 @@ def test_whatever_differs_on_one_rank_is_named_by_its_stage(layout):
             ranks = seen_on(layout)[1]
             name = change(ranks[1], field, how)
             verdict = Judge(truth)(parse_layout(layout), ranks)
-            found = verdict.departure
+            found = verdict.mismatch
             if how == 1 + 2.0**-52 or (how == "gone" and field in ("initial", "buffers")):  # another stage holds it
                 assert found is None, (field, how, found)
             else:
@@ -281,8 +284,8 @@ WHY = [
 
 @pytest.mark.parametrize(("told", "outputs"), WHY)
 def test_why_a_module_is_off_is_told_by_what_its_ranks_return(told, outputs):
-    truth = Seen(0, 0, 0, 0, initial={"m.bias": BIAS}, outputs={("m", 0): VALUES})
-    held = [Seen(i, 0, 0, 0, outputs={("m", 0): each}) for i, each in enumerate(outputs)]
+    truth = RankRecord(0, 0, 0, 0, initial={"m.bias": BIAS}, outputs={("m", 0): VALUES})
+    held = [RankRecord(i, 0, 0, 0, outputs={("m", 0): each}) for i, each in enumerate(outputs)]
     assert why_module(truth, parse_layout("tp2"), "m", 0, held, VALUES).startswith(told)
     truth.random.add(("m", 0))
     draws = why_module(truth, parse_layout("tp2"), "m", 0, held, VALUES)
@@ -291,8 +294,8 @@ def test_why_a_module_is_off_is_told_by_what_its_ranks_return(told, outputs):
 
 @pytest.mark.parametrize(("name", "shards"), [("tp2", False), ("tp2sp", True)])
 def test_a_mask_that_differs_names_the_arguments_of_dropout_under_sequence_parallelism(name, shards):
-    truth = Seen(0, 0, 0, 0, outputs={("m", 0): VALUES})
-    held = [Seen(i, 0, 0, 0, outputs={("m", 0): VALUES * (VALUES % 3 > 0)}) for i in range(2)]
+    truth = RankRecord(0, 0, 0, 0, outputs={("m", 0): VALUES})
+    held = [RankRecord(i, 0, 0, 0, outputs={("m", 0): VALUES * (VALUES % 3 > 0)}) for i in range(2)]
     told = why_module(truth, parse_layout(name), "m", 0, held, VALUES)
     assert told.startswith("other elements are zero")
     assert ("tp= and sequence_parallel=True" in told) == shards
@@ -309,7 +312,7 @@ def test_the_calls_are_noted_before_whose_end_random_numbers_were_drawn():
             x = torch.nn.functional.dropout(self.two(self.drop(self.one(x))), 0.5, self.training)
             return self.one(self.three(x))
 
-    seen, model = Seen(0, 0, 0, 0), Draws()
+    seen, model = RankRecord(0, 0, 0, 0), Draws()
     listen(model, seen)
     model.eval()(torch.ones(2, 2))
     assert seen.random == set()
@@ -323,8 +326,8 @@ ROWS = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual
 
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm, lambda size: torch.nn.Softmax(-1), None])
 def test_a_norm_over_this_ranks_features_is_told(norm):
-    truth = Seen(0, 0, 0, 0, outputs={("m", 0): norm(8).double()(ROWS).detach() if norm else ROWS})
-    held = [Seen(i, 0, 0, 0, features={"m": ((4 * i, 4 * i + 4),)}) for i in range(2)]
+    truth = RankRecord(0, 0, 0, 0, outputs={("m", 0): norm(8).double()(ROWS).detach() if norm else ROWS})
+    held = [RankRecord(i, 0, 0, 0, features={"m": ((4 * i, 4 * i + 4),)}) for i in range(2)]
     for seen, rows in zip(held, ROWS.chunk(2, -1), strict=True):
         seen.outputs["m", 0] = norm(4).double()(rows).detach() if norm else rows.square()
     why = why_module(truth, parse_layout("tp2"), "m", 0, held, truth.outputs["m", 0])
@@ -349,8 +352,8 @@ def test_packed_projections_sharded_as_one_matrix_are_told(features, rows, tp, b
     sizes = {"norm.weight": (8,), "qkv.weight": (24, 8), "down.weight": (8, 24), "m.weight": (8, rows)}
     initial = {name: torch.zeros(size) for name, size in sizes.items() if between or name != "down.weight"}
     calls = ["norm", "qkv", "drop", *(["down"] if between else []), "m", "later"]
-    truth = Seen(0, 0, 0, 0, initial=initial, outputs={(name, 0): VALUES for name in calls})
-    seen = Seen(0, 0, 0, 0, features=features)
+    truth = RankRecord(0, 0, 0, 0, initial=initial, outputs={(name, 0): VALUES for name in calls})
+    seen = RankRecord(0, 0, 0, 0, features=features)
     found = packed_before(truth, parse_layout(f"tp{tp}dp2"), "m", 0, seen)
     assert ("qkv returns 24 features, and this one reads 8. If qkv packs q, k and v" in found) == hint
     assert bool(found) == hint
@@ -361,9 +364,9 @@ def test_the_sharded_weight_is_named_before_what_was_drawn_after_it():
         ({"b"}, "b", "drew this rank's shard.* Pass init= to the layer"),
         ({"c"}, "a", "code of yours drew other random numbers before it. Build the model on the meta device"),
     ):
-        truth = Seen(0, 0, 0, 0, initial=dict.fromkeys("abc", VALUES))
+        truth = RankRecord(0, 0, 0, 0, initial=dict.fromkeys("abc", VALUES))
         initial = {"a": VALUES + TERM, "b": VALUES - TERM, "c": VALUES}
-        ranks = [Seen(i, 0, 0, 0, initial=dict(initial), sharded=frozenset(sharded)) for i in range(2)]
+        ranks = [RankRecord(i, 0, 0, 0, initial=dict(initial), sharded=frozenset(sharded)) for i in range(2)]
         found = Judge(truth)._parameters(parse_layout("tp2"), ranks, "first values", "initial")[1]
         assert found is not None
         assert found.name == name
@@ -374,10 +377,10 @@ def test_the_first_module_without_finite_outputs_is_named():
     """Infinity and NaN that the unsharded model has too are no difference."""
     calls = [("mask", 0), ("first", 0), ("second", 0)]
     mask = torch.tensor([[0, -math.inf, math.nan]], dtype=torch.float64).expand(4, 3)
-    truth = Seen(0, 0, 0, 0, outputs=dict(zip(calls, (mask, VALUES, VALUES), strict=True)), output={"": VALUES})
+    truth = RankRecord(0, 0, 0, 0, outputs=dict(zip(calls, (mask, VALUES, VALUES), strict=True)), output={"": VALUES})
     for value in (math.nan, math.inf):
         outputs = dict(zip(calls, (mask, VALUES * value, VALUES * value), strict=True))
-        ranks = [Seen(i, 0, 0, 0, outputs=outputs, output={"": VALUES * value}) for i in range(2)]
+        ranks = [RankRecord(i, 0, 0, 0, outputs=outputs, output={"": VALUES * value}) for i in range(2)]
         worst, found = Judge(truth)._output(parse_layout("tp2"), ranks, "forward", "output")
         assert found is not None
         assert (found.name, worst) == ("first", math.inf)
@@ -388,11 +391,11 @@ def test_a_loss_of_gathered_logits_is_told_by_the_tokens_that_it_counts():
     for tokens in (1, 12):
         truth, ranks = seen_on("tp2")
         ranks[0].loss += tokens * math.log(2)
-        found = Judge(truth)(parse_layout("tp2"), ranks).departure
+        found = Judge(truth)(parse_layout("tp2"), ranks).mismatch
         assert found is not None
         assert f"it is log(tp) too large for each of {tokens} tokens" in found.cause
     ranks[0].loss = math.inf
-    told = str(Judge(truth)(parse_layout("tp2"), ranks).departure)
+    told = str(Judge(truth)(parse_layout("tp2"), ranks).mismatch)
     assert "the output was right: the loss reads it otherwise" in told
     assert "are sharded: use mp.vocab_parallel_cross_entropy" in told
 
@@ -485,9 +488,9 @@ def test_the_command_prints_a_table_writes_a_page_and_exits_with_1_on_a_differen
 
 
 def test_the_picture_has_each_gradient_under_each_layout(tmp_path):
-    off = Departure("gradient", "up.bias", 7e15, "why")
+    off = Mismatch("gradient", "up.bias", 7e15, "why")
     right, failed = Verdict("tp2", gradients={"up.weight": 1.5, "up.bias": 0.0}), Verdict("cp2", error="no")
-    draw([right, Verdict("dp2", gradients={"up.bias": 7e15}, departure=off), failed], tmp_path / "x.svg")
+    draw([right, Verdict("dp2", gradients={"up.bias": 7e15}, mismatch=off), failed], tmp_path / "x.svg")
     texts = re.findall("<!-- (.*?) -->", (tmp_path / "x.svg").read_text())
     assert [text for text in texts if text[0].isdigit() or text == "-"][:6] == ["1.5", "0", "-", "7e+15", "-", "-"]
     assert {"up.weight", "up.bias", "tp2", "equal", "DIFFERS", "FAILED"} <= set(texts)
@@ -515,6 +518,6 @@ class Several(torch.nn.Module):
 
 def test_what_a_module_returned_is_its_first_tensor_of_floats():
     model = Several()
-    seen = listen(model, Seen(0, 0, 0, 0))
+    seen = listen(model, RankRecord(0, 0, 0, 0))
     model(torch.ones(2, 3))
     assert [{call: value.shape for call, value in forward.items()} for forward in seen] == [{("", 0): (2, 3)}]

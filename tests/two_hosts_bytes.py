@@ -17,7 +17,7 @@ from torch import nn
 import mpcore as mp
 from mpcore.experimental import LocalUpdates
 from mpcore.mesh.agreement import exchange
-from mpcore.tools.analysis import Ledger
+from mpcore.tools.analysis import CommunicationCounter
 
 WIDTH, BLOCKS, EVERY = 768, 4, 5
 
@@ -29,7 +29,7 @@ def sent() -> int:
     return int(words[8]) - 66 * int(words[9])
 
 
-def between_hosts(ledger: Ledger) -> float:
+def between_hosts(ledger: CommunicationCounter) -> float:
     """Bytes that this rank sends to the other host: of the links of a ring over both, two lie between them."""
     total = 0.0
     for axis, volume in ledger.volumes().items():
@@ -62,7 +62,7 @@ def main(kind: str, steps: int) -> None:
         step()
     time.sleep(0.5)  # what the socket of the first steps still holds is sent
     before, began = exchange(None, sent(), mesh.job.group)[0], time.perf_counter()
-    with Ledger(mesh) as ledger:
+    with CommunicationCounter(mesh) as ledger:
         for _ in range(steps):
             step()
     seconds = time.perf_counter() - began

@@ -11,7 +11,7 @@ from torch import nn
 
 import mpcore as mp
 from bench.steps import Step, prepared, squares
-from mpcore.gradients import early
+from mpcore.gradients import overlap
 from mpcore.pipeline import Pipeline
 
 WIDTH, ROWS, BLOCKS, MICRO_BATCHES = 64, 128, 4, 4
@@ -34,7 +34,7 @@ class Mode:
 
 def data(zero: int) -> Step:
     """Blocks of two plain linear layers, whose weights count as large: ZeRO-0 sums each by itself."""
-    early.ALONE = WIDTH * WIDTH
+    overlap.ALONE = WIDTH * WIDTH
     mesh = mp.build_mesh(device_type="cpu")
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(BLOCKS)))
     return prepared(mesh, model, list(model), torch.ones(ROWS, WIDTH), data=mp.Zero(zero))

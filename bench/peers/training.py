@@ -195,7 +195,7 @@ def mpcore_data(zero: int) -> Step:
     mp.parallel.shard_data_parallel(model, mesh, model.blocks, zero=zero)
 
     def announced() -> Tensor:
-        mp.parallel.sync_gradients(model, last=True)  # this backward sums
+        mp.parallel.set_gradient_sync(model, last=True)  # this backward sums
         return loss(model, mesh.data.size)
 
     def optimizer(parameters: Iterable[nn.Parameter], fused: bool, **options: Any) -> mp.AdamW:

@@ -31,7 +31,7 @@ from mpcore.mesh.agreement import gather_objects
 from mpcore.tools.analysis.curves import FILE as TENSORS
 from mpcore.tools.fault_tolerance.faults import check_writable, was_restarted
 from mpcore.tools.fault_tolerance.metrics import read_records, write_whole
-from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
+from mpcore.tools.fault_tolerance.signals import SharedRequests, StopSignals
 
 SCHEDULE = "lr_schedule"
 """The field of a checkpoint's `extra` that holds the flags of the learning rate schedule."""
@@ -380,7 +380,7 @@ class Stop:
         self.run, self.checkpoints, self.updates = run, checkpoints, local_updates(run)
         self.signals: StopSignals | None = None
         self.asked = self.stopped = False
-        self.wishes = Wishes(run.mesh.world)
+        self.wishes = SharedRequests(run.mesh.world)
 
     def ask(self) -> None:
         """Save and leave after this step, as on a signal."""
@@ -389,7 +389,7 @@ class Stop:
     def after_step(self) -> bool:
         """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
 
-        Ranks hear of each other a step late (`Wishes`).
+        Ranks hear of each other a step late (`SharedRequests`).
 
         Workers ask each other in the last step before a merge, because a merge waits for every worker.
         """

@@ -28,13 +28,13 @@ from mpcore.layers.mlp import GATED
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
 from mpcore.tools.analysis.counts import block_bytes
-from mpcore.tools.analysis.work import HOLD_ALL, Choice, Model, Outline, Work
+from mpcore.tools.analysis.work import HOLD_ALL, Choice, LayoutSpec, Model, Work
 from mpcore.tools.command_line import Parser
 from mpcore.tools.local_updates import OUTER_SLOTS
 from mpcore.training import lay_out
 
 
-def outline(mesh: Mesh, arguments: list[str]) -> Outline:
+def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
     """Tell what a run with these flags of `examples.gpt.pretrain`, and of `OWN`, would build on a mesh.
 
     The preset gives the vocabulary, unless --vocab-size does.
@@ -57,7 +57,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
         blocks = given_blocks(own.stage_blocks, config.layers, pp * V)
     else:
         blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
-    return Outline(
+    return LayoutSpec(
         args.schedule, pp, micro_batches, args.virtual_stages, blocks,
         kind=config.has_experts,
         work=partial(work, args, config, mesh),

@@ -22,7 +22,7 @@ from examples.gpt.samples import Corpora, Samples, open_eval_sets, parse_sources
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
 from mpcore import Compile, Mesh
 from mpcore.checkpoint import Manifest, inspect
-from mpcore.interop.hugging_face import LENGTH, Carried, carried_by_checkpoint
+from mpcore.interop.hugging_face import LENGTH, ExtraFiles, carried_by_checkpoint
 from mpcore.layers.attention.context import check_heads
 from mpcore.layers.attention.sequence import check_kind
 from mpcore.mesh import check_same, raising_together, read_launch
@@ -49,7 +49,7 @@ class Setup:
     """
 
     tokenizer: Tokenizer
-    carried: Carried
+    carried: ExtraFiles
     config: GPTConfig
     corpus: dict[str, Any]
     train: Samples
@@ -131,13 +131,13 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return load_tokenizer(named, args.end_of_document)
 
 
-def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> Carried:
+def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> ExtraFiles:
     """Return the files and facts that are saved beside the run's checkpoints.
 
     They come from the checkpoint to begin with if the run has its tokenizer. Otherwise they are the run's tokenizer and
     its end of a document. The sequence length of that checkpoint is kept if it is larger than the run's.
     """
-    carried, length = Carried(), 0
+    carried, length = ExtraFiles(), 0
     if args.init_from:
         carried, config = carried_by_checkpoint(args.init_from), open_checkpoint(args.init_from)[2]
         length = max(config.seq_len, carried.config.get(LENGTH, 0))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name
 from mpcore.checkpoint.pieces import (
-    Held,
+    LocalTensor,
     check_finite,
     held_by_model,
     held_slot,
@@ -53,7 +53,7 @@ class _Plan:
     """What a rank will read: the tensors to fill, the tensors that the checkpoint lacks, and the problems found."""
 
     files: Files
-    held: list[Held] = field(default_factory=list)
+    held: list[LocalTensor] = field(default_factory=list)
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -142,7 +142,7 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     return plan
 
 
-def _want(plan: _Plan, item: Held, cast: bool = False) -> None:
+def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
     """Add a tensor to the plan, or note why it can't be read."""
     entry = plan.files.manifest.tensors.get(item.name)
     if entry is None:
@@ -288,7 +288,7 @@ def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: i
     return mine
 
 
-def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], Tensor]) -> None:
+def fill(items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor]) -> None:
     """Copy this rank's parts of logical tensors out of their chunks, in several threads.
 
     Args:
@@ -296,7 +296,7 @@ def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], T
         tensor: reads a chunk of an entry.
     """
 
-    def one(item: tuple[Held, Entry]) -> None:
+    def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item
         for box in held.boxes:
             copy_box(box.of(held.tensor), box.start, entry, tensor)
@@ -305,7 +305,7 @@ def fill(items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], T
 
 
 def check_weights(
-    items: Iterable[tuple[Held, Entry]], tensor: Callable[[Entry, Chunk], Tensor], weights: set[str], where: str
+    items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor], weights: set[str], where: str
 ) -> None:
     """Raise ValueError if this rank's parts of weights hold NaN or infinity in their chunks.
 
@@ -315,7 +315,7 @@ def check_weights(
         where: the checkpoint, for the message.
     """
 
-    def one(item: tuple[Held, Entry]) -> None:
+    def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item
         parts = (part for box in held.boxes for _, part in _parts(box.shape, box.start, entry, tensor))
         check_finite([(held.name, part, held.name in weights) for part in parts], where)

@@ -51,7 +51,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """A tensor as this rank holds it.
 
     Attributes:
@@ -69,7 +69,7 @@ class Held:
     replicas: tuple[Axis, ...] = ()
 
 
-def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | None = None) -> list[Held]:
+def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | None = None) -> list[LocalTensor]:
     """Return the parameters (tied ones once) and persistent buffers of a model, as this rank holds them.
 
     A parameter that has a float32 master weight is replaced by it. So a checkpoint holds the same float32 values,
@@ -127,7 +127,7 @@ def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:
     return found
 
 
-def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[Held]:
+def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[LocalTensor]:
     """Return every tensor of the optimizer's state, as this rank holds it.
 
     Raises:
@@ -146,7 +146,7 @@ def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: 
     return held
 
 
-def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> Held:
+def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> LocalTensor:
     """Return a tensor of the optimizer's state as this rank holds it.
 
     The tensor is sharded as its parameter, or is a scalar that belongs to the full parameter.
@@ -205,7 +205,7 @@ def _known(named: dict[int, tuple[str, Sharding]], parameter: Tensor) -> tuple[s
     return named[id(parameter)]
 
 
-def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Tensor | None = None) -> Held:
+def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Tensor | None = None) -> LocalTensor:
     placed = tensor if placed is None else placed
     if tuple(placed.shape) != sharding.local_shape:
         raise ValueError(f"{name} has shape {tuple(placed.shape)}, declared is {sharding.local_shape} on this rank")
@@ -226,7 +226,7 @@ def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Ten
         local, start, shape, owned = zip(*segments, strict=True) if segments else ((), (), (), ())
         if 0 not in shape:
             boxes.append(Box(local, start, shape, first and all(owned)))
-    return Held(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes), tuple(replicas))
+    return LocalTensor(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes), tuple(replicas))
 
 
 def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> list[Segment]:

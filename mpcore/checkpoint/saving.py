@@ -32,7 +32,7 @@ from mpcore.checkpoint.format import (
 )
 from mpcore.checkpoint.pieces import (
     Box,
-    Held,
+    LocalTensor,
     check_finite,
     held_by_model,
     held_by_optimizer,
@@ -84,7 +84,7 @@ class _Snapshot:
     request: _Request
     manifest: Manifest  # without files and tensors
     tensors: dict[str, tuple[tuple[int, ...], str]]  # logical shape and dtype of each tensor that this rank holds
-    pieces: list[tuple[Held, Box, Tensor]]
+    pieces: list[tuple[LocalTensor, Box, Tensor]]
 
 
 @dataclass(frozen=True)

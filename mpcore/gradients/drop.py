@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpcore._torch import fsdp
 from mpcore.gradients.accumulate import zero_gradients
-from mpcore.gradients.early import drop_begun
+from mpcore.gradients.overlap import drop_begun
 from mpcore.sharding.declarations import ModelTree, tree_of
 
 

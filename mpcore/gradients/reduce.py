@@ -15,7 +15,7 @@ from mpcore._torch import fsdp
 from mpcore._torch.autograd import has_gradient_hooks
 from mpcore.collectives import all_reduce, wait
 from mpcore.gradients.accumulate import gradient_of, mark_reduced, zero_gradients
-from mpcore.gradients.early import Begun, begin_sum, distinct, is_large, only_axis, take_begun
+from mpcore.gradients.overlap import StartedAllReduce, begin_sum, distinct, is_large, only_axis, take_begun
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, tree_of
@@ -27,9 +27,9 @@ BUCKET = 2**26
 _Entry: TypeAlias = "tuple[str, nn.Parameter, Shard | None]"  # None: all of the parameter's gradient is pending
 T = TypeVar("T")
 UNSUMMED = (
-    "the last micro-batch had no backward or one that raised, sync_gradients(model, last=True) wasn't said before its "
-    "forward, or the model's output hides its tensors (return tensors, dicts, tuples, dataclasses). To give the step "
-    "up: mpcore.gradients.drop_gradients(model)"
+    "the last micro-batch had no backward or one that raised, set_gradient_sync(model, last=True) wasn't called before "
+    "its forward, or the model's output hides its tensors (return tensors, dicts, tuples, dataclasses). To give the "
+    "step up: mpcore.gradients.drop_gradients(model)"
 )
 
 
@@ -170,7 +170,7 @@ def _reduce_pending(
     axis: Axis,
     entries: list[_Entry],
     wide: torch.dtype,
-    apart: Sequence[tuple[nn.Parameter, Begun]],
+    apart: Sequence[tuple[nn.Parameter, StartedAllReduce]],
     sharded: Sequence[tuple[nn.Parameter, bool]],
 ) -> None:
     """All-reduce some gradients in one message, and drop those that no rank has.

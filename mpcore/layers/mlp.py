@@ -18,7 +18,7 @@ from mpcore._torch.values import real_tensors
 from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
 from mpcore.layers.fused_linear import GateUpParallelLinear
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpcore.layers.module import Init, LayerOptions, check_names, pick
+from mpcore.layers.module import Init, LayerOptions, check_names, select_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,7 +77,7 @@ class ParallelMLP(torch.nn.Module):
         self.parts = 2 if gated else 1
         up = GateUpParallelLinear if gated else ColumnParallelLinear
         self.up = up(dim, hidden_dim, bias, **options)
-        self.down = RowParallelLinear(hidden_dim, dim, bias, **pick(options, LayerOptions, init=output_init))
+        self.down = RowParallelLinear(hidden_dim, dim, bias, **select_options(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]. The hidden activations are [..., F/tp]."""

@@ -71,7 +71,7 @@ def check_names(options: Mapping[str, Any], kind: type) -> None:
         raise TypeError(f"unexpected keyword arguments {unknown}: {kind.__name__} has {sorted(kind.__annotations__)}")
 
 
-def pick(options: Mapping[str, Any], kind: type[Options], **others: Any) -> Options:
+def select_options(options: Mapping[str, Any], kind: type[Options], **others: Any) -> Options:
     """Select the keyword arguments that are fields of `kind`; `others` that are not None replace them."""
     given = {**options, **{name: value for name, value in others.items() if value is not None}}
     return {name: given[name] for name in kind.__annotations__ if name in given}  # type: ignore[return-value]
@@ -179,7 +179,7 @@ def recomputing() -> bool:
     return in_backward()
 
 
-def listed(blocks: Blocks) -> list[nn.Module]:
+def as_module_list(blocks: Blocks) -> list[nn.Module]:
     """Return the submodules of a list, a `ModuleList`, or a mapping such as a `ModuleDict`, as a list.
 
     Raises:

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from mpcore._torch.autograd import has_accumulation_hooks, has_gradient_hooks
 from mpcore._torch.fsdp import add_unit, units
 from mpcore.gradients.accumulate import mark_replaced
-from mpcore.gradients.early import EarlySums
-from mpcore.layers.module import listed
+from mpcore.gradients.overlap import OverlappedAllReduce
+from mpcore.layers.module import as_module_list
 from mpcore.layers.moe.layer import check_experts
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh, check_mesh
@@ -52,8 +52,8 @@ def shard_data_parallel(
 
     Parameters of experts are replicated or sharded over `mesh.edp`, all others over `mesh.data`. Call
     `reduce_gradients(model)` after each step's last backward. If you run micro-batches without
-    `mpcore.pipeline.Pipeline`, call `sync_gradients` before each forward, and if stages of this rank share parameters
-    call `finish_gradients` before `reduce_gradients`.
+    `mpcore.pipeline.Pipeline`, call `set_gradient_sync` before each forward, and if stages of this rank share
+    parameters call `finish_gradients` before `reduce_gradients`.
 
     Args:
         model: the model, this rank's pipeline stage, or a list of its stages, which may share parameters. Parameters
@@ -64,7 +64,7 @@ def shard_data_parallel(
             as one unit. A block inside another block is a separate unit.
         zero: the ZeRO stage.
             0: replicate everything and all-reduce gradients. The all-reduces of large gradients start in the backward
-            that `sync_gradients` marks as the last, all others in `reduce_gradients`.
+            that `set_gradient_sync` marks as the last, all others in `reduce_gradients`.
             1: shard the optimizer state. Gradients are reduce-scattered with the last micro-batch, and parameters are
             gathered once per step.
             2: shard gradients too. They are reduce-scattered in each micro-batch.
@@ -107,7 +107,7 @@ def shard_data_parallel(
     check_mesh(mesh)
     policy = ShardPolicy(zero, replicate, param_dtype, reduce_dtype)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    given = dict.fromkeys(block for block in listed(blocks) if block not in stages)
+    given = dict.fromkeys(block for block in as_module_list(blocks) if block not in stages)
     blocks = sorted(given, key=lambda block: sum(module in given for module in block.modules()))  # inner ones first
     _check_policy(policy, mesh)
     _check_model(stages, blocks, mesh, zero)
@@ -118,7 +118,7 @@ def shard_data_parallel(
         for stage in stages:
             _declare_pending(stage, mesh, lambda _: True)  # with one data rank: experts' replicas over tp
             if mesh.data.size > 1:
-                set_state(stage, DataParallel(0, early=EarlySums(stage, stages)))
+                set_state(stage, DataParallel(0, early=OverlappedAllReduce(stage, stages)))
         return model
 
     before = [p for stage in stages for p in stage.parameters()]

@@ -36,7 +36,7 @@ from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import OF_WHOLE_TENSORS
 from mpcore.gradients.reduce import buckets
 from mpcore.kernels._main_grad import MainGradState, attach_main_grad, main_grad, mark_main_grad
-from mpcore.layers.module import listed, recomputing, refuse_second_derivative
+from mpcore.layers.module import as_module_list, recomputing, refuse_second_derivative
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.muon import Muon
 from mpcore.parallel.shared import router_statistics
@@ -438,7 +438,7 @@ def offload_parameters(
         ...     model[0].weight.shape
         torch.Size([4, 4])
     """
-    blocks, copies = listed(blocks), _Copies(pin_memory)
+    blocks, copies = as_module_list(blocks), _Copies(pin_memory)
     if keep < 1:
         raise ValueError(f"keep {keep} is smaller than 1: the block at work needs its parameters")
     seen: set[nn.Parameter] = set()

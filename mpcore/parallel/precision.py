@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.linear_fp8 import to_fp8
-from mpcore.layers.module import Blocks, listed
+from mpcore.layers.module import Blocks, as_module_list
 from mpcore.layers.moe.experts import GroupedLinear
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel.shared import router_statistics
@@ -75,7 +75,11 @@ def convert_to_fp8(blocks: Blocks) -> None:
         >>> blocks[0].up.product
         Fp8Product(split_backward=False)
     """
-    named = [(f"blocks[{i}] {name}".rstrip(), m) for i, b in enumerate(listed(blocks)) for name, m in named_modules(b)]
+    named = [
+        (f"blocks[{i}] {name}".rstrip(), m)
+        for i, b in enumerate(as_module_list(blocks))
+        for name, m in named_modules(b)
+    ]
     found = {name: m for name, m in named if isinstance(m, ParallelLinear)}
     plain = [name for name, m in named if isinstance(m, nn.Linear)]
     if plain and not found:

@@ -38,7 +38,7 @@ from mpcore._torch.fake import fake_tensors
 from mpcore._torch.pytree import map_tensors
 from mpcore._torch.storage import StorageWeakRef, address
 from mpcore.collectives import all_reduce
-from mpcore.layers.module import listed
+from mpcore.layers.module import as_module_list
 from mpcore.memory_footprint import StorageTracker, tensors_in
 from mpcore.mesh.axis import Axis
 
@@ -100,7 +100,7 @@ def recompute(
         >>> mpcore.parallel.recompute(blocks, "selective", every=2)
         ['selective', 'none']
     """
-    blocks = listed(blocks)
+    blocks = as_module_list(blocks)
     if kind not in KINDS:
         raise ValueError(f"recompute kind {kind!r} is unknown: it is one of {', '.join(map(repr, KINDS))}")
     if every < 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mpcore.gradients.early import EarlySums
+from mpcore.gradients.overlap import OverlappedAllReduce
 from mpcore.layers.moe.router import Router
 from mpcore.parallel.fsdp import UnitWrapper
 
@@ -33,7 +33,7 @@ class DataParallel:
     shared: tuple[SharedUnit, ...] = ()
     gathered: bool = False
     leaves: bool = False
-    early: EarlySums | None = None
+    early: OverlappedAllReduce | None = None
     replicate: int = 1
 
     @property

@@ -19,7 +19,7 @@ from mpcore.parallel.shared import DataParallel, set_state, shared_units, state_
 from mpcore.sharding.local import reshard
 
 
-def sync_gradients(model: nn.Module, last: bool) -> None:
+def set_gradient_sync(model: nn.Module, last: bool) -> None:
     """Tell a sharded model, before a micro-batch's forward, whether the micro-batch is the last of the step.
 
     The backward of the last micro-batch completes the sums over the data ranks.
@@ -36,7 +36,7 @@ def sync_gradients(model: nn.Module, last: bool) -> None:
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 4)
         >>> for i in range(2):  # micro-batches
-        ...     mpcore.parallel.sync_gradients(model, last=i == 1)
+        ...     mpcore.parallel.set_gradient_sync(model, last=i == 1)
         ...     model(torch.ones(1, 4)).sum().backward()
     """
     state = state_of(model)
@@ -208,12 +208,12 @@ def hold_gradients(model: nn.Module) -> None:
 
 
 def reduce_held(model: nn.Module, last: bool) -> None:
-    """After the second half of a split backward, which runs no hooks, do what `sync_gradients` requested."""
+    """After the second half of a split backward, which runs no hooks, do what `set_gradient_sync` requested."""
     root = state_of(model).root
     if root is None:
         return
     if reduces_each_micro_batch(model):
-        sync_gradients(model, last)
+        set_gradient_sync(model, last)
     else:  # `reduce_once` sums at the end; here sums of half precision move to float32
         hold_gradients(model)
     fsdp.end_backward(root)

@@ -28,8 +28,8 @@ from mpcore.parallel.sync import (
     hold_gradients,
     reduce_held,
     reduce_once,
+    set_gradient_sync,
     sums_within_backward,
-    sync_gradients,
 )
 from mpcore.pipeline.messages import (
     Message,
@@ -65,7 +65,7 @@ class MicroBatch:
 
 
 @dataclass
-class Held:
+class MicroBatchState:
     """What a stage holds of one micro-batch.
 
     Attributes:
@@ -148,7 +148,7 @@ class _Step:
 
     def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
         self.of, self.micro_batches = executor, micro_batches
-        self.held: dict[tuple[int, int], Held] = defaultdict(Held)
+        self.held: dict[tuple[int, int], MicroBatchState] = defaultdict(MicroBatchState)
         self.outbox: dict[Action, tuple[Tensor, ...] | None] = {}
         self.messages: dict[Action, Message] = {}
         self.losses: list[Tensor] = []
@@ -227,7 +227,7 @@ class _Step:
         if stage == 0:
             held.inputs = (batch.x,)
         if of.pp.size == 1:
-            sync_gradients(of.stages[stage], m == of.plan.micro_batches - 1)
+            set_gradient_sync(of.stages[stage], m == of.plan.micro_batches - 1)
         outputs = None
         if held.inputs is not None:
             try:
@@ -303,10 +303,10 @@ class _Step:
                 reduce_held(module, self._is_last(stage, m))
         self._finish(action, stage)
 
-    def _whole_backward(self, stage: int, m: int, held: Held) -> None:
+    def _whole_backward(self, stage: int, m: int, held: MicroBatchState) -> None:
         module = self.of.stages[stage]
         if self.of.pp.size > 1 and sums_within_backward(module):
-            sync_gradients(module, self._is_last(stage, m))
+            set_gradient_sync(module, self._is_last(stage, m))
         elif self.of.pp.size > 1:  # on one rank, `forward` has said when to sum
             hold_gradients(module)
         ends, grads = _begin(held)
@@ -316,7 +316,7 @@ class _Step:
         except Exception as error:
             self._failed(error)
 
-    def _send_back(self, stage: int, m: int, held: Held, dxs: Sequence[Tensor | None]) -> None:
+    def _send_back(self, stage: int, m: int, held: MicroBatchState, dxs: Sequence[Tensor | None]) -> None:
         """Send the inputs' gradients to the previous stage, zeros for an input without a gradient."""
         if stage == 0:
             return
@@ -343,7 +343,7 @@ class _Step:
         self.of.problems.append(error)
 
 
-def _begin(held: Held) -> tuple[list[GradientEdge], list[Tensor]]:
+def _begin(held: MicroBatchState) -> tuple[list[GradientEdge], list[Tensor]]:
     """Return the gradient edges where backward begins, and their gradients; none if the forward failed."""
     pairs = [(end, grad) for end, grad in zip(held.ends, held.grads, strict=False) if end is not None]
     held.ends, held.grads = [], ()

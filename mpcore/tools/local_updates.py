@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mpcore.collectives import all_reduce, all_to_all_rows, start_all_gather, wait
 from mpcore.gradients.norm import norm_of
 from mpcore.gradients.reduce import buckets
-from mpcore.layers.module import listed
+from mpcore.layers.module import as_module_list
 from mpcore.mesh.agreement import check_same, raising_together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
@@ -219,7 +219,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.every, self.lr, self.momentum, self.nesterov, self.fragments = every, lr, momentum, nesterov, fragments
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
         reshard(model)
-        numbered: Any = blocks.items() if isinstance(blocks, Mapping) else enumerate(listed(blocks or ()))
+        numbered: Any = blocks.items() if isinstance(blocks, Mapping) else enumerate(as_module_list(blocks or ()))
         self.block_of: dict[nn.Module, int] = {module: i for i, block in numbered for module in block.modules()}
         held = list(owners(model))
         self.names: dict[Tensor, str] = {parameter: name for name, _, _, parameter in held}

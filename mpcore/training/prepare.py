@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import deferred_reads, materialize, read_deferred
-from mpcore.layers.module import listed
+from mpcore.layers.module import as_module_list
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
@@ -123,7 +123,7 @@ def prepare(
     """
     check_mesh(mesh)
     stages = [model] if isinstance(model, nn.Module) else list(model)
-    held, observers = listed(blocks), list(observers)
+    held, observers = as_module_list(blocks), list(observers)
     precision = precision if isinstance(precision, Precision) else Precision(precision)
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     policies = {"data": data, "offload": offload, "compile": compile}

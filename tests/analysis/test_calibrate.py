@@ -39,9 +39,9 @@ from mpcore.tools.analysis.calibrate import (
 from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.rows import read_row
-from mpcore.tools.analysis.work import Held, Kept, Part, Round
+from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 from tests.test_plan import build as build_mlp  # noqa: F401  (a row names it)
 
 MACHINE = Machine(
@@ -53,10 +53,12 @@ M = 8
 
 def run(products: int, moved: int, sent: int, data: int, *, attention: int = 0, pp: int = 1, **row: Any) -> Run:
     """A layout of `pp` equal stages: products, other operators, bytes over tp, and over dp once a step."""
-    tally = Tally({"bfloat16": products}, attention=attention, all_pairs=2 * attention, scores=attention, bytes=moved)
-    part = Part(tally, {("tp", "all_gather"): Count(1, sent)})
-    kept = Kept(rounds=[Round(part, part)] * 3)
-    held = Held(parameters=40, optimizer=60, gradients=30, sent={("dp", "reduce_scatter"): Count(1, data)})
+    tally = OperatorCounts(
+        {"bfloat16": products}, attention=attention, all_pairs=2 * attention, scores=attention, bytes=moved
+    )
+    part = PassWork(tally, {("tp", "all_gather"): Count(1, sent)})
+    kept = MicroBatchMemory(rounds=[MicroBatchWork(part, part)] * 3)
+    held = StepMemory(parameters=40, optimizer=60, gradients=30, sent={("dp", "reduce_scatter"): Count(1, data)})
     plan = build_schedule("gpipe", pp, M)
     layout = Layout({"tp": 2, "dp": 2, "pp": pp}, (), M, plan, None, (kept,) * pp, (3,) * pp, ([1, 6, 1],) * pp,  # type: ignore[arg-type]
                     (held,) * pp, {"tp": (0, 1), "dp": (0, 2)})  # fmt: skip

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from mpcore import Axis, build_mesh
 from mpcore import collectives as c
-from mpcore.tools.analysis.counts import Count, Ledger, block_bytes, volume
+from mpcore.tools.analysis.counts import CommunicationCounter, Count, block_bytes, volume
 from mpcore.tools.analysis.dry_run import on_mesh, pretend
 
 
-def counted(ledger: Ledger) -> dict:
+def counted(ledger: CommunicationCounter) -> dict:
     return {key: (count.calls, count.bytes) for key, count in ledger.counts.items()}
 
 
@@ -52,7 +52,7 @@ def test_each_call_counts_the_bytes_of_its_full_tensor():
     with on_mesh(0, tp=4) as mesh:
         for kind, ways in calls.items():
             for run, size in ways:
-                with Ledger(mesh) as ledger:
+                with CommunicationCounter(mesh) as ledger:
                     run(mesh.tp)
                     run(mesh.tp)
                 ((key, (times, total)),) = counted(ledger).items()
@@ -67,7 +67,7 @@ def test_groups_have_the_names_of_their_axes_or_of_their_ranks():
         five: Any = dist.new_group([0, 5])
         other, all_of_tp = dist.new_group([0, 3]), dist.new_group([0, 1])
         extra = Axis(2, 0, five, name="extra")
-        with Ledger(mesh, extra=extra) as ledger:
+        with CommunicationCounter(mesh, extra=extra) as ledger:
             for group in (all_of_tp, mesh.dp.group, pair, many, other, extra.group, other, mesh.world.group):
                 dist.all_reduce(x, group=group)
             for axis in (mesh.tp, *(mesh.cp.levels or ()), mesh.cp):
@@ -97,7 +97,7 @@ def test_groups_have_the_names_of_their_axes_or_of_their_ranks():
 
 
 def test_what_is_no_collective_is_not_counted():
-    with on_mesh(0, tp=2) as mesh, Ledger(mesh) as ledger:
+    with on_mesh(0, tp=2) as mesh, CommunicationCounter(mesh) as ledger:
         y = torch.ones(2) + 1
         started = c.start_all_reduce(y, mesh.tp)
         assert counted(ledger) == {("tp", "all_reduce"): (1, 8)}
@@ -109,16 +109,16 @@ def test_what_is_no_collective_is_not_counted():
 def test_a_ledger_of_one_axis_has_no_others():
     with pretend(2):
         mesh = build_mesh(tp=2, device_type="cpu")
-        assert set(Ledger(mesh).ranks_of) >= {"tp", "world"}
-        assert Ledger(mesh).counts == {}
-    alone = Ledger()
+        assert set(CommunicationCounter(mesh).ranks_of) >= {"tp", "world"}
+        assert CommunicationCounter(mesh).counts == {}
+    alone = CommunicationCounter()
     assert (alone.ranks_of, alone.sizes) == ({}, {})
 
 
 def test_the_volume_counts_an_all_reduce_twice_and_a_message_where_it_is_sent():
     factors = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "send": 1, "recv": 0,
                "broadcast": 1, "barrier": 0}  # fmt: skip
-    ledger = Ledger()
+    ledger = CommunicationCounter()
     for i, (kind, factor) in enumerate(factors.items()):
         assert volume(kind, 10) == 10 * factor
         ledger.add("a" if i % 2 else "b", kind, 10**i)
@@ -133,7 +133,7 @@ def test_the_volume_counts_an_all_reduce_twice_and_a_message_where_it_is_sent():
 
 
 def test_the_table_has_a_line_for_each_count_in_the_order_of_the_axes():
-    ledger = Ledger()
+    ledger = CommunicationCounter()
     ledger.sizes = {"tp": 4, "dp": 2}
     for axis, kind, size in (("ranks 0+2", "send", 5), ("dp", "all_reduce", 1000), ("tp", "reduce_scatter", 3),
                              ("tp", "all_gather", 7), ("tp", "all_gather", 2000)):  # fmt: skip

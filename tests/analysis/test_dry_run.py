@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore import ColumnParallelLinear, Mesh
-from mpcore.gradients import early
+from mpcore.gradients import overlap
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
-from mpcore.tools.analysis.counts import Count, Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter, Count
 from mpcore.tools.analysis.dry_run import assemble, check_stages, dry_run, on_mesh, pretend, rounds_of, run_dry
 from mpcore.tools.analysis.layout import Counter
-from mpcore.tools.analysis.operators import Tally
-from mpcore.tools.analysis.work import Held, Kept, Part, Round, Work
+from mpcore.tools.analysis.operators import OperatorCounts
+from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory, Work
 from tests.theory import zero_bytes
 
 B, D, H = 5, 8, 24
@@ -50,7 +50,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     return Work(stages, plan, lambda i: ((torch.empty(B, D, dtype=kind),), {}), lambda y: (y * y).sum())
 
 
-def counts(kept: Kept) -> dict[str, int]:
+def counts(kept: MicroBatchMemory) -> dict[str, int]:
     return {name: value for name, value in vars(kept).items() if name != "rounds" and value}
 
 
@@ -93,7 +93,7 @@ def test_a_stage_keeps_its_tensors_from_forward_to_backward(name, pp, rank, stag
         if not last:
             assert backward.bytes == 3 * h + 2 * W, "of the ReLU; each gradient is added to its sum in place"
     n = len(stages)
-    held = Held(n * W, 28 * n, n * W, n * (2 * W + 2 * 4))  # AdamW counts its steps in a float of each parameter
+    held = StepMemory(n * W, 28 * n, n * W, n * (2 * W + 2 * 4))  # AdamW counts its steps in a float of each parameter
     assert found.held == held
 
 
@@ -152,7 +152,7 @@ def test_gathered_parameters_are_copied_out_of_what_was_gathered():
 
 
 def test_large_gradients_are_reduced_within_the_last_backward_and_the_rest_after_it(monkeypatch):
-    monkeypatch.setattr(early, "ALONE", D * H)
+    monkeypatch.setattr(overlap, "ALONE", D * H)
     found = dry_run(build, ["1f1b", "3", "float32", "0"], 0, dp=2)
     backward = [round_.backward.sent for round_ in found.stages[0].rounds]
     assert backward == [{}, {}, {("dp", "all_reduce"): Count(2, W)}]
@@ -175,7 +175,7 @@ def test_linear_layers_split_their_backward_where_the_schedule_does(name, splits
 
 def test_parameters_of_16_bits_have_float32_gradients_and_masters():
     found = dry_run(build, ["1f1b", "6", "bfloat16", "none"], 0)
-    assert found.held == Held(W // 2, 28, W, 3 * W + 2 * 4)
+    assert found.held == StepMemory(W // 2, 28, W, 3 * W + 2 * 4)
     assert counts(found.stages[0]) == {
         "activations": (h + x) // 2 + 2, "output": 2, "forward_more": h, "backward_more": (h + W // 2) // 2,
     }  # fmt: skip
@@ -252,19 +252,22 @@ def test_few_micro_batches_have_few_rounds(m, times):
 
 
 def test_a_step_is_its_rounds_times_what_they_stand_for_and_what_follows_the_last():
-    def part(n: int) -> Part:
-        return Part(Tally(), {("tp", "all_reduce"): Count(1, n)})
+    def part(n: int) -> PassWork:
+        return PassWork(OperatorCounts(), {("tp", "all_reduce"): Count(1, n)})
 
-    kept = [Kept(activations=100, rounds=[Round(part(1), part(10)), Round(part(100), part(1000))]),
-            Kept(activations=50, rounds=[Round(part(5), part(0))])]  # fmt: skip
-    held = Held(parameters=7, sent={("dp", "all_reduce"): Count(3, 9)})
+    rounds = [MicroBatchWork(part(1), part(10)), MicroBatchWork(part(100), part(1000))]
+    kept = [MicroBatchMemory(activations=100, rounds=rounds),
+            MicroBatchMemory(activations=50, rounds=[MicroBatchWork(part(5), part(0))])]  # fmt: skip
+    held = StepMemory(parameters=7, sent={("dp", "all_reduce"): Count(3, 9)})
     plan = build_schedule("interleaved", 1, 5, 2)
-    found = assemble(plan, 0, kept, [[1, 4], [5]], held, Ledger())
+    found = assemble(plan, 0, kept, [[1, 4], [5]], held, CommunicationCounter())
     want = {("tp", "all_reduce"): Count(2 + 8 + 10, 11 + 4400 + 25), ("dp", "all_reduce"): Count(3, 9)}
     assert found.ledger.counts == want
     assert (found.held, found.stages, found.plan, found.theory) == (held, kept, plan, {})
     assert found.work_peak >= found.peak > 0
-    assert assemble(plan, 0, kept, [[1, 4], [5]], held, Ledger(), {("a", "b"): 1}).theory == {("a", "b"): 1}
+    assert assemble(plan, 0, kept, [[1, 4], [5]], held, CommunicationCounter(), {("a", "b"): 1}).theory == {
+        ("a", "b"): 1
+    }
 
 
 # --- meshes that are not there ----------------------------------------------------------------------------------------

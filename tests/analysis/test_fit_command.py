@@ -26,7 +26,7 @@ from mpcore.tools.analysis.fit_command import (
 )
 from mpcore.tools.analysis.machine import load_machine
 from mpcore.tools.analysis.rows import read_row, read_rows
-from mpcore.tools.analysis.work import Held
+from mpcore.tools.analysis.work import StepMemory
 from tests.analysis.test_calibrate import MACHINE, RUNS, timed
 from tests.analysis.test_rows import write_run
 
@@ -68,7 +68,7 @@ def test_the_table_of_scalars_marks_those_that_the_prior_says():
 
 
 def sized(name: str, memory: int, seconds: float | None) -> Run:
-    layout = replace(RUNS[0].layout, held=(Held(parameters=memory),))
+    layout = replace(RUNS[0].layout, held=(StepMemory(parameters=memory),))
     return Run(replace(ROW, name=name, seconds=seconds), layout)
 
 

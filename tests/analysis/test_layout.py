@@ -19,7 +19,16 @@ from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.dry_run import dry_run, on_mesh
 from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError, _growth, _resharded
 from mpcore.tools.analysis.peak import peak
-from mpcore.tools.analysis.work import Choice, Found, Held, Kept, Model, Outline, Work, most_bytes
+from mpcore.tools.analysis.work import (
+    Choice,
+    DryRunCounts,
+    LayoutSpec,
+    MicroBatchMemory,
+    Model,
+    StepMemory,
+    Work,
+    most_bytes,
+)
 from tests.analysis.test_dry_run import B, D, H, Stage, W
 
 
@@ -35,7 +44,7 @@ class Blocks(nn.Sequential):
 calls: list[tuple[Any, ...]] = []
 
 
-def outline(mesh: Mesh, arguments: list[str]) -> Outline:
+def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
     """Arguments: the schedule, the micro-batches, a stage of ZeRO, the blocks of each stage, and words."""
     name, m, zero, sizes, *words = arguments
     counts = [int(n) for n in sizes.split(",")]
@@ -49,7 +58,7 @@ def outline(mesh: Mesh, arguments: list[str]) -> Outline:
         shard_data_parallel(stages, mesh, [b for stage in stages for b in stage], zero=int(zero))
         return Work(stages, plan, lambda i: ((torch.empty(B, D),), {}), lambda y: (y * y).sum())
 
-    return Outline(
+    return LayoutSpec(
         name, mesh.pp.size, int(m), len(counts) // mesh.pp.size, blocks, kind=lambda i: mixed and i % 3 == 2, work=work,
         linear="whole" not in words, sharded=zero != "0", few=max(int(zero), 1) if mesh.dp.size > 1 else 1,
         key=(zero, mixed), theory=lambda stages: {("tp", "all_gather"): 10 * sum(stages)},
@@ -61,7 +70,7 @@ model = Model(outline)
 several = Counter(model, False)  # what one layout needs is not what another one left
 
 
-def whole(found: Found) -> dict[str, Any]:
+def whole(found: DryRunCounts) -> dict[str, Any]:
     return {name: getattr(found, name) for name in ("held", "stages", "times", "peak", "theory", "plan")}
 
 
@@ -198,7 +207,7 @@ def test_a_layout_of_many_micro_batches_has_a_short_schedule_and_one_that_is_sho
 
 
 def test_the_peak_of_a_stage_grows_by_what_each_more_block_holds():
-    more = Kept(activations=10, between=14, backward_more=1, weight_more=5, forward_more=99)
+    more = MicroBatchMemory(activations=10, between=14, backward_more=1, weight_more=5, forward_more=99)
     assert _growth(more, False) == {"forward_more": 10, "backward_more": 0, "weight_more": 0}
     assert _growth(more, True) == {"forward_more": 10, "backward_more": 4, "weight_more": 5}
     assert _growth(replace(more, backward_more=0, weight_more=-3), True) == {
@@ -207,7 +216,7 @@ def test_the_peak_of_a_stage_grows_by_what_each_more_block_holds():
 
 
 def test_shards_are_those_of_the_number_of_data_ranks():
-    held = Held(100, 7, 60, 40, {("dp", "all_reduce"): Count(1, 5)})
+    held = StepMemory(100, 7, 60, 40, {("dp", "all_reduce"): Count(1, 5)})
     with on_mesh(0) as mesh:
         sharded, plain = (outline(mesh, f"1f1b 1 {zero} 1".split()) for zero in "10")
     assert _resharded(sharded, held, 2, 4) == replace(held, parameters=50, gradients=30, optimizer=20)
@@ -216,10 +225,12 @@ def test_shards_are_those_of_the_number_of_data_ranks():
     assert _resharded(plain, held, 2, 4) == held
 
 
-def made(*held: Held, blocks: tuple[int, ...]) -> Layout:
+def made(*held: StepMemory, blocks: tuple[int, ...]) -> Layout:
     """Of 1f1b, with stages that hold 100 a block."""
     plan = build_schedule("1f1b", len(held), 8)
-    stages = tuple(Kept(activations=100 * n, unsummed=40 * n, made=20 * n, backward_more=7 * n) for n in blocks)
+    stages = tuple(
+        MicroBatchMemory(activations=100 * n, unsummed=40 * n, made=20 * n, backward_more=7 * n) for n in blocks
+    )
     return Layout({}, (), 8, plan, None, stages, blocks, ((1, 6, 1),) * len(stages), held)  # type: ignore[arg-type]
 
 
@@ -233,7 +244,7 @@ def made(*held: Held, blocks: tuple[int, ...]) -> Layout:
     ],
 )
 def test_the_fullest_rank_is_the_one_with_the_most_bytes(parameters, blocks, fullest):
-    layout = made(*(Held(p, gradients=10) for p in parameters), blocks=blocks)
+    layout = made(*(StepMemory(p, gradients=10) for p in parameters), blocks=blocks)
     each = [
         most_bytes(layout.held[r], [layout.stages[r]], peak(layout.short, r, [layout.stages[r]])[1]) for r in range(4)
     ]
@@ -244,10 +255,10 @@ def test_the_fullest_rank_is_the_one_with_the_most_bytes(parameters, blocks, ful
 
 
 def test_gradients_of_other_widths_scale_what_is_held_of_them():
-    layout = made(Held(3, 5, 64, 9), Held(3, 5, 32, 9), blocks=(1, 2))
+    layout = made(StepMemory(3, 5, 64, 9), StepMemory(3, 5, 32, 9), blocks=(1, 2))
     half = layout.with_gradients(2)
     assert [(k.unsummed, k.made, k.activations) for k in half.stages] == [(20, 10, 100), (40, 20, 200)]
-    assert half.held == (Held(3, 5, 32, 9), Held(3, 5, 16, 9))
+    assert half.held == (StepMemory(3, 5, 32, 9), StepMemory(3, 5, 16, 9))
     assert layout.with_gradients(6).held[0].gradients == 96
     assert layout.with_gradients(4) == layout
     assert W == 2 * 4 * D * H

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mpcore.tools.analysis.memory import parts_of, table, unit_of
-from mpcore.tools.analysis.work import Found, Held, Kept
+from mpcore.tools.analysis.work import DryRunCounts, MicroBatchMemory, StepMemory
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -23,11 +23,14 @@ def test_a_size_is_printed_in_the_largest_unit_that_leaves_a_tenth(size, unit):
     assert unit_of(size) == unit
 
 
-def found(unit: int) -> Found:
+def found(unit: int) -> DryRunCounts:
     """Of 1 + 2 + 3 + 4 between steps, and 5 of activations besides 6 of what operators hold."""
-    held = Held(unit, 4 * unit, 2 * unit, 3 * unit)
-    stages = [Kept(activations=7 * unit, gathered=8 * unit, unsummed=unit // 2), Kept(activations=9 * unit)]
-    return Found(held, stages, peak=5 * unit, work_peak=11 * unit)
+    held = StepMemory(unit, 4 * unit, 2 * unit, 3 * unit)
+    stages = [
+        MicroBatchMemory(activations=7 * unit, gathered=8 * unit, unsummed=unit // 2),
+        MicroBatchMemory(activations=9 * unit),
+    ]
+    return DryRunCounts(held, stages, peak=5 * unit, work_peak=11 * unit)
 
 
 def test_the_parts_of_a_rank_are_its_largest_bytes_of_each_kind():

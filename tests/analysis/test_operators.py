@@ -12,12 +12,12 @@ from torch import Tensor
 from mpcore._torch.fake import fake_tensors
 from mpcore.tools.analysis import operators
 from mpcore.tools.analysis.dry_run import pretend
-from mpcore.tools.analysis.operators import Operators, Tally, _pairs
+from mpcore.tools.analysis.operators import OperatorCounts, Operators, _pairs
 
 aten = torch.ops.aten
 
 
-def count(run: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tally:
+def count(run: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> OperatorCounts:
     with fake_tensors(stands_for_gpu=False):
         given = [torch.empty(shape, dtype=dtype) for shape in shapes]
         with Operators() as found:
@@ -41,7 +41,7 @@ def count(run: Callable[..., object], *shapes: tuple[int, ...], dtype: torch.dty
 )
 def test_operators_move_what_they_read_and_write(run, moved, launches):
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
-        assert count(run, (4, 6), dtype=dtype) == Tally(bytes=moved * 24 * size, launches=launches)
+        assert count(run, (4, 6), dtype=dtype) == OperatorCounts(bytes=moved * 24 * size, launches=launches)
 
 
 def test_products_count_by_dtype_and_move_nothing():
@@ -55,11 +55,11 @@ def test_products_count_by_dtype_and_move_nothing():
     assert found.bytes == (3 * 5 + 5 * 11) * (4 + 2), "the casts alone"
     assert found.launches == 5
     assert found.flops == 330 * (2 + 7)
-    assert Tally({"float32": 5}, attention=7, all_pairs=11, scores=13, unaligned=17, bytes=19).flops == 5 + 11
+    assert OperatorCounts({"float32": 5}, attention=7, all_pairs=11, scores=13, unaligned=17, bytes=19).flops == 5 + 11
 
 
 def test_a_tally_begins_at_zero():
-    assert vars(Tally()) == {
+    assert vars(OperatorCounts()) == {
         "products": {}, "attention": 0, "all_pairs": 0, "scores": 0, "unaligned": 0, "bytes": 0, "launches": 0,
     }  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_collectives_are_not_counted():
         with Operators() as found:
             dist.all_reduce(x)
             torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", "0"))
-    assert found.tally == Tally()
+    assert found.tally == OperatorCounts()
 
 
 B, H, T, S, K, V = 2, 3, 5, 7, 4, 6

@@ -9,19 +9,19 @@ import pytest
 from mpcore.pipeline.messages import releases
 from mpcore.pipeline.schedules import NAMES, Schedule, build_schedule
 from mpcore.tools.analysis.peak import peak
-from mpcore.tools.analysis.work import Kept
+from mpcore.tools.analysis.work import MicroBatchMemory
 
 
-def draw_stages(plan: Schedule, rank: int, seed: int) -> list[Kept]:
+def draw_stages(plan: Schedule, rank: int, seed: int) -> list[MicroBatchMemory]:
     """Stages of any sizes. The first has no input with a gradient, and no stage follows the last."""
     pick = random.Random(seed)
-    found: list[Kept] = []
+    found: list[MicroBatchMemory] = []
     mine, size = plan.stages_of(rank), dict[int, int]()
     for stage in mine:
         first, last = stage == 0, stage == plan.stages - 1
         size[stage] = pick.randint(1, 50)  # of the gradient of its input, which the stage before gets back
         received, inputs, output = 0 if first else pick.randint(5, 50), pick.randint(0, 5), pick.randint(1, 60)
-        found.append(Kept(
+        found.append(MicroBatchMemory(
             received=received, activations=received + output + pick.randint(1, 200), output=output,
             between=inputs + pick.randint(1, 300), between_inputs=0 if first else inputs,
             returned=0 if last else pick.randint(1, 50), sent_back=0 if first else size[stage],
@@ -34,7 +34,7 @@ def draw_stages(plan: Schedule, rank: int, seed: int) -> list[Kept]:
     return found
 
 
-def tensors_alive(plan: Schedule, rank: int, stages: list[Kept]) -> tuple[int, int]:
+def tensors_alive(plan: Schedule, rank: int, stages: list[MicroBatchMemory]) -> tuple[int, int]:
     """Go through the actions with every tensor by name: the most bytes after a forward, and the most ever."""
     of = dict(zip(plan.stages_of(rank), stages, strict=True))
     whole = plan.with_messages if len(plan.ranks) > 1 else plan
@@ -100,10 +100,10 @@ def test_the_peak_is_that_of_the_tensors_that_are_alive(name, ranks):
 
 def test_a_rank_of_1f1b_holds_as_many_activations_as_there_are_stages_from_it_on():
     """Narayanan et al. 2021, section 2.2; GPipe holds all micro-batches."""
-    stage = Kept(activations=100, forward_more=130, backward_more=60)
+    stage = MicroBatchMemory(activations=100, forward_more=130, backward_more=60)
     for ranks, m in ((2, 6), (4, 8)):
         for rank in range(ranks):
             ahead = ranks - rank  # forwards before the first backward
             assert peak(build_schedule("1f1b", ranks, m), rank, [stage]) == (ahead * 100, ahead * 100 + 60)
             assert peak(build_schedule("gpipe", ranks, m), rank, [stage]) == (m * 100, m * 100 + 60)
-    assert peak(build_schedule("gpipe", 1, 5), 0, [Kept(activations=100, output=20)])[0] == 4 * 80 + 100
+    assert peak(build_schedule("gpipe", 1, 5), 0, [MicroBatchMemory(activations=100, output=20)])[0] == 4 * 80 + 100

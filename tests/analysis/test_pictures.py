@@ -14,7 +14,7 @@ from mpcore.mesh.layout import mesh_ranks
 from mpcore.tools.analysis.memory import parts_of
 from mpcore.tools.analysis.pictures import MOST_NODES, crossing, draw_memory, draw_ranks
 from mpcore.tools.analysis.report import COLOURS
-from mpcore.tools.analysis.work import Found, Held
+from mpcore.tools.analysis.work import DryRunCounts, StepMemory
 
 GIB = 2**30
 
@@ -26,9 +26,9 @@ def drawn(monkeypatch) -> list[Any]:
     return found
 
 
-def holds(parameters: int, gradients: int, optimizer: int, activations: int, working: int) -> Found:
-    held = Held(parameters * GIB, 0, gradients * GIB, optimizer * GIB)
-    return Found(held, peak=activations * GIB, work_peak=(activations + working) * GIB)
+def holds(parameters: int, gradients: int, optimizer: int, activations: int, working: int) -> DryRunCounts:
+    held = StepMemory(parameters * GIB, 0, gradients * GIB, optimizer * GIB)
+    return DryRunCounts(held, peak=activations * GIB, work_peak=(activations + working) * GIB)
 
 
 def test_each_rank_is_a_bar_of_its_parts_one_on_the_other(drawn):

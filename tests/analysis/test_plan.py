@@ -21,7 +21,7 @@ from mpcore.tools.analysis.plan import Progress, _size_of_model, main, what_if
 from mpcore.tools.analysis.report import explain, table
 from mpcore.tools.analysis.search import WIDE, Estimate, choices, meshes, useful
 from mpcore.tools.analysis.seconds import Seconds
-from mpcore.tools.analysis.work import Found, Model, Outline
+from mpcore.tools.analysis.work import DryRunCounts, LayoutSpec, Model
 from tests.test_plan import BUILD, D
 from tests.test_plan import build as build_mlp
 
@@ -307,10 +307,10 @@ def test_the_parameters_are_those_of_the_first_layout_that_is_not_refused():
     assert _size_of_model(build_mlp, [], []) == ""
     seen: list[Any] = []
 
-    def outline(mesh: Mesh, arguments: list[str]) -> Outline:
+    def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         seen.append((mesh.tp.size, mesh.pp.size, arguments))
         nothing: Any = None
-        return Outline("1f1b", 2, 4, None, [], nothing, nothing, parameters=int(arguments[-1]))
+        return LayoutSpec("1f1b", 2, 4, None, [], nothing, nothing, parameters=int(arguments[-1]))
 
     assert "1,234 parameters" in _size_of_model(Model(outline), ["--a"], [(sizes, ("1234",))])
     assert seen == [(2, 2, ["--a", "1234"])]
@@ -410,7 +410,7 @@ def test_memory_draws_the_ranks_of_one_column_of_the_pipeline(monkeypatch, capsy
 
 
 def test_a_ledger_shows_the_theory_of_its_work(monkeypatch, capsys):
-    found = Found(theory={("tp", "all_gather"): 12})
+    found = DryRunCounts(theory={("tp", "all_gather"): 12})
     found.ledger.add("tp", "all_gather", 12)
     monkeypatch.setattr(commands, "Counter", lambda *_: SimpleNamespace(rank=lambda *_, **__: found))
     assert commands.main(["ledger", BUILD]) == 0

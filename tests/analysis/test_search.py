@@ -13,7 +13,7 @@ from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.calibrate import Run, errors_of, uncertainty
 from mpcore.tools.analysis.layout import Layout, TooLargeError
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.rows import read_row
 from mpcore.tools.analysis.search import (
     IDLE,
@@ -28,7 +28,7 @@ from mpcore.tools.analysis.search import (
     useful,
 )
 from mpcore.tools.analysis.seconds import Seconds, estimate
-from mpcore.tools.analysis.work import Held, Kept, Part, Round
+from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 MACHINE = Machine("test", peak=1000.0, hbm=1e9, memory=1000.0, reserve=100.0, errors={"tau": 0.5})
 ONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
@@ -134,9 +134,11 @@ def test_of_layouts_that_are_equal_without_idle_flags_the_first_is_kept():
 
 def layout(seconds: float, memory: int) -> Layout:
     """Of products alone: forward and backward of one micro-batch, and of parameters alone."""
-    part = Part(Tally({"bfloat16": int(350 * seconds)}))
-    kept = Kept(rounds=[Round(part, part)])
-    return Layout(ONE, (), 1, build_schedule("gpipe", 1, 1), None, (kept,), (0,), ([1],), (Held(parameters=memory),))
+    part = PassWork(OperatorCounts({"bfloat16": int(350 * seconds)}))
+    kept = MicroBatchMemory(rounds=[MicroBatchWork(part, part)])
+    return Layout(
+        ONE, (), 1, build_schedule("gpipe", 1, 1), None, (kept,), (0,), ([1],), (StepMemory(parameters=memory),)
+    )
 
 
 class Counts:
@@ -182,7 +184,7 @@ def test_attention_that_is_written_out_is_estimated_so():
     counter: Any = Counts(a=(2.0, 10))
     made = layout(2.0, 10)
     tally = replace(made.stages[0].middle.forward.operators, scores=10**9)
-    kept = Kept(rounds=[Round(Part(tally), Part(tally))])
+    kept = MicroBatchMemory(rounds=[MicroBatchWork(PassWork(tally), PassWork(tally))])
     counter.layout = lambda *_, **__: replace(made, stages=(kept,))
     fused, unfused = (consider(counter, MACHINE, [], own("a"), each) for each in (False, True))
     assert unfused.step > fused.step

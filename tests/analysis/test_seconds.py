@@ -11,9 +11,9 @@ from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.seconds import INSIDE, Seconds, estimate
-from mpcore.tools.analysis.work import Held, Kept, Part, Round
+from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 M = 6  # micro-batches
 RATES = Machine(
@@ -23,17 +23,19 @@ RATES = Machine(
 )  # fmt: skip
 
 
-def part(scale: int, sent: dict[tuple[str, str], Count] | None = None) -> Part:
+def part(scale: int, sent: dict[tuple[str, str], Count] | None = None) -> PassWork:
     """Of products in two dtypes, attention, and other operators."""
-    tally = Tally(
+    tally = OperatorCounts(
         {"bfloat16": 5000 * scale, "float32": 100 * scale}, attention=1000 * scale, all_pairs=2000 * scale,
         scores=7 * scale, unaligned=400 * scale, bytes=600 * scale,
     )  # fmt: skip
-    return Part(tally, sent or {})
+    return PassWork(tally, sent or {})
 
 
-def layout(*stages: tuple[Part, Part], held: tuple[Held, ...], blocks: tuple[int, ...], **more: Any) -> Layout:
-    made = tuple(Kept(rounds=[Round(f, b)] * 3) for f, b in stages)
+def layout(
+    *stages: tuple[PassWork, PassWork], held: tuple[StepMemory, ...], blocks: tuple[int, ...], **more: Any
+) -> Layout:
+    made = tuple(MicroBatchMemory(rounds=[MicroBatchWork(f, b)] * 3) for f, b in stages)
     plan = build_schedule("gpipe", len(held), M)
     sizes = {"tp": 2, "cp": 1, "pp": len(held), "ep": 1, "dp": 2}
     told: dict[str, Any] = {"axes": {"tp": (0, 1), "dp": (0, 2), "odd": (0, 3)}} | more
@@ -42,7 +44,9 @@ def layout(*stages: tuple[Part, Part], held: tuple[Held, ...], blocks: tuple[int
 
 def test_every_part_has_the_rate_of_its_own_unit():
     sent = {("tp", "all_reduce"): Count(3, 40), ("dp", "all_gather"): Count(1, 20), ("pp", "send"): Count(1, 99)}
-    held = Held(parameters=300, buffers=7, gradients=50, optimizer=1200, sent={("odd", "all_reduce"): Count(2, 60)})
+    held = StepMemory(
+        parameters=300, buffers=7, gradients=50, optimizer=1200, sent={("odd", "all_reduce"): Count(2, 60)}
+    )
     found = estimate(layout((part(1, sent), part(2)), held=(held,), blocks=(4,)), RATES)
     assert found.products == pytest.approx(M * 3 * (5000 / 500 + 100 / 25), rel=1e-12)
     assert found.attention == pytest.approx(M * 3 * 1000 / 250, rel=1e-12)
@@ -66,7 +70,7 @@ def test_every_part_has_the_rate_of_its_own_unit():
 
 
 def test_attention_that_is_written_out_moves_its_scores_and_computes_all_pairs():
-    one = layout((part(1), part(2)), held=(Held(),), blocks=(4,))
+    one = layout((part(1), part(2)), held=(StepMemory(),), blocks=(4,))
     found = estimate(one, RATES, unfused=True)
     assert found.operators == pytest.approx(M * 3 * (600 + 9 * 7) / 50, rel=1e-12)
     slow = 400 / (20 * 0.5)
@@ -77,7 +81,7 @@ def test_attention_that_is_written_out_moves_its_scores_and_computes_all_pairs()
 def test_the_seconds_of_one_axis_add_up_and_axes_inside_a_micro_batch_are_never_data_axes():
     counts = {(axis, kind): Count(1, 20) for axis in (*INSIDE, "data") for kind in ("all_gather", "all_to_all")}
     axes = dict.fromkeys((*INSIDE, "data"), (0, 1))
-    found = estimate(layout((part(1, counts), part(1)), held=(Held(sent=counts),), blocks=(1,), axes=axes), RATES)
+    found = estimate(layout((part(1, counts), part(1)), held=(StepMemory(sent=counts),), blocks=(1,), axes=axes), RATES)
     each = 2 * (2.0 + 20 / 2 / 10)
     assert found.exposed == {
         **{axis: pytest.approx(0.75 * M * each, rel=1e-12) for axis in INSIDE},
@@ -86,14 +90,14 @@ def test_the_seconds_of_one_axis_add_up_and_axes_inside_a_micro_batch_are_never_
     assert set(INSIDE) == {"tp", "cp", "cp_outer", "cp_inner", "ep", "etp"}
 
 
-def stage(forward: int, backward: int) -> tuple[Part, Part]:
+def stage(forward: int, backward: int) -> tuple[PassWork, PassWork]:
     """Of seconds of products alone."""
-    return Part(Tally({"bfloat16": 500 * forward})), Part(Tally({"bfloat16": 500 * backward}))
+    return PassWork(OperatorCounts({"bfloat16": 500 * forward})), PassWork(OperatorCounts({"bfloat16": 500 * backward}))
 
 
 def test_the_slowest_rank_is_shown_and_the_bubble_is_what_it_waits_for_others():
     """gpipe, stages of 1 + 2 and 2 + 4 seconds: stage 1 begins 1 s late, and stage 0's last backward takes 2 s."""
-    ranks = (Held(parameters=50, sent={("dp", "all_gather"): Count(1, 40)}), Held(optimizer=100))
+    ranks = (StepMemory(parameters=50, sent={("dp", "all_gather"): Count(1, 40)}), StepMemory(optimizer=100))
     exact = replace(RATES, tau=0.0, cluster=1.0, x_dp=1.0, node_latency=0.0)
     found = estimate(layout(stage(1, 2), stage(2, 4), held=ranks, blocks=(1, 1)), exact)
     assert found.products == pytest.approx(M * 6)
@@ -112,7 +116,7 @@ def test_the_slowest_rank_is_shown_and_the_bubble_is_what_it_waits_for_others():
 ])  # fmt: skip
 def test_a_message_takes_the_link_between_neighbours_along_pp(received, sent_back, node, seconds):
     """4 ranks a stage: neighbours are 0 and 4. There and back once, and each message delays one that waits."""
-    made = layout(stage(1, 2), stage(1, 2), held=(Held(), Held()), blocks=(1, 1))
+    made = layout(stage(1, 2), stage(1, 2), held=(StepMemory(), StepMemory()), blocks=(1, 1))
     later = (made.stages[0], replace(made.stages[1], received=received, sent_back=sent_back))
     exact = replace(RATES, tau=0.0, node=node)
     assert estimate(replace(made, stages=later), exact).bubble == pytest.approx((1 + 2) + 2 * seconds)
@@ -121,7 +125,7 @@ def test_a_message_takes_the_link_between_neighbours_along_pp(received, sent_bac
 @pytest.mark.parametrize("m", [8, 20])
 def test_micro_batches_beyond_those_of_the_short_schedule_take_as_long_as_the_last_of_it(m):
     """1f1b: (m + stages - 1) (forward + backward)."""
-    made = layout(stage(1, 2), stage(1, 2), held=(Held(), Held()), blocks=(1, 1))
+    made = layout(stage(1, 2), stage(1, 2), held=(StepMemory(), StepMemory()), blocks=(1, 1))
     plans = {n: build_schedule("1f1b", 2, n) for n in (6, 8)}
     made = replace(made, micro_batches=m, short=plans[8], shorter=None if m == 8 else plans[6])
     found = estimate(made, replace(RATES, tau=0.0, node_latency=0.0))
@@ -131,7 +135,7 @@ def test_micro_batches_beyond_those_of_the_short_schedule_take_as_long_as_the_la
 
 def test_a_split_backward_takes_half_of_its_seconds_in_each_half():
     """The bubble of ZB-H1 is (p - 1) (F + I - W), Qi et al. 2024, table 2; that of 1f1b (p - 1) (F + B)."""
-    made = layout(stage(2, 4), stage(2, 4), held=(Held(), Held()), blocks=(1, 1))
+    made = layout(stage(2, 4), stage(2, 4), held=(StepMemory(), StepMemory()), blocks=(1, 1))
     found = estimate(replace(made, short=build_schedule("zb", 2, M)), replace(RATES, tau=0.0, node_latency=0.0))
     assert found.bubble == pytest.approx((2 - 1) * (2 + 2 - 2))
 

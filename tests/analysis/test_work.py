@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from mpcore import Mesh
 from mpcore.pipeline.schedules import NAMES, build_schedule
-from mpcore.tools.analysis.counts import Count, Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter, Count
 from mpcore.tools.analysis.dry_run import dry_run, on_mesh
-from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.work import (
-    Found,
-    Held,
-    Kept,
+    DryRunCounts,
+    LayoutSpec,
+    MicroBatchMemory,
+    MicroBatchWork,
     Model,
-    Outline,
-    Part,
-    Round,
+    PassWork,
+    StepMemory,
     Work,
     combine,
     make_work,
@@ -38,12 +38,20 @@ def test_sums_are_linear_in_integers_dictionaries_lists_and_dataclasses():
     assert combine([(3, {"a": 1, "b": 2}), (-1, {"b": 6, "c": 4})]) == {"a": 3, "c": -4}, "a key of sum 0 is dropped"
     assert combine([(2, [1, 2]), (1, [10, 20])]) == [12, 24]
     assert combine([(0, {"a": 5})]) == {}
-    one = Kept(activations=10, made=3, rounds=[Round(Part(Tally({"f": 1}, bytes=5), {("tp", "send"): Count(1, 4)}))])
-    two = Kept(activations=1, made=30, rounds=[Round(Part(Tally({"f": 1, "g": 2}), {("tp", "send"): Count(2, 4)}))])
+    one = MicroBatchMemory(
+        activations=10,
+        made=3,
+        rounds=[MicroBatchWork(PassWork(OperatorCounts({"f": 1}, bytes=5), {("tp", "send"): Count(1, 4)}))],
+    )
+    two = MicroBatchMemory(
+        activations=1,
+        made=30,
+        rounds=[MicroBatchWork(PassWork(OperatorCounts({"f": 1, "g": 2}), {("tp", "send"): Count(2, 4)}))],
+    )
     sum_, less = combine([(2, one), (1, two)]), combine([(2, one), (-1, two)])
     assert (sum_.activations, sum_.made) == (21, 36)
     forward = sum_.rounds[0].forward
-    assert forward == Part(Tally({"f": 3, "g": 2}, bytes=10), {("tp", "send"): Count(4, 12)})
+    assert forward == PassWork(OperatorCounts({"f": 3, "g": 2}, bytes=10), {("tp", "send"): Count(4, 12)})
     assert less.rounds[0].forward.sent == {("tp", "send"): Count(0, 4)}
     assert combine([(1, one), (-1, one)]).rounds[0].forward.sent == {}
     assert one.activations == 10, "its arguments don't change"
@@ -52,10 +60,10 @@ def test_sums_are_linear_in_integers_dictionaries_lists_and_dataclasses():
 
 
 def test_everything_that_is_counted_begins_at_zero():
-    for empty in (Kept(), Held(), Found()):
+    for empty in (MicroBatchMemory(), StepMemory(), DryRunCounts()):
         numbers = {f.name: getattr(empty, f.name) for f in fields(empty) if isinstance(getattr(empty, f.name), int)}
         assert set(numbers.values()) == {0}, numbers
-        assert combine([(3, Kept())]) == Kept()
+        assert combine([(3, MicroBatchMemory())]) == MicroBatchMemory()
 
 
 # --- what a rank holds ------------------------------------------------------------------------------------------------
@@ -73,21 +81,24 @@ def test_everything_that_is_counted_begins_at_zero():
     ],
 )
 def test_gradients_before_and_after_their_reduction_exist_together_only_at_the_end(gradients, unsummed, work, most):
-    held = Held(parameters=10, buffers=3, gradients=gradients, optimizer=20)
-    stages = [Kept(unsummed=unsummed // 3), Kept(unsummed=unsummed - unsummed // 3)]
+    held = StepMemory(parameters=10, buffers=3, gradients=gradients, optimizer=20)
+    stages = [MicroBatchMemory(unsummed=unsummed // 3), MicroBatchMemory(unsummed=unsummed - unsummed // 3)]
     assert held.all == 33 + gradients
     assert most_bytes(held, stages, work) == most
-    found = Found(held, stages, peak=work - 2, work_peak=work)
+    found = DryRunCounts(held, stages, peak=work - 2, work_peak=work)
     assert (found.most, found.total, found.between) == (most, held.all + work - 2, held.all)
     assert (found.parameters, found.buffers, found.gradients, found.optimizer) == (10, 3, gradients, 20)
 
 
 def test_flops_are_those_of_a_micro_batch_in_the_middle():
-    def round_of(n: int) -> Round:
-        return Round(Part(Tally({"f": n}, all_pairs=1)), Part(Tally({"f": 10 * n}, attention=7, all_pairs=2)))
+    def round_of(n: int) -> MicroBatchWork:
+        return MicroBatchWork(
+            PassWork(OperatorCounts({"f": n}, all_pairs=1)),
+            PassWork(OperatorCounts({"f": 10 * n}, attention=7, all_pairs=2)),
+        )
 
     for count, middle in ((1, 1), (2, 2), (3, 2), (4, 2)):
-        kept = Kept(rounds=[round_of(i + 1) for i in range(count)])
+        kept = MicroBatchMemory(rounds=[round_of(i + 1) for i in range(count)])
         assert (kept.forward_flops, kept.backward_flops) == (middle + 1, 10 * middle + 2)
 
 
@@ -98,8 +109,8 @@ def nothing(*_: Any) -> Any:
     raise AssertionError
 
 
-def outline(schedule: str, ranks: int, micro_batches: int, **more: Any) -> Outline:
-    return Outline(schedule, ranks, micro_batches, None, [range(1)] * ranks, nothing, nothing, **more)
+def outline(schedule: str, ranks: int, micro_batches: int, **more: Any) -> LayoutSpec:
+    return LayoutSpec(schedule, ranks, micro_batches, None, [range(1)] * ranks, nothing, nothing, **more)
 
 
 def test_an_outline_is_of_equal_blocks_that_nothing_is_known_of():
@@ -137,9 +148,11 @@ def test_a_model_builds_all_stages_of_its_rank():
         told.append((plan, blocks, choice))
         return Work([], plan, nothing, nothing)
 
-    def draw(mesh: Mesh, arguments: list[str]) -> Outline:
+    def draw(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         blocks = [range(2 * i, 2 * i + 2) for i in range(4)]
-        return Outline(arguments[0], 2, 4, None, blocks, nothing, work, theory=lambda stages: {("tp", str(stages)): 1})
+        return LayoutSpec(
+            arguments[0], 2, 4, None, blocks, nothing, work, theory=lambda stages: {("tp", str(stages)): 1}
+        )
 
     with on_mesh(1, pp=2) as mesh:
         found = Model(draw)(mesh, ["interleaved"])
@@ -195,8 +208,8 @@ def test_an_optimizer_that_expects_the_model_is_refused_in_a_line():
 
 
 def test_the_defaults_of_a_found_step_are_of_one_stage_and_micro_batch():
-    empty = Found()
+    empty = DryRunCounts()
     assert (empty.plan.stages, empty.plan.micro_batches, len(empty.plan.ranks)) == (1, 1, 1)
     assert (empty.stages, empty.times, empty.theory) == ([], [], {})
-    assert isinstance(empty.ledger, Ledger)
+    assert isinstance(empty.ledger, CommunicationCounter)
     assert replace(empty, peak=5).total == 5

@@ -24,7 +24,7 @@ from examples.gpt.pretrain import Trainer, main, parse
 from mpcore import Axis, Mesh
 from mpcore.sharding.local import local_tensor
 from mpcore.tools import draw
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.fault_tolerance import faults as faults
 from tests.oracles.runs import build, corpus
 from tests.pool import mesh
@@ -388,7 +388,7 @@ def held(data: str, flags: str, **sizes: int) -> tuple[int, int, tuple]:
     on = mesh(**sizes)
     t = Trainer(parse([*arguments(flags), "--micro-batch", "1", "--data", data]), on)
     t.step()
-    with Ledger(on) as ledger:
+    with CommunicationCounter(on) as ledger:
         t.step()
     calls = {key: count.calls for key, count in ledger.counts.items() if key[0] != "world"}
     parameters = sum(local_tensor(p).numel() for p in t.model.parameters())

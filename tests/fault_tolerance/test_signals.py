@@ -1,4 +1,4 @@
-"""Wishes through a store, and signals, without a process that ends."""
+"""Requests through a store, and signals, without a process that ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import mpcore as mp
 from mpcore.tools.fault_tolerance import signals
-from mpcore.tools.fault_tolerance.signals import StopSignals, Wishes
+from mpcore.tools.fault_tolerance.signals import SharedRequests, StopSignals
 
 
 def check_differing() -> None:
     mesh, step = mp.build_mesh(tp=2), 0
     for wrong in ({"stop": False}, {}):
-        wishes = Wishes(mesh.world)
+        wishes = SharedRequests(mesh.world)
         step = 7 if mesh.tp.rank and wrong else 6
         wishes.after_step(step, **(wrong if mesh.tp.rank else {"stop": False}))
         with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \['stop'\]"):
@@ -34,7 +34,7 @@ def test_ranks_in_other_steps_or_with_other_requests_are_told_so(ranks):
 
 def test_a_process_alone_asks_no_store_and_is_told_at_once(monkeypatch):
     for alone in (mp.Axis(), mp.Axis(1, 0, SimpleNamespace(group_name="g", size=lambda: 1)), mp.Axis(3, 1)):  # type: ignore[arg-type]
-        assert Wishes(alone).after_step(4, stop=True, save=False) == {"stop"}
+        assert SharedRequests(alone).after_step(4, stop=True, save=False) == {"stop"}
 
 
 class LeftError(Exception):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.gradients import accumulate, early, guard, norm, reduce
-from mpcore.gradients.early import Begun, EarlySums
+from mpcore.gradients import accumulate, guard, norm, overlap, reduce
+from mpcore.gradients.overlap import OverlappedAllReduce, StartedAllReduce
 from mpcore.sharding.declare import Shard, Sharding, cut
 from mpcore.tools.invariant import TreeSums
 from mpcore.tools.invariant.run import exact_norm
@@ -41,7 +41,7 @@ def test_an_entry_sends_its_parameter_or_the_slices_that_several_ranks_hold():
 
 @pytest.fixture
 def large(monkeypatch) -> None:
-    monkeypatch.setattr(early, "ALONE", 4)
+    monkeypatch.setattr(overlap, "ALONE", 4)
 
 
 class Group:
@@ -56,29 +56,29 @@ class Group:
 def test_a_gradient_of_one_axis_with_many_elements_is_summed_alone(large):
     axis, virtual = mp.Axis(2, 0, role="data"), mp.Axis(2, 0, role="data", sums=TreeSums(4))
     p, small = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
-    assert early.is_large(p, axis)
-    assert not early.is_large(small, axis)
-    assert not early.is_large(p, virtual)
+    assert overlap.is_large(p, axis)
+    assert not overlap.is_large(small, axis)
+    assert not overlap.is_large(p, virtual)
     whole = Sharding((2, 2))
-    assert early.only_axis(p, whole, {1: axis}) is axis
-    assert early.only_axis(p, whole, {}) is None
-    assert early.only_axis(p, whole, {1: axis, 2: TP}) is None
-    assert early.only_axis(small, whole, {1: axis}) is None
-    assert early.only_axis(p, Sharding((2, 2), (cut(2, TP, 0),)), {1: axis}) is axis
-    assert early.only_axis(p, Sharding((2, 2), (Shard(TP, 0, (((0, 2),), ((1, 2),))),)), {1: axis}) is None
+    assert overlap.only_axis(p, whole, {1: axis}) is axis
+    assert overlap.only_axis(p, whole, {}) is None
+    assert overlap.only_axis(p, whole, {1: axis, 2: TP}) is None
+    assert overlap.only_axis(small, whole, {1: axis}) is None
+    assert overlap.only_axis(p, Sharding((2, 2), (cut(2, TP, 0),)), {1: axis}) is axis
+    assert overlap.only_axis(p, Sharding((2, 2), (Shard(TP, 0, (((0, 2),), ((1, 2),))),)), {1: axis}) is None
     groups: list[Any] = [Group() for _ in range(2)]
     one, other = (mp.Axis(2, 0, group) for group in groups)
-    assert early.distinct([mp.Axis(), one, other, one]) == {groups[0]: one, groups[1]: other}
-    assert early.ALONE == 4
+    assert overlap.distinct([mp.Axis(), one, other, one]) == {groups[0]: one, groups[1]: other}
+    assert overlap.ALONE == 4
 
 
 @pytest.fixture
 def sent(monkeypatch) -> list:
     """The sums that are started; `wait` only writes down what it waits for."""
     found: list = []
-    monkeypatch.setattr(early, "start_sum_in_place", lambda x, axis: found.append((x, axis)) or x)
-    monkeypatch.setattr(early, "wait", lambda x: found.append(("waited", x)))
-    monkeypatch.setattr(early, "_pending", early._Pending())
+    monkeypatch.setattr(overlap, "start_sum_in_place", lambda x, axis: found.append((x, axis)) or x)
+    monkeypatch.setattr(overlap, "wait", lambda x: found.append(("waited", x)))
+    monkeypatch.setattr(overlap, "_pending", overlap._Pending())
     return found
 
 
@@ -86,12 +86,12 @@ def sent(monkeypatch) -> list:
                                              (torch.float64, torch.float64)])  # fmt: skip
 def test_a_sum_begins_in_float32_or_wider_where_the_gradient_lies(sent, dtype, wide):
     p = nn.Parameter(torch.ones(2, 3, dtype=dtype))
-    begun = early.begin_sum(p, TP)
+    begun = overlap.begin_sum(p, TP)
     assert (begun.axis, begun.here) == (TP, False)
     assert torch.equal(begun.total, torch.zeros(2, 3, dtype=wide))
     assert p.grad is not None
     p.grad = torch.ones(2, 3, dtype=dtype).cumsum(1)
-    begun = early.begin_sum(p, TP)
+    begun = overlap.begin_sum(p, TP)
     assert begun.here
     assert begun.total.dtype == wide
     assert torch.equal(begun.total, p.grad.to(wide))
@@ -99,19 +99,19 @@ def test_a_sum_begins_in_float32_or_wider_where_the_gradient_lies(sent, dtype, w
     assert sent[-1] == (begun.total, TP)
     view = torch.arange(12, dtype=dtype).view(4, 3)
     p.grad = view[:2]
-    shared = early.begin_sum(p, TP)
+    shared = overlap.begin_sum(p, TP)
     assert shared.total.data_ptr() != view.data_ptr(), "others hold the memory too"
     p.grad = torch.ones(3, 2, dtype=dtype).T
-    assert early.begin_sum(p, TP).total.is_contiguous()
+    assert overlap.begin_sum(p, TP).total.is_contiguous()
 
 
-def begun_sums(*parameters: nn.Parameter, rest: tuple[nn.Parameter, ...] = ()) -> EarlySums:
+def begun_sums(*parameters: nn.Parameter, rest: tuple[nn.Parameter, ...] = ()) -> OverlappedAllReduce:
     stage = nn.Module()
-    sums = EarlySums(stage, [stage])
+    sums = OverlappedAllReduce(stage, [stage])
     sums.order = [(p, TP) for p in (*parameters, *rest)]
     sums.next, sums.armed = len(parameters), True
-    sums.begun = {p: Begun(TP, torch.full((1,), float(i)), True) for i, p in enumerate(parameters)}
-    early._pending.all.append(sums)
+    sums.begun = {p: StartedAllReduce(TP, torch.full((1,), float(i)), True) for i, p in enumerate(parameters)}
+    overlap._pending.all.append(sums)
     return sums
 
 
@@ -119,38 +119,38 @@ def test_what_has_begun_is_handed_over_for_the_given_parameters_alone(sent):
     a, b, c, d = (nn.Parameter(torch.ones(2)) for _ in range(4))
     one, other = begun_sums(a, b, rest=(c,)), begun_sums(d)
     totals = dict(one.begun)
-    found = early.take_begun([a, c])
+    found = overlap.take_begun([a, c])
     assert set(found) == {a, c}
     assert found[a] is totals[a]
     assert not found[c].here, "begun now, of zeros"
     assert (list(one.begun), one.armed, other.armed) == ([b], False, False)
-    assert early._pending.all == [one, other]
-    assert set(early.take_begun([b, d])) == {b, d}
-    assert early._pending.all == []
-    assert early.take_begun([a]) == {}
+    assert overlap._pending.all == [one, other]
+    assert set(overlap.take_begun([b, d])) == {b, d}
+    assert overlap._pending.all == []
+    assert overlap.take_begun([a]) == {}
 
 
 def test_a_step_that_is_given_up_waits_for_every_sum_that_began(sent):
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     one, other = begun_sums(a, rest=(b,)), begun_sums(c)
     first = one.begun[a].total
-    early.drop_begun([b])
+    overlap.drop_begun([b])
     waited = [x for what, x in (entry for entry in sent if entry[0] == "waited") if what]
     assert len(waited) == 2
     assert waited[0] is first
     assert torch.equal(waited[1], torch.zeros(2)), "the announced one was started first"
     assert (one.begun, one.armed) == ({}, False)
-    assert early._pending.all == [other]
+    assert overlap._pending.all == [other]
     assert list(other.begun) == [c]
-    early.drop_begun([nn.Parameter(torch.ones(1))])
-    assert early._pending.all == [other]
+    overlap.drop_begun([nn.Parameter(torch.ones(1))])
+    assert overlap._pending.all == [other]
 
 
 def test_another_stage_in_its_backward_is_not_disturbed(sent):
     p = nn.Parameter(torch.ones(2))
     other = begun_sums(p)
     stage = nn.Linear(2, 2)
-    sums = EarlySums(stage, [stage])
+    sums = OverlappedAllReduce(stage, [stage])
     sums.arm()
     assert not sums.found
     other.armed = False
@@ -165,10 +165,10 @@ def test_sums_begin_in_one_order_on_every_rank_however_the_gradients_come(sent, 
     stage: Any = nn.ModuleDict({name: mp.RMSNorm(4, tp=TP, sequence_parallel=True) for name in "abc"})
     first, second, third = (stage[name].weight for name in "abc")
     second.requires_grad_(False)
-    sums = EarlySums(stage, [stage])
+    sums = OverlappedAllReduce(stage, [stage])
     sums.arm()
     assert [p for p, _ in sums.order] == [third, first], "as backward comes to them"
-    assert early._pending.all == [sums]
+    assert overlap._pending.all == [sums]
     first.sum().backward()
     assert sent == []
     third.sum().backward()
@@ -176,13 +176,13 @@ def test_sums_begin_in_one_order_on_every_rank_however_the_gradients_come(sent, 
     assert [x.data_ptr() for x, _ in sent] == [third.grad.data_ptr(), first.grad.data_ptr()]
     with pytest.raises(ValueError, match=r"of shape \(4,\) got another gradient after the backward that"):
         first.sum().backward()
-    early.drop_begun([first])
+    overlap.drop_begun([first])
     del sent[:]
     sums.arm()
     third.sum().backward()
     sums.begin_rest()
     assert [here.here for here in sums.begun.values()] == [True, True], "of the step before"
-    early.drop_begun([first])
+    overlap.drop_begun([first])
     first.grad = third.grad = None
     hooks = list(sums.hooks)
     sums.arm()
@@ -197,8 +197,8 @@ def test_sums_begin_in_one_order_on_every_rank_however_the_gradients_come(sent, 
     assert list(sums.begun) == [third]
     replaced.sum().backward()
     assert len(sums.begun) == 2
-    early.drop_begun([third])
-    twice = EarlySums(stage, [stage, nn.ModuleDict({"tied": stage["c"]})])
+    overlap.drop_begun([third])
+    twice = OverlappedAllReduce(stage, [stage, nn.ModuleDict({"tied": stage["c"]})])
     twice.arm()
     assert len(twice.order) == 1, "stages share the other"
     assert twice.order[0][0] is replaced

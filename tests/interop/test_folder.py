@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mpcore.interop.hugging_face import carried, folder, loading, stored, writing
-from mpcore.interop.hugging_face.carried import Carried, carried_by_hf, tokenizer_files
+from mpcore.interop.hugging_face import extra_files, folder, loading, stored, writing
+from mpcore.interop.hugging_face.extra_files import ExtraFiles, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.folder import Part, open_files, refuse_other_formats
 from mpcore.interop.hugging_face.stored import Group
 from mpcore.tools import convert as command
@@ -152,16 +152,16 @@ def test_what_goes_along_with_a_model(tmp_path):
     (tmp_path / "merges.txt").write_bytes(b"m")
     (tmp_path / "README.md").write_bytes(b"r")
     found = carried_by_hf(tmp_path, values)
-    assert found == Carried(
+    assert found == ExtraFiles(
         {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None},
         {"tokenizer.json": b"tok", "merges.txt": b"m"},
     )
     sums = {"tokenizer.json": zlib.crc32(b"tok"), "merges.txt": zlib.crc32(b"m")}
     assert found.extra == {"hugging_face": {"config": found.config, "files": sums}}
     assert found.beside == {"hugging_face/tokenizer.json": b"tok", "hugging_face/merges.txt": b"m"}
-    assert Carried().extra == {}
-    assert Carried({"a": 1}).extra == {"hugging_face": {"config": {"a": 1}, "files": {}}}
-    assert Carried({}, {"merges.txt": b""}).extra == {"hugging_face": {"config": {}, "files": {"merges.txt": 0}}}
+    assert ExtraFiles().extra == {}
+    assert ExtraFiles({"a": 1}).extra == {"hugging_face": {"config": {"a": 1}, "files": {}}}
+    assert ExtraFiles({}, {"merges.txt": b""}).extra == {"hugging_face": {"config": {}, "files": {"merges.txt": 0}}}
     assert tokenizer_files(tmp_path) == found.files
     assert tokenizer_files(tmp_path / "merges.txt") == {"tokenizer.json": b"m"}
     for path in (tmp_path / "none", tmp_path / "README"):
@@ -188,11 +188,11 @@ def test_what_goes_along_with_a_model(tmp_path):
     ],
 )  # fmt: skip
 def test_a_model_that_trains_with_a_tokenizer_keeps_its_own_alone(config, files, given, found):
-    assert Carried(config, files).with_tokenizer(*given) == Carried(*found)
+    assert ExtraFiles(config, files).with_tokenizer(*given) == ExtraFiles(*found)
 
 
 def test_another_tokenizer_is_named_as_transformers_reads_it():
-    made = Carried({"eos_token_id": 7}, {"tokenizer.json": b"t", "merges.txt": b"m"}).with_tokenizer(b"u", 9, "<e>")
+    made = ExtraFiles({"eos_token_id": 7}, {"tokenizer.json": b"t", "merges.txt": b"m"}).with_tokenizer(b"u", 9, "<e>")
     assert made.config == {"bos_token_id": None, "eos_token_id": 9}
     assert made.files.keys() == {"tokenizer.json", "tokenizer_config.json"}
     assert made.files["tokenizer.json"] == b"u"
@@ -204,14 +204,14 @@ def test_another_tokenizer_is_named_as_transformers_reads_it():
 def test_files_are_checked_against_their_sums(tmp_path):
     (tmp_path / "merges.txt").write_bytes(b"m")
     right = {"merges.txt": zlib.crc32(b"m")}
-    assert carried._read_files(tmp_path, right) == {"merges.txt": b"m"}
+    assert extra_files._read_files(tmp_path, right) == {"merges.txt": b"m"}
     with pytest.raises(ValueError, match=r"vocab.json is missing$"):
-        carried._read_files(tmp_path, right | {"vocab.json": 3})
+        extra_files._read_files(tmp_path, right | {"vocab.json": 3})
     with pytest.raises(ValueError, match=r"merges.txt is damaged: its CRC-32 is [0-9a-f]{8}, written was 4$"):
-        carried._read_files(tmp_path, {"merges.txt": 4})
+        extra_files._read_files(tmp_path, {"merges.txt": 4})
     with pytest.raises(ValueError, match=r"damaged: its CRC-32 is .*, written was None"):
-        carried._read_files(tmp_path, {})
-    assert carried._read_files(tmp_path) == {"merges.txt": b"m"}
+        extra_files._read_files(tmp_path, {})
+    assert extra_files._read_files(tmp_path) == {"merges.txt": b"m"}
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def test_a_plan_that_cannot_be_tested_is_said_once(monkeypatch):
         def verdict(self, *given):
             raise ArithmeticError("odd")
 
-    monkeypatch.setattr(module, "Prover", Broken)
+    monkeypatch.setattr(module, "PlanTester", Broken)
     trial = module._Trial(Needs(), [], TP)
     assert trial.run(None) == "ArithmeticError: odd"
     assert trial.done is False
@@ -228,7 +228,7 @@ def asks_of(rank):
             said = str(error)
         return calls[threading.get_ident()], said
 
-    with mock.patch.object(module, "Prover", Counts):  # once: the ranks share it
+    with mock.patch.object(module, "PlanTester", Counts):  # once: the ranks share it
         return mp.simulate(work, tp=3)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from mpcore.interop.parallelize import prove
 from mpcore.interop.parallelize.lockstep import CommunicatesError, UnequalError, lockstep, without_collectives
+from mpcore.interop.parallelize.model_copy import ModelCopy
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Replicate, Rowwise
-from mpcore.interop.parallelize.prove import CannotCheckError, Departure, Prover, Run, compare, run, shapes_of
+from mpcore.interop.parallelize.prove import CannotCheckError, Mismatch, PlanTester, Run, compare, run, shapes_of
 from mpcore.interop.parallelize.swap import cut_model
-from mpcore.interop.parallelize.twin import Twin
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Sharding, cut_blocks
 
@@ -46,12 +46,12 @@ def test_a_rank_may_hold_the_whole_or_a_shard():
     assert departs(X, X) is departs(X[:1], X[1:]) is departs(X[:, :1], X[:, 1:]) is None
     assert departs(X[1:], X[:1]) is None  # in any order
     assert departs(X, X + 4e-5) is None
-    assert departs(X, X + 1) == departs(X + 1, X) == Departure("m", "value", 0.25)  # of any rank
+    assert departs(X, X + 1) == departs(X + 1, X) == Mismatch("m", "value", 0.25)  # of any rank
     assert departs(X, X + 1, tolerance=0.25) is None
-    assert departs(X[:1], X[1:] + 1) == Departure("m", "value", 0.25)
+    assert departs(X[:1], X[1:] + 1) == Mismatch("m", "value", 0.25)
     assert departs(X[:1], X[1:] + 1, tolerance=0.25) is None
-    assert departs(X[:1], X[:1]) == Departure("m", "value", pytest.approx(7 / 4))
-    assert departs(X[:1], X) == departs(X[0], X[1]) == departs(X.flatten()) == Departure("m", "shape", 1.0)
+    assert departs(X[:1], X[:1]) == Mismatch("m", "value", pytest.approx(7 / 4))
+    assert departs(X[:1], X) == departs(X[0], X[1]) == departs(X.flatten()) == Mismatch("m", "shape", 1.0)
     square = torch.arange(16.0).view(4, 4)  # each rank has half of the rows: joined along the first dimension that fits
     assert prove._departure("m", square, [square[:2], square[2:]], 0.0) is None
 
@@ -65,9 +65,9 @@ def gradients(want, *got, cuts=None, tolerance=1e-4):
 def test_gradients_that_are_missing_or_of_another_value():
     two = torch.tensor([2.0, 4.0])
     assert gradients({"p": two}, {"p": two}, {"p": two}) == []
-    assert gradients({"p": two}, {"p": two}, {"p": two + 1}) == [Departure("p", "gradient", 0.25)]
+    assert gradients({"p": two}, {"p": two}, {"p": two + 1}) == [Mismatch("p", "gradient", 0.25)]
     assert gradients({"p": two}, {"p": two}, {"p": two + 1}, tolerance=0.25) == []
-    gone = [Departure("p", "presence", 1.0)]
+    gone = [Mismatch("p", "presence", 1.0)]
     assert gradients({"p": two}, {"p": two}, {"p": None}) == gradients({"p": two}, {"p": two}, {}) == gone
     assert gradients({"p": None}, {"p": None}, {"p": two}) == gone
     zero = torch.zeros(2)
@@ -76,10 +76,10 @@ def test_gradients_that_are_missing_or_of_another_value():
     # small gradients are relative to a hundredth of the largest of all
     small = torch.tensor([0.01])
     assert gradients({"p": two, "q": small}, {"p": two, "q": small + 0.01}) == [
-        Departure("q", "gradient", pytest.approx(0.01 / 0.04))
+        Mismatch("q", "gradient", pytest.approx(0.01 / 0.04))
     ]
     assert gradients({"p": two, "q": small * 10}, {"p": two, "q": small * 11}) == [
-        Departure("q", "gradient", pytest.approx(0.1))
+        Mismatch("q", "gradient", pytest.approx(0.1))
     ]
     assert gradients({"p": torch.zeros(0)}, {"p": torch.zeros(0)}) == []
 
@@ -94,8 +94,8 @@ def test_a_gradient_of_a_shard_is_compared_with_its_part():
         return list(prove._gradient_departures(whole, runs, 1e-4))
 
     assert departs(want[:2], want[2:]) == []
-    assert departs(want[:2], want[:2]) == [Departure("p", "gradient", pytest.approx(2 / 3))]
-    assert departs(want[:2], want) == [Departure("p", "gradient", 1.0)]
+    assert departs(want[:2], want[:2]) == [Mismatch("p", "gradient", pytest.approx(2 / 3))]
+    assert departs(want[:2], want) == [Mismatch("p", "gradient", 1.0)]
 
 
 def test_the_first_module_with_other_values_and_the_last_with_another_gradient():
@@ -111,7 +111,7 @@ def test_the_first_module_with_other_values_and_the_last_with_another_gradient()
     assert departs(same, [("a", [x]), ("c", [y])]) == []  # other calls: nothing to compare
     assert departs([("a", [x[:1]]), ("b", [x, x]), ("c", [y])], same) == [("c", 1.0)]  # a shard is no other value
     assert departs([("a", []), ("b", [x, x]), ("c", [x])]) == []
-    found = [Departure(name, "gradient", 1.0) for name in ("a.weight", "c.bias", "input 0", "b.weight")]
+    found = [Mismatch(name, "gradient", 1.0) for name in ("a.weight", "c.bias", "input 0", "b.weight")]
     assert prove._last_used(whole, found) == found[1]
     assert prove._last_used(whole, found[2:3]) == found[2]
     assert prove._last_used(whole, [found[2], found[0]]) == found[0]
@@ -194,7 +194,7 @@ def test_a_run_that_fails_says_where():
 
 
 def named(model, names=None):
-    return Twin(model, names or {name: name for name, _ in model.named_modules()})
+    return ModelCopy(model, names or {name: name for name, _ in model.named_modules()})
 
 
 def test_what_is_said_of_a_failure():
@@ -300,7 +300,7 @@ def two(style, other):
 
 def test_verdicts_of_right_and_wrong_plans():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    prover = Prover(shapes_of(model))
+    prover = PlanTester(shapes_of(model))
     assert prover.tolerance == prove.TOLERANCE == 1e-4
     assert prover.verdict(two(Colwise(), Rowwise()), 2, cut_model) is None
     assert prover.verdict(two(Colwise(), Rowwise()), 4, cut_model) is None
@@ -308,7 +308,7 @@ def test_verdicts_of_right_and_wrong_plans():
     assert prover.verdict(two(Colwise(), Replicate()), 2, cut_model).startswith("2 fails on 2 ranks: ")
     wrong = prover.verdict(two(Replicate(), Replicate(partial_gradient=True)), 2, cut_model)
     assert wrong.startswith("the gradient of 2.")
-    assert Prover(shapes_of(model), tolerance=1e9).verdict(
+    assert PlanTester(shapes_of(model), tolerance=1e9).verdict(
         two(Replicate(), Replicate(partial_gradient=True)), 2, cut_model
     ) is None  # fmt: skip
     with pytest.raises(ValueError, match="odd"):
@@ -322,13 +322,13 @@ def test_a_forward_that_draws_in_evaluation_is_named():
             return super().forward(nn.functional.dropout(x, 0.5))
 
     plan, draws = two(Colwise(), Rowwise()), ". The forward draws random numbers, although the copy is in eval(): if"
-    prover = Prover(shapes_of(Drops(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
+    prover = PlanTester(shapes_of(Drops(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
     state = torch.get_rng_state()
     told = prover.verdict(plan, 2, cut_model)
     assert told.startswith("2 returns other values on 2 ranks than on one")
     assert draws in told
     assert torch.equal(state, torch.get_rng_state())  # the other ranks of tp draw nothing
-    prover = Prover(shapes_of(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))))
+    prover = PlanTester(shapes_of(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))))
     assert prover.verdict(plan, 2, cut_model) is None
     assert draws not in prover.verdict(two(Colwise(), Replicate()), 2, cut_model)
 
@@ -347,13 +347,13 @@ def test_what_cannot_be_tested_is_said():
             return self.one(x) * self.out
 
     with pytest.raises(CannotCheckError, match=r"^on a copy with random weights, .*missing 1 required positional"):
-        _ = Prover(shapes_of(Needs(1.0))).whole
+        _ = PlanTester(shapes_of(Needs(1.0))).whole
     example = ((X, X), {})
     for out in (math.nan, math.inf):
         with pytest.raises(CannotCheckError, match="its output has no finite floats"):
-            _ = Prover(shapes_of(Needs(out)), example).whole
+            _ = PlanTester(shapes_of(Needs(out)), example).whole
     with pytest.raises(CannotCheckError, match=r"^no arguments of its forward are known$"):
-        _ = Prover(shapes_of(nn.ReLU())).whole
+        _ = PlanTester(shapes_of(nn.ReLU())).whole
 
     class Held(nn.Module):
         def __init__(self):
@@ -380,18 +380,18 @@ def test_few_layers_are_tried_first_and_a_copy_may_have_so_many_elements(monkeyp
             return x
 
     assert len(model[0]) == 5
-    assert len(Prover(shapes_of(Layers())).whole[0].model.layers) == 5
+    assert len(PlanTester(shapes_of(Layers())).whole[0].model.layers) == 5
     monkeypatch.setattr(prove, "SMALL", 30)  # exactly its parameters
-    assert len(Prover(shapes_of(Layers())).whole[0].model.layers) == 5
+    assert len(PlanTester(shapes_of(Layers())).whole[0].model.layers) == 5
     monkeypatch.setattr(prove, "SMALL", 29)
-    assert len(Prover(shapes_of(Layers())).whole[0].model.layers) == 2
-    assert len(Prover(shapes_of(Layers(3))).whole[0].model.layers) == 5
+    assert len(PlanTester(shapes_of(Layers())).whole[0].model.layers) == 2
+    assert len(PlanTester(shapes_of(Layers(3))).whole[0].model.layers) == 5
     monkeypatch.setattr(prove, "MOST", 30)
-    assert len(Prover(shapes_of(Layers(3))).whole[0].model.layers) == 5
+    assert len(PlanTester(shapes_of(Layers(3))).whole[0].model.layers) == 5
     monkeypatch.setattr(prove, "MOST", 29)
-    assert len(Prover(shapes_of(Layers())).whole[0].model.layers) == 2
+    assert len(PlanTester(shapes_of(Layers())).whole[0].model.layers) == 2
     with pytest.raises(CannotCheckError, match=r"^it has 30 parameters, and a copy may have 29$"):
-        _ = Prover(shapes_of(Layers(3))).whole
+        _ = PlanTester(shapes_of(Layers(3))).whole
 
 
 # --- ranks as threads -------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.interop.parallelize import suggest as module
+from mpcore.interop.parallelize.model_copy import ModelCopy
 from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes
-from mpcore.interop.parallelize.prove import Prover, shapes_of
+from mpcore.interop.parallelize.prove import PlanTester, shapes_of
 from mpcore.interop.parallelize.suggest import Suggestion, _Flow, share_of, suggest_plan
-from mpcore.interop.parallelize.twin import Twin
 
 
 class MLP(nn.Module):
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 def flow_of(model, example=None):
-    prover = Prover(shapes_of(model), example)
+    prover = PlanTester(shapes_of(model), example)
     return prover.whole[0], module._flow(prover.whole[0], prover)
 
 
@@ -332,7 +332,7 @@ def test_attributes_that_are_divided_from_none_to_all():
 
 
 def packings(n_out, n_in, columns=("a",), config=None, **held):
-    twin = Twin(owner(config=SimpleNamespace(**config) if config else None), {})
+    twin = ModelCopy(owner(config=SimpleNamespace(**config) if config else None), {})
     return list(module._packings(twin, owner(**held), n_out, n_in, columns))
 
 
@@ -408,7 +408,7 @@ def test_the_ends_and_what_is_large():
         "words": nn.Embedding(9, 4), "places": nn.Embedding(5, 4), "other": nn.Embedding(9, 2),
         "big": nn.Linear(20, 20), "small": nn.Linear(1, 1), "head": nn.Linear(4, 9),
     })  # fmt: skip
-    twin = Twin(model, {})
+    twin = ModelCopy(model, {})
     names = {name: f"the {name}" for name in model}
     flow = _Flow(
         inputs=dict.fromkeys(("big", "small", "head"), frozenset()), tables=dict.fromkeys(("words", "places", "other")),
@@ -424,8 +424,8 @@ def test_the_ends_and_what_is_large():
     assert module.LARGE == 0.005
     even = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(200)))  # half a percent each: not more
     flow = _Flow(inputs={"0": frozenset()}, patterns={"0": "0"})
-    assert list(module._large(Twin(even, {}), flow)) == []
-    assert list(module._large(Twin(even[:199], {}), flow)) == [{"0": "colwise_gather_output"}]
+    assert list(module._large(ModelCopy(even, {}), flow)) == []
+    assert list(module._large(ModelCopy(even[:199], {}), flow)) == [{"0": "colwise_gather_output"}]
 
 
 def test_the_parts_of_a_region_in_their_order():

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mpcore._torch.fake import fake_tensors
-from mpcore.interop.parallelize import twin as module
-from mpcore.interop.parallelize.twin import (
+from mpcore.interop.parallelize import model_copy as module
+from mpcore.interop.parallelize.model_copy import (
     as_arguments,
     drop_layers,
     guesses,
@@ -86,19 +86,19 @@ def test_two_layers_of_each_kind_are_kept():
 @pytest.mark.parametrize("few", [False, True])
 def test_a_twin_is_random_in_float64_and_knows_the_models_names(few):
     shapes = shape_copy(Model())
-    twin = twin_of(shapes, few)
+    model_copy = twin_of(shapes, few)
     assert size_of(shapes) == 7 * 4 + 3 * (16 + 4) + 24 + 6 + 3
     names = {"": "", "embed": "embed", "layers": "layers", "head": "head"}
     names |= {f"layers.{i}": f"layers.{i}" for i in range(3 if few else 4)}
-    assert twin.names == names
-    assert not twin.model.training
-    assert twin.model.head.weight is twin.model.embed.weight
-    assert all(not p.is_meta for p in twin.model.parameters())
-    assert {p.dtype for p in twin.model.parameters() if p.requires_grad} == {torch.float64}
-    assert (twin.model.codes.tolist(), twin.model.codes.dtype) == ([0, 0, 0], torch.int64)
-    assert (twin.model.mean.dtype, twin.model.steps.dtype) == (torch.float64, torch.int64)
+    assert model_copy.names == names
+    assert not model_copy.model.training
+    assert model_copy.model.head.weight is model_copy.model.embed.weight
+    assert all(not p.is_meta for p in model_copy.model.parameters())
+    assert {p.dtype for p in model_copy.model.parameters() if p.requires_grad} == {torch.float64}
+    assert (model_copy.model.codes.tolist(), model_copy.model.codes.dtype) == ([0, 0, 0], torch.int64)
+    assert (model_copy.model.mean.dtype, model_copy.model.steps.dtype) == (torch.float64, torch.int64)
     again = twin_of(shapes, few)
-    for one, two in zip(twin.model.parameters(), again.model.parameters(), strict=True):
+    for one, two in zip(model_copy.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, two)
     assert all(p.is_meta for p in shapes.parameters())
 

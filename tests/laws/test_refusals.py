@@ -101,7 +101,7 @@ def two_contexts() -> None:
     model = nn.Sequential(*(nn.Identity() for _ in range(2)))
     for module, kind in zip(model, ("ring", "zigzag"), strict=True):
         module.context = kind
-    of_verify._cut_sequence({"x": torch.ones(1, 4)}, model, mp.Mesh(), of_verify.Seen(0, 0, 0, 0))
+    of_verify._cut_sequence({"x": torch.ones(1, 4)}, model, mp.Mesh(), of_verify.RankRecord(0, 0, 0, 0))
 
 
 DEADLOCK = Schedule("mine", ((Action("B", 0, 0), Action("F", 0, 0)),), 1, 1)

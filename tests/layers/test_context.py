@@ -37,7 +37,7 @@ from mpcore.layers.attention import scores
 from mpcore.layers.attention.context import context_attention, masked_attention
 from mpcore.layers.attention.ring import ring_attention
 from mpcore.layers.attention.sequence import KINDS, sequence_runs
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.dry_run import on_mesh
 from tests.equality import close, full_gradients
 from tests.layers.simulate import simulate
@@ -773,7 +773,7 @@ def test_a_dry_run_counts_documents_that_it_cant_read_as_one_a_row(kind, cp):
             with on_mesh(rank, cp=cp) as on, fake_tensors(True):
                 q, k, v = (torch.empty(3, 16 // cp, 2, 4, requires_grad=True) for _ in range(3))
                 cu_seqlens = torch.empty(4, dtype=torch.int32) if packed else None
-                with Ledger(on) as ledger:
+                with CommunicationCounter(on) as ledger:
                     context_attention(q, k, v, kind, on.cp, cu_seqlens=cu_seqlens).sum().backward()
             found.append(ledger.counts)
         assert found[0] == found[1] != {}

@@ -24,7 +24,7 @@ from mpcore.gradients import reduce_gradients
 from mpcore.layers import materialize
 from mpcore.layers.attention.sequence import KINDS
 from mpcore.sharding import shardings
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees
 from tests.pool import mesh
@@ -247,11 +247,11 @@ def check_messages(q_lora_rank, sp):
     on = mesh(tp=2)
     layer = build_latent(q_lora_rank, sequence_parallel=sp, tp=on.tp)
     x = draw(1, B, T // 2 if sp else T, D).requires_grad_()
-    with Ledger(on) as forward:
+    with CommunicationCounter(on) as forward:
         y = layer(x)
-    with Ledger(on) as backward:
+    with CommunicationCounter(on) as backward:
         y.sum().backward()
-    with Ledger(on) as after:
+    with CommunicationCounter(on) as after:
         reduce_gradients(layer)
     of_latents = (3, B * T * ((q_lora_rank or D) + LATENT + TURN) * 8)
     of_output = (1, B * T * D * 8)

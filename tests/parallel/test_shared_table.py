@@ -26,7 +26,7 @@ def summed(mesh: mp.Mesh, zero: int, stages: int, finish: bool) -> list[Tensor]:
     models = [nn.Sequential(embedding, nn.Linear(4, 4)), Head(embedding)][:stages]
     mp.parallel.shard_data_parallel(models, mesh, zero=zero)
     for model in models:
-        mp.parallel.sync_gradients(model, last=True)
+        mp.parallel.set_gradient_sync(model, last=True)
     x = torch.arange(0, 8, 3) + mesh.data.rank
     for model in models:
         x = model(x)

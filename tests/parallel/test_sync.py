@@ -57,7 +57,7 @@ BACKWARDS = {  # by stage of ZeRO, and whether the micro-batch is the last: redu
 @pytest.mark.parametrize(("zero", "last"), BACKWARDS)
 def test_the_last_micro_batch_completes_the_sums(zero, last):
     stage = stage_of(zero)
-    sync.sync_gradients(stage, last)
+    sync.set_gradient_sync(stage, last)
     assert told(stage) == [backward(*BACKWARDS[zero, last])] * 2
     sync.reduce_held(stage, last)  # after the second half of a split backward
     first, second = told(stage)
@@ -82,7 +82,7 @@ def no_end(monkeypatch) -> None:
 def test_leaves_keep_their_gradients_until_they_are_reduced():
     for zero, last in BACKWARDS:
         stage = stage_of(zero, leaves=True)
-        sync.sync_gradients(stage, last)
+        sync.set_gradient_sync(stage, last)
         first, second = told(stage)
         assert first == [("is_last_backward", False), *backward(False, False, zero == 3)]
         assert second == backward(False, False, zero == 3)
@@ -126,9 +126,9 @@ class Early:
 def test_plain_data_parallelism_begins_its_sums_in_the_last_backward():
     stage = stage_of(0, 0, early=Early())
     early: Any = state_of(stage).early
-    sync.sync_gradients(stage, False)
+    sync.set_gradient_sync(stage, False)
     assert early.calls == ["check_settled"]
-    sync.sync_gradients(stage, True)
+    sync.set_gradient_sync(stage, True)
     assert early.calls == ["check_settled", "check_settled", "arm"]
     early.calls.clear()
     sync.finish_gradients([stage, nn.Linear(2, 2)])

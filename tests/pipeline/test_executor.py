@@ -17,7 +17,7 @@ from mpcore.layers.linear import ParallelLinear
 from mpcore.pipeline import checks, engine
 from mpcore.pipeline import executor as of_executor
 from mpcore.pipeline.engine import Pipeline
-from mpcore.pipeline.executor import Held
+from mpcore.pipeline.executor import MicroBatchState
 from mpcore.pipeline.messages import Meta
 from mpcore.pipeline.partition import join_stages, measured_costs
 from mpcore.pipeline.prove import Times, prove
@@ -254,14 +254,14 @@ def test_backward_begins_where_the_next_stage_returned_a_gradient():
     x = torch.ones(2, requires_grad=True)
     y, z = x * 2, x * 3
     edge = torch.autograd.graph.get_gradient_edge
-    held = Held(ends=[edge(y), None, edge(z)], grads=(torch.ones(2), torch.zeros(2), torch.full((2,), 5.0)))
+    held = MicroBatchState(ends=[edge(y), None, edge(z)], grads=(torch.ones(2), torch.zeros(2), torch.full((2,), 5.0)))
     ends, grads = of_executor._begin(held)
     assert [g.tolist() for g in grads] == [[1, 1], [5, 5]]
     assert (held.ends, held.grads) == ([], ())
     torch.autograd.backward(ends, grads)
     assert x.grad is not None
     assert x.grad.tolist() == [17, 17]
-    assert of_executor._begin(Held(ends=[edge(x * 1)])) == ([], [])
+    assert of_executor._begin(MicroBatchState(ends=[edge(x * 1)])) == ([], [])
 
 
 NARROW = Meta((2,), torch.float32, False)
@@ -400,7 +400,7 @@ class Step(of_executor._Step):
     def _finish(self, action: Action, stage: int) -> None:
         self.at.append("finished")
 
-    def _send_back(self, stage: int, m: int, held: Held, dxs: Any) -> None:
+    def _send_back(self, stage: int, m: int, held: MicroBatchState, dxs: Any) -> None:
         self.at.append(list(dxs))
 
     def _is_last(self, stage: int, m: int) -> bool:
@@ -415,7 +415,7 @@ def test_an_error_in_backward_is_raised_on_one_rank_and_kept_on_several(of, kind
     x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     y = module(x)
     step = Step(size, module)
-    held = Held((x,), (True,), [torch.autograd.graph.get_gradient_edge(y)], (torch.ones_like(y),))
+    held = MicroBatchState((x,), (True,), [torch.autograd.graph.get_gradient_edge(y)], (torch.ones_like(y),))
     step.held[1, 0] = held
     if kind == "W":
         step.backward_inputs(Action("I", 1, 0), 1, 0)

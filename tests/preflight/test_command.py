@@ -228,7 +228,7 @@ def test_a_flag_that_a_model_has_not_is_named(monkeypatch, capsys):
 def test_each_layout_is_verified_with_the_models_batch_and_loss(monkeypatch):
     checks, pool, (build, batch, loss) = made(monkeypatch, "--layouts tp2,dp4")
     told: list[Any] = []
-    answer = SimpleNamespace(equal=True, worst={"loss": 1.25, "gradients": 3.5}, departure=None, error=None)
+    answer = SimpleNamespace(equal=True, worst={"loss": 1.25, "gradients": 3.5}, mismatch=None, error=None)
 
     def verify(*of: Any, **named: Any) -> list[Any]:
         told.append((of, named))
@@ -240,9 +240,9 @@ def test_each_layout_is_verified_with_the_models_batch_and_loss(monkeypatch):
     checks["two micro-batches"].run()
     named = {"loss": loss, "pool": pool, "timeout": 7.0}
     assert told == [((build, batch, [name]), named) for name in ("tp2", "dp4", "dp1mb2")]
-    for departure, error in (("it departs", None), (None, "it failed")):
-        answer = SimpleNamespace(equal=False, worst={}, departure=departure, error=error)
-        with pytest.raises(ValueError, match=departure or error):
+    for mismatch, error in (("it departs", None), (None, "it failed")):
+        answer = SimpleNamespace(equal=False, worst={}, mismatch=mismatch, error=error)
+        with pytest.raises(ValueError, match=mismatch or error):
             checks["tp2 against unsharded"].run()
 
 

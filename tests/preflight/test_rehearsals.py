@@ -35,7 +35,7 @@ from mpcore.tools.preflight.rehearsals import (
 from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, die, kill, quiet, rehearse, wrong_loss
 from mpcore.tools.preflight.toy import Toy, shrink, write_corpus
 from mpcore.tools.verify.pool import RankError
-from mpcore.tools.verify.run import SHIFT, Seen, check_slope, direction
+from mpcore.tools.verify.run import SHIFT, RankRecord, check_slope, direction
 
 LOGITS, TARGETS = torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(12).view(2, 6) % 5
 
@@ -116,8 +116,8 @@ def test_a_gradient_that_is_not_the_slope_is_refused():
         check_slope({"p": 1.001 * p}, float(p.norm()), above, below)
 
 
-def seen(gradient: Tensor) -> Seen:
-    found = Seen(0, 0, 0, 0, rows=4, length=8, gradients={"blocks.0.w": gradient})
+def seen(gradient: Tensor) -> RankRecord:
+    found = RankRecord(0, 0, 0, 0, rows=4, length=8, gradients={"blocks.0.w": gradient})
     found.norm = float(gradient.double().norm())
     return found
 
@@ -285,8 +285,8 @@ def test_constants_and_single_numbers_may_begin_alike():
 # --- the limits of rounding -----------------------------------------------------------------------------------------
 
 
-def run_of(norm: float | None = None, rows: int = 4, length: int = 8, **gradients: Tensor) -> Seen:
-    found = Seen(0, 0, 0, 0, rows=rows, length=length, gradients=dict(gradients))
+def run_of(norm: float | None = None, rows: int = 4, length: int = 8, **gradients: Tensor) -> RankRecord:
+    found = RankRecord(0, 0, 0, 0, rows=rows, length=length, gradients=dict(gradients))
     whole = torch.cat([g.flatten() for g in gradients.values()]).double().norm()
     found.norm = float(whole) if norm is None else norm
     return found
@@ -295,8 +295,8 @@ def run_of(norm: float | None = None, rows: int = 4, length: int = 8, **gradient
 ONE = torch.tensor([3.0, 4.0], dtype=torch.float64)  # of norm 5
 
 
-def rounding(got: Seen, rounded: list[Seen], *, dtype: str = "bfloat16", eps: float = 2.0**-7, layers: int = 2,
-             experts: bool = False, truth: Seen | None = None) -> None:  # fmt: skip
+def rounding(got: RankRecord, rounded: list[RankRecord], *, dtype: str = "bfloat16", eps: float = 2.0**-7,
+             layers: int = 2, experts: bool = False, truth: RankRecord | None = None) -> None:  # fmt: skip
     within_rounding(dtype, eps, truth or run_of(w=ONE), rounded, got, layers=layers, experts=experts)
 
 
@@ -377,13 +377,13 @@ def test_a_gradient_that_a_rank_lacks_is_not_off():
 def test_digits_are_looked_at_in_64_numbers_of_blocks_matrices():
     half = torch.randn(64, 1).bfloat16().float()
     with pytest.raises(ValueError, match=r"^the gradient of blocks.0.w has the digits of torch.bfloat16 alone"):
-        check_digits(torch.bfloat16, Seen(0, 0, 0, 0, gradients={"head": half, "blocks.0.w": half}))
+        check_digits(torch.bfloat16, RankRecord(0, 0, 0, 0, gradients={"head": half, "blocks.0.w": half}))
     fine = {"blocks.0.w": half[:63], "blocks.0.norm": half.flatten(), "head": half, "blocks.0.experts.w": half,
             "blocks.0.zeros": torch.cat([half[:63], torch.zeros(9, 1)])}  # fmt: skip
-    check_digits(torch.bfloat16, Seen(0, 0, 0, 0, gradients=fine))
+    check_digits(torch.bfloat16, RankRecord(0, 0, 0, 0, gradients=fine))
     digits = torch.cat([half, torch.tensor([[1 + 2.0**-20]])])
-    check_digits(torch.bfloat16, Seen(0, 0, 0, 0, gradients={"blocks.0.w": digits}))
-    check_digits(torch.float16, Seen(0, 0, 0, 0, gradients={"blocks.0.w": digits}))
+    check_digits(torch.bfloat16, RankRecord(0, 0, 0, 0, gradients={"blocks.0.w": digits}))
+    check_digits(torch.float16, RankRecord(0, 0, 0, 0, gradients={"blocks.0.w": digits}))
 
 
 def test_the_reference_is_torchs_mean_over_the_targets_that_count():

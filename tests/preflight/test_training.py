@@ -21,7 +21,7 @@ from mpcore.tools.preflight import training as preflight
 from mpcore.tools.preflight.rehearse import Rehearsal
 from mpcore.tools.preflight.toy import Toy
 from mpcore.tools.preflight.training import Preflight, layout_of, without
-from mpcore.tools.verify.run import SHIFT, Seen
+from mpcore.tools.verify.run import SHIFT, RankRecord
 
 SMALL = "--layers 2 --d-model 32 --heads 4 --d-ff 64 --seq-len 32 --micro-batch 1 --global-batch 8"
 
@@ -29,7 +29,7 @@ SMALL = "--layers 2 --d-model 32 --heads 4 --d-ff 64 --seq-len 32 --micro-batch 
 def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
     """What a rank of a sound run saw."""
     w = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    seen = Seen(0, 0, 0, 0, rows=4, length=8, initial={"w": w}, gradients={"w": w}, norm=5**0.5)
+    seen = RankRecord(0, 0, 0, 0, rows=4, length=8, initial={"w": w}, gradients={"w": w}, norm=5**0.5)
     steps = dict(enumerate(losses))
     told = {"norms": dict.fromkeys(steps, 1.0), "state": {"w": w}, "begun": {"w": w}, "kept": {2: {"w": w}},
             "validation": 1.5, "seen": seen, "reference": losses[0], "scales": {i + 1: 1.0 for i in steps}}  # fmt: skip
@@ -384,16 +384,16 @@ class Verdicts:
     found: ClassVar[list] = []
     asked: ClassVar[list] = []
 
-    def __init__(self, truth: Seen) -> None:
+    def __init__(self, truth: RankRecord) -> None:
         self.truth = truth
 
-    def __call__(self, layout: Any, seen: list[Seen]) -> Any:
+    def __call__(self, layout: Any, seen: list[RankRecord]) -> Any:
         Verdicts.asked.append((self.truth, layout, seen))
         return Verdicts.found.pop(0)
 
 
-def verdict(equal: bool = True, departure: str = "", error: str = "", **worst: float) -> SimpleNamespace:
-    return SimpleNamespace(equal=equal, departure=departure, error=error, worst=worst or {"gradient": 1.5, "loss": 0.5})
+def verdict(equal: bool = True, mismatch: str = "", error: str = "", **worst: float) -> SimpleNamespace:
+    return SimpleNamespace(equal=equal, mismatch=mismatch, error=error, worst=worst or {"gradient": 1.5, "loss": 0.5})
 
 
 def test_each_toy_is_judged_on_its_layout_and_trained_some_steps(monkeypatch):

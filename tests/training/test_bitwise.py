@@ -333,7 +333,7 @@ def test_verify_names_the_first_tensor_that_has_another_bit(ranks) -> None:
     x, target = torch.randint(PLAIN.vocab_size, (2, 4, PLAIN.seq_len))
     how: dict[str, Any] = {"loss": sum_of_losses, "dtype": torch.float32, "virtual": V, "pool": ranks}
     verdicts = verify(whole, {"x": x, "target": target}, ["tp2sp", "dp2zero1"], **how)
-    assert not [str(v.departure or v.error) for v in verdicts if not v.equal]
+    assert not [str(v.mismatch or v.error) for v in verdicts if not v.equal]
     (verdict,) = verify(off_by_one_place, {"x": x, "target": target}, ["tp2"], **how)
-    assert verdict.departure is not None
-    assert (verdict.departure.stage, verdict.departure.name) == ("forward", "blocks.1.mlp.down")
+    assert verdict.mismatch is not None
+    assert (verdict.mismatch.stage, verdict.mismatch.name) == ("forward", "blocks.1.mlp.down")

@@ -15,10 +15,10 @@ import torch
 import mpcore
 from mpcore.tools import verify as front
 from mpcore.tools.verify import DIED, LATE, RankError, parse_layout, verify, what_happened
-from mpcore.tools.verify.run import Seen, Task
+from mpcore.tools.verify.run import RankRecord, Task
 
 VALUES = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
-TRUTH = Seen(0, 0, 0, 0, initial=VALUES, gradients=VALUES, updated=VALUES, output={}, evaluated={}, rows=2)
+TRUTH = RankRecord(0, 0, 0, 0, initial=VALUES, gradients=VALUES, updated=VALUES, output={}, evaluated={}, rows=2)
 BATCH = {"x": torch.ones(2, 2)}
 
 
@@ -33,7 +33,7 @@ class Answers:
         self.answer, self.calls, self.ends = answer, [], []
         self.folder = self
 
-    def __call__(self, size: int, check: Any, task: Task, layout: Any, timeout: float) -> list[Seen]:
+    def __call__(self, size: int, check: Any, task: Task, layout: Any, timeout: float) -> list[RankRecord]:
         self.calls.append((size, check, task, layout.name, timeout))
         found = self.answer(task, layout)
         if isinstance(found, Exception):
@@ -47,7 +47,7 @@ class Answers:
         self.ends.append("cleaned")
 
 
-def off(by: float) -> Seen:
+def off(by: float) -> RankRecord:
     found = copy.deepcopy(TRUTH)
     found.gradients["w"][1] += by
     return found
@@ -113,7 +113,7 @@ def test_with_a_virtual_degree_one_process_runs_in_the_layouts_dtype_and_no_bit_
 def test_a_rounding_of_float32_is_tried_again_without_the_models_casts(casts, wide, by, equal):
     """In a value of 2, 2^33 units in the last place are 2^33 x 2^-52 x 2 = 3.8e-6."""
 
-    def answer(task: Task, layout: Any) -> Seen | Exception:
+    def answer(task: Task, layout: Any) -> RankRecord | Exception:
         if task.wide and wide is None:
             return RankError("no kernel")
         here = layout.tp == 1

@@ -12,15 +12,15 @@ from torch import Tensor
 from mpcore.tools.verify import causes
 from mpcore.tools.verify import parts as tensors
 from mpcore.tools.verify.layout import parse_layout
-from mpcore.tools.verify.run import Seen
+from mpcore.tools.verify.run import RankRecord
 
 W = torch.tensor([[1.0, -2.0, 3.0, 5.0], [4.0, 7.0, -6.0, 11.0], [2.0, 9.0, 8.0, -3.0]], dtype=torch.float64)
 NOISE = torch.tensor([[3.0, 1.0, -4.0, 1.0], [-5.0, 9.0, 2.0, 6.0], [5.0, -3.0, 5.0, 8.0]], dtype=torch.float64)
 NOWHERE = "in no simple way"
 
 
-def on(axis: str, rank: int, **more: Any) -> Seen:
-    return Seen(**{"tp": 0, "cp": 0, "pp": 0, "dp": 0, axis: rank}, **more)
+def on(axis: str, rank: int, **more: Any) -> RankRecord:
+    return RankRecord(**{"tp": 0, "cp": 0, "pp": 0, "dp": 0, axis: rank}, **more)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_under_sequence_parallel_a_missing_copy_is_thought_of_last():
 
 
 def module(layout: str, axis: str, outputs: list[Tensor], want: Tensor = W, **more: Any) -> str:
-    truth = Seen(0, 0, 0, 0, outputs={("m", 0): want}, initial=more.pop("initial", {}))
+    truth = RankRecord(0, 0, 0, 0, outputs={("m", 0): want}, initial=more.pop("initial", {}))
     held = [on(axis, i, outputs={("m", 0): out}, **more) for i, out in enumerate(outputs)]
     return causes.why_module(truth, parse_layout(layout), "m", 0, held, want)
 
@@ -194,7 +194,7 @@ def test_a_packed_layer_before_one_that_reads_less_is_told(change, told):
         names.insert(1, "mid")
     if change.get("alone"):
         del names[0]
-    truth = Seen(0, 0, 0, 0, initial=weights, outputs={(name, 0): W for name in [*names, "after"]})
+    truth = RankRecord(0, 0, 0, 0, initial=weights, outputs={(name, 0): W for name in [*names, "after"]})
     held = on("tp", 0, features=change.get("features", {"up": [(0, 4)]}))
     said = causes.packed_before(truth, parse_layout(change.get("layout", "tp2")), change.get("name", "down"), 0, held)
     assert bool(said) is told
@@ -204,7 +204,7 @@ def test_a_packed_layer_before_one_that_reads_less_is_told(change, told):
 
 def test_a_packed_layer_right_before_a_module_without_a_weight_is_told():
     weights = {"up.weight": torch.ones(8, 3), "down.weight": torch.ones(3, 4), "norm.weight": torch.ones(8)}
-    truth = Seen(
+    truth = RankRecord(
         0, 0, 0, 0, initial=weights, outputs={(n, 0): W for n in ("start", "up", "rope", "norm", "down", "end")}
     )
     held = on("tp", 0, features={"up": [(0, 4)]})
@@ -236,7 +236,7 @@ def test_a_layer_built_without_sequence_parallelism_is_told_first():
 
 
 def test_a_rank_of_each_place_on_an_axis_is_compared():
-    held = [on("tp", 0), on("tp", 1), on("dp", 1), on("cp", 1), on("pp", 1), Seen(1, 0, 0, 1)]
+    held = [on("tp", 0), on("tp", 1), on("dp", 1), on("cp", 1), on("pp", 1), RankRecord(1, 0, 0, 1)]
     values = [torch.full((1,), float(i)) for i in range(6)]
     for axis, want in (("tp", [0, 1]), ("dp", [0, 2]), ("cp", [0, 3]), ("pp", [0, 4])):
         assert [int(t) for t in tensors.one_each(held, values, axis)] == want

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from mpcore.tools.verify import parts as tensors
 from mpcore.tools.verify.causes import faults_of_module
-from mpcore.tools.verify.judge import STAGES, Departure, Judge, Verdict
+from mpcore.tools.verify.judge import STAGES, Judge, Mismatch, Verdict
 from mpcore.tools.verify.layout import Layout, parse_layout
-from mpcore.tools.verify.run import Seen
+from mpcore.tools.verify.run import RankRecord
 
 EPS = 2.0**-52
 VALUES = torch.arange(24.0, dtype=torch.float64).view(4, 6) + 1
 
 
-def seen(tp: Any = 0, cp: Any = 0, pp: Any = 0, dp: Any = 0, **more: Any) -> Seen:
-    return Seen(tp, cp, pp, dp, **more)  # type: ignore[arg-type]
+def seen(tp: Any = 0, cp: Any = 0, pp: Any = 0, dp: Any = 0, **more: Any) -> RankRecord:
+    return RankRecord(tp, cp, pp, dp, **more)  # type: ignore[arg-type]
 
 
 def number(x: float, *shape: int) -> Tensor:
@@ -90,7 +90,8 @@ def test_tensors_are_the_same_if_shape_and_every_value_are():
 
 WHOLE = torch.arange(8.0 * 6 * 10, dtype=torch.float64).view(8, 6, 10)
 TOKENS = torch.tensor([0, 2, 5])
-PARTS: dict[str, tuple[str, Seen, tuple, tuple, list]] = {  # layout, rank, shape, declared features, what it may hold
+# layout, rank, shape, declared features, what it may hold
+PARTS: dict[str, tuple[str, RankRecord, tuple, tuple, list]] = {
     "whole": ("tp2", seen(1), (8, 6, 10), (), [WHOLE]),
     "its rows": ("dp4", seen(dp=2), (2, 6, 10), (), [WHOLE[4:6]]),
     "all rows without dp": ("tp2", seen(dp=0), (8, 6, 10), (), [WHOLE]),
@@ -190,7 +191,7 @@ def test_indices_must_be_equal_in_float64_and_may_differ_below():
 
 
 def test_the_own_error_is_the_largest_of_the_rounded_runs():
-    def run(x: float, *shape: int) -> Seen:
+    def run(x: float, *shape: int) -> RankRecord:
         return seen(gradients={"w": number(x, *(shape or (2,)))})
 
     rounded = [run(1.25), run(0.5), run(9.0, 3), seen()]
@@ -203,7 +204,7 @@ def test_the_own_error_is_the_largest_of_the_rounded_runs():
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-def runs(count: int, axis: str, **fields: object) -> tuple[Seen, list[Seen]]:
+def runs(count: int, axis: str, **fields: object) -> tuple[RankRecord, list[RankRecord]]:
     """The unsharded model's record, and those of the ranks of an axis, all with these fields."""
     fields = {"output": {}, "evaluated": {}, **fields}
 
@@ -214,7 +215,7 @@ def runs(count: int, axis: str, **fields: object) -> tuple[Seen, list[Seen]]:
     return seen(**fields), ranks
 
 
-def judged(truth: Seen, layout: Layout, ranks: list[Seen]) -> Any:
+def judged(truth: RankRecord, layout: Layout, ranks: list[RankRecord]) -> Any:
     return Judge(truth)(layout, ranks)
 
 
@@ -228,7 +229,7 @@ def test_a_small_tensor_is_measured_by_a_thousandth_of_the_largest_of_all():
         assert verdict.gradients == {"w": 0.0, "v": pytest.approx(want, rel=1e-4), "none": 0.0}
         assert verdict.worst["gradient"] == verdict.gradients["v"]
         assert verdict.equal is not bad
-        found = verdict.departure
+        found = verdict.mismatch
         assert (found and (found.stage, found.name, found.ulps)) == (("gradient", "v", want) if bad else None) or (
             found is not None and found.ulps == pytest.approx(want, rel=1e-4)
         )
@@ -241,7 +242,7 @@ def test_the_first_tensor_that_differs_is_named_and_the_worst_is_counted():
     ranks[0].updated["b"] += 1e-7
     ranks[0].updated["c"] += 1e-5
     verdict = judged(truth, parse_layout("tp2"), ranks)
-    found = verdict.departure
+    found = verdict.mismatch
     assert found is not None
     assert (found.stage, found.name) == ("update", "b")
     assert found.ulps == pytest.approx(1e-6 / EPS, rel=1e-6)
@@ -257,19 +258,19 @@ def test_a_parameter_that_ranks_lack_or_shape_otherwise_is_infinitely_off():
     assert judged(truth, layout, ranks).equal
     del ranks[1].gradients["w"]
     verdict = judged(truth, layout, ranks)
-    assert (verdict.departure.name, verdict.gradients["w"], verdict.worst["gradient"]) == ("w", math.inf, math.inf)
-    assert "1 of the 3 ranks" in verdict.departure.cause
+    assert (verdict.mismatch.name, verdict.gradients["w"], verdict.worst["gradient"]) == ("w", math.inf, math.inf)
+    assert "1 of the 3 ranks" in verdict.mismatch.cause
     for rank in ranks:
         rank.initial.pop("w")
         rank.gradients.pop("w", None)
     verdict = judged(truth, layout, ranks)
-    assert (verdict.departure.stage, verdict.departure.name, verdict.departure.ulps) == ("first values", "w", math.inf)
+    assert (verdict.mismatch.stage, verdict.mismatch.name, verdict.mismatch.ulps) == ("first values", "w", math.inf)
     truth, ranks = runs(2, "tp", initial=fields, gradients=fields)
     for rank in ranks:
         rank.gradients["w"] = number(1.0, 1)
     verdict = judged(truth, parse_layout("tp2"), ranks)
-    assert (verdict.departure.name, verdict.gradients["w"]) == ("w", math.inf)
-    assert 'declare("w", (2,), init, shard=mpcore.sharding.cut(2, tp, 0))' in verdict.departure.cause
+    assert (verdict.mismatch.name, verdict.gradients["w"]) == ("w", math.inf)
+    assert 'declare("w", (2,), init, shard=mpcore.sharding.cut(2, tp, 0))' in verdict.mismatch.cause
 
 
 def test_a_gradient_that_the_unsharded_model_lacks_is_named():
@@ -278,12 +279,12 @@ def test_a_gradient_that_the_unsharded_model_lacks_is_named():
         truth, ranks = runs(2, "dp", initial={**fields, "v": number(1.0, 1)}, gradients=fields)
         ranks[1].gradients["v"] = number(value, 1)
         verdict = judged(truth, parse_layout(f"dp2{zero}"), ranks)
-        assert (verdict.departure is not None) is named
+        assert (verdict.mismatch is not None) is named
         assert verdict.worst["gradient"] == (math.inf if named else 0.0)
-        if verdict.departure is not None:
-            assert (verdict.departure.stage, verdict.departure.name) == ("gradient", "v")
+        if verdict.mismatch is not None:
+            assert (verdict.mismatch.stage, verdict.mismatch.name) == ("gradient", "v")
     ranks[0].gradients["b"] = ranks[0].gradients["x"] = number(1.0, 1)
-    found = judged(truth, parse_layout("dp2"), ranks).departure
+    found = judged(truth, parse_layout("dp2"), ranks).mismatch
     assert (found.name, found.ulps) == ("b", math.inf), "a name that the unsharded model hasn't comes first"
 
 
@@ -296,11 +297,11 @@ def test_a_gradient_that_is_off_by_the_size_of_an_axis_is_told_with_axis_and_siz
     truth, ranks = runs(int(layout[2]), layout[:2], initial=gradient, gradients=gradient)
     for rank in ranks:
         rank.gradients["w"] *= factor
-    found = judged(truth, parse_layout(layout), ranks).departure
+    found = judged(truth, parse_layout(layout), ranks).mismatch
     assert f"{layout[:2]} = {layout[2]} times too {'large' if factor > 1 else 'small'}" in found.cause
     for rank in ranks:  # another ratio, or none
         rank.gradients["w"] *= 1.5
-    found = judged(truth, parse_layout(layout), ranks).departure
+    found = judged(truth, parse_layout(layout), ranks).mismatch
     assert "times too" not in found.cause
 
 
@@ -312,22 +313,22 @@ def test_a_gradient_that_was_right_before_it_was_summed_is_told_from_one_that_ne
         for rank in ranks:
             rank.gradients["w"] *= 2
             rank.local["w"] = local
-        causes.append(judged(truth, parse_layout("tp2"), ranks).departure.cause)
+        causes.append(judged(truth, parse_layout("tp2"), ranks).mismatch.cause)
     assert "declared pending" in causes[0]
     assert "declared pending" not in causes[1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_departure_reads_as_stage_name_ulps_and_cause(stage):
-    assert str(Departure(stage, "w", 1234.0, "why")) == f"{stage} of w differs by 1.23e+03 ULPs: why"
-    assert str(Departure(stage, "", 2.0, "why")) == f"{stage} differs by 2 ULPs: why"
-    assert str(Departure(stage, "w", math.inf, "why")) == f"{stage} of w: why"
+    assert str(Mismatch(stage, "w", 1234.0, "why")) == f"{stage} of w differs by 1.23e+03 ULPs: why"
+    assert str(Mismatch(stage, "", 2.0, "why")) == f"{stage} differs by 2 ULPs: why"
+    assert str(Mismatch(stage, "w", math.inf, "why")) == f"{stage} of w: why"
 
 
 def test_a_verdict_is_equal_without_a_departure_and_without_an_error():
     assert Verdict("tp2").equal
     assert not Verdict("tp2", error="lost").equal
-    assert not Verdict("tp2", departure=Departure("loss", "", 1.0, "why")).equal
+    assert not Verdict("tp2", mismatch=Mismatch("loss", "", 1.0, "why")).equal
 
 
 def test_the_loss_and_the_norm_have_the_tolerance_of_the_rounded_runs():
@@ -341,7 +342,7 @@ def test_the_loss_and_the_norm_have_the_tolerance_of_the_rounded_runs():
             setattr(ranks[1], name, value + error * allowed)
             verdict = Judge(truth, torch.float32, rounded)(parse_layout("tp2"), ranks)
             assert verdict.worst[name] == pytest.approx(error * allowed / (2.0**-23 * value), rel=1e-4)
-            assert (verdict.departure is not None) is bad
+            assert (verdict.mismatch is not None) is bad
 
 
 LOSSES = [
@@ -357,7 +358,7 @@ def test_a_loss_is_told_by_what_it_is_off_by(layout, loss, told):
     truth, ranks = runs(2, "tp", loss=5.0)
     for rank in ranks:
         rank.loss = loss
-    cause = judged(truth, parse_layout(layout), ranks).departure.cause
+    cause = judged(truth, parse_layout(layout), ranks).mismatch.cause
     found = [
         words
         for words in ("3 tokens", "2 tokens", "2 times too large", "2 times too small", "2 parts", "8 parts")
@@ -365,7 +366,7 @@ def test_a_loss_is_told_by_what_it_is_off_by(layout, loss, told):
     ]
     assert found == ([told[told.find("= ") + 2 :] if "= " in told else told] if told else [])
     truth.loss = 0.0
-    assert "times too" not in judged(truth, parse_layout("tp2"), ranks).departure.cause
+    assert "times too" not in judged(truth, parse_layout("tp2"), ranks).mismatch.cause
 
 
 def test_what_is_cut_over_tp_is_suspected_first_where_tp_cuts():

@@ -13,11 +13,11 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from mpcore.tools.verify import __main__ as command
-from mpcore.tools.verify.judge import STAGES, Departure, Verdict
+from mpcore.tools.verify.judge import STAGES, Mismatch, Verdict
 from mpcore.tools.verify.page import draw, page, result, table
 
 RIGHT = Verdict("tp2", dict.fromkeys(STAGES, 0.0) | {"gradient": 12.345}, {"w": 1.5, "b": 0.0})
-WRONG = Verdict("dp2zero3x", {"loss": math.inf}, {"b": 7e15, "w": 2e4}, Departure("gradient", "b", 7e15, "a < b"))
+WRONG = Verdict("dp2zero3x", {"loss": math.inf}, {"b": 7e15, "w": 2e4}, Mismatch("gradient", "b", 7e15, "a < b"))
 FAILED = Verdict("cp2", error="lost & gone")
 ALL = [RIGHT, WRONG, FAILED]
 

@@ -16,7 +16,7 @@ from mpcore.random import generator
 from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.verify import parse_layout
 from mpcore.tools.verify import run as of_run
-from mpcore.tools.verify.run import STEP, Seen, Task, build_options, joined, listen
+from mpcore.tools.verify.run import STEP, RankRecord, Task, build_options, joined, listen
 
 ALONE, WIDTH = parse_layout("tp1"), 3
 build_model: Any = of_run.build_model
@@ -402,7 +402,7 @@ class Twice(nn.Module):
 
 def test_each_call_of_a_module_is_recorded_in_its_order_and_none_outside_of_a_forward():
     model = Twice()
-    found = listen(model, Seen(0, 0, 0, 0))
+    found = listen(model, RankRecord(0, 0, 0, 0))
     x = torch.ones(3, 2)
     for _ in range(2):
         model(x)
@@ -415,7 +415,7 @@ def test_each_call_of_a_module_is_recorded_in_its_order_and_none_outside_of_a_fo
 
 
 def features(gather_output: bool) -> dict:
-    on, seen = mp.build_mesh(tp=2, device_type="cpu"), Seen(0, 0, 0, 0)
+    on, seen = mp.build_mesh(tp=2, device_type="cpu"), RankRecord(0, 0, 0, 0)
     model = nn.ModuleDict({
         "up": mp.ColumnParallelLinear(4, 6, tp=on.tp, gather_output=gather_output),
         "down": mp.RowParallelLinear(6, 6, tp=on.tp), "same": nn.Linear(4, 6),
@@ -448,7 +448,7 @@ class Context(nn.Module):
 
 def cut_on_rank(*kinds: str) -> tuple:
     on = mp.build_mesh(cp=2, device_type="cpu")
-    seen: Any = Seen(0, 0, 0, 0)
+    seen: Any = RankRecord(0, 0, 0, 0)
     x = torch.arange(16).view(2, 8)
     batch = {"x": x, "values": x[..., None] + torch.zeros(3), "samples": torch.arange(2), "short": torch.ones(2, 7)}
     got = of_run._cut_sequence(batch, Context(*kinds), on, seen)
@@ -469,6 +469,6 @@ def test_tokens_are_cut_as_the_attention_says_and_nothing_else(kinds):
 def test_two_ways_to_cut_one_sequence_are_refused():
     on = mp.Mesh(cp=mp.Axis(2, 0, name="cp"))
     with pytest.raises(ValueError, match=r"can't be cut as \['ring', 'zigzag'\] at once"):
-        of_run._cut_sequence({"x": torch.ones(2, 4)}, Context("zigzag", "ring"), on, Seen(0, 0, 0, 0))
+        of_run._cut_sequence({"x": torch.ones(2, 4)}, Context("zigzag", "ring"), on, RankRecord(0, 0, 0, 0))
     with pytest.raises(ValueError, match=r"x \(4,\) has no dimension 1"):
-        of_run._cut_sequence({"x": torch.ones(4)}, Context(), on, Seen(0, 0, 0, 0))
+        of_run._cut_sequence({"x": torch.ones(4)}, Context(), on, RankRecord(0, 0, 0, 0))

@@ -6,7 +6,6 @@ refused by name. Read `architectures.py` first: it has the tables.
 """
 
 from mpcore.interop.hugging_face.architectures import ARCHITECTURES, LENGTH, Architecture
-from mpcore.interop.hugging_face.carried import FOLDER, Carried, carried_by_checkpoint, carried_by_hf
 from mpcore.interop.hugging_face.config import (
     ModelSpec,
     architecture_of,
@@ -16,12 +15,13 @@ from mpcore.interop.hugging_face.config import (
     read_json,
 )
 from mpcore.interop.hugging_face.convert import export_hf, import_hf, load_hf, open_checkpoint
+from mpcore.interop.hugging_face.extra_files import FOLDER, ExtraFiles, carried_by_checkpoint, carried_by_hf
 from mpcore.interop.hugging_face.folder import INDEX, ROUTER_BIAS, ROUTER_STATISTICS, Source, open_hf, parts_of
 from mpcore.interop.hugging_face.loading import from_pretrained
 from mpcore.interop.hugging_face.pretrained import save_pretrained
 
 __all__ = [
-    "ARCHITECTURES", "FOLDER", "INDEX", "LENGTH", "ROUTER_BIAS", "ROUTER_STATISTICS", "Architecture", "Carried",
+    "ARCHITECTURES", "FOLDER", "INDEX", "LENGTH", "ROUTER_BIAS", "ROUTER_STATISTICS", "Architecture", "ExtraFiles",
     "ModelSpec", "Source", "architecture_of", "carried_by_checkpoint", "carried_by_hf", "config_from_hf",
     "config_to_hf", "export_hf", "from_pretrained", "import_hf", "load_hf", "open_checkpoint", "open_hf",
     "parts_of", "read_config", "read_json", "save_pretrained",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpcore._torch.storage import address
 from mpcore.checkpoint.format import Chunk, Entry
 from mpcore.checkpoint.loading import copy_box
-from mpcore.checkpoint.pieces import Held, check_finite, held_by_model
+from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import THREADS, TensorFile, host_memory, in_threads
 from mpcore.interop.hugging_face.stored import Group, stored_tensors
@@ -111,7 +111,7 @@ class Weights:
         """
         weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
-        def fill() -> tuple[list[tuple[Held, str]], int]:
+        def fill() -> tuple[list[tuple[LocalTensor, str]], int]:
             found = [(held, held.name.removeprefix("model/")) for held in held_by_model(model, mesh)]
             items = sorted(
                 ((held, name) for held, name in found if name in dtypes), key=lambda item: self._number(item[1])
@@ -121,7 +121,7 @@ class Weights:
                     raise ValueError(f"{name} has shape {held.shape}, in the folder {self.entries[name].shape}")
             mine = [item for item in items if self._reads(*item)]
 
-            def one(item: tuple[Held, str]) -> None:
+            def one(item: tuple[LocalTensor, str]) -> None:
                 held, name = item
                 for box in held.boxes:
                     for at, part in pieces(box.start, box.of(held.tensor), dtypes[name].itemsize):
@@ -146,7 +146,7 @@ class Weights:
             raise ValueError(f"the folder has no {name}: give the model values, or read it without defer")
         return self.numbers[name]
 
-    def _source(self, held: Held, name: str) -> list[int]:
+    def _source(self, held: LocalTensor, name: str) -> list[int]:
         """Return the rank on each axis of the replicas that reads a tensor."""
         number, ranks = self.numbers[name], []
         for axis in held.replicas:
@@ -154,12 +154,12 @@ class Weights:
             ranks.append(rank)
         return ranks
 
-    def _reads(self, held: Held, name: str) -> bool:
+    def _reads(self, held: LocalTensor, name: str) -> bool:
         here = [axis.rank for axis in held.replicas]
         return held.tensor.nbytes < SMALL or here == self._source(held, name)
 
     @torch.no_grad()
-    def _broadcast(self, items: Sequence[tuple[Held, str]]) -> None:
+    def _broadcast(self, items: Sequence[tuple[LocalTensor, str]]) -> None:
         """Give the replicas of each tensor the values that one of them read, axis by axis."""
         large = [(held, self._source(held, name)) for held, name in items if held.tensor.nbytes >= SMALL]
         for order in sorted({axis.order for held, _ in large for axis in held.replicas}):

@@ -95,7 +95,7 @@ def save_pretrained(
     folder, whole = Path(folder), stages[0] if len(stages) == 1 else join_stages(stages)
     for stage in stages:
         reshard(stage)
-    held: dict[str, pieces.Held] = {}
+    held: dict[str, pieces.LocalTensor] = {}
     owned: list[_Owned] = []
     groups: list[Group] = []
     dense: Any = None
@@ -231,7 +231,7 @@ def _repeated(order: list[str], owned: list[_Owned]) -> set[tuple[int, str]]:
 
 
 @torch.no_grad()
-def _send(held: pieces.Held, mesh: Mesh) -> None:
+def _send(held: pieces.LocalTensor, mesh: Mesh) -> None:
     """Send this rank's boxes of a tensor to rank 0."""
     for box in held.boxes:
         for _, piece in pieces_of(box.start, box.of(held.tensor), held.tensor.itemsize, PIECE) if box.owned else ():
@@ -243,7 +243,7 @@ def _gather(
     groups: list[Group],
     owned: list[_Owned],
     repeated: set[tuple[int, str]],
-    held: Mapping[str, pieces.Held],
+    held: Mapping[str, pieces.LocalTensor],
     mesh: Mesh,
 ) -> Gathered:
     """Yield on rank 0 each group with its full tensors, adapters merged, in the order in which the ranks send."""
@@ -260,7 +260,7 @@ def _gather(
 
 @torch.no_grad()
 def _whole(
-    name: str, owned: list[_Owned], repeated: set[tuple[int, str]], held: Mapping[str, pieces.Held], mesh: Mesh
+    name: str, owned: list[_Owned], repeated: set[tuple[int, str]], held: Mapping[str, pieces.LocalTensor], mesh: Mesh
 ) -> Tensor:
     """Return a full tensor in host memory, of this rank's boxes and those that the other ranks send."""
     senders = [rank for rank, each in enumerate(owned) if name in each.tensors and (rank, name) not in repeated]

@@ -10,7 +10,7 @@ from torch import nn
 
 from mpcore.interop.hugging_face.stored import class_of, transformers_module
 from mpcore.interop.lora.adapters import factor_names
-from mpcore.interop.parallelize.twin import choose_plain_kernels
+from mpcore.interop.parallelize.model_copy import choose_plain_kernels
 from mpcore.sharding.declarations import shardings
 
 SIZES = {  # by the names that configs have for them; 2, 3 and 4 divide the 12 heads

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from mpcore import collectives
 from mpcore._torch.fake import is_fake
 from mpcore._torch.values import real_tensors
-from mpcore.interop.parallelize.prove import CannotCheckError, Prover, Run, compare, run, run_ranks, shapes_of
-from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments
+from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments, plain_arguments
+from mpcore.interop.parallelize.prove import CannotCheckError, PlanTester, Run, compare, run, run_ranks, shapes_of
 from mpcore.layers.attention import context_attention, document_ends, sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.attention.sequence import check_kind, order_of_runs, sequence_runs
 from mpcore.mesh.agreement import gather_objects
@@ -373,7 +373,7 @@ def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, require
     wrong, documents = None, True
     try:
         if axis.rank == 0:
-            prover = Prover(shapes_of(model), None if example is None else as_arguments(example))
+            prover = PlanTester(shapes_of(model), None if example is None else as_arguments(example))
             wrong = prove_context(prover, kind)
             documents = wrong is None and prove_context(prover, kind, documents=True) is None
     except CannotCheckError as error:
@@ -389,7 +389,7 @@ def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, require
     return wrong is None and documents
 
 
-def prove_context(prover: Prover, kind: str, size: int = 2, documents: bool = False) -> str | None:
+def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool = False) -> str | None:
     """Compare a small random copy of a model with the same copy whose sequence is sharded over cp.
 
     Args:
@@ -451,7 +451,7 @@ class LocalPositions(TorchFunctionMode):
         return made
 
 
-def tokens_of_example(prover: Prover, length: int) -> tuple[Twin, dict[str, Tensor]]:
+def tokens_of_example(prover: PlanTester, length: int) -> tuple[ModelCopy, dict[str, Tensor]]:
     """Return the copy of a model, and `length` tokens among the arguments that its forward accepts, by name.
 
     Raises:

@@ -25,6 +25,7 @@ from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.context import check_context, serve_context
 from mpcore.interop.parallelize.generation import guard_generate
+from mpcore.interop.parallelize.model_copy import Arguments, as_arguments
 from mpcore.interop.parallelize.plan import (
     BASE_PLANS,
     Experts,
@@ -36,11 +37,10 @@ from mpcore.interop.parallelize.plan import (
     on_axes,
     resolve,
 )
-from mpcore.interop.parallelize.prove import CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove import CannotCheckError, PlanTester, shapes_of
 from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.sequence import shards_tokens
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
-from mpcore.interop.parallelize.twin import Arguments, as_arguments
 from mpcore.mesh.agreement import check_same, gather_objects
 from mpcore.mesh.axis import Axis, check_axis
 
@@ -271,7 +271,7 @@ class _Trial:
         wrong = unknown = None
         if self.tp.rank == 0 or self.tp.group is None:
             try:
-                prover, plain = Prover(self.shapes, example), {n: s for n, s in self.styles.items() if n}
+                prover, plain = PlanTester(self.shapes, example), {n: s for n, s in self.styles.items() if n}
                 split = any(isinstance(style, SequenceParallel) for style in self.styles.values())
                 wrong = prover.verdict(plain if split else self.styles, self.tp.size, cut_model, self.tp)
                 if split and wrong is None:

@@ -26,18 +26,18 @@ from mpcore.interop.parallelize.lockstep import (
     lockstep_mesh,
     without_collectives,
 )
-from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target
-from mpcore.interop.parallelize.twin import (
+from mpcore.interop.parallelize.model_copy import (
     MOST,
     SMALL,
     Arguments,
-    Twin,
+    ModelCopy,
     guesses,
     plain_arguments,
     shape_copy,
     size_of,
     twin_of,
 )
+from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, declare_anew, declared_by
 from mpcore.sharding.declare import Sharding
@@ -79,7 +79,7 @@ class Run:
     where: str = ""
 
 
-class Departure(NamedTuple):
+class Mismatch(NamedTuple):
     """A tensor that differs from the unsharded model's.
 
     Attributes:
@@ -94,7 +94,7 @@ class Departure(NamedTuple):
 
 
 def shapes_of(model: nn.Module) -> nn.Module:
-    """Copy a model before it is parallelized, for a `Prover`. The copy's parameters have no memory.
+    """Copy a model before it is parallelized, for a `PlanTester`. The copy's parameters have no memory.
 
     Raises:
         CannotCheckError: if the model can't be copied.
@@ -106,7 +106,7 @@ def shapes_of(model: nn.Module) -> nn.Module:
             raise CannotCheckError(f"it can't be copied ({_first_line(error)})") from error
 
 
-class Prover:
+class PlanTester:
     """Tests plans on a twin of a model. The twin, and its unsharded results, are made when the first plan is tested.
 
     Args:
@@ -119,7 +119,7 @@ class Prover:
         self.shapes, self.example, self.tolerance = shapes, example, tolerance
 
     @cached_property
-    def whole(self) -> tuple[Twin, Arguments, Run]:
+    def whole(self) -> tuple[ModelCopy, Arguments, Run]:
         """The twin, arguments that its forward accepts, and the results of its unsharded run.
 
         Raises:
@@ -200,7 +200,7 @@ def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | Non
     return found
 
 
-def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Arguments, Run]:
+def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy, Arguments, Run]:
     """Return the first twin and arguments that run, twins with few layers first."""
     said = []
     for few in (False,) if size_of(shapes) <= SMALL else (True, False):
@@ -216,7 +216,7 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[Twin, Argu
     raise CannotCheckError(why)
 
 
-def _plain_run(twin: Twin, arguments: Arguments) -> Run:
+def _plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
     """Run the unsharded twin, and leave no gradients in it."""
     try:
         with without_collectives():
@@ -229,7 +229,7 @@ def _plain_run(twin: Twin, arguments: Arguments) -> Run:
     return found
 
 
-def _twin(shapes: nn.Module, few_layers: bool) -> Twin:
+def _twin(shapes: nn.Module, few_layers: bool) -> ModelCopy:
     size = size_of(shapes)
     if not few_layers and size > MOST:
         raise CannotCheckError(f"it has {size} parameters, and a copy may have {MOST}")
@@ -317,7 +317,7 @@ def run_ranks(work: Callable[[Mesh], object], runs: list[Run], **sizes: int) -> 
 
 
 def compare(
-    twin: Twin, whole: Run, runs: list[Run], targets: list[Target], tolerance: float, size: int = 0
+    twin: ModelCopy, whole: Run, runs: list[Run], targets: list[Target], tolerance: float, size: int = 0
 ) -> str | None:
     """Return what is wrong with the sharded runs, as text that names the module. None: nothing is wrong.
 
@@ -351,14 +351,14 @@ def compare(
     )
 
 
-def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> Departure | None:
+def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> Mismatch | None:
     """Return how a tensor differs from the unsharded one, or None if it doesn't.
 
     Each rank may have the full tensor or a shard of it, in any order.
     """
     if all(x.shape == want.shape for x in got):
         error = max(_error(x, want) for x in got)
-        return Departure(name, "value", error) if error > tolerance else None
+        return Mismatch(name, "value", error) if error > tolerance else None
     for dim in range(want.dim()):
         try:
             joined = torch.cat(got, dim)
@@ -366,8 +366,8 @@ def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> 
             continue
         if joined.shape == want.shape:
             error = min(_error(joined, want), _error(joined.sort(dim).values, want.sort(dim).values))
-            return Departure(name, "value", error) if error > tolerance else None
-    return Departure(name, "shape", 1.0)
+            return Mismatch(name, "value", error) if error > tolerance else None
+    return Mismatch(name, "shape", 1.0)
 
 
 def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
@@ -381,7 +381,7 @@ def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
     return error if error == error else float("inf")
 
 
-def _call_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Departure]:
+def _call_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Mismatch]:
     """Yield the modules whose output has the right shape but other values, in the order in which they ended."""
     if any([name for name, _ in found.calls] != [name for name, _ in whole.calls] for found in runs):
         return
@@ -389,24 +389,24 @@ def _call_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[
         for i, x in enumerate(want):
             got = [found.calls[at][1][i] for found in runs if len(found.calls[at][1]) == len(want)]
             if got and all(y.shape == x.shape for y in got):
-                departure = _departure(name, x, got, tolerance)
-                if departure is not None:
-                    yield departure
+                mismatch = _departure(name, x, got, tolerance)
+                if mismatch is not None:
+                    yield mismatch
 
 
-def _gradient_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Departure]:
+def _gradient_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Mismatch]:
     held = [x for x in whole.gradients.values() if x is not None]
     scale = 1e-2 * max((x.abs().max().item() for x in held if x.numel()), default=0.0)
     for name, want in whole.gradients.items():
         got = [found.gradients.get(name) for found in runs]
         if want is None or any(x is None for x in got):
             if (want is not None and want.abs().max() > 0) or any(x is not None and x.abs().max() > 0 for x in got):
-                yield Departure(name, "presence", 1.0)
+                yield Mismatch(name, "presence", 1.0)
             continue
         cuts = [found.shardings.get(name) for found in runs]
         error = max(_part_errors(want, [x for x in got if x is not None], cuts, scale))
         if error > tolerance:
-            yield Departure(name, "gradient", error)
+            yield Mismatch(name, "gradient", error)
 
 
 def _part_errors(want: Tensor, got: list[Tensor], cuts: list[Sharding | None], scale: float) -> Iterator[float]:
@@ -416,8 +416,8 @@ def _part_errors(want: Tensor, got: list[Tensor], cuts: list[Sharding | None], s
         yield _error(x, part, scale) if x.shape == part.shape else 1.0
 
 
-def _last_used(whole: Run, gradients: list[Departure]) -> Departure:
-    """Return the departure of the module closest to the output: a wrong gradient starts there."""
+def _last_used(whole: Run, gradients: list[Mismatch]) -> Mismatch:
+    """Return the mismatch of the module closest to the output: a wrong gradient starts there."""
     place = {name: at for at, (name, _) in enumerate(whole.calls)}
     return max(gradients, key=lambda found: place.get(found.name.rpartition(".")[0], -1))
 
@@ -428,7 +428,7 @@ GRADIENT = "the gradient of"  # begins what is said of a gradient; the forward w
 DIVIDED = "divided already"  # said if `LocalSizes` has all sizes, and the module still fails
 
 
-def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: bool) -> str:
+def _advice(twin: ModelCopy, name: str, targets: list[Target], size: int, failed: bool) -> str:
     """Return advice on how to change the plan, as far as the failing module tells."""
     if name not in twin.names or not targets:
         return ""
@@ -467,7 +467,7 @@ def _advice(twin: Twin, name: str, targets: list[Target], size: int, failed: boo
     return said
 
 
-def _gradient_advice(found: Departure, targets: list[Target]) -> str:
+def _gradient_advice(found: Mismatch, targets: list[Target]) -> str:
     if found.name.startswith("input ") or not targets:
         return ""
     owner, _, leaf = found.name.rpartition(".")

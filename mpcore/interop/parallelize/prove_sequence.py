@@ -9,13 +9,13 @@ import torch
 
 from mpcore._torch.values import real_tensors
 from mpcore.interop.parallelize.context import LOCAL, LocalPositions, join_calls, serve_context, tokens_of_example
+from mpcore.interop.parallelize.model_copy import plain_arguments
 from mpcore.interop.parallelize.plan import Style
-from mpcore.interop.parallelize.prove import Cut, Prover, Run, compare, run, run_ranks
-from mpcore.interop.parallelize.twin import plain_arguments
+from mpcore.interop.parallelize.prove import Cut, PlanTester, Run, compare, run, run_ranks
 from mpcore.mesh.axis import Axis
 
 
-def prove_sequence(prover: Prover, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
+def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
     """Compare a small random copy of a model with its sharded copy under sequence parallelism.
 
     Args:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize.checks import HEAD_DIMS, HEADS, check_plan, head_dim_of, linear_sizes, owner_of
+from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments, plain_arguments, size_of
 from mpcore.interop.parallelize.plan import (
     Colwise,
     Experts,
@@ -25,10 +26,9 @@ from mpcore.interop.parallelize.plan import (
     on_axes,
     resolve,
 )
-from mpcore.interop.parallelize.prove import DIVIDED, GRADIENT, CannotCheckError, Prover, shapes_of
+from mpcore.interop.parallelize.prove import DIVIDED, GRADIENT, CannotCheckError, PlanTester, shapes_of
 from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of
-from mpcore.interop.parallelize.twin import Twin, as_arguments, plain_arguments, size_of
 from mpcore.mesh.axis import Axis
 
 LARGE = 0.005  # a layer with more than this part of the model's parameters is sharded separately
@@ -110,7 +110,7 @@ def suggest_plan(
         # shards 95% of the bytes, proven equal to the unsharded model
     """
     try:
-        prover = Prover(shapes_of(model), None if example is None else as_arguments(example))
+        prover = PlanTester(shapes_of(model), None if example is None else as_arguments(example))
         flow = _flow(prover.whole[0], prover)
     except CannotCheckError as error:
         raise ValueError(
@@ -151,7 +151,7 @@ def suggest_plan(
     return Suggestion(plan, share_of(prover.shapes, plan, tp, ep), bool(plan), left, replicated)
 
 
-def _why_replicated(twin: Twin, region: _Region, wrong: str, tp: int) -> str:
+def _why_replicated(twin: ModelCopy, region: _Region, wrong: str, tp: int) -> str:
     """Return why no rank can compute a part of what lies between the layers of a region.
 
     Args:
@@ -182,7 +182,7 @@ def targets_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) 
     return on_axes(resolve(model, plan, tp, ep), Axis(ep, role="ep"))
 
 
-def _verdict(prover: Prover, plan: Styles, tp: int, ep: int) -> str | None:
+def _verdict(prover: PlanTester, plan: Styles, tp: int, ep: int) -> str | None:
     twin = prover.whole[0]
     try:
         targets = targets_of(prover.shapes, plan, tp, ep)
@@ -194,7 +194,7 @@ def _verdict(prover: Prover, plan: Styles, tp: int, ep: int) -> str | None:
         twin.model.zero_grad()
 
 
-def _split_verdict(prover: Prover, plan: Styles, tp: int) -> str | None:
+def _split_verdict(prover: PlanTester, plan: Styles, tp: int) -> str | None:
     try:
         return prove_sequence(prover, {name: style for name, _, style in resolve(prover.shapes, plan)}, tp, cut_model)
     except (ValueError, CannotCheckError) as error:
@@ -264,7 +264,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _flow(twin: Twin, prover: Prover) -> _Flow:
+def _flow(twin: ModelCopy, prover: PlanTester) -> _Flow:
     found, sources, handles = _Flow(), _Sources(), []
     args, kwargs = plain_arguments(prover.whole[1])
     sources.set(
@@ -371,7 +371,7 @@ def _regions(flow: _Flow) -> list[_Region]:
 # --- what to try ------------------------------------------------------------------------------------------------------
 
 
-def _parts(twin: Twin, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles]:
+def _parts(twin: ModelCopy, flow: _Flow, region: _Region, tp: int) -> Iterator[Styles]:
     """Yield plans for a region, the most likely first."""
     parts = (region.columns, region.rows, region.norms)
     columns, rows, norms = ({flow.patterns[name]: None for name in names} for names in parts)
@@ -412,7 +412,9 @@ def _sizes(owner: nn.Module, n_out: int, n_in: int, tp: int) -> Iterator[LocalSi
     yield from map(divided, filter(None, dict.fromkeys(tuple(dict.fromkeys(names)) for names in chosen)))
 
 
-def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Collection[str]) -> Iterator[str | Style]:
+def _packings(
+    twin: ModelCopy, owner: nn.Module, n_out: int, n_in: int, columns: Collection[str]
+) -> Iterator[str | Style]:
     """Yield the ways in which a projection may pack heads or several projections."""
     if n_out <= n_in or len(columns) > 1:
         yield "colwise"
@@ -438,7 +440,7 @@ def _packings(twin: Twin, owner: nn.Module, n_out: int, n_in: int, columns: Coll
     yield "colwise"
 
 
-def _experts(twin: Twin, flow: _Flow, ep: int) -> Iterator[Styles]:
+def _experts(twin: ModelCopy, flow: _Flow, ep: int) -> Iterator[Styles]:
     """Yield a plan for each module that holds all experts of a layer and each possible layout of its parameters."""
     held = {flow.patterns[n]: module for n, module in twin.model.named_modules() if n in flow.patterns}
     for pattern, module in held.items():
@@ -471,7 +473,7 @@ def _hidden_ways(shape: torch.Size, size: int) -> Iterator[Hidden]:
             yield from (Hidden(dim, blocks=2), Hidden(dim, unit=2))
 
 
-def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
+def _ends(twin: ModelCopy, flow: _Flow) -> Iterator[Styles]:
     """Yield plans for the token embedding, and for the layer that computes the logits."""
     sizes = {name: twin.model.get_parameter(f"{name}.weight").shape for name in flow.tables}
     rows = max((shape[0] for shape in sizes.values()), default=0)
@@ -482,7 +484,7 @@ def _ends(twin: Twin, flow: _Flow) -> Iterator[Styles]:
         yield {flow.patterns[name]: "colwise_gather_output"}
 
 
-def _large(twin: Twin, flow: _Flow) -> Iterator[Styles]:
+def _large(twin: ModelCopy, flow: _Flow) -> Iterator[Styles]:
     """Yield plans that shard large linear layers separately, such as layers before a norm over all features."""
     sizes: Counter[str] = Counter()
     for name in flow.inputs:

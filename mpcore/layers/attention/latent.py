@@ -33,7 +33,7 @@ from mpcore.kernels.rope import rope as turn
 from mpcore.layers.attention.context import check_heads
 from mpcore.layers.attention.heads import AttentionOptions, HeadAttention, HeadOptions
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_size
-from mpcore.layers.module import LayerOptions, TensorOptions, check_names, pick
+from mpcore.layers.module import LayerOptions, TensorOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
 from mpcore.sharding.declarations import add_partial
 
@@ -92,14 +92,14 @@ class MultiLatentAttention(HeadAttention):
             raise ValueError(f"rope turns {rope.dim} dimensions, but qk_rope_head_dim is {qk_rope_head_dim}")
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         scale = head_dim**-0.5 * (1.0 if rope is None else rope.score_factor)
-        super().__init__(head_dim, scale=scale, **pick(options, HeadOptions))
+        super().__init__(head_dim, scale=scale, **select_options(options, HeadOptions))
         check_size("num_heads", num_heads, self.tp)
         self.num_heads = num_heads
         self.local_heads = shard_sizes(num_heads, self.tp.size)[self.tp.rank]
         check_heads(self.context, self.cp, self.local_heads)
         self.qk_dims, self.kv_dims = (qk_nope_head_dim, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
         self.latent_dims = (kv_lora_rank, qk_rope_head_dim)
-        layer, like = pick(options, LayerOptions), pick(options, TensorOptions)
+        layer, like = select_options(options, LayerOptions), select_options(options, TensorOptions)
 
         def down(width: int) -> ColumnParallelLinear:
             """Replicated; with sequence parallel each rank sees its own tokens, so its gradient is a term of a sum."""
@@ -118,7 +118,7 @@ class MultiLatentAttention(HeadAttention):
         self.q_up = up(dim if q_lora_rank is None else q_lora_rank, head_dim)
         self.kv_down, self.kv_norm = down(sum(self.latent_dims)), norm(kv_lora_rank)
         self.kv_up = up(kv_lora_rank, sum(self.kv_dims))
-        layer = pick(layer, LayerOptions, init=options.get("output_init"))
+        layer = select_options(layer, LayerOptions, init=options.get("output_init"))
         self.output = RowParallelLinear(num_heads * v_head_dim, dim, bias, unit=v_head_dim, **layer)
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from mpcore.layers.attention.heads import AttentionOptions, HeadAttention, HeadO
 from mpcore.layers.attention.scores import AttentionSinks
 from mpcore.layers.fused_linear import KVParallelLinear, QKVParallelLinear
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mpcore.layers.module import LayerOptions, TensorOptions, check_names, pick
+from mpcore.layers.module import LayerOptions, TensorOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ class ParallelAttention(HeadAttention):
             if dim % num_heads:
                 raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
             head_dim = dim // num_heads
-        super().__init__(head_dim, **pick(options, HeadOptions))
+        super().__init__(head_dim, **select_options(options, HeadOptions))
         self.num_heads, self.memory_dim, self.alibi = num_heads, memory_dim, alibi
         if self.cp.size > 1 and (alibi or sinks or memory_dim is not None):
             what = "alibi" if alibi else "sinks" if sinks else "memory_dim"
             raise ValueError(f"{what} can't go with {self.cp.name} size {self.cp.size}: take cp 1 and a larger tp")
         if alibi and self.impl is not None:
             raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
-        layer = pick(options, LayerOptions)
+        layer = select_options(options, LayerOptions)
         heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
         # Users may wrap a projection, as adapters do, or replace it by a module with the same output shape.
         if memory_dim is None:
@@ -107,15 +107,15 @@ class ParallelAttention(HeadAttention):
         sizes = [len(list(same)) for _, same in groupby(projection.kv_head_of)]  # query heads of each KV head
         self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
         output_bias = bias if output_bias is None else output_bias
-        layer = pick(layer, LayerOptions, init=options.get("output_init"))
+        layer = select_options(layer, LayerOptions, init=options.get("output_init"))
         self.output = RowParallelLinear(num_heads * head_dim, dim, output_bias, unit=head_dim, **layer)
         check_heads(self.context, self.cp, self.local_heads)
         self.q_norm = self.k_norm = None
         if qk_norm:  # all heads share one weight and this rank has some of them: the gradient is partial over tp
-            norm: dict[str, Any] = {"partial": (self.tp,), **pick(options, TensorOptions)}
+            norm: dict[str, Any] = {"partial": (self.tp,), **select_options(options, TensorOptions)}
             self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
         if sinks:
-            self.sinks = AttentionSinks(num_heads, tp=self.tp, **pick(options, TensorOptions))
+            self.sinks = AttentionSinks(num_heads, tp=self.tp, **select_options(options, TensorOptions))
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to this rank's heads, normalize q and k if `qk_norm` is set, and apply RoPE."""

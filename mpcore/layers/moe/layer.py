@@ -33,7 +33,7 @@ from mpcore.layers.module import (
     TensorOptions,
     TensorParallelOptions,
     input_error,
-    pick,
+    select_options,
 )
 from mpcore.layers.moe.dispatch import DISPATCHES, AllGather, AllToAll
 from mpcore.layers.moe.experts import Experts
@@ -93,7 +93,7 @@ class ParallelMoE(ParallelLayer):
         output_init: Init | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(**pick(options, TensorParallelOptions))
+        super().__init__(**select_options(options, TensorParallelOptions))
         if dispatch not in (None, *DISPATCHES):
             raise ValueError(f"dispatch {dispatch!r} is none of {DISPATCHES} and None")
         if shared_experts < 0:
@@ -101,7 +101,7 @@ class ParallelMoE(ParallelLayer):
         for axis in (ep, etp or self.tp, cp, data):
             check_axis(axis)
         self.dim, self.ep, self.etp, self.cp = dim, ep, etp or replace(self.tp, name="etp", role="etp"), cp
-        layer, like = pick(options, LayerOptions), pick(options, TensorOptions)
+        layer, like = select_options(options, LayerOptions), select_options(options, TensorOptions)
         init = layer.get("init")
         routing = {name: value for name, value in options.items() if name not in layer}
         self.router = Router(dim, num_experts, top_k, tp=self.tp, cp=cp, data=data, init=init, **routing, **like)

@@ -5,15 +5,29 @@ The package uses everything that a training step uses. Read `work.py` first: it 
 """
 
 from mpcore.tools.analysis.communication import CommunicationClock
-from mpcore.tools.analysis.counts import Ledger, block_bytes, volume
+from mpcore.tools.analysis.counts import CommunicationCounter, block_bytes, volume
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.layout import Counter, Layout
 from mpcore.tools.analysis.machine import Machine, load_machine
 from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.seconds import Seconds, estimate
-from mpcore.tools.analysis.work import Model, Outline, Work, make_work
+from mpcore.tools.analysis.work import LayoutSpec, Model, Work, make_work
 
 __all__ = [
-    "CommunicationClock", "Counter", "Layout", "Ledger", "Machine", "Model", "Outline", "Seconds", "Work",
-    "block_bytes", "dry_run", "estimate", "load_machine", "make_work", "peak", "volume",
+    "CommunicationClock",
+    "CommunicationCounter",
+    "Counter",
+    "Layout",
+    "LayoutSpec",
+    "Machine",
+    "Model",
+    "Seconds",
+    "Work",
+    "block_bytes",
+    "dry_run",
+    "estimate",
+    "load_machine",
+    "make_work",
+    "peak",
+    "volume",
 ]  # fmt: skip

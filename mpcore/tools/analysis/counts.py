@@ -1,6 +1,6 @@
 """Count what a step sends: the collectives and messages of each kind over each axis, and their bytes.
 
-with Ledger(mesh) as ledger:
+with CommunicationCounter(mesh) as ledger:
     pipeline.forward_backward(x, target)
 print(ledger)
 
@@ -47,7 +47,7 @@ class Count:
     bytes: int = 0
 
 
-class Ledger(TorchDispatchMode):
+class CommunicationCounter(TorchDispatchMode):
     """Count all collectives and messages while this context is entered, in forward and backward.
 
     Args:
@@ -59,7 +59,7 @@ class Ledger(TorchDispatchMode):
 
     Example::
 
-        with Ledger(mesh) as ledger:
+        with CommunicationCounter(mesh) as ledger:
             pipeline.forward_backward(x, target)
         print(ledger)
     """

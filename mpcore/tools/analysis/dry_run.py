@@ -33,19 +33,29 @@ from mpcore.parallel.sync import (
     hold_gradients,
     reduce_held,
     reduce_once,
-    sync_gradients,
+    set_gradient_sync,
 )
 from mpcore.pipeline.checks import split_linears
 from mpcore.pipeline.messages import sent_on
 from mpcore.pipeline.schedules import Schedule
 from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding.local import is_dtensor, local_tensor
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.operators import Operators
 from mpcore.tools.analysis.peak import peak
-from mpcore.tools.analysis.work import Build, Found, Held, Kept, Model, Outline, Round, Work, combine
+from mpcore.tools.analysis.work import (
+    Build,
+    DryRunCounts,
+    LayoutSpec,
+    MicroBatchMemory,
+    MicroBatchWork,
+    Model,
+    StepMemory,
+    Work,
+    combine,
+)
 
-__all__ = ["Build", "Found", "Kept", "Model", "Outline", "Work", "dry_run", "pretend", "run_dry"]
+__all__ = ["Build", "DryRunCounts", "LayoutSpec", "MicroBatchMemory", "Model", "Work", "dry_run", "pretend", "run_dry"]
 
 
 @contextmanager
@@ -66,7 +76,7 @@ def pretend(world_size: int, rank: int = 0) -> Iterator[None]:
 
 def dry_run(
     build: Build, arguments: Sequence[str] = (), rank: int = 0, stands_for_gpu: bool = False, **sizes: int
-) -> Found:
+) -> DryRunCounts:
     """Count what one rank of a mesh holds, computes and sends in a step. All stages of the rank are run.
 
     Args:
@@ -146,7 +156,7 @@ def call_build(build: Build, mesh: Mesh, arguments: Sequence[str]) -> Work:
     return build(mesh, list(arguments))
 
 
-def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> Found:
+def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> DryRunCounts:
     """Run a rank's work on fake tensors, and count.
 
     Args:
@@ -175,20 +185,20 @@ def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> Found:
 
 
 def assemble(
-    plan: Schedule, rank: int, stages: list[Kept], times: list[list[int]], held: Held, ledger: Ledger,
-    theory: dict[tuple[str, str], int] | None = None,
-) -> Found:  # fmt: skip
+    plan: Schedule, rank: int, stages: list[MicroBatchMemory], times: list[list[int]], held: StepMemory,
+    ledger: CommunicationCounter, theory: dict[tuple[str, str], int] | None = None,
+) -> DryRunCounts:  # fmt: skip
     """Combine the counts of a rank's stages into those of its step: all micro-batches, and what follows the last."""
     rounds = [(t, r) for kept, each in zip(stages, times, strict=True) for t, r in zip(each, kept.rounds, strict=True)]
     sent = [(time, part.sent) for time, r in rounds for part in (r.forward, r.backward)]
     ledger.counts = combine([*sent, (1, held.sent)])
     at_end, at_any_time = peak(plan, rank, stages)
-    return Found(held, stages, times, at_end, at_any_time, ledger, theory or {}, plan)
+    return DryRunCounts(held, stages, times, at_end, at_any_time, ledger, theory or {}, plan)
 
 
 def count_stages(
     work: Work, stages: Sequence[tuple[int, tuple[bool, ...]]], mesh: Mesh, stands_for_gpu: bool
-) -> tuple[list[Kept], Held, Ledger]:
+) -> tuple[list[MicroBatchMemory], StepMemory, CommunicationCounter]:
     """Run some stages for a few micro-batches, and the optimizer once.
 
     Args:
@@ -200,7 +210,7 @@ def count_stages(
     Returns:
         What each stage holds and sends, what the rank holds between steps, and a ledger with the ranks of the axes.
     """
-    held, ledger, owner = Held(), Ledger(mesh), nn.ModuleList(work.stages)
+    held, ledger, owner = StepMemory(), CommunicationCounter(mesh), nn.ModuleList(work.stages)
     with fake_tensors(stands_for_gpu):
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
@@ -267,9 +277,11 @@ def _master(p: nn.Parameter) -> nn.Parameter:
     return master
 
 
-def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int, ledger: Ledger) -> Kept:
+def _run_stage(
+    work: Work, i: int, index: int, pattern: Sequence[bool], pp: int, ledger: CommunicationCounter
+) -> MicroBatchMemory:
     """Run forward and backward of some micro-batches of stage `index`, which is the i-th stage of the work."""
-    stage, kept, ends = work.stages[i], Kept(), index == work.plan.stages - 1
+    stage, kept, ends = work.stages[i], MicroBatchMemory(), index == work.plan.stages - 1
     forward: list[tuple[int, int]] = []
     weight: list[tuple[int, int]] = []
     backward: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
@@ -280,7 +292,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
     with PeakTracker() as storages, Operators() as operators:
         for m, split in enumerate(pattern[:-1] if alike else pattern):
             last = m == len(pattern) - 1
-            sync_gradients(stage, last)
+            set_gradient_sync(stage, last)
             empty, _ = _held(storages, stage, own)
             args, kwargs = work.inputs(i)
             received = [x for x in args if isinstance(x, Tensor)]
@@ -294,7 +306,7 @@ def _run_stage(work: Work, i: int, index: int, pattern: Sequence[bool], pp: int,
             kept.received = sum(x.nbytes for x in received) if index else 0
             given, _ = _held(storages, stage, own)  # includes other tensors that `inputs` made, which aren't counted
             others = given - empty - kept.received
-            round_ = Round()
+            round_ = MicroBatchWork()
             ledger.counts, operators.tally = round_.forward.sent, round_.forward.operators
             with ledger:
                 before = storages.begin()
@@ -368,7 +380,7 @@ def rounds_of(plan: Schedule, index: int) -> list[tuple[bool, int]]:
 
 def _split_backward(
     stage: nn.Module, own: Sequence[nn.Parameter], index: int, received: list[Tensor], edges: list[GradientEdge],
-    grads: list[Tensor], last: bool, storages: PeakTracker, kept: Kept, empty: int,
+    grads: list[Tensor], last: bool, storages: PeakTracker, kept: MicroBatchMemory, empty: int,
 ) -> tuple[int, int]:  # fmt: skip
     """Run a backward in two halves, as the pipeline does. Note in `kept` what is held between them, besides `empty`.
 
@@ -413,8 +425,8 @@ def _held(
 
 
 def _count_messages(
-    plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], round_: Round,
-    ledger: Ledger,
+    plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], round_: MicroBatchWork,
+    ledger: CommunicationCounter,
 ) -> None:  # fmt: skip
     """Count the messages of a micro-batch with stages on other ranks."""
     for neighbour, tensors, forth, back in ((index - 1, received, "recv", "send"), (index + 1, sent, "send", "recv")):

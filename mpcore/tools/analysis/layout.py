@@ -18,7 +18,7 @@ from typing import Any
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline.checks import split_linears
 from mpcore.pipeline.schedules import Schedule
-from mpcore.tools.analysis.counts import Ledger
+from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.dry_run import (
     assemble,
     call_build,
@@ -30,11 +30,20 @@ from mpcore.tools.analysis.dry_run import (
     run_dry,
 )
 from mpcore.tools.analysis.peak import peak
-from mpcore.tools.analysis.work import Build, Found, Held, Kept, Model, Outline, combine, most_bytes
+from mpcore.tools.analysis.work import (
+    Build,
+    DryRunCounts,
+    LayoutSpec,
+    MicroBatchMemory,
+    Model,
+    StepMemory,
+    combine,
+    most_bytes,
+)
 
 ROUNDS = 4
 """Micro-batches a pipeline rank of a shortened schedule: time and memory of more follow from it."""
-Enter = Callable[[], AbstractContextManager[tuple[Mesh, Outline]]]
+Enter = Callable[[], AbstractContextManager[tuple[Mesh, LayoutSpec]]]
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,10 @@ class Layout:
     micro_batches: int
     short: Schedule
     shorter: Schedule | None
-    stages: tuple[Kept, ...]
+    stages: tuple[MicroBatchMemory, ...]
     blocks: tuple[int, ...]
     rounds: tuple[list[int], ...]
-    held: tuple[Held, ...]
+    held: tuple[StepMemory, ...]
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -127,11 +136,11 @@ class Counter:
 
     def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:
         self.build, self.stands_for_gpu, self.share = build, stands_for_gpu, share
-        self._memo: dict[Any, tuple[Kept, Held, int]] = {}
-        self._slopes: dict[Any, tuple[Kept, Held, int, dict[str, int]]] = {}
-        self._stages: dict[Any, tuple[Kept, Held]] = {}
+        self._memo: dict[Any, tuple[MicroBatchMemory, StepMemory, int]] = {}
+        self._slopes: dict[Any, tuple[MicroBatchMemory, StepMemory, int, dict[str, int]]] = {}
+        self._stages: dict[Any, tuple[MicroBatchMemory, StepMemory]] = {}
 
-    def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> Found:
+    def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> DryRunCounts:
         """Count one rank, with the same integers as `dry_run`.
 
         If kinds of blocks alternate, the peaks while operators run are within a few percent.
@@ -147,7 +156,7 @@ class Counter:
             outline = self.build.outline(mesh, list(arguments))
             if not outline.linear:
                 return run_dry(self.build(mesh, list(arguments)), mesh, self.stands_for_gpu)
-            plan, ledger = outline.plan(), Ledger(mesh)
+            plan, ledger = outline.plan(), CommunicationCounter(mesh)
             mine = plan.stages_of(mesh.pp.rank)
             here = sizes | {"at": rank % (mesh.world.size // mesh.pp.size)}  # shards of data ranks may differ
             counted = [self._stage(outline, here, index, lambda: nullcontext((mesh, outline))) for index in mine]
@@ -176,7 +185,7 @@ class Counter:
         if not isinstance(self.build, Model):
             return self._whole(arguments, sizes, first, None)
         with on_mesh(first[0], **sizes) as mesh:
-            outline, axes = self.build.outline(mesh, arguments), Ledger(mesh).ranks_of
+            outline, axes = self.build.outline(mesh, arguments), CommunicationCounter(mesh).ranks_of
         if outline.least > room:
             raise TooLargeError(outline.least, room)
         if not outline.linear:
@@ -184,7 +193,7 @@ class Counter:
         short = outline.short(ROUNDS)
 
         @contextmanager
-        def enter(rank: int) -> Iterator[tuple[Mesh, Outline]]:
+        def enter(rank: int) -> Iterator[tuple[Mesh, LayoutSpec]]:
             assert isinstance(self.build, Model)
             with on_mesh(first[rank], **sizes) as mesh:
                 yield mesh, self.build.outline(mesh, arguments)
@@ -196,7 +205,7 @@ class Counter:
         stages = tuple(kept for kept, _ in counted)
         return _layout(outline, sizes, arguments, stages, held, axes)
 
-    def _stage(self, outline: Outline, sizes: dict, index: int, enter: Enter) -> tuple[Kept, Held]:
+    def _stage(self, outline: LayoutSpec, sizes: dict, index: int, enter: Enter) -> tuple[MicroBatchMemory, StepMemory]:
         """Count a stage from a few of its blocks."""
         pattern, by_kind = _pattern(outline, index), dict[Any, list[int]]()
         for block in outline.blocks[index]:
@@ -207,14 +216,14 @@ class Counter:
         return self._stages[known]
 
     def _extrapolate(
-        self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], by_kind: dict[Any, list[int]],
+        self, outline: LayoutSpec, sizes: dict, index: int, pattern: tuple[bool, ...], by_kind: dict[Any, list[int]],
         enter: Enter,
-    ) -> tuple[Kept, Held]:  # fmt: skip
+    ) -> tuple[MicroBatchMemory, StepMemory]:  # fmt: skip
         """Run the stage with a few blocks of each kind, and add what the other blocks would add."""
         few = outline.few
         base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
         found = self._run(outline, sizes, index, pattern, base, enter)
-        terms: list[tuple[int, tuple[Kept, Held]]] = []
+        terms: list[tuple[int, tuple[MicroBatchMemory, StepMemory]]] = []
         raised: list[dict[str, int]] = []
         for kind, blocks in by_kind.items():
             if len(blocks) <= few:
@@ -237,8 +246,8 @@ class Counter:
         return kept, combine([(factor, held) for factor, (_, held) in terms])
 
     def _run(
-        self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
-    ) -> tuple[Kept, Held]:
+        self, outline: LayoutSpec, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
+    ) -> tuple[MicroBatchMemory, StepMemory]:
         """Run a stage with these blocks, or return the cached result of an equal stage."""
         dp, short = sizes.get("dp", 1), outline.short(ROUNDS)
         key = self._key(outline, sizes, index, pattern, blocks)
@@ -252,7 +261,7 @@ class Counter:
         return kept, _resharded(outline, held, counted, dp)
 
     def _key(
-        self, outline: Outline, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int],
+        self, outline: LayoutSpec, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int],
         shared: bool = False,
     ) -> Any:  # fmt: skip
         """Return everything that the counts of a stage depend on, as a key of the cache.
@@ -267,9 +276,9 @@ class Counter:
         kinds = tuple(outline.kind(block) for block in blocks)
         return outline.key, mesh, dp > 1 if self.share else dp, pp > 1, place, pattern, kinds
 
-    def _whole(self, arguments: list[str], sizes: dict, ranks: Sequence[int], outline: Outline | None) -> Layout:
+    def _whole(self, arguments: list[str], sizes: dict, ranks: Sequence[int], outline: LayoutSpec | None) -> Layout:
         """Count a layout by running every stage of every pipeline rank in full."""
-        found: list[Found] = []
+        found: list[DryRunCounts] = []
         for rank in ranks:
             with on_mesh(rank, **sizes) as mesh:
                 work = call_build(self.build, mesh, arguments)
@@ -280,11 +289,11 @@ class Counter:
         ordered = tuple(stages[i] for i in range(plan.stages))
         if outline is None:
             blocks = [range(1)] * plan.stages
-            outline = Outline("", len(ranks), plan.micro_batches, None, blocks, _unknown, _unknown, given=plan)
+            outline = LayoutSpec("", len(ranks), plan.micro_batches, None, blocks, _unknown, _unknown, given=plan)
         return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
 
 
-def _growth(more: Kept, is_split: bool) -> dict[str, int]:
+def _growth(more: MicroBatchMemory, is_split: bool) -> dict[str, int]:
     """Return how much each peak of a stage grows per further block.
 
     `more` is what one more block added to a short stage. Forward holds the most at its end, so each block adds its
@@ -296,7 +305,7 @@ def _growth(more: Kept, is_split: bool) -> dict[str, int]:
     return {"forward_more": more.activations, "backward_more": waits, "weight_more": weights}
 
 
-def _resharded(outline: Outline, held: Held, counted: int, dp: int) -> Held:
+def _resharded(outline: LayoutSpec, held: StepMemory, counted: int, dp: int) -> StepMemory:
     """Return what is held between steps on `dp` data ranks, from counts on `counted` data ranks."""
     if counted == dp or not outline.sharded:
         return held
@@ -308,14 +317,19 @@ def _unknown(*_: Any) -> Any:
     raise NotImplementedError
 
 
-def _pattern(outline: Outline, index: int) -> tuple[bool, ...]:
+def _pattern(outline: LayoutSpec, index: int) -> tuple[bool, ...]:
     """Return, for each micro-batch of a stage that is run, whether its backward is split."""
     plan = outline.plan() if outline.short(ROUNDS).splits_backward else outline.short(ROUNDS)
     return tuple(split for split, _ in rounds_of(plan, index))
 
 
 def _layout(
-    outline: Outline, sizes: dict, arguments: Sequence[str], stages: tuple[Kept, ...], held: Sequence[Held], axes: dict
+    outline: LayoutSpec,
+    sizes: dict,
+    arguments: Sequence[str],
+    stages: tuple[MicroBatchMemory, ...],
+    held: Sequence[StepMemory],
+    axes: dict,
 ) -> Layout:
     short, m = outline.short(ROUNDS), outline.micro_batches
     shorter = None if short.micro_batches == m else outline.short(ROUNDS - 1)

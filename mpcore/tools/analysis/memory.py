@@ -10,12 +10,12 @@ addition while they run. The allocator's loss is not included.
 
 from __future__ import annotations
 
-from mpcore.tools.analysis.work import Found
+from mpcore.tools.analysis.work import DryRunCounts
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
-def parts_of(found: Found) -> dict[str, int]:
+def parts_of(found: DryRunCounts) -> dict[str, int]:
     """Return the largest bytes of each kind of memory that a rank holds."""
     return {
         "parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer,
@@ -28,7 +28,7 @@ def unit_of(size: int) -> str:
     return next((name for name, unit in UNITS.items() if size >= unit / 10), "KiB")
 
 
-def table(found: Found) -> str:
+def table(found: DryRunCounts) -> str:
     """Return a table with one line per kind of memory, all in one unit."""
     name = unit_of(found.most)
     unit = UNITS[name]

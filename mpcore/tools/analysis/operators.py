@@ -32,7 +32,7 @@ _COMMUNICATION = ("c10d", "_c10d_functional", "prim")
 
 
 @dataclass
-class Tally:
+class OperatorCounts:
     """What some operators compute.
 
     Attributes:
@@ -67,7 +67,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tally = Tally()
+        self.tally = OperatorCounts()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))

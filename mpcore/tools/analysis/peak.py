@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from mpcore.pipeline.messages import releases
 from mpcore.pipeline.schedules import Schedule
-from mpcore.tools.analysis.work import Kept
+from mpcore.tools.analysis.work import MicroBatchMemory
 
 
-def peak(plan: Schedule, rank: int, stages: Sequence[Kept]) -> tuple[int, int]:
+def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory]) -> tuple[int, int]:
     """Return the most bytes that a pipeline rank holds besides its own parameters, gradients and optimizer state.
 
     The function goes through the rank's actions in the order in which `mpcore.pipeline.executor` runs them.

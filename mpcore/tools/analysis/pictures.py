@@ -8,13 +8,13 @@ from pathlib import Path
 from mpcore.mesh.layout import mesh_ranks
 from mpcore.tools.analysis.memory import UNITS, parts_of, unit_of
 from mpcore.tools.analysis.report import COLOURS
-from mpcore.tools.analysis.work import Found
+from mpcore.tools.analysis.work import DryRunCounts
 from mpcore.tools.draw import matplotlib_part
 
 MOST_NODES = 16  # more nodes are not drawn
 
 
-def draw_memory(ranks: Sequence[Found], path: Path | str) -> None:
+def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
     """Draw what each pipeline rank holds as stacked bars, and name the rank that holds the most.
 
     Args:

@@ -26,8 +26,8 @@ from mpcore.pipeline.makespan import Resolved, resolve
 from mpcore.pipeline.schedules import Schedule
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.operators import Tally
-from mpcore.tools.analysis.work import Kept, Part, Sent
+from mpcore.tools.analysis.operators import OperatorCounts
+from mpcore.tools.analysis.work import MicroBatchMemory, PassWork, Sent
 
 INSIDE = ("tp", "cp", "cp_outer", "cp_inner", "ep", "etp")
 """Axes that a micro-batch waits for. pp passes messages; the others carry gradients and parameters."""
@@ -117,12 +117,12 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     )  # fmt: skip
 
 
-def _halves(kept: Kept) -> tuple[tuple[Part, float], tuple[Part, float]]:
+def _halves(kept: MicroBatchMemory) -> tuple[tuple[PassWork, float], tuple[PassWork, float]]:
     """Return forward and backward of a micro-batch in the middle of a step, each with its share of the host's time."""
     return (kept.middle.forward, 1 / 3), (kept.middle.backward, 2 / 3)
 
 
-def _part(part: Part, blocks: float, layout: Layout, machine: Machine, unfused: bool) -> dict[str, float]:
+def _part(part: PassWork, blocks: float, layout: Layout, machine: Machine, unfused: bool) -> dict[str, float]:
     """Return the seconds of one micro-batch's forward or backward in one stage, by part; axes are parts too."""
     tally = part.operators
     found = {
@@ -137,7 +137,7 @@ def _part(part: Part, blocks: float, layout: Layout, machine: Machine, unfused: 
     return found
 
 
-def _attention(tally: Tally, machine: Machine, unfused: bool) -> float:
+def _attention(tally: OperatorCounts, machine: Machine, unfused: bool) -> float:
     """Return the seconds of attention.
 
     Unfused attention computes batches of matrices as narrow as a head. Tensor cores can't compute heads that are no

@@ -1,4 +1,6 @@
-"""Define what planners need of a layout (`Work`, `Outline`, `Model`) and what they count (`Kept`, `Held`, `Found`).
+"""Define what planners need of a layout (`Work`, `LayoutSpec`, `Model`) and what they count.
+
+They count into `MicroBatchMemory`, `StepMemory` and `DryRunCounts`.
 
 A planner calls a function of the user, `build(mesh, arguments)`, which returns a `Work`. If this function is a `Model`,
 the planner can build parts of a stage. It then counts a stage of 96 blocks from stages of one and two blocks.
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, build_schedule, find_schedule
-from mpcore.tools.analysis.counts import Count, Ledger
-from mpcore.tools.analysis.operators import Tally
+from mpcore.tools.analysis.counts import CommunicationCounter, Count
+from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.training.policies import Precision, Recompute, Zero
 from mpcore.training.prepare import lay_out
 
@@ -115,7 +117,7 @@ def _no_theory(stages: Sequence[int]) -> dict[tuple[str, str], int]:
 
 
 @dataclass(frozen=True)
-class Outline:
+class LayoutSpec:
     """What a planner needs to know of a layout before a stage is built.
 
     Attributes:
@@ -193,12 +195,12 @@ class Model:
     """A `Build` that can describe its layout first.
 
     Attributes:
-        outline: `outline(mesh, arguments)` returns an `Outline`.
+        outline: `outline(mesh, arguments)` returns an `LayoutSpec`.
         trainer: `trainer(arguments)` returns what stands behind `python` in the command that trains with these
             arguments, or "". It raises a `ValueError` if no program accepts them.
     """
 
-    outline: Callable[[Mesh, list[str]], Outline]
+    outline: Callable[[Mesh, list[str]], LayoutSpec]
     trainer: Callable[[list[str]], str] = lambda arguments: ""
 
     def __call__(self, mesh: Mesh, arguments: list[str]) -> Work:
@@ -212,7 +214,7 @@ class Model:
 
 
 @dataclass
-class Part:
+class PassWork:
     """What the forward or backward of one micro-batch in a stage computes and sends.
 
     Attributes:
@@ -220,12 +222,12 @@ class Part:
         sent: its collectives and messages.
     """
 
-    operators: Tally = field(default_factory=Tally)
+    operators: OperatorCounts = field(default_factory=OperatorCounts)
     sent: Sent = field(default_factory=dict)
 
 
 @dataclass
-class Round:
+class MicroBatchWork:
     """What each of several equal micro-batches of a stage computes and sends.
 
     Attributes:
@@ -233,12 +235,12 @@ class Round:
         backward: the backward with its recomputation. If it is split, both halves.
     """
 
-    forward: Part = field(default_factory=Part)
-    backward: Part = field(default_factory=Part)
+    forward: PassWork = field(default_factory=PassWork)
+    backward: PassWork = field(default_factory=PassWork)
 
 
 @dataclass
-class Kept:
+class MicroBatchMemory:
     """What a stage holds of one micro-batch, in bytes.
 
     Attributes:
@@ -272,10 +274,10 @@ class Kept:
     forward_more: int = 0
     backward_more: int = 0
     weight_more: int = 0
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[MicroBatchWork] = field(default_factory=list)
 
     @property
-    def middle(self) -> Round:
+    def middle(self) -> MicroBatchWork:
         """A micro-batch that is neither the first nor the last, if there is one."""
         return self.rounds[min(1, len(self.rounds) - 1)]
 
@@ -294,7 +296,7 @@ class Kept:
 
 
 @dataclass
-class Held:
+class StepMemory:
     """What a rank holds between steps, in bytes, and what a step sends after its last backward.
 
     Attributes:
@@ -317,7 +319,7 @@ class Held:
         return self.parameters + self.buffers + self.gradients + self.optimizer
 
 
-def most_bytes(held: Held, stages: Sequence[Kept], work_peak: int) -> int:
+def most_bytes(held: StepMemory, stages: Sequence[MicroBatchMemory], work_peak: int) -> int:
     """Return the most bytes that a rank holds at any time.
 
     Gradients before and after their reduction over data exist together only at the end of a step, when the activations
@@ -335,7 +337,7 @@ def most_bytes(held: Held, stages: Sequence[Kept], work_peak: int) -> int:
 
 
 @dataclass
-class Found:
+class DryRunCounts:
     """The counts of a dry run: one rank and one step.
 
     Attributes:
@@ -349,12 +351,12 @@ class Found:
         plan: the schedule of the pipeline, possibly with fewer micro-batches.
     """
 
-    held: Held = field(default_factory=Held)
-    stages: list[Kept] = field(default_factory=list)
+    held: StepMemory = field(default_factory=StepMemory)
+    stages: list[MicroBatchMemory] = field(default_factory=list)
     times: list[list[int]] = field(default_factory=list)
     peak: int = 0
     work_peak: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: CommunicationCounter = field(default_factory=CommunicationCounter)
     theory: dict[tuple[str, str], int] = field(default_factory=dict)
     plan: Schedule = field(default_factory=lambda: build_schedule("gpipe", 1, 1))
 

@@ -36,8 +36,8 @@ class StopSignals:
     another thread.
 
     Attributes:
-        asked: whether a signal has come. Ranks may see it at different steps: let them agree (`Wishes`) before they
-            act.
+        asked: whether a signal has come. Ranks may see it at different steps: let them agree (`SharedRequests`) before
+            they act.
         leave_with: the exit status with which a signal ends the process at once, as long as there is nothing to save.
             Set it to None before the first step.
     """
@@ -87,17 +87,17 @@ class StopSignals:
                     os._exit(128 + signal.SIGINT)
 
 
-class Wishes:
+class SharedRequests:
     """Share requests of any rank with all ranks, so that all ranks act after the same step.
 
     The requests of a step are sent in a small all-reduce that runs beside the next step. No rank waits for it, because
     all ranks have sent theirs before they finish the next step.
 
     Args:
-        world: the ranks that step together. All of them must create their `Wishes` objects in the same order.
+        world: the ranks that step together. All of them must create their `SharedRequests` objects in the same order.
 
     Example:
-        >>> wishes = Wishes(mpcore.Mesh().world)
+        >>> wishes = SharedRequests(mpcore.Mesh().world)
         >>> with StopSignals() as stop:
         ...     wishes.after_step(1, save=True, stop=stop.asked)  # on more ranks, the answer comes after step 2
         {'save'}

@@ -29,7 +29,7 @@ from mpcore.tools.verify import parse_layout, verify
 from mpcore.tools.verify.__main__ import find
 from mpcore.tools.verify.layout import Layout
 from mpcore.tools.verify.pool import Pool, mesh
-from mpcore.tools.verify.run import SHIFT, STEP, Seen, Task, build_model, check_slope, run_step
+from mpcore.tools.verify.run import SHIFT, STEP, RankRecord, Task, build_model, check_slope, run_step
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
 
@@ -96,7 +96,7 @@ def checks_of_model(target: str, flags: Sequence[str], options: Options, pool: P
     def same(name: str) -> str:
         (verdict,) = verify(build, batch, [name], loss=loss, pool=pool, timeout=options.timeout)
         if not verdict.equal:
-            raise ValueError(str(verdict.departure or verdict.error))
+            raise ValueError(str(verdict.mismatch or verdict.error))
         return f"equal to {max(verdict.worst.values()):.2g} ULPs"
 
     task = Task(build, batch, loss)
@@ -147,7 +147,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=STEP)
 
 
-def step_of(task: Task, layout: Layout) -> Seen:
+def step_of(task: Task, layout: Layout) -> RankRecord:
     """Run one step of the model, and record it."""
     return run_step(task, mesh(), layout)
 

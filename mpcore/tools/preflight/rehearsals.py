@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpcore.tools.preflight.rehearse import Rehearsal
 from mpcore.tools.preflight.toy import STEPS
-from mpcore.tools.verify.run import Seen
+from mpcore.tools.verify.run import RankRecord
 
 OWN_DTYPE = {"float64": 1e-8, "float32": 1e-4}  # how far a first loss may be from one process's; of 16 bits 0.03
 BLOCK_ROUNDINGS, OTHER_ROUNDINGS = 24, 12  # in a row, forward and backward: of a block, and of embedding, head and loss
@@ -106,7 +106,14 @@ def distinct(begun: Mapping[str, Tensor]) -> None:
 
 
 def within_rounding(
-    dtype: str, eps: float, truth: Seen, rounded: Sequence[Seen], got: Seen, *, layers: int, experts: bool
+    dtype: str,
+    eps: float,
+    truth: RankRecord,
+    rounded: Sequence[RankRecord],
+    got: RankRecord,
+    *,
+    layers: int,
+    experts: bool,
 ) -> None:
     """Refuse gradients that are farther from float64 than one process's in the same dtype, some times over.
 
@@ -158,7 +165,7 @@ def within_rounding(
             )
 
 
-def check_digits(dtype: torch.dtype, seen: Seen) -> None:
+def check_digits(dtype: torch.dtype, seen: RankRecord) -> None:
     """Refuse a sum over data ranks that has no more digits than one term: it was added up in half precision.
 
     A sum of two such numbers is one itself in at most three of four cases, so that all of 64 are in one of 10^8. The
@@ -175,7 +182,7 @@ def check_digits(dtype: torch.dtype, seen: Seen) -> None:
             raise ValueError(f"the gradient of {name} has the digits of {dtype} alone: it is not summed in float32")
 
 
-def error(seen: Seen, name: str, want: Tensor) -> float:
+def error(seen: RankRecord, name: str, want: Tensor) -> float:
     """The 2-norm of the error of a gradient; 0 where a rank has none."""
     got = seen.gradients.get(name)
     return 0.0 if got is None else float((got.double() - want.double()).norm())

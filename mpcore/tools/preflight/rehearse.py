@@ -29,7 +29,7 @@ from mpcore.sharding.state_dict import full_state_dict
 from mpcore.tools.fault_tolerance import StopSignals, Watchdog, leave_together
 from mpcore.tools.preflight.toy import Toy, with_flags
 from mpcore.tools.verify.pool import Pool, RankError, mesh
-from mpcore.tools.verify.run import Seen, full_tensors, joined, listen, move
+from mpcore.tools.verify.run import RankRecord, full_tensors, joined, listen, move
 from mpcore.training.first_step import FirstStep
 
 GRACE = 60.0  # seconds in which all ranks must have left after one was killed
@@ -254,10 +254,10 @@ def poison(trainer: Any) -> None:
     trainer.step = then  # type: ignore[method-assign]
 
 
-def observe(trainer: Any, toy: Toy) -> Seen:
+def observe(trainer: Any, toy: Toy) -> RankRecord:
     """Record the tensors of the next step, as `mpcore.tools.verify` compares them."""
     run, on = trainer.run, trainer.mesh
-    seen = Seen(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.worlds.size)
+    seen = RankRecord(on.tp.rank, on.cp.rank, on.pp.rank, on.dp.rank, rows=trainer.setup.ramp.size(0) // on.worlds.size)
     seen.length = toy.config.seq_len
     if on.cp.size > 1:
         seen.tokens = sequence_index(seen.length, on.cp, trainer.args.cp_kind)

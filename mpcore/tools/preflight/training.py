@@ -254,7 +254,7 @@ class Preflight:
                 seen = [rank.seen for rank in first if rank.worker == truth.worker]
                 verdict = Judge(truth.seen)(layout_of(toy), seen)
                 if not verdict.equal:
-                    raise ValueError(f"{toy.name}: {verdict.departure or verdict.error}")
+                    raise ValueError(f"{toy.name}: {verdict.mismatch or verdict.error}")
                 worst = max(worst, *verdict.worst.values())
             self.sharded[i] = self.train(toy, f"sharded-{i}", save_at=2)
             for truth in self.dense[i]:

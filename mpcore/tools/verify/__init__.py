@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from mpcore._torch.dispatch import Float64
 from mpcore.tools.invariant import invariant_mesh
-from mpcore.tools.verify.judge import OF_FLOAT32, Departure, Judge, Verdict
+from mpcore.tools.verify.judge import OF_FLOAT32, Judge, Mismatch, Verdict
 from mpcore.tools.verify.layout import Layout, parse_layout
 from mpcore.tools.verify.pool import DIED, LATE, Pool, RankError, mesh
-from mpcore.tools.verify.run import Seen, Task, run_step
+from mpcore.tools.verify.run import RankRecord, Task, run_step
 
 SAMPLES = 5  # runs that measure the unsharded model's rounding error: in one run a small tensor's may be 0 by chance
 SAME = "make all ranks call the same collectives, and make their process groups in the same order"
@@ -44,7 +44,7 @@ SAME = "make all ranks call the same collectives, and make their process groups 
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _CALL = re.compile(r'^  File "(.+)", line \d+, in .+\n(?:    .*\n)*', re.MULTILINE)  # of a traceback
 
-__all__ = ["Departure", "Layout", "Verdict", "parse_layout", "verify"]
+__all__ = ["Layout", "Mismatch", "Verdict", "parse_layout", "verify"]
 
 
 def verify(
@@ -130,7 +130,7 @@ def verify(
                 verdict = judge(plan, pool(plan.size, _run, task, plan, timeout=timeout))
             except RankError as error:
                 verdict = Verdict(plan.name, error=what_happened(str(error), timeout))
-            if verdict.departure and verdict.departure.ulps < OF_FLOAT32 and dtype == torch.float64 and not virtual:
+            if verdict.mismatch and verdict.mismatch.ulps < OF_FLOAT32 and dtype == torch.float64 and not virtual:
                 verdict = _widened(pool, task, plan, timeout, verdict)
             verdicts.append(verdict)
             if report is not None:
@@ -142,7 +142,7 @@ def verify(
             pool.folder.cleanup()
 
 
-def _run(task: Task, layout: Layout) -> Seen:
+def _run(task: Task, layout: Layout) -> RankRecord:
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
     on = mesh(**sizes)
     on = invariant_mesh(on, task.virtual) if task.virtual else on

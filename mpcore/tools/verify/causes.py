@@ -20,10 +20,10 @@ from mpcore.tools.verify.parts import (
     same_columns,
     same_shape,
 )
-from mpcore.tools.verify.run import Seen
+from mpcore.tools.verify.run import RankRecord
 
 
-def why_parameter(layout: Layout, stage: str, name: str, held: Sequence[Seen], got: Tensor, want: Tensor) -> str:
+def why_parameter(layout: Layout, stage: str, name: str, held: Sequence[RankRecord], got: Tensor, want: Tensor) -> str:
     if stage == "first values":
         if any(name in seen.sharded for seen in held):
             return (
@@ -86,7 +86,9 @@ def why_parameter(layout: Layout, stage: str, name: str, held: Sequence[Seen], g
     )
 
 
-def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence[Seen], want: Tensor) -> str:
+def why_module(
+    truth: RankRecord, layout: Layout, name: str, call: int, held: Sequence[RankRecord], want: Tensor
+) -> str:
     got = held[0].outputs[name, call]
     part = next(iter(parts(layout, held[0], want, got.shape, held[0].features.get(name, ()))))
     strange = int((~got.isfinite()).sum())
@@ -146,7 +148,7 @@ def why_module(truth: Seen, layout: Layout, name: str, call: int, held: Sequence
     return forgotten + packed_before(truth, layout, name, call, held[0]) + faults_of_module(layout)
 
 
-def packed_before(truth: Seen, layout: Layout, name: str, call: int, seen: Seen) -> str:
+def packed_before(truth: RankRecord, layout: Layout, name: str, call: int, seen: RankRecord) -> str:
     """Return a hint if a column-parallel layer may pack several projections.
 
     It comes before a row-parallel layer that reads fewer features, or right before a module without a weight, such as

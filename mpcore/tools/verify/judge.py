@@ -12,14 +12,14 @@ from torch import Tensor
 from mpcore.tools.verify.causes import axes, undeclared, why_module, why_parameter
 from mpcore.tools.verify.layout import Layout
 from mpcore.tools.verify.parts import TOLERANCE, close, farthest, infinite, parts, shards
-from mpcore.tools.verify.run import Seen
+from mpcore.tools.verify.run import RankRecord
 
 STAGES = ("first values", "forward", "loss", "gradient", "norm", "update", "buffers", "evaluation")
 OF_FLOAT32 = 2.0**33  # float64 ULPs, about 30 roundings of float32 (2^28 each): below it, suspect casts to float32
 
 
 @dataclass(frozen=True)
-class Departure:
+class Mismatch:
     """The first tensor that differs from the unsharded model's.
 
     Attributes:
@@ -51,20 +51,20 @@ class Verdict:
             the first module whose output differs are counted. A stage that wasn't reached is missing.
         gradients: the largest difference of each parameter's gradient, in ULPs; infinite if there is no gradient to
             compare.
-        departure: the first tensor that differs. None: the models are equal.
+        mismatch: the first tensor that differs. None: the models are equal.
         error: why the run failed. "": it didn't.
     """
 
     layout: str
     worst: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
-    departure: Departure | None = None
+    mismatch: Mismatch | None = None
     error: str = ""
 
     @property
     def equal(self) -> bool:
         """Whether the model ran and is equal to the unsharded model."""
-        return self.departure is None and not self.error
+        return self.mismatch is None and not self.error
 
 
 class Judge:
@@ -78,12 +78,16 @@ class Judge:
     """
 
     def __init__(
-        self, truth: Seen, dtype: torch.dtype = torch.float64, rounded: Sequence[Seen] = (), exact: bool = False
+        self,
+        truth: RankRecord,
+        dtype: torch.dtype = torch.float64,
+        rounded: Sequence[RankRecord] = (),
+        exact: bool = False,
     ) -> None:
         self.truth, self.dtype, self.rounded, self.exact = truth, dtype, rounded, exact
         self.eps = torch.finfo(dtype).eps
 
-    def __call__(self, layout: Layout, ranks: Sequence[Seen]) -> Verdict:
+    def __call__(self, layout: Layout, ranks: Sequence[RankRecord]) -> Verdict:
         """Compare all ranks of a layout."""
         verdict = Verdict(layout.name)
         found = {
@@ -97,10 +101,10 @@ class Judge:
             "evaluation": self._output(layout, ranks, "evaluation", "evaluated"),
         }
         for stage in STAGES:
-            worst, departure = found[stage]
+            worst, mismatch = found[stage]
             verdict.worst[stage] = worst
-            if departure is not None and verdict.departure is None:
-                verdict.departure = departure
+            if mismatch is not None and verdict.mismatch is None:
+                verdict.mismatch = mismatch
         return verdict
 
     def _own(self, which: str, name: str | tuple[str, int]) -> float:
@@ -130,8 +134,8 @@ class Judge:
     # --- parameters and their gradients -------------------------------------------------------------------------------
 
     def _parameters(
-        self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str, each: dict[str, float] | None = None
-    ) -> tuple[float, Departure | None]:
+        self, layout: Layout, ranks: Sequence[RankRecord], stage: str, which: str, each: dict[str, float] | None = None
+    ) -> tuple[float, Mismatch | None]:
         want: Mapping[str, Tensor] = getattr(self.truth, which)
         floor = 1e-3 * max((t.abs().max().item() for t in want.values() if t.numel()), default=0.0)
         worst, first, each = 0.0, None, {} if each is None else each
@@ -160,7 +164,7 @@ class Judge:
             elif shape is not None:
                 cause = undeclared(name, shape, tuple(tensor.shape))
             if cause:
-                first = first or Departure(stage, name, math.inf, cause)
+                first = first or Mismatch(stage, name, math.inf, cause)
                 each[name] = worst = math.inf
             else:
                 own = self._own(which, name)
@@ -170,7 +174,7 @@ class Judge:
                 if first is None and any(bad for _, bad in offs):
                     ulps = max(ulps for ulps, bad in offs if bad)
                     far = there[max(range(len(offs)), key=lambda i: offs[i][::-1])]
-                    first = Departure(stage, name, ulps, why_parameter(layout, stage, name, held, far, tensor))
+                    first = Mismatch(stage, name, ulps, why_parameter(layout, stage, name, held, far, tensor))
         if which == "gradients":
             zeros = layout.zero > 0  # with ZeRO an unused parameter's gradient is zero, not None
             extra = sorted(
@@ -183,17 +187,19 @@ class Judge:
                     "unsharded model on every rank: register it by this name on the last stage too, and tie the head "
                     "to it"
                 )
-                worst, first = math.inf, Departure(stage, unknown[0], math.inf, cause)
+                worst, first = math.inf, Mismatch(stage, unknown[0], math.inf, cause)
             elif extra and first is None:
                 worst, first = (
                     math.inf,
-                    Departure(stage, extra[0], math.inf, "the unsharded model gives it none: frozen there alone?"),
+                    Mismatch(stage, extra[0], math.inf, "the unsharded model gives it none: frozen there alone?"),
                 )
         return worst, first
 
     # --- the forward --------------------------------------------------------------------------------------------------
 
-    def _output(self, layout: Layout, ranks: Sequence[Seen], stage: str, which: str) -> tuple[float, Departure | None]:
+    def _output(
+        self, layout: Layout, ranks: Sequence[RankRecord], stage: str, which: str
+    ) -> tuple[float, Mismatch | None]:
         """Compare each tensor of the model's output. If one differs, find the first module whose own output differs.
 
         A tensor without rows, such as a loss or a mean, depends on the part of the batch. So it is compared only if the
@@ -216,7 +222,7 @@ class Judge:
                 worst = max(worst, ulps)
                 if bad and first is None:
                     what = f"output{name}" if name else "the model"
-                    first = Departure(stage, what, ulps, self._why_output(stage, fits, got, want))
+                    first = Mismatch(stage, what, ulps, self._why_output(stage, fits, got, want))
         if first is not None and stage == "forward":
             first = self._locate(layout, ranks, first)
             worst = max(worst, first.ulps)
@@ -238,13 +244,13 @@ class Judge:
         return "no module's own output is off: look at the model's forward itself"
 
     def _off_rank(
-        self, layout: Layout, seen: Seen, got: Tensor, want: Tensor, own: float, runs: tuple
+        self, layout: Layout, seen: RankRecord, got: Tensor, want: Tensor, own: float, runs: tuple
     ) -> tuple[float, bool]:
         """Compare with the parts of the unsharded tensor that this rank may hold: the smallest difference counts."""
         offs = (self._off(got, part, own) for part in parts(layout, seen, want, got.shape, runs))
         return min(offs, default=(math.inf, True))
 
-    def _locate(self, layout: Layout, ranks: Sequence[Seen], output: Departure) -> Departure:
+    def _locate(self, layout: Layout, ranks: Sequence[RankRecord], output: Mismatch) -> Mismatch:
         """Return the first module call whose output differs, or the output itself."""
         for (name, call), want in self.truth.outputs.items():
             own = self._own("outputs", (name, call))
@@ -260,12 +266,12 @@ class Judge:
                 order = sorted(range(len(held)), key=lambda i: offs[i][::-1], reverse=True)  # largest difference first
                 cause = why_module(self.truth, layout, name, call, [held[i] for i in order], want)
                 again = f" (call {call + 1} of it)" if call else ""
-                return Departure("forward", (name or "the model") + again, ulps, cause)
+                return Mismatch("forward", (name or "the model") + again, ulps, cause)
         return output
 
     # --- buffers ------------------------------------------------------------------------------------------------------
 
-    def _buffers(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+    def _buffers(self, layout: Layout, ranks: Sequence[RankRecord]) -> tuple[float, Mismatch | None]:
         """Compare each rank's buffers with the unsharded model's, or with this rank's shard over tp of them."""
         worst, first = 0.0, None
         for name, want in self.truth.buffers.items():
@@ -281,22 +287,22 @@ class Judge:
                         "ranks compute it alike, from sums over tp, dp, cp and micro-batches; if each rank has its "
                         "own, or nobody needs it saved, register_buffer(..., persistent=False)"
                     )
-                    first = Departure("buffers", name, ulps, cause)
+                    first = Mismatch("buffers", name, ulps, cause)
         return worst, first
 
     # --- the loss and the norm ----------------------------------------------------------------------------------------
 
-    def _number(self, name: str, ranks: Sequence[Seen]) -> tuple[float, bool]:
+    def _number(self, name: str, ranks: Sequence[RankRecord]) -> tuple[float, bool]:
         """Return the difference of a number, such as the loss, on the worst rank, and whether it is too large."""
 
-        def number(seen: Seen) -> Tensor:
+        def number(seen: RankRecord) -> Tensor:
             return torch.tensor(getattr(seen, name), dtype=torch.float64)
 
         own = max((farthest(number(run), number(self.truth)) for run in self.rounded), default=0.0)
         offs = [self._off(number(seen), number(self.truth), own) for seen in ranks]
         return max(ulps for ulps, _ in offs), any(bad for _, bad in offs)
 
-    def _norm(self, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+    def _norm(self, ranks: Sequence[RankRecord]) -> tuple[float, Mismatch | None]:
         worst, bad = self._number("norm", ranks)
         if not bad:
             return worst, None
@@ -304,9 +310,9 @@ class Judge:
             "every gradient was right: a rank counts what another counts too, or nobody counts "
             "(mpcore.gradients.grad_norm)"
         )
-        return worst, Departure("norm", "", worst, cause)
+        return worst, Mismatch("norm", "", worst, cause)
 
-    def _loss(self, layout: Layout, ranks: Sequence[Seen]) -> tuple[float, Departure | None]:
+    def _loss(self, layout: Layout, ranks: Sequence[RankRecord]) -> tuple[float, Mismatch | None]:
         worst, bad = self._number("loss", ranks)
         if not bad:
             return worst, None
@@ -334,4 +340,4 @@ class Judge:
             cause = "the output was right: the loss reads it otherwise than the unsharded model does"
             if layout.tp > 1:
                 cause += ". Logits of a column-parallel head are sharded: use mp.vocab_parallel_cross_entropy"
-        return worst, Departure("loss", "", worst, cause)
+        return worst, Mismatch("loss", "", worst, cause)

@@ -26,7 +26,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for v in verdicts:
         cells = "  ".join(f"{_number(v, stage):>{max(8, len(stage))}}" for stage in STAGES)
         lines.append(f"{v.layout:<{width}}  {cells}  {result(v)}")
-    lines += [f"{v.layout}: {v.departure or v.error}" for v in verdicts if not v.equal]
+    lines += [f"{v.layout}: {v.mismatch or v.error}" for v in verdicts if not v.equal]
     return "\n".join(lines)
 
 
@@ -36,7 +36,7 @@ def page(title: str, verdicts: Sequence[Verdict]) -> str:
     rows = []
     for v in verdicts:
         cells = "".join(f"<td>{_number(v, stage)}</td>" for stage in STAGES)
-        why = "equal" if v.equal else html.escape(str(v.departure or v.error))
+        why = "equal" if v.equal else html.escape(str(v.mismatch or v.error))
         rows.append(
             f'<tr class="{"equal" if v.equal else "off"}"><td><code>{html.escape(v.layout)}</code></td>{cells}'
             f"<td>{why}</td></tr>"
@@ -73,7 +73,7 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
             axes.barh(y, 0.96, 0.94, x - 0.48, color=shade)
             text = "-" if ulps is None else f"{ulps:.2g}" if ulps < 1e4 else f"{ulps:.0e}"
             ink = "#111111" if ulps is None or norm(max(ulps, 0.1)) > 0.55 else "white"
-            first = v.departure is not None and v.departure.stage == "gradient" and v.departure.name == name
+            first = v.mismatch is not None and v.mismatch.stage == "gradient" and v.mismatch.name == name
             axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink, weight="bold" if first else "normal")
     equal = sum(v.equal for v in verdicts)
     axes.set_title(f"{equal} of {len(verdicts)} layouts equal the unsharded model: gradients' largest\n"

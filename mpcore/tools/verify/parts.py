@@ -10,13 +10,13 @@ from torch import Tensor
 
 from mpcore.collectives import shard_sizes
 from mpcore.tools.verify.layout import Layout
-from mpcore.tools.verify.run import Seen
+from mpcore.tools.verify.run import RankRecord
 
 TOLERANCE = 1e-10  # relative, for float64: thousands of roundings
 
 
 def parts(
-    layout: Layout, seen: Seen, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
+    layout: Layout, seen: RankRecord, want: Tensor, shape: torch.Size, runs: Iterable[tuple[int, int]]
 ) -> Iterator[Tensor]:
     """Yield the parts of an unsharded tensor that a rank may hold.
 
@@ -31,7 +31,7 @@ def parts(
     yield from parts or shards(layout, seen, rows, shape, runs)
 
 
-def shards(layout: Layout, seen: Seen, rows: Tensor, shape: torch.Size, runs: tuple) -> Iterator[Tensor]:
+def shards(layout: Layout, seen: RankRecord, rows: Tensor, shape: torch.Size, runs: tuple) -> Iterator[Tensor]:
     if runs and sum(end - start for start, end in runs) == shape[-1] and runs[-1][1] <= rows.shape[-1]:
         declared = torch.cat([rows.narrow(-1, start, end - start) for start, end in runs], -1)
         if declared.shape == shape:
@@ -48,7 +48,7 @@ def shards(layout: Layout, seen: Seen, rows: Tensor, shape: torch.Size, runs: tu
             yield rows.narrow(dim, sum(sizes[: seen.tp]), shape[dim])
 
 
-def one_each(held: Sequence[Seen], tensors: Sequence[Tensor | None], axis: str) -> list[Tensor]:
+def one_each(held: Sequence[RankRecord], tensors: Sequence[Tensor | None], axis: str) -> list[Tensor]:
     """Return the tensors of the ranks that have the same coordinates as the first rank, except on `axis`."""
     others = [a for a in ("tp", "cp", "pp", "dp") if a != axis]
     return [

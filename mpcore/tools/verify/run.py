@@ -66,7 +66,7 @@ class Task:
 
 
 @dataclass
-class Seen:
+class RankRecord:
     """The tensors that a rank recorded in the step.
 
     Attributes:
@@ -207,7 +207,7 @@ def check_slope(gradients: Mapping[str, Tensor], norm: float, above: float, belo
     return off
 
 
-def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
+def run_step(task: Task, mesh: Mesh, layout: Layout) -> RankRecord:
     """Build the model, and run forward, backward, one step of plain SGD and a forward in eval().
 
     With a virtual degree, the optimizer is AdamW, and two steps are made.
@@ -216,7 +216,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
         ValueError: if the batch can't be divided over the layout.
     """
     model = build_model(task, mesh, layout)
-    seen = Seen(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
+    seen = RankRecord(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
     declared = shardings(model)
     seen.initial = full_tensors({name: p for name, p, _ in declarations(model)}, declared)
     seen.sharded = frozenset(name for name, s in declared.items() if any(len(each.runs) > 1 for each in s.shards))
@@ -284,7 +284,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> Seen:
     return seen
 
 
-def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: Seen) -> dict[str, Tensor]:
+def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: RankRecord) -> dict[str, Tensor]:
     """Return this rank's tokens of all tensors [B, T, ...], sharded as the model's attention needs."""
     kinds = {module.context for module in model.modules() if isinstance(getattr(module, "context", None), str)}
     if len(kinds) > 1:
@@ -332,7 +332,7 @@ def joined(parts: Sequence[Mapping[Any, Tensor]]) -> dict[Any, Tensor]:
     return {key: torch.cat(ts) for key, ts in found.items() if key in alike and ts[0].dim()}
 
 
-def listen(model: nn.Module, seen: Seen) -> list[dict[Call, Tensor]]:
+def listen(model: nn.Module, seen: RankRecord) -> list[dict[Call, Tensor]]:
     """Record, for each forward of the model, the first tensor that each module call returns, inner modules first."""
     forwards: list[dict[Call, Tensor]] = []
     inside = False  # False during recomputation, whose calls are not recorded

@@ -29,7 +29,7 @@ from mpcore.sharding.local import local_tensor
 ALONE = 2**18
 
 
-class Begun(NamedTuple):
+class StartedAllReduce(NamedTuple):
     """A running all-reduce.
 
     Attributes:
@@ -47,13 +47,13 @@ class _Pending(threading.local):
     """The unfinished all-reduces of this thread. Thread-local, because the ranks of a job may be threads."""
 
     def __init__(self) -> None:
-        self.all: list[EarlySums] = []
+        self.all: list[OverlappedAllReduce] = []
 
 
 _pending = _Pending()
 
 
-class EarlySums:
+class OverlappedAllReduce:
     """The all-reduces over data that a stage starts during the backward of a step's last micro-batch.
 
     Args:
@@ -68,7 +68,7 @@ class EarlySums:
         self.order: list[tuple[nn.Parameter, Axis]] = []
         self.next, self.armed, self.found = 0, False, False
         self.ready: set[nn.Parameter] = set()
-        self.begun: dict[nn.Parameter, Begun] = {}
+        self.begun: dict[nn.Parameter, StartedAllReduce] = {}
 
     def arm(self) -> None:
         """Let the next backward start the all-reduces, unless another stage of this thread is in its backward."""
@@ -112,7 +112,7 @@ class EarlySums:
         if parameter in self.begun:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after the backward that "
-                f"sync_gradients(model, last=True) announced: say last=False before the backwards that come first"
+                f"set_gradient_sync(model, last=True) announced: say last=False before the backwards that come first"
             )
         if self.armed:
             self.ready.add(parameter)
@@ -150,7 +150,7 @@ def is_large(parameter: nn.Parameter, axis: Axis) -> bool:
 
 
 @torch.no_grad()
-def begin_sum(parameter: nn.Parameter, axis: Axis) -> Begun:
+def begin_sum(parameter: nn.Parameter, axis: Axis) -> StartedAllReduce:
     """Start the all-reduce of a gradient over an axis; a missing gradient is sent as zeros."""
     found = gradient_of(parameter)
     here = found is not None
@@ -163,13 +163,13 @@ def begin_sum(parameter: nn.Parameter, axis: Axis) -> Begun:
     total = grad.to(wide).contiguous()
     if total is grad and holders(grad) > 1:  # a view of what backward reads yet, or of another gradient
         total = grad.clone()
-    return Begun(axis, start_sum_in_place(total, axis), here)
+    return StartedAllReduce(axis, start_sum_in_place(total, axis), here)
 
 
-def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, Begun]:
+def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, StartedAllReduce]:
     """Start all remaining all-reduces of this thread, and hand over those of the given parameters."""
     given = {id(p) for p in parameters} if _pending.all else ()
-    begun: dict[nn.Parameter, Begun] = {}
+    begun: dict[nn.Parameter, StartedAllReduce] = {}
     for sums in tuple(_pending.all):
         sums.begin_rest()
         begun |= {p: sums.begun.pop(p) for p in tuple(sums.begun) if id(p) in given}

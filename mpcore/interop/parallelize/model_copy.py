@@ -21,7 +21,7 @@ TOKENS = 7
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Twin(NamedTuple):
+class ModelCopy(NamedTuple):
     """The copy, and for each module's name in the copy its name in the model."""
 
     model: nn.Module
@@ -67,7 +67,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def twin_of(shapes: nn.Module, few_layers: bool) -> Twin:
+def twin_of(shapes: nn.Module, few_layers: bool) -> ModelCopy:
     """Make the twin of a `shape_copy`. Its parameters get random values, so that every mistake in a plan shows."""
     model = copy.deepcopy(shapes)
     names = {id(module): name for name, module in model.named_modules()}
@@ -84,7 +84,7 @@ def twin_of(shapes: nn.Module, few_layers: bool) -> Twin:
         for leaf, x in module._buffers.items():
             if x is not None and x.is_floating_point():
                 module._buffers[leaf] = x.double()
-    return Twin(model.eval(), {name: names[id(module)] for name, module in model.named_modules()})
+    return ModelCopy(model.eval(), {name: names[id(module)] for name, module in model.named_modules()})
 
 
 def choose_plain_kernels(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ _FILES = (
 
 
 @dataclass(frozen=True)
-class Carried:
+class ExtraFiles:
     """The files and fields that are stored with a model's weights.
 
     Attributes:
@@ -46,7 +46,7 @@ class Carried:
         """The content of the files, by their path inside a checkpoint."""
         return {f"{FOLDER}/{name}": data for name, data in self.files.items()}
 
-    def with_tokenizer(self, content: bytes | None, end_id: int, end_name: str | None = None) -> Carried:
+    def with_tokenizer(self, content: bytes | None, end_id: int, end_name: str | None = None) -> ExtraFiles:
         """Return what to store when the model trains with this tokenizer. It may be the tokenizer stored already.
 
         The result always has the id of the end-of-document token. Without it, transformers would use its architecture's
@@ -64,24 +64,26 @@ class Carried:
         if own:
             return dataclasses.replace(self, config=ids | self.config)
         if content is None or end_name is None:
-            return Carried(ids)
+            return ExtraFiles(ids)
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_name}
-        return Carried(ids, {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2).encode()})
+        return ExtraFiles(
+            ids, {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2).encode()}
+        )
 
 
-def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> Carried:
+def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> ExtraFiles:
     """Read the tokenizer files of a Hugging Face folder, and the token ids of its config.json.
 
     Args:
         folder: the folder.
         values: the content of its config.json.
     """
-    return Carried(
+    return ExtraFiles(
         {name: value for name, value in values.items() if name in TOKENS | {"model_type"}}, _read_files(Path(folder))
     )
 
 
-def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
+def carried_by_checkpoint(path: str | os.PathLike[str]) -> ExtraFiles:
     """Read the tokenizer files and token ids that are stored in a checkpoint of mpcore.
 
     Args:
@@ -91,7 +93,7 @@ def carried_by_checkpoint(path: str | os.PathLike[str]) -> Carried:
         ValueError: if the checkpoint or a file is missing or damaged.
     """
     found = inspect(path).extra.get(FOLDER, {})
-    return Carried(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
+    return ExtraFiles(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
