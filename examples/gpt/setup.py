@@ -137,17 +137,18 @@ def find_carried(args: argparse.Namespace, tokenizer: Tokenizer) -> ExtraFiles:
     They come from the checkpoint to begin with if the run has its tokenizer. Otherwise they are the run's tokenizer and
     its end of a document. The sequence length of that checkpoint is kept if it is larger than the run's.
     """
-    carried, length = ExtraFiles(), 0
+    carried, length, own = ExtraFiles(), 0, args.seq_len or 0
     if args.init_from:
         carried, config = carried_by_checkpoint(args.init_from), open_checkpoint(args.init_from)[2]
         length = max(config.seq_len, carried.config.get(LENGTH, 0))
+        own = own or config.seq_len
     content = carried.files.get("tokenizer.json")
     if args.tokenizer is not None:
         content = None if args.tokenizer == "byte" else Path(args.tokenizer).read_bytes()
     carried = carried.with_tokenizer(
         content, tokenizer.end_of_document, getattr(tokenizer, "end_of_document_name", None)
     )
-    if length > (args.seq_len or config.seq_len if args.init_from else 0):
+    if length > own:
         carried = dataclasses.replace(carried, config={**carried.config, LENGTH: length})
     return carried
 

@@ -217,7 +217,7 @@ def measured_costs(modules: Sequence[nn.Module], x: Tensor, repeats: int = 5) ->
         held = [(p, p.grad) for p in module.parameters()]
         module.zero_grad()  # so that nothing is added into the gradients held
         inputs = x.detach().requires_grad_(x.is_floating_point())
-        seconds = []
+        seconds, y = [], inputs
         for _ in range(repeats + 1):
             began = _now(inputs)
             y = module(inputs)

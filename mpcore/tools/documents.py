@@ -104,6 +104,7 @@ class Text:
     @torch.no_grad()
     def _of_sample(self, step: int, sample: int, model: torch.nn.Module | None) -> Iterator[Found]:
         tokens, targets = self.samples.batch([sample])
+        losses = None
         if model is not None:
             documents = {}
             if self.args.document_masking:
@@ -114,7 +115,7 @@ class Text:
         for piece in self.samples.pieces(sample):
             ids = torch.cat([tokens[0], targets[0, -1:]])[at : at + piece.count].tolist()
             mine = slice(max(at - 1, 0), at + piece.count - 1)  # a target lies one token before itself
-            loss = losses[mine].mean().item() if model is not None and mine.start < mine.stop else None
+            loss = losses[mine].mean().item() if losses is not None and mine.start < mine.stop else None
             yield Found(step, sample, piece, self.tokenizer.decode(ids)[:60], loss)
             at += piece.count
 

@@ -210,11 +210,11 @@ def lay_out(
         ValueError: on every rank, if a step rejects its arguments or the model.
     """
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
+    dtypes = {name: p.dtype for name, p, _ in declarations(whole) if p.is_meta}
     if initialize:
         materialize(whole, seed, mesh.device)
     else:
         seed_dropout(whole, seed)
-        dtypes = {name: p.dtype for name, p, _ in declarations(whole) if p.is_meta}
         if data.stage == 0 or mesh.data.size == 1:  # otherwise sharding moves the model, block by block
             read_deferred(stages, whole, mesh, dtypes)
             _move(whole, mesh.device)

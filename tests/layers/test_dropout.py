@@ -159,7 +159,7 @@ def test_off_in_eval_mode_and_at_zero():
 
 def test_what_is_missing_is_named():
     x = torch.ones(B, T, D)
-    with pytest.raises(ValueError, match=r"dropout has no seed: call mpcore\.seed_dropout"):
+    with pytest.raises(ValueError, match=r"dropout has no seed: call mpcore\.layers\.seed_dropout"):
         Dropout(0.5)(x, torch.arange(B))
     with pytest.raises(ValueError, match=r"dropout 0.5 needs samples.*\(4, 12, 10\).* nn\.Sequential passes x alone"):
         seeded().first(x)

@@ -77,14 +77,15 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     def join() -> None:
         if mesh.job.rank == 0:
+            written = parts[0]
             if len(parts) > 1:
                 files = [TensorFile(part) for part in parts]
-                whole = folder / f".{TENSORS}"
-                whole.unlink(missing_ok=True)
-                write_tensors(whole, {key: file.whole(key) for file in files for key in file.header})
+                written = folder / f".{TENSORS}"
+                written.unlink(missing_ok=True)
+                write_tensors(written, {key: file.whole(key) for file in files for key in file.header})
                 for part in parts:
                     part.unlink()
-            os.replace(whole if len(parts) > 1 else parts[0], folder / TENSORS)
+            os.replace(written, folder / TENSORS)
             text = json.dumps(_config(model, layers, targets), indent=2)
             part = folder / f".{CONFIG}.{secrets.token_hex(4)}.tmp"
             write_synced(part, f"{text}\n".encode())

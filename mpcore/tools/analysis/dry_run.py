@@ -301,8 +301,7 @@ def _run_stage(
                     f"stage {index} takes {received[0].dtype}, which no stage before it sends: the target must return "
                     f"the stages of mesh.pp.rank alone, not the unsharded model, and their inputs"
                 )
-            for x in received:
-                x.requires_grad_(index > 0 and x.is_floating_point())
+            received = [x.requires_grad_(index > 0 and x.is_floating_point()) for x in received]
             kept.received = sum(x.nbytes for x in received) if index else 0
             given, _ = _held(storages, stage, own)  # includes other tensors that `inputs` made, which aren't counted
             others = given - empty - kept.received
@@ -324,7 +323,7 @@ def _run_stage(
                 kept.sent_back = sum(x.nbytes for x in received if x.requires_grad)
                 del y, sent, outputs
                 kept.output = after - _held(storages, stage, own, *grads)[0]
-                del args, x
+                del args
                 before = storages.begin()
                 if split:
                     rest = last, storages, kept, empty + others

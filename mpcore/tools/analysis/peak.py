@@ -24,9 +24,9 @@ def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory]) -> tuple
 
     Example:
         >>> from mpcore.tools.analysis import peak
-        >>> from mpcore.tools.analysis.work import Kept
+        >>> from mpcore.tools.analysis.work import MicroBatchMemory
         >>> from mpcore.pipeline.schedules import build_schedule
-        >>> stage = Kept(activations=100)  # bytes
+        >>> stage = MicroBatchMemory(activations=100)  # bytes
         >>> [peak(build_schedule("1f1b", 4, 8), rank, [stage])[0] for rank in range(4)]
         [400, 300, 200, 100]
     """

@@ -120,6 +120,7 @@ def rehearse(
                 at_step(trainer, stop_at, lambda: os.kill(os.getpid(), signal.SIGTERM) if last else None)
                 got.stopped, got.step = trainer.train(), trainer.run.step
             return got
+        targets = None
         if look:
             targets = trainer.batch(trainer.train_samples, trainer.share(trainer.run.step))[1]
             got.seen = observe(trainer, toy)
@@ -131,7 +132,7 @@ def rehearse(
             got.left = got.left or next((name for name, p in trainer.model.named_parameters() if has_gradient(p)), "")
             got.losses[step], got.norms[step] = entry["loss"], entry["grad_norm"]
             got.scales[step + 1] = scale_of(trainer)
-            if got.seen is not None and step == 0:
+            if got.seen is not None and targets is not None and step == 0:
                 got.seen.loss = entry["loss"]
                 if on.job.size == on.worlds.size:
                     got.reference = cross_entropy(got.seen.output[""], targets)

@@ -203,6 +203,7 @@ class Preflight:
 
     def check_dense(self) -> str:
         """Train each toy on one process for each worker."""
+        losses: dict[int, float] = {}
         for i, toy in enumerate(self.toys):
             self.dense[i] = self.train(toy.alone(), f"dense-{i}", save_at=2, look=True)
             losses = self.dense[i][0].losses
@@ -335,6 +336,7 @@ class Preflight:
         for rank in (*dense, *whole):
             if rank.left:
                 raise ValueError(f"the gradient of {rank.left} in {args.dtype} is still there after the step")
+        got, want = whole[0].losses[0], pick(dense, whole[0].worker).losses[0]
         for rank in whole:
             one = pick(dense, rank.worker)
             got, want = rank.losses[0], one.losses[0]
