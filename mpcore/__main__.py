@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from mpcore.tools import parsers
 from mpcore.tools.command_line import STATUS, did_you_mean
 
 COMMANDS = {
@@ -33,7 +34,7 @@ COMMANDS = {
     "documents": ("mpcore.tools.documents", "list the documents behind a step of a run, or behind its spikes"),
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }
-"""By name: the module whose `main(arguments)` runs it, and what it does."""
+"""By name: the module whose `main(arguments)` runs it, and what it does. `mpcore.tools.parsers` has its parser."""
 TAKES_NAME = ("plan", "calibrate", "memory", "ledger")
 
 
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mpcore: error: unknown command {name}{did_you_mean(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return 2
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    if "-h" in own or "--help" in own:  # torch takes seconds to import
+        getattr(parsers, name)().parse_args(own)
     return import_module(COMMANDS[name][0]).main([name, *rest] if name in TAKES_NAME else rest)
 
 

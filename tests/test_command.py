@@ -45,6 +45,17 @@ def test_the_help_of_each_command_fits_a_screen_and_names_it(name, capsys):
             assert set(re.findall(r"--[\w-]+", line)) <= set(re.findall(r"--[\w-]+", out.partition("examples")[0]))
 
 
+def test_help_imports_no_torch():
+    code = (
+        "import contextlib, io, sys\nfrom mpcore.__main__ import COMMANDS, main\n"
+        "for name in COMMANDS:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "        main([name, '--help'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_argument_of_a_command_has_a_help(name):
     with mock.patch.object(argparse.ArgumentParser, "print_help", autospec=True) as shown, pytest.raises(SystemExit):

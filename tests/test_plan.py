@@ -38,7 +38,7 @@ from mpcore.tools.analysis.calibrate import NAMES as SCALARS
 from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of, predict
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
-from mpcore.tools.analysis.machine import NUMBERS, PROFILES, Machine, load_machine, profile_names, save_machine
+from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, save_machine
 from mpcore.tools.analysis.operators import OperatorCounts, Operators
 from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.pictures import draw_ranks
@@ -49,6 +49,7 @@ from mpcore.tools.analysis.search import Estimate, choices, frontier, meshes, se
 from mpcore.tools.analysis.seconds import Seconds, _attention, _makespan, estimate
 from mpcore.tools.analysis.state import state_bytes
 from mpcore.tools.analysis.work import MicroBatchMemory, make_work
+from mpcore.tools.parsers import PROFILES, profile_names
 from mpcore.training.policies import Zero
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches

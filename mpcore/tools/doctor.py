@@ -26,10 +26,10 @@ from torch import Tensor
 from mpcore import collectives
 from mpcore.kernels import _choice, _dispatch, _self_test
 from mpcore.mesh.axis import Axis
-from mpcore.tools.command_line import Parser
+from mpcore.tools import parsers
+from mpcore.tools.parsers import PORT
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 
-PORT = 29500  # torchrun's
 PACKAGES = ("mpcore", "torch", "triton", "einops", "numpy", "transformers")
 OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
 
@@ -197,14 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if no check failed, otherwise 1.
     """
-    parser = Parser(
-        prog="mpcore doctor",
-        description="Check each kernel against its reference, each collective between two processes against its "
-        "definition, and what a launch needs; print the versions and back ends, which belong in every bug report.",
-        examples=["mpcore doctor", "TRITON_INTERPRET=1 mpcore doctor --port 29600"],
-    )
-    parser.add_argument("--port", type=int, default=PORT, help=f"the port that a launch meets at ({PORT})")
-    port = parser.parse_args(argv).port
+    port = parsers.doctor().parse_args(argv).port
     print("\n".join(versions()))
     bad = []
     for check in (lambda: check_launch(port), check_kernels, check_collectives):

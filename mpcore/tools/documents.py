@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from mpcore.layers.attention.documents import document_ids
-from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools import parsers
+from mpcore.tools.command_line import reports_errors
 from mpcore.tools.fault_tolerance.metrics import read_records
 from mpcore.tools.fault_tolerance.spikes import Spikes
 
@@ -127,22 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0: done, 2: the run, its data or the checkpoint can't be read.
     """
-    parser = Parser(
-        prog="mpcore documents",
-        description="List the documents behind steps of a run, in lines that the field without_documents reads.",
-        examples=[
-            "mpcore documents runs/one",
-            "mpcore documents runs/one --steps 812 --checkpoint runs/one/checkpoints/step-00000800",
-        ],
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--steps", type=int, nargs="+", help="default: all spikes and skipped steps")
-    parser.add_argument("--checkpoint", type=Path, help="rank the documents by their loss under these weights")
-    parser.add_argument(
-        "--program", default="examples.gpt.pretrain", help="module that trained it (default %(default)s)"
-    )
-    parser.add_argument("--most", type=int, default=20, help="how many lines (default 20)")
-    args = parser.parse_args(argv)
+    args = parsers.documents().parse_args(argv)
     text = Text(args.run, args.program)
     steps = text.spikes() if args.steps is None else args.steps
     found = text.find(steps, args.checkpoint)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mpcore.pipeline.prove import Proof, Times, prove
-from mpcore.pipeline.schedules import COMPUTE, NAMES, Schedule, Span, find_schedule
-from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.pipeline.schedules import COMPUTE, Schedule, Span, find_schedule
+from mpcore.tools import parsers
+from mpcore.tools.command_line import reports_errors
 from mpcore.tools.fault_tolerance.metrics import whole
 
 COLOURS = {"F": "#4477aa", "B": "#ee8866", "I": "#ddaa33", "W": "#44aa77"}  # told apart by colour-blind people too
@@ -184,27 +185,7 @@ def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
 @reports_errors("mpcore schedule", ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command: prove a schedule and draw its plan. Return 2 if there is no such schedule, otherwise 0."""
-    parser = Parser(
-        prog="mpcore schedule",
-        description="Prove a pipeline's schedule, and draw it: time goes to the right, a row is a rank.",
-        examples=[
-            "mpcore schedule --schedule zbv --stages 4 --microbatches 8 --out plan.png",
-            "mpcore schedule --schedule mine.csv --forward 1 --input 1.1 --weight 0.9 --message 0.1",
-        ],
-    )
-    plan = parser.add_argument_group("the schedule")
-    plan.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}, or the path of a .csv")
-    plan.add_argument("--stages", type=int, default=4, help="pipeline ranks (default 4)")
-    plan.add_argument("--microbatches", type=int, default=8, help="micro-batches a step (default 8)")
-    plan.add_argument("--virtual-stages", type=int, help="stages each rank holds (default: what the schedule takes)")
-    times = parser.add_argument_group("times of a stage's parts, in any unit")
-    times.add_argument("--forward", type=float, default=1.0, help="time of F (default 1)")
-    times.add_argument("--input", type=float, default=1.0, help="time of I; B takes I + W (default 1)")
-    times.add_argument("--weight", type=float, default=1.0, help="time of W (default 1)")
-    times.add_argument("--message", type=float, default=0.0, help="time a message takes (default 0)")
-    output = parser.add_argument_group("output")
-    output.add_argument("--out", default="pipeline.png", help="the picture (default pipeline.png); .json: Chrome trace")
-    args = parser.parse_args(argv)
+    args = parsers.schedule().parse_args(argv)
     for name in ("forward", "input", "weight", "message"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name} {getattr(args, name)} is no time: a number from 0")

@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, profile_names, save_machine
+from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, save_machine
+from mpcore.tools.parsers import profile_names
 
 PLAIN = Machine("m", peak=1000.0, hbm=10.0, memory=100.0, e_gemm=0.5)
 

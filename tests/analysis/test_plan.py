@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from mpcore import Mesh
+from mpcore.tools import parsers
 from mpcore.tools.analysis import __main__ as commands
 from mpcore.tools.analysis import plan
 from mpcore.tools.analysis.command import parse, sizes_of
 from mpcore.tools.analysis.machine import Machine, load_machine
 from mpcore.tools.analysis.plan import Progress, _size_of_model, main, what_if
 from mpcore.tools.analysis.report import explain, table
-from mpcore.tools.analysis.search import WIDE, Estimate, choices, meshes, useful
+from mpcore.tools.analysis.search import Estimate, choices, meshes, useful
 from mpcore.tools.analysis.seconds import Seconds
 from mpcore.tools.analysis.work import DryRunCounts, LayoutSpec, Model
+from mpcore.tools.parsers import WIDE
 from tests.test_plan import BUILD, D
 from tests.test_plan import build as build_mlp
 
@@ -258,10 +260,10 @@ def test_a_world_that_no_mesh_has_is_refused(capsys):
 
 @pytest.mark.parametrize(("text", "sizes"), [("1", [1]), ("2,4,8", [2, 4, 8])])
 def test_sizes_are_numbers_between_commas(text, sizes):
-    assert plan._sizes(text) == sizes
+    assert parsers.plan().parse_args(["--tp", text]).tp == sizes
     for wrong in ("0", "2,0", "-1,4"):
-        with pytest.raises(Exception, match="is no size of an axis"):
-            plan._sizes(wrong)
+        with pytest.raises(SystemExit):
+            parsers.plan().parse_args([f"--tp={wrong}"])
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------
@@ -366,19 +368,19 @@ def test_progress_is_a_line_now_and_then_elsewhere(monkeypatch, capsys, terminal
 
 
 def test_the_words_of_a_target_are_handed_on():
-    args = parse("mpcore memory", "about\n\nmore", ["a:b", "--tp", "2", "--x", "1", "--rank", "3", "--cp-inner", "2"])
+    args = parse(parsers.memory, ["a:b", "--tp", "2", "--x", "1", "--rank", "3", "--cp-inner", "2"])
     assert sizes_of(args) == {"tp": 2, "cp": 1, "pp": 1, "ep": 1, "dp": 1, "etp": None, "cp_inner": 2}
     assert (args.target, args.rank, args.arguments, args.cpu, args.plot) == ("a:b", 3, ["--x", "1"], False, None)
     words = ["a:b", "--etp", "4", "--pp", "5", "--ep", "6", "--dp", "7", "--cp", "8"]
-    assert sizes_of(parse("mpcore ledger", None, words)) == {
+    assert sizes_of(parse(parsers.ledger, words)) == {
         "tp": 1, "cp": 8, "pp": 5, "ep": 6, "dp": 7, "etp": 4, "cp_inner": None,
     }  # fmt: skip
-    assert parse("mpcore ledger", None, ["a:b"]).rank == 0
-    assert not hasattr(parse("mpcore ledger", None, ["a:b"]), "plot"), "a ledger has no picture"
+    assert parse(parsers.ledger, ["a:b"]).rank == 0
+    assert not hasattr(parse(parsers.ledger, ["a:b"]), "plot"), "a ledger has no picture"
     with pytest.raises(SystemExit):
-        parse("mpcore memory", None, [])
+        parse(parsers.memory, [])
     with pytest.raises(SystemExit):
-        parse("mpcore memory", None, ["a:b", "--tp", "two"])
+        parse(parsers.memory, ["a:b", "--tp", "two"])
 
 
 def test_memory_draws_the_ranks_of_one_column_of_the_pipeline(monkeypatch, capsys):

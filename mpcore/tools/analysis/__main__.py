@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from mpcore.tools.analysis import command, counts, memory
+from mpcore.tools import parsers
+from mpcore.tools.analysis import command, memory
 from mpcore.tools.analysis.fit_command import main as calibrate
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.pictures import draw_memory
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _count(name: str, argv: list[str]) -> None:
-    args = command.parse(f"mpcore {name}", memory.__doc__ if name == "memory" else counts.__doc__, argv)
+    args = command.parse(getattr(parsers, name), argv)
     counter = Counter(find_object(args.target), not args.cpu)
     found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
     print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))

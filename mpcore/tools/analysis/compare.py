@@ -16,7 +16,8 @@ from itertools import combinations
 from pathlib import Path
 
 from mpcore.checkpoint.schema import convert, read_lines
-from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools import parsers
+from mpcore.tools.command_line import reports_errors
 
 WIDTH = 5.0
 """Times the spread of the twins that a run may be off. docs/debugging.md has the trial that it comes from."""
@@ -207,20 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. 0: the runs differ only by rounding. 1: they differ by more. 2: they can't be compared.
     """
-    parser = Parser(
-        prog="mpcore compare", description="Do two runs differ by rounding alone?",
-        examples=[
-            "mpcore compare runs/a runs/b",
-            "mpcore compare runs/a runs/b --twins runs/a-twin-1 runs/a-twin-2 runs/a-twin-3 runs/a-twin-4",
-        ],
-    )  # fmt: skip
-    parser.add_argument("a", metavar="RUN_A", type=Path, help="folder of a run that you trust")
-    parser.add_argument("b", metavar="RUN_B", type=Path, help="folder of the run in question")
-    parser.add_argument(
-        "--twins", nargs="+", type=Path, metavar="RUN",
-        help="folders of twins of RUN_A: the same command with --set twin=1, twin=2, ..; 4 are enough",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
+    args = parsers.compare().parse_args(argv)
     if not args.twins:
         lines = [
             f"  python -m examples.gpt.pretrain --config {args.a}/config.json --set twin={i} --out {args.a}-twin-{i}"

@@ -12,26 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpcore.tools import parsers
 from mpcore.tools.analysis.calibrate import NAMES, Fit, Result, Run, count_rows, fit, leave_one_out, suggest
-from mpcore.tools.analysis.machine import Machine, load_machine, profile_names, save_machine
+from mpcore.tools.analysis.machine import Machine, load_machine, save_machine
 from mpcore.tools.analysis.rows import Row, read_rows
 from mpcore.tools.analysis.runs import read_run
-from mpcore.tools.command_line import Parser
+from mpcore.tools.parsers import profile_names
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    examples = ["mpcore calibrate rows.json", "mpcore calibrate rows.csv --machine a100-80 --out mine.json"]
-    parser = Parser(prog="mpcore calibrate", description=(__doc__ or "").partition("\n\n")[0], examples=examples)
-    add = parser.add_argument
-    add("rows", nargs="+", help="files .json or .csv of rows, or folders of runs")
-    add("--machine", help=f"profile to begin with: {', '.join(profile_names())} or a path (default: the rows' own)")
-    add("--set", action="append", help="only rows of this set; may be given again")
-    add("--test", action="append", metavar="ROWS", help="rows to predict, which are not fitted")
-    add("--suggest", type=int, metavar="N", help="name the N rows to measure first; needs no times")
-    add("--out", type=Path, metavar="PROFILE", help="write the fitted profile, a .json file")
-    add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
-    return parser.parse_args(argv)
+    return parsers.calibrate().parse_args(argv)
 
 
 def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-PROFILES = Path(__file__).parent / "profiles"
+from mpcore.tools.parsers import PROFILES, profile_names
+
 SOURCES = ("specification", "measured", "fitted", "assumed")
 
 
@@ -109,11 +110,6 @@ class Machine:
 
 
 NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "sources", "errors"))
-
-
-def profile_names() -> list[str]:
-    """Return the names of the profiles that come with the package."""
-    return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
 def load_machine(name: str | Path, **changes: float) -> Machine:

@@ -18,23 +18,22 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from torch import nn
 
-from mpcore.tools.analysis.command import add_target, use_folder
+from mpcore.tools import parsers
+from mpcore.tools.analysis.command import parse
 from mpcore.tools.analysis.dry_run import call_build, on_mesh
 from mpcore.tools.analysis.layout import Counter
-from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, profile_names
+from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine
 from mpcore.tools.analysis.pictures import draw_ranks
 from mpcore.tools.analysis.report import draw, explain, table
-from mpcore.tools.analysis.rows import AXES
-from mpcore.tools.analysis.search import WIDE, Choice, Estimate, choices, frontier, meshes, search, useful
+from mpcore.tools.analysis.search import Choice, Estimate, choices, frontier, meshes, search, useful
 from mpcore.tools.analysis.state import state_table
 from mpcore.tools.analysis.work import Build, Model
-from mpcore.tools.command_line import Parser, find_object
+from mpcore.tools.command_line import find_object
+from mpcore.tools.parsers import AXES, PICTURES, WIDE
 
-PICTURES = (".png", ".svg", ".pdf")
 ROOM = 0.05
 """The part of the memory to leave free: planned peaks are off by up to this much (docs/planner_accuracy.md)."""
 EVERY = 10.0
@@ -72,46 +71,10 @@ def what_if(machine: Machine, changes: Sequence[str]) -> Machine:
     return machine
 
 
-def _sizes(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{min(sizes)} is no size of an axis")
-    return sizes
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    example = "mpcore plan examples.gpt.plan:build --world 16 --preset llama3-8b --dtype bfloat16 --wide"
-    parser = Parser(
-        prog="mpcore plan", usage="mpcore plan TARGET --world N [FLAGS] [FLAGS OF THE TARGET]",
-        description=(__doc__ or "").partition("\n\n")[0],
-        examples=[example, "mpcore plan --fit 65e9 --dp 64"],
-    )  # fmt: skip
-    add = parser.add_argument
-    text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
-    own = "arguments. Those of examples.gpt.plan:build: python -m examples.gpt.pretrain --help lists them, and "
-    add_target(parser, argv, f"{text}{own}--vocab-size N, --stage-blocks N,N,.., --even-stages", nargs="?")
-    add("--world", type=int, help="ranks, one a GPU")
-    add("--machine", default="h100", help=f"{', '.join(profile_names())}, or the path of a profile (h100)")
-    add("--memory", type=float, help="GiB of a GPU (default: the machine's)")
-    add("--node", type=int, help="ranks of a node; tp stays in one (default: the machine's)")
-    for name in AXES:
-        texts = {"etp": "sizes to try; else that of tp", "cp_inner": "sizes of sub-groups of cp to try; else none"}
-        other = "sizes to try (default: 1)" if name in ("cp", "ep") else "sizes to try (default: all that fit)"
-        add(f"--{name.replace('_', '-')}", type=_sizes, metavar="N,N", help=texts.get(name, other))
-    add("--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off")
-    add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)} (takes minutes)")
-    add("--top", type=int, default=20, help="lines to print (20)")
-    add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
-    add("--what-if", action="append", metavar="RATE=2x", help="also plan on a machine with another rate")
-    add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
-    add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
-    add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")
-    add("--ranks", metavar="FILE", help="draw the chosen layout, or that of --explain, on the machine's nodes")
-    add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
-    args, args.arguments = parser.parse_known_args(argv)
-    use_folder(args)
+    args = parse(parsers.plan, argv)
     if args.fit is None and (args.target is None or args.world is None):
-        parser.error("a target and --world are needed, or --hf FOLDER and --world, or --fit PARAMETERS")
+        parsers.plan().error("a target and --world are needed, or --hf FOLDER and --world, or --fit PARAMETERS")
     return args
 
 

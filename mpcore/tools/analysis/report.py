@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.memory import UNITS, unit_of
-from mpcore.tools.analysis.rows import AXES
 from mpcore.tools.analysis.search import Estimate, frontier
 from mpcore.tools.analysis.seconds import Seconds
 from mpcore.tools.draw import matplotlib_part
+from mpcore.tools.parsers import AXES
 
 COMPUTE = ("products", "attention")
 WORDS = {

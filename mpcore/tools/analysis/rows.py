@@ -31,7 +31,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-AXES = ("tp", "pp", "cp", "ep", "dp", "etp", "cp_inner")
+from mpcore.tools.parsers import AXES
+
 TARGET = "examples.gpt.plan:build"
 OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes", "nodes")
 ALIASES = {

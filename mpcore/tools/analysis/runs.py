@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mpcore.checkpoint.schema import convert, read_json, read_lines
-from mpcore.tools.analysis.rows import AXES, Row, read_row
+from mpcore.tools.analysis.rows import Row, read_row
+from mpcore.tools.parsers import AXES
 
 PLANNED = (
     "zero", "replicate", "sequence_parallel", "cp_kind", "schedule", "virtual_stages", "preset", "layers", "d_model",

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of
 from mpcore.tools.analysis.layout import Counter, TooLargeError
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.rows import AXES, Row
+from mpcore.tools.analysis.rows import Row
 from mpcore.tools.analysis.seconds import Seconds, estimate
+from mpcore.tools.parsers import AXES
 
 Choice = tuple[dict[str, int], tuple[str, ...]]
-WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,2,3", "schedule=1f1b,interleaved",
-        "sequence-parallel=on")  # fmt: skip
-"""What `--wide` varies: the flags of `examples.gpt`."""
-
-
 IDLE = {"schedule": ("pp",), "virtual-stages": ("pp",), "sequence-parallel": ("tp",), "zero": ("dp", "cp")}
 """Varied flags that change nothing where each of these axes has one rank."""
 

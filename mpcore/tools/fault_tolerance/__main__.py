@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpcore.checkpoint.schema import convert, read_json
-from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools import parsers
+from mpcore.tools.command_line import reports_errors
 from mpcore.tools.fault_tolerance.trace import LIMIT, Log, explain
 
 
@@ -18,13 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 if the folder has no logs that can be read.
     """
-    parser = Parser(
-        prog="mpcore explain",
-        description="Say why a run hung: which rank is at fault, and where each rank is.",
-        examples=["mpcore explain runs/gpt/hang", "mpcore explain /shared/run/hang"],
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="where a watchdog left the ranks' logs, such as OUT/hang")
-    folder = parser.parse_args(argv).folder
+    folder = parsers.explain().parse_args(argv).folder
     files = sorted(Path(folder).glob("rank*.json"))
     if not files:
         raise ValueError(f"{folder} has no rank*.json")

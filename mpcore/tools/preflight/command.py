@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from mpcore.sharding.state_dict import full_state_dict
+from mpcore.tools import parsers
 from mpcore.tools.command_line import Parser, reports_errors
 from mpcore.tools.preflight import training
 from mpcore.tools.preflight.checks import FAILED, Check, Options, run_checks
@@ -206,22 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = Parser(
-        prog="mpcore preflight",
-        usage="mpcore preflight [--memory GB] [--timeout S] [--json] -- COMMAND",
-        description="Try on this machine what a large run will do. COMMAND is the run's own, with its launcher's words "
-        "if it has any: a toy with its divisions, ties, schedule, dtype and options is trained on up to 8 local "
-        "processes and on one, saved and loaded on another layout, stopped and resumed, and killed; memory and bytes "
-        "are planned in full size, and all data is opened. Or a model, package.module:build --layouts tp2,dp2.",
-        examples=[
-            "mpcore preflight -- torchrun --nproc-per-node 8 -m examples.gpt.pretrain --tp 4 --pp 2",
-            "mpcore preflight -- package.module:build --layouts tp2,tp2sp,dp2zero3",
-        ],
-    )
-    parser.add_argument("--memory", type=float, metavar="GB", help="of a GPU, in 10^9 bytes (default: of this one)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each toy (default 120)")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    args: argparse.Namespace = parser.parse_args(words[:at])
+    args: argparse.Namespace = parsers.preflight().parse_args(words[:at])
     pool = Pool(8)
     try:
         command = read_command(words[at + 1 :])

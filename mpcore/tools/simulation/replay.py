@@ -20,7 +20,8 @@ from torch import nn
 from mpcore.checkpoint import checkpoints
 from mpcore.checkpoint.format import read_manifest
 from mpcore.mesh import build_mesh
-from mpcore.tools.command_line import Parser, find_object, reports_errors
+from mpcore.tools import parsers
+from mpcore.tools.command_line import find_object, reports_errors
 from mpcore.tools.simulation.nonfinite import FiniteCheck, NonFiniteError
 from mpcore.tools.simulation.ranks import simulate
 from mpcore.tools.simulation.turns import RankError
@@ -105,17 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. 0: all outputs are finite. 1: one is not. 2: the run can't be replayed.
     """
-    parser = Parser(
-        prog="mpcore replay", description=(__doc__ or "").partition("\n\n")[0],
-        examples=["mpcore replay runs/gpt --step 120", "mpcore replay runs/mine --step 7 --program mine.replay:replay"],
-    )  # fmt: skip
-    parser.add_argument("run", metavar="RUN", help="folder of a run, with config.json and checkpoints")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
-    parser.add_argument(
-        "--program", default="examples.gpt.pretrain", metavar="package.module:replay",
-        help="the module that trains the run, or a function that says how (default: %(default)s)",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
+    args = parsers.replay().parse_args(argv)
     program = find_object(args.program) if ":" in args.program else of_trainer(args.program)
     ranks, found = replay(program, Path(args.run), args.step)
     print(found or f"step {args.step} and those before it, from the checkpoint on: finite on all {ranks} ranks")
