@@ -1140,8 +1140,8 @@ def check_refused() -> None:
     bf16, half = torch.bfloat16, {"param_dtype": torch.bfloat16}
     other = nn.Linear(2, 2)
     for options, message in [
-        ({"zero": 4}, "zero 4 is none of 0, 1, 2 and 3"),
-        ({"zero": -1}, "zero -1 is none of"),
+        ({"zero": 4}, "zero stage 4 is none of 0, 1, 2 and 3"),
+        ({"zero": -1}, "zero stage -1 is none of"),
         ({"replicate": 3}, "replicate 3 does not divide the data size 4: take one of 1, 2, 4"),
         ({"blocks": other}, "blocks is a Linear: give a list of the model's submodules"),
         ({"blocks": ["0"]}, "blocks holds a str: give a list"),
@@ -1151,7 +1151,7 @@ def check_refused() -> None:
         ({"zero": 0, **half}, "zero 0 computes in the parameters' own dtype and sums in float32"),
         ({"zero": 0, "reduce_dtype": bf16}, "zero 0 computes in"),
         ({"blocks": [other]}, "the block Linear is no submodule of the model"),
-        ({"zero": on.data.rank % 2}, "ranks 0 and 1 disagree about the data parallelism .zero: 0 and 1"),
+        ({"zero": on.data.rank % 2}, "ranks 0 and 1 disagree about the data parallelism .stage: 0 and 1"),
     ]:
         model = Parts()
         with pytest.raises(ValueError, match=message):

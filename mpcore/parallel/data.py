@@ -29,8 +29,7 @@ from mpcore.layers.module import as_module_list
 from mpcore.layers.moe.layer import check_experts
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.mesh.layout import divisors
-from mpcore.parallel.fsdp import ShardPolicy, UnitWrapper
+from mpcore.parallel.fsdp import UnitWrapper, Zero
 from mpcore.parallel.shared import UNSEEN, DataParallel, router_statistics, set_state, share_parameters, state_of
 from mpcore.parallel.sync import after_forward, before_forward, connect_input, zero_grad
 from mpcore.sharding.declarations import add_partial, declarations, declare_anew, owners, sharding_of, shardings
@@ -105,11 +104,11 @@ def shard_data_parallel(
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     check_mesh(mesh)
-    policy = ShardPolicy(zero, replicate, param_dtype, reduce_dtype)
+    policy = Zero(zero, replicate, param_dtype, reduce_dtype)
     stages = [model] if isinstance(model, nn.Module) else list(model)
     given = dict.fromkeys(block for block in as_module_list(blocks) if block not in stages)
     blocks = sorted(given, key=lambda block: sum(module in given for module in block.modules()))  # inner ones first
-    _check_policy(policy, mesh)
+    policy.check(mesh)
     _check_model(stages, blocks, mesh, zero)
     check_same("data parallelism", asdict(policy) | {"blocks": len(blocks)}, mesh.data)
     if mesh.device_mesh is None:
@@ -147,35 +146,6 @@ def shard_data_parallel(
     now = {p for stage in stages for p in stage.parameters()}
     mark_replaced(p for p in before if p not in now)
     return model
-
-
-def _check_policy(policy: ShardPolicy, mesh: Mesh) -> None:
-    zero, replicate = policy.zero, policy.replicate
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero {zero!r} is none of 0, 1, 2 and 3")
-    if not isinstance(replicate, int) or replicate < 1 or mesh.data.size % replicate:
-        raise ValueError(
-            f"replicate {replicate!r} does not divide the data size {mesh.data.size}: {divisors(mesh.data.size)}"
-        )
-    if replicate > 1 and (zero == 0 or replicate == mesh.data.size):
-        raise ValueError(
-            f"replicate {replicate} with zero {zero} on {mesh.data.size} data ranks leaves nothing to shard: zero=0 "
-            f"with replicate=1 replicates everything"
-        )
-    if replicate > 1 and mesh.edp.size % replicate:
-        raise ValueError(
-            f"replicate {replicate} does not divide the edp size {mesh.edp.size} of the experts: "
-            f"{divisors(mesh.edp.size)}"
-        )
-    if zero == 0 and (policy.param_dtype is not None or policy.reduce_dtype != torch.float32):
-        raise ValueError(
-            f"zero 0 computes in the parameters' own dtype and sums in float32, not in {policy.param_dtype} and "
-            f"{policy.reduce_dtype}: use torch.autocast, or zero=1"
-        )
-    if policy.param_dtype is not None and mesh.device_mesh is None:
-        raise ValueError(
-            f"param_dtype {policy.param_dtype} needs torch.distributed, which isn't running: use torch.autocast"
-        )
 
 
 def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, zero: int) -> None:

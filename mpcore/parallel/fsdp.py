@@ -17,18 +17,62 @@ from mpcore._torch import fsdp, fsdp_wrap
 from mpcore._torch.distributed import reserve_groups, share_group
 from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Axis, Mesh
+from mpcore.mesh.layout import divisors
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
 
 
 @dataclass(frozen=True)
-class ShardPolicy:
-    """The arguments of `shard_data_parallel`."""
+class Zero:
+    """Shard over the data-parallel ranks: ZeRO, and HSDP with `replicate`.
 
-    zero: int
-    replicate: int
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype
+    Args:
+        stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
+        replicate: the number of groups that hold all shards, each of `data.size / replicate` ranks, such as a node.
+        param_dtype: the dtype in which parameters are gathered and used; None keeps their own.
+        reduce_dtype: sum gradients in this dtype. Gradients of float64 parameters are summed in float64.
+
+    Raises:
+        ValueError: if the stage is none of 0, 1, 2 and 3.
+
+    Example:
+        >>> Zero(stage=3, replicate=2).stage
+        3
+    """
+
+    stage: int = 1
+    replicate: int = 1
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero stage {self.stage!r} is none of 0, 1, 2 and 3")
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise ValueError if the mesh can't be sharded so."""
+        zero, replicate, data = self.stage, self.replicate, mesh.data.size
+        if not isinstance(replicate, int) or replicate < 1 or data % replicate:
+            raise ValueError(f"replicate {replicate!r} does not divide the data size {data}: {divisors(data)}")
+        if replicate > 1 and (zero == 0 or replicate == data):
+            raise ValueError(
+                f"replicate {replicate} with zero {zero} on {data} data ranks leaves nothing to shard: zero=0 "
+                f"with replicate=1 replicates everything; with zero from 1 {divisors(data)} below {data}"
+            )
+        if replicate > 1 and mesh.edp.size % replicate:
+            raise ValueError(
+                f"replicate {replicate} does not divide the edp size {mesh.edp.size} of the experts: "
+                f"{divisors(mesh.edp.size)}"
+            )
+        if zero == 0 and (self.param_dtype is not None or self.reduce_dtype != torch.float32):
+            raise ValueError(
+                f"zero 0 computes in the parameters' own dtype and sums in float32, not in {self.param_dtype} and "
+                f"{self.reduce_dtype}: use torch.autocast, or zero=1"
+            )
+        if self.param_dtype is not None and mesh.device_mesh is None:
+            raise ValueError(
+                f"param_dtype {self.param_dtype} needs torch.distributed, which isn't running: use torch.autocast"
+            )
 
 
 class ExchangeReduceScatter:
@@ -70,7 +114,7 @@ class BroadcastAllGather:
 class UnitWrapper:
     """Apply `fully_shard` with the arguments of one call of `shard_data_parallel`."""
 
-    def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: ShardPolicy) -> None:
+    def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: Zero) -> None:
         self.mesh, self.declared, self.policy = mesh, declared, policy
         assert mesh.device_mesh is not None
         self.data = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
@@ -79,7 +123,7 @@ class UnitWrapper:
         if mesh.edp.size > policy.replicate and mesh.edp.group is not mesh.data.group:
             if not fsdp_wrap.SEVERAL_MESHES:
                 raise ValueError(
-                    f"experts with zero {policy.zero} need torch 2.13, this is {torch.__version__}: use zero=0"
+                    f"experts with zero {policy.stage} need torch 2.13, this is {torch.__version__}: use zero=0"
                 )
             self.experts = fsdp_wrap.placement_on(_cut_axis(mesh.edp, policy.replicate, mesh.device_type))
 

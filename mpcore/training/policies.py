@@ -10,39 +10,11 @@ import torch
 from torch import nn
 
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.layout import divisors
+from mpcore.parallel.fsdp import Zero
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DTYPES |= {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RECOMPUTE_KINDS = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Zero:
-    """Shard over the data-parallel ranks: ZeRO, and HSDP with `replicate`.
-
-    Args:
-        stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
-        replicate: the number of groups that hold all shards, each of `data.size / replicate` ranks, such as a node.
-        param_dtype: the dtype in which parameters are gathered and used; None keeps their own.
-        reduce_dtype: sum gradients in this dtype. Gradients of float64 parameters are summed in float64.
-
-    Raises:
-        ValueError: if the stage is none of 0, 1, 2 and 3.
-
-    Example:
-        >>> Zero(stage=3, replicate=2).stage
-        3
-    """
-
-    stage: int = 1
-    replicate: int = 1
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero stage {self.stage!r} is none of 0, 1, 2 and 3")
 
 
 @dataclass(frozen=True)
@@ -194,12 +166,8 @@ def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
         if not isinstance(given[name], kind) and (given[name] is not None or name in ("data", "offload")):
             raise ValueError(f"{name} is {given[name]!r}, which is no {kind.__name__}: write {name}={example}")
     zero, offload = given["data"], given["offload"]
+    zero.check(mesh)
     data = mesh.data.size
-    if zero.replicate > 1 and (zero.stage == 0 or data % zero.replicate or zero.replicate == data):
-        raise ValueError(
-            f"Zero(stage={zero.stage}, replicate={zero.replicate}) on {data} data-parallel ranks leaves nothing to "
-            f"shard, or unequal groups: take a stage from 1, and for replicate {divisors(data)} below {data}"
-        )
     if offload.parameters and zero.stage and data > 1:
         raise ValueError(
             f"Offload(parameters=True) with Zero(stage={zero.stage}) on {data} data-parallel ranks: stage 0 leaves "

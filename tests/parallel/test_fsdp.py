@@ -98,7 +98,7 @@ def wraps(zero: int) -> list[Any]:
     model = torch.nn.Linear(2, 2).to(torch.float64 if zero == 3 else torch.float32)
     told: list = []
     model.told = told  # type: ignore[assignment]
-    fsdp.UnitWrapper(on, {}, fsdp.ShardPolicy(zero, 1, torch.bfloat16, torch.float16))(model, set(), zero)
+    fsdp.UnitWrapper(on, {}, fsdp.Zero(zero, 1, torch.bfloat16, torch.float16))(model, set(), zero)
     return told
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.parallel import data, sync
-from mpcore.parallel.fsdp import ShardPolicy
 from mpcore.parallel.shared import DataParallel, set_state, state_of
 from mpcore.sharding.declare import Sharding
 
@@ -189,31 +188,27 @@ def mesh_of(size: int, edp: int | None = None, running: bool = True) -> Any:
     return SimpleNamespace(data=mp.Axis(size), edp=mp.Axis(edp or size), device_mesh="there" if running else None)
 
 
-def policy(zero: int = 1, replicate: Any = 1, param: Any = None, reduce: Any = torch.float32) -> ShardPolicy:
-    return ShardPolicy(zero, replicate, param, reduce)
-
-
 HALF = torch.bfloat16
-REFUSED: list[tuple[ShardPolicy, Any, str]] = [
-    (policy(0), mesh_of(4), ""), (policy(3), mesh_of(4), ""), (policy(-1), mesh_of(4), "zero -1 is none of"),
-    (policy(4), mesh_of(4), "zero 4 is none of"), (policy(1, 2), mesh_of(4), ""), (policy(3, 2), mesh_of(4, 2), ""),
-    (policy(1, 3), mesh_of(4), "replicate 3 does not divide the data size 4"),
-    (policy(1, 0), mesh_of(4), "replicate 0 does not divide"), (policy(1, 2.0), mesh_of(4), "replicate 2.0 does not"),
-    (policy(0, 2), mesh_of(4), "replicate 2 with zero 0 on 4 data ranks leaves nothing"),
-    (policy(1, 4), mesh_of(4), "replicate 4 with zero 1 on 4 data ranks leaves nothing"),
-    (policy(1, 2), mesh_of(4, 1), "replicate 2 does not divide the edp size 1 of the experts"),
-    (policy(1, 1), mesh_of(4, 1), ""), (policy(0, 1, HALF), mesh_of(4), "zero 0 computes in the parameters' own"),
-    (policy(0, 1, None, HALF), mesh_of(4), "zero 0 computes in the parameters' own"),
-    (policy(1, 1, HALF, HALF), mesh_of(4), ""),
-    (policy(1, 1, HALF), mesh_of(1, running=False), "param_dtype torch.bfloat16 needs torch.distributed"),
-    (policy(1, 1), mesh_of(1, running=False), ""),
+REFUSED: list[tuple[mp.Zero, Any, str]] = [
+    (mp.Zero(0), mesh_of(4), ""), (mp.Zero(3), mesh_of(4), ""), (mp.Zero(1, 2), mesh_of(4), ""),
+    (mp.Zero(3, 2), mesh_of(4, 2), ""),
+    (mp.Zero(1, 3), mesh_of(4), "replicate 3 does not divide the data size 4"),
+    (mp.Zero(1, 0), mesh_of(4), "replicate 0 does not divide"), (mp.Zero(1, 2.0), mesh_of(4), "replicate 2.0 does not"),
+    (mp.Zero(0, 2), mesh_of(4), "replicate 2 with zero 0 on 4 data ranks leaves nothing"),
+    (mp.Zero(1, 4), mesh_of(4), "replicate 4 with zero 1 on 4 data ranks leaves nothing"),
+    (mp.Zero(1, 2), mesh_of(4, 1), "replicate 2 does not divide the edp size 1 of the experts"),
+    (mp.Zero(1, 1), mesh_of(4, 1), ""), (mp.Zero(0, 1, HALF), mesh_of(4), "zero 0 computes in the parameters' own"),
+    (mp.Zero(0, 1, None, HALF), mesh_of(4), "zero 0 computes in the parameters' own"),
+    (mp.Zero(1, 1, HALF, HALF), mesh_of(4), ""),
+    (mp.Zero(1, 1, HALF), mesh_of(1, running=False), "param_dtype torch.bfloat16 needs torch.distributed"),
+    (mp.Zero(1, 1), mesh_of(1, running=False), ""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "on", "said"), REFUSED)
 def test_policies_of_sharding_are_refused_with_the_numbers(given, on, said):
     try:
-        data._check_policy(given, on)
+        given.check(on)
         text = ""
     except ValueError as error:
         text = str(error)

@@ -68,7 +68,7 @@ def test_policies_reach_the_steps_that_they_are_of(steps):
     told = {
         "seed": 5, "precision": mp.Precision("bfloat16", fp8=True), "compile": mp.Compile("eager"),
         "recompute": mp.Recompute("selective", every=3, budget=0.5, example=example, preserve_rng_state=False),
-        "data": mp.Zero(2, param_dtype=torch.float64, reduce_dtype=torch.bfloat16), "optimizer": mp.AdamW,
+        "data": mp.Zero(2, reduce_dtype=torch.bfloat16), "optimizer": mp.AdamW,
         "offload": mp.Offload(optimizer=True),
     }  # fmt: skip
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
@@ -85,7 +85,7 @@ def test_policies_reach_the_steps_that_they_are_of(steps):
     options = {"preserve_rng_state": False, "budget": 0.5, "example": example, "axes": (mp.Mesh().tp, mp.Mesh().data)}
     assert of["recompute_blocks"] == ((blocks, "selective"), {"every": 3, **options})
     assert of["shard_data_parallel"][1] == {
-        "zero": 2, "replicate": 1, "param_dtype": torch.float64, "reduce_dtype": torch.bfloat16,
+        "zero": 2, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.bfloat16,
     }  # fmt: skip
     assert of["compile_blocks"][0] == (blocks, "eager")
     whole, masters = of["main_gradients"][0]

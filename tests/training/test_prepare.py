@@ -401,7 +401,7 @@ def check_refused(sizes: dict, words: str, told: dict) -> None:
             2,
             {"dp": 2},
             {"data": mp.Zero(3, replicate=2)},
-            r"Zero\(stage=3, replicate=2\) on 2 data-parallel ranks leaves",
+            "replicate 2 with zero 3 on 2 data ranks leaves",
         ),
         (2, {"pp": 2}, {"offload": mp.Offload(parameters=True), "schedule": "zb"}, "schedule that splits backward"),
         (2, {"worlds": 2}, {}, r"build_mesh\(worlds=2\) without an observer that joins their models: pass one"),
