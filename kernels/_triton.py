@@ -71,9 +71,6 @@ def decorate_all() -> None:
                 setattr(module, name, language)
 
 
-_compiled: dict[tuple, Any] = {}
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: Any) -> None:
     """Launch `kernel[grid](**arguments)` on the device and the current stream of its first argument, a tensor.
 
@@ -82,7 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: A
     the tensors, so there Triton searches. A constant may be a kernel; `None` stands for a tensor that is not given.
     """
     function = kernel.function if type(kernel) is LazyKernel else kernel.fn
-    every, pointers, numbers, constants = _readers(function)
+    every, pointers, numbers, constants, compiled = _readers(function)
     values: tuple[Any, ...]
     try:
         values = every(arguments)
@@ -99,7 +96,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: A
     scalars = [type(s) is int and (s == 1, s % 16 == 0, -(2**31) <= s < 2**31) for s in numbers(arguments)]
     fixed = constants(arguments)
     key = (id(kernel), device.index, num_warps, fixed, *tensors, *scalars)
-    known = _compiled.get(key)
+    known = compiled.get(key)
     if known is not None:
         known[1][grid](*values)
         return None
@@ -107,9 +104,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, **arguments: A
     if any(type(value) is LazyKernel for value in held):
         decorate_all()
     run, values = decorated(kernel), tuple(map(decorated, values))
-    compiled = run[grid](*values, num_warps=num_warps)
-    if compiled is not None and compiled.metadata.target.backend == "cuda":  # the interpreter returns None
-        _compiled[key] = held, compiled  # what is held keeps its id
+    made = run[grid](*values, num_warps=num_warps)
+    if made is not None and made.metadata.target.backend == "cuda":  # the interpreter returns None
+        compiled[key] = held, made  # what is held keeps its id
     return None
 
 
@@ -117,8 +114,11 @@ Reader = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 @functools.cache
-def _readers(function: Callable) -> tuple[Reader, ...]:
-    """Return what reads, from named arguments in the kernel's order: all, its pointers, its numbers, its constants."""
+def _readers(function: Callable) -> tuple[Reader, Reader, Reader, Reader, dict[tuple, Any]]:
+    """Return what reads, from named arguments in the kernel's order: all, its pointers, its numbers, its constants.
+
+    The last element holds the compiled kernels of the function, by what Triton's choice depends on; `launch` fills it.
+    """
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     constants = [name for name in names if function.__annotations__.get(name) == "tl.constexpr"]
     pointers = [name for name in names if name.endswith("_ptr")]
@@ -126,7 +126,8 @@ def _readers(function: Callable) -> tuple[Reader, ...]:
     def reader(names: Sequence[str]) -> Reader:  # itemgetter is a few times as fast as a comprehension
         return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)
 
-    return tuple(map(reader, (names, pointers, [n for n in names if n not in (*pointers, *constants)], constants)))
+    numbers = [n for n in names if n not in (*pointers, *constants)]
+    return reader(names), reader(pointers), reader(numbers), reader(constants), {}
 
 
 def stages(elements: int, *tensors: torch.Tensor | None) -> int:

@@ -17,6 +17,7 @@ tensors in a table in device memory. The host copies the table without waiting, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -224,10 +225,6 @@ def _adamw_op(params: list[Tensor], *others: Any) -> Iterator[None]:
     )  # fmt: skip
 
 
-# By device, stream, tile and sizes: the tensor of each tile, the table on the device, on the host, and its numbers.
-_kept: dict[Hashable, tuple[Tensor, Tensor, Tensor, list[list[int]]]] = {}
-
-
 def _tables(lists: list[list[Tensor]], keys: list[int]) -> tuple[Tensor, Tensor]:
     """Return which tensor each tile is of, and for each tensor its addresses, N, C, key and first tile, int64."""
     params, columns = lists[0], lists[-1]
@@ -238,14 +235,18 @@ def _tables(lists: list[list[Tensor]], keys: list[int]) -> tuple[Tensor, Tensor]
     last = [c.numel() for c in columns] or sizes
     firsts = [0, *itertools.accumulate(counts)][:-1]
     numbers = [list(row) for row in zip(*addresses, sizes, last, keys or sizes, firsts, strict=True)]
-    key = device, stream, _BLOCK, sizes
-    kept = _kept.get(key)
-    if kept is None or kept[3] != numbers:
-        tiles = kept[0] if kept else _copy(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device)[0]
-        if len(_kept) >= _MOST_TABLES:
-            _kept.clear()
-        _kept[key] = kept = tiles, *_copy(torch.tensor(numbers), device), numbers
-    return kept[:2]
+    kept = _kept(device, stream, _BLOCK, sizes)
+    if not kept:
+        kept[:] = _copy(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device)[0], None, None, None
+    if kept[3] != numbers:
+        kept[1:] = *_copy(torch.tensor(numbers), device), numbers
+    return kept[0], kept[1]
+
+
+@functools.lru_cache(_MOST_TABLES)
+def _kept(device: torch.device, stream: int, block: int, sizes: tuple[int, ...]) -> list[Any]:
+    """Return what `_tables` keeps: the tensor of each tile, the table on the device, on the host, and its numbers."""
+    return []
 
 
 def _copy(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -280,6 +280,43 @@ def test_nothing_imports_tests_or_benches_and_the_library_has_no_junk_drawer():
     assert not [name for name in LIBRARY if name.rpartition(".")[2] in ("utils", "util", "helpers", "common", "misc")]
 
 
+STATE = {
+    "mpcore.gradients.overlap._pending": "all-reduces of this rank's thread that another model must not overtake",
+    "mpcore.kernels._choice._forced": "`use_kernels` holds for all threads of the process, as it says",
+    "mpcore.kernels._flops._formulas": "waits for torch's own table of formulas",
+    "mpcore.kernels._self_test._verdicts": "the verdict of a device is the process's, and nested calls read it",
+    "mpcore.tools._torch.simulated._here": "stands in the place of torch's own module global",
+}
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+def test_no_function_changes_an_object_of_its_module():
+    """A container or object that a module holds is a constant: state lies in objects, pure caches in functools."""
+    found = set()
+    for name in LIBRARY:
+        body = ast.parse(MODULES[name].read_text()).body
+        held = {target.id for node in body if isinstance(node, ast.Assign | ast.AnnAssign)
+                for target in getattr(node, "targets", [getattr(node, "target", None)])
+                if isinstance(target, ast.Name)}  # fmt: skip
+        for function in (node for node in nodes(name) if isinstance(node, ast.FunctionDef | ast.Lambda)):
+            inner, changed = list(ast.walk(function)), []
+            own = {node.arg for node in inner if isinstance(node, ast.arg)}
+            own |= {node.id for node in inner if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            for node in inner:
+                if isinstance(node, ast.Global):
+                    found |= {f"{name}.{each}" for each in node.names}
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+                    changed.append(node.func.value)
+                elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                    changed.append(node)
+            for node in changed:
+                while isinstance(node, ast.Attribute | ast.Subscript):
+                    node = node.value
+                if isinstance(node, ast.Name) and node.id in held - own:
+                    found.add(f"{name}.{node.id}")
+    assert found == set(STATE), "give it to an object that owns it, or to functools.cache"
+
+
 A_STEP = {"collectives", "gradients", "kernels", "layers", "optim", "parallel", "pipeline", "sharding", "training"}
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
 ON_CPU = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import multiprocessing
 import os
@@ -328,7 +329,6 @@ def fails() -> None:
 
 
 def test_a_worker_joins_a_world_when_its_name_changes_and_draws_the_same_numbers_in_each_call(worker, tmp_path):
-    pool_module._meshes["old"] = 1
     calls = [(2, 3, (77, name), check, (), {}) for name, check in (("5", draws), ("5", draws), ("6", fails))]
     answers, told = worker(calls, str(tmp_path))
     torch.manual_seed(0)
@@ -342,12 +342,11 @@ def test_a_worker_joins_a_world_when_its_name_changes_and_draws_the_same_numbers
     assert told == [
         ("register", signal.SIGUSR2), store, init[0], ("destroy",), ("forget", ["imported", "made"]), store, init[1],
     ]  # fmt: skip
-    assert pool_module._meshes == {}
     assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_GLOO_LAZY_INIT"]) == ("256", "1")
 
 
 def test_a_mesh_is_made_once_for_its_sizes(monkeypatch):
-    monkeypatch.setattr(pool_module, "_meshes", {})
+    monkeypatch.setattr(pool_module, "_mesh", functools.cache(pool_module._mesh.__wrapped__))
     made = []
     monkeypatch.setattr(pool_module, "build_mesh", lambda **sizes: made.append(sizes) or len(made))
     assert [pool_module.mesh(tp=2, dp=3), pool_module.mesh(dp=3, tp=2), pool_module.mesh(tp=3)] == [1, 1, 2]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,6 @@ fake tensors have no values."""
 _WRITE = ("aten::_foreach_copy_", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
 """Operators that only write to arguments of the right shapes."""
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
-_results: dict[object, tuple | None] = {}
-"""By operator and arguments: whether there is one result, and the form of each. None: they can't be cached."""
 
 
 class _Fake(FakeTensorMode):
@@ -49,7 +47,13 @@ class _Fake(FakeTensorMode):
     - A view runs its meta kernel at once. torch would look for the result in a cache, and make the view from it.
     - The results of operators that make new tensors are cached by the shapes and strides of the arguments. torch caches
       only its own operators, and its keys have more parts.
+
+    Attributes:
+        results: by operator and arguments: whether there is one result, and the form of each. None: they can't be
+            cached. All modes share it, as torch's modes share theirs.
     """
+
+    results: ClassVar[dict[object, tuple | None]] = {}
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
@@ -67,11 +71,11 @@ class _Fake(FakeTensorMode):
         if key is None:
             return super().dispatch(func, types, args, kwargs)
         key = func, torch.get_default_dtype(), key
-        if key not in _results:
+        if key not in self.results:
             out = super().dispatch(func, types, args, kwargs)
-            _results[key] = _form_of(out, (args, *(kwargs or {}).values()))
+            self.results[key] = _form_of(out, (args, *(kwargs or {}).values()))
             return out
-        found = _results[key]
+        found = self.results[key]
         if found is None:
             return super().dispatch(func, types, args, kwargs)
         is_one, forms = found

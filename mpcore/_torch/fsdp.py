@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +24,13 @@ from mpcore._torch import autograd
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-_beside: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
-
 
 def add_unit(model: nn.Module, unit: nn.Module) -> None:
     """Count a unit among the model's units although it is none of its submodules.
 
     Several models may share such a unit.
     """
-    _beside.setdefault(model, WeakSet()).add(unit)
+    model.more_units = (*_more_units(model), unit)  # type: ignore[assignment]
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -42,7 +39,11 @@ def units(model: nn.Module) -> list[FSDPModule]:
     if fsdp is None:
         return []
     kind: type[FSDPModule] = fsdp.FSDPModule
-    return [module for module in (*model.modules(), *_beside.get(model, ())) if isinstance(module, kind)]
+    return [module for module in (*model.modules(), *_more_units(model)) if isinstance(module, kind)]
+
+
+def _more_units(model: nn.Module) -> tuple[nn.Module, ...]:
+    return vars(model).get("more_units", ())
 
 
 def renew_parameters(model: nn.Module) -> None:

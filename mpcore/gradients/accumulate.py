@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpcore.kernels._main_grad import (
     MainGradState,
@@ -71,8 +70,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     Raises:
         ValueError: if data parallelism replaced the parameter, because it would never get a gradient.
     """
-    if _REPLACED.data:  # not its length, which is computed
-        check_current([parameter])
+    check_current(parameter)
     main = main_grad(parameter)
     if main is None:
         return parameter.grad
@@ -112,36 +110,31 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
             mark_main_grad(parameter, MainGradState.EMPTY)
 
 
-# --- what is known of a gradient, and of a parameter that has none any more ----------------------------------------
-
-_REDUCED = WeakTensorKeyDictionary()  # `.grad` tensors that are fully summed over ranks
-_REPLACED = WeakTensorKeyDictionary()  # parameters that are no longer their model's
-
-
 def mark_reduced(parameter: Tensor) -> None:
     """Mark the parameter's current gradient as complete, for example after you all-reduced it yourself."""
     if holds_main_grad(parameter):
         mark_main_grad(parameter, MainGradState.REDUCED)
     elif parameter.grad is not None:
-        _REDUCED[parameter.grad] = True
+        parameter.grad.is_reduced = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_reduced(parameter: Tensor) -> bool:
     """Return whether nothing was accumulated since `mark_reduced`, neither in `.grad` nor in the main gradient."""
     if main_grad(parameter) is None:
-        return parameter.grad is None or parameter.grad in _REDUCED
+        return parameter.grad is None or getattr(parameter.grad, "is_reduced", False)
     return parameter.grad is None and main_grad_state(parameter) is not MainGradState.ADDED
 
 
 def mark_replaced(parameters: Iterable[Tensor]) -> None:
     """Record that other parameters replaced these; an optimizer created before may still hold them."""
-    _REPLACED.update(dict.fromkeys(parameters, True))
+    for parameter in parameters:
+        parameter.is_replaced = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def check_current(parameters: Iterable[Tensor]) -> None:
+def check_current(*parameters: Tensor) -> None:
     """Raise ValueError for parameters that data parallelism replaced."""
-    for parameter in parameters if _REPLACED.data else ():
-        if parameter in _REPLACED:
+    for parameter in parameters:
+        if getattr(parameter, "is_replaced", False):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: "
                 f"make the optimizer after shard_data_parallel"

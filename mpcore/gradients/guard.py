@@ -71,7 +71,7 @@ class _Guard:
         """Find the names of the optimizer's parameters."""
         now = {p: (i, name) for i, model in enumerate(self.models) for name, p, _ in declarations(model)}
         for group in optimizer.param_groups:
-            check_current(group["params"])
+            check_current(*group["params"])
             for p in group["params"]:
                 if p in self.names:
                     continue
@@ -92,7 +92,7 @@ class _Guard:
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
-            check_current(group["params"])
+            check_current(*group["params"])
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if count != self.seen:
             self.find(optimizer)

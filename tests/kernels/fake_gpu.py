@@ -96,13 +96,13 @@ def fake_gpu(target: str = "sm_90", *, record: bool = True, device: str = "") ->
     _dispatch.launching_on_cpu = True
     if record:
         CompiledKernel.launch_metadata = append
-    _triton._compiled.clear()
+    _triton._readers.cache_clear()
     try:
         yield launches
     finally:
         driver._active, CompiledKernel.launch_metadata = previous, plain
         _dispatch.launching_on_cpu = launching
-        _triton._compiled.clear()
+        _triton._readers.cache_clear()
 
 
 class Call(NamedTuple):

@@ -186,14 +186,18 @@ def test_the_numbers_of_a_launch(key, master, monkeypatch):
     assert row == [*(x.data_ptr() for x in held[0][:4]), *now, 20, 5 if key else 20, key or 20, 0]
 
 
-def test_tables_are_kept_for_64_lists_of_sizes(monkeypatch):
-    monkeypatch.setattr(module, "_kept", {})
-    for n in range(1, 66):
-        module._tables([[torch.zeros(n)]] * 4 + [[torch.zeros(4).double()], [], [], []], [])
-        assert len(module._kept) == (n if n <= 64 else 1)
-    ((tiles, table, host, numbers),) = module._kept.values()
-    assert table is not None
-    assert (tiles.tolist(), host.tolist()) == ([0], numbers)
+def test_tables_are_kept_for_64_lists_of_sizes():
+    module._kept.cache_clear()
+    now = torch.zeros(4).double()
+    lists = [[[torch.zeros(n)]] * 4 + [[now], [], [], []] for n in range(1, 66)]
+    first, *others = [module._tables(each, []) for each in lists]
+    assert all(a is b for a, b in zip(module._tables(lists[64], []), others[-1], strict=True))
+    tiles, table = module._tables(lists[0], [])
+    assert tiles is not first[0], "the least recent of 65 was dropped"
+    assert (tiles.tolist(), table.tolist()) == (first[0].tolist(), first[1].tolist())
+    moved = module._tables([[torch.zeros(1)]] * 4 + lists[0][4:], [])
+    assert moved[0] is tiles
+    assert moved[1].tolist() != table.tolist(), "the addresses are others"
 
 
 def test_which_states_one_launch_steps():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -195,14 +194,12 @@ def _agree(value: dict[str, Any], axes: list[Axis]) -> None:
         raise problem
 
 
-_OWNERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the simulated rank that sharded a model
-
-
 def _check_owner(module: nn.Module) -> None:
     rank = torch.distributed.get_rank() if ranks_are_threads() else None
-    if rank is not None and _OWNERS.setdefault(module, rank) != rank:
+    owner = rank if rank is None else vars(module).setdefault("sharded_by_rank", rank)
+    if owner != rank:
         raise ValueError(
-            f"simulated ranks {_OWNERS[module]} and {rank} shard one {type(module).__name__}: build the model inside "
+            f"simulated ranks {owner} and {rank} shard one {type(module).__name__}: build the model inside "
             f"the function that `simulate` calls, so that each rank has its own"
         )
 

@@ -191,7 +191,7 @@ def _work(connection: Connection, prepare: Callable[[], None] | None, folder: st
                 port, name = store
                 met = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
                 dist.init_process_group("gloo", store=met, rank=rank, world_size=size)
-                _meshes.clear()
+                _mesh.cache_clear()
                 world = store
             torch.manual_seed(0)
             result = (True, check(*args, **kwargs))
@@ -225,9 +225,6 @@ def _stack_file(folder: str, pid: int) -> Path:
     return Path(folder, f"stack-{pid}")
 
 
-_meshes: dict = {}
-
-
 def mesh(**sizes: Any) -> Mesh:
     """Return, in a worker, the mesh of these sizes over the whole world.
 
@@ -235,7 +232,9 @@ def mesh(**sizes: Any) -> Mesh:
     """
     if simulated_rank() is not None:  # each simulated rank has its own
         return build_mesh(**{"device_type": "cpu", **sizes})
-    key = tuple(sorted(sizes.items()))
-    if key not in _meshes:
-        _meshes[key] = build_mesh(**{"device_type": "cpu", **sizes})
-    return _meshes[key]
+    return _mesh(**dict(sorted(sizes.items())))
+
+
+@functools.cache
+def _mesh(**sizes: Any) -> Mesh:
+    return build_mesh(**{"device_type": "cpu", **sizes})
