@@ -16,12 +16,13 @@ from torch.autograd.graph import get_gradient_edge
 from ._torch import engine_will_execute
 
 
-class MainGradState(IntEnum):
-    """What a main gradient holds: nothing, terms of this rank (equal to True), or the finished sum over ranks."""
+class GradientState(IntEnum):
+    """What a gradient holds: nothing, terms of this rank (equal to True), or the sum over ranks, done or running."""
 
     EMPTY = 0
-    ADDED = 1
-    REDUCED = 2
+    LOCAL = 1
+    SUMMED = 2
+    SUMMING = 3
 
 
 def main_grad(parameter: Tensor | None) -> Tensor | None:
@@ -34,18 +35,18 @@ def holds_main_grad(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "grad_added_to_main_grad", False))
 
 
-def main_grad_state(parameter: Tensor) -> MainGradState:
+def main_grad_state(parameter: Tensor) -> GradientState:
     """Return what the main gradient of the parameter holds; EMPTY where it has none."""
-    return MainGradState(getattr(parameter, "grad_added_to_main_grad", MainGradState.EMPTY))
+    return GradientState(getattr(parameter, "grad_added_to_main_grad", GradientState.EMPTY))
 
 
 def attach_main_grad(parameter: Tensor, buffer: Tensor) -> None:
     """Have gradients of the parameter added to `buffer`, whose values count for nothing."""
     parameter.main_grad = buffer  # pyright: ignore[reportAttributeAccessIssue]
-    mark_main_grad(parameter, MainGradState.EMPTY)
+    mark_main_grad(parameter, GradientState.EMPTY)
 
 
-def mark_main_grad(parameter: Tensor, state: MainGradState) -> None:
+def mark_main_grad(parameter: Tensor, state: GradientState) -> None:
     """Note what the main gradient of the parameter holds now."""
     parameter.grad_added_to_main_grad = state  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -83,5 +84,5 @@ def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor
                 f"main_grad is {main.dtype} {tuple(main.shape)} on {main.device}; for a parameter {tuple(p.shape)} it "
                 f"must be contiguous float32 of that shape on {p.device}"
             )
-        mark_main_grad(p, MainGradState.ADDED)
+        mark_main_grad(p, GradientState.LOCAL)
     return mains

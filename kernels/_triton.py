@@ -117,7 +117,7 @@ Reader = Callable[[dict[str, Any]], tuple[Any, ...]]
 def _readers(function: Callable) -> tuple[Reader, Reader, Reader, Reader, dict[tuple, Any]]:
     """Return what reads, from named arguments in the kernel's order: all, its pointers, its numbers, its constants.
 
-    The last element holds the compiled kernels of the function, by what Triton's choice depends on; `launch` fills it.
+    And what `launch` keeps: the function's compiled kernels, by what Triton's choice depends on.
     """
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     constants = [name for name in names if function.__annotations__.get(name) == "tl.constexpr"]

@@ -30,7 +30,7 @@ def add_unit(model: nn.Module, unit: nn.Module) -> None:
 
     Several models may share such a unit.
     """
-    model.more_units = (*_more_units(model), unit)  # type: ignore[assignment]
+    vars(model)["more_units"] = *vars(model).get("more_units", ()), unit
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -39,11 +39,7 @@ def units(model: nn.Module) -> list[FSDPModule]:
     if fsdp is None:
         return []
     kind: type[FSDPModule] = fsdp.FSDPModule
-    return [module for module in (*model.modules(), *_more_units(model)) if isinstance(module, kind)]
-
-
-def _more_units(model: nn.Module) -> tuple[nn.Module, ...]:
-    return vars(model).get("more_units", ())
+    return [module for module in (*model.modules(), *vars(model).get("more_units", ())) if isinstance(module, kind)]
 
 
 def renew_parameters(model: nn.Module) -> None:

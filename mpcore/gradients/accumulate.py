@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.kernels._main_grad import (
-    MainGradState,
+    GradientState,
     attach_main_grad,
     holds_main_grad,
     main_grad,
@@ -85,7 +85,7 @@ def accumulate(parameter: Tensor) -> None:
     if parameter.grad is not None and main is not None:
         main.add_(parameter.grad)
         parameter.grad = None
-        mark_main_grad(parameter, MainGradState.ADDED)
+        mark_main_grad(parameter, GradientState.LOCAL)
 
 
 @torch.no_grad()
@@ -107,34 +107,48 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
         main = main_grad(parameter)
         if main is not None:
             main.zero_()
-            mark_main_grad(parameter, MainGradState.EMPTY)
+            mark_main_grad(parameter, GradientState.EMPTY)
+
+
+# --- the record of a gradient: attributes of its parameter, which a copy of the parameter doesn't have -------------
+#
+# Where: `main_grad` if there is one, otherwise `.grad`, and `running_sum` (`StartedAllReduce`) while it is all-reduced.
+# What it holds: `grad_added_to_main_grad`, which Megatron's kernels write too, or a mark on `.grad`.
 
 
 def mark_reduced(parameter: Tensor) -> None:
     """Mark the parameter's current gradient as complete, for example after you all-reduced it yourself."""
     if holds_main_grad(parameter):
-        mark_main_grad(parameter, MainGradState.REDUCED)
+        mark_main_grad(parameter, GradientState.SUMMED)
     elif parameter.grad is not None:
-        parameter.grad.is_reduced = True  # pyright: ignore[reportAttributeAccessIssue]
+        vars(parameter.grad)["gradient_state"] = GradientState.SUMMED
+
+
+def gradient_state(parameter: Tensor) -> GradientState:
+    """Return what the parameter's gradient holds, wherever it lies."""
+    if "running_sum" in vars(parameter):
+        return GradientState.SUMMING
+    if parameter.grad is not None:
+        known = {} if main_grad(parameter) is not None else vars(parameter.grad)  # a main gradient waits for `.grad`
+        return known.get("gradient_state", GradientState.LOCAL)
+    return GradientState.EMPTY if main_grad(parameter) is None else main_grad_state(parameter)
 
 
 def is_reduced(parameter: Tensor) -> bool:
     """Return whether nothing was accumulated since `mark_reduced`, neither in `.grad` nor in the main gradient."""
-    if main_grad(parameter) is None:
-        return parameter.grad is None or getattr(parameter.grad, "is_reduced", False)
-    return parameter.grad is None and main_grad_state(parameter) is not MainGradState.ADDED
+    return gradient_state(parameter) in (GradientState.EMPTY, GradientState.SUMMED)
 
 
 def mark_replaced(parameters: Iterable[Tensor]) -> None:
     """Record that other parameters replaced these; an optimizer created before may still hold them."""
     for parameter in parameters:
-        parameter.is_replaced = True  # pyright: ignore[reportAttributeAccessIssue]
+        vars(parameter)["is_replaced"] = True
 
 
 def check_current(*parameters: Tensor) -> None:
     """Raise ValueError for parameters that data parallelism replaced."""
     for parameter in parameters:
-        if getattr(parameter, "is_replaced", False):
+        if "is_replaced" in vars(parameter):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is no longer the model's, whose shards replaced it: "
                 f"make the optimizer after shard_data_parallel"

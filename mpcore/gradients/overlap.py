@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mpcore._torch.autograd import has_last_accumulation_hook
 from mpcore._torch.storage import holders
 from mpcore.collectives import start_sum_in_place, wait
-from mpcore.gradients.accumulate import gradient_of
-from mpcore.kernels._main_grad import main_grad
+from mpcore.gradients.accumulate import gradient_of, gradient_state
+from mpcore.kernels._main_grad import GradientState, main_grad
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declarations import tree_of
 from mpcore.sharding.declare import Sharding
@@ -68,7 +68,11 @@ class OverlappedAllReduce:
         self.order: list[tuple[nn.Parameter, Axis]] = []
         self.next, self.armed, self.found = 0, False, False
         self.ready: set[nn.Parameter] = set()
-        self.begun: dict[nn.Parameter, StartedAllReduce] = {}
+
+    @property
+    def begun(self) -> dict[nn.Parameter, StartedAllReduce]:
+        """The running all-reduces."""
+        return {p: vars(p)["running_sum"] for p, _ in self.order if "running_sum" in vars(p)}
 
     def arm(self) -> None:
         """Let the next backward start the all-reduces, unless another stage of this thread is in its backward."""
@@ -109,7 +113,7 @@ class OverlappedAllReduce:
         self.hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for _, _, p, _ in self.places]
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        if parameter in self.begun:
+        if gradient_state(parameter) is GradientState.SUMMING:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after the backward that "
                 f"set_gradient_sync(model, last=True) announced: say last=False before the backwards that come first"
@@ -121,7 +125,7 @@ class OverlappedAllReduce:
 
     def _begin(self) -> None:
         parameter, axis = self.order[self.next]
-        self.begun[parameter] = begin_sum(parameter, axis)
+        vars(parameter)["running_sum"] = begin_sum(parameter, axis)
         self.next += 1
 
     def begin_rest(self) -> None:
@@ -172,7 +176,7 @@ def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, StartedAllRed
     begun: dict[nn.Parameter, StartedAllReduce] = {}
     for sums in tuple(_pending.all):
         sums.begin_rest()
-        begun |= {p: sums.begun.pop(p) for p in tuple(sums.begun) if id(p) in given}
+        begun |= {p: vars(p).pop("running_sum") for p in sums.begun if id(p) in given}
         if not sums.begun:
             _pending.all.remove(sums)
     return begun
@@ -187,7 +191,6 @@ def drop_begun(parameters: Iterable[Tensor]) -> None:
     for sums in tuple(_pending.all):
         if any(id(p) in given for p, _ in sums.order):
             sums.begin_rest()
-            for begun in sums.begun.values():
-                wait(begun.total)
-            sums.begun = {}
+            for p in sums.begun:
+                wait(vars(p).pop("running_sum").total)
             _pending.all.remove(sums)

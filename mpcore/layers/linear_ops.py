@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad, will_accumulate
+from mpcore.kernels._main_grad import GradientState, main_grad, mark_main_grad, will_accumulate
 from mpcore.kernels._torch import is_on_gpu
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
@@ -180,7 +180,7 @@ def add_or_return(parameter: Tensor | None, gradient: Callable[..., Tensor], *of
         return gradient(None, *of)
     if wanted:  # a zero-bubble pipeline runs backward in two passes: add in the pass that wants this gradient
         gradient(main, *of)
-        mark_main_grad(parameter, MainGradState.ADDED)
+        mark_main_grad(parameter, GradientState.LOCAL)
     return None
 
 

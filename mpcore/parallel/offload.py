@@ -35,7 +35,7 @@ from mpcore._torch.storage import StorageWeakRef, address, alive
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import OF_WHOLE_TENSORS
 from mpcore.gradients.reduce import buckets
-from mpcore.kernels._main_grad import MainGradState, attach_main_grad, main_grad, mark_main_grad
+from mpcore.kernels._main_grad import GradientState, attach_main_grad, main_grad, mark_main_grad
 from mpcore.layers.module import as_module_list, recomputing, refuse_second_derivative
 from mpcore.optim.adamw import AdamW
 from mpcore.optim.muon import Muon
@@ -167,7 +167,7 @@ class _Step:
             copy.grad = held
         else:
             attach_main_grad(copy, held)
-            mark_main_grad(copy, MainGradState.ADDED)
+            mark_main_grad(copy, GradientState.LOCAL)
         events = [self.copies.copy(held, grad), self.copies.copy(copy.data, mine)]
         yield from (event for event in events if event is not None)
 

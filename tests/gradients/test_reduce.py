@@ -110,7 +110,8 @@ def begun_sums(*parameters: nn.Parameter, rest: tuple[nn.Parameter, ...] = ()) -
     sums = OverlappedAllReduce(stage, [stage])
     sums.order = [(p, TP) for p in (*parameters, *rest)]
     sums.next, sums.armed = len(parameters), True
-    sums.begun = {p: StartedAllReduce(TP, torch.full((1,), float(i)), True) for i, p in enumerate(parameters)}
+    for i, p in enumerate(parameters):
+        vars(p)["running_sum"] = StartedAllReduce(TP, torch.full((1,), float(i)), True)
     overlap._pending.all.append(sums)
     return sums
 

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpcore.kernels import _checks, _main_grad, _philox
 from mpcore.kernels._checks import can_read, check_beside, check_dtype, check_inputs, check_shapes, outside
 from mpcore.kernels._main_grad import (
-    MainGradState,
+    GradientState,
     attach_main_grad,
     holds_main_grad,
     main_grad,
@@ -133,15 +133,15 @@ def test_the_states_of_a_main_gradient():
     buffer = torch.zeros(3)
     attach_main_grad(p, buffer)
     assert main_grad(p) is p.main_grad is buffer
-    assert (holds_main_grad(p), main_grad_state(p)) == (False, MainGradState.EMPTY)
-    for state in (MainGradState.ADDED, MainGradState.REDUCED):
+    assert (holds_main_grad(p), main_grad_state(p)) == (False, GradientState.EMPTY)
+    for state in (GradientState.LOCAL, GradientState.SUMMED):
         mark_main_grad(p, state)
         assert (holds_main_grad(p), main_grad_state(p)) == (True, state)
     p.grad_added_to_main_grad = True  # as Megatron's kernels mark it
-    assert main_grad_state(p) is MainGradState.ADDED
+    assert main_grad_state(p) is GradientState.LOCAL
     attach_main_grad(p, buffer)
-    assert main_grad_state(p) is MainGradState.EMPTY
-    assert [*MainGradState] == [0, 1, 2]
+    assert main_grad_state(p) is GradientState.EMPTY
+    assert [*GradientState] == [0, 1, 2, 3]
 
 
 def test_gradients_are_added_only_where_every_parameter_has_a_place():
@@ -175,19 +175,19 @@ def test_a_backward_adds_where_it_accumulates_all_gradients():
     assert take_main_grad(None) is None
     Takes.apply(x, p, None, found).sum().backward()
     assert found.pop() == ((p.main_grad, None), True)
-    assert main_grad_state(p) is MainGradState.ADDED
+    assert main_grad_state(p) is GradientState.LOCAL
     Takes.apply(x, p, q, found).sum().backward()
     assert found.pop() == ((p.main_grad, q.main_grad), True, True)
-    mark_main_grad(p, MainGradState.EMPTY)
+    mark_main_grad(p, GradientState.EMPTY)
     torch.autograd.grad(Takes.apply(x, p, q, found).sum(), [x, p, q])
     assert found.pop() == (None, None, None)
     torch.autograd.grad(Takes.apply(x, p, q, found).sum(), x)
     assert found.pop() == (None, False, False)  # of x alone
-    assert main_grad_state(p) is MainGradState.EMPTY
+    assert main_grad_state(p) is GradientState.EMPTY
     frozen = parameter(3).requires_grad_(False)
     Takes.apply(x, p, frozen, found).sum().backward()
     assert found.pop() == (None, True, None)
-    assert main_grad_state(p) is MainGradState.EMPTY
+    assert main_grad_state(p) is GradientState.EMPTY
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_place_of_another_kind_is_refused(main):
     )
     with pytest.raises(ValueError, match=words):
         Takes.apply(x, p, None, []).sum().backward()
-    assert _main_grad.main_grad_state(p) is MainGradState.EMPTY
+    assert _main_grad.main_grad_state(p) is GradientState.EMPTY
 
 
 # --- random words -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from mpcore._torch import fsdp
 from mpcore.collectives import all_reduce
 from mpcore.gradients import gradient_of, zero_gradients
 from mpcore.gradients.norm import grad_norm, owned_tensors
-from mpcore.kernels._main_grad import MainGradState, main_grad, mark_main_grad
+from mpcore.kernels._main_grad import GradientState, main_grad, mark_main_grad
 from mpcore.mesh.agreement import check_same, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
@@ -257,6 +257,6 @@ class InvariantStep(Observer):
             fsdp.exchange_gradient(record, total)
         elif main is not None:
             main.copy_(total)
-            mark_main_grad(parameter, MainGradState.ADDED)
+            mark_main_grad(parameter, GradientState.LOCAL)
         else:
             parameter.grad = total.to(parameter.dtype)
