@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -174,6 +176,7 @@ def test_sums_begin_in_one_order_on_every_rank_however_the_gradients_come(sent, 
     assert sent == []
     third.sum().backward()
     assert list(sums.begun) == [third, first]
+    assert {accumulate.gradient_state(p).name for p in (third, first)} == {"SUMMING"}
     assert [x.data_ptr() for x, _ in sent] == [third.grad.data_ptr(), first.grad.data_ptr()]
     with pytest.raises(ValueError, match=r"of shape \(4,\) got another gradient after the backward that"):
         first.sum().backward()
@@ -221,7 +224,11 @@ def test_a_gradient_is_known_to_be_summed_until_something_is_added():
     p.grad = torch.ones(2)
     assert not accumulate.is_reduced(p)
     accumulate.mark_reduced(p)
-    assert accumulate.is_reduced(p)
+    p.grad.mul_(2)
+    assert accumulate.is_reduced(p), "clipping adds nothing"
+    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        other.grad = torch.ones(2)
+        assert not accumulate.is_reduced(other), "a copy's gradient is another one"
     p.grad = torch.ones(2)
     assert not accumulate.is_reduced(p)
     layer: Any = mp.gradients.main_gradients(nn.Linear(2, 1, bias=False, dtype=torch.bfloat16))
