@@ -329,6 +329,8 @@ def unknown(folder):
             named(_experts_implementation={"": "org/kernel"}),
             "_experts_implementation is .*org/kernel.*, code on the Hub",
         ),
+        (named(dtype="int64"), "config.json can't be read: .*floating-point"),
+        (named(tie_word_embeddings=[]), "config.json can't be read: .*tie_word_embeddings"),
         (poisoned, r"model.norm.weight \(48,\) holds NaN"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ],
@@ -338,6 +340,7 @@ def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
     damage(tmp_path)
     with pytest.raises(ValueError, match=match), mock.patch("builtins.input", return_value="y"):  # to run code
         from_pretrained(tmp_path)
+    assert not torch.nn.Linear(1, 1).weight.is_meta  # nothing is left as it was while the model was created
 
 
 def test_pitfall_60_a_model_with_nan_is_not_written(tmp_path):

@@ -89,7 +89,10 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
     ours, problems = _read(ARCHITECTURES[kind], values, where)
     if problems:
         raise ValueError(f"{where} cannot be imported: {'; '.join(problems)}")
-    return spec.config(**ours)
+    try:
+        return spec.config(**ours)
+    except ValueError as error:
+        raise ValueError(f"{where} cannot be imported: {error}") from None
 
 
 def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
@@ -236,8 +239,9 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
     for rule in architecture.rules:
         RULES[rule][0](c, ours)
     c.finish(architecture.ignored)
-    for name in ("moe.experts", "moe.top_k", "moe.d_ff"):  # the model would take 0 for "use the default"
-        if not ours.get(name, 1):
+    for name in ("d_ff", "kv_heads", "head_dim", "moe.experts", "moe.top_k", "moe.d_ff"):
+        value = ours.get(name, 1)  # the model would take 0 for "use the default"
+        if (type(value) is not int or value < 1) and (name.startswith("moe.") or not (value is None or c.problems)):
             c.problems.append(f"{name.replace('.', ' ')} {ours[name]!r} is not supported: it must be 1 or more")
     nested: dict[str, Any] = {}
     for name, value in ours.items():

@@ -120,6 +120,20 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
     values, (files, where) = read_json(path / "config.json"), open_files(path)
     _refuse_kernels(path / "config.json", values)
     check_counts(path / "config.json", values, files)
+    try:
+        return _make(path, transformers, dtype, kind, files, where), files, where
+    except Exception as error:  # transformers raises any kind
+        about = " ".join(str(error).split())
+        if isinstance(error, ValueError) and str(path) in about:
+            raise
+        raise ValueError(f"{path / 'config.json'} can't be read: {type(error).__name__}: {about:.500}") from error
+
+
+def _make(
+    path: Path, transformers: Any, dtype: torch.dtype | None, kind: Any, files: Mapping[str, TensorFile],
+    where: Mapping[str, str],
+) -> Any:  # fmt: skip
+    """Return the model of a folder's config.json, with its parameters on the meta device."""
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
@@ -149,7 +163,7 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     _widen(model, wanted)
-    return model, files, where
+    return model
 
 
 def _refuse_kernels(path: Path, values: Any) -> None:
@@ -213,8 +227,8 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta
-    torch.set_default_dtype(dtype)
     try:
+        torch.set_default_dtype(dtype)  # raises if config.json names a dtype of integers
         yield
     finally:
         torch.set_default_dtype(before)
