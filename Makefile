@@ -31,7 +31,7 @@ test: $(STAMP) ## the suite: every layout against the unsharded model
 	$(RUN) -m pytest -m "not slow"
 
 attack: $(STAMP) ## what a stranger may try on the store, files and folders of a job; all of it is refused (loopback only)
-	$(RUN) -m pytest -q tests/test_attacks.py tests/checkpoint/test_schema.py
+	$(RUN) -m pytest -q -m "slow or not slow" tests/test_attacks.py tests/checkpoint/test_schema.py tests/checkpoint/test_mutated_folders.py
 
 slurm-test: $(STAMP) ## launch under a real Slurm of two nodes on this machine, where it is installed; `make test` does so too
 	$(RUN) -m pytest tests/slurm -m "not slow"

@@ -203,7 +203,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _limit(folder: Path) -> int:
     """Return how large a manifest may be: each of its chunks is in the header of a file, in some 100 bytes."""
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in filter(Path.is_file, folder.glob("*.safetensors")):  # opening a pipe would wait for its writer
         with open(path, "rb") as file:
             total += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
     return min(MANIFEST_LIMIT, max(MANIFEST_LEAST, 16 * total))

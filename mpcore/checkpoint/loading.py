@@ -25,6 +25,7 @@ from mpcore.checkpoint.pieces import (
 from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import Files, host_memory, in_threads
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.secret import printable
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import lies_as, local_tensor, reshard
 
@@ -117,9 +118,10 @@ def load(
         if check_bytes:
             problems += mine.files.problems(_share(tensors, kinds, mesh.world.rank, mesh.world.size))
             problems += mine.files.problems_beside() if mesh.world.rank == 0 else []
+        problems = list(dict.fromkeys(problems))  # a damaged file once, not once for each of its tensors
         if problems:
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
-            raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(told))
+            raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(printable(each[:1000]) for each in told))
         model_items = [(item, tensors[item.name]) for item in mine.held if item.name.startswith("model/")]
         check_weights(model_items, mine.files.tensor, weight_names(model), str(path))
 
@@ -161,7 +163,7 @@ def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
                 if any(_overlap(box.start, box.shape, chunk) is not None for box in item.boxes):
                     plan.files[chunk.file].tensor(entry, chunk)
         except (ValueError, OSError) as error:
-            plan.problems.append(f"{item.name}: {error}")
+            plan.problems.append(str(error))
     plan.held.append(item)
 
 
@@ -218,7 +220,10 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
     for name, parameter, sharding in declarations(model):
         if parameter not in fused:
             continue
-        for slot in sorted(used.get(alike(name), ()) - slots.get(name, {}).keys()) if name in slots else ():
+        needed = set(used.get(alike(name), ()))
+        if name in group_of and manifest.optimizer[group_of[name]]["options"].get("amsgrad"):
+            needed.add("max_exp_avg_sq")  # which its step reads
+        for slot in sorted(needed - slots.get(name, {}).keys()) if name in slots else ():
             plan.missing.append(f"optimizer/{slot}/{name}")
         for slot, entry in slots.get(name, {}).items():
             dtype = DTYPES[entry.dtype]
@@ -236,7 +241,9 @@ def _fits(value: Any, old: Any) -> bool:
     if isinstance(old, tuple):
         return isinstance(value, list) and len(value) == len(old) and all(map(_fits, value, old))
     is_number = type(value) in (int, float)
-    return is_number if type(old) in (int, float) or isinstance(old, Tensor) else not is_number or old is None
+    if old is None or type(old) is bool:
+        return type(value) is bool or (old is None and (is_number or value is None))
+    return is_number if type(old) in (int, float) or isinstance(old, Tensor) else not is_number
 
 
 def _matrices(blocks: list[int]) -> str:

@@ -32,6 +32,7 @@ from mpcore.checkpoint.format import (
     sizes,
 )
 from mpcore.checkpoint.schema import convert, load_json
+from mpcore.mesh.secret import printable
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -207,7 +208,17 @@ class TensorFile:
         room = size - self._data
         for key, said in self.header.items():
             if not _fits(said, room):
-                raise ValueError(f"{path} is damaged: its header says {key} is {str(said)[:200]}, of {room} bytes")
+                text = f"its header says {key[:200]} is {str(said)[:200]}, of {room} bytes"
+                raise ValueError(f"{path} is damaged: {printable(text)}")
+        end = 0
+        for start, stop in sorted(said["data_offsets"] for said in self.header.values()):
+            if start != end:  # as the format demands: no holes, and no bytes of two tensors
+                raise ValueError(
+                    f"{path} is damaged: a tensor begins at byte {start} of the data, the last ends at {end}"
+                )
+            end = stop
+        if end != room:
+            raise ValueError(f"{path} is damaged: its tensors have {end} bytes, its data {room}")
 
     def check(self, entry: Entry, chunk: Chunk) -> None:
         """Raise ValueError if the file lacks a chunk, or has it with another shape or dtype."""
@@ -317,6 +328,8 @@ class Files:
         for name, record in self.manifest.beside.items():
             path = self.folder / name
             try:
+                if not path.is_file():  # opening a pipe would wait for its writer
+                    raise OSError("it is no file")
                 with open(path, "rb") as file:
                     data = file.read(record.bytes + 1)
             except OSError as error:

@@ -15,6 +15,7 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.checkpoint import inspect, latest, load, loading, save, verify
+from mpcore.checkpoint.folders import read_complete
 from mpcore.checkpoint.format import MANIFEST, Manifest, sign
 from mpcore.checkpoint.schema import read_lines
 from mpcore.checkpoint.tensor_file import TensorFile
@@ -37,14 +38,19 @@ def rewrite(path: Path, change: Callable[[dict], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("data", [b"[]", b"{", b"said it", None])
+@pytest.mark.parametrize("data", [b"[]", b"{", b"said it", None, os.mkfifo])
 def test_pitfall_62_a_damaged_file_beside_the_tensors_is_named(tmp_path, name, data):
     file = saved(tmp_path) / name
     before = len(BESIDE[name])
-    file.unlink() if data is None else file.write_bytes(data)
+    if isinstance(data, bytes):
+        file.write_bytes(data)
+    else:
+        file.unlink()
+        if data is not None:
+            data(file)
     (line,) = verify(tmp_path / "c")
     assert str(file) in line
-    assert (latest(tmp_path) is None) == (data is None or len(data) != before)
+    assert (latest(tmp_path) is None) == (not isinstance(data, bytes) or len(data) != before)
     with pytest.raises(ValueError, match=name):
         load(tmp_path / "c", nn.Linear(3, 2), mesh=mp.Mesh())
 
@@ -92,9 +98,16 @@ def deep_config(folder: Path) -> Path:
     return path
 
 
-def header(folder: Path, text: bytes) -> Path:
+def header(folder: Path, text: bytes, data: bytes = b"") -> Path:
     path = folder / "x.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def pipe(folder: Path) -> Path:
+    path = saved(folder)
+    (path / "model-00000.safetensors").unlink()
+    os.mkfifo(path / "model-00000.safetensors")
     return path
 
 
@@ -124,6 +137,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda at: TensorFile(header(at, b'{"a":{"dtype":"U8","data_offsets":[0,0],"shape":[%s0]}}' % (b"0," * 10**5))),
         "its header says a is",
     ),
+    "header with a hole": (
+        lambda at: TensorFile(header(at, b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"12")),
+        "a tensor begins at byte 1",
+    ),
+    "tensors in a pipe": (lambda at: read_complete(pipe(at)), "safetensors is missing"),
     "header that is a list": (lambda at: TensorFile(header(at, b"[]")), "x.safetensors is damaged"),
     "schedule of 500,000 actions": (
         lambda at: schedules.read_csv(actions(at, ",".join(f"0F{i}" for i in range(500_000)))), "bytes, more than"
