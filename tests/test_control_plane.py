@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from mpcore.mesh.axis import Axis
 from mpcore.mesh.rendezvous import meet
 from mpcore.tools.fault_tolerance import SharedRequests, leave_together
 from tests.pool import mesh
+from tests.test_launch import free_port
 
 
 def open_files() -> int:
@@ -211,6 +213,28 @@ def test_a_rank_that_is_there_twice_is_named_on_all():
     for thread in threads:
         thread.join()
     assert len(told) == 3
+
+
+FEW_FILES = """
+import os, resource, mpcore
+if os.environ["RANK"] == os.environ["LIMITED"]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+mpcore.build_mesh(tp=2)
+"""
+
+
+@pytest.mark.parametrize("limited", ["0", "1"])
+def test_a_rank_that_may_open_too_few_files_is_named_on_all(limited):
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LIMITED": limited}
+    variables |= {"MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", FEW_FILES], stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert f"rank {limited} on {socket.gethostname()} may open 24 files" in rank.communicate(timeout=60)[1]
+        assert rank.returncode == 1
 
 
 GUARDED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from mpcore.mesh.launch import Launch
 from mpcore.mesh.secret import find_secret, leave_secret, printable
 
 _MET = "all are here"
+_FILES = 64  # files and sockets of a rank: 15 are open after the first collective of two ranks
 
 _WORLD = "mpcore/world"
 
@@ -204,7 +206,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
         timeout: the seconds to wait for all ranks.
 
     Raises:
-        ValueError: if ranks don't arrive in time, or two processes have the same rank. The message names the ranks.
+        ValueError: if ranks don't arrive in time, two processes have the same rank, or a rank may open too few files.
+            The message names the ranks.
     """
     mine, until = os.urandom(8).hex(), time.monotonic() + timeout
     if rank:
@@ -217,8 +220,15 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
     else:
         store.set(f"{name}/mpcore/process/{rank}", this_process())
         store.set(f"{name}/mpcore/host/{rank}", host)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if files < _FILES:  # gloo would end the process, or wait without an end
+            text = (
+                f"rank {rank} on {host} may open {files} files, and needs {_FILES}: raise its limit, ulimit -n {_FILES}"
+            )
+            _tell(store, f"{name}/mpcore/files", text)
         if store.add(f"{name}/mpcore/here", 1) == size:
-            _tell(store, told, _MET)
+            few = f"{name}/mpcore/files"
+            _tell(store, told, _text(store, few) if store.check([few]) else _MET)
     while not store.check([told]) and time.monotonic() < until + (1.0 if rank else 0.0):
         for ticket in () if rank else set(range(1, store.add("mpcore/tickets", 0) + 1)) - read:
             if store.check([f"mpcore/hello/{ticket}"]):  # if its rank is dead, no rank reads the answer
