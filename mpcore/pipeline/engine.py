@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.pytree import leaves
 from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
@@ -196,6 +197,11 @@ class Pipeline:
             if loss.numel() == 1 and loss.requires_grad:
                 alone = loss.dim() == 0 and loss.untyped_storage().nbytes() == loss.element_size()
                 return loss if alone else loss.reshape(()).clone()
+            if loss.numel() == 1 and not any(x.requires_grad for x in leaves(output) if isinstance(x, Tensor)):
+                raise ValueError(
+                    "the output of the model needs no gradient: no parameter that it is made of requires one, so there "
+                    "is nothing to train"
+                )
             is_ = "a tensor that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {tuple(loss.shape)}"
         raise ValueError(f"the loss is {is_}: return a tensor of one number, made of the output without detach()")
 

@@ -738,6 +738,8 @@ def check_losses(sizes: dict, name: str) -> None:
     for text, loss in LOSSES.items():
         with pytest.raises(ValueError, match=f"the loss is .*{text}: return a tensor of one number"):
             Pipeline(nn.Linear(6, 6), on, 4, loss, name).forward_backward(x, x)
+    with pytest.raises(ValueError, match="no parameter that it is made of requires one, so there is nothing to train"):
+        Pipeline(nn.Linear(6, 6).requires_grad_(False), on, 4, lambda y, t: y.sum(), name).forward_backward(x, x)
     shapes = itertools.cycle([(), (1,), (1, 1)])
     pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum().view(next(shapes)), name)
     assert pipeline.forward_backward(x, x).shape == ()
