@@ -409,7 +409,11 @@ def test_positions_and_tables_may_be_given():
     index = torch.arange(T)
     close(attention(x, positions=index), plain, "positions")
     close(attention(x, positions=index.expand(B, T)), plain, "positions of each row")
-    close(attention(x, rotary=attention.rope(index, torch.float64)), plain, "table")
+    table = attention.rope(index, torch.float64)
+    close(attention(x, rotary=table), plain, "table")
+    for without in (build_attention(4, 2), ParallelAttention(D, 4, head_dim=K, memory_dim=D)):
+        with pytest.raises(ValueError, match="rotary is given to an attention that doesn't rotate"):
+            without.double()(x, rotary=table, memory=None if without.memory_dim is None else x)
     close(attention(x, positions=index + 1000), plain, "shifted positions", 1e-10)
     assert not torch.allclose(attention(x, positions=2 * index), plain)
 

@@ -205,11 +205,14 @@ class HeadAttention(ParallelLayer):
             - Nine parameters besides x: positions, masks and biases, and the cache.
         """
         past = 0 if cache is None else self._check_cache(x, cache, memory, cu_seqlens, length)
+        if rotary is not None and (self.rope is None or memory is not None or self.memory_dim is not None):
+            raise ValueError(
+                "rotary is given to an attention that doesn't rotate: pass no rotary, or make it with "
+                "rope=RotaryEmbedding(..) and without memory"
+            )
         if memory is None and self.memory_dim is None:
             whole = self._whole_length(x, cu_seqlens, length, mask, bias, past)
-            if self.rope is None:
-                rotary = None
-            elif rotary is None:
+            if self.rope is not None and rotary is None:
                 if positions is None:
                     positions = sequence_index(whole, self.cp, self.context, x.device)[past:]
                     if cu_seqlens is not None:
