@@ -301,3 +301,14 @@ def check_dropout(sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_dropout_draws_the_masks_of_the_unsharded_model(ranks, sequence):
     ranks(2, check_dropout, sequence)
+
+
+def test_a_product_that_leaves_the_adapter_out_is_refused():
+    layer = add_lora(nn.Sequential(mp.ColumnParallelLinear(4, 6)).double(), rank=2, targets="0")[0]
+    nn.init.ones_(layer.lora_B.weight)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    y, plain = layer(x), mp.ColumnParallelLinear(4, 6).product
+    with pytest.raises(ValueError, match="leaves the adapter out"):
+        layer.product = plain
+    layer.product = layer.product.change(lambda base: plain)
+    close(layer(x), y, "the same product, made from the layer's")

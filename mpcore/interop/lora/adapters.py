@@ -146,9 +146,10 @@ def merge_lora(model: nn.Module) -> nn.Module:
         weight = layer.get_parameter("weight")
         weight.copy_(merged_weight(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
         del layer.lora_A, layer.lora_B, layer.rank, layer.alpha, layer.scaling, layer.dropout
-        if isinstance(layer, ParallelLinear):
-            layer.product = cast("LoRAProduct", layer.product).base
+        product = getattr(layer, "product", None)
         layer.__class__ = layer.kind  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(layer, ParallelLinear):
+            layer.product = cast("LoRAProduct", product).base
     return model
 
 

@@ -69,6 +69,22 @@ class LoRALayer(nn.Module):
     scaling: float
     dropout: float
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            ValueError: if it is a product that leaves the adapter out.
+        """
+        inner = value
+        while name == "product" and not isinstance(inner, LoRAProduct):
+            if not isinstance(inner, WrappedProduct):
+                raise ValueError(
+                    f"the product {type(value).__name__} leaves the adapter out: make it from the layer's, as by "
+                    f"layer.product.change(..), or assign it before add_lora"
+                )
+            inner = inner.base
+        super().__setattr__(name, value)
+
     def low_rank_output(self, x: Tensor, tp: Axis = _ALONE, dim: int | None = None, split: bool = False) -> Tensor:
         """Return the adapter's output: [.., in_features] -> [.., out_features].
 
