@@ -121,6 +121,19 @@ def test_little_shared_memory_is_a_fault(free, state, monkeypatch):
     assert "shared memory" not in launch()
 
 
+@pytest.mark.parametrize(("owners", "state"), [([0, 65534, 7, 42], "ok"), ([0, 1234, 7], "warning")])
+def test_other_users_of_the_host_are_a_warning(owners, state, monkeypatch):
+    stat, exists = os.stat, os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: path == "/proc/self" or exists(path))
+    monkeypatch.setattr(os, "listdir", lambda path: ["self", *map(str, range(len(owners)))])
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    monkeypatch.setattr(os, "stat", lambda path, **of: SimpleNamespace(st_uid=owners[int(path[6:])])
+                        if str(path).startswith("/proc/") else stat(path, **of))  # fmt: skip
+    found = launch()["other users"]
+    assert found.state == state
+    assert ("1234" in found.detail) == (state == "warning")
+
+
 def test_a_host_without_an_address_says_which_error_and_what_to_do(monkeypatch):
     for error, text in ((OSError(5, "no answer"), "no answer; "), (OSError("gone"), "gone; ")):
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -30,8 +31,9 @@ from mpcore.tools import parsers
 from mpcore.tools.parsers import PORT
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 
+NOBODY = 65534
 PACKAGES = ("mpcore", "torch", "triton", "einops", "numpy", "transformers")
-OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
+OK, FAILED, SKIPPED, WARNING = "ok", "FAILED", "skipped", "warning"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Finding:
 
     Attributes:
         name: the name of the check.
-        state: "ok", "FAILED" or "skipped".
+        state: "ok", "FAILED", "warning" or "skipped".
         detail: numbers, or the problem and how to fix it.
     """
 
@@ -96,6 +98,16 @@ def check_launch(port: int = PORT) -> Iterator[Finding]:
         free = shutil.disk_usage("/dev/shm").free
         way = "" if free >= 2**26 else "; in a container: --shm-size 1g, or --ipc host"
         yield Finding("shared memory", FAILED if way else OK, f"{free / 2**20:.0f} MiB{way}")
+    if os.path.isdir("/proc/self"):
+        owners = set()
+        for process in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):  # it has ended
+                owners.add(os.stat(f"/proc/{process}").st_uid)
+        others = sorted(uid for uid in owners - {os.getuid(), NOBODY} if uid >= 1000)  # below: the system's
+        way = (
+            f"{', '.join(map(str, others[:9]))}: they can reach torch's store, which nothing protects; see SECURITY.md"
+        )
+        yield Finding("other users", WARNING if others else OK, way if others else "none runs a process")
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
