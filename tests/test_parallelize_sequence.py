@@ -65,8 +65,8 @@ def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False
     here = slice(on.dp.rank * ROWS // on.dp.size, (on.dp.rank + 1) * ROWS // on.dp.size)
     batch = {key: x[here] for key, x in batch.items()}
     if on.tp.size > 1 or on.cp.size > 1:
-        plan = model_plan(model) | {"": "sequence_parallel"} if split else "auto"
-        model = parallelize(model, plan, on.tp, cp=on.cp, context=kind)
+        plan = model_plan(model, on.tp.size, on.ep.size) | {"": "sequence_parallel"} if split else "auto"
+        model = parallelize(model, plan, on.tp, ep=on.ep, etp=on.etp, cp=on.cp, context=kind)
         batch = shard_sequence(batch, on.cp, kind)
     run = prepare(
         model, on, blocks=model.model.layers, loss=token_loss, initialize=False, data=Zero(zero),
@@ -88,6 +88,9 @@ def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False
         (3, "gpt_oss", "", {"cp": 3}, {"kind": "zigzag"}),
         (4, "gpt_oss", "padding", {"cp": 2, "dp": 2}, {"kind": "alltoall", "zero": 2}),
         (2, "gpt_oss", "", {"cp": 2}, {"kind": "allgather"}),
+        (2, "gpt_oss", "padding", {"cp": 2, "ep": 2}, {"kind": "zigzag", "zero": 3}),
+        (4, "gpt_oss", "", {"tp": 2, "ep": 2, "dp": 2, "etp": 1}, {"split": True, "zero": 2}),
+        (4, "gpt_oss", "", {"tp": 2, "cp": 2, "ep": 2}, {"kind": "alltoall", "split": True}),
         (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
         (2, "gemma2", "", {"tp": 2}, {"split": True, "recompute": "full"}),
     ],

@@ -106,9 +106,9 @@ def parallelize(
         ValueError: on every rank of tp, cp and ep and before anything changes, if a pattern matches nothing, the plan
             shards nothing, a style is unknown or unsupported or doesn't fit its module, tp doesn't divide a size, ep
             doesn't divide the number of experts, the plan shards heads that a module counts in an attribute and no
-            `LocalSizes` divides it, the ranks hold different models, the attention can't exchange keys over cp, cp or
-            "sequence_parallel" comes with ep, or the sharded copy differs from the unsharded one. The message names
-            the first module that differs. If the first forward tests the plan, that forward raises.
+            `LocalSizes` divides it, the ranks hold different models, the attention can't exchange keys over cp, or the
+            sharded copy differs from the unsharded one. The message names the first module that differs. If the first
+            forward tests the plan, that forward raises.
 
     Note:
         - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
@@ -144,11 +144,6 @@ def parallelize(
         swaps = swaps_of(module, styles, tp)
         checks.check_plan(module, styles, tp, own=is_own(plan))
         split = tp.size > 1 and shards_tokens(styles)
-        if ep.size > 1 and (cp.size > 1 or split):
-            other = f"cp {cp.size}" if cp.size > 1 else "'sequence_parallel'"
-            raise ValueError(
-                f"ep {ep.size} with {other} is not supported for a model made elsewhere: leave one of them out"
-            )
         if tp.size > 1:
             _check_share(module, swaps, styles, tp, strict)
         if ep.size > 1 and not any(isinstance(style, Experts) for _, _, style in styles):

@@ -10,7 +10,7 @@ import torch
 from mpcore._torch.values import real_tensors
 from mpcore.interop.parallelize.context import LOCAL, LocalPositions, join_calls, serve_context, tokens_of_example
 from mpcore.interop.parallelize.model_copy import plain_arguments
-from mpcore.interop.parallelize.plan import Style
+from mpcore.interop.parallelize.plan import Style, on_axes
 from mpcore.interop.parallelize.prove import Cut, PlanTester, Run, compare, run, run_ranks
 from mpcore.mesh.axis import Axis
 
@@ -34,6 +34,7 @@ def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut:
     length = size * LOCAL
     twin, given = tokens_of_example(prover, length)
     found = [(n, m, styles[full]) for n, m in twin.model.named_modules() if (full := twin.names.get(n, n)) in styles]
+    found = on_axes(found, Axis(role="ep"))  # `PlanTester.verdict` tests experts on ep
     runs = [Run() for _ in range(size)]
 
     def rank_run(axis: Axis) -> None:
