@@ -1,10 +1,10 @@
 """Measure the memory and the bytes read of a model of transformers: `python -m tests.pretrained_memory`.
 
-transformers saves a Llama with random bfloat16 weights. Each layout reads it with `from_pretrained(defer=True)` and
-`prepare`, and writes it with `save_pretrained`. The peak is VmHWM of /proc/self/status, less what the process held
-before, and less its shards: the bytes of its parameters and buffers. The bytes read are counted twice: those of the
-tensors that the ranks copied, and `read_bytes` of /proc/self/io, which the disk served after the files were dropped
-from the page cache.
+transformers saves a Llama with random bfloat16 weights, and for ep a Qwen3-MoE. Each layout reads it with
+`from_pretrained(defer=True)` and `prepare`, and writes it with `save_pretrained`. The peak is VmHWM of
+/proc/self/status, less what the process held before, and less its shards: the bytes of its parameters and buffers. The
+bytes read are counted twice: those of the tensors that the ranks copied, and `read_bytes` of /proc/self/io, which the
+disk served after the files were dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tests.pool import mesh, start_pool
 LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
     "dp 4, ZeRO-3": ({"dp": 4}, 3), "tp 2 x dp 2, ZeRO-3": ({"tp": 2, "dp": 2}, 3),
     "pp 2 x dp 2, ZeRO-3": ({"pp": 2, "dp": 2}, 3), "tp 2 x dp 2, ZeRO-0": ({"tp": 2, "dp": 2}, 0),
+    "ep 2 x edp 2, ZeRO-3": ({"ep": 2, "dp": 4}, 3), "ep 2 x edp 2, ZeRO-0": ({"ep": 2, "dp": 4}, 0),
 }  # fmt: skip
 
 
@@ -48,19 +49,23 @@ def read_from_disk() -> int:
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
-def config(layers: int, width: int = 2048) -> Any:
-    """Return the config of a Llama whose largest tensor is its embedding."""
-    return transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False, dtype=torch.bfloat16,
-    )  # fmt: skip
+def build(layers: int, width: int, experts: bool) -> Any:
+    """Build a Llama, or a Qwen3-MoE of 8 experts of the same size. Its largest tensor is the embedding."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 32000, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "tie_word_embeddings": False, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    if not experts:
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=4 * width))
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width // 2}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, head_dim=width // 16))
 
 
-def make(folder: str, layers: int, width: int = 2048) -> tuple[int, int]:
+def make(folder: str, layers: int, width: int, experts: bool) -> tuple[int, int]:
     """Write the folder. Return the bytes of its tensors, and of the largest."""
     transformers.logging.disable_progress_bar()
     torch.set_default_dtype(torch.bfloat16)
-    model = transformers.LlamaForCausalLM(config(layers, width))
+    model = build(layers, width, experts)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder, max_shard_size="500MB")
     sizes = [p.nbytes for p in model.parameters()]
@@ -108,15 +113,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=15, help="of 121 MB each (default: 15, 2 GB in all)")
     parser.add_argument("--only", choices=LAYOUTS, help="measure this layout only")
     given = parser.parse_args()
+    chosen = {name: how for name, how in LAYOUTS.items() if given.only in (None, name)}
+    for experts in sorted({"ep" in axes for axes, _ in chosen.values()}):
+        compare({name: how for name, how in chosen.items() if ("ep" in how[0]) == experts}, given.layers, experts)
+
+
+def compare(layouts: dict[str, tuple[dict[str, int], int]], layers: int, experts: bool) -> None:
+    """Write one model, and measure each layout on it."""
     with tempfile.TemporaryDirectory() as folder:
         maker = start_pool(1)
         try:
-            total, largest = maker(1, make, f"{folder}/in", given.layers)[0]
-            maker(1, make, f"{folder}/small", 2, 256)  # the first calls load code
+            total, largest = maker(1, make, f"{folder}/in", layers, 2048, experts)[0]
+            maker(1, make, f"{folder}/small", 2, 256, experts)  # the first calls load code
         finally:
             maker.stop()
         print(f"{total / 1e6:.0f} MB of tensors, the largest {largest / 1e6:.0f} MB")
-        for name, how in LAYOUTS.items() if given.only is None else [(given.only, LAYOUTS[given.only])]:
+        for name, how in layouts.items():
             pool = start_pool(4)
             try:
                 pool(4, measure, f"{folder}/small", f"{folder}/{name}, small", *how)
