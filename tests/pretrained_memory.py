@@ -57,8 +57,8 @@ def build(layers: int, width: int, experts: bool) -> Any:
     }  # fmt: skip
     if not experts:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=4 * width))
-    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width // 2}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, head_dim=width // 16))
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width // 2, "head_dim": width // 16}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
 
 
 def make(folder: str, layers: int, width: int, experts: bool) -> tuple[int, int]:

@@ -252,7 +252,7 @@ def check_expert_gradients(name, **sizes):
         want = [expert_run(dense, rank) for rank in range(on.data.size)][on.data.rank]
         close(expert_run(sharded, on.data.rank), want, "logits", TOLERANCE)
     others = on.ep.size * on.etp.size > on.tp.size  # have other tokens
-    with pytest.raises(ValueError, match="aux_loss balances") if others else nullcontext():
+    with pytest.raises(ValueError, match=r"aux_loss balances .* data=mesh\.data") if others else nullcontext():
         sharded(torch.ones(1, 2, dtype=torch.long), output_router_logits=True)
     reduce_gradients(sharded, on)
     assert all(layer.mlp.experts.down_proj.grad is not None for layer in sharded.model.layers)
@@ -280,23 +280,33 @@ def token_loss(output, target):
     return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten(), reduction="sum")
 
 
-def check_expert_training(zero, **sizes):
+def balanced_loss(ranks, output, target):
+    """The sum over this rank's tokens, and its share of the balance loss for each token of the batch of `ranks`."""
+    balance = output.get("aux_loss", 0.0)
+    return token_loss(output, target) + 0.3 * balance * target.numel() * ranks
+
+
+@mock.patch.object(torch.Tensor, "float", lambda x: x)
+def check_expert_training(zero, balance, **sizes):
     """Three steps of AdamW: losses, norms of gradients, and weights are those of one process."""
     on = mesh(**sizes)
     dense = build("qwen3 moe")
-    model = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp)
+    model = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp, data=on.data)
+    dense.config.output_router_logits = model.config.output_router_logits = balance
     trained = prepare(
-        model, on, blocks=model.model.layers, loss=token_loss, initialize=False, data=Zero(zero),
-        optimizer=lambda model: AdamW(model, lr=1e-2),
+        model, on, blocks=model.model.layers, loss=partial(balanced_loss, on.data.size), initialize=False,
+        data=Zero(zero), optimizer=lambda model: AdamW(model, lr=1e-2),
     )  # fmt: skip
     optimizer = AdamW(dense, lr=1e-2)
     mine = slice(*(4 * at // on.data.size for at in (on.data.rank, on.data.rank + 1)))
     for step in range(3):
         ids = torch.randint(VOCAB, (4, 7), generator=torch.Generator().manual_seed(step))
         x, target = ids[:, :-1], ids[:, 1:]
-        loss = token_loss(dense(x), target) / target.numel()
+        mask = torch.ones_like(x)
+        mask[0, -2:] = 1 - balance
+        loss = balanced_loss(1, dense(x, attention_mask=mask), target) / target.numel()
         loss.backward()
-        trained.forward_backward(x[mine], target[mine])
+        trained.forward_backward(x[mine], target[mine], attention_mask=mask[mine])
         norms = trained.clip_gradients(1.0), nn.utils.clip_grad_norm_(dense.parameters(), 1.0)
         close(torch.as_tensor(float(norms[0])), torch.as_tensor(float(norms[1])), "norm of the gradients", TOLERANCE)
         optimizer.step()
@@ -304,17 +314,25 @@ def check_expert_training(zero, **sizes):
         assert trained.optimizer_step().loss == pytest.approx(loss.item(), rel=TOLERANCE)
     with trained.parameters() as whole:
         all_same(full_state_dict(whole), dense.state_dict(), "value after training")
+    if balance and zero == 0 and on.data.size > 1:
+        for what, arguments in {"labels=": {"labels": ids}, "return_dict=False": {"return_dict": False}}.items():
+            with pytest.raises(ValueError, match=what):
+                model(ids, **arguments)
 
 
-TRAINED = [(size, zero, sizes) for size, sizes in LAYOUTS for zero in range(4)]
+TRAINED = [(size, zero, sizes, balance) for size, sizes in LAYOUTS for zero in range(4) for balance in (False, True)]
 
 
 @pytest.mark.parametrize(
-    ("size", "zero", "sizes"),
-    some((2, 1, {"ep": 2}), (4, 2, {"tp": 2, "ep": 2}), (4, 3, {"ep": 2}), of=TRAINED),
-)
-def test_training_with_sharded_experts_equals_one_process(ranks, size, zero, sizes):
-    ranks(size, partial(check_expert_training, **sizes), zero)
+    ("size", "zero", "sizes", "balance"),
+    some(
+        (2, 1, {"ep": 2}, True), (4, 2, {"tp": 2, "ep": 2}, False), (4, 0, {"tp": 2, "ep": 2}, True),
+        (4, 2, {"ep": 2}, True), (4, 3, {"ep": 2}, True), of=TRAINED,
+    ),
+)  # fmt: skip
+def test_training_with_sharded_experts_equals_one_process(ranks, size, zero, sizes, balance):
+    """With transformers' balance loss, of the global batch, and without it."""
+    ranks(size, partial(check_expert_training, **sizes), zero, balance)
 
 
 def check_sharded_logits():

@@ -85,7 +85,7 @@ def from_pretrained(
     path = Path(folder)
     model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class))
     dense = together(mesh.world, lambda: dense_shape(model))
-    model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, **options)
+    model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, data=mesh.data, **options)
 
     def weights_of() -> Weights:
         held = held_tensors(model, mesh)

@@ -22,6 +22,7 @@ from mpcore._torch.distributed import ranks_are_threads, ranks_of_running_ddp
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
+from mpcore.interop.parallelize.balance import BalanceLoss
 from mpcore.interop.parallelize.context import check_context, serve_context
 from mpcore.interop.parallelize.generation import guard_generate
 from mpcore.interop.parallelize.model_copy import Arguments, as_arguments
@@ -59,6 +60,7 @@ def parallelize(
     *,
     ep: Axis = Axis(role="ep"),
     etp: Axis | None = None,
+    data: Axis | None = None,
     cp: Axis = Axis(name="cp"),
     context: str = "zigzag",
     check: bool = True,
@@ -87,6 +89,10 @@ def parallelize(
             by an all-to-all, so all ranks of ep must run the same forwards. With tp 1 the plan that a model carries
             then names nothing but experts.
         etp: the axis over which each expert is sharded if ep is above 1, `mesh.etp`. None: tp.
+        data: the axis whose ranks have different tokens, `mesh.data`, for a model that returns a balance loss
+            (`output_router_logits=True`): `aux_loss` is then this rank's share, and the sum of the shares over data is
+            the balance loss of all tokens. All ranks of data must run the same number of forwards. None: with ep, a
+            model that returns a balance loss raises.
         cp: the context-parallel axis, `mesh.cp`, for a model of transformers: its attention then exchanges keys over cp
             (docs/parallelize.md). Call `parallelize` on each of its ranks.
         context: the kind of context parallelism: "zigzag", "ring", "alltoall", "allgather" or "two-level". Shard each
@@ -119,8 +125,6 @@ def parallelize(
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
         - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
           copy rank 0's shards to all of them, and the forward raises. Without ep, wrapping over ranks of dp is right.
-        - With ep, a model that returns a balance loss (`output_router_logits=True`) raises: it would be the loss of one
-          data rank's tokens only.
         - Call transformers' `generate` on every rank of tp and ep. It raises if ranks could choose different tokens.
 
     Example:
@@ -132,7 +136,7 @@ def parallelize(
         >>> mpcore.parallelize(model, {"0": "colwise", "2": "rowwise"}, tp)[0].weight.shape
         torch.Size([4, 4])
     """
-    for axis in (tp, ep, cp, etp or tp):
+    for axis in (tp, ep, cp, etp or tp, data or tp):
         check_axis(axis)
     axes = [axis for axis in (tp, ep, cp) if axis.size > 1]
     problem, swaps, styles, split = None, {}, [], False
@@ -171,8 +175,8 @@ def parallelize(
         guard_generate(model, *sharding)
     for axis in sharding:
         model.register_forward_pre_hook(partial(_refuse_ddp, axis))
-    if ep.size * (etp or tp).size > tp.size:  # other ranks of ep have other tokens
-        model.register_forward_hook(partial(_refuse_balance_loss, ep))
+    if ep.size * (etp or tp).size > tp.size or (data is not None and data.size > 1):  # other ranks have other tokens
+        model.register_forward_hook(BalanceLoss(ep, data), with_kwargs=True)
     return model
 
 
@@ -210,15 +214,6 @@ def _refuse_ddp(axis: Axis, *_: Any) -> None:
             f"DistributedDataParallel over ranks {ranks} has given all ranks of {axis.name} {axis.size} the shards of "
             f"rank {ranks[0]}: parallelize a new model, and give it to mpcore.prepare{other}. Trainer and accelerate "
             f"wrap it over all ranks"
-        )
-
-
-def _refuse_balance_loss(ep: Axis, _: nn.Module, args: Any, out: Any) -> None:
-    """Raise if a model of transformers returns a balance loss of this rank's tokens alone. A forward hook."""
-    if getattr(out, "aux_loss", None) is not None:
-        raise ValueError(
-            f"aux_loss balances the experts for the tokens of one of {ep.size} ranks of ep, and the sum over ranks is "
-            f"not the balance loss of all their tokens: set output_router_logits=False"
         )
 
 

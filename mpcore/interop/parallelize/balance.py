@@ -1,0 +1,81 @@
+"""The balance loss of transformers' mixtures of experts, over the tokens of all data ranks.
+
+Source: Fedus et al. 2021, Switch Transformers (arXiv:2101.03961), equations 4 to 6, as transformers'
+`load_balancing_loss_func` computes them: over the tokens of all layers together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.collectives import all_reduce
+from mpcore.mesh.axis import Axis
+
+
+class BalanceLoss:
+    """A forward hook: make `aux_loss` this rank's share of the balance loss of all data ranks' tokens.
+
+    The sum of the shares over `data` is the balance loss of the global batch, and so are their gradients.
+
+    Args:
+        ep: the axis over which experts are sharded.
+        data: the axis whose ranks have different tokens. None: unknown, and a balance loss is rejected.
+    """
+
+    def __init__(self, ep: Axis, data: Axis | None) -> None:
+        self.ep, self.data, self.checked = ep, data, False
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        config, given = getattr(model, "config", None), inspect.signature(model.forward).bind_partial(*args, **kwargs)
+        asked = given.arguments.get("output_router_logits")
+        asked = getattr(config, "output_router_logits", False) if asked is None else asked
+        if getattr(out, "aux_loss", None) is None and not (asked and isinstance(out, tuple)):
+            return out
+        if self.data is None:
+            raise ValueError(
+                f"aux_loss balances the experts for the tokens of one of {self.ep.size} ranks of ep, and the sum over "
+                f"ranks is not the balance loss of all their tokens: pass data=mesh.data to parallelize, or set "
+                f"output_router_logits=False"
+            )
+        if isinstance(out, tuple) or out.loss is not None:
+            what = "return_dict=False returns" if isinstance(out, tuple) else "labels= adds to the loss"
+            raise ValueError(
+                f"{what} the balance loss of the tokens of one of {self.data.size} data ranks: leave it out, and add "
+                f"aux_loss of the output to your loss"
+            )
+        counts, sums, rows = _sums(out.router_logits, self._top_k(model), given.arguments.get("attention_mask"))
+        experts = len(counts)
+        if not self.checked:
+            own = experts * (counts / rows * (sums / rows)).sum()
+            if not torch.allclose(own, out.aux_loss.to(own.dtype), rtol=1e-3, equal_nan=True):
+                raise ValueError(
+                    f"{type(model).__name__} returns aux_loss {out.aux_loss.item():.6g}, and the balance loss of its "
+                    f"router_logits is {own.item():.6g}, so {self.data.size} data ranks can't share it: set "
+                    f"output_router_logits=False"
+                )
+            self.checked = True
+        both = all_reduce(torch.cat([counts, rows[None]]), self.data)
+        out.aux_loss = experts * (both[:-1] / both[-1] * (sums / both[-1])).sum()
+        return out
+
+    def _top_k(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return getattr(model, "num_experts_per_tok", None) or config.get_text_config().num_experts_per_tok
+
+
+def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the choices of each expert [E], the sums of their probabilities [E], and the number of tokens []."""
+    weights = (
+        torch.ones(len(logits[0]), device=logits[0].device) if mask is None else mask.reshape(-1).to(torch.float32)
+    )
+    counts = sums = torch.zeros(logits[0].shape[-1], device=weights.device)
+    for each in logits:
+        p = each.softmax(-1).to(weights.device)
+        chosen = p.topk(top_k).indices.flatten()
+        counts = counts.scatter_add(0, chosen, weights.repeat_interleave(top_k))
+        sums = sums + (p.float() * weights[:, None]).sum(0)
+    return counts, sums, weights.sum() * len(logits)
