@@ -29,6 +29,17 @@ def describe() -> dict[str, str | int]:
     return about
 
 
+def gpu_state() -> dict[str, str]:
+    """Clocks, power, temperature and reasons to throttle of the GPU at this moment; empty without nvidia-smi."""
+    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active"
+    ask = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={torch.cuda.current_device()}"]
+    try:
+        told = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=5).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(fields.split(","), (value.strip() for value in told.split(",")), strict=False))
+
+
 def _commit() -> str:
     """The commit's short hash, with a plus sign where files differ from it; empty outside a clone or without git."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=9", "--exclude=*", "--dirty=+"]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.plots import compare, plot
+from bench.protocol import OURS
 
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
+FIGURES = ("us", "us_p20", "us_p80", "rate", "percent", "peak_mib", "host_us", "error")
 KERNELS = [
     "| kernel | shape | dtype | pass | µs (p20-p80) | rate | of a copy or product | peak MiB | host µs "
     "| time of peers / ours | machine, date, commit |",
@@ -26,9 +28,32 @@ def newest(results: Path) -> list[dict[str, Any]]:
     """The entries of all results files, a later file's bench in place of an earlier one's of the same machine."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path in _files(results):
-        for entry in json.loads(path.read_text())["benchmarks"]:
+        for entry in grouped(json.loads(path.read_text())["benchmarks"]):
             found[entry["fullname"], path.stem.partition("_")[0]] = entry
     return list(found.values())
+
+
+def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one entry for each case of a kernel, with all its providers; other benches as they are."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        info = row["extra_info"]
+        if "step_of" in info and info["step_of"] != OURS:  # stands in the ratios of ours
+            continue
+        if "provider" not in info:
+            name = info.get("source", row["fullname"])
+            found[name] = row | {"fullname": name}
+            continue
+        if info["clock"] != "device":
+            continue
+        case = row["fullname"].removesuffix(f"-{info['provider']}]")
+        empty = {"providers": {}, "peer_ratios": {}, "skipped": {}}
+        entry = found.setdefault(case, {"fullname": case, "extra_info": empty})
+        entry["extra_info"]["providers"][info["provider"]] = {key: info[key] for key in FIGURES}
+        entry["extra_info"] |= {key: value for key, value in info.items() if key not in (*FIGURES, "provider", "ratio")}
+        if "ratio" in info:
+            entry["extra_info"]["peer_ratios"][info["provider"]] = info["ratio"]
+    return [e for e in found.values() if OURS in e["extra_info"].get("providers", {OURS: None})]
 
 
 def _files(results: Path) -> list[Path]:
@@ -94,7 +119,7 @@ def table(results: Path = RESULTS) -> str:
 def plots(results: Path = RESULTS) -> list[Path]:
     """Draw the newest file of each machine."""
     last = {path.stem.partition("_")[0]: path for path in _files(results)}
-    drawn = [(path.with_suffix(".png"), json.loads(path.read_text())["benchmarks"]) for path in last.values()]
+    drawn = [(path.with_suffix(".png"), grouped(json.loads(path.read_text())["benchmarks"])) for path in last.values()]
     found = [png for png, entries in drawn if plot(entries, png)]
     beside = [(png.with_name(f"{png.stem}_peers.png"), entries) for png, entries in drawn]
     return found + [png for png, entries in beside if compare(entries, png)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.interleave import interleave, judge, spread
-from bench.kernels.protocol import device_times
+from bench.protocol import device_times
 from examples.gpt.config import PRESETS, GPTConfig
 from examples.gpt.console import PEAK_FLOPS
 from examples.gpt.model import GPT, flops_of_token

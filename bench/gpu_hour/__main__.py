@@ -1,16 +1,21 @@
-"""Measure a machine with one GPU: `python -m bench.gpu_hour [--budget SECONDS]`, from a bare checkout.
+"""Measure a machine with one GPU: `python -m bench.gpu_hour [--budget SECONDS] [--commit]`, from a bare checkout.
 
-Each job runs in a process of its own under a time limit, and what became of it joins a file of results at once. Run the
-command again to go on: jobs that the file has are skipped. The jobs, in this order:
+Each job runs in a process of its own under a time limit, and its outcome joins a file of results at once. Run the
+command again to go on: jobs that the file has are skipped. First the environment, the copy and the matrix product.
+Then the steps of `STEPS`, in this order, and with `--commit` a commit of the results after each:
 
-1. together, for they need not be timed: the environment, `mpcore doctor`, the tests of the marker `gpu` in several
-   processes, one correctness case and one repeat of each kernel;
-2. the rates of a copy and of a matrix product;
-3. a training step beside plain torch, and the example's model FLOPs utilization (MFU);
-4. one shape of each kernel beside eager, torch.compile, SDPA and all peers that are installed;
-5. two stages against three in the loops of every kernel.
+(a) attention, each mask at 2k and 8k tokens, beside cuDNN, flash and FlexAttention;
+(b) the head: loss, loss of rows, log-probabilities;
+(c) weight gradients added to the float32 main gradient by the product;
+(d) an FP8 linear layer and grouped products;
+(e) a training step, an 8B-shaped block and experts: the list of their kernels by time;
+(f) ring attention of simulated ranks in one process;
+(g) the Gluon attention kernel of commit ef70cef, two minutes;
+(h) model FLOPs utilization (MFU) of the example: three shapes, dense, experts, documents;
+(i) the planner's prediction of each run of (h).
 
-A report in Markdown and a plot lie beside the results after every call.
+At the end come the other kernels, `mpcore doctor`, and the tests of the marker `gpu`. A report in Markdown and a plot
+lie beside the results after every step.
 """
 
 from __future__ import annotations
@@ -38,13 +43,17 @@ WRONG = 3  # as in `jobs.py`, which this process does not import: it would hold 
 OK, HANG, CRASH, WRONG_RESULT, FAILED = "ok", "hang", "crash", "wrong", "failed"
 LOG = 3000  # lines of what a job printed that stay, if it has no rows or failed
 SIDE_BY_SIDE = 2  # processes of which one is timed and the other starts
-EXAMPLES = ("dense", "compiled", "fp8", "recomputed")  # of `jobs.EXAMPLES`, which a test compares
 LEAST = 15.0  # seconds of budget that a job needs to begin
-NAMES = (  # of the kernels of `jobs.kernels`, which a test compares
-    "rms_norm", "add_rms_norm", "cross_entropy", "linear_cross_entropy", "linear_cross_entropy_rows", "linear_log_prob",
-    "swiglu", "geglu", "gelu", "relu_squared", "attention", "rope", "layer_norm", "adamw", "dropout_add", "moe_permute",
-    "quantize_fp8", "quantize_fp8 both ways",
+ATTENTION = ("attention", "attention, window", "attention, documents", "attention, soft cap")
+HEAD = ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_log_prob")
+OTHERS = (
+    "rms_norm", "add_rms_norm", "cross_entropy", "swiglu", "geglu", "gelu", "relu_squared", "rope", "layer_norm",
+    "adamw", "dropout_add", "moe_permute", "quantize_fp8", "quantize_fp8 both ways",
 )  # fmt: skip
+NAMES = (*ATTENTION, *HEAD, "ring attention", *OTHERS)  # of `bench.cases`, which the jobs import
+EXAMPLES = ("small", "medium", "large", "experts", "documents")  # of `jobs.EXAMPLES`
+GLUON = "git archive ef70cef kernels mpcore tests pyproject.toml | tar -x -C {folder} && cd {folder} && "
+GLUON += "PYTHONPATH={folder} {python} -m pytest -q -m gpu -k gluon tests/kernels --timeout 100"
 
 
 @dataclass(frozen=True)
@@ -173,64 +182,52 @@ def run_all(jobs: Sequence[Job], results: Results, until: float, workers: int = 
         return all(list(pool.map(one, jobs)))
 
 
-def stages_of(names: Sequence[str], variants: dict[int, Path], environment: dict[str, str]) -> list[Job]:
-    """List the jobs that time a kernel with two and with three stages in its loops, in copies of the sources."""
-    return [
-        Job(
-            "stages",
-            f"{name}, {count}",
-            _command("stages", name),
-            60,
-            folder,
-            {**environment, "PYTHONPATH": str(folder)},
-        )
-        for name in names
-        for count, folder in variants.items()
-    ]
-
-
 def _command(kind: str, name: str, *rest: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "bench.gpu_hour.jobs", kind, name, "{rows}", *rest)
 
 
-def plan(args: argparse.Namespace, folder: Path) -> Iterator[tuple[list[Job], int]]:
-    """Yield groups of jobs in their order, and how many run at a time."""
-    names = args.kernels or NAMES
+def plan(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, list[Job], int]]:
+    """Yield the steps in their order: a letter or word, its jobs, and how many run at a time."""
     faults = {name: fault for fault, _, name in (given.partition(":") for given in args.inject)}
-    wait = args.job_seconds
-
-    def jobs(kind: str, seconds: float, faulty: bool = False, **environment: str) -> list[Job]:
-        planted = {name: ("--fault", faults[name]) if faulty and name in faults else () for name in names}
-        return [
-            Job(kind, name, _command(kind, name, *planted[name]), wait or seconds, environment=environment)
-            for name in names
-        ]
-
     interpreted = {"TRITON_INTERPRET": "1"} if args.rehearse else {}
-    checks = jobs("check", 180, faulty=True, **interpreted)
+    asked = args.kernels or NAMES
+
+    def jobs(kind: str, names: Sequence[str], seconds: float = 180) -> list[Job]:
+        return [Job(kind, n, _command(kind, n), args.job_seconds or seconds) for n in names]
+
+    def kernels(*names: str) -> list[Job]:
+        """Return check and measurement of each."""
+        names = tuple(name for name in names if name in asked)
+        checks = [
+            Job("check", n, _command("check", n, *(("--fault", faults[n]) if n in faults else ())),
+                args.job_seconds or 180, environment=interpreted)
+            for n in names
+        ]  # fmt: skip
+        return [job for pair in zip(checks, jobs("measure", names), strict=True) for job in pair]
+
+    yield "machine", [*jobs("environment", [""]), *jobs("ceilings", [""])], 1
+    yield "a", kernels(*ATTENTION), SIDE_BY_SIDE
+    yield "b", kernels(*HEAD), SIDE_BY_SIDE
+    yield "c", jobs("add", [""]), 1
+    yield "d", jobs("products", [""]), 1
+    yield "e", jobs("block", ["dense", "experts"]) + ([] if args.rehearse else jobs("step", [""])), 1
+    yield "f", kernels("ring attention"), 1
+    gluon = GLUON.format(folder=folder, python=sys.executable)
+    yield "g", [] if args.rehearse else [Job("gluon", "ef70cef", ("sh", "-c", gluon), 120)], 1
+    yield "h", jobs("example", EXAMPLES[:1] if args.rehearse else EXAMPLES, 150), SIDE_BY_SIDE
+    yield "i", jobs("planner", EXAMPLES), 1
+    yield "others", kernels(*OTHERS), SIDE_BY_SIDE
     doctor = Job("doctor", "", (sys.executable, "-m", "mpcore", "doctor"), 180)
-    yield [*_tests(args.rehearse), doctor, *one_of("environment"), *checks], 2 if args.rehearse else 6
-    yield one_of("ceilings"), 1
-    runs = ["dense"] if args.rehearse else EXAMPLES
-    yield (
-        [*([] if args.rehearse else one_of("step")), *(Job("example", n, _command("example", n), 150) for n in runs)],
-        SIDE_BY_SIDE,
-    )
-    yield jobs("measure", 180), SIDE_BY_SIDE
-    make = "import sys; from pathlib import Path; from bench.gpu_hour.jobs import sources_with_stages as copy; "
-    make += "copy(int(sys.argv[1]), Path(sys.argv[2]))"
-    variants = {count: folder / f"stages_{count}" for count in (2, 3)}
-    for count, to in variants.items():
-        if not to.is_dir():
-            subprocess.run([sys.executable, "-c", make, str(count), str(to)], cwd=ROOT, check=True)
-    yield stages_of(names, variants, {}), SIDE_BY_SIDE
-    if not args.rehearse:
-        yield [_pytest("giants", "tests/kernels/test_on_gpu.py", "among", 1)], 1
+    giants = [] if args.rehearse else [_pytest("giants", "tests/kernels/test_on_gpu.py", "among", 1)]
+    yield "tests", [doctor, *_tests(args.rehearse), *giants], 1
 
 
-def one_of(kind: str) -> list[Job]:
-    """List the one job of a kind that has no names."""
-    return [Job(kind, "", _command(kind, ""), 180)]
+def commit(step: str, folder: Path) -> None:
+    """Commit the results of a step; without git nothing is done."""
+    with contextlib.suppress(OSError):
+        subprocess.run(["git", "add", "-f", str(folder)], cwd=ROOT, check=False)
+        message = f"Record step {step} of the measurements of a GPU"
+        subprocess.run(["git", "commit", "-q", "-m", message, "--", str(folder)], cwd=ROOT, check=False)
 
 
 def _tests(rehearse: bool) -> list[Job]:
@@ -256,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_hour", description=__doc__)
     parser.add_argument("--budget", type=float, default=560, help="seconds, after which no job runs (560)")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu_hour", help="a folder of results")
+    parser.add_argument("--commit", action="store_true", help="commit the results after each step")
     parser.add_argument("--kernels", nargs="*", choices=NAMES, metavar="KERNEL", help=f"of {', '.join(NAMES)} (all)")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: checks in Triton's interpreter, toy shapes")
     parser.add_argument("--inject", nargs="*", default=[], metavar="FAULT:KERNEL", help="plant hang, crash or wrong")
@@ -265,9 +263,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(args.out / "results.jsonl")
     done = True
     with tempfile.TemporaryDirectory(prefix="gpu_hour_") as folder:
-        for jobs, workers in plan(args, Path(folder)):
+        for step, jobs, workers in plan(args, Path(folder)):
+            print(f"--- {step}", flush=True)
             done &= run_all(jobs, results, until, workers)
             report.write(results.lines, args.out)
+            if args.commit and jobs:
+                commit(step, args.out)
     print(f"{args.out}/report.md" + ("" if done else "; the budget is over: run the command again to go on"))
     return int(not done)
 

@@ -12,10 +12,9 @@ import importlib
 import json
 import os
 import platform
-import re
-import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,35 +28,39 @@ from unittest import mock
 
 import torch
 
-from bench.examples.bench_gpt_step import measure_on_gpu
+from bench import protocol
+from bench.cases import KERNELS
+from bench.examples.bench_gpt_step import longest, measure_on_gpu
 from bench.interleave import interleave, spread
-from bench.kernels import protocol
-from bench.kernels.protocol import OURS, Kernel, WrongError
 from bench.machine import ROOT, describe
+from bench.protocol import OURS, Kernel, WrongError
+from examples.gpt.config import PRESETS, MoEConfig
+from examples.gpt.model import GPT
 from examples.gpt.pretrain import main as pretrain
+from mpcore import vocab_parallel_cross_entropy
 from mpcore.kernels import _dispatch, use_kernels
+from mpcore.kernels.fp8_matmul import fp8_matmul
+from mpcore.kernels.grouped_linear import grouped_linear
+from mpcore.kernels.quantize_fp8 import quantize_fp8
 
 WRONG = 3  # the status of a process whose result is wrong
-BENCHES = (  # what matters most comes first
-    "rms_norm", "cross_entropy", "linear_cross_entropy", "activation", "attention", "rope", "layer_norm", "adamw",
-    "dropout_add", "moe_permute", "quantize_fp8",
-)  # fmt: skip
 PEERS = ("liger_kernel", "quack", "cut_cross_entropy", "flash_attn", "megatron.core", "apex", "torchao", "transformers")
-ALONE = ("ceilings", "measure", "stages", "step", "example")  # jobs that have the GPU to themselves
-EXAMPLE = "--d-model 2048 --layers 16 --heads 16 --seq-len 2048 --global-batch 16 --micro-batch 8 --dtype bfloat16"
-EXAMPLES = {"dense": "", "compiled": "--compile", "fp8": "--fp8", "recomputed": "--recompute full"}
+ALONE = ("ceilings", "measure", "add", "products", "step", "block", "example")  # jobs that have the GPU to themselves
+SHAPES = {"attention": 2, "attention, window": 2, "attention, documents": 2}  # of a kernel; else its first
+MEDIUM = "--d-model 2048 --layers 16 --heads 16 --seq-len 2048 --global-batch 16 --micro-batch 8"
+EXAMPLES = {
+    "small": "--d-model 1024 --layers 24 --heads 16 --seq-len 2048 --global-batch 16 --micro-batch 8",
+    "medium": MEDIUM,
+    "large": "--d-model 4096 --layers 8 --heads 32 --seq-len 4096 --global-batch 8 --micro-batch 2",
+    "experts": f"{MEDIUM} --experts 8 --top-k 2",
+    "documents": f"{MEDIUM} --document-masking",
+}
 CUDA = torch.cuda.is_available()
 
 
 def kernels() -> dict[str, Kernel]:
-    """Return every kernel that has a bench by its name, in the order in which they are measured."""
-    found = {}
-    for bench in BENCHES:
-        for value in vars(importlib.import_module(f"bench.kernels.bench_{bench}")).values():
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, Kernel):
-                    found[one.name] = one
-    return found
+    """Return every kernel of the table by its name."""
+    return dict(KERNELS)
 
 
 Rows = Iterator[dict[str, Any]]
@@ -119,22 +122,56 @@ def check(name: str) -> Rows:
 
 
 def measure(name: str) -> Rows:
-    """One shape of a kernel beside all peers that are there, in each pass."""
+    """Shapes of a kernel beside all peers that are there, in each pass; the first shape of those that few ask for."""
     kernel = _kernel(name)
-    shape, dtype = _case(kernel)
     for which in kernel.passes:
-        row = protocol.measure(kernel, shape, dtype, which)[0]
-        for provider in row["providers"].values():
-            provider["host_us"] = "-"  # the next process starts meanwhile, on the same cores
-        yield row
+        for shape in kernel.shapes[: SHAPES.get(name, 1)] if CUDA else [kernel.toy]:
+            row, times = protocol.measure(kernel, shape, _case(kernel)[1], which)
+            if OURS not in times:
+                raise WrongError(row["wrong"].get(OURS) or row["skipped"][OURS])
+            for provider in row["providers"].values():
+                provider["host_us"] = "-"  # the next process starts meanwhile, on the same cores
+            pairs = {n: zip(times[n], times[OURS], strict=True) for n in row["providers"] if n != OURS}
+            row["peer_ratios"] = {n: round(statistics.median(a / b for a, b in of), 3) for n, of in pairs.items()}
+            yield row | {"skipped": row["skipped"] | row["wrong"]}
 
 
-def stages(name: str) -> Rows:
-    """The time of a kernel alone, in the copy of the sources that the caller made."""
-    kernel = replace(_kernel(name), peers={})
-    shape, dtype = _case(kernel)
-    sources = str(Path(_dispatch.__file__).resolve().parent)
-    yield protocol.measure(kernel, shape, dtype, kernel.passes[-1])[0] | {"sources": sources}
+def add(name: str) -> Rows:
+    """A weight gradient added to the float32 main gradient: by the product itself, and by a second pass."""
+    M, K, N = (8192, 4096, 14336) if CUDA else (32, 16, 48)
+    device, dtype = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+    dy, x = torch.randn(M, N, device=device, dtype=dtype), torch.randn(M, K, device=device, dtype=dtype)
+    main = torch.zeros(N, K, device=device)
+    calls = {
+        "mpcore": lambda: torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main) if CUDA
+        else main.addmm_(dy.t(), x),
+        "two passes": lambda: main.add_(dy.t() @ x),
+    }  # fmt: skip
+    for call in calls.values():
+        call()
+    times = protocol.device_times(calls, 1e-3) if CUDA else interleave(calls, rounds=5, iterations=2)
+    yield {"shape": f"M {M}, K {K}, N {N}", "us": {n: round(1e6 * statistics.median(of), 2) for n, of in times.items()}}
+
+
+def products(name: str) -> Rows:
+    """A linear layer in FP8 and grouped products of experts, beside bfloat16."""
+    M, K, N, E = (8192, 4096, 14336, 8) if CUDA else (256, 128, 128, 2)
+    device, dtype = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+    x, weights = torch.randn(M, K, device=device, dtype=dtype), torch.randn(E, N, K, device=device, dtype=dtype)
+    counts = torch.full((E,), M // E, device=device)
+    weight = quantize_fp8(weights[0], square=True)[0]  # once a step; the input in each call
+    assert weight is not None
+    calls = {
+        "bfloat16": lambda: x @ weights[0].t(),
+        "fp8": lambda: fp8_matmul(quantize_fp8(x)[0], weight, dtype),  # pyright: ignore[reportArgumentType]
+        "grouped": lambda: grouped_linear(x, weights, counts),
+        "one by one": lambda: [part @ w.t() for part, w in zip(x.chunk(E), weights, strict=True)],
+    }
+    for call in calls.values():
+        call()
+    times = protocol.device_times(calls, 1e-3) if CUDA else interleave(calls, rounds=3, iterations=1)
+    shape = f"M {M}, K {K}, N {N}, experts {E}"
+    yield {"shape": shape, "us": {n: round(1e6 * statistics.median(of), 2) for n, of in times.items()}}
 
 
 def step(name: str) -> Rows:
@@ -142,19 +179,53 @@ def step(name: str) -> Rows:
     yield measure_on_gpu()
 
 
+def block(name: str) -> Rows:
+    """A step of one 8B-shaped block and its head, dense or with experts: the list of its kernels by time."""
+    size = {"vocab_size": 128256, "seq_len": 8192, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336}
+    if not CUDA:
+        size = {"vocab_size": 64, "seq_len": 16, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 64}
+    config = replace(
+        PRESETS["llama3-8b"], layers=1, **size, moe=MoEConfig(aux_loss=None) if name == "experts" else None
+    )
+    device = torch.device("cuda" if CUDA else "cpu")
+    model = GPT(config, device=device, dtype=torch.bfloat16 if CUDA else torch.float32)
+    x = torch.randint(config.vocab_size, (1, config.seq_len), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def once() -> None:
+        vocab_parallel_cross_entropy(model(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        once()
+    yield {"shape": f"{name}, {size}", "kernels": longest(once) if CUDA else []}
+
+
 def example(name: str) -> Rows:
     """Tokens per second, model FLOPs utilization and memory of the example's pretraining, over the last half of it."""
     steps = 24 if CUDA else 4
-    size = EXAMPLE if CUDA else "--device cpu"
+    flags = f"{EXAMPLES[name]} --dtype bfloat16" if CUDA else "--device cpu"
     with tempfile.TemporaryDirectory() as out:
-        words = f"{size} {EXAMPLES[name]} --steps {steps} --eval-every 0 --set no_save=true --out {out}"
-        pretrain(words.split())
+        pretrain(f"{flags} --steps {steps} --eval-every 0 --set no_save=true --out {out}".split())
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if line.get("step", 0) >= steps // 2 and "tokens_per_second" in line]
     told = {key: statistics.median(line[key] for line in last) for key in ("tokens_per_second", "memory")}
     if CUDA:
         told["mfu"] = statistics.median(line["mfu"] for line in last)
-    yield {"flags": f"{size} {EXAMPLES[name]}", "steps": len(last), "losses": [line["loss"] for line in last], **told}
+    yield {"flags": flags, "steps": len(last), "losses": [line["loss"] for line in last], **told}
+
+
+def planner(name: str) -> Rows:
+    """What `mpcore plan` predicts of a run of the example on one H100."""
+    words = (
+        f"plan examples.gpt.plan:build --world 1 --machine h100 {EXAMPLES[name]} --dtype bfloat16 --vocab-size 50304"
+    )
+    told = subprocess.run(
+        [sys.executable, "-m", "mpcore", *words.split()], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    lines = (told.stderr if told.returncode else told.stdout).splitlines()  # that no layout fits is an answer, too
+    yield {"flags": EXAMPLES[name], "told": [line for line in lines if line.strip()][:8]}
 
 
 def _once(
@@ -169,24 +240,6 @@ def _kernel(name: str) -> Kernel:
 
 def _case(kernel: Kernel) -> tuple[protocol.Shape, torch.dtype]:
     return (kernel.shapes[0], kernel.dtypes[0]) if CUDA else (kernel.toy, torch.float32)
-
-
-def sources_with_stages(count: int, folder: Path) -> list[str]:
-    """Copy the sources to a folder with another number of stages in every loop that names one.
-
-    Returns:
-        The files that changed.
-    """
-    for package in ("mpcore", "bench", "examples", "tests"):
-        shutil.copytree(ROOT / package, folder / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "kernels", folder / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    changed = []
-    for path in sorted((folder / "kernels").rglob("*.py")):
-        text = path.read_text()
-        new = re.sub(r"(STAGES = |Tile\(blocks, )[23]\b", rf"\g<1>{count}", text)
-        path.write_text(new)
-        changed += [str(path.relative_to(folder))] * (new != text)
-    return changed
 
 
 # --- faults, for the rehearsal ----------------------------------------------------------------------------------------
@@ -213,7 +266,7 @@ def inject(fault: str, kernel: Kernel) -> AbstractContextManager[Any]:
 
 
 JOBS: dict[str, Callable[[str], Rows]] = {
-    job.__name__: job for job in (environment, ceilings, check, measure, stages, step, example)
+    job.__name__: job for job in (environment, ceilings, check, measure, add, products, step, block, example, planner)
 }
 
 
@@ -235,7 +288,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _dispatch.INTERPRETING:
             sys.path.insert(0, str(ROOT / "tests" / "kernels"))
             importlib.import_module("interpreter_repair").install()
-        if (CUDA or _dispatch.INTERPRETING) and args.job not in ("step", "example"):
+        if (CUDA or _dispatch.INTERPRETING) and args.job not in (
+            "step",
+            "block",
+            "example",
+            "planner",
+            "add",
+            "products",
+        ):
             stack.enter_context(use_kernels("triton"))
         if CUDA and args.job in ALONE:  # two processes may start side by side; one at a time uses the GPU
             lock = stack.enter_context((Path(tempfile.gettempdir()) / "gpu_hour.lock").open("w"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,24 +34,59 @@ def write(lines: Sequence[Line], folder: Path) -> None:
     """Write `report.md`, `report.png` where matplotlib is there, and `benchmarks.json`."""
     picture = _draw(lines, folder / "report.png")
     (folder / "report.md").write_text("\n".join(text(lines)) + (f"\n![]({picture})\n" if picture else "\n"))
-    (folder / "benchmarks.json").write_text(json.dumps({"benchmarks": list(benchmarks(lines))}, indent=1) + "\n")
+    (folder / "benchmarks.json").write_text(json.dumps(_results(lines), indent=1) + "\n")
+
+
+def _results(lines: Sequence[Line]) -> dict[str, Any]:
+    about = _about(lines)
+    rows = list(benchmarks(lines))
+    commit, machine = {"id": about["commit"]}, {"machine": "", "cpu": {}, "device": about["device"]}
+    return {
+        "machine_info": machine,
+        "commit_info": commit,
+        "benchmarks": rows,
+        "datetime": about["date"],
+        "version": "5",
+    }
 
 
 def benchmarks(lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
-    """Yield what `bench.report` reads: each kernel and pass, the training step, and each run of the example."""
+    """Yield the rows that `pytest-benchmark compare` and `bench.report` read: of kernels, step and example."""
     about = _about(lines)
     for row in _rows(lines, "measure"):
-        yield {"fullname": f"bench/gpu_hour {row['kernel']} {row['pass']}", "extra_info": about | row}
+        case = f"{row['kernel']} {row['shape']} {row['dtype']} {row['pass']}"
+        shared = about | {k: v for k, v in row.items() if k not in ("providers", "skipped", "peer_ratios")}
+        for name, one in row["providers"].items():
+            more = {"ratio": row["peer_ratios"][name]} if name in row["peer_ratios"] else {"skipped": row["skipped"]}
+            seconds = [1e-6 * one[key] for key in ("us_p20", "us", "us_p80")]
+            full = f"bench/bench_kernels.py::test_kernel[{case}-{name}]"
+            yield _row(full, case, shared | {"provider": name} | one | more, seconds)
     for row in _rows(lines, "step"):
         ratios = {f"time of {name} / ours": ratio for name, ratio in row["ratios"].items()}
         ours = row["providers"]["mpcore"]
         ratios |= {"ms per step": ours["ms"], "MFU": f"{ours['mfu']:.1%}"}
         info = about | {"shape": row["shape"], "providers": row["providers"], "ratios": ratios}
-        yield {"fullname": "bench/gpu_hour training step", "extra_info": info}
+        seconds = [1e-3 * ours[key] for key in ("ms_p20", "ms", "ms_p80")]
+        yield _row("bench/gpu_hour training step", "step", info, seconds)
     for row in _rows(lines, "example"):
         ratios = {"tokens per second": round(row["tokens_per_second"]), "GiB": round(row["memory"] / 2**30, 1)}
         ratios |= {"MFU": f"{row['mfu']:.1%}"} if "mfu" in row else {}
-        yield {"fullname": f"bench/gpu_hour pretrain {row['flags']}", "extra_info": about | {"ratios": ratios}}
+        name = f"bench/gpu_hour pretrain {row['flags']}"
+        yield _row(name, "seconds a token", about | {"ratios": ratios}, [1 / row["tokens_per_second"]])
+
+
+def _row(fullname: str, group: str, info: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, Any]:
+    """One row of pytest-benchmark, from the 20th percentile, the median and the 80th, or from one figure."""
+    low, middle, high = seconds if len(seconds) == 3 else (seconds[0],) * 3
+    mean = sum(seconds) / len(seconds)
+    stats = {"min": low, "max": high, "mean": mean, "stddev": statistics.pstdev(seconds), "rounds": len(seconds),
+             "median": middle, "iqr": high - low, "q1": low, "q3": high, "iqr_outliers": 0, "stddev_outliers": 0,
+             "outliers": "0;0", "ld15iqr": low, "hd15iqr": high, "ops": 1 / mean,
+             "total": sum(seconds), "iterations": 1,
+             }  # fmt: skip
+    name = fullname.rpartition("::")[2]
+    return {"group": group, "name": name, "fullname": fullname, "params": None, "param": None,
+            "extra_info": dict(info), "options": {}, "stats": stats}  # fmt: skip
 
 
 def _draw(lines: Sequence[Line], file: Path) -> str:
@@ -109,9 +145,17 @@ def text(lines: Sequence[Line]) -> Iterator[str]:
             yield f"| {line['name']} | - | - | **{line['state']}** | - | - | - |"
     skipped = sorted({f"{n}: {why}" for row in _rows(lines, "measure") for n, why in row["skipped"].items()})
     yield "\n" + "\n".join(f"- not compared: {why}" for why in skipped)
-    yield "\n## Stages of the loops\n"
-    yield "| kernel | us with 2 | us with 3 | 2 over 3 |\n|---|---|---|---|"
-    yield from stages(lines)
+    yield "\n## Products\n"
+    for job in ("add", "products"):
+        for row in _rows(lines, job):
+            yield f"- {row['shape']}: " + ", ".join(f"{name} {us} us" for name, us in row["us"].items())
+    yield "\n## Kernels of a block by time\n"
+    for row in _rows(lines, "block"):
+        yield f"\n{row['shape']}\n\n| kernel | ms | calls |\n|---|---|---|"
+        yield from (f"| `{name}` | {ms} | {calls} |" for name, ms, calls in row["kernels"])
+    yield "\n## The planner's predictions\n"
+    for row in _rows(lines, "planner"):
+        yield f"- {row['flags']}: " + "; ".join(row["told"])
     yield "\n## Training\n"
     for row in _rows(lines, "step"):
         yield from training(row)
@@ -154,17 +198,3 @@ def speed(row: Mapping[str, Any], every_goal: Mapping[tuple[str, str], Mapping[s
     cells = [row["kernel"], f"{row['shape']} {row['dtype']}", row["pass"]]
     cells += [f"{ours['us']} ({ours['us_p20']}-{ours['us_p80']})", f"{ours['rate']} {row['unit']}"]
     return f"| {' | '.join([*cells, beside('percent', ours['percent'], ' %'), peers or '-'])} |"
-
-
-def stages(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the rows of two stages against three."""
-    times: dict[str, dict[str, str | float]] = {}
-    for line in lines:
-        if line["job"] == "stages":
-            name, _, count = line["name"].rpartition(", ")
-            ran = [row["providers"]["mpcore"]["us"] for row in line["rows"]]
-            times.setdefault(name, {})[count] = ran[0] if ran and line["state"] == "ok" else f"**{line['state']}**"
-    for name, of in times.items():
-        two, three = of.get("2", "-"), of.get("3", "-")
-        ratio = "-" if isinstance(two, str) or isinstance(three, str) else f"{two / three:.3f}"
-        yield f"| {name} | {two} | {three} | {ratio} |"

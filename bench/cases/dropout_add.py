@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.protocol import Inputs, Kernel, Shape, always, compare, compiled, imported
+from bench.protocol import Inputs, Kernel, Shape, always, compiled, imported
 from mpcore.kernels.dropout_add import dropout_add, dropout_add_reference
 
 P, KEY = 0.1, 7
@@ -50,9 +49,3 @@ DROPOUT_ADD = Kernel(
     toy={"B": 2, "T": 5, "D": 24},
     random=True,
 )
-
-
-@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), DROPOUT_ADD.cases())
-def test_dropout_add(request, kernel, shape, dtype, which) -> None:
-    """Right, and on CUDA as fast as it is."""
-    compare(request, kernel, shape, dtype, which)

@@ -5,13 +5,12 @@ Nothing is sent: all blocks of keys lie here, and each is met, merged and led ba
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from bench.kernels.protocol import Inputs, Kernel, Shape, always, compare
+from bench.protocol import Inputs, Kernel, Shape, always
 from mpcore.kernels.attention import attention, attention_backward, attention_reference
 from mpcore.layers.attention.ring import merge
 
@@ -76,8 +75,8 @@ def cost(s: Shape, b: int) -> tuple[float, float]:
     return 2 * once, 7 * once
 
 
-CONTEXT = Kernel(
-    "context",
+RING = Kernel(
+    "ring attention",
     inputs,
     Ring.apply,
     reference,
@@ -89,9 +88,3 @@ CONTEXT = Kernel(
     check={"T": 4096},
     slack=4,  # of float32, eight blocks merged in float32 round eight times
 )
-
-
-@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), CONTEXT.cases())
-def test_context(request, kernel, shape, dtype, which) -> None:
-    """Right, and on CUDA as fast as it is."""
-    compare(request, kernel, shape, dtype, which)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels.protocol import FORWARD, Inputs, Kernel, Shape, always, compare, compiled
+from bench.protocol import FORWARD, Inputs, Kernel, Shape, always, compiled
 from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now
 
 HOW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -81,9 +80,3 @@ ADAMW = Kernel(
     check={"n": 2**24},
     in_float64=False,
 )
-
-
-@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), ADAMW.cases())
-def test_adamw(request, kernel, shape, dtype, which) -> None:
-    """Right, and on CUDA as fast as it is."""
-    compare(request, kernel, shape, dtype, which)

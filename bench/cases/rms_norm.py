@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels.protocol import Inputs, Kernel, Shape, always, compare, compiled, imported
+from bench.protocol import Inputs, Kernel, Shape, always, compiled, imported
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 
 
@@ -49,7 +48,7 @@ RMS_NORM = Kernel(
         "quack": imported("quack.rmsnorm", "rmsnorm", lambda f: lambda x, weight: f(x, weight, eps=1e-6)),
     },
     cost=lambda s, b: (2 * b * s["M"] * s["D"], 5 * b * s["M"] * s["D"]),
-    shapes=[{"M": 8192, "D": d} for d in (2048, 4096, 5120, 8192, 16384)],
+    shapes=[{"M": 8192, "D": d} for d in (2048, 4096, 16384)],
     toy={"M": 5, "D": 96},
 )
 ADD_RMS_NORM = Kernel(
@@ -75,9 +74,3 @@ ADD_RMS_NORM = Kernel(
     shapes=[{"M": 8192, "D": 4096}, {"M": 8192, "D": 8192}],
     toy={"M": 5, "D": 96},
 )
-
-
-@pytest.mark.parametrize(("kernel", "shape", "dtype", "which"), RMS_NORM.cases() + ADD_RMS_NORM.cases())
-def test_rms_norm(request, kernel, shape, dtype, which) -> None:
-    """Right, and on CUDA as fast as it is."""
-    compare(request, kernel, shape, dtype, which)

@@ -1,11 +1,12 @@
-"""How a kernel is timed beside its peers: a bench of `bench_<kernel>.py` names inputs, functions and costs only.
+"""How a kernel is timed beside its peers: a module of `bench/cases` names inputs, functions and costs only.
 
-First every function is checked; what is wrong gets no number. Then all of them, and the machine's own copy or matrix
-product as the yardstick, run in turn, round by round, each after a read of more memory than the L2 cache holds. Events
-on the device take the time, while the stream is held until the host has launched everything.
+Each function is checked first; a wrong one gets no number. Then all functions, and a copy or a matrix product as the
+yardstick, run in turn, round by round. Events on the device take the time. A turn makes several calls on rotating
+buffers, which together exceed the L2 cache four times: inputs come from memory, and outputs are written back to it
+within the time. An untimed pass before each turn fills the cache with the buffers of the same function, so that a turn
+writes back as much as it leaves behind. One pair of events serves all calls of a turn.
 
-Without CUDA a bench runs at toy size: what can run is checked, and the reference is timed beside the peers that run on
-a CPU, in processor time.
+Without CUDA the sizes are toys: the reference is timed beside the peers that run on a CPU, in processor time.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.interleave import interleave, spread
-from bench.machine import describe
-from mpcore.kernels import use_kernels
+from bench.machine import gpu_state
 
 FORWARD, BOTH = "forward", "forward+backward"
 OURS = "mpcore"
 ROUNDS, HOST_CALLS = 50, 20
 FEWEST_ROUNDS, SECONDS = 10, 3.0  # of a row whose rounds are long
 PEER_SLACK = 16  # times the error of the plain reference in the same dtype; a peer may round inside
-EVICT = 2**26  # int32 in 256 MiB, more than any L2 cache holds
+FEWEST_CALLS, MOST_BUFFERS, L2_TIMES = 4, 16, 4  # of a turn
 YARDSTICK = 2**28, 8192  # int32 in a copy's 1 GiB, rows and columns of a product's matrices
 YARDSTICK_OF_CPU = 2**22, 256
 ROUNDS_OF_CPU, CALLS_OF_CPU = 15, 3
+SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 Shape = Mapping[str, int]
 Inputs = dict[str, Tensor]
 Function = Callable[..., Any]
@@ -87,16 +89,15 @@ class Kernel:
     slack: int = 2
     random: bool = False
 
-    def cases(self) -> list[Any]:
-        """Parameters of a bench: shape, dtype and pass; of the toy size without CUDA."""
+    def providers(self) -> dict[str, Callable[[Shape], Function]]:
+        """Return ours and all peers by name."""
+        return {OURS: always(self.ours), **self.peers}
+
+    def cases(self) -> list[tuple[Kernel, Shape, torch.dtype, str]]:
+        """Return kernel, shape, dtype and pass of each measurement; those of the toy size without CUDA."""
         cuda = torch.cuda.is_available()
         shapes, dtypes = (self.shapes, self.dtypes) if cuda else ([self.toy], [torch.float32])
-        return [
-            pytest.param(self, shape, dtype, which, id=f"{self.name} {label(shape)} {short(dtype)} {which}")
-            for shape in shapes
-            for dtype in dtypes
-            for which in self.passes
-        ]
+        return [(self, shape, dtype, which) for shape in shapes for dtype in dtypes for which in self.passes]
 
 
 def label(shape: Shape) -> str:
@@ -145,26 +146,18 @@ def begin() -> None:
         torch.cuda.empty_cache()
 
 
-def compare(request: pytest.FixtureRequest, kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str) -> None:
-    """Check the kernel and its peers, time them, and hand the row to pytest-benchmark."""
-    with use_kernels("triton") if torch.cuda.is_available() else contextlib.nullcontext():
-        row, replay = measure(kernel, shape, dtype, which)
-        _report(request, kernel, which, row, replay)
-
-
-def _report(
-    request: pytest.FixtureRequest, kernel: Kernel, which: str, row: dict[str, Any], replay: Callable[[], object]
-) -> None:
-    benchmark = request.getfixturevalue("benchmark")
-    benchmark.group = f"{kernel.name} {which}"
-    benchmark.extra_info.update(describe() | row)
-    benchmark.pedantic(replay, rounds=10, iterations=1, warmup_rounds=1)
-
-
 def measure(
-    kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str
-) -> tuple[dict[str, Any], Callable[[], object]]:
-    """Check the kernel and its peers, time them, and return the row and a call of ours that waits for the device."""
+    kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str, only: Sequence[str] | None = None
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Check the kernel and its peers, and time them in turn.
+
+    Args:
+        kernel, shape, dtype, which: a case.
+        only: the providers to measure; None: all.
+
+    Returns:
+        The row, and by provider the seconds a call in each round.
+    """
     begin()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
@@ -172,21 +165,62 @@ def measure(
     checked = {**shape, **{name: min(size, shape[name]) for name, size in kernel.check.items()}}
     inputs = kernel.inputs(checked, dtype, device)
     bound = _bounds(kernel, inputs, which)
-    functions, errors, skipped = {}, {}, {}
-    for name, make in {OURS: always(kernel.ours), **kernel.peers}.items():
+    functions, errors, skipped, wrong = {}, {}, {}, {}
+    for name, make in kernel.providers().items():
+        if only is not None and name not in only:
+            continue
         try:
             function = make(checked)
-            errors[name] = _check(kernel, name, function, inputs, which, bound)
+            with poisoned():
+                errors[name] = _check(kernel, name, function, inputs, which, bound)
             functions[name] = function if checked == shape else make(shape)
         except Exception as error:
-            if name == OURS or not (cuda or isinstance(error, ImportError | NotHereError)):
+            if not (cuda or isinstance(error, ImportError | NotHereError | WrongError)):
                 raise
-            skipped[name] = _why(error)
+            (wrong if isinstance(error, WrongError) else skipped)[name] = _why(error)
     del inputs, bound
-    row, replay = _measure(kernel, functions, shape, dtype, which, device)
+    try:
+        beside = _at_full_size(kernel, functions, shape, dtype, which, device) if checked != shape else "float64"
+    except WrongError as error:
+        wrong[OURS], beside = _why(error), "a peer at full size"
+        del functions[OURS]
+    row, times = _measure(kernel, functions, shape, dtype, which, device)
     for name, provider in row["providers"].items():
         provider["error"] = errors[name]
-    return row | {"skipped": skipped | row["skipped"]}, replay
+    return row | {"skipped": skipped | row["skipped"], "wrong": wrong, "checked beside": beside}, times
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN."""
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
+
+
+def _at_full_size(
+    kernel: Kernel, functions: dict[str, Function], shape: Shape, dtype: torch.dtype, which: str, device: torch.device
+) -> str:
+    """Compare ours with the first peer that fits into memory, at the size that is timed; return the peer's name."""
+    inputs = kernel.inputs(shape, dtype, device)
+    for name, function in functions.items() if OURS in functions else ():
+        if name == OURS:
+            continue
+        try:
+            truth = _call(function, _leaves(kernel, inputs, which), which)()
+        except Exception:  # out of memory, most of all: `_measure` says so
+            continue
+        bounds = [(y, _rounding(y, y.dtype) if y.is_floating_point() else 0.0, y.dtype) for y in truth]
+        with poisoned():
+            _check(kernel, name + " at full size", functions[OURS], inputs, which, bounds)
+        return name
+    return "nothing at full size"
 
 
 def _why(error: Exception) -> str:
@@ -313,36 +347,36 @@ def _measure(
     dtype: torch.dtype,
     which: str,
     device: torch.device,
-) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The row of one shape, and a call of ours that waits for the device."""
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The row of one shape, and the seconds of each provider."""
     copy, yardstick_cost = yardstick(kernel.unit, device)
     inputs = kernel.inputs(shape, dtype, device)
     cuda = device.type == "cuda"
-    calls: dict[str, Callable[[], object]] = {}
-    host, skipped = {}, {}
+    cost = kernel.cost(shape, dtype.itemsize)[which == BOTH]
+    calls: dict[str, Callable[[], object]] = {"yardstick": copy}
+    host, memory, skipped = {}, {}, {}
     for name, function in functions.items():
         try:
             call = _call(function, _leaves(kernel, inputs, which), which)
             host[name] = _host_seconds(call) if cuda else 0.0
-            calls[name] = call
+            memory[name] = _peak_bytes(call) if cuda else returned_bytes(call)
+            size = sum(x.nbytes for x in inputs.values()) + memory[name]
+            more = [_call(function, _leaves(kernel, inputs, which), which) for _ in range(1, buffers(size))]
+            calls[name] = Rotating([call, *more])
         except Exception as error:  # such as out of memory, at the full size
             if name == OURS:
                 raise
             skipped[name] = _why(error)
-        call = None  # who is left out leaves its memory to the next
+        call, more = None, []  # who is left out leaves its memory to the next
     del inputs
-    memory = {name: _peak_bytes(call) if cuda else 0 for name, call in calls.items()}
-    timed = {**calls, "yardstick": copy}
     if cuda:
-        times = device_times(timed, max(host.values()))
+        times = device_times(calls, max(host.values(), default=0.0))
     else:
-        times = interleave(timed, rounds=ROUNDS_OF_CPU, iterations=CALLS_OF_CPU)
-
-    cost = kernel.cost(shape, dtype.itemsize)[which == BOTH]
-    scale = 1e9 if kernel.unit == "GB/s" else 1e12
+        times = interleave(calls, rounds=ROUNDS_OF_CPU, iterations=CALLS_OF_CPU)
+    scale = SCALES[kernel.unit]
     best = yardstick_cost / statistics.median(times["yardstick"]) / scale
     providers = {}
-    for name in calls:
+    for name in host.keys() & times.keys():
         low, middle, high = spread(times[name])
         providers[name] = {
             "us": round(1e6 * middle, 2),
@@ -350,8 +384,8 @@ def _measure(
             "us_p80": round(1e6 * high, 2),
             "rate": round(cost / middle / scale, 1),
             "percent": round(100 * cost / middle / scale / best, 1),
-            "peak_mib": round(memory[name] / 2**20, 1),
-            "host_us": round(1e6 * host[name], 1),
+            "peak_mib": round(memory[name] / 2**20, 1 if cuda else 4),
+            "host_us": round(1e6 * host[name], 1) if cuda else round(1e6 * middle, 1),
         }
     row = {
         "kernel": kernel.name,
@@ -360,22 +394,37 @@ def _measure(
         "pass": which,
         "unit": kernel.unit,
         "cost": cost,
+        "clock": "device" if cuda else "host",
         "yardstick": round(best, 1),
-        "providers": providers,
+        "gpu": gpu_state() if cuda else {},
+        "providers": {name: providers[name] for name in functions if name in providers},
         "skipped": skipped,
-        "peer_ratios": {
-            name: round(statistics.median(a / b for a, b in zip(times[name], times[OURS], strict=True)), 3)
-            for name in calls
-            if name != OURS
-        },
     }
+    return row, times
 
-    def replay() -> None:
-        calls[OURS]()
-        if cuda:
-            torch.cuda.synchronize()
 
-    return row, replay
+class Rotating:
+    """Call the same function on each of several buffers in turn, and keep as many results alive.
+
+    Args:
+        calls: one for each set of buffers.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self.calls, self.results, self.turn = calls, [None] * len(calls), 0
+
+    def __call__(self) -> None:
+        """Make the next call."""
+        i = self.turn % len(self.calls)
+        self.results[i], self.turn = self.calls[i](), self.turn + 1  # type: ignore[assignment]
+
+
+def buffers(size: int) -> int:
+    """Return how many sets of buffers of so many bytes exceed the L2 cache four times; 1 on a CPU."""
+    if not torch.cuda.is_available():
+        return 1
+    cache = torch.cuda.get_device_properties().L2_cache_size
+    return max(1, min(MOST_BUFFERS, math.ceil(L2_TIMES * cache / max(1, size))))
 
 
 def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict[str, list[float]]:
@@ -385,10 +434,9 @@ def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict
 
     Args:
         calls: by name; all warm.
-        hold: seconds for which the stream is held before a call, so that the host is always ahead of it.
+        hold: seconds for which the stream is held for each call of a turn, so that the host is always ahead of it.
     """
-    evict = torch.zeros(EVICT, dtype=torch.int32, device="cuda")  # only read, so nothing is written back
-    cycles = int(3e9 * min(2 * hold, 0.01))
+    sizes = {name: max(FEWEST_CALLS, len(c.calls)) if isinstance(c, Rotating) else 1 for name, c in calls.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     turn, rounds, began_at = -5, ROUNDS, 0.0
     while turn < rounds:
@@ -400,16 +448,39 @@ def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            evict.max()
-            torch.cuda._sleep(cycles)
+            torch.cuda._sleep(int(3e9 * min(4 * hold * sizes[name], 0.02)))
+            for _ in range(sizes[name]):
+                calls[name]()
             began.record()
-            calls[name]()
+            for _ in range(sizes[name]):
+                calls[name]()
             ended.record()
             if turn >= 0:
                 events[name].append((began, ended))
         torch.cuda.synchronize()
         turn += 1
-    return {name: [a.elapsed_time(b) / 1e3 for a, b in pairs] for name, pairs in events.items()}
+    return {name: [a.elapsed_time(b) / 1e3 / sizes[name] for a, b in pairs] for name, pairs in events.items()}
+
+
+class _Returned(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        there = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in there:
+                self.storages[id(x.untyped_storage())] = x.untyped_storage()
+        return out
+
+
+def returned_bytes(call: Callable[[], object]) -> int:
+    """Bytes that the operators of a call return in new memory."""
+    with _Returned() as seen:
+        call()
+    return sum({s.data_ptr(): s.nbytes() for s in seen.storages.values()}.values())
 
 
 def _host_seconds(call: Callable[[], object]) -> float:

@@ -1,1 +1,0 @@
-"""Ours beside the libraries that do the same: `python -m bench.peers`."""
