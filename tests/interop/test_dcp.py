@@ -1,0 +1,171 @@
+"""`torch.distributed.checkpoint` of sharded models: any layout to any other, and to plain torch."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from examples.gpt.config import GPTConfig, MoEConfig
+from examples.gpt.model import GPT
+from mpcore import AdamW, ColumnParallelLinear, Mesh
+from mpcore.checkpoint.pieces import Box, LocalTensor
+from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
+from mpcore.sharding.local import local_tensor
+from tests.pool import RankError, mesh
+from tests.test_checkpoint import CONFIG, TIED, Run, same_bits
+
+EXPERTS = replace(CONFIG, moe=MoEConfig(experts=4, d_ff=21))
+
+
+def check_save(sizes: dict, folder: str, config: GPTConfig, zero: int) -> dict[str, Tensor]:
+    run = Run(mesh(**sizes), config, zero % 10, replicate=zero // 10 or 1)
+    run.step(0)
+    want = run.full()
+    saving: Any = dcp.async_save(dcp_state_dict(run.model, run.mesh, run.optimizer), checkpoint_id=folder)
+    for p in run.model.parameters():
+        local_tensor(p.detach()).zero_()  # what is written is a copy
+    saving.result()
+    return want
+
+
+def check_load(sizes: dict, folder: str, config: GPTConfig, zero: int, used: bool) -> dict[str, Tensor]:
+    run = Run(mesh(**sizes), config, zero % 10, seed=6, replicate=zero // 10 or 1)
+    if used:
+        run.step(9)
+        run.evaluate()
+    dcp.load(dcp_state_dict(run.model, run.mesh, run.optimizer), checkpoint_id=folder)
+    return run.full()
+
+
+def check_fsdp2(folder: str, size: int) -> dict[str, Tensor]:
+    model = GPT(CONFIG, Mesh(), dtype=torch.float64)  # the names of the unsharded model
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=folder)
+    return {f"model/{name}": x.full_tensor().detach() for name, x in model.named_parameters()}  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("writer", "zero", "config"),
+    [
+        ({"tp": 2}, 0, CONFIG),
+        ({"tp": 3, "dp": 2}, 3, CONFIG),
+        ({"tp": 2, "ep": 2}, 2, EXPERTS),
+        ({"tp": 2, "pp": 2}, 0, TIED),
+    ],
+    ids=["tp2", "tp3-dp2-zero3", "tp2-ep2-zero2", "tp2-pp2-tied"],
+)
+def test_dcp_of_any_layout_loads_on_any_other(eight_ranks, tmp_path, writer, zero, config):
+    folder, want = str(tmp_path / "dcp"), {}
+    for part in eight_ranks(math.prod(writer.values()), check_save, writer, folder, config, zero):
+        want |= part
+    readers = [({}, 0), ({"tp": 4}, 0), ({"dp": 3}, 2), ({"tp": 2, "dp": 2}, 1), ({"dp": 4}, 23), ({"pp": 2}, 0)]
+    for i, (sizes, zero) in enumerate(readers):
+        got: dict[str, Tensor] = {}
+        for part in eight_ranks(math.prod(sizes.values()), check_load, sizes, folder, config, zero, i % 2 == 0):
+            got |= part
+        same_bits(got, want)
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt")
+    model = {name: want[f"model/{name}"] for name in whole["model"] if f"model/{name}" in want}
+    same_bits({name: whole["model"][name] for name in model}, model)
+    for name, slots in whole["optimizer"]["state"].items():
+        same_bits({f"optimizer/{slot}/{name}": x for slot, x in slots.items()},
+                  {f"optimizer/{slot}/{name}": want[f"optimizer/{slot}/{name}"] for slot in slots})  # fmt: skip
+    if config is CONFIG:
+        for part in eight_ranks(2, check_fsdp2, folder, 2):
+            same_bits(part, {name: want[name] for name in part})
+
+
+MISTAKES: dict[str, Any] = {
+    "two boxes exchanged": lambda a, b: [replace(a, local=b.local), replace(b, local=a.local)],
+    "a box twice": lambda a, b: [a, a, b],
+    "a box left out": lambda a, b: [a],
+    "not written": lambda a, b: [replace(a, owned=False), b],
+    "a row late": lambda a, b: [replace(a, start=(a.start[0] + 1, 0)), b],
+    "a row early": lambda a, b: [a, replace(b, start=(b.start[0] - 1, 0))],
+    "a row short": lambda a, b: [replace(a, shape=(a.shape[0] - 1, a.shape[1])), b],
+    "a column short": lambda a, b: [a, replace(b, shape=(b.shape[0], b.shape[1] - 1))],
+    "a row read late": lambda a, b: [replace(a, local=(a.local[0] + 1, 0)), b],
+    "outside": lambda a, b: [a, replace(b, start=(b.start[0] + 4, 0))],
+    "all of the other rank": lambda a, b: [replace(a, start=(0, 0)), replace(b, start=(4, 0))],
+}
+
+
+def check_mistake(folder: str, mistake: str | None) -> bool:
+    """Gate and up of four rows each over tp 2, with one mistake in rank 1's boxes: whether the full tensor is right."""
+    tp = mesh(tp=2).tp
+    full = torch.arange(24.0).view(8, 3)
+    rows = [2 * tp.rank + i + 4 * block for block in (0, 1) for i in (0, 1)]
+    boxes = [Box((2 * block, 0), (4 * block + 2 * tp.rank, 0), (2, 3), True) for block in (0, 1)]
+    if mistake and tp.rank:
+        boxes = MISTAKES[mistake](*boxes)
+    state = {"w": BoxedTensor.of(LocalTensor("w", full[rows], (8, 3), tuple(boxes)))}
+    dcp.save(state, checkpoint_id=folder)
+    dcp.load({"w": (read := torch.full((8, 3), -1.0))}, checkpoint_id=folder)
+    return torch.equal(read, full)
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_a_mistake_in_the_boxes_is_found(ranks, tmp_path, mistake):
+    try:
+        right = all(ranks(2, check_mistake, str(tmp_path), mistake))
+    except RankError:
+        right = False
+    assert right == (mistake is None)
+
+
+def check_refused() -> None:
+    on = mesh(pp=2)
+    with pytest.raises(ValueError, match="ranks 0 and 1 have different parameters named 0.weight"):
+        dcp_state_dict(nn.Sequential(nn.Linear(2, 2)), on)
+    layer = ColumnParallelLinear(4, 6, tp=mesh(tp=2).tp)
+    state = dcp_state_dict(layer, Mesh(tp=layer.tp))["weight"]
+    for read in (lambda: state + 1, lambda: pickle.dumps(state), lambda: torch.zeros(6, 4).copy_(state)):
+        with pytest.raises(ValueError, match="full_state_dict"):
+            read()
+
+
+def test_stages_of_unequal_names_and_reads_of_values_are_refused(ranks):
+    ranks(2, check_refused)
+
+
+def check_masters(folder: str, sizes: dict, saves: bool) -> list[Tensor]:
+    on = mesh(**sizes)
+    torch.manual_seed(0)
+    model = GPT(replace(CONFIG, dropout=0.0), on, dtype=torch.bfloat16)
+    optimizer = AdamW(model, lr=0.01)
+    if saves:
+        model(torch.zeros(2, 6, dtype=torch.int64)).float().square().sum().backward()
+        optimizer.step()
+        dcp.save(dcp_state_dict(model, on, optimizer), checkpoint_id=folder)
+    else:
+        dcp.load(dcp_state_dict(model, on, optimizer), checkpoint_id=folder)
+        dcp.save(dcp_state_dict(model, on, optimizer), checkpoint_id=f"{folder}-again")
+    return []
+
+
+def test_master_weights_come_back(ranks, tmp_path):
+    folder = str(tmp_path / "dcp")
+    ranks(2, check_masters, folder, {"tp": 2}, True)
+    ranks(1, check_masters, folder, {}, False)
+    for name in ("dcp", "dcp-again"):
+        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+    a, b = (torch.load(tmp_path / f"{name}.pt") for name in ("dcp", "dcp-again"))
+    same_bits(b["model"], a["model"])
+    assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
+    for name, slots in a["optimizer"]["state"].items():
+        assert slots["master"].dtype == torch.float32
+        assert slots["step"] == 1
+        same_bits(b["optimizer"]["state"][name], slots)
