@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -155,7 +156,10 @@ def dcp_state_dict(
     held, slots = found
     tensors: dict[str, Any] = {name: BoxedTensor.of(item) for name, item in held.items()}
     for first, *others in all_names(model):
-        tensors |= dict.fromkeys(others, tensors[first])
+        item = held[first]
+        if mesh.pp.size > 1:  # the writer may be a stage without the other names; DCP writes equal boxes once
+            item = replace(item, boxes=tuple(replace(box, owned=True) for box in item.boxes))
+        tensors |= {name: BoxedTensor.of(item) for name in others}
     if optimizer is None:
         return tensors
     state = {name: {slot: BoxedTensor.of(item) for slot, item in each.items()} for name, each in slots.items()}

@@ -45,8 +45,8 @@ def mark(x: Any, name: str, sharding: Sharding) -> None:
         over = " and ".join(f"{shard.axis.name} ({shard.axis.size} ranks)" for shard in shards)
         error = (
             f"{name} is a shard of shape {tuple(local_tensor(x).shape)} of a tensor of shape {sharding.shape}, sharded "
-            f"over {over}, and torch.distributed.checkpoint takes it for the whole tensor: use save and load of "
-            f"mpcore.checkpoint, or for a model mpcore.full_state_dict and load_full_state_dict"
+            f"over {over}, and torch.distributed.checkpoint takes it for the whole tensor: give it "
+            f"mpcore.interop.dcp.dcp_state_dict(model, mesh, optimizer), or use save and load of mpcore.checkpoint"
         )
         answers = {question: partial(_refuse, kind, error) for question, kind in _QUESTIONS.items()}
         vars(x).update(answers, __getstate__=_nothing)  # without the second torch.save would store the attributes
