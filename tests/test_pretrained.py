@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore import from_pretrained, full_state_dict, parallelize, suggest_plan
-from mpcore.interop.hugging_face import pretrained, save_pretrained
+from mpcore.interop.hugging_face import hf_tensors, pretrained, save_pretrained
 from mpcore.interop.hugging_face.stored import dense_shape
 from mpcore.interop.lora import add_lora
 from mpcore.parallel import shard_data_parallel
@@ -68,6 +68,10 @@ def check_saved(family, folder, plan="auto", zero=False, **sizes):
         shard_data_parallel(model, layout, blocks=model.model.layers, zero=3)
     with mock.patch.object(pretrained, "PIECE", 512):  # several pieces of each tensor
         save_pretrained(model, f"{folder}/sharded", layout)
+        for name, _ in hf_tensors(model, layout):
+            assert layout.world.rank == 0, name
+            break  # the rest is sent all the same
+        all_equal(dict(hf_tensors(model, layout, every_rank=True)), files_of(f"{folder}/dense"))
     if layout.world.rank == 0:
         dense, sharded = Path(folder, "dense"), Path(folder, "sharded")
         assert sorted(os.listdir(dense)) == sorted(os.listdir(sharded))

@@ -18,11 +18,11 @@ from mpcore.interop.hugging_face.convert import export_hf, import_hf, load_hf, o
 from mpcore.interop.hugging_face.extra_files import FOLDER, ExtraFiles, carried_by_checkpoint, carried_by_hf
 from mpcore.interop.hugging_face.folder import INDEX, ROUTER_BIAS, ROUTER_STATISTICS, Source, open_hf, parts_of
 from mpcore.interop.hugging_face.loading import from_pretrained
-from mpcore.interop.hugging_face.pretrained import save_pretrained
+from mpcore.interop.hugging_face.pretrained import hf_tensors, save_pretrained
 
 __all__ = [
     "ARCHITECTURES", "FOLDER", "INDEX", "LENGTH", "ROUTER_BIAS", "ROUTER_STATISTICS", "Architecture", "ExtraFiles",
     "ModelSpec", "Source", "architecture_of", "carried_by_checkpoint", "carried_by_hf", "config_from_hf",
-    "config_to_hf", "export_hf", "from_pretrained", "import_hf", "load_hf", "open_checkpoint", "open_hf",
+    "config_to_hf", "export_hf", "from_pretrained", "hf_tensors", "import_hf", "load_hf", "open_checkpoint", "open_hf",
     "parts_of", "read_config", "read_json", "save_pretrained",
 ]  # fmt: skip

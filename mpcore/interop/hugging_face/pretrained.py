@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ PIECE = 2**20  # bytes that a rank sends at once
 Held = dict[str, tuple[Tensor, Sharding]]
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # start and shape of each
 Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
+_Sent = tuple[list[str], list[tuple[str, torch.dtype, tuple[int, ...]]]]  # model tensors, and the file tensors
 
 
 class _Owned(NamedTuple):
@@ -90,9 +91,62 @@ def save_pretrained(
         >>> sorted(os.listdir(save_pretrained(model, tempfile.mkdtemp())))
         ['config.json', 'generation_config.json', 'model.safetensors']
     """
+    folder = Path(folder)
+    stage, likes, tensors = _hf_tensors(model, mesh, lambda: check_new(folder), f"{folder} isn't written", False)
+
+    def write() -> None:
+        if mesh.world.rank == 0:
+            _write(folder, stage, likes, tensors, shard_bytes)
+        for _ in tensors:  # on the other ranks: send
+            pass
+
+    together(mesh.world, write)
+    return folder
+
+
+def hf_tensors(
+    model: nn.Module | Sequence[nn.Module], mesh: Mesh = Mesh(), *, every_rank: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of the unsharded model, one at a time, with their names in Hugging Face files.
+
+    These are the tensors that `save_pretrained` writes. All ranks must call it and run the loop. If a rank leaves the
+    loop early, the remaining tensors are still sent. The model's memory stays as it is.
+
+    Args:
+        model: the model, as `save_pretrained` takes it.
+        mesh: the mesh that the model is on.
+        every_rank: True: every rank yields every tensor, on `mesh.device`. False: rank 0 yields the tensors, in host
+            memory; the other ranks send their shards and yield nothing.
+
+    Yields:
+        The name and the full tensor. Without sharding it may share the model's memory: don't write to it.
+
+    Raises:
+        ValueError: as `save_pretrained`, on every rank and before the first tensor.
+
+    Note:
+        - Memory: the tensors made from one group of parameters, usually one tensor. If an architecture stores each
+          expert apart, a group is all experts of a layer. The caller's last tensor stays while the next is gathered;
+          `del` it first.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from mpcore.interop.hugging_face import hf_tensors
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+        >>> model = mpcore.parallelize(LlamaForCausalLM(config), tp=mpcore.Mesh().tp)
+        >>> dict(hf_tensors(model))["lm_head.weight"].shape
+        torch.Size([8, 8])
+    """
+    return _hf_tensors(model, mesh, lambda: None, "no tensor is sent", every_rank)[2]
+
+
+def _hf_tensors(
+    model: nn.Module | Sequence[nn.Module], mesh: Mesh, check: Callable[[], None], otherwise: str, every_rank: bool
+) -> tuple[Any, dict[str, Tensor], Iterator[tuple[str, Tensor]]]:
+    """Return a stage with its config, the file tensors on the meta device, and the generator of full tensors."""
     check_mesh(mesh)
     stages = [getattr(stage, "_orig_mod", stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
-    folder, whole = Path(folder), stages[0] if len(stages) == 1 else join_stages(stages)
+    whole = stages[0] if len(stages) == 1 else join_stages(stages)
     for stage in stages:
         reshard(stage)
     held: dict[str, pieces.LocalTensor] = {}
@@ -105,30 +159,58 @@ def save_pretrained(
             check_lies_on(name, parameter, sharding, mesh)
         held.update({item.name.removeprefix("model/"): item for item in held_by_model(whole, mesh)})
         weights = {name for name, _ in whole.named_parameters()}
-        check_finite(((name, x.tensor, name in weights) for name, x in held.items()), f"{folder} isn't written")
+        check_finite(((name, x.tensor, name in weights) for name, x in held.items()), otherwise)
         boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
         tensors = {name: (x.tensor.dtype, x.shape, boxes[name]) for name, x in held.items()}
         adapters = {name: (layer.scaling, is_transposed(layer)) for name, layer in adapters_of(whole).items()}
         return _Owned(tensors, adapters, factor_names(whole))
 
-    def plan(found: list[_Owned]) -> tuple[list[str], set[tuple[int, str]]]:
+    def plan(found: list[_Owned]) -> tuple[list[_Sent], set[tuple[int, str]]]:
         nonlocal dense
-        check_new(folder)
+        check()
         dense = dense_shape(stages[0])
         owned.extend(_Owned(*each) for each in found)  # named tuples travel as tuples
         groups.extend(stored_groups(dense, saved_state(dense, _logical(dense, owned))))
         first = {name: names[0] for names in all_names(dense) for name in names}
-        order = [sent for group in groups for name in group.sources for sent in _names(first[name], owned)]
-        return order, _repeated(order, owned)
+        order: list[_Sent] = []
+        for group in groups:
+            sent = [name for source in group.sources for name in _names(first[source], owned)]
+            order.append((sent, [(key, like.dtype, tuple(like.shape)) for key, like in group.files.items()]))
+        return order, _repeated([name for sent, _ in order for name in sent], owned)
 
     order, repeated = merged(mesh.world, mine, plan)
-    if mesh.world.rank:
-        for name in order:
-            if name in held and (mesh.world.rank, name) not in repeated:
-                _send(held[name], mesh)
-    gathered = _gather(dense, groups, owned, repeated, held, mesh)
-    together(mesh.world, lambda: _write(folder, stages[0], dense, groups, gathered, mesh, shard_bytes))
-    return folder
+    likes = {key: torch.empty(shape, dtype=dtype, device="meta") for _, files in order for key, dtype, shape in files}
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        gathered = _gather(dense, groups, owned, repeated, held, mesh)
+        for names, files in order:
+            made: dict[str, Tensor] = {}
+            if mesh.world.rank == 0:
+                made = stored_tensors(dense, *next(gathered))
+            for name in names if mesh.world.rank else ():
+                if name in held and (mesh.world.rank, name) not in repeated:
+                    _send(held[name], mesh)
+            for key, _, _ in files:
+                if every_rank:
+                    x = made.pop(key, likes[key]).to(mesh.device) if mesh.world.rank == 0 else torch.empty_like(
+                        likes[key], device=mesh.device
+                    )  # fmt: skip
+                    x = x.contiguous()
+                    if mesh.world.size > 1:
+                        dist.broadcast(x, group=mesh.world.group, group_src=0)
+                    yield key, x
+                    del x
+                elif made:
+                    yield key, made.pop(key)
+
+    def finished(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from iter(lambda: next(tensors, None), None)  # pyright: ignore[reportReturnType]
+        finally:
+            for _ in tensors:  # the other ranks wait until their tensors are received
+                pass
+
+    return stages[0], likes, finished(stream())
 
 
 def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
@@ -167,31 +249,20 @@ def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
 
 
 def _write(
-    folder: Path, model: Any, dense: Any, groups: list[Group], gathered: Gathered, mesh: Mesh, shard_bytes: int
+    folder: Path, model: Any, likes: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
 ) -> None:
-    """Write on rank 0 the tensors that all ranks gather."""
-    if mesh.world.rank:
-        return
-    current: dict[str, Tensor] = {}
-
-    def read(key: str) -> Tensor:
-        while key not in current:
-            current.clear()
-            group, tensors = next(gathered)
-            current.update(stored_tensors(dense, group, tensors))
-        return current[key]
-
+    """Write the tensors of the generator, in the order of `likes`."""
     try:
         with new_folder(folder) as new:
-            _write_configs(new, model, dense)
-            likes = {key: like for group in groups for key, like in group.files.items()}
-            write_weights(new, likes, read, shard_bytes)
+            _write_configs(new, model)
+            write_weights(new, likes, lambda _: next(tensors)[1], shard_bytes)
     finally:
-        for _ in gathered:  # after an error too: the other ranks wait until their tensors are received
+        for _ in tensors:  # after an error too: the other ranks wait until their tensors are received
             pass
 
 
-def _write_configs(folder: Path, model: Any, dense: Any) -> None:
+def _write_configs(folder: Path, model: Any) -> None:
+    dense = dense_shape(model)
     dense.config.architectures = [type(dense).__name__]
     dense.config.save_pretrained(folder)
     if model.can_generate():

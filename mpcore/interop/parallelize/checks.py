@@ -117,6 +117,16 @@ def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = Fal
             check_fused(styles)
 
 
+def check_not_sharded_over_data(model: nn.Module) -> None:
+    """Raise ValueError if `fully_shard` sharded a parameter first: it would keep the sizes of the unsharded layer."""
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            raise ValueError(
+                f"{name} is a DTensor over {p.device_mesh.size()} ranks already: call parallelize first, and then "
+                f"shard_data_parallel or fully_shard"
+            )
+
+
 def is_partial(sharding: Sharding, tp: Axis | None) -> bool:
     """Return whether a gradient is declared partial over `tp`, or over an axis with the role "tp" of any mesh."""
     return any(axis.role == "tp" or (tp is not None and axis.key == tp.key) for axis in sharding.partial)

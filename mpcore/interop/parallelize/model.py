@@ -142,6 +142,7 @@ def parallelize(
     problem, swaps, styles, split = None, {}, [], False
     try:
         if axes:
+            checks.check_not_sharded_over_data(module)
             _check_owner(module)
         found = [] if tp.size == ep.size == 1 < cp.size and is_own(plan) else resolve(module, plan, tp.size, ep.size)
         styles = on_axes(_without(module, found, skip), ep, etp)
