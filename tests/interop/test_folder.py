@@ -93,6 +93,7 @@ def test_files_are_opened_with_an_index_or_as_one(tmp_path):
 @pytest.mark.parametrize(
     ("path", "kind"),
     [("a/b/x.distcp", "torch.distributed.checkpoint, as"), ("g/mp_rank_00_model_states.pt", "DeepSpeed"),
+     ("g/zero_pp_rank_0_mp_rank_00_model_states.pt", "DeepSpeed, ZeRO-3"),
      ("g/zero/p/fp32.pt", "DeepSpeed, universal"), ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-LM")],
 )  # fmt: skip
 def test_checkpoints_of_other_formats_are_refused(path, kind, tmp_path):

@@ -267,6 +267,7 @@ _OTHER_FORMATS = {
         "torch.distributed.checkpoint, as Megatron-Core's torch_dist",
         "export it to a Hugging Face folder where it was written, such as with Megatron Bridge",
     ),
+    "**/zero_pp_rank_*_model_states.pt": ("DeepSpeed, ZeRO-3", _DEEPSPEED),
     "**/mp_rank_*_model_states.pt": ("DeepSpeed", _DEEPSPEED),
     "**/zero/*/fp32.pt": ("DeepSpeed, universal", f"go back to the checkpoint it was made of; {_DEEPSPEED}"),
     "**/mp_rank_*/model_optim_rng.pt": (
