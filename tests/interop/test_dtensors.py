@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,7 +42,7 @@ def check_refused() -> None:
     for layer in (model, GateUpParallelLinear(4, 6, tp=on.tp)):
         with pytest.raises(ValueError, match="full_state_dict"):
             dtensor_state_dict(layer, on)
-    sharded = fully_shard(net(), mesh=init_device_mesh("cpu", (3,)))
+    sharded: Any = fully_shard(net(), mesh=init_device_mesh("cpu", (3,)))
     with pytest.raises(ValueError, match=r"0\.weight .* 3 ranks.* parallelize"):
         parallelize(sharded, {"0": "colwise", "2": "rowwise"}, tp=on.tp)
 
