@@ -3,8 +3,17 @@
 from mpcore.experimental import LocalUpdates
 """
 
+from mpcore.layers.gated_delta_net import DeltaCache, GatedDeltaNet, gated_delta_rule
 from mpcore.tools.invariant import make_invariant
 from mpcore.tools.local_updates import DiLoCo, LocalUpdates
 from mpcore.tools.simulation import simulate
 
-__all__ = ["DiLoCo", "LocalUpdates", "make_invariant", "simulate"]
+__all__ = [
+    "DeltaCache",
+    "DiLoCo",
+    "GatedDeltaNet",
+    "LocalUpdates",
+    "gated_delta_rule",
+    "make_invariant",
+    "simulate",
+]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore import collectives
+from mpcore.experimental import GatedDeltaNet
 from mpcore.layers.attention.documents import document_ends
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
@@ -159,6 +160,36 @@ def _latent(p: Params, x: Tensor) -> Tensor:
     return _linear(p, (shares @ kv[..., 2:]).transpose(1, 2).flatten(2), "output.")
 
 
+def delta(p: Params, x: Tensor, keys: int = 2, starts: Tensor | None = None) -> Tensor:
+    """Gated DeltaNet token by token, with `keys` key heads and heads of width K; `starts` begin documents."""
+    values, weight, outputs = len(p["A_log"]), p["conv_weight"], []
+    parts = _linear(p, x, "in_proj.").split([2 * keys * K + values * K, values * K, values, values], -1)
+    state, window = x.new_zeros(len(x), values, K, K), [torch.zeros_like(parts[0][:, 0])] * weight.shape[1]
+    for t in range(x.shape[1]):
+        if starts is not None and starts[t]:
+            state, window = torch.zeros_like(state), [torch.zeros_like(part) for part in window]
+        mixed, z, b, a = (part[:, t] for part in parts)
+        window = [*window[1:], mixed]
+        mixed = F.silu((torch.stack(window, -1) * weight).sum(-1))
+        q, k, v = (part.unflatten(-1, (-1, K)) for part in mixed.split([keys * K, keys * K, values * K], -1))
+        q, k = ((h / (h.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(values // keys, 1)
+                for h in (q, k))  # fmt: skip
+        state = state * torch.exp(-p["A_log"].exp() * F.softplus(a + p["dt_bias"]))[..., None, None]
+        error = v - torch.einsum("bhkv,bhk->bhv", state, k)
+        state = state + torch.einsum("bhk,bhv->bhkv", k, b.sigmoid().unsqueeze(-1) * error)
+        o = torch.einsum("bhkv,bhk->bhv", state, q) / math.sqrt(K)
+        outputs.append((F.rms_norm(o, (K,), p["norm.weight"], 1e-6) * F.silu(z.unflatten(-1, (-1, K)))).flatten(1))
+    return _linear(p, torch.stack(outputs, 1), "output.")
+
+
+class PackedDelta(GatedDeltaNet):
+    """A gated DeltaNet within two documents."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
+
+
 def _norm(p: Params, x: Tensor, at: str = "") -> Tensor:
     return F.rms_norm(x, (D,), p[f"{at}weight"], 1e-6)
 
@@ -257,6 +288,8 @@ CASES: dict[str, Case] = {
     "padding": Case(lambda **on: Padded(D, H, head_dim=K, **on), _attention(mask=SHOWN), refuses=("invariant",)),
     "latent attention": Case(lambda **on: mp.MultiLatentAttention(D, H, **LATENT, **on), _latent,
                              refuses=("invariant",)),
+    "gated DeltaNet": Case(lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=5, **on), delta, refuses=("invariant",)),
+    "gated DeltaNet, uneven": Case(lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=4, **on), delta, **ON_THREE),
     "rms norm": Case(
         lambda **on: nn.Sequential(mp.RMSNorm(D, **on), mp.ColumnParallelLinear(D, FF, False, **on)),
         lambda p, x: _linear(p, _norm(p, x, "0."), "1."), gives="features",
@@ -294,6 +327,9 @@ CASES: dict[str, Case] = {
             ("documents", lambda **on: Documents(D, H, head_dim=K, **on),
              _attention(mask=DOCUMENTS[:, None] == DOCUMENTS), ("ring", "zigzag", "allgather")),
             ("padding", lambda **on: Padded(D, H, head_dim=K, **on), _attention(mask=SHOWN), ("alltoall",)),
+            ("gated DeltaNet", lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=2, **on), delta, ("ring", "zigzag")),
+            ("gated DeltaNet, documents", lambda **on: PackedDelta(D, 2, H, K, K, chunk=4, **on),
+             lambda p, x: delta(p, x, starts=torch.arange(T) == 5), ("zigzag",)),
         )
         for kind in kinds
     },

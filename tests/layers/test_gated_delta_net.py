@@ -1,0 +1,115 @@
+"""Gated DeltaNet: chunks, ranks and documents equal the recurrence token by token, and the layer is Qwen3-Next's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mpcore as mp
+from mpcore.experimental import GatedDeltaNet, simulate
+from mpcore.gradients import reduce_gradients
+from tests.equality import full_gradients
+from tests.laws.cases import K, delta
+
+B, D, KEYS, VALUES = 2, 6, 3, 6
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def build(**options) -> GatedDeltaNet:
+    torch.manual_seed(0)
+    return GatedDeltaNet(D, KEYS, VALUES, K, K, dtype=torch.float64, **options)
+
+
+def formula(x: Tensor, grad: Tensor, ends: list[int]) -> dict[str, Tensor | None]:
+    """Outputs and gradients of documents of both rows; `ends` counts the tokens of the rows one after another."""
+    params = {name: p.detach().requires_grad_() for name, p in build().named_parameters()}
+    x = x.clone().requires_grad_()
+    starts = [torch.isin(torch.arange(x.shape[1]) + row * x.shape[1], torch.tensor(ends)) for row in range(B)]
+    y = torch.cat([delta(params, x[row : row + 1], KEYS, starts[row]) for row in range(B)])
+    y.backward(grad)
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in params.items()}}
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "context", "length", "chunk", "ends"),
+    [
+        (1, 1, "ring", 13, 4, []),
+        (1, 1, "ring", 13, 64, [5, 6, 14, 20]),
+        (2, 1, "ring", 12, 5, [3]),
+        (4, 1, "ring", 8, 3, []),
+        (1, 2, "ring", 13, 3, []),
+        (2, 2, "zigzag", 14, 3, [1, 2, 9, 20]),
+        (1, 3, "zigzag", 17, 2, [7, 18]),
+        (1, 3, "ring", 4, 2, []),
+        (1, 4, "zigzag", 5, 2, []),  # runs that are shorter than the convolution, and empty ones
+        (1, 4, "two-level", 21, 4, [6, 30]),
+        (1, 4, "alltoall", 19, 64, [9]),
+    ],
+)
+def test_delta_net_equals_the_recurrence(tp, cp, context, length, chunk, ends):
+    x, grad = draw(1, B, length, D), draw(2, B, length, D)
+    want: dict = formula(x, grad, ends)
+    cu_seqlens = torch.tensor(sorted({0, length, 2 * length, *ends})) if ends else None
+
+    def rank() -> None:
+        mesh = mp.build_mesh(tp=tp, cp=cp, device_type="cpu", **({"cp_inner": 2} if context == "two-level" else {}))
+        sharded = tp > 1 and length % (2 * cp * tp) == 0
+        layer = build(tp=mesh.tp, cp=mesh.cp, context=context, chunk=chunk, sequence_parallel=sharded)
+        local, dy = (mp.shard_sequence(t, mesh.cp, context, dim=1) for t in (x, grad))
+        here = slice(*mp.collectives.shard_range(local.shape[1], mesh.tp)) if sharded else slice(None)
+        local = local[:, here].clone().requires_grad_()
+        y = layer(local, cu_seqlens=cu_seqlens, length=length)
+        y.backward(dy[:, here])
+        reduce_gradients(layer, mesh)
+        got = {"y": y.detach(), "x": local.grad, **full_gradients(layer)}
+        for name in ("y", "x"):
+            want_here = mp.shard_sequence(want[name], mesh.cp, context, dim=1)[:, here]
+            torch.testing.assert_close(got.pop(name), want_here, rtol=1e-10, atol=1e-10)
+        for name, value in got.items():
+            torch.testing.assert_close(value, want[name], rtol=1e-10, atol=1e-10)
+
+    simulate(rank, ranks=tp * cp)
+
+
+def test_cache_continues_the_sequence():
+    layer, x = build(chunk=3), draw(1, B, 9, D)
+    cache = layer.new_cache(9)
+    with torch.no_grad():
+        parts = [layer(part, cache=cache) for part in x.split([2, 1, 5, 1], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("keys", "values", "length"), [(2, 4, 13), (3, 3, 130)])
+def test_delta_net_is_that_of_qwen3_next(keys, values, length):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    config = transformers.Qwen3NextConfig(
+        hidden_size=D, linear_num_key_heads=keys, linear_num_value_heads=values, linear_key_head_dim=4,
+        linear_value_head_dim=8, num_hidden_layers=1, layer_types=["linear_attention"],
+    )  # fmt: skip
+    theirs, ours, group = Qwen3NextGatedDeltaNet(config, 0), GatedDeltaNet(D, keys, values, 4, 8), values // keys
+    with torch.no_grad():
+        qkvz = theirs.in_proj_qkvz.weight.view(keys, -1, D).split([4, 4, 8 * group, 8 * group], 1)
+        ba = theirs.in_proj_ba.weight.view(keys, -1, D).split([group, group], 1)
+        ours.in_proj.weight.copy_(torch.cat([part.reshape(-1, D) for part in (*qkvz, *ba)]))
+        ours.conv_weight.copy_(theirs.conv1d.weight[:, 0])
+        ours.A_log.copy_(theirs.A_log)
+        ours.dt_bias.copy_(theirs.dt_bias)
+        ours.output.weight.copy_(theirs.out_proj.weight)
+    x = torch.randn(2, length, D)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_delta_net_refuses_what_it_cannot_compute():
+    with pytest.raises(ValueError, match=r"num_value_heads 4 .* num_key_heads 3"):
+        GatedDeltaNet(D, 3, 4, K, K)
+    with pytest.raises(ValueError, match="cp size 2 needs a context"):
+        GatedDeltaNet(D, 2, 4, K, K, cp=mp.Axis(size=2, rank=0, name="cp"))
+    layer = GatedDeltaNet(D, 2, 4, K, K, cp=mp.Axis(size=2, rank=0, name="cp"), context="zigzag")
+    with pytest.raises(ValueError, match=r"6 tokens.* 7 of 13"):
+        layer(torch.zeros(1, 6, D), length=13)
