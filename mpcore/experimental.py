@@ -4,6 +4,7 @@ from mpcore.experimental import LocalUpdates
 """
 
 from mpcore.layers.gated_delta_net import DeltaCache, GatedDeltaNet, gated_delta_rule
+from mpcore.layers.multi_token import MultiTokenPrediction, shift_tokens
 from mpcore.tools.invariant import make_invariant
 from mpcore.tools.local_updates import DiLoCo, LocalUpdates
 from mpcore.tools.simulation import simulate
@@ -13,7 +14,9 @@ __all__ = [
     "DiLoCo",
     "GatedDeltaNet",
     "LocalUpdates",
+    "MultiTokenPrediction",
     "gated_delta_rule",
     "make_invariant",
+    "shift_tokens",
     "simulate",
 ]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore import collectives
-from mpcore.experimental import GatedDeltaNet
+from mpcore.experimental import GatedDeltaNet, MultiTokenPrediction, shift_tokens
 from mpcore.layers.attention.documents import document_ends
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
@@ -221,6 +221,43 @@ class Embedded(nn.Module):
         return self.table(words(full)) * x
 
 
+def _later(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return shift_tokens(words(x), 2, DOCUMENTS.expand(x.shape[:2]))
+
+
+class Predicted(nn.Module):
+    """The hidden states of two more tokens, next to each other, with a shared embedding."""
+
+    def __init__(self, cp: mp.Axis | None = None, context: str | None = None, **on: Any) -> None:
+        super().__init__()
+        of = {} if cp is None else {"cp": cp, "context": context}
+        self.cp, self.context = cp or mp.Axis(name="cp"), context or "ring"
+        self.table = mp.VocabParallelEmbedding(V, D, **on)
+        self.chain = MultiTokenPrediction(D, [
+            mp.TransformerBlock(mp.ParallelAttention(D, H, head_dim=K, **of, **on), mp.ParallelMLP(D, FF, **on),
+                                mp.RMSNorm(D, **on), mp.RMSNorm(D, **on)) for _ in range(2)], **on)  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, 2 D]."""
+        inputs, _ = _later(x.new_empty(len(x), T))
+        inputs = [mp.shard_sequence(each, self.cp, self.context) for each in inputs]
+        return torch.cat(self.chain(x, inputs, self.table), -1)
+
+
+def _predicted(p: Params, x: Tensor) -> Tensor:
+    ids, end, outputs = words(x)[0], DOCUMENTS.tolist(), []
+    for depth in range(2):
+        later = [t + depth + 1 for t in range(len(ids))]
+        later = [ids[u] if u < len(ids) and end[u] == end[t] else ids[t] for t, u in enumerate(later)]
+        token = _norm(p, p["table.weight"][torch.stack(later)], f"chain.embedding_norms.{depth}.").expand_as(x)
+        both = torch.cat([token, _norm(p, x, f"chain.hidden_norms.{depth}.")], -1)
+        at = f"chain.blocks.{depth}."
+        of = {name.removeprefix(at): value for name, value in p.items() if name.startswith(at)}
+        x = _block(of, _linear(p, both, f"chain.projections.{depth}."))
+        outputs.append(_norm(p, x, f"chain.norms.{depth}."))
+    return torch.cat(outputs, -1)
+
+
 class Scored(nn.Module):
     """A head and the cross-entropy of each token's next word; `fused` never has the full logits."""
 
@@ -302,6 +339,10 @@ CASES: dict[str, Case] = {
         lambda **on: mp.TransformerBlock(mp.ParallelAttention(D, H, head_dim=K, **on), mp.ParallelMLP(D, FF, **on),
                                          mp.RMSNorm(D, **on), mp.RMSNorm(D, **on)), _block),
     "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
+    "multi-token prediction": Case(lambda **on: Predicted(**on), _predicted, refuses=("invariant",)),
+    "multi-token prediction, zigzag": Case(lambda **on: Predicted(context="zigzag", **on), _predicted,
+                                           axes=("tp", "cp"), context="zigzag", mesh={"tp": 2, "cp": 2},
+                                           refuses=("invariant",)),
     "cross entropy": Case(lambda **on: Scored(False, **on), _scored, gives="whole"),
     "fused cross entropy": Case(lambda **on: Scored(True, **on), _scored, gives="whole", refuses=("invariant", "LoRA")),
     "experts": Case(_moe(), _experts, axes=("tp", "data"), refuses=("invariant",)),

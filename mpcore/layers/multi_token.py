@@ -1,0 +1,133 @@
+"""Multi-token prediction: a chain of small blocks that predict the second, third, .. next token.
+
+    h_k = block_k(M_k [norm(embedding(t_{i+k})), norm(h_{k-1})]),   logits of t_{i+k+1} = head(norm(h_k)),   k = 1 .. n
+
+h_0 is the output of the model's last block, before the final norm. Embedding and head are those of the model. Depth k
+keeps the causal chain: token i of h_k has seen the tokens up to i + k.
+
+Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2, equations 21 to 25. The order in M_k is that of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.layers.linear import ColumnParallelLinear
+from mpcore.layers.module import LayerOptions, ParallelLayer, TensorParallelOptions, check_names, select_options
+from mpcore.layers.norm import RMSNorm
+from mpcore.sharding.declarations import add_partial
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class MultiTokenPrediction(ParallelLayer):
+    """The chain of n blocks that predicts n more tokens.
+
+    The projections M_k [D, 2 D] and the norms are replicated over tp.
+
+    Args:
+        dim: D, the model width.
+        blocks: n modules, called as `block(h, **block_arguments)`, such as `TransformerBlock`s. Build them with the
+            axes of the model's own blocks.
+        norm_eps: eps of the norms.
+        options: `LayerOptions`: `tp`, `sequence_parallel`, `sequence_dim`, `init`, `device`, `dtype`.
+
+    Example:
+        >>> attention, mlp = mpcore.ParallelAttention(8, num_heads=2), mpcore.ParallelMLP(8, 16)
+        >>> block = mpcore.TransformerBlock(attention, mlp, mpcore.RMSNorm(8), mpcore.RMSNorm(8))
+        >>> tokens, embedding = torch.tensor([[1, 2, 3, 4]]), mpcore.VocabParallelEmbedding(5, 8)
+        >>> chain = mpcore.experimental.MultiTokenPrediction(8, [block])
+        >>> inputs, targets = mpcore.experimental.shift_tokens(tokens, 1)
+        >>> [h.shape for h in chain(torch.randn(1, 4, 8), inputs, embedding)]
+        [torch.Size([1, 4, 8])]
+    """
+
+    def __init__(
+        self, dim: int, blocks: Iterable[nn.Module], *, norm_eps: float = 1e-6, **options: Unpack[LayerOptions]
+    ) -> None:
+        check_names(options, LayerOptions)
+        super().__init__(**select_options(options, TensorParallelOptions))
+        self.blocks = nn.ModuleList(blocks)
+        layer = select_options(options, LayerOptions)
+        like = {name: value for name, value in layer.items() if name in ("device", "dtype")}
+
+        def norms() -> nn.ModuleList:
+            on = {"tp": self.tp, "sequence_parallel": self.sequence_parallel, **like}
+            return nn.ModuleList(RMSNorm(dim, norm_eps, **on) for _ in self.blocks)
+
+        self.embedding_norms, self.hidden_norms, self.norms = norms(), norms(), norms()
+        alone = select_options(layer, LayerOptions)
+        for name in TensorParallelOptions.__annotations__:
+            alone.pop(name, None)
+        self.projections = nn.ModuleList(ColumnParallelLinear(2 * dim, dim, False, **alone) for _ in self.blocks)
+        for projection in self.projections if self.sequence_parallel else ():
+            add_partial(projection, "weight", self.tp)  # each rank sees its own tokens
+
+    def forward(
+        self, h: Tensor, inputs: Sequence[Tensor], embedding: Callable[[Tensor], Tensor], **block_arguments
+    ) -> list[Tensor]:
+        """Return, for each depth, what the model's head reads in place of its last norm's output: n times [B, T/cp, D].
+
+        Args:
+            h: [B, T/cp, D], the output of the model's last block, before the final norm; this rank's shard with
+                sequence parallelism.
+            inputs: n tensors of token ids [B, T/cp], from `shift_tokens`; under cp sharded by `shard_sequence`.
+            embedding: the model's own embedding; its gradient gets one more term for each depth.
+            block_arguments: keyword arguments of each block, for example `cu_seqlens`.
+
+        Raises:
+            ValueError: if there are not as many inputs as blocks.
+        """
+        if len(inputs) != len(self.blocks):
+            raise ValueError(f"{len(inputs)} inputs for {len(self.blocks)} blocks: give shift_tokens(.., depth)")
+        outputs = []
+        for depth, block in enumerate(self.blocks):
+            token = self.embedding_norms[depth](embedding(inputs[depth]))
+            both = torch.cat([token, self.hidden_norms[depth](h)], -1)
+            h = block(self.projections[depth](both), **block_arguments)
+            outputs.append(self.norms[depth](h))
+        return outputs
+
+
+def shift_tokens(
+    tokens: Tensor, depth: int, documents: Tensor | None = None, *, ignore_index: int = -100
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs and the targets of depths 1 to n. Call this before `shard_sequence`.
+
+    Args:
+        tokens: [B, T], token ids of full sequences, the inputs of the model. The target of the model itself at token i
+            is token i + 1.
+        depth: n, the number of further tokens that are predicted.
+        documents: [B, T], the document of each token, from `document_ids`; None: one document per row.
+        ignore_index: the target where the predicted token lies beyond the end of the row or of the document.
+
+    Returns:
+        inputs: token i + k of each token i; the token itself where there is none, which no target reads.
+        targets: token i + k + 1 of each token i, or `ignore_index`. Divide the loss of a depth by the same number of
+            tokens as the main loss, and multiply it by lambda / n (lambda is 0.3, then 0.1 in DeepSeek-V3).
+
+    Raises:
+        ValueError: if depth is smaller than 1.
+
+    Example:
+        >>> inputs, targets = mpcore.experimental.shift_tokens(torch.tensor([[4, 5, 6, 7]]), 1)
+        >>> inputs[0], targets[0]
+        (tensor([[5, 6, 7, 7]]), tensor([[   6,    7, -100, -100]]))
+    """
+    if depth < 1:
+        raise ValueError(f"depth {depth} is smaller than 1: it is the number of further tokens that are predicted")
+
+    def later(k: int) -> tuple[Tensor, Tensor]:
+        index = torch.arange(tokens.shape[1], device=tokens.device) + k
+        there, index = index < tokens.shape[1], index.clamp(max=tokens.shape[1] - 1)
+        same = there if documents is None else there & (documents[:, index] == documents)
+        return tokens[:, index], same.expand_as(tokens)
+
+    shifted = [later(k) for k in range(1, depth + 2)]
+    inputs = [torch.where(same, ids, tokens) for ids, same in shifted[:-1]]
+    return inputs, [ids.masked_fill(~same, ignore_index) for ids, same in shifted[1:]]
