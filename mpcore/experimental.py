@@ -4,17 +4,21 @@ from mpcore.experimental import LocalUpdates
 """
 
 from mpcore.layers.gated_delta_net import DeltaCache, GatedDeltaNet, gated_delta_rule
+from mpcore.layers.moe.biased import BiasedExperts, BiasedGroupedLinear, clamped_swiglu
 from mpcore.layers.multi_token import MultiTokenPrediction, shift_tokens
 from mpcore.tools.invariant import make_invariant
 from mpcore.tools.local_updates import DiLoCo, LocalUpdates
 from mpcore.tools.simulation import simulate
 
 __all__ = [
+    "BiasedExperts",
+    "BiasedGroupedLinear",
     "DeltaCache",
     "DiLoCo",
     "GatedDeltaNet",
     "LocalUpdates",
     "MultiTokenPrediction",
+    "clamped_swiglu",
     "gated_delta_rule",
     "make_invariant",
     "shift_tokens",

@@ -209,8 +209,8 @@ class GatedDeltaNet(ParallelModule):
         qkv = parts[..., : sum(self.widths[:3])]
         before = None if cache is None else cache.tail
         if cache is not None:
-            cache.tail = qkv if before is None else torch.cat([before, qkv], 1)
-            cache.tail = cache.tail[:, max(cache.tail.shape[1] - self.convolution + 1, 0) :].clone()
+            seen = qkv if before is None else torch.cat([before, qkv], 1)
+            cache.tail = seen[:, max(seen.shape[1] - self.convolution + 1, 0) :].clone()
         q, k, v = F.silu(self._convolve(qkv, before, runs, places)).split(self.widths[:3], -1)
         wide = torch.promote_types(x.dtype, torch.float32)
         q, k, v = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore import collectives
-from mpcore.experimental import GatedDeltaNet, MultiTokenPrediction, shift_tokens
+from mpcore.experimental import BiasedExperts, GatedDeltaNet, MultiTokenPrediction, clamped_swiglu, shift_tokens
 from mpcore.layers.attention.documents import document_ends
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
@@ -295,6 +296,28 @@ def _experts(p: Params, x: Tensor) -> Tensor:
     return y
 
 
+LIMIT = 0.3  # of the clamped activation, so small that it is met
+
+
+def _biased_experts(p: Params, x: Tensor) -> Tensor:
+    best, chosen = F.linear(x, p["router.weight"]).softmax(-1).topk(2, -1)
+    best = best / best.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for e in range(len(p["experts.down.weight"])):
+        up, down = ({n: p[f"experts.{at}.{n}"][e] for n in ("weight", "bias")} for at in ("gate_up", "down"))
+        gate, value = _linear(up, x).chunk(2, -1)
+        gate, value = (
+            torch.where(gate > LIMIT, LIMIT, gate),
+            torch.where(value.abs() > LIMIT, LIMIT * value.sign(), value),
+        )
+        hidden = gate / (1 + torch.exp(-1.702 * gate)) * (value + 1)
+        y = y + (best * (chosen == e)).sum(-1, keepdim=True) * _linear(down, hidden)
+    return y
+
+
+BIASED: dict[str, Any] = {"activation": partial(clamped_swiglu, limit=LIMIT), "expert_class": BiasedExperts}
+
+
 def _moe(**options: Any) -> Callable[..., nn.Module]:
     return lambda **on: mp.ParallelMoE(D, FF, num_experts=4, top_k=2, **options, **on)
 
@@ -349,6 +372,10 @@ CASES: dict[str, Case] = {
     "experts on ep": Case(_moe(), _experts, axes=("ep", "data"), mesh={"dp": 2, "ep": 2}, refuses=("invariant",)),
     "experts, all-to-all": Case(_moe(dispatch="all_to_all"), _experts, axes=("tp", "ep", "etp", "data"),
                                 mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
+    "biased experts": Case(_moe(**BIASED), _biased_experts, axes=("tp", "data"), refuses=("invariant",)),
+    "biased experts, all-to-all": Case(_moe(dispatch="all_to_all", **BIASED), _biased_experts,
+                                       axes=("tp", "ep", "etp", "data"), mesh={"tp": 2, "dp": 2, "ep": 2},
+                                       refuses=("invariant",)),
     **{
         f"context, {kind}": Case(
             lambda kind=kind, **on: mp.ParallelAttention(D, H, 2, head_dim=K, context=kind, **on), _attention(2),

@@ -102,6 +102,8 @@ class Experts(nn.Module):
         torch.Size([5, 4])
     """
 
+    linear = GroupedLinear
+
     def __init__(
         self,
         num_experts: int,
@@ -124,8 +126,8 @@ class Experts(nn.Module):
         blocks = (hidden_dim,) * (1 + gated)
         rows, columns = cut_blocks(blocks, etp, 1, (1,) * len(blocks)), cut(hidden_dim, etp, 2)
         shared: dict[str, Any] = {"ep": ep, "used_share": used_share, **like}
-        self.gate_up = GroupedLinear(num_experts, dim, sum(blocks), shard=rows, blocks=blocks, init=init, **shared)
-        self.down = GroupedLinear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **shared)
+        self.gate_up = self.linear(num_experts, dim, sum(blocks), shard=rows, blocks=blocks, init=init, **shared)
+        self.down = self.linear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **shared)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map rows [R, D], sorted by expert, to [R, D]. The hidden activations are [R, F/etp]."""

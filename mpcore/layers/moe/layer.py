@@ -60,6 +60,7 @@ class ParallelMoE(ParallelLayer):
         ep: the axis over which the experts are sharded.
         etp: the axis over which each expert is sharded; None: tp.
         cp, data: the other axes over which tokens are sharded.
+        expert_class: `Experts`, or a class with its arguments, such as `mpcore.experimental.BiasedExperts`.
         output_init: fills the down projections; None: use `init`, which also fills the router and gate_up.
         options: `LayerOptions`, and `RouterOptions` for the router.
 
@@ -67,7 +68,7 @@ class ParallelMoE(ParallelLayer):
         ValueError: if K is larger than E, ep does not divide E, F is smaller than etp, or a name is unknown.
 
     Note:
-        - Twelve parameters: four sizes, three choices, and five axes or initial values that only this layer has.
+        - Thirteen parameters: four sizes, four choices, and five axes or initial values that only this layer has.
 
     Example:
         >>> moe = mpcore.ParallelMoE(8, 16, num_experts=4, top_k=2, aux_loss="sequence")
@@ -90,6 +91,7 @@ class ParallelMoE(ParallelLayer):
         etp: Axis | None = None,
         cp: Axis = Axis(name="cp"),
         data: Axis = Axis(name="data"),
+        expert_class: type[Experts] = Experts,
         output_init: Init | None = None,
         **options: Any,
     ) -> None:
@@ -106,7 +108,7 @@ class ParallelMoE(ParallelLayer):
         routing = {name: value for name, value in options.items() if name not in layer}
         self.router = Router(dim, num_experts, top_k, tp=self.tp, cp=cp, data=data, init=init, **routing, **like)
         inits: dict[str, Any] = {"init": init, "output_init": output_init, "used_share": top_k / num_experts}
-        self.experts = Experts(num_experts, dim, hidden_dim, activation, ep=ep, etp=self.etp, **inits, **like)
+        self.experts = expert_class(num_experts, dim, hidden_dim, activation, ep=ep, etp=self.etp, **inits, **like)
         bounded = self.router.options.capacity_factor is not None
         self.dispatch = dispatch or ("all_to_all" if bounded else "all_gather")
         way = AllToAll if self.dispatch == "all_to_all" and ep.size > 1 else AllGather
