@@ -383,6 +383,12 @@ def test_the_program_for_slurm_saves_and_resumes_under_torchrun(tmp_path):
     assert [*lines, *told[:1], *resumed.splitlines(keepends=True)] == [*expected[:done], *told, *expected[done:]]
 
 
+def test_the_program_that_sends_weights_to_a_sampler_runs_on_two_ranks(tmp_path):
+    (tmp_path / "rl.py").write_text(python_blocks("rl.md")[0])
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 rl.py".split()
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+
+
 def test_the_page_on_parameter_servers_has_what_staleness_costs():
     found = run_page("parameter_servers.md")["found"]
     for stale, *distances in drawings.rows("parameter_servers.md", "staleness"):
