@@ -53,6 +53,7 @@ OTHERS = {
 }
 CLASSES: dict[str, Any] = {**CAUSAL, **OTHERS}
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+RECORD = PAGE.parent / "records" / "2026-11-28_families.md"
 TABLE = re.compile(r"^\| family .*\n(?:\|.*\n)*", re.MULTILINE)
 SECONDS = 600
 MOST = 10**7  # parameters
@@ -304,6 +305,27 @@ def table(rows: list[Row]) -> Iterator[str]:
         yield f"| {each.family} | {each.model} | {' | '.join(cells)} |"
 
 
+def in_short(table: str) -> str:
+    """The families of each result, layout by layout."""
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    lines = ["| layout | result | families |", "|---|---|---|"]
+    for i, layout in enumerate(head[2:], 2):
+        kinds: dict[str, list[str]] = {}
+        for cells in rows:
+            kind = re.split(r"[,:] ", cells[i])[0].removesuffix(" to 0.0001")
+            kinds.setdefault(f"{kind}, plan found" if "plan found" in cells[i] else kind, []).append(cells[0])
+        lines += [f"| {layout} | {kind}: {len(kinds[kind])} | {'; '.join(kinds[kind])} |" for kind in sorted(kinds)]
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Put the record's tables, in short, into the page."""
+    record = (match[0] for match in TABLE.finditer(RECORD.read_text()) if "own plan:" not in match[0])
+    PAGE.write_text(
+        re.sub(r"^\| layout .*\n(?:\|.*\n)*", lambda _: in_short(next(record)), PAGE.read_text(), flags=re.M)
+    )
+
+
 def _too_long(*_: object) -> None:
     raise TimeoutError(f"more than {SECONDS} s")
 
@@ -318,7 +340,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="a file of rows: those in it aren't tried again")
     parser.add_argument("--sequence", action="store_true", help="the sequence sharded over cp, and over tp")
     parser.add_argument("--hidden", action="store_true", help="the plans found beside those that the models carry")
-    parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the table of {RECORD.name}, and {PAGE.name}")
     given = parser.parse_args()
     result = beside_own if given.hidden else sequence if given.sequence else tried
     warnings.simplefilter("ignore")
@@ -342,11 +364,12 @@ def main() -> None:
     equal = sum(all(result.startswith("equal") for result in each.results.values()) for each in done)
     print(f"{equal} of {len(done)} equal")
     if given.write:
-        text = PAGE.read_text()
+        text = RECORD.read_text()
         at = list(TABLE.finditer(text))[
             4 if given.sequence else 3 if given.ep else 2 if given.others else int(given.hidden)
         ]
-        PAGE.write_text(text[: at.start()] + "\n".join(table(done)) + "\n" + text[at.end() :])
+        RECORD.write_text(text[: at.start()] + "\n".join(table(done)) + "\n" + text[at.end() :])
+        write_page()
 
 
 if __name__ == "__main__":

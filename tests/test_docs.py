@@ -141,7 +141,7 @@ def test_a_command_prints_what_its_page_shows(capsys, monkeypatch, tmp_path, pag
 
 
 def test_the_page_on_the_planner_has_the_words_of_the_legend_and_the_errors_of_the_page_on_accuracy():
-    page, accuracy = ((DOCS / name).read_text() for name in ("planner.md", "planner_accuracy.md"))
+    page, accuracy = ((DOCS / name).read_text() for name in ("planner.md", "records/2026-11-26_planner_accuracy.md"))
     for word, meaning in WORDS.items():
         assert f"| {meaning}" in page.replace("`--explain ROW`", "--explain ROW"), word
     left_out = re.findall(r"rows left out: \*\*([\d.]+)%", accuracy)

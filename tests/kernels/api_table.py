@@ -1,4 +1,4 @@
-"""What the kernels' modules have to call, from their docstrings and signatures: the head of `docs/kernels.md`."""
+"""What the kernels' modules have to call, from their docstrings and signatures: most of `docs/kernels.md`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ name is compared with its reference on a small shape. Triton's cache stores the 
 kernel fails, plain torch replaces it, and one warning says what to report. `mpcore doctor` prints which implementations
 run, and runs all tests.
 
-Docstrings have shapes, dtypes and sources. The gradients in the table are computed by kernels, too; `-`: no gradient.
+Docstrings have shapes, dtypes and sources. `docs/records/2026-11-28_compiled_kernels.md` has what each kernel compiles
+to: registers, spills, shared memory and bytes moved. [Speed](speed.md) has times on an H100. Kernels also compute the
+gradients in the table; `-`: no gradient.
 
 | module | what it fuses | function | gradients of | options |
 |---|---|---|---|---|"""

@@ -1,8 +1,8 @@
 """What the kernels compile to, for GPUs that are not there: registers, spills, shared memory and wide accesses.
 
-`python tests/kernels/compile_table.py` writes `golden_compile.json`, which `test_compile.py` holds the kernels to, and
-the same as a table in `docs/kernels.md`, below that of `api_table.py`. It compiles the cases whose source has changed
-since, or with "all" every case. So a change of a kernel shows its cost in review.
+`python tests/kernels/compile_table.py` writes `golden_compile.json`, which `test_compile.py` holds the kernels to, the
+same as tables in `docs/records`, and what there is to call in `docs/kernels.md`. It compiles the cases whose source has
+changed since, or with "all" every case. So a change of a kernel shows its cost in review.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from mpcore.kernels import (  # noqa: F401, they define operators
 from mpcore.kernels._rows import sum_partials
 
 GOLDEN = Path(__file__).with_name("golden_compile.json")
-TABLE = Path(__file__).parents[2] / "docs" / "kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+TABLE = PAGE.parent / "records" / "2026-11-28_compiled_kernels.md"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 ROWS = 64  # the rows are counted at run time; any number compiles to the same code
@@ -369,14 +370,14 @@ def write(what: str = "changed") -> None:
         }
     GOLDEN.write_text(json.dumps(document, indent=1) + "\n")
     TABLE.write_text(table(document))
+    PAGE.write_text(api_table.table() + LEFT_OUT)
 
 
 def table(document: dict[str, Any]) -> str:
-    """What there is to call, and the golden facts as Markdown, one row a kernel and one column a target."""
+    """Return the golden facts as Markdown, one row a kernel and one column a target."""
     targets = document["targets"]
     lines = [
-        api_table.table(),
-        "## Compiled kernels",
+        "# Compiled kernels",
         "",
         "`python tests/kernels/compile_table.py` wrote this table; `tests/kernels/test_compile.py` compares it",
         f"with the kernels. Triton {document['triton']} compiled them without a GPU. Each cell: registers per",
@@ -391,7 +392,7 @@ def table(document: dict[str, Any]) -> str:
         for kernel, first in targets["sm_90"][case].items():
             cells = [_cell(targets[target].get(case, {}).get(kernel)) for target in targets]
             lines.append(f"| {case} | `{kernel}` | {first['warps']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_overlap(targets["sm_90"], document["moved"])]) + LEFT_OUT
+    return "\n".join([*lines, *_overlap(targets["sm_90"], document["moved"]), ""])
 
 
 def all_moved() -> dict[str, dict[str, float]]:

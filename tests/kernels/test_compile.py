@@ -82,6 +82,7 @@ def test_a_changed_kernel_has_another_source(monkeypatch):
 
 def test_the_table_is_the_golden_file():
     assert compile_table.TABLE.read_text() == compile_table.table(GOLDEN)
+    assert compile_table.PAGE.read_text() == api_table.table() + compile_table.LEFT_OUT
 
 
 def test_the_table_names_every_function_with_a_kernel_and_its_inputs():

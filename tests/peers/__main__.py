@@ -1,4 +1,4 @@
-"""The table of peers' properties on docs/proofs.md, from the tests here: python -m tests.peers --write.
+"""The tables of peers' properties, in docs/records, from the tests here: python -m tests.peers --write.
 
 A property holds if a test here states it. What differs by convention stands on the page for those who come from the
 peer, and what mpcore cannot state in `differences`.
@@ -70,7 +70,7 @@ def table() -> str:
     tests = {(each.peer, test_of(each.source)) for each in found}
     lines += [f"The {len(found)} that hold are statements of {len(tests)} tests.", ""]
     read = ", ".join(f"{peer} ({repo}, {folder}, at {commit})" for peer, (repo, folder, commit) in PEERS.items())
-    linked = ", ".join(f"[{peer}]({page}#conventions)" for peer, page in PAGES.items())
+    linked = ", ".join(f"[{peer}](../{page}#conventions)" for peer, page in PAGES.items())
     lines += [f"Read: {read}.", "", f"What differs by convention is listed for those who come from {linked}."]
     lines += ["", "These properties can't be tested in mpcore, for the reason given:", ""]
     for each in MISSING:
@@ -86,8 +86,8 @@ def written(page: str) -> str:
 def main() -> int:
     """The command."""
     parser = Parser(prog="python -m tests.peers", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/proofs.md")
-    page = DOCS / "proofs.md"
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/records")
+    page = DOCS / "records" / "2026-11-28_peers_tests.md"
     if parser.parse_args().write:
         page.write_text(written(page.read_text()))
     print(table())
