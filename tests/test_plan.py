@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -582,11 +583,17 @@ def test_the_layout_is_drawn_on_the_nodes(sizes, title, tmp_path):
 def test_a_layout_is_drawn_at_its_memory_and_its_seconds(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.extend(figure.axes))
-    at = [(1, 5, 3.0), (1, 7, 2.0), (2, 6, 4.0)]  # tp, GiB, seconds
-    draw([Estimate({"tp": tp}, (), memory * 2**30, Seconds(s)) for tp, memory, s in at], machine(), tmp_path / "x.png")
+    at = [(1, 7, 2.0), (2, 7.5, 2.5), (1, 5, 3.0), (1, 4.99, 3.01), (2, 6, 4.0)]  # tp, GiB, seconds
+    found = [Estimate({"tp": tp}, (), int(memory * 2**30), Seconds(s)) for tp, memory, s in at]
+    draw(found, machine(), tmp_path / "x.png")
+    rows = [line.split()[0] for line in table(found, machine(), legend=False).splitlines()[1:]]
+    assert [text.get_text() for text in drawn[0].texts] == [rows[0], rows[2], rows[3]], "the numbers of the table"
+    one, *others = [text.get_window_extent() for text in drawn[0].texts]
+    assert not one.count_overlaps(others)
+    assert not others[0].count_overlaps(others[1:])
     points = [tuple(xy) for dots in drawn[0].collections for xy in dots.get_offsets().tolist()]
-    assert points == [(memory, s) for _, memory, s in at]
-    assert drawn[0].lines[0].get_xydata().tolist() == [[7, 2], [5, 3]], "the layouts that no other beats"
+    assert points == [(int(m * 2**30) / 2**30, s) for size in (1, 2) for tp, m, s in at if tp == size]
+    assert drawn[0].lines[0].get_xydata() == pytest.approx(np.array([[7, 2], [5, 3], [4.99, 3.01]])), "no other beats"
 
 
 def test_the_inner_size_among_the_flags_is_that_of_the_mesh():

@@ -3,9 +3,9 @@
     python -m mpcore.tools.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
 
 Activations are the bytes that live between the forward and the backward of a micro-batch, times the number of
-micro-batches that the schedule holds at the same time. With ZeRO, the line "activations and gathered" also counts the
-parameters that are gathered, and the gradients that are not yet reduced. The working set is what operators hold in
-addition while they run. The allocator's loss is not included.
+micro-batches that the schedule holds at the same time. With ZeRO, the line "gathered" has the parameters that are
+gathered and the gradients that are not yet reduced. The working set is what operators hold in addition while they run.
+The allocator's loss is not included.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def parts_of(found: DryRunCounts) -> dict[str, int]:
-    """Return the largest bytes of each kind of memory that a rank holds."""
+    """Return the largest bytes of each kind of memory that a rank holds, by the names of tables and pictures."""
+    gathered = min(found.peak, sum(stage.gathered + stage.unsummed for stage in found.stages))
     return {
         "parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer,
-        "buffers": found.buffers, "activations": found.peak, "working set": found.work_peak - found.peak,
+        "buffers": found.buffers, "activations": found.peak - gathered, "gathered": gathered,
+        "working set": found.work_peak - found.peak,
     }  # fmt: skip
 
 
@@ -33,10 +35,8 @@ def table(found: DryRunCounts) -> str:
     name = unit_of(found.most)
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
-    if any(stage.gathered + stage.unsummed for stage in found.stages):
-        rows = {"activations and gathered" if what == "activations" else what: size for what, size in rows.items()}
-    width = max(12, *map(len, rows))
-    lines = [f"{what:<{width}} {size / unit:>12.3f} {name}" for what, size in rows.items()]
+    rows = {what: size for what, size in rows.items() if size or what != "gathered"}
+    lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
     lines[-1] += "  at the peak; each line above is a peak of its own, so the lines can add up to more"
     for i, stage in enumerate(found.stages):
         data = stage.gathered + stage.unsummed

@@ -24,7 +24,7 @@ def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
     most = max(found.most for found in ranks)
     fullest = next(i for i, found in enumerate(ranks) if found.most == most)
     name = unit_of(most)
-    figure = matplotlib_part("figure").Figure(figsize=(max(5.0, 1.5 + 0.7 * len(ranks)), 4), layout="constrained")
+    figure = matplotlib_part("figure").Figure(figsize=(5, 4), layout="constrained")
     axes = figure.add_subplot()
     bottom = [0.0] * len(ranks)
     for colour, kind in zip(COLOURS, parts_of(ranks[0]), strict=False):
@@ -33,15 +33,21 @@ def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
             axes.bar(range(len(ranks)), sizes, 0.8, bottom, color=colour, label=kind, edgecolor="white", linewidth=0.5)
             bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
     totals = [found.most / UNITS[name] for found in ranks]  # not all parts are largest at the same time
-    axes.scatter(range(len(ranks)), totals, marker="_", s=600, color="#000000", label="most at once", zorder=3)
+    axes.scatter(
+        range(len(ranks)),
+        totals,
+        marker="_",
+        s=(190 / max(len(ranks), 8)) ** 2,
+        color="#000000",
+        label="most at once",
+        zorder=3,
+    )
     kind, size = max(parts_of(ranks[fullest]).items(), key=lambda part: part[1])
-    axes.set(xlabel="pipeline rank", ylabel=f"{name} of one GPU", xticks=range(len(ranks)))
-    axes.set_title(
-        f"pipeline rank {fullest} holds most, {most / UNITS[name]:.1f} {name}:\n{size / most:.0%} of it {kind}",
-        loc="left", fontsize=10,
-    )  # fmt: skip
+    axes.set(xlabel="pipeline rank", ylabel=f"{name} of one GPU", xticks=range(0, len(ranks), -(-len(ranks) // 16)))
+    title = f"pipeline rank {fullest} holds most, {most / UNITS[name]:.1f} {name};\n"
+    axes.set_title(f"{title}largest part: {kind}, {size / most:.0%}", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8, reverse=True)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9, reverse=True)
     figure.savefig(path, dpi=150)
 
 
@@ -77,9 +83,9 @@ def draw_ranks(node: int, path: Path | str, cp_inner: int | None = None, **sizes
     nodes = -(-world // node)
     shown = min(nodes, MOST_NODES)
     labels = [name for name in crosses if name != "pp"]
-    height = 0.35 + 0.16 * len(labels)
+    height = 0.35 + 0.15 * ("pp" in place) + 0.16 * len(labels)
     figure = matplotlib_part("figure").Figure(
-        figsize=(1.5 + 0.8 * min(node, world), 1.3 + height * shown), layout="constrained"
+        figsize=(1.0 + 0.55 * max(min(node, world), 6), 1.3 + height * shown), layout="constrained"
     )
     axes = figure.add_subplot()
     for rank in range(min(world, shown * node)):
@@ -88,9 +94,9 @@ def draw_ranks(node: int, path: Path | str, cp_inner: int | None = None, **sizes
         colour = COLOURS[stage % len(COLOURS)]
         axes.barh(row, 0.96, 0.92, column - 0.48, color=colour, alpha=0.35, edgecolor=colour)
         lines = [f"rank {rank}", *(f"{name} {place[name][rank]}" for name in labels)]
-        axes.text(column, row, "\n".join(lines), ha="center", va="center", fontsize=7)
+        axes.text(column, row, "\n".join(lines), ha="center", va="center", fontsize=8)
         if "pp" in place and (column == 0 or place["pp"][rank - 1] != stage):
-            axes.text(column - 0.46, row - 0.42, f"stage {stage}", ha="left", va="top", fontsize=6, weight="bold")
+            axes.text(column - 0.46, row - 0.42, f"stage {stage}", ha="left", va="top", fontsize=7, weight="bold")
     inside = " and ".join(name for name, crossed in crosses.items() if not crossed)
     outside = " and ".join(name for name, crossed in crosses.items() if crossed)
     says = [f"{inside} inside a node"] * bool(inside) + [f"{outside} across nodes"] * bool(outside)

@@ -128,7 +128,7 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
 
 
 def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
-    """Draw the layouts that fit: seconds per step over memory. The best layouts are numbered and named.
+    """Draw the layouts that fit: seconds per step over memory. The best layouts have the numbers of their rows.
 
     Raises:
         ValueError: if no layout fits.
@@ -136,7 +136,7 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> N
     fits = [e for e in estimates if e.fits(machine)]
     if not fits:
         raise ValueError("there is nothing to draw: no layout fits")
-    figure = matplotlib_part("figure").Figure(figsize=(9, 5.5), layout="constrained")
+    figure = matplotlib_part("figure").Figure(figsize=(6, 6), layout="constrained")
     axes = figure.add_subplot()
     for i, tp in enumerate(sorted({e.sizes["tp"] for e in fits})):
         points = [e for e in fits if e.sizes["tp"] == tp]
@@ -145,14 +145,20 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> N
         axes.scatter(x, y, s=22, color=colour, marker=marker, label=f"tp {tp}", alpha=0.7, linewidths=0)
     best = frontier(estimates, machine)[:8]
     axes.plot([e.memory / 2**30 for e in best], [e.step for e in best], color="#000000", linewidth=0.8, zorder=0)
-    for i, e in enumerate(best, start=1):
-        place = (e.memory / 2**30, e.step)
-        axes.annotate(str(i), place, xytext=(3, 4), textcoords="offset points", fontsize=9, weight="bold")
     room = (machine.memory - machine.reserve) / 2**30
     axes.axvline(room, color="#000000", linestyle="--", linewidth=1)
     axes.set(xlabel=f"memory of the fullest rank, GiB (room: {room:.1f})", ylabel="seconds of a step, estimated")
     axes.set_ylim(0, min(max(e.step for e in fits), 4 * fits[0].step) * 1.05)
-    axes.legend(frameon=False, fontsize=8)
-    names = "\n".join(f"{i}  {e.flags}" for i, e in enumerate(best, start=1))
-    axes.set_title(f"no layout is faster in less memory, on {machine.name}:\n{names}", loc="left", fontsize=7)
+    axes.legend(frameon=False, fontsize=9)
+    rows = {fits.index(e) + 1: e for e in best}
+    names = "\n".join(textwrap.shorten(f"row {row}: {e.flags}", 75, placeholder=" ..") for row, e in rows.items())
+    axes.set_title(f"no layout is faster in less memory, on {machine.name}:\n{names}", loc="left", fontsize=9)
+    figure.draw_without_rendering()  # so that labels can avoid each other
+    taken: list[tuple[float, float]] = []
+    for row, e in rows.items():
+        x, y = axes.transData.transform((e.memory / 2**30, e.step))
+        away = next(d for d in range(5, 500) if all(abs(x - a) > 22 or abs(y + d - b) > 18 for a, b in taken))
+        taken.append((x, y + away))
+        axes.annotate(str(row), (e.memory / 2**30, e.step), xytext=(4, away * 72 / figure.dpi), fontsize=9,
+                      textcoords="offset points", weight="bold")  # fmt: skip
     figure.savefig(path, dpi=150)
