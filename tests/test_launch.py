@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -403,3 +404,16 @@ def test_the_manifest_fits_the_training_operator():
         ".spec.restarts: unknown",
         ".spec.nprocPerNode: 8",
     ]
+
+
+def test_under_torchrun_the_last_lines_name_the_cause_and_the_traceback_is_in_a_file(tmp_path):
+    program = "import mpcore\nmesh = mpcore.build_mesh(device_type='cpu')\nassert mesh.dp.size == 3, 'two ranks'\n"
+    (tmp_path / "wrong.py").write_text(program)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "wrong.py"]
+    root = {"PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(launch, cwd=tmp_path, env=os.environ | root, text=True, capture_output=True, check=False)
+    *_, cause, _ = done.stderr.splitlines()
+    found = re.search(r"rank \d failed: AssertionError: two ranks \(traceback: (.*)\)", cause)
+    assert found is not None, done.stderr
+    assert 'wrong.py", line 3, in <module>' in Path(found[1]).read_text()
+    assert 'wrong.py", line 3' not in done.stderr

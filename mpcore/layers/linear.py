@@ -180,7 +180,10 @@ class RowParallelLinear(ParallelLinear):
                 raise wrong_last(x, self.in_features, "in_features")
             x = collectives.split(x, self.tp, -1)
         if x.shape[-1] != self.local_in_features:
-            raise wrong_last(x, self.local_in_features, f"this rank's share of in_features {self.in_features}")
+            what = f"this rank's share of in_features {self.in_features}"
+            whole = x.shape[-1] == self.in_features
+            hint = ": is it swapped with the ColumnParallelLinear? For a whole input pass input_is_parallel=False"
+            raise wrong_last(x, self.local_in_features, what, hint * whole)
         dim = self.sequence_dim if self.sequence_parallel else None
         return self.product.row(x, self.weight, self.bias, self.tp, dim)
 
@@ -195,9 +198,9 @@ def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
         raise ValueError(f"{name} {units} is smaller than the {tp.name} size {tp.size}: some ranks would hold nothing")
 
 
-def wrong_last(x: Tensor, size: int, what: str) -> ValueError:
+def wrong_last(x: Tensor, size: int, what: str, hint: str = "") -> ValueError:
     """Make the error for an input whose last dimension is not `size`."""
-    return input_error(f"the last dimension of x {tuple(x.shape)} is {x.shape[-1]}, but {what} is {size}")
+    return input_error(f"the last dimension of x {tuple(x.shape)} is {x.shape[-1]}, but {what} is {size}{hint}")
 
 
 def check_sequence(x: Tensor, dim: int, tp: Axis) -> None:

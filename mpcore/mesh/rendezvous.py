@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mpcore._torch.distributed import keep_secret
 from mpcore.mesh.agreement import name_ranks, this_process
+from mpcore.mesh.failure import report_failures
 from mpcore.mesh.launch import Launch
 from mpcore.mesh.secret import find_secret, leave_secret, printable
 
@@ -49,6 +50,7 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
     secret = _share_secret(store, launch, name, until) if launch.local_size == launch.world_size else b""
     store = dist.PrefixStore(name, store)
     join_world(backend, store, launch.rank, launch.world_size, limit)
+    report_failures(launch.rank)  # after torch, which prints each line of a traceback with the rank before it
     if secret:
         keep_secret(secret)
 

@@ -184,25 +184,3 @@ def test_bars_have_white_edges_and_the_most_at_once_is_a_dash_above_them(drawn):
     assert legend.get_window_extent().x0 >= axes.get_window_extent().x1, "beside the bars"
     assert figure.get_layout_engine() is not None
     assert axes.get_xlabel()
-
-
-def test_boxes_of_ranks_are_pale_and_their_words_are_small(drawn):
-    draw_ranks(4, "x.png", tp=2, pp=2)
-    figure = drawn[0][0]
-    (axes,) = figure.axes
-    assert {patch.get_alpha() for patch in axes.patches} == {0.35}
-    ranks, stages = ([t for t in axes.texts if t.get_text().startswith(word)] for word in ("rank", "stage"))
-    assert {(t.get_ha(), t.get_va(), t.get_fontsize()) for t in ranks} == {("center", "center", 8)}
-    style = {(t.get_ha(), t.get_va(), t.get_fontsize(), t.get_fontweight()) for t in stages}
-    assert style == {("left", "top", 7, "bold")}
-    assert title_of(axes).get_fontsize() == 10
-    assert figure.get_layout_engine() is not None
-    assert not any(tick.tick1line.get_visible() for tick in axes.yaxis.get_major_ticks())
-
-
-def test_a_picture_is_written_at_150_dots_per_inch(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **named: told.append(named))
-    draw_memory([holds(1, 1, 1, 1, 1)], "x.png")
-    draw_ranks(8, "x.png", tp=2)
-    assert told == [{"dpi": 150}] * 2

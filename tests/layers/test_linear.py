@@ -405,7 +405,11 @@ def check_refusals():
     whole_input = RowParallelLinear(10, 5, tp=tp, input_is_parallel=False)
     for layer, x, numbers in [
         (ColumnParallelLinear(6, 8, tp=tp), torch.zeros(2, 5), "is 5, but in_features is 6"),
-        (RowParallelLinear(8, 5, tp=tp), torch.zeros(2, 8), "is 8, but this rank's share of in_features 8 is 2"),
+        (
+            RowParallelLinear(8, 5, tp=tp),
+            torch.zeros(2, 8),
+            "is 8, but this rank's share of in_features 8 is 2.* swapped",
+        ),
         (whole_input, torch.zeros(2, 3), "is 3, but in_features is 10"),
     ]:
         with pytest.raises(ValueError, match=numbers):

@@ -1,0 +1,33 @@
+"""Say under torchrun why a rank failed: one line, and the traceback in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+
+def report_failures(rank: int) -> None:
+    """Print an uncaught error of this process as one line. torchrun repeats the first rank's as the last line.
+
+    The traceback goes to a new file, which the line names. Without torchrun Python prints the traceback, as always.
+
+    Args:
+        rank: the rank of this process.
+    """
+    told = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # where torchrun looks for the cause of a failure
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix=f"mpcore-rank{rank}-", delete=False) as file:
+            traceback.print_exception(kind, error, trace, file=file)
+        cause = f"rank {rank} failed: {kind.__name__}: {error} (traceback: {file.name})"
+        print(cause, file=sys.stderr)
+        Path(told).write_text(json.dumps({"message": cause, "timestamp": int(time.time())}))
+
+    if told:
+        sys.excepthook = report
