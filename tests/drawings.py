@@ -296,7 +296,7 @@ def concepts() -> str:
 
 @picture
 def less_memory() -> str:
-    found = rows("memory.md", "layout | kind | saved per block, bytes")
+    found = rows("records/2026-11-26_memory.md", "layout | kind | saved per block, bytes")
     svg = Svg(96 + 30 * len(found), "Full recomputation keeps 4 of 75 KiB of a block's activations, selective 32")
     svg.text(
         12, 50, "KiB that a block keeps for backward; tp 2 divides most of it, sequence parallelism the rest", size=13
