@@ -116,16 +116,17 @@ def _backward_keys_kernel(
             lse_ptr = rows_ptr + head * T
             lse = tl.load(lse_ptr + queries, mask=queries < T, other=float("inf"))
             z, unit, slope = capped_scores(tl.dot(k, q.T, input_precision="ieee"), scale, SOFTCAP)
+            do = load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
+            dp = tl.dot(v, do.T, input_precision="ieee")  # before the exponentials, which run beside it
             log2_p = tl.fma(z, unit, -lse[None, :])
             if edge:
                 low, count = load_bounds(low_ptr, high_ptr, queries, T, KEYS, MASK)
                 sees = sees_keys(queries[None, :], keys[:, None], low[None, :], count[None, :], KEYS, MASK)
                 log2_p = tl.where(sees, log2_p, float("-inf"))
             p = tl.exp2(log2_p)
-            do = load_rows(do_ptr + head * do_head, queries, do_token, T, V, BLOCK_V, True)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             delta = tl.load(lse_ptr + size + queries, mask=queries < T, other=0.0)
-            ds = p * (tl.dot(v, do.T, input_precision="ieee") - delta[None, :])
+            ds = p * (dp - delta[None, :])
             if SOFTCAP != 0.0:
                 ds *= slope
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")

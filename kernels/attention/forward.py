@@ -44,6 +44,13 @@ def forward_op(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Iter
 
 
 @triton.jit
+def _start_of(block, within, left, spans, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """Return where a block of keys starts: those that every query sees come first."""
+    seen = block_start(block, left, spans, BLOCK, "within")
+    return tl.where(block < within, seen, block_start(block - within, left, spans, BLOCK, EDGE))
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, low_ptr, high_ptr, output_ptr, lse_ptr,
     T, KEYS, H, GROUP, scale, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
@@ -66,12 +73,20 @@ def _forward_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     EDGE: tl.constexpr = "both" if MASK == "bounds" else "right"
+    left, within = count_blocks(spans, BLOCK_N, "within")
+    left, others = count_blocks(spans, BLOCK_N, EDGE)
+    # Tensor cores multiply the queries with the next block of keys while other units compute this block's exponentials.
+    columns = tl.arange(0, BLOCK_N)
+    keys = _start_of(0, within, left, spans, BLOCK_N, EDGE) + columns
+    products = tl.dot(q, load_rows(k_ptr, keys, k_token, KEYS, K, BLOCK_K, True).T, input_precision="ieee")
     for edge in tl.static_range(2):  # first the blocks of keys that every query sees, then the others
-        left, blocks = count_blocks(spans, BLOCK_N, EDGE if edge else "within")
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            keys = block_start(block, left, spans, BLOCK_N, EDGE if edge else "within") + tl.arange(0, BLOCK_N)
-            k = load_rows(k_ptr, keys, k_token, KEYS, K, BLOCK_K, edge)
-            z, unit, _ = capped_scores(tl.dot(q, k.T, input_precision="ieee"), scale, SOFTCAP)
+        first, end = within if edge else 0, within + others if edge else within
+        for block in tl.range(first, end, num_stages=STAGES):
+            keys = _start_of(block, within, left, spans, BLOCK_N, EDGE) + columns
+            coming = _start_of(block + 1, within, left, spans, BLOCK_N, EDGE) + columns  # after the last: zeros
+            k = load_rows(k_ptr, coming, k_token, KEYS, K, BLOCK_K, True)
+            coming_products = tl.dot(q, k.T, input_precision="ieee")
+            z, unit, _ = capped_scores(products, scale, SOFTCAP)
             if edge:
                 sees = sees_keys(queries[:, None], keys[None, :], low[:, None], count[:, None], KEYS, MASK)
                 z = tl.where(sees, z, float("-inf"))
@@ -82,7 +97,7 @@ def _forward_kernel(
             total = total * shrink + tl.sum(p, 1)
             v = load_rows(v_ptr, keys, v_token, KEYS, V, BLOCK_V, edge)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            largest = larger
+            largest, products = larger, coming_products
     LN_2: tl.constexpr = 0.6931471805599453
     total = tl.where(total == 0.0, 1.0, total)  # a query that sees no key: output 0, lse -inf
     output_ptr += batch * T * H * V + head * V

@@ -29,24 +29,33 @@ class Tile(NamedTuple):
 # The largest blocks that spill no registers and fit into shared memory with three stages: with two, each step of a loop
 # waits for copies that the step before began last (tests/kernels/test_machine_code.py). No GPU has timed them.
 _LARGE = {  # 227 KiB of shared memory: H100, B200
-    "forward": {64: ((128, 128), (128, 64)), 128: ((128, 128), (128, 64)), 256: ((64, 64), (64, 32))},
-    "dkdv": {64: ((64, 128), (64, 64)), 128: ((64, 128), (32, 64)), 256: ((32, 32), (32, 32))},
+    "forward": {
+        64: ((128, 128), (128, 64)), 128: ((128, 64), (128, 64)), 256: ((64, 32), (64, 32)),
+        (256, 128): ((128, 32), (128, 32)),  # keys of 192 and values of 128, as in latent attention
+    },
+    "dkdv": {
+        64: ((64, 128), (64, 64)), 128: ((64, 128), (64, 64)), 256: ((32, 32), (32, 32)),
+        (256, 128): ((32, 64), (32, 64)),
+    },
     "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
 }
-_BLACKWELL = _LARGE | {"forward": _LARGE["forward"] | {128: ((128, 64), (128, 64)), 256: ((64, 64), (32, 64))}}
+_BLACKWELL = _LARGE | {
+    "forward": _LARGE["forward"] | {256: ((64, 64), (32, 64))},
+    "dkdv": _LARGE["dkdv"] | {(256, 128): ((32, 32), (32, 32))},
+}
 _A100 = {  # 163 KiB
-    "forward": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
+    "forward": {64: ((128, 64), (64, 64)), 128: ((64, 64), (64, 64)), 256: ((64, 32), (64, 32))},
     "dkdv": {64: ((64, 64), (32, 64)), 128: ((64, 64), (32, 64)), 256: ((32, 32), (32, 32))},
     "dq": {64: ((64, 64), (64, 32)), 128: ((64, 64), (64, 32)), 256: ((32, 32), (32, 32))},
 }
 _SMALL = {  # at least 99 KiB: other GPUs of Nvidia
-    "forward": _A100["forward"] | {256: ((32, 32), (32, 32))},
+    "forward": _A100["forward"] | {256: ((32, 16), (32, 16))},
     "dkdv": _A100["dkdv"] | {128: ((32, 64), (32, 64))},
     "dq": _A100["dq"] | {128: ((64, 32), (64, 32))},
 }
 _AMD = {  # 64 KiB
-    "forward": {64: ((128, 64), (64, 32)), 128: ((128, 64), (32, 32)), 256: ((64, 32), (32, 32))},
-    "dkdv": {64: ((64, 64), (16, 32)), 128: ((32, 32), (16, 32)), 256: ((32, 32), (16, 32))},
+    "forward": {64: ((128, 64), (64, 32)), 128: ((128, 64), (32, 32)), 256: ((32, 32), (32, 32))},
+    "dkdv": {64: ((32, 64), (16, 32)), 128: ((32, 32), (16, 32)), 256: ((32, 32), (16, 32))},
     "dq": {64: ((64, 32), (32, 32)), 128: ((64, 32), (32, 16)), 256: ((32, 32), (32, 16))},
 }
 
@@ -59,7 +68,8 @@ def tile(kernel: str, query: Tensor, value: Tensor, scores: Scores) -> Tile:
         return Tile((16, 16) if width > 128 else (32, 32), 1, 8)
     table = _SMALL if INTERPRETING else _tiles_of(query.device if query.is_cuda else driver().get_current_device())
     odd = dims != tuple(map(padded, dims)) or max(dims) < 64
-    blocks = table[kernel][width][scores.low is not None or scores.softcap > 0 or odd]
+    blocks = table[kernel].get((width, padded(dims[1])), table[kernel][width])
+    blocks = blocks[scores.low is not None or scores.softcap > 0 or odd]
     return Tile(blocks, 1, 4) if table is _AMD else Tile(blocks, 3, 8)
 
 

@@ -21,8 +21,10 @@ from mpcore.kernels import _dispatch, _triton
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
@@ -34,7 +36,9 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
 
-SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes a program may have
+SHARED_MEMORY = {  # bytes a program may have
+    "sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536
+}  # fmt: skip
 
 
 class _Utils:

@@ -16,7 +16,10 @@ from typing import NamedTuple
 import triton
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-MULTIPROCESSOR = {"sm_80": (167936, 65536, 2048), "sm_90": (233472, 65536, 2048), "sm_100": (233472, 65536, 2048)}
+MULTIPROCESSOR = {
+    "sm_80": (167936, 65536, 2048), "sm_89": (102400, 65536, 1536), "sm_90": (233472, 65536, 2048),
+    "sm_100": (233472, 65536, 2048), "sm_120": (102400, 65536, 1536),
+}  # fmt: skip
 """Shared memory in bytes, registers and threads of one; each program also takes 1024 bytes of shared memory."""
 
 
@@ -99,6 +102,28 @@ def undefined(sass: str) -> list[str]:
     `LOP3.LUT R90, R1, 0xffff` from values that PTX defines, and an H100 wrote these bytes.
     """
     return re.findall(r"(?:LOP3|SHF|FMUL|FADD|FFMA|SEL|FSEL|ISETP|FSETP|VIMNMX)\S* [^;\[]*, -?R1\b[^;]*", sass)
+
+
+def overlap(sass: str) -> float | None:
+    """Return the largest share of a loop's exponentials that Hopper computes while it multiplies; None: neither.
+
+    A group of products begins with `WARPGROUP.ARRIVE` and has ended after `WARPGROUP.DEPBAR.LE gsb0, 0x0`.
+    """
+    code, labels = _parse(sass)
+    shares = []
+    for body in _innermost_loops(code, labels):
+        if not any(i.name.startswith("HGMMA") for i in body):
+            continue
+        inside, total, busy = 0, 0, False
+        for i in body:
+            if i.name.startswith("HGMMA"):
+                busy = True
+            elif i.name.startswith("WARPGROUP.DEPBAR"):
+                busy = False
+            elif i.name.startswith("MUFU.EX2"):
+                inside, total = inside + busy, total + 1
+        shares += [round(inside / total, 2)] if total else []
+    return max(shares, default=None)
 
 
 def programs_at_once(target: str, registers: int, warps: int, shared: int) -> int:
@@ -200,4 +225,5 @@ def facts(target: str, cubin: bytes, registers: int, warps: int, shared: int) ->
         "wide": found.wide,
         "instructions": found.instructions,
         "special": found.special,
+        **({} if (share := overlap(sass)) is None else {"overlap": share}),
     }
