@@ -17,7 +17,6 @@ from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.rows import read_row
 from mpcore.tools.analysis.search import (
     IDLE,
-    WIDE,
     Estimate,
     choices,
     consider,
@@ -29,6 +28,7 @@ from mpcore.tools.analysis.search import (
 )
 from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
+from mpcore.tools.parsers import WIDE
 
 MACHINE = Machine("test", peak=1000.0, hbm=1e9, memory=1000.0, reserve=100.0, errors={"tau": 0.5})
 ONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
