@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import mpcore
+from docs import drawings
 from examples.gpt.arguments import parse
 from examples.gpt.checkpoints import other_schedule
 from examples.gpt.config import PRESETS, GPTConfig
@@ -35,7 +36,6 @@ from mpcore.pipeline.schedules import NAMES, build_schedule
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.report import WORDS
 from mpcore.tools.command_line import find_object
-from tests import drawings
 from tests.pool import Simulated
 from tests.quick import some
 
@@ -270,7 +270,7 @@ def test_what_the_pages_tell_people_from_elsewhere_to_write_exists():
 
 @pytest.mark.parametrize("name", drawings.PICTURES)
 def test_a_picture_is_what_its_program_draws(name):
-    assert (DOCS / name).read_text() == drawings.PICTURES[name](), "run: python -m tests.drawings"
+    assert (DOCS / name).read_text() == drawings.PICTURES[name](), "run: python -m docs.drawings"
 
 
 def written(tp: int) -> list:

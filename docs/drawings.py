@@ -1,4 +1,4 @@
-"""Draw the pictures of the guides: `python -m tests.drawings` writes docs/*.svg; tests/test_docs.py compares them.
+"""Draw the pictures of the guides: `python -m docs.drawings` writes docs/*.svg; tests/test_docs.py compares them.
 
 Colours are Okabe and Ito's, which people with any colour vision tell apart.
 """
@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import build_schedule
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parent
 BLUE, ORANGE, GREEN, SKY, RED, PINK = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7"
 INK, GREY, PALE = "#222222", "#767676", "#eef3fa"
 PICTURES: dict[str, Callable[[], str]] = {}
