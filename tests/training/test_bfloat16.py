@@ -11,6 +11,7 @@ import torch
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT, build_stages
+from examples.gpt.plan import build as build_gpt
 from mpcore import AdamW, Mesh, Muon, ParallelAttention, Precision, Zero, prepare
 from mpcore._torch import pytree
 from mpcore._torch.dispatch import TorchDispatchMode
@@ -22,7 +23,7 @@ from mpcore.pipeline.schedules import find_schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.sharding.state_dict import full_tensor
-from tests import precision_table
+from mpcore.tools.analysis.dry_run import dry_run
 from tests.pool import mesh
 
 BF16 = torch.bfloat16
@@ -372,9 +373,13 @@ def test_offload_changes_no_bit(offload):
 
 def test_the_table_of_bytes_is_the_one_that_is_counted_and_megatrons_18_bytes_a_parameter():
     page = (Path(__file__).parents[2] / "docs" / "precision.md").read_text()
-    line = precision_table.row(precision_table.RUNS[1], "bfloat16")
-    assert line in page
-    weights, gradients, state = (int(cell.replace(",", "")) for cell in line.split("|")[3:6])
+    common = next(line for line in page.splitlines() if "`--layers" in line).split("`")[1]
+    run = "--zero 0 --recompute full"
+    found = dry_run(build_gpt, f"{common} {run}".split(), tp=2, pp=2, dp=2)
+    sent = [sum(c.bytes for (on, _), c in found.ledger.counts.items() if on == axis) for axis in ("tp", "dp")]
+    weights, gradients, state = found.parameters, found.gradients, found.optimizer
+    cells = (weights, gradients, state, found.peak, found.ledger.counts["pp", "send"].bytes, *sent)
+    assert f"| `{run}` | bfloat16 | {' | '.join(f'{cell:,}' for cell in cells)} |" in page
     parameters = weights // 2
     assert gradients == 4 * parameters
     assert 0 <= state - 12 * parameters < 1000  # a step count of 4 bytes for each tensor
