@@ -175,6 +175,10 @@ def test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_th
     ranks(4, check_gradients, {"pp": 2, "dp": 2}, zero, schedule, tie_embeddings=tied)
 
 
+def test_a_large_tied_table_is_summed_after_the_backwards_of_both_its_stages(ranks):
+    ranks(4, check_gradients, {"pp": 2, "dp": 2}, 0, "dualpipev", tie_embeddings=True, vocab_size=2**15)
+
+
 @pytest.mark.parametrize(
     ("sizes", "zero"),
     some(

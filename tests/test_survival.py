@@ -48,13 +48,13 @@ CONFIG = GPTConfig(vocab_size=29, seq_len=8, layers=2, d_model=16, heads=4, kv_h
 # --- replicas -----------------------------------------------------------------------------------------------------
 
 
-def model_on(zero: bool = False, tied: bool = False, **sizes: int) -> tuple[GPT, Mesh]:
+def model_on(zero: bool = False, tied: bool = False, replicate: int = 1, **sizes: int) -> tuple[GPT, Mesh]:
     here = mesh(**sizes)
     moe = MoEConfig(experts=2, top_k=1) if "ep" in sizes else None
     model = GPT(replace(CONFIG, tie_embeddings=tied, moe=moe), here, device="meta", dtype=torch.float32)
     materialize(model, 3, "cpu")
     if zero:
-        shard_data_parallel(model, here, model.blocks.values())
+        shard_data_parallel(model, here, model.blocks.values(), replicate=replicate)
     return model, here
 
 
@@ -100,6 +100,9 @@ CASES = {
         {"tp": 2, "dp": 2}, {"zero": True}, NORM, 3, rf"{NORM} over tp, on ranks 2 and 3", 1,
     ),
     "sharded over data": ({"dp": 4}, {"zero": True}, DOWN, 3, "", 1),
+    "a shard of two replicas of four ranks": (
+        {"dp": 4}, {"zero": True, "replicate": 2}, DOWN, 3, rf"{DOWN} over data, on ranks 1 and 3", 1,
+    ),
     "tied tables of two stages": (
         {"pp": 2, "tp": 2}, {"tied": True}, "embedding.weight", 3, r"embedding.weight over ends, on ranks 1 and 3", 1,
     ),

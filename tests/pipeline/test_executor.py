@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.layers import materialize
 from mpcore.layers.linear import ParallelLinear
 from mpcore.pipeline import checks, engine
 from mpcore.pipeline import executor as of_executor
@@ -476,3 +477,8 @@ def test_stages_are_joined_under_the_models_names():
     assert join_stages([one, two]).weight is one.weight
     empty = join_stages([nn.ModuleDict({"a": nn.Identity()}), nn.ModuleDict({"a": nn.Identity()})])
     assert list(empty.children())
+    full, shard = (
+        materialize(join_stages([nn.Module(), mp.ColumnParallelLinear(2, 4, tp=tp, device="meta")]), 5)
+        for tp in (mp.Axis(), mp.Axis(2, 1, name="tp"))
+    )
+    torch.testing.assert_close(shard.weight, full.weight[2:], rtol=0, atol=0)
