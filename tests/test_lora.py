@@ -303,7 +303,7 @@ def test_dropout_draws_the_masks_of_the_unsharded_model(ranks, sequence):
     ranks(2, check_dropout, sequence)
 
 
-def test_a_product_that_leaves_the_adapter_out_is_refused():
+def test_pitfall_65_a_product_that_leaves_the_adapter_out_is_refused():
     layer = add_lora(nn.Sequential(mp.ColumnParallelLinear(4, 6)).double(), rank=2, targets="0")[0]
     nn.init.ones_(layer.lora_B.weight)
     x = torch.randn(3, 4, dtype=torch.float64)

@@ -339,7 +339,7 @@ def unknown(folder):
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ],
 )
-def test_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
+def test_pitfall_66_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
     save_pretrained(quiet_build("llama"), tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=match), mock.patch("builtins.input", return_value="y"):  # to run code

@@ -402,7 +402,7 @@ def test_positions_begin_anew_in_each_document():
     assert document_positions(DOCUMENTS, 1, T).tolist() == [[0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]
 
 
-def test_positions_and_tables_may_be_given():
+def test_pitfall_64_positions_and_tables_may_be_given():
     attention = build_attention(4, 2, rope=True).double()
     x = draw(1, B, T, D)
     plain = attention(x)
