@@ -408,13 +408,16 @@ def test_what_was_printed_is_written_before_the_process_leaves(monkeypatch):
 
 
 LEAVE = """
-import os, signal, sys, time
+import mmap, os, signal, sys, time
 import torch, torch.distributed as dist
 from mpcore import Mesh, build_mesh
 from mpcore.tools.fault_tolerance import StopSignals, leave_together
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
 mesh = build_mesh(dp=3)
+with open(sys.argv[2] + ".data", "ab+") as file:
+    file.truncate(2**14)
+    data = mmap.mmap(file.fileno(), 2**14)
 with leave_together(mesh):
     dist.all_reduce(torch.ones(1))
     if rank == 1:
@@ -428,7 +431,11 @@ FAULTS = {
     "exits 0": ("sys.exit(0)", 1, "rank 1 left before the end, with exit status 0"),
     "exits 3": ("sys.exit(3)", 3, "rank 1 left with exit status 3"),
     "says": ("sys.exit('no more')", 1, "rank 1 left: no more"),
-}
+    "maps a file that is cut": (
+        "os.truncate(sys.argv[2] + '.data', 5); data[9000]", -signal.SIGBUS,
+        "rank 1 gives no answer: killed, or cut off. {}/store.data has 5 bytes now, fewer than were mapped",
+    ),
+}  # fmt: skip
 
 
 def start(code, size, tmp_path):
@@ -452,8 +459,9 @@ def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
             run.kill()
     assert [run.returncode for run in runs] == [70, status, 70], told
     for rank in (0, 2):
-        assert told[rank].splitlines()[-1].endswith(f" rank {rank}: stopped, because {cause}")
+        assert told[rank].splitlines()[-1].endswith(f" rank {rank}: stopped, because {cause.format(tmp_path)}")
         assert "Traceback" not in told[rank]
+    assert ("Bus error" in told[1]) == (status == -signal.SIGBUS)
     if fault == "raises":
         assert told[1].rstrip().endswith("LookupError: lost")
         assert "Traceback" in told[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -64,12 +66,16 @@ def build_mesh(
 
     Note:
         - The function has ten parameters: the sizes of the axes, the device, and how ranks meet.
+        - It enables Python's faulthandler: a process that a signal such as SIGSEGV or SIGBUS ends prints its stack.
 
     Example:
         >>> mesh = mpcore.build_mesh(tp=1)
         >>> mesh.tp.size, mesh.dp.size
         (1, 1)
     """
+    with suppress(OSError, ValueError, AttributeError, RuntimeError):  # standard error is no file
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # a signal such as SIGBUS, of a mapped file that was cut, prints the stack
     running = dist.is_initialized()
     launch = read_launch(os.environ, (dist.get_rank(), dist.get_world_size()) if running else None)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

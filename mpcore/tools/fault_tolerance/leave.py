@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
+import mmap
 import os
 import re
 import signal
@@ -84,9 +84,6 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     def __enter__(self) -> leave_together:
         if self.size > 1:
             self.thread.start()
-        with suppress(OSError, ValueError, AttributeError):  # standard error is no file
-            if not faulthandler.is_enabled():
-                faulthandler.enable()  # a signal such as SIGBUS, of a mapped file that was cut, prints the stack
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -219,7 +216,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             if ended:
                 found = self._early(ended)
             elif silent:
-                found = f"{give_no_answer(silent, self.store)}: killed, or cut off"
+                found = f"{give_no_answer(silent, self.store)}: killed, or cut off{_cut_files()}"
             for rank in silent:
                 self._sign_off(rank)
             self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
@@ -235,6 +232,22 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                 return _read_cause(self.store)
             time.sleep(0.02)
         return None
+
+
+def _cut_files() -> str:
+    """Return text that names the files that are shorter now than when this process mapped them.
+
+    A read behind the end of such a file ends a process by SIGBUS. Another rank that read there may have died of it.
+    """
+    found = {}
+    with suppress(OSError):  # no Linux
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            pages, mode, offset, _, _, *path = line.split(maxsplit=5)
+            if path and mode.startswith("r") and os.path.isfile(path[0]):  # no hole in a library, and no device
+                first, last = (int(page, 16) for page in pages.split("-"))
+                if (size := os.path.getsize(path[0])) <= int(offset, 16) + last - first - mmap.PAGESIZE:
+                    found[path[0]] = size
+    return "".join(f". {path} has {size} bytes now, fewer than were mapped" for path, size in found.items())
 
 
 def _read_cause(store: dist.Store) -> str:
