@@ -420,7 +420,9 @@ class Run:
     def load(self, path: str | os.PathLike[str]) -> Loaded:
         """Resume from a checkpoint of any layout: load parameters, optimizer state, loss scale and step.
 
-        Options of the optimizer's groups, such as the learning rate, keep the values that they have in this run.
+        Options of the optimizer's groups, such as the learning rate, keep the values that they have in this run. If a
+        scheduler of `torch.optim.lr_scheduler` was created before, the learning rate is the checkpoint's. Save the
+        scheduler's state in `extra`, and load it from there.
 
         Args:
             path: a checkpoint, such as `mpcore.checkpoint.latest(folder, run.mesh)`.
@@ -437,6 +439,11 @@ class Run:
                 f"load got {path!r} and no path: mpcore.checkpoint.latest gives None where there is no checkpoint"
             )
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        for mine in options:
+            if (
+                "initial_lr" in mine
+            ):  # a scheduler of torch sets lr after each step: the checkpoint's is the next step's
+                del mine["lr"]
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)
         for group, mine in zip(self.optimizer.param_groups, options, strict=True):

@@ -337,6 +337,24 @@ def test_a_load_keeps_the_options_of_this_run_and_takes_step_and_scale(calls, mo
             run.load(wrong)  # type: ignore[arg-type]
 
 
+def test_pitfall_67_a_scheduler_of_torch_goes_on_after_a_resume(tmp_path):
+    def steps(count: int, resume: Path | None = None) -> tuple[list[float], mp.Run, Any]:
+        run, rates = start(), []
+        scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
+        if resume:
+            scheduler.load_state_dict(run.load(resume).extra["scheduler"])
+        for _ in range(count):
+            run.forward_backward(X, T)
+            rates += [group["lr"] for group in run.optimizer.param_groups]
+            run.optimizer_step()
+            scheduler.step()
+        return rates, run, scheduler
+
+    want, (first, run, scheduler) = steps(5)[0], steps(2)
+    path = run.save(tmp_path, extra={"scheduler": scheduler.state_dict()})
+    assert first + steps(3, path)[0] == want
+
+
 def test_parameters_are_sharded_again_and_offloaded_ones_are_here(monkeypatch):
     run, order = start(), []
     monkeypatch.setattr(module, "reshard", order.append)
