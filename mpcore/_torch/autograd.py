@@ -73,3 +73,8 @@ def run_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None
 def running_node() -> Node | None:
     """Return the node whose backward is running in this thread, or None outside of a backward."""
     return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+
+
+def is_view(x: Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view of another one."""
+    return x._is_view()

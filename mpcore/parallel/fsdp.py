@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpcore._torch import fsdp, fsdp_wrap
+from mpcore._torch.autograd import is_view
 from mpcore._torch.distributed import reserve_groups, share_group
+from mpcore._torch.pytree import map_tensors
 from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.layout import divisors
@@ -111,6 +113,28 @@ class BroadcastAllGather:
             work.wait()
 
 
+class _NoView(torch.autograd.Function):
+    """Return the same values in the same memory, but not as a view."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+@torch.compiler.disable
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a unit's output without views.
+
+    An in-place operation on a view makes a new autograd node for it, without the hook that gathers the parameters for
+    backward.
+    """
+    return map_tensors(lambda x: _NoView.apply(x) if x.requires_grad and is_view(x) else x, output)
+
+
 class UnitWrapper:
     """Apply `fully_shard` with the arguments of one call of `shard_data_parallel`."""
 
@@ -136,6 +160,7 @@ class UnitWrapper:
         options: dict[str, Any] = {"mesh": self.data, "mp_policy": dtypes, "reshard_after_forward": zero == 3}
         if self.experts is not None:
             options["shard_placement_fn"] = self._placed
+        module.register_forward_hook(_without_views)  # before the hook of fully_shard
         unit = fully_shard(module, ignored_params=ignored, **options)
         for owner, leaf, p in mine:
             vars(owner.get_parameter(leaf)).update(vars(p))  # attributes that others read, such as groups' marks
