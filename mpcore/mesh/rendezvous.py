@@ -16,7 +16,7 @@ from mpcore._torch.distributed import keep_secret
 from mpcore.mesh.agreement import name_ranks, this_process
 from mpcore.mesh.failure import report_failures
 from mpcore.mesh.launch import Launch
-from mpcore.mesh.secret import find_secret, leave_secret, printable
+from mpcore.mesh.secret import find_secret, leave_secret, printable, remove_secret
 
 _MET = "all are here"
 _FILES = 64  # files and sockets of a rank: 15 are open after the first collective of two ranks
@@ -63,7 +63,10 @@ def _share_secret(store: dist.Store, launch: Launch, name: str, until: float) ->
         store.set(ready, "")
         return secret
     _wait_for(store, ready, max(until - time.monotonic(), 1.0))
-    return find_secret(name, last=store.add(read, 1) == launch.world_size - 1)
+    secret = find_secret(name)
+    if store.add(read, 1) == launch.world_size - 1:  # counted after the read: the others have read it, too
+        remove_secret(name)
+    return secret
 
 
 def open_store(launch: Launch, limit: timedelta) -> dist.Store:

@@ -145,8 +145,8 @@ def leave_secret(name: str) -> bytes:
     return secret.encode()
 
 
-def find_secret(name: str, last: bool) -> bytes:
-    """Read the secret that rank 0 left, and remove its file if this is the `last` rank that reads it.
+def find_secret(name: str) -> bytes:
+    """Read the secret that rank 0 left.
 
     Raises:
         ValueError: if it can't be read.
@@ -154,15 +154,17 @@ def find_secret(name: str, last: bool) -> bytes:
     path = _path(name)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            secret = file.read()
-        if last:
-            path.unlink()
+            return file.read()
     except OSError as error:
         raise ValueError(
             f"the secret that rank 0 left in {path} can't be read ({error.strerror}): give all ranks of this host one "
             f"TMPDIR, or set {NAME} to one long random text for all"
         ) from None
-    return secret
+
+
+def remove_secret(name: str) -> None:
+    """Remove the file of the secret, after all ranks have read it."""
+    _path(name).unlink(missing_ok=True)
 
 
 def _path(name: str) -> Path:

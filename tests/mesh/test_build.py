@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -333,6 +334,29 @@ def test_a_group_that_cant_be_made_names_the_silent_ranks_after_two_seconds(monk
             join_world("gloo", store, rank, 3, timedelta(seconds=4))
         assert store.check([f"mpcore/late/{rank}"])
     assert slept == [2.0] * 3
+
+
+def test_every_rank_has_read_the_secret_when_its_file_is_removed(monkeypatch, tmp_path):
+    """Rank 2 reads between two calls of rank 1."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store, found = dist.HashStore(), {}
+
+    def share(rank: int, store: Any) -> None:
+        launch = Launch(rank, 3, rank, 3, "127.0.0.1", 1, "variables", "one world", keeps_store=rank == 0)
+        found[rank] = rendezvous._share_secret(store, launch, "a start", time.monotonic() + 5)
+
+    class Overtaken:
+        wait, get, check = store.wait, store.get, store.check
+
+        def add(self, key: str, amount: int) -> int:
+            count = store.add(key, amount)
+            share(2, store)
+            return count
+
+    share(0, store)
+    share(1, Overtaken())
+    assert found[0] == found[1] == found[2]
+    assert not list(tmp_path.rglob("secret-*"))
 
 
 def test_a_store_is_opened_on_the_address_that_the_launcher_says(monkeypatch):
