@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpcore._torch import fsdp, fsdp_wrap
 from mpcore._torch.autograd import is_view
+from mpcore._torch.compile import uncompiled
 from mpcore._torch.distributed import reserve_groups, share_group
 from mpcore._torch.pytree import map_tensors
 from mpcore.mesh.agreement import exchange
@@ -125,13 +126,9 @@ class _NoView(torch.autograd.Function):
         return grad
 
 
-@torch.compiler.disable
+@uncompiled
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return a unit's output without views.
-
-    An in-place operation on a view makes a new autograd node for it, without the hook that gathers the parameters for
-    backward.
-    """
+    """Return a unit's output without views: an in-place operation on one loses the hook that gathers parameters."""
     return map_tensors(lambda x: _NoView.apply(x) if x.requires_grad and is_view(x) else x, output)
 
 
