@@ -314,6 +314,9 @@ def check_expert_training(zero, balance, **sizes):
         assert trained.optimizer_step().loss == pytest.approx(loss.item(), rel=TOLERANCE)
     with trained.parameters() as whole:
         all_same(full_state_dict(whole), dense.state_dict(), "value after training")
+    if balance and on.ep.size == 1 and on.data.rank == 0:  # a rank of data generates alone
+        model.generate(ids[:1, :3], max_new_tokens=2, do_sample=False)
+        model(ids[:1, :3], output_router_logits=False)
     if balance and zero == 0 and on.data.size > 1:
         for what, arguments in {"labels=": {"labels": ids}, "return_dict=False": {"return_dict": False}}.items():
             with pytest.raises(ValueError, match=what):
@@ -321,13 +324,14 @@ def check_expert_training(zero, balance, **sizes):
 
 
 TRAINED = [(size, zero, sizes, balance) for size, sizes in LAYOUTS for zero in range(4) for balance in (False, True)]
+TRAINED.append((2, 0, {}, True))
 
 
 @pytest.mark.parametrize(
     ("size", "zero", "sizes", "balance"),
     some(
         (2, 1, {"ep": 2}, True), (4, 2, {"tp": 2, "ep": 2}, False), (4, 0, {"tp": 2, "ep": 2}, True),
-        (4, 2, {"ep": 2}, True), (4, 3, {"ep": 2}, True), of=TRAINED,
+        (4, 2, {"ep": 2}, True), (4, 3, {"ep": 2}, True), (2, 0, {}, True), of=TRAINED,
     ),
 )  # fmt: skip
 def test_training_with_sharded_experts_equals_one_process(ranks, size, zero, sizes, balance):

@@ -19,7 +19,8 @@ from mpcore.mesh.axis import Axis
 class BalanceLoss:
     """A forward hook: make `aux_loss` this rank's share of the balance loss of all data ranks' tokens.
 
-    The sum of the shares over `data` is the balance loss of the global batch, and so are their gradients.
+    The sum of the shares over `data` is the balance loss of the global batch, and so are their gradients. Within
+    `generate`, which reads no balance loss, it does nothing: ranks of `data` may generate alone.
 
     Args:
         ep: the axis over which experts are sharded.
@@ -33,7 +34,8 @@ class BalanceLoss:
         config, given = getattr(model, "config", None), inspect.signature(model.forward).bind_partial(*args, **kwargs)
         asked = given.arguments.get("output_router_logits")
         asked = getattr(config, "output_router_logits", False) if asked is None else asked
-        if getattr(out, "aux_loss", None) is None and not (asked and isinstance(out, tuple)):
+        lacks_loss = getattr(out, "aux_loss", None) is None and not (asked and isinstance(out, tuple))
+        if lacks_loss or vars(model).get("is_generating"):
             return out
         if self.data is None:
             raise ValueError(

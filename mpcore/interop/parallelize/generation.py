@@ -20,7 +20,7 @@ def guard_generate(model: nn.Module, *axes: Axis) -> None:
     """Make `generate` of a sharded model raise on all ranks if the ranks could choose different tokens.
 
     `generate` then raises ValueError if the logits are sharded, if the ranks of the axes get different prompts or have
-    different random states, or if `max_time` is set.
+    different random states, or if `max_time` is set. While it runs, `is_generating` of the model is True.
     """
     for module in model.modules():
         own: Any = vars(module)  # transformers' models that can generate have a configuration of it
@@ -38,7 +38,7 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
             )
         config = kwargs.get("generation_config") or self.generation_config
         do_sample, max_time = (kwargs.get(name, getattr(config, name, None)) for name in ("do_sample", "max_time"))
-        if max_time is not None:
+        if max_time is not None and axes:
             raise ValueError(
                 f"max_time {max_time} would end ranks of {axes[0].name} {axes[0].size} at different tokens, and the "
                 f"others wait for ever: give max_new_tokens"
@@ -53,7 +53,11 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
                     _digest(random_state(next(self.parameters()).device)),
                     axis,
                 )
-        return type(self).generate(self, *args, **kwargs)
+        self.is_generating = True
+        try:
+            return type(self).generate(self, *args, **kwargs)
+        finally:
+            self.is_generating = False
 
     return generate
 

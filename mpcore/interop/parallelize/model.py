@@ -91,8 +91,8 @@ def parallelize(
         etp: the axis over which each expert is sharded if ep is above 1, `mesh.etp`. None: tp.
         data: the axis whose ranks have different tokens, `mesh.data`, for a model that returns a balance loss
             (`output_router_logits=True`): `aux_loss` is then this rank's share, and the sum of the shares over data is
-            the balance loss of all tokens. All ranks of data must run the same number of forwards. None: with ep, a
-            model that returns a balance loss raises.
+            the balance loss of all tokens. All ranks of data must run the same number of forwards, except within
+            `generate`. None: with ep, a model that returns a balance loss raises.
         cp: the context-parallel axis, `mesh.cp`, for a model of transformers: its attention then exchanges keys over cp
             (docs/parallelize.md). Call `parallelize` on each of its ranks.
         context: the kind of context parallelism: "zigzag", "ring", "alltoall", "allgather" or "two-level". Shard each
@@ -172,11 +172,13 @@ def parallelize(
         later.watch(model)
     if cp.size > 1 or split:
         serve_context(model, cp, context, documents, tp if split else None)
-    if sharding := [axis for axis in (tp, ep) if axis.size > 1]:
+    sharding = [axis for axis in (tp, ep) if axis.size > 1]
+    shares_loss = ep.size * (etp or tp).size > tp.size or (data is not None and data.size > 1)  # other tokens elsewhere
+    if sharding or shares_loss:
         guard_generate(model, *sharding)
     for axis in sharding:
         model.register_forward_pre_hook(partial(_refuse_ddp, axis))
-    if ep.size * (etp or tp).size > tp.size or (data is not None and data.size > 1):  # other ranks have other tokens
+    if shares_loss:
         model.register_forward_hook(BalanceLoss(ep, data), with_kwargs=True)
     return model
 
