@@ -30,7 +30,10 @@ NUMBERS = 10**6  # of the collectives of one group: groups of the same ranks hav
 
 
 class Event(NamedTuple):
-    """One action of a rank's host: "compute", "start" and "send" have their seconds, "wait" has none."""
+    """One action of a rank's host: "compute", "start" and "send" have their seconds, "wait" has none.
+
+    The key of "compute" is the product's share of a whole one.
+    """
 
     kind: str
     key: tuple = ()
@@ -46,6 +49,7 @@ class Link:
         bandwidth: bytes a second.
         overlaps: whether a start returns at once; False: it waits.
         product: seconds that a matrix product takes, asleep.
+        whole: a product of fewer multiplications takes its share of these seconds.
         events: what the host did.
         waited: seconds asleep in waits.
     """
@@ -54,6 +58,7 @@ class Link:
     bandwidth: float = float("inf")
     overlaps: bool = True
     product: float = 0.0
+    whole: int = 1
     events: list[Event] = field(default_factory=list)
     waited: float = 0.0
 
@@ -87,8 +92,12 @@ def over(link: Link) -> Iterator[Link]:
 class _Asleep(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         if func in PRODUCTS or (func.namespace == "mpcore" and "attention" in func.__name__):
-            LINK.note("compute", (), LINK.product)
-            time.sleep(LINK.product)
+            share = 1.0
+            if func in PRODUCTS:
+                a, b = args[-2:]
+                share = min(1.0, a.numel() * b.shape[-1] / LINK.whole)
+            LINK.note("compute", (share,), share * LINK.product)
+            time.sleep(share * LINK.product)
         return func(*args, **(kwargs or {}))
 
 

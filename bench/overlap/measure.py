@@ -31,7 +31,8 @@ def measure(index: int, overlaps: bool, product: float, latency: float, steps: i
     seconds, waits = [], []
     for turn in range(-2, steps):
         slow = turn >= 0
-        link = Link(latency if slow else 0.0, BANDWIDTH if slow else 1e12, overlaps, product if slow else 0.0)
+        speed = (latency, BANDWIDTH) if slow else (0.0, 1e12)
+        link = Link(*speed, overlaps, product if slow else 0.0, MODES[index].whole)
         with over(link) as link:
             torch.distributed.barrier()
             link.begin()

@@ -12,6 +12,7 @@ from torch import nn
 import mpcore as mp
 from bench.steps import Step, prepared, squares
 from mpcore.gradients import overlap
+from mpcore.layers.overlap import overlap_communication
 from mpcore.pipeline import Pipeline
 
 WIDTH, ROWS, BLOCKS, MICRO_BATCHES = 64, 128, 4, 4
@@ -25,11 +26,13 @@ class Mode:
         name: what is parallel.
         hidden: which messages run beside which work.
         build: on each of two ranks, returns a step.
+        whole: the multiplications of a product that takes the whole time; smaller products take their share of it.
     """
 
     name: str
     hidden: str
     build: Callable[[], Step]
+    whole: int = 1
 
 
 def data(zero: int) -> Step:
@@ -51,11 +54,13 @@ def layers(model: nn.Module, shape: tuple[int, ...]) -> Step:
     return step
 
 
-def tensor(sequence_parallel: bool) -> Step:
+def tensor(sequence_parallel: bool, overlapped: bool = False) -> Step:
     """MLPs without biases."""
     tp = mp.build_mesh(tp=2, device_type="cpu").tp
     like = {"bias": False, "tp": tp, "sequence_parallel": sequence_parallel}
     mlps = nn.Sequential(*(mp.ParallelMLP(WIDTH, 2 * WIDTH, "relu", **like) for _ in range(BLOCKS)))
+    if overlapped:
+        overlap_communication(mlps, smallest=ROWS * WIDTH // 2)  # halves: chunks of an all-reduce, steps of a ring
     return layers(mlps, (1, ROWS, WIDTH))
 
 
@@ -94,6 +99,11 @@ MODES = [
          partial(tensor, False)),
     Mode("the same with sequence parallel", "the same with reduce-scatters; forward's gathers are exposed",
          partial(tensor, True)),
+    Mode("tensor parallel, `overlap_communication`",
+         "and half of each all-reduce in forward, under the other half's product",
+         partial(tensor, False, True), ROWS * WIDTH * WIDTH),
+    Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, as a ring",
+         partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
     Mode("experts on ep 2, one shared", "nothing: see docs/decisions.md", experts),
     Mode("1F1B on pp 2", "sends beside the work of other micro-batches", pipeline),

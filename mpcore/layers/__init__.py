@@ -24,6 +24,7 @@ from mpcore.layers.moe.router import Router
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.layers.moe.upcycle import upcycle
 from mpcore.layers.norm import LayerNorm, RMSNorm
+from mpcore.layers.overlap import overlap_communication
 from mpcore.layers.rope import RotaryEmbedding, apply_rope
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_prob",
     "materialize",
+    "overlap_communication",
     "seed_dropout",
     "sequence_index",
     "shard_sequence",

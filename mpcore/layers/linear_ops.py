@@ -125,17 +125,22 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
-        (x, weight), (tp, dim, regather, main, _) = ctx.saved_tensors, ctx.how
-        if tp.size > 1 or main is not None:
-            refuse_second_derivative("a column-parallel linear on tp > 1 or with main gradients, unless it is split,")
-        gathering = start_all_gather(x, tp) if regather and ctx.needs_input_grad[1] else None
-        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        summing = None if dx is None else start_sum(dx, tp, dim)
-        x = x if gathering is None else gathered(gathering, tp, dim)
-        (w, b), dy = main or (None, None), flat_tokens(dy)
-        dweight = add_or_return(w, _weight_product, dy, flat_tokens(x)) if ctx.needs_input_grad[1] else None
-        dbias = add_or_return(b, column_sum, dy) if ctx.needs_input_grad[2] else None
-        return dx if summing is None else wait(summing), cast(dweight, weight.dtype), cast(dbias, weight.dtype), None
+        return column_backward(ctx, dy)
+
+
+def column_backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    """Compute the gradients of `_ColumnLinear`, and sum the input's while the weight's is computed."""
+    (x, weight), (tp, dim, regather, main, _) = ctx.saved_tensors, ctx.how
+    if tp.size > 1 or main is not None:
+        refuse_second_derivative("a column-parallel linear on tp > 1 or with main gradients, unless it is split,")
+    gathering = start_all_gather(x, tp) if regather and ctx.needs_input_grad[1] else None
+    dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+    summing = None if dx is None else start_sum(dx, tp, dim)
+    x = x if gathering is None else gathered(gathering, tp, dim)
+    (w, b), dy = main or (None, None), flat_tokens(dy)
+    dweight = add_or_return(w, weight_product, dy, flat_tokens(x)) if ctx.needs_input_grad[1] else None
+    dbias = add_or_return(b, column_sum, dy) if ctx.needs_input_grad[2] else None
+    return dx if summing is None else wait(summing), cast(dweight, weight.dtype), cast(dbias, weight.dtype), None
 
 
 def share(x: Tensor, tp: Axis, dim: int | None) -> Tensor:
@@ -184,7 +189,7 @@ def add_or_return(parameter: Tensor | None, gradient: Callable[..., Tensor], *of
     return None
 
 
-def _weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+def weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
     if main is None:
         return dy.t() @ x
     if dy.dtype == main.dtype:

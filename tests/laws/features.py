@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import mpcore as mp
 from mpcore.interop.lora import add_lora
 from mpcore.layers.linear import ParallelLinear
+from mpcore.layers.overlap import overlap_communication
 from mpcore.tools import invariant
 from tests.laws.cases import Block, D
 
@@ -61,6 +62,11 @@ def _with_adapters(params: dict[str, Tensor]) -> dict[str, Tensor]:
         at = name.removesuffix("lora_A.weight")
         found[f"{at}weight"] = params[f"{at}weight"] + ALPHA / RANK * params[f"{at}lora_B.weight"] @ params[name]
     return found
+
+
+def _overlap(model: nn.Module) -> nn.Module:
+    overlap_communication(model, smallest=1)
+    return model
 
 
 def _freeze_biases(model: nn.Module) -> nn.Module:
@@ -102,6 +108,7 @@ FEATURES: dict[str, Feature] = {
     "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
     "full recompute": _recompute("full"),
     "selective recompute": _recompute("selective"),
+    "overlapped communication": Feature(change=_overlap),
     "split backward": Feature(change=_split_backward),
     "deepcopy": Feature(change=copy.deepcopy),
     "frozen biases": Feature(change=_freeze_biases),
@@ -120,6 +127,7 @@ FEATURES: dict[str, Feature] = {
 
 REFUSED = [
     {"LoRA", "invariant"}, {"invariant", "parameter offload"}, {"invariant", "compile"},
+    {"overlapped communication", "invariant"},
     *({f"ZeRO-{stage}", "parameter offload"} for stage in (1, 2, 3)),
 ]  # fmt: skip
 """The pairs that are refused. All others are equal."""

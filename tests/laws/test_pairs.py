@@ -143,7 +143,7 @@ WHOLE, SAMPLED = ("row", "block"), 12
 def expected(names: Sequence[str], case: Case) -> str:
     """Whether these features are equal or refused on the mesh of a case."""
     if not any(isinstance(module, ParallelLinear) for module in Block(case).modules()):
-        names = [name for name in names if name != "LoRA"]  # no layer for an adapter
+        names = [name for name in names if name not in ("LoRA", "overlapped communication")]  # no layer for them
     pair = set(names) in REFUSED and (not case.mesh.keys().isdisjoint(("dp", "cp")) or "invariant" in names)
     return IS_REFUSED if pair or not set(names).isdisjoint(case.refuses) else EQUAL
 

@@ -106,6 +106,15 @@ def two_contexts() -> None:
 
 DEADLOCK = Schedule("mine", ((Action("B", 0, 0), Action("F", 0, 0)),), 1, 1)
 PLAN = ["tests.test_plan:build", "--world", "2"]
+
+
+def overlapped_and_fp8(overlaps_first: bool) -> None:
+    mlp = mp.ParallelMLP(128, 128)
+    steps = [mp.layers.overlap_communication, lambda model: mp.parallel.convert_to_fp8([model])]
+    for step in steps if overlaps_first else reversed(steps):
+        step(mlp)
+
+
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"norm 'batch' must be 'rms' or 'layer', positions 'rope' 'rope' or": (ValueError, lambda: GPTConfig(norm="batch")),
     r"positions 'none' 'rope' or 'learned'": (ValueError, lambda: GPTConfig(positions="none")),  # type: ignore[arg-type]
@@ -150,6 +159,13 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"the blocks have 1 nn.Linear, such as 'blocks\[0\]', and no parallel": (
         ValueError, lambda: mp.parallel.convert_to_fp8([nn.Linear(2, 2)])
     ),
+    r"up computes with Fp8Product.*, whose communication can't be overlapped: leave out overlap_comm": (
+        ValueError, lambda: overlapped_and_fp8(overlaps_first=False)
+    ),
+    r"up computes with OverlapProduct.*, which has no FP8: don't convert this": (
+        ValueError, lambda: overlapped_and_fp8(overlaps_first=True)
+    ),
+    r"smallest is 0 elements": (ValueError, lambda: mp.layers.overlap_communication(mp.ParallelMLP(128, 128), 0)),
     r"has the slope 0, and its gradients say .*: a backward is not that of its": (
         ValueError, lambda: of_verify.check_slope({"w": torch.ones(3)}, 3**0.5, 1.0, 1.0)
     ),

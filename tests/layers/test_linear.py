@@ -19,6 +19,7 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.gradients import main_gradients, reduce_gradients
+from mpcore.layers.overlap import overlap_communication
 from mpcore.sharding.declare import Shard, cut
 from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh
@@ -74,7 +75,7 @@ def test_state_dicts_of_torch_linear_load(kind):
 # --- sharded equals dense -----------------------------------------------------------------------------------------
 
 
-def check_column(out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=()):
+def check_column(out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=(), overlap=False):
     options = {"gather_output": gather_output, "regather": regather}
     if sequence is not None:
         options |= {"sequence_parallel": True, "sequence_dim": sequence}
@@ -83,6 +84,8 @@ def check_column(out, bias, gather_output, sequence, regather, shape, expanded=F
         layer = ColumnParallelLinear(IN, out, bias, **options, **axes)
         for name in frozen:
             layer.get_parameter(name).requires_grad_(False)
+        if overlap:
+            overlap_communication(layer, smallest=1)
         return layer
 
     def run(layer):
@@ -133,7 +136,7 @@ def test_pitfall_43_frozen_weights_still_pass_the_summed_gradient_on(ranks, size
     ranks(size, check_column_frozen)
 
 
-def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, frozen=()):
+def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, frozen=(), overlap=False, grad=True):
     options = {"input_is_parallel": parallel_input}
     if sequence is not None:
         options |= {"sequence_parallel": True, "sequence_dim": sequence}
@@ -142,14 +145,16 @@ def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, froz
         layer = RowParallelLinear(inner, 5, bias, **options, **axes)
         for name in frozen:
             layer.get_parameter(name).requires_grad_(False)
+        if overlap:
+            overlap_communication(layer, smallest=1)
         return layer
 
     def run(layer):
-        x = draw(1, *shape, inner).requires_grad_()
+        x = draw(1, *shape, inner).requires_grad_(grad)
         y = layer(c.split(x, layer.tp, -1) if parallel_input else x)
         y = y if sequence is None else c.gather(y, layer.tp, sequence)
         (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
-        return {"y": y.detach(), "dx": x.grad}
+        return {"y": y.detach()} | ({"dx": x.grad} if grad else {})
 
     same_model(build, run, tp=tp_axis())
 
@@ -179,6 +184,27 @@ def check_row_shapes():
 
 def test_row_parallel_of_one_token_of_none_of_any_rank_and_frozen(ranks):
     ranks(4, check_row_shapes)
+
+
+def check_overlap(size):
+    """Uneven shards and lengths, frozen parameters, inputs without a gradient, one token and none."""
+    for dim, bias, regather in [(0, True, False), (1, True, True), (1, False, False)]:
+        shape = (B * size, T, IN)
+        for frozen in [(), ("weight",), ("weight", "bias")] if bias else [()]:
+            check_column(13, bias, False, dim, regather, shape, frozen=frozen, overlap=True)
+            for grad in [True, False] if not frozen else [True]:
+                check_row(13, bias, True, dim, shape[:-1], frozen=frozen, overlap=True, grad=grad)
+    for shape in [(B, T), (7,), (1,), (), (0,), (B, 0)]:
+        check_row(13, True, True, None, shape, overlap=True)
+        check_column(13, True, True, None, False, (*shape, IN), overlap=True)
+    for shape, dim in [((size,), 0), ((0, 2 * size), 1), ((B, 2 * size), 1)]:
+        check_row(13, True, True, dim, shape, overlap=True, expanded=True)
+        check_column(13, True, True, dim, True, (*shape, IN), overlap=True, expanded=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_overlapped_communication_equals_dense(ranks, size):
+    ranks(size, check_overlap, size)
 
 
 def check_pair(sequence):
@@ -261,8 +287,10 @@ def check_half(dtype):
             10, 4, "out",
         ),
     ]  # fmt: skip
-    for build, inner, outer, sequence in cases:
+    for (build, inner, outer, sequence), overlap in itertools.product(cases, [False, True]):
         dense, sharded = build(), build(tp=tp)
+        if overlap:
+            overlap_communication(sharded, smallest=1)
         state = {"weight": integers(3, outer, inner), "bias": integers(4, outer)}
         results = []
         for layer in (dense, sharded):
@@ -493,9 +521,11 @@ def test_second_derivatives_are_right_or_refused(ranks):
 def check_in_place(main):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     layers = [ColumnParallelLinear(8, 6, tp=tp), RowParallelLinear(8, 6, tp=tp, input_is_parallel=False)]
-    for layer in layers:
-        if main:
+    for layer, overlap in itertools.product(layers, [False, True]):
+        if main and not overlap:
             main_gradients(layer)
+        if overlap:
+            overlap_communication(layer, smallest=1)
         y = layer(torch.ones(2, 4, 8))
         want = y.detach().relu()
         F.relu(y, inplace=True)
