@@ -28,13 +28,17 @@ class Tile(NamedTuple):
 # By kernel and head dimension: plain attention, then attention with bounds, a soft cap, padded heads or heads below 64.
 # The largest blocks that spill no registers and fit into shared memory with three stages: with two, each step of a loop
 # waits for copies that the step before began last (tests/kernels/test_machine_code.py). No GPU has timed them.
-_LARGE = {  # 227 KiB of shared memory: H100, B200
+_LARGE: dict[str, dict[Any, Any]] = {  # 227 KiB of shared memory: H100, B200
     "forward": {
-        64: ((128, 128), (128, 64)), 128: ((128, 64), (128, 64)), 256: ((64, 32), (64, 32)),
+        64: ((128, 128), (128, 64)),
+        128: ((128, 64), (128, 64)),
+        256: ((64, 32), (64, 32)),
         (256, 128): ((128, 32), (128, 32)),  # keys of 192 and values of 128, as in latent attention
     },
     "dkdv": {
-        64: ((64, 128), (64, 64)), 128: ((64, 128), (64, 64)), 256: ((32, 32), (32, 32)),
+        64: ((64, 128), (64, 64)),
+        128: ((64, 128), (64, 64)),
+        256: ((32, 32), (32, 32)),
         (256, 128): ((32, 64), (32, 64)),
     },
     "dq": {64: ((128, 64), (64, 64)), 128: ((128, 64), (64, 64)), 256: ((64, 32), (64, 32))},
