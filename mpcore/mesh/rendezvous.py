@@ -16,9 +16,12 @@ from mpcore._torch.distributed import keep_secret
 from mpcore.mesh.agreement import name_ranks, this_process
 from mpcore.mesh.failure import report_failures
 from mpcore.mesh.launch import Launch
+from mpcore.mesh.log import get_logger
 from mpcore.mesh.secret import find_secret, leave_secret, printable, remove_secret
 
+log = get_logger("mpcore.mesh")
 _MET = "all are here"
+_LATE = 5.0  # seconds after which ranks that have not arrived are named, while this rank goes on waiting
 _FILES = 64  # files and sockets of a rank: 15 are open after the first collective of two ranks
 
 _WORLD = "mpcore/world"
@@ -144,7 +147,11 @@ def _listen(address: str, port: int) -> int | None:
 
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
     until = time.monotonic() + seconds
+    is_said = False
     while True:
+        if not is_said and time.monotonic() > until - seconds + _LATE:
+            is_said = True
+            log.warning("waits for rank 0 at %s:%d, not there after %g s: did it start?", address, port, _LATE)
         try:
             socket.create_connection((address, port), max(until - time.monotonic(), 0.1)).close()
             return
@@ -234,7 +241,12 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
         if store.add(f"{name}/mpcore/here", 1) == size:
             few = f"{name}/mpcore/files"
             _tell(store, told, _text(store, few) if store.check([few]) else _MET)
+    is_said = rank > 0
     while not store.check([told]) and time.monotonic() < until + (1.0 if rank else 0.0):
+        if not is_said and time.monotonic() > until - timeout + _LATE:
+            is_said = True
+            away = [other for other in range(size) if not store.check([f"{name}/mpcore/host/{other}"])]
+            log.warning("waits for %s of %d, not here after %g s: did they start?", name_ranks(None, away), size, _LATE)
         for ticket in () if rank else set(range(1, store.add("mpcore/tickets", 0) + 1)) - read:
             if store.check([f"mpcore/hello/{ticket}"]):  # if its rank is dead, no rank reads the answer
                 store.set(f"mpcore/welcome/{_text(store, f'mpcore/hello/{ticket}')}", name)

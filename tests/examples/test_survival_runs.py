@@ -194,3 +194,4 @@ def test_row_39_a_rank_that_does_not_arrive_is_named(tmp_path):
     status, _, stderr = finish(run, 300)
     assert status != 0
     assert "of 2 ranks 1 did not arrive within 16 s" in stderr
+    assert "rank 0: waits for rank 1 of 2, not here after 5 s" in stderr
