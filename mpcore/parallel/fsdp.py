@@ -157,7 +157,8 @@ class UnitWrapper:
         options: dict[str, Any] = {"mesh": self.data, "mp_policy": dtypes, "reshard_after_forward": zero == 3}
         if self.experts is not None:
             options["shard_placement_fn"] = self._placed
-        module.register_forward_hook(_without_views)  # before the hook of fully_shard
+        if zero == 3:  # the others keep parameters gathered
+            module.register_forward_hook(_without_views)  # before the hook of fully_shard
         unit = fully_shard(module, ignored_params=ignored, **options)
         for owner, leaf, p in mine:
             vars(owner.get_parameter(leaf)).update(vars(p))  # attributes that others read, such as groups' marks
