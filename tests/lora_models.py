@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import mpcore as mp
 from mpcore.interop.lora import add_lora
@@ -18,10 +19,12 @@ LLAMA = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attent
 LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 10, "max_position_embeddings": 16}
 GPT2 = {"vocab_size": V, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "decoder_sparse_step": 1}
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LLAMA, pad_token_id=None)),
+    "qwen3 moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**LLAMA, **MIXTURE)),
 }
 
 
@@ -34,6 +37,13 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.scaling * (x @ self.a.T @ self.b.T)
+
+
+class PlainGrouped(Plain):
+    """The same for one weight of all experts."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scaling * self.b @ self.a
 
 
 def fill(model: nn.Module) -> None:
@@ -50,12 +60,15 @@ TARGETS = {
     "llama": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
     "gpt2": ("c_attn", "c_proj"),
     "phi3": ("qkv_proj", "gate_up_proj", "down_proj"),
+    "qwen3 moe": ("q_proj", "experts.gate_up_proj", "experts.down_proj"),
 }
 
 
 def build(name: str) -> nn.Module:
     """The dense model, with random values in every parameter."""
     model = MODELS[name]().double()
+    if name == "qwen3 moe":
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
     fill(model)
     return model
 
@@ -88,6 +101,15 @@ def dense_losses(name: str, seed: int = 0) -> tuple[list[float], dict[str, Tenso
             parent, _, child = key.rpartition(".")
             factors[key] = Plain(layer, a, b, ALPHA / RANK)
             setattr(model.get_submodule(parent), child, factors[key])
+    for key, weight in list(model.named_parameters()):
+        if any(key.endswith(f".{target}") for target in TARGETS[name]):
+            a = torch.empty(len(weight), RANK, weight.shape[2], dtype=torch.float64)
+            draws = mp.random.generator(seed, f"{key}_lora.lora_A.weight")
+            nn.init.uniform_(a, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5, generator=draws)
+            b = torch.zeros(*weight.shape[:2], RANK, dtype=torch.float64)
+            factors[key] = PlainGrouped(nn.Module(), a, b, ALPHA / RANK)
+            parent, _, leaf = key.rpartition(".")
+            parametrize.register_parametrization(model.get_submodule(parent), leaf, factors[key])
     model.requires_grad_(False)
     trained = [p.requires_grad_() for layer in factors.values() for p in (layer.a, layer.b)]
     optimizer = torch.optim.AdamW(trained, lr=0.02)
@@ -103,6 +125,9 @@ def dense_losses(name: str, seed: int = 0) -> tuple[list[float], dict[str, Tenso
         merged = build(name).state_dict()
         for key, layer in factors.items():
             product = layer.scaling * layer.b @ layer.a
+            if key in merged:
+                merged[key] += product
+                continue
             merged[f"{key}.weight"] += (
                 product if merged[f"{key}.weight"].shape == product.shape and name != "gpt2" else product.T
             )
@@ -112,7 +137,7 @@ def dense_losses(name: str, seed: int = 0) -> tuple[list[float], dict[str, Tenso
 def start(name: str, sizes: dict[str, int], **told) -> mp.Run:
     """The same model with adapters on a mesh."""
     on = mesh(**sizes)
-    model = mp.parallelize(build(name), tp=on.tp, check=False)
+    model = mp.parallelize(build(name), tp=on.tp, ep=on.ep, etp=on.etp, check=False)
     add_lora(model, RANK, ALPHA, targets=TARGETS[name])
     return mp.prepare(
         model, on, blocks=next(m for m in model.modules() if isinstance(m, nn.ModuleList)), initialize=False,
@@ -144,4 +169,8 @@ LAYOUTS = {
     "zero2": (2, {}, {"data": mp.Zero(2), "micro_batches": 2}),
     "zero3": (2, {}, {"data": mp.Zero(3), "recompute": "full"}),
     "tp2 zero3": (4, {"tp": 2}, {"data": mp.Zero(3)}),
+    "ep2": (2, {"ep": 2}, {"data": mp.Zero(0)}),
+    "tp2 ep2": (4, {"tp": 2, "ep": 2}, {"data": mp.Zero(1)}),
+    "tp2 ep2 etp1": (2, {"tp": 2, "ep": 2, "etp": 1}, {}),
+    "ep2 zero3": (4, {"ep": 2}, {"data": mp.Zero(3)}),
 }

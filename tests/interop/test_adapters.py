@@ -422,3 +422,14 @@ def test_values_are_loaded_into_the_same_adapters_alone(tmp_path):
 def test_factors_have_names():
     layer = add_lora(net(), targets="0")[0]
     assert of_layers.factors(layer) == (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
+
+
+def test_what_adapters_of_experts_refuse(tmp_path):
+    model = nn.ModuleDict({"up": mp.layers.moe.Experts(2, dim=4, hidden_dim=6)})
+    with pytest.raises(ValueError, match="dropout 0.1 .* up.down "):
+        add_lora(model, 2, targets=("down",), dropout=0.1)
+    add_lora(model, 2, targets=("down",))
+    for call in (save_lora, load_lora):
+        with pytest.raises(ValueError, match=r"1 of 1 adapters .* up.down.weight"):
+            call(model, tmp_path)
+    assert merge_lora(model)["up"].down.extra_repr() == "2 experts, 6, 4"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import mpcore as mp
 from mpcore.interop.lora import add_lora
 from mpcore.layers.linear import ParallelLinear
+from mpcore.layers.moe import GroupedLinear
 from mpcore.layers.overlap import overlap_communication
 from mpcore.tools import invariant
 from tests.laws.cases import Block, D
@@ -51,7 +52,7 @@ class Feature:
 
 
 def _add_lora(model: nn.Module) -> nn.Module:
-    targets = [name for name, module in model.named_modules() if isinstance(module, ParallelLinear)]
+    targets = [name for name, module in model.named_modules() if isinstance(module, ParallelLinear | GroupedLinear)]
     return add_lora(model, rank=RANK, alpha=ALPHA, targets=targets) if targets else model
 
 
@@ -59,8 +60,9 @@ def _with_adapters(params: dict[str, Tensor]) -> dict[str, Tensor]:
     """W + alpha / rank B A for each weight that has factors."""
     found = {name: value for name, value in params.items() if ".lora_" not in name}
     for name in [name for name in params if name.endswith(".lora_A.weight")]:
-        at = name.removesuffix("lora_A.weight")
-        found[f"{at}weight"] = params[f"{at}weight"] + ALPHA / RANK * params[f"{at}lora_B.weight"] @ params[name]
+        at = name.removesuffix(".lora_A.weight")
+        weight = at.removesuffix("_lora") if at.endswith("_lora") else f"{at}.weight"  # of all experts, of a layer
+        found[weight] = params[weight] + ALPHA / RANK * params[f"{at}.lora_B.weight"] @ params[name]
     return found
 
 

@@ -22,7 +22,7 @@ from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.boxes import pieces as pieces_of
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_weights
-from mpcore.interop.lora.adapters import adapters_of, factor_names, weight_with
+from mpcore.interop.lora.adapters import FACTORS, adapters_of, factor_names, factor_prefix, weight_with
 from mpcore.interop.lora.layers import is_transposed
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.pipeline.partition import join_stages
@@ -40,10 +40,10 @@ _Sent = tuple[list[str], list[tuple[str, torch.dtype, tuple[int, ...]]]]  # mode
 
 
 class _Owned(NamedTuple):
-    """What a rank holds: by name dtype, shape and the boxes that it sends; scale and orientation of each adapter."""
+    """What a rank holds: by name dtype, shape and the boxes that it sends; scale, orientation, prefix of adapters."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], Boxes]]
-    adapters: dict[str, tuple[float, bool]]
+    adapters: dict[str, tuple[float, bool, str]]
     factors: set[str]
 
 
@@ -162,7 +162,10 @@ def _hf_tensors(
         check_finite(((name, x.tensor, name in weights) for name, x in held.items()), otherwise)
         boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
         tensors = {name: (x.tensor.dtype, x.shape, boxes[name]) for name, x in held.items()}
-        adapters = {name: (layer.scaling, is_transposed(layer)) for name, layer in adapters_of(whole).items()}
+        adapters = {
+            name: (layer.scaling, is_transposed(layer), factor_prefix(name, layer))
+            for name, layer in adapters_of(whole).items()
+        }
         return _Owned(tensors, adapters, factor_names(whole))
 
     def plan(found: list[_Owned]) -> tuple[list[_Sent], set[tuple[int, str]]]:
@@ -283,9 +286,8 @@ def _logical(dense: Any, owned: list[_Owned]) -> Held:
 
 def _names(name: str, owned: list[_Owned]) -> list[str]:
     """Return a tensor's name, followed by those of its adapter's factors if it has one."""
-    layer = name.removesuffix("weight")
-    adapted = any(name in each.adapters for each in owned)
-    return [name, *(f"{layer}{leaf}.weight" for leaf in ("lora_A", "lora_B") if adapted)]
+    prefix = next((each.adapters[name][2] for each in owned if name in each.adapters), None)
+    return [name, *(f"{prefix}{leaf}.weight" for leaf in FACTORS if prefix is not None)]
 
 
 def _repeated(order: list[str], owned: list[_Owned]) -> set[tuple[int, str]]:
@@ -323,7 +325,7 @@ def _gather(
     def merge(name: str) -> Tensor:
         x, *factors = (_whole(sent, owned, repeated, held, mesh) for sent in _names(name, owned))
         how = next((each.adapters[name] for each in owned if name in each.adapters), None)
-        return x if how is None else weight_with(x, factors[0], factors[1], *how)
+        return x if how is None else weight_with(x, factors[0], factors[1], *how[:2])
 
     for group in groups:
         yield group, {name: merge(first[name]) for name in group.sources}

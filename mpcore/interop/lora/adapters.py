@@ -5,22 +5,38 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mpcore.interop.lora.layers import Factor, LoRALayer, LoRAProduct, factors, is_transposed, sizes_of, with_adapter
-from mpcore.interop.parallelize.swap import call_layers
+from mpcore.interop.lora.layers import (
+    Factor,
+    GroupedAdapter,
+    LoRALayer,
+    LoRAProduct,
+    factors,
+    is_transposed,
+    sizes_of,
+    weight_with,
+    with_adapter,
+    with_grouped,
+)
+from mpcore.interop.parallelize.layers import ExpertsShard
+from mpcore.interop.parallelize.swap import EXPERTS, call_layers
 from mpcore.layers.initialize import deferred_reads
 from mpcore.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from mpcore.layers.module import constant, uniform
+from mpcore.layers.moe import GroupedLinear
 from mpcore.random import generator
 from mpcore.sharding.declarations import named_modules, plain_name, sharding_of
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_state_dict
 
 ALL = "all-linear"
+FACTORS = ("lora_A", "lora_B")
+_CHILD = "_lora"  # the adapter of weight `w` is the child `w_lora` of the weight's module
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
 
@@ -48,7 +64,9 @@ def add_lora(
         alpha: the adapter's output is scaled by alpha / rank.
         targets: names of linear layers, complete or their last parts, as `target_modules` of PEFT: `("q_proj",
             "v_proj")`. "all-linear": all linear layers except the head. The model must then have
-            `get_output_embeddings`, as Hugging Face models do.
+            `get_output_embeddings`, as Hugging Face models do. A name that matches no linear layer may be that of
+            grouped weights [experts, M, N], such as `"experts.gate_up_proj"` of Hugging Face models, or of
+            `GroupedLinear` layers: each expert then has factors [rank, N] and [M, rank].
         dropout: the probability, in [0, 1), with which an element of the adapter's input is zero in training. The mask
             comes from torch's random generator: use the same seed on all ranks of tp, and different seeds on ranks with
             different data.
@@ -59,13 +77,15 @@ def add_lora(
 
     Raises:
         ValueError: before anything changes, if an argument is out of range, a target matches no linear layer, a matched
-            layer can't have an adapter, or the model is sharded over data or has adapters already.
+            layer can't have an adapter, a grouped weight is to have dropout, or the model is sharded over data or has
+            adapters already.
 
     Note:
         - Call it after `parallelize` and before `prepare(..., initialize=False)` or `shard_data_parallel`.
         - The factors of a bfloat16 or float16 weight are float32, as in PEFT. Other factors have the weight's dtype.
-        - Experts in one parameter (`GroupedLinear`) get no adapter. A head whose weight is used outside of the layer,
-          as by `linear_cross_entropy`, must not get one.
+        - A module with grouped weights computes with the merged weights, made in each forward, in the weights' dtype.
+          Their adapters have no dropout, and "all-linear" leaves them out. `save_lora` rejects them.
+        - A head whose weight is used outside of the layer, as by `linear_cross_entropy`, must not get an adapter.
 
     Source: Hu et al. 2021, LoRA, arXiv:2106.09685, section 4.1.
 
@@ -92,10 +112,17 @@ def adapt(
     for name, p in model.named_parameters():
         if is_dtensor(p):
             raise ValueError(f"{name} is sharded over data already: add adapters before prepare or shard_data_parallel")
+    grouped = {name: leaf for name, _, leaf in grouped_weights(model)}
+    if dropout and not grouped.keys().isdisjoint(chosen):
+        raise ValueError(
+            f"dropout {dropout} masks the input of an adapter, and {min(grouped.keys() & chosen)} is adapted in the "
+            f"weight: pass dropout=0, or leave it out of targets"
+        )
     model.requires_grad_(False)
     deferred = bool(deferred_reads([model]))  # the factors have values, although the weights don't yet
     for name, layer in chosen.items():
-        made = _add_factors(name, layer, rank, seed, deferred)
+        add = partial(_add_grouped, leaf=grouped[name]) if name in grouped else _add_factors
+        made = add(name, layer, rank, seed, deferred)
         made.rank, made.alpha, made.scaling, made.dropout = rank, alpha, alpha / rank, dropout
     call_layers(model, chosen.values())
     return model
@@ -142,9 +169,17 @@ def merge_lora(model: nn.Module) -> nn.Module:
                 f"{name} is sharded over data: take mpcore.interop.lora.merged_state_dict(model), or save_lora, and "
                 f"merge_lora in a model that load_lora read the file into"
             )
+    owners = {child: module for module in model.modules() for child in module.children()}
     for layer in layers.values():
-        weight = layer.get_parameter("weight")
+        grouped = isinstance(layer, GroupedAdapter)
+        owner: Any = owners[layer] if grouped else layer
+        weight = owner.get_parameter(layer.leaf if grouped else "weight")
         weight.copy_(merged_weight(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
+        if grouped:
+            delattr(owner, f"{layer.leaf}{_CHILD}")
+            if not any(isinstance(child, GroupedAdapter) for child in owner.children()):
+                owner.__class__ = owner.kind
+            continue
         del layer.lora_A, layer.lora_B, layer.rank, layer.alpha, layer.scaling, layer.dropout
         product = getattr(layer, "product", None)
         layer.__class__ = layer.kind  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,9 +210,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     layers, state = lora_layers(model), full_state_dict(model)
     for name, layer in layers.items():
-        at = f"{name}." if name else ""
-        weight = state[f"{at}weight"]
-        weight.copy_(merged_weight(layer, weight, state[f"{at}lora_A.weight"], state[f"{at}lora_B.weight"]))
+        weight = state[weight_name(name, layer)]
+        weight.copy_(merged_weight(layer, weight, *(state[f"{name}.{leaf}.weight".lstrip(".")] for leaf in FACTORS)))
     for name in factor_names(model):
         del state[name]
     return state
@@ -191,20 +225,20 @@ def factor_names(model: nn.Module) -> set[str]:
 
 def adapters_of(model: nn.Module) -> dict[str, LoRALayer]:
     """Return the layers that have an adapter, by all full names of their weights."""
-    held = model.named_modules(remove_duplicate=False)
-    return {f"{plain_name(name)}.weight".lstrip("."): layer for name, layer in held if isinstance(layer, LoRALayer)}
+    held = ((plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False))
+    return {weight_name(name, layer): layer for name, layer in held if isinstance(layer, LoRALayer)}
+
+
+def weight_name(name: str, layer: LoRALayer) -> str:
+    """Return the full name of the weight that the adapter with this name changes."""
+    if isinstance(layer, GroupedAdapter):
+        return name.removesuffix(f"{layer.leaf}{_CHILD}") + layer.leaf
+    return f"{name}.weight".lstrip(".")
 
 
 def merged_weight(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return the weight plus the adapter's product, computed in float32 or wider."""
     return weight_with(weight, a, b, layer.scaling, is_transposed(layer))
-
-
-def weight_with(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """Return the weight plus the product of an adapter's factors, times `scaling`, computed in float32 or wider."""
-    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    product = b.to(wide) @ a.to(wide) * scaling
-    return (weight.to(wide) + (product.t() if transposed else product)).to(weight.dtype)
 
 
 # --- which layers, and their factors ----------------------------------------------------------------------------------
@@ -217,6 +251,26 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         conv1d = weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
         if isinstance(module, ParallelLinear | nn.Linear) or conv1d:
             yield name, module
+
+
+def grouped_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each weight [experts, .., ..] that experts share: its name, its module, and its name in the module.
+
+    The weight of a `GroupedLinear` goes by the module's name, as that of a linear layer.
+    """
+    for name, module in named_modules(model):
+        counts = [n for key, n in vars(module).items() if EXPERTS.fullmatch(key)]
+        for leaf, p in module._parameters.items():
+            if p is not None and p.dim() == 3:
+                if isinstance(module, GroupedLinear):
+                    yield name, module, leaf
+                elif isinstance(module, ExpertsShard) or len(p) in counts:
+                    yield f"{name}.{leaf}".lstrip("."), module, leaf
+
+
+def factor_prefix(weight: str, layer: LoRALayer) -> str:
+    """Return what the full names of an adapter's factors begin with, from the full name of the weight."""
+    return f"{weight}{_CHILD}." if isinstance(layer, GroupedAdapter) else weight.removesuffix("weight")
 
 
 def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
@@ -235,9 +289,11 @@ def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Modu
         if not adapted:
             check_adaptable(model, layers)  # names the reason
         return adapted
+    grouped = {name: module for name, module, _ in grouped_weights(model)}
     found: dict[str, nn.Module] = {}
     for target in [targets] if isinstance(targets, str) else targets:
-        mine = {name: layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")}
+        matches = [{n: m for n, m in kind.items() if f".{n}".endswith(f".{target}")} for kind in (layers, grouped)]
+        mine = matches[0] or matches[1]
         if not mine:
             other = next((m for name, m in named_modules(model) if f".{name}".endswith(f".{target}")), None)
             what = "no module" if other is None else f"a {type(other).__name__} and no linear layer"
@@ -245,7 +301,7 @@ def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Modu
         found |= mine
     if not found:
         raise ValueError(f'targets {targets!r} names 0 layers: give names, or "{ALL}"')
-    return {name: layer for name, layer in layers.items() if name in found}
+    return {name: layer for name, layer in (layers | grouped).items() if name in found}
 
 
 def _last_parts(layers: dict[str, nn.Module]) -> str:
@@ -266,7 +322,18 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
     """Return, for each layer that can't have an adapter, the reason."""
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     refused = {}
+    grouped = {name: leaf for name, _, leaf in grouped_weights(model)}
     for name, layer in layers.items():
+        if name in grouped:
+            p = layer.get_parameter(grouped[name])
+            axes = [shard.axis for shard in sharding_of(layer, grouped[name], p).shards]
+            if hasattr(layer, f"{grouped[name]}{_CHILD}"):
+                refused[name] = "has an adapter already: merge_lora(model) first"
+            elif any(axis.sums is not None for axis in axes):
+                refused[name] = "is on a mesh with invariant numerics, which an adapter doesn't have: use build_mesh's"
+            elif holders[id(p)] > 1:
+                refused[name] = "shares its weight with another module, which merging would change too: leave it out"
+            continue
         parent = model.get_submodule(name.rpartition(".")[0]) if name else layer
         weight = layer._parameters.get("weight")
         if isinstance(layer, LoRALayer):
@@ -307,11 +374,38 @@ def _add_factors(name: str, layer: nn.Module, rank: int, seed: int, deferred: bo
         layer.product = LoRAProduct(layer.product, made)
     made.lora_A = Factor((rank, n_in), uniform(n_in**-0.5), shard_a, (*lies.partial, *over_a), dtype)
     made.lora_B = Factor((n_out, rank), constant(0.0), shard_b, (*lies.partial, *over_b), dtype)
+    _draw(made, name, weight, seed, deferred)
+    return made
+
+
+def _add_grouped(name: str, layer: nn.Module, rank: int, seed: int, deferred: bool, *, leaf: str) -> LoRALayer:
+    """Add the factors of an adapter to one grouped weight of a module, and change the module's class."""
+    weight = layer.get_parameter(leaf)
+    lies = sharding_of(layer, leaf, weight)
+    experts, middle, last = lies.shape
+    shards = [tuple(shard for shard in lies.shards if shard.dim in (0, dim)) for dim in (2, 1)]
+    pending = [tuple(shard.axis for shard in lies.shards if shard.dim == dim) for dim in (1, 2)]
+    dtype = torch.float32 if weight.dtype in _SIXTEEN else weight.dtype
+    made = GroupedAdapter()
+    made.leaf = leaf
+    shapes, inits = ((experts, rank, last), (experts, middle, rank)), (uniform(last**-0.5), constant(0.0))
+    made.lora_A, made.lora_B = (
+        Factor(shape, init, mine, (*lies.partial, *over), dtype)
+        for shape, init, mine, over in zip(shapes, inits, shards, pending, strict=True)
+    )
+    layer.add_module(f"{leaf}{_CHILD}", made)
+    layer.__class__ = with_grouped(type(layer))
+    place = name if isinstance(layer, GroupedLinear) else name.rpartition(".")[0]
+    _draw(made.train(layer.training), f"{place}.{leaf}{_CHILD}".lstrip("."), weight, seed, deferred)
+    return made
+
+
+def _draw(made: LoRALayer, name: str, weight: Tensor, seed: int, deferred: bool) -> None:
+    """Give the factors of the layer with this name their initial values, if its weight has values."""
     for leaf, factor in factors(made):
         if deferred or not weight.is_meta:
             lies = factor.shardings["weight"]
-            drawn = torch.empty(lies.shape, dtype=dtype)
+            drawn = torch.empty(lies.shape, dtype=factor.weight.dtype)
             factor.inits["weight"](drawn, generator=generator(seed, f"{name}.{leaf}.weight".lstrip(".")))
             factor.weight = nn.Parameter(lies.take(drawn).to("cpu" if weight.is_meta else weight.device))
-        factor.train(layer.training)
-    return made
+        factor.train(made.training)

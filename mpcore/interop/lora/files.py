@@ -16,11 +16,11 @@ from mpcore.checkpoint.format import write_synced
 from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
-from mpcore.interop.lora.adapters import adapt, check_adaptable, factor_names, linear_layers, lora_layers
-from mpcore.interop.lora.layers import LoRALayer, factors, is_transposed, sizes_of
+from mpcore.interop.lora.adapters import adapt, check_adaptable, factor_names, linear_layers, lora_layers, weight_name
+from mpcore.interop.lora.layers import GroupedAdapter, LoRALayer, factors, is_transposed, sizes_of
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
-from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declarations import declarations, named_modules
 from mpcore.sharding.local import reshard
 from mpcore.sharding.state_dict import check_present, copy_part, full_tensor
 
@@ -47,8 +47,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         The folder.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters, other weights are trained beside them, a value is NaN
-            or infinite, or they can't be written.
+        ValueError: on every rank, if the model has no adapters, a grouped weight has one, other weights are trained
+            beside them, a value is NaN or infinite, or they can't be written.
 
     Example:
         >>> import tempfile
@@ -124,6 +124,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     reshard(model)
 
     def read() -> tuple[dict[str, Any], TensorFile, dict[str, dict[str, str]]]:
+        _refuse_grouped({name: layer for name, layer in named_modules(model) if isinstance(layer, GroupedAdapter)})
         config, file = _read_config(folder / CONFIG), TensorFile(folder / TENSORS)
         check_finite(((key, file.whole(key), True) for key in file.header), str(file.path))
         keys = _keys(file)
@@ -164,6 +165,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 def _present(model: nn.Module) -> dict[str, LoRALayer]:
     """Return the layers that have an adapter. Their factors must have memory, and nothing else may be trained."""
     layers = lora_layers(model)
+    _refuse_grouped(layers)
     names = set(factor_names(model))
     others = [name for name, p, _ in declarations(model) if p.requires_grad and name not in names]
     if others:
@@ -175,6 +177,16 @@ def _present(model: nn.Module) -> dict[str, LoRALayer]:
         for leaf, factor in factors(layer):
             check_present(f"{name}.{leaf}.weight", factor.weight)
     return layers
+
+
+def _refuse_grouped(layers: Mapping[str, LoRALayer]) -> None:
+    """Raise ValueError if a grouped weight has an adapter: PEFT's versions exchange the roles of its two factors."""
+    grouped = [weight_name(name, layer) for name, layer in layers.items() if isinstance(layer, GroupedAdapter)]
+    if grouped:
+        raise ValueError(
+            f"{len(grouped)} of {len(layers)} adapters are of grouped weights, such as {grouped[0]}, which PEFT's "
+            f"versions store in different ways: save the merged model with save_pretrained, or the run with run.save"
+        )
 
 
 def _targets(model: nn.Module, layers: Mapping[str, LoRALayer]) -> set[str]:

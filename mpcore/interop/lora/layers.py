@@ -6,6 +6,10 @@
 | row-parallel | sharded like the columns of W | replicated; its gradient is partial |
 | unsharded | replicated | replicated |
 
+A grouped weight W [experts, M, N] has A [experts, rank, N] and B [experts, M, rank], and the module computes with
+W + scaling x B A. Both factors are sharded over experts like W. Where W's M or N is sharded over etp, so is the
+factor that has this dimension; the gradient of the other factor is partial over etp.
+
 In a row-parallel layer the adapter adds no communication. In a column-parallel layer it adds an all-reduce of
 [.., rank] over tp in backward; with sequence parallel instead an all-gather of [.., rank] in forward and a
 reduce-scatter of it in backward. `mpcore.gradients.reduce_gradients` all-reduces the partial gradients, once per step.
@@ -24,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.interop.parallelize.checks import linear_sizes
-from mpcore.interop.parallelize.layers import TransposedLinear
+from mpcore.interop.parallelize.layers import TransposedLinear, in_place_of_parameters
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.linear_ops import Product, WrappedProduct, autocast_dtype
 from mpcore.layers.module import Init, ParallelModule
@@ -40,7 +44,12 @@ class Factor(ParallelModule):
     weight: Tensor
 
     def __init__(
-        self, shape: tuple[int, int], init: Init, shard: Shard | None, partial: tuple[Axis, ...], dtype: torch.dtype
+        self,
+        shape: tuple[int, ...],
+        init: Init,
+        shard: Shard | tuple[Shard, ...] | None,
+        partial: tuple[Axis, ...],
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(device="meta", dtype=dtype)
         self.declare("weight", shape, init, shard=shard, partial=partial)
@@ -119,6 +128,34 @@ class LoRALayer(nn.Module):
         return F.dropout(x.new_ones(shape), self.dropout).narrow(dim, start, length)
 
 
+class GroupedAdapter(LoRALayer):
+    """The adapter of one grouped weight, as a child of the module that holds the weight.
+
+    Attributes:
+        leaf: the weight's name in that module.
+    """
+
+    leaf: str
+
+
+class LoRAGrouped(nn.Module):
+    """Mixin for a module with grouped weights: its own forward computes with the adapters merged into them."""
+
+    kind: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the module's own forward."""
+        weights = {
+            adapter.leaf: weight_with(
+                getattr(self, adapter.leaf), adapter.lora_A.weight, adapter.lora_B.weight, adapter.scaling
+            )
+            for adapter in self.children()
+            if isinstance(adapter, GroupedAdapter)
+        }
+        with in_place_of_parameters(self, weights):
+            return super().forward(*args, **kwargs)
+
+
 class LoRAWhole(LoRALayer):
     """The adapter of a layer that isn't sharded: `nn.Linear`, or Conv1D of transformers."""
 
@@ -150,6 +187,12 @@ class LoRAProduct(WrappedProduct):
 
 
 @cache
+def with_grouped(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a module of class `kind` whose grouped weights have adapters."""
+    return kind if issubclass(kind, LoRAGrouped) else type(f"LoRA{kind.__name__}", (LoRAGrouped, kind), {"kind": kind})
+
+
+@cache
 def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
     """Return the class of a linear layer of class `kind` with an adapter."""
     before = LoRALayer if issubclass(kind, ParallelLinear) else LoRAWhole
@@ -159,7 +202,7 @@ def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
 
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether a linear layer stores its weight as [in_features, out_features], as Conv1D does."""
-    return isinstance(layer, TransposedLinear) or not isinstance(layer, ParallelLinear | nn.Linear)
+    return isinstance(layer, TransposedLinear) or not isinstance(layer, ParallelLinear | nn.Linear | GroupedAdapter)
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
@@ -170,3 +213,10 @@ def sizes_of(layer: nn.Module) -> tuple[int, int]:
 def factors(layer: LoRALayer) -> tuple[tuple[str, Factor], tuple[str, Factor]]:
     """Return the two factors with their names."""
     return ("lora_A", layer.lora_A), ("lora_B", layer.lora_B)
+
+
+def weight_with(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
+    """Return the weight plus the product of an adapter's factors, times `scaling`, computed in float32 or wider."""
+    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    product = b.to(wide) @ a.to(wide) * scaling
+    return (weight.to(wide) + (product.t() if transposed else product)).to(weight.dtype)

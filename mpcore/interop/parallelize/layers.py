@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +52,19 @@ class RowParallelConv1D(TransposedLinear, RowParallelLinear):
     """`RowParallelLinear` for transformers' Conv1D."""
 
 
+@contextmanager
+def in_place_of_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Make a module's own code read these tensors in place of its parameters of the same names."""
+    before = {leaf: vars(module)[leaf] for leaf in tensors if leaf in vars(module)}
+    vars(module).update(tensors)
+    try:
+        yield
+    finally:
+        for leaf in tensors:
+            del vars(module)[leaf]
+        vars(module).update(before)
+
+
 class ExpertsShard(nn.Module):
     """Mixin for a module that holds all experts: its own forward computes with this rank's experts and features."""
 
@@ -69,13 +84,9 @@ class ExpertsShard(nn.Module):
 
     def _own(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call the module's own forward. The result is partial over etp."""
-        parts = {leaf: self.get_parameter(leaf) / self.etp.size for leaf in self.replicated}
-        vars(self).update(parts)  # used instead of the parameters: the sum over etp adds each once
-        try:
+        parts = {leaf: getattr(self, leaf) / self.etp.size for leaf in self.replicated}
+        with in_place_of_parameters(self, parts):  # the sum over etp adds each once
             return super().forward(*args, **kwargs)
-        finally:
-            for leaf in parts:
-                del vars(self)[leaf]
 
     def _dispatched(self, args: Any, kwargs: Any) -> Tensor:
         """Send this rank's part of the tokens to their experts over ep x etp, and gather the outputs over tp."""
