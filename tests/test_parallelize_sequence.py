@@ -108,7 +108,7 @@ def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes,
         ("llama4_text", "equal", "refused"),  # chunks of tokens
         ("gpt_oss", "equal, one document a row", "equal"),  # transformers lets its documents see each other
         ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
-        ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "refused: layer 0"),
+        ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "equal"),  # under sp its mixers get all tokens
         ("doge", "refused: model.layers.0.self_attn", "refused: with"),
         ("deepseek_v4", "refused: layer", "refused: layer"),  # keys of compressed blocks of tokens
     ],
@@ -117,6 +117,14 @@ def test_a_family_is_equal_or_refused_by_what_mixes_its_tokens(family, cp, sp):
     found = families.row(family, [families.Layout(2)], families.sequence).results
     assert found["cp 2"].startswith(cp)
     assert found["sp 2"].startswith(sp)
+
+
+@pytest.mark.parametrize("what", ["documents", "padding"])
+def test_linear_attention_refuses_several_documents_in_a_row(what):
+    model, batch = families.build("olmo_hybrid"), batch_of(what)
+    serve_context(model, Axis(name="cp"), "ring")  # as sequence parallelism does
+    with pytest.raises(ValueError, match="linear_attention"):
+        model(batch.pop("x"), **{name: x for name, x in batch.items() if name != "target"})
 
 
 def test_a_plan_is_found_that_splits_the_tokens_where_it_is_right():

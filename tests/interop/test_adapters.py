@@ -426,7 +426,7 @@ def test_factors_have_names():
 
 def test_what_adapters_of_experts_refuse(tmp_path):
     model = nn.ModuleDict({"up": mp.layers.moe.Experts(2, dim=4, hidden_dim=6)})
-    with pytest.raises(ValueError, match="dropout 0.1 .* up.down "):
+    with pytest.raises(ValueError, match=r"dropout 0.1 .* up.down "):
         add_lora(model, 2, targets=("down",), dropout=0.1)
     add_lora(model, 2, targets=("down",))
     for call in (save_lora, load_lora):

@@ -37,6 +37,7 @@ NAME = "mpcore"
 TENSORS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
 UNUSED = ("position_ids", "cache_position", "use_cache", "is_causal", "sliding_window", "output_attentions")
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+RECURRENT = {"linear_attention", "conv", "hybrid"}  # served under sequence parallelism, where they get all tokens
 LOCAL = 13  # tokens of a rank in the test: seldom another size of a model
 WAY_OUT = "build the mesh with cp 1 for this model: tp, ZeRO and pipelines serve it"
 
@@ -95,7 +96,9 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
             f"{type(model).__name__}: build it from mpcore's layers, such as mpcore.ParallelAttention(.., cp=mesh.cp)"
         )
     kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    other = next((at for at, each in enumerate(kinds) if each not in LAYER_TYPES), None)
+    served = LAYER_TYPES if cp.size > 1 else LAYER_TYPES | RECURRENT
+    other = next((at for at, each in enumerate(kinds) if each not in served), None)
+    recurrent = next((each for each in kinds if each in RECURRENT), None)
     if other is not None:
         raise ValueError(
             f"layer {other} of {type(model).__name__} is of the type {kinds[other]!r}, which {what} can't serve: "
@@ -129,7 +132,7 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
         if "config" in vars(module):
             module.cp, module.context = cp, kind  # type: ignore[assignment]  # read by `attend`
     hook = partial(_show_full_sequence, cp=cp, kind=kind, documents=documents, tp=tp or Axis(name="tp"))
-    model.register_forward_pre_hook(hook, with_kwargs=True)
+    model.register_forward_pre_hook(partial(hook, recurrent=recurrent), with_kwargs=True)
     vars(model)["sharded_sequence"] = f"cp {cp.size}" if cp.size > 1 else "'sequence_parallel'"
 
 
@@ -137,7 +140,14 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
 
 
 def _show_full_sequence(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cp: Axis, kind: str, documents: bool, tp: Axis
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cp: Axis,
+    kind: str,
+    documents: bool,
+    tp: Axis,
+    recurrent: str | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace positions and the padding mask by those of the full sequence. A forward pre-hook."""
     parameters = inspect.signature(type(model).forward).parameters
@@ -171,6 +181,12 @@ def _show_full_sequence(
                 f"position_ids restart, and {type(model).__name__} doesn't keep packed documents apart in transformers "
                 f"either: give one document in each row, with attention_mask for padding"
             )
+    if recurrent and full.documents is not None and bool((full.documents != full.documents[:, :1]).any()):
+        raise ValueError(
+            f"attention_mask hides tokens or position_ids restart, and layers of the type {recurrent!r} carry their "
+            f"state across them with 'sequence_parallel': give one document in each row, padded at its end with "
+            f"targets -100, and no attention_mask"
+        )
     shown = torch.ones(rows, full.length, dtype=torch.bool, device=tokens.device)
     shown.full_sequence = full  # type: ignore[attr-defined]
     given["attention_mask"] = shown

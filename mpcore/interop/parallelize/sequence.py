@@ -64,9 +64,10 @@ def split_tokens(model: nn.Module, styles: list[Target], tp: Axis) -> None:
 
 
 def _regions(model: nn.Module, styles: list[Target]) -> dict[str, nn.Module]:
-    """Return by name the outermost modules that own sharded layers, and unsharded attention."""
+    """Return by name the outermost modules that own sharded layers, unsharded attention, or a convolution."""
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     owners = {name for name, module in model.named_modules() if "is_causal" in vars(module)}  # as transformers' has
+    owners |= {name.rpartition(".")[0] for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
     for name, _, style in styles:
         module = model.get_submodule(name)
         if isinstance(style, SequenceParallel | Replicate) or module is head or "num_embeddings" in vars(module):
