@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +22,11 @@ from mpcore.tools.preflight import (
     Check,
     Command,
     Options,
-    Result,
     Skip,
     checks_of,
     main,
     read_command,
     run_checks,
-    verdict,
 )
 from mpcore.tools.preflight import checks as running
 from mpcore.tools.preflight import command as preflight
@@ -37,15 +34,6 @@ from mpcore.tools.preflight.command import checks_of_model, load_model, save_mod
 from mpcore.tools.verify import parse_layout
 from mpcore.tools.verify.pool import RankError
 from mpcore.tools.verify.run import SHIFT, Task
-
-
-def test_a_result_is_a_line_of_its_state_its_name_its_seconds_and_its_numbers():
-    assert str(Result("flags", OK, "fine", 12.34)) == f"ok      {'flags':<26}  12.3 s  fine"
-    assert str(Result("flags", FAILED, "")) == f"FAILED  {'flags':<26}   0.0 s"
-    blank = Options()
-    assert (blank.ranks, blank.each, blank.memory, blank.timeout) == (None, None, None, 120.0)
-    assert Check("x", str).needed is False
-
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
@@ -165,15 +153,6 @@ def test_an_error_of_the_users_code_is_named_and_a_write_in_place_has_its_line()
     assert result.detail.endswith("RuntimeError: one of the variables has been modified by an inplace operation")
 
 
-def test_the_verdict_counts_what_failed_and_says_what_each_means():
-    good, bad = Result("a", OK, "", 10.4), Result("b", FAILED, "x", 20.2, "do this")
-    other, skipped = Result("c", FAILED, "y", 1.0), Result("d", SKIPPED, "", 0.0)
-    assert verdict([good, bad, other, skipped]).splitlines() == [
-        "Don't start this run: 2 of 4 checks failed (b, c).", "- b: do this.",
-    ]  # fmt: skip
-    assert verdict([good, skipped, good]).endswith("3 checks in 21 s.")
-
-
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,27 +202,6 @@ def test_a_flag_that_a_model_has_not_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         made(monkeypatch, "--layout tp2")
     assert capsys.readouterr().err.startswith("a.b:c: error: unknown --layout; did you mean --layouts?")
-
-
-def test_each_layout_is_verified_with_the_models_batch_and_loss(monkeypatch):
-    checks, pool, (build, batch, loss) = made(monkeypatch, "--layouts tp2,dp4")
-    told: list[Any] = []
-    answer = SimpleNamespace(equal=True, worst={"loss": 1.25, "gradients": 3.5}, mismatch=None, error=None)
-
-    def verify(*of: Any, **named: Any) -> list[Any]:
-        told.append((of, named))
-        return [answer]
-
-    monkeypatch.setattr(preflight, "verify", verify)
-    assert "3.5" in checks["tp2 against unsharded"].run()
-    checks["dp4 against unsharded"].run()
-    checks["two micro-batches"].run()
-    named = {"loss": loss, "pool": pool, "timeout": 7.0}
-    assert told == [((build, batch, [name]), named) for name in ("tp2", "dp4", "dp1mb2")]
-    for mismatch, error in (("it departs", None), (None, "it failed")):
-        answer = SimpleNamespace(equal=False, worst={}, mismatch=mismatch, error=error)
-        with pytest.raises(ValueError, match=mismatch or error):
-            checks["tp2 against unsharded"].run()
 
 
 def test_the_slope_is_that_of_one_process_moved_both_ways(monkeypatch):
@@ -418,14 +376,6 @@ def test_the_command_prints_each_result_and_the_verdict(command, capsys):
     assert command["options"].timeout == 120
 
 
-def test_the_command_prints_json_alone(command, capsys):
-    assert main(["--json", "--", "a:b"]) == 1
-    first, second = json.loads(capsys.readouterr().out)
-    assert first.items() >= {"name": "a", "state": "ok", "detail": "fine", "meaning": ""}.items()
-    assert second.items() >= {"name": "b", "state": "FAILED", "detail": "no", "meaning": "do this"}.items()
-    assert 0 <= first["seconds"] < 5
-
-
 def test_processes_are_stopped_also_when_checks_cannot_run(command, monkeypatch, capsys):
     assert main(["--"]) == 2
     assert command["pool"].stopped == 1
@@ -447,12 +397,3 @@ def test_the_memory_is_that_of_the_first_gpu_unless_it_is_given(words, memory, c
     main([*words, "--", "a:b"])
     assert command["options"].memory == memory
     assert isinstance(command["options"].memory, float)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_how_far_the_checks_are_is_drawn_on_a_terminal(terminal, command, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    main(["--", "a:b"])
-    said = capsys.readouterr().err
-    clear = "\r\x1b[K"
-    assert said == (f"{clear}[..] a\r{clear}{clear}[#.] b\r{clear}" if terminal else "")

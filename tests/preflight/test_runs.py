@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from examples.gpt import arguments
-from examples.gpt.config import PRESETS, MoEConfig
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.plan import build
 from mpcore.__main__ import main
-from mpcore.pipeline.schedules import find_schedule
 from mpcore.tools.analysis.dry_run import dry_run
-from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, read_command, run_checks, verdict
-from mpcore.tools.preflight.toy import SIZE_NAMES, nearest, shrink, shrink_experts
+from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, run_checks, verdict
 from mpcore.tools.preflight.training import Preflight
 from tests.preflight.planted import BUGS, Lent, Planted
 from tests.quick import some
@@ -150,88 +142,6 @@ def check_bug(ranks, tmp_path, name):
     assert re.search(bug.sentence, last.detail), last.detail
 
 
-def test_the_toy_keeps_how_sizes_divide():
-    dice, seen = random.Random(0), set()
-    for _ in range(400):
-        tp, pp, cp, dp = (
-            dice.choice([1, 2, 3, 4, 8]),
-            dice.choice([1, 2, 4]),
-            dice.choice([1, 2]),
-            dice.choice([1, 6, 16]),
-        )
-        kv = dice.choice([1, 2, 3, 8])
-        flags = [
-            "--heads",
-            str(kv * dice.choice([1, 2, 4])),
-            "--kv-heads",
-            str(kv),
-            "--tp",
-            str(tp),
-            "--micro-batch",
-            "1",
-        ]
-        args = arguments.parse([*flags, "--global-batch", str(96 * dp), *(["--set", "replicate=2"] if dp > 1 else [])])
-        config = dataclasses.replace(
-            PRESETS["tiny"], heads=args.heads, kv_heads=kv, d_model=16 * args.heads,
-            layers=pp * 3 + dice.choice([0, 1]), tie_embeddings=dice.random() < 0.5, dropout=0.1,
-        )  # fmt: skip
-        if config.heads < tp:
-            continue
-        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": 1, "etp": tp}
-        toys = shrink(
-            args, config, sizes, 96, find_schedule("1f1b", pp, 96, None), Path("/unused"), "examples.gpt.pretrain"
-        )
-        for toy in toys:
-            small, T = toy.config, toy.sizes["tp"]
-            assert toy.ranks <= 8
-            assert set(toy.sizes) >= set(SIZE_NAMES)
-            assert small.tie_embeddings == config.tie_embeddings
-            assert small.dropout == config.dropout
-            assert small.d_model * small.layers <= 700
-            if T > 1 and tp in (2, 3):
-                facts = [
-                    (c.heads % n == 0, c.kv_heads % n == 0, c.heads == c.kv_heads)
-                    for c, n in ((config, tp), (small, T))
-                ]
-                assert facts[0] == facts[1], (config, small)
-                seen.add(facts[0])
-            if toy.sizes["pp"] > 1 and pp == 2:
-                assert (config.layers % pp == 0) == (small.layers % toy.sizes["pp"] == 0)
-        for axis in ("tp", "pp", "cp", "dp"):
-            assert any(toy.sizes[axis] > 1 for toy in toys) == (sizes[axis] > 1)
-    assert len(seen) >= 5
-    assert nearest((True, False), [1, 2, 3], lambda n: (n > 1, n > 2)) == 2
-
-
-EVERY = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1}
-
-
-@pytest.mark.parametrize(
-    ("flags", "full", "sizes", "changed"),
-    [
-        ("", {"tp": 4, "etp": 4, "dp": 8, "ep": 8}, {"tp": 2, "etp": 2, "dp": 2, "ep": 2}, {"etp": None}),
-        ("", {"tp": 4, "dp": 8, "ep": 4}, {"tp": 2, "etp": 1, "dp": 2, "ep": 2}, {"etp": 1}),
-        ("", {"etp": 4, "dp": 8}, {"etp": 2, "dp": 2}, {"etp": 2}),
-        ("", {"tp": 2, "dp": 3, "ep": 3}, {"tp": 2, "dp": 3, "ep": 3}, {"etp": 1}),
-        ("", {"tp": 2, "dp": 3, "ep": 2}, {"tp": 2, "dp": 3, "ep": 2}, {"etp": 1}),
-        ("--set replicate=2", {"dp": 8}, {"dp": 4}, {"replicate": 2}),
-        ("--set replicate=4", {"cp": 2, "dp": 8}, {"cp": 2, "dp": 4}, {"replicate": 2}),
-        ("--workers 4 --set fragments=6", {"dp": 2}, {"dp": 2, "worlds": 2}, {"local_steps": 2, "fragments": 2}),
-    ],
-)
-def test_the_toy_keeps_the_axes_of_experts_replicas_and_workers(flags, full, sizes, changed):
-    args = arguments.parse(flags.split())
-    config = dataclasses.replace(PRESETS["tiny"], moe=MoEConfig(experts=64, d_ff=512))
-    (toy,) = shrink(
-        args, config, EVERY | full, 12, find_schedule("1f1b", 1, 12, None), Path("/unused"), "examples.gpt.pretrain"
-    )
-    assert toy.sizes == EVERY | sizes
-    assert toy.ranks == math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp", "worlds"))
-    assert {name: getattr(toy.args, name) for name in changed} == changed
-    assert toy.config.moe is not None
-    assert (toy.config.moe.d_ff, toy.args.workers) == (48, sizes.get("worlds", 1))
-
-
 def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):
     """Checks of the sharded run say nothing where the model itself does not train."""
 
@@ -246,46 +156,6 @@ def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):
         ended[name] = [result.name for result in run_checks(tried) if result.state == SKIPPED]
     stops = {"flags", "one process", "sharded against unsharded"}
     assert ended == {name: names[names.index(name) + 1 :] if name in stops else [] for name in names}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({}, None),
-        ({"reference": 2.1}, "one rank: the first loss is 2, torch's of the same logits 2.1"),
-        ({"wrong": "it is rounded"}, "one rank: it is rounded"),
-        ({"begun": {"a": torch.arange(3), "b": torch.arange(3)}}, "a and b begin with the same values"),
-        ({"keys": {"a": 7, "b": 7}}, "draw the same masks"),
-    ],
-)
-def test_one_process_is_compared_with_torch(wrong, sentence):
-    checks = Preflight("examples.gpt.pretrain", [], Options(), None)  # type: ignore[arg-type]
-    moe = SimpleNamespace(aux_loss="sequence", z_loss=0.0)
-    checks.toys = [SimpleNamespace(name="one rank", config=SimpleNamespace(moe=moe))]  # type: ignore[list-item]
-    begun = {"a": torch.arange(3), "b": torch.arange(1, 4)}
-    found = {"losses": {0: 2.0}, "reference": 2.0, "wrong": "", "begun": begun, "keys": {"a": 7, "b": 8}} | wrong
-    checks.dense = {0: [SimpleNamespace(**found, seen=SimpleNamespace(initial=begun))]}  # type: ignore[dict-item]
-    if sentence is None:
-        assert checks.check_torch().startswith("the loss is torch's")
-        return
-    with pytest.raises(ValueError, match=sentence):
-        checks.check_torch()
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("-m a.b --tp 2", ("a.b", ["--tp", "2"], None, None)),
-        ("torchrun --nnodes=4 --nproc-per-node 8 -m a.b", ("a.b", [], 32, 8)),
-        ("python -m torch.distributed.run --nnodes 1:2 --nproc_per_node=8 -m a.b -n 3", ("a.b", ["-n", "3"], 16, 8)),
-        ("srun -N 2 --ntasks-per-node 4 python -m a.b", ("a.b", [], 8, 4)),
-        ("srun -n 12 python -m a.b", ("a.b", [], 12, None)),
-        ("a.b:build --layouts tp2", ("a.b:build", ["--layouts", "tp2"], None, None)),
-    ],
-)
-def test_the_words_of_launchers_say_how_many_ranks_there_are(words, wanted):
-    command = read_command(words.split())
-    assert (command.target, command.flags, command.ranks, command.each) == wanted
 
 
 def test_a_command_that_cant_be_checked_is_two_and_says_what_to_write(capsys):
@@ -320,21 +190,6 @@ def test_the_page_has_a_line_for_each_check_and_ends_with_what_failures_mean(cap
     assert told[0]["detail"].startswith("python -m examples.gpt.pretrain: error: unknown --layer")
 
 
-def test_a_write_in_place_that_torch_refuses_is_named_by_its_line():
-    def check() -> str:
-        x = torch.ones(2, requires_grad=True)
-        y = x.exp()
-        y.mul_(2)
-        y.sum().backward()
-        return ""
-
-    (result,) = run_checks([Check("one process", check)])
-    assert result.state == FAILED
-    assert re.search(
-        r"test_runs.py:\d+, check: .* Write to a clone, or return a new tensor. RuntimeError", result.detail
-    )
-
-
 def test_a_model_is_checked_under_each_layout(capsys, ranks, monkeypatch):
     monkeypatch.setattr("mpcore.tools.preflight.command.Pool", lambda size: Lent(ranks))
     assert main(["preflight", "--", "tests.verify_models:Encoder", "--layouts", "tp2,dp2zero2"]) == 0
@@ -348,24 +203,3 @@ def test_a_killed_rank_is_named_by_all_others(capsys, tmp_path):
     flags = [*SMALL, "--tp", "2", "--dp", "2", "--out", str(tmp_path / "out")]
     assert main(["preflight", "--", "torchrun", "--nproc-per-node", "4", "-m", "examples.gpt.pretrain", *flags]) == 0
     assert "3 of 3 others name rank 3" in capsys.readouterr().out
-
-
-def test_a_toy_has_few_experts_which_are_chosen_in_the_same_way():
-    full = MoEConfig(experts=64, top_k=8, d_ff=512, every=4, dense=3, shared_experts=2, groups=8, top_groups=4)
-    toy = shrink_experts(full, {"ep": 8}, {"ep": 2}, 16)
-    assert toy == dataclasses.replace(
-        full, experts=4, top_k=2, d_ff=48, every=2, dense=1, shared_experts=1, groups=2, top_groups=2
-    )
-    few = shrink_experts(MoEConfig(experts=3, top_k=3), {"ep": 1}, {"ep": 1}, 16)
-    assert (few.experts, few.top_k, few.top_groups) == (4, 4, None), "all of them"
-
-
-@pytest.mark.parametrize(("words", "memory"), [("--memory 80", 80e9), ("--memory 0.5", 5e8), ("", None)])
-def test_the_memory_of_a_gpu_is_in_units_of_a_billion_bytes(words, memory, monkeypatch, capsys):
-    given = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        "mpcore.tools.preflight.command.checks_of", lambda command, options, pool: given.append(options) or []
-    )
-    assert main(["preflight", *words.split(), "--timeout", "7", "--", "-m", "examples.gpt.pretrain"]) == 0
-    assert [(options.memory, options.timeout) for options in given] == [(memory, 7.0)]

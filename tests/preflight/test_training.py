@@ -83,41 +83,6 @@ def test_the_ranks_are_those_of_the_launcher_or_of_the_flags(flags, ranks, told)
     assert made.pool.most == 3, "a pool that runs keeps its size"
 
 
-@pytest.mark.parametrize(
-    ("flags", "ranks", "sentence"),
-    [
-        ("--step 3", None, "unknown --step; did you mean --steps?"),
-        ("--help", None, "the flags ask for help, not for a run"),
-        ("--steps 0", None, "--steps 0 is smaller than 1"),
-        ("--tp 3", 4, "tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"),
-        ("--tp 0", None, "--tp 0 is smaller than 1"),
-        ("--set autocast=true", None, "autocast"),
-        ("--dp 4 --set replicate=3", None, "replicate 3 with --zero 1 on 4 data ranks"),
-        ("--heads 2 --tp 4", None, "--heads 2 is smaller than the tp size 4"),
-    ],
-)
-def test_flags_that_cannot_run_are_refused(flags, ranks, sentence, capsys):
-    made = Preflight(
-        "examples.gpt.pretrain", f"{SMALL} {flags}".split(), Options(ranks=ranks), SimpleNamespace(workers=[])
-    )  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        made.check_flags()
-
-
-def test_the_checks_stand_in_their_order():
-    made = Preflight("examples.gpt.pretrain", SMALL.split(), Options(), SimpleNamespace(workers=[])).checks()  # type: ignore[arg-type]
-    assert [check.name for check in made] == [
-        "flags", "data", "output folder", "memory and bytes", "one process", "against torch",
-        "sharded against unsharded", "accumulation", "save, load elsewhere", "signal and resume", "NaN on one rank",
-        "dtype", "rank killed",
-    ]  # fmt: skip
-    owners = [check.run.__name__ for check in made]  # type: ignore[attr-defined]
-    assert owners == [f"check_{name}" for name in ("flags", "data", "folder", "memory", "dense", "torch", "sharded",
-                      "accumulation", "layouts", "signal", "nan", "dtype", "killed")]  # fmt: skip
-    assert [check.name for check in made if check.needed] == ["flags", "one process", "sharded against unsharded"]
-    assert len({check.meaning for check in made}) == 12  # two say what a lost state means
-
-
 # --- data and folder --------------------------------------------------------------------------------------------------
 
 
@@ -138,62 +103,6 @@ def test_the_data_is_read_at_65_places(tmp_path):
     assert made.corpus == {"documents": 40, "tokens": tokens}
     ramped = Fake(f"--data {tmp_path / 'a'} --steps 6 --set rampup_batch_size=2,2,6 --micro-batch 1")
     assert "takes 38 samples" in ramped.check_data()  # 2, 4, and four times 8
-
-
-def test_each_part_of_the_data_is_read_as_often_as_the_run_reads_it(monkeypatch):
-    read: dict[str, list[int]] = {}
-
-    class Samples:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __len__(self) -> int:
-            return 100
-
-        def sample(self, index: int) -> np.ndarray:
-            read.setdefault(self.name, []).append(index)
-            return np.arange(33)
-
-    asked: list[tuple] = []
-
-    class Corpora:
-        about: ClassVar = {"tokens": 5}
-
-        def __init__(self, size: int) -> None:
-            self.datasets = [SimpleNamespace(num_tokens=size)]
-
-        def check_tokens(self, *of: int) -> None:
-            asked.append(of)
-
-        def split(self, length: int, *, seed: int, evaluate: bool) -> tuple:
-            asked.append((length, seed, evaluate))
-            return Samples("train"), Samples("held") if evaluate else None
-
-        def whole(self, length: int) -> Samples:
-            asked.append((length,))
-            return Samples("set")
-
-    made = Fake("--steps 80 --set eval_samples=3 --seed 5")
-    monkeypatch.setattr(pretrain, "open_data", lambda *of: (Corpora(5), {"more": Corpora(2**31)}))
-    assert made.check_data() == "5 tokens; the run takes 640 samples, 6.4 epochs"
-    assert read["train"] == [i * 639 // 64 for i in range(65)]
-    assert read["held"] == read["set"] == [0, 1, 2]
-    assert asked == [(257, 0, 1), (257, 0, 4), (32, 5, True), (32,)]
-    read.clear()
-    made = Fake("--eval-every 0 --steps 1")
-    made.check_data()
-    assert read["train"] == list(range(8))
-    assert "held" not in read
-    for tokens, sentence in (
-        (np.arange(32), "--data: sample 0 has 32 tokens from 0 to 31, wanted 33 from 0 to 256"),
-        (np.arange(33) - 1, "--data: sample 0 has 33 tokens from -1 to 31, wanted"),
-        (np.arange(33) + 225, "--data: sample 0 has 33 tokens from 225 to 257, wanted"),
-    ):
-        monkeypatch.setattr(Samples, "sample", lambda self, index, tokens=tokens: tokens)
-        with pytest.raises(ValueError, match=re.escape(sentence)):
-            made.check_data()
-    monkeypatch.setattr(Samples, "sample", lambda self, index: np.arange(33) + 224)
-    made.check_data()
 
 
 def folder(flags: str = "", **found: Any) -> str:
@@ -312,25 +221,6 @@ def test_more_than_a_gpu_has_is_refused_unless_it_is_offloaded(monkeypatch):
 
 
 # --- the toys ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_toy_trains_in_the_pool_with_the_time_of_the_options(tmp_path):
-    called: list[tuple] = []
-
-    def pool(*of: Any, **how: Any) -> str:
-        called.append((of, how))
-        return "ranks"
-
-    made = Fake("--tp 2", timeout=7.0)
-    made.pool = pool  # type: ignore[assignment]
-    toy = made.toys[0]
-    assert Preflight.train(made, toy, "a", look=True) == "ranks"
-    assert Preflight.train(made, toy, "b", until=1) == "ranks"
-    where = Path(made.folder.name)
-    assert called == [
-        ((2, preflight.rehearse, toy, str(where / "a")), {"timeout": 7.0, "until": 4, "look": True}),
-        ((2, preflight.rehearse, toy, str(where / "b")), {"timeout": 7.0, "until": 1}),
-    ]
 
 
 def test_each_toy_trains_on_one_process_first():
