@@ -98,6 +98,86 @@ def test_peft_opens_an_adapter_trains_it_alike_and_load_lora_opens_its(tmp_path,
         close(again(x).logits, theirs(x).logits, f"logits of {name} from peft", 1e-10)
 
 
+def test_two_calls_of_add_lora_train_and_save_both_ranks(tmp_path):
+    base, x = mlp(), torch.randn(5, 4)
+    net = add_lora(add_lora(copy.deepcopy(base), 2, 6, "0"), 3, 4, "2")
+    for name, p in net.named_parameters():
+        assert p.requires_grad == ("lora" in name), name
+        nn.init.uniform_(p) if p.requires_grad else None
+    assert torch.equal(load_lora(base, save_lora(net, tmp_path / "new"))(x), net(x))
+
+
+PATTERNS = {"rank_pattern": {"q_proj": 5, "layers.1.mlp.down_proj": 2}, "alpha_pattern": {"o_proj": 7.0}}
+BESIDE = ["embed_tokens", "lm_head", "norm"]
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_and_mpcore_read_each_others_patterns_and_modules_to_save(tmp_path, rslora):
+    peft = pytest.importorskip("peft")
+    told = {"r": RANK, "lora_alpha": ALPHA, "target_modules": list(TARGETS["llama"]), "use_rslora": rslora}
+    config = peft.LoraConfig(**told, **PATTERNS, modules_to_save=BESIDE)
+    theirs = peft.get_peft_model(build("llama"), config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for i, p in enumerate(p for p in theirs.parameters() if p.requires_grad):
+            p.add_(torch.rand(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype) - 0.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours, x = load_lora(build("llama"), tmp_path / "theirs"), batch(9)[0]
+    made = add_lora(build("llama"), RANK, ALPHA, TARGETS["llama"], use_rslora=rslora, **PATTERNS)
+    layers = dict(made.named_modules())
+    for name, layer in ours.named_modules():
+        if isinstance(layer, LoRALayer):
+            assert (layer.rank, layer.alpha) == (layers[name].rank, layers[name].alpha)
+    save_lora(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(build("llama"), tmp_path / "ours", autocast_adapter_dtype=False)
+    with torch.no_grad():
+        want = theirs(x).logits
+        close(ours(x).logits, want, "mpcore reads PEFT's", 1e-10)
+        close(again(x).logits, want, "PEFT reads mpcore's", 1e-10)
+        close(load_lora(build("llama"), tmp_path / "ours")(x).logits, want, "mpcore reads its own", 1e-10)
+
+
+@pytest.mark.parametrize(
+    "told", [{"init_lora_weights": "pissa"}, {"use_dora": True}, {"target_modules": ["lm_head", "embed_tokens"]}]
+)
+def test_other_folders_of_peft_are_refused(tmp_path, told):
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(
+        build("llama").float(), peft.LoraConfig(**{"target_modules": ["q_proj"], **told})
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"init_lora_weights|use_dora|is no factor"):
+        load_lora(build("llama"), tmp_path)
+
+
+def check_saved_beside(layout: str, folder: Path) -> None:
+    _, sizes, told = LAYOUTS[layout]
+    on = mesh(**sizes)
+    model = add_lora(mp.parallelize(build("llama"), tp=on.tp, check=False), RANK, ALPHA, TARGETS["llama"], **PATTERNS)
+    for module in (model.lm_head, model.model.embed_tokens, model.model.norm):
+        module.requires_grad_()
+    run = mp.prepare(
+        model, on, blocks=model.model.layers, initialize=False,
+        loss=lambda out, target: token_loss(out.logits, target),
+        optimizer=lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02), **told,
+    )  # fmt: skip
+    train(run, 3)
+    with run.parameters() as model:
+        save_lora(model, folder / "adapter", on)
+        mp.save_pretrained(model, folder / "merged", on)
+        load_lora(model, folder / "adapter", on)
+
+
+def test_embedding_head_and_norm_that_are_trained_beside_adapters_are_saved(ranks, tmp_path):
+    """Logits were off by 0.6 after three steps when they were left out."""
+    ranks(LAYOUTS["tp2 zero3"][0], check_saved_beside, "tp2 zero3", tmp_path)
+    x, _ = batch(9)
+    want = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)(x).logits
+    model = load_lora(build("llama"), tmp_path / "adapter")
+    close(model(x).logits, want, "logits", 1e-10)
+    assert {n for n, p in model.named_parameters() if p.requires_grad and "lora" not in n} == {
+        "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+    }  # fmt: skip
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -132,13 +212,18 @@ REFUSED = {
     "out_proj is read past the layer": lambda _: add_lora(nn.MultiheadAttention(4, 2), targets="out_proj"),
     "has 0 layers with an adapter": lambda _: merge_lora(mlp()),
     "adapter_config.json is missing": lambda folder: load_lora(mlp(), folder),
+    "pattern 'up_proj' matches none of the 1 layers": lambda _: add_lora(
+        mlp(), targets="0", rank_pattern={"up_proj": 4}
+    ),
+    "rank is -1: give": lambda _: add_lora(mlp(), targets="0", rank_pattern={"0": -1}),
+    "a_new_field is 1": lambda folder: load_lora(mlp(), altered(folder, a_new_field=1)),
     "use_dora is True": lambda folder: load_lora(mlp(), altered(folder, use_dora=True)),
     "bias 'all'": lambda folder: load_lora(mlp(), altered(folder, bias="all")),
     "has shape .8, 4., 0 needs .9, 4.": lambda folder: load_lora(mlp(), altered(folder, r=9)),
-    "adapters of 2 layers, and 1 are no linear layers of this Sequential, such as 2": lambda folder: load_lora(
-        mlp()[:2], altered(folder)
+    "2 layers and 0 more tensors, and 1 are no linear layers or tensors of this Sequential, such as 2": lambda folder: (
+        load_lora(mlp()[:2], altered(folder))
     ),
-    "rank 8 and alpha 32.0, and the model's adapters of 8 and 16": lambda folder: load_lora(
+    "rank 8 and alpha 32.0 in 0, and the model's adapter of 8 and 16": lambda folder: load_lora(
         add_lora(mlp(), targets=("0", "2")), altered(folder, lora_alpha=32)
     ),
     "adapters of 1 layers and .* of 2": lambda folder: load_lora(add_lora(mlp(), targets="0"), altered(folder)),
@@ -153,12 +238,16 @@ def test_wrong_input_is_refused_and_changes_nothing(tmp_path, message):
 
 def test_pitfall_57_weights_trained_beside_adapters_are_not_left_out_in_silence(tmp_path):
     net = add_lora(mlp(), targets="0")
-    net[2].bias.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"1 weights beside the 1 adapters are trained, 2\.bias"):
+    net[0].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"1 trained weights, 0\.bias, are in a layer that has an adapter"):
         save_lora(net, tmp_path / "new")
     assert not list(tmp_path.iterdir())
-    net[2].bias.requires_grad_(False)
+    net[0].bias.requires_grad_(False)
+    net[2].bias.requires_grad_(True)  # in a module of its own
+    with torch.no_grad():
+        net[2].bias.fill_(3.0)
     folder = save_lora(net, tmp_path / "new")
+    assert torch.equal(load_lora(mlp(), folder)[2].bias, net[2].bias)
     state = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     state["base_model.model.0.lora_A.weight"][1] = torch.nan
     safetensors.torch.save_file(state, folder / "adapter_model.safetensors")

@@ -16,7 +16,7 @@ from mpcore.interop.lora import adapters, add_lora, files, load_lora, merge_lora
 from mpcore.interop.lora import layers as of_layers
 from mpcore.interop.lora.layers import LoRALayer, LoRAWhole, is_transposed, sizes_of, with_adapter
 from mpcore.interop.parallelize.layers import ColumnParallelConv1D, RowParallelConv1D
-from mpcore.mesh.axis import Axis
+from mpcore.mesh.axis import Axis, Mesh
 
 TP = Axis(2, 1, name="tp")
 
@@ -316,7 +316,7 @@ def test_what_the_files_say(tmp_path):
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text()) == {
         "peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True, "r": 2,
         "lora_alpha": 6, "lora_dropout": 0.25, "target_modules": ["0", "2"], "fan_in_fan_out": False, "bias": "none",
-        "use_rslora": False,
+        "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None,
     }  # fmt: skip
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     again = load_lora(net(), tmp_path / "a")
@@ -337,9 +337,9 @@ def test_targets_in_a_file_are_last_parts_unless_another_layer_ends_alike():
 
     named = add_lora(TinyForCausalLM(Conv1D(4, 4)), targets="0")
     named.config = type("Config", (), {"_name_or_path": "some/model"})()
-    said = files._config(named, adapters.lora_layers(named), {"b", "a"})
+    said = files._config(named, adapters.lora_layers(named), {}, Mesh())
     assert (said["task_type"], said["base_model_name_or_path"], said["fan_in_fan_out"], said["target_modules"]) == (
-        "CAUSAL_LM", "some/model", True, ["a", "b"]
+        "CAUSAL_LM", "some/model", True, ["0"]
     )  # fmt: skip
 
 
@@ -354,19 +354,21 @@ def test_targets_in_a_file_are_last_parts_unless_another_layer_ends_alike():
 def test_a_configuration_is_read_as_peft_does(said, found, tmp_path):
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA", **said}))
-    assert files._read_config(path) == dict(zip(("r", "lora_alpha", "lora_dropout"), found, strict=True))
+    read = files._read_config(path)
+    assert (*files._size("q", read), read["lora_dropout"]) == found
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("{", "is damaged: JSONDecodeError"), ("[]", "is damaged: TypeError"),
+        ("{", "is damaged: JSONDecodeError"), ("[]", "is damaged: AttributeError"),
         ('{"peft_type": "LORA"}', "is damaged: KeyError"), ('{"r": "x"}', "is damaged: ValueError"),
         ('{"r": 2}', "peft_type None with bias None; only LORA, none$"), ('{"r": 2, "peft_type": "IA3"}', "'IA3'"),
         ('{"r": 2, "peft_type": "LORA", "bias": "all"}', "bias 'all'; only LORA, none$"),
+        *((f'{{"r": 2, "{name}": 1}}', "is damaged: TypeError")
+          for name in ("alpha_pattern", "rank_pattern", "modules_to_save")),
         *((f'{{"r": 2, "peft_type": "LORA", "{name}": 1}}', f"{name} is 1, which mpcore's adapters don't have$")
-          for name in ("use_dora", "lora_bias", "alpha_pattern", "rank_pattern", "layer_replication", "modules_to_save",
-                       "target_parameters", "trainable_token_indices")),
+          for name in ("use_dora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices")),
     ],
 )  # fmt: skip
 def test_a_configuration_of_something_else_is_refused(said, message, tmp_path):
@@ -393,14 +395,14 @@ KEY = "base_model.model.0.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(odd=torch.ones(1)), "odd is no factor of a linear layer's adapter, which is all"),
+        (lambda t: t.update(odd=torch.ones(1)), "odd is no factor of a linear layer's adapter, and not in"),
         (lambda t: t.update({KEY + "s": torch.ones(1)}), f"{KEY}s is no factor"),
         (lambda t: t.pop(KEY), "0 has a lora_B alone, of lora_A and lora_B$"),
         (lambda t: t.update({KEY: torch.ones(2, 5)}), rf"{KEY} has shape \[2, 5\], 0 needs \[2, 4\]$"),
         (lambda t: t.update({KEY: torch.ones(3, 4)}), rf"{KEY} has shape \[3, 4\], 0 needs \[2, 4\]$"),
         (lambda t: t.update({KEY.replace("_A", "_B"): torch.ones(2, 6)}), r"has shape \[2, 6\], 0 needs \[6, 2\]$"),
         (lambda t: t.update({KEY.replace("0", "9").replace("_A", f"_{f}"): torch.ones(1) for f in "AB"}),
-         "has adapters of 3 layers, and 1 are no linear layers of this Sequential, such as 9$"),
+         "3 layers and 0 more tensors, and 1 are no linear layers or tensors of this Sequential, such as 9$"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -48,6 +49,9 @@ def add_lora(
     dropout: float = 0.0,
     *,
     seed: int = 0,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    use_rslora: bool = False,
 ) -> nn.Module:
     """Freeze a model and add a low-rank adapter to its linear layers: `y = x W^T + alpha / rank x A^T B^T`.
 
@@ -71,14 +75,17 @@ def add_lora(
             comes from torch's random generator: use the same seed on all ranks of tp, and different seeds on ranks with
             different data.
         seed: the seed of A's initial values.
+        rank_pattern, alpha_pattern: other ranks and alphas for the layers whose full name, or last parts of it, match a
+            regular expression, as in PEFT. The first match counts.
+        use_rslora: scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
 
     Returns:
         The model.
 
     Raises:
-        ValueError: before anything changes, if an argument is out of range, a target matches no linear layer, a matched
-            layer can't have an adapter, a grouped weight is to have dropout, or the model is sharded over data or has
-            adapters already.
+        ValueError: before anything changes, if an argument is out of range, a pattern or target matches no linear
+            layer, a matched layer can't have an adapter, a grouped weight is to have dropout, or the model is sharded
+            over data or has adapters already.
 
     Note:
         - Call it after `parallelize` and before `prepare(..., initialize=False)` or `shard_data_parallel`.
@@ -95,17 +102,40 @@ def add_lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['0.lora_A.weight', '0.lora_B.weight', '2.lora_A.weight', '2.lora_B.weight']
     """
-    return adapt(model, _chosen(model, targets), rank, alpha, dropout, seed)
+    chosen, ranks, alphas = _chosen(model, targets), dict(rank_pattern or {}), dict(alpha_pattern or {})
+    for pattern in (*ranks, *alphas):
+        if not any(_matches(pattern, name) for name in chosen):
+            raise ValueError(f"pattern {pattern!r} matches none of the {len(chosen)} layers with an adapter")
+    sizes = {name: rank_and_alpha(name, rank, alpha, ranks, alphas, use_rslora) for name in chosen}
+    return adapt(model, chosen, sizes, dropout, seed)
 
 
-def adapt(
-    model: nn.Module, chosen: Mapping[str, nn.Module], rank: int, alpha: float, dropout: float, seed: int = 0
-) -> nn.Module:
-    """Freeze a model and add adapters to the layers in `chosen`, by full name. `add_lora` calls it."""
+def rank_and_alpha(
+    name: str, rank: int, alpha: float, ranks: Mapping[str, int], alphas: Mapping[str, float], rslora: bool
+) -> tuple[int, float]:
+    """Return one layer's rank, and the alpha by which its adapter is scaled as alpha / rank."""
+    rank = next((r for pattern, r in ranks.items() if _matches(pattern, name)), rank)
+    alpha = next((a for pattern, a in alphas.items() if _matches(pattern, name)), alpha)
     if type(rank) is not int or rank < 1:
         raise ValueError(f"rank is {rank!r}: give a whole number of at least 1, such as 8")
     if not (alpha > 0 and math.isfinite(alpha)):
         raise ValueError(f"alpha is {alpha!r}: give a number above 0, such as {2 * rank} for rank {rank}")
+    return rank, alpha * rank**0.5 if rslora else alpha
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether PEFT's pattern is for this layer."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def adapt(
+    model: nn.Module,
+    chosen: Mapping[str, nn.Module],
+    sizes: Mapping[str, tuple[int, float]],
+    dropout: float,
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze a model and add adapters of these ranks and alphas to the layers in `chosen`, by full name."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout {dropout!r} is not in [0, 1)")
     check_adaptable(model, chosen)
@@ -118,9 +148,12 @@ def adapt(
             f"dropout {dropout} masks the input of an adapter, and {min(grouped.keys() & chosen)} is adapted in the "
             f"weight: pass dropout=0, or leave it out of targets"
         )
-    model.requires_grad_(False)
+    before = factor_names(model)  # of an earlier call, for other layers
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad and plain_name(name) in before)
     deferred = bool(deferred_reads([model]))  # the factors have values, although the weights don't yet
     for name, layer in chosen.items():
+        rank, alpha = sizes[name]
         add = partial(_add_grouped, leaf=grouped[name]) if name in grouped else _add_factors
         made = add(name, layer, rank, seed, deferred)
         made.rank, made.alpha, made.scaling, made.dropout = rank, alpha, alpha / rank, dropout

@@ -6,33 +6,53 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mpcore.checkpoint.format import write_synced
 from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
-from mpcore.interop.lora.adapters import adapt, check_adaptable, factor_names, linear_layers, lora_layers, weight_name
+from mpcore.interop.lora.adapters import (
+    adapt,
+    adapters_of,
+    check_adaptable,
+    factor_names,
+    linear_layers,
+    lora_layers,
+    rank_and_alpha,
+    weight_name,
+)
 from mpcore.interop.lora.layers import GroupedAdapter, LoRALayer, factors, is_transposed, sizes_of
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
-from mpcore.sharding.declarations import declarations, named_modules
+from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers
+from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import reshard
-from mpcore.sharding.state_dict import check_present, copy_part, full_tensor
+from mpcore.sharding.state_dict import all_names, check_present, copy_part, full_tensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_UNSUPPORTED = (  # fields of the configuration that change what an adapter computes, but no name in the file
-    "use_dora", "lora_bias", "alpha_pattern", "rank_pattern", "layer_replication", "modules_to_save",
-    "target_parameters", "trainable_token_indices",
+PREFIX = "base_model.model."
+Held = tuple[Tensor, Sharding]
+_READ = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+_NO_EFFECT = (  # on what stored factors compute; `_read_config` refuses every other field that is set
+    "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
+    "task_type",
 )  # fmt: skip
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base model's weights, too
 
 
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path:
     """Write a model's adapters in PEFT's format. All ranks of the mesh must call it.
+
+    Other modules with trained weights, such as the embedding or the head, are written too, as PEFT's `modules_to_save`.
 
     `peft.PeftModel.from_pretrained(dense_model, folder)` can open the folder, and `load_lora` can on any layout. The
     files don't depend on the layout.
@@ -47,8 +67,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         The folder.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters, a grouped weight has one, other weights are trained
-            beside them, a value is NaN or infinite, or they can't be written.
+        ValueError: on every rank, if the model has no adapters, a grouped weight has one, a layer with an adapter
+            trains its own weights too, a value is NaN or infinite, or they can't be written.
 
     Example:
         >>> import tempfile
@@ -59,13 +79,15 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     """
     folder = Path(folder)
     reshard(model)
-    layers = together(mesh.world, lambda: _present(model))
+    layers, extra = together(mesh.world, lambda: _present(model))
     mine: dict[str, Tensor] = {}
     for name, layer in layers.items():
         for leaf, factor in factors(layer):
             full = full_tensor(factor.weight, factor.shardings["weight"])
-            mine[f"base_model.model.{name}.{leaf}.weight"] = full.cpu().contiguous()
-    targets = set().union(*gather_objects(_targets(model, layers), mesh.pp.group))
+            mine[f"{PREFIX}{name}.{leaf}.weight"] = full.cpu().contiguous()
+    for name, (x, sharding) in extra.items():
+        mine[f"{PREFIX}{name}"] = full_tensor(x, sharding).cpu().clone()
+    config = _config(model, layers, extra, mesh)
     parts = [folder / f".{TENSORS}.{stage}" for stage in range(mesh.pp.size)]
 
     def write_stage() -> None:
@@ -86,7 +108,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
                 for part in parts:
                     part.unlink()
             os.replace(written, folder / TENSORS)
-            text = json.dumps(_config(model, layers, targets), indent=2)
+            text = json.dumps(config, indent=2)
             part = folder / f".{CONFIG}.{secrets.token_hex(4)}.tmp"
             write_synced(part, f"{text}\n".encode())
             os.replace(part, folder / CONFIG)
@@ -100,7 +122,8 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     """Load adapters in PEFT's format into a model. All ranks of the mesh must call it.
 
     A model without adapters is frozen and gets the adapters, as by `add_lora`. In a model that has adapters, sharded
-    over data or not, only their values are replaced; then rank, alpha and layers must be the same as in the file.
+    over data or not, only their values are replaced; then rank, alpha and layers must be the same as in the file. The
+    modules of PEFT's `modules_to_save` get their values, and are trained, too.
 
     Args:
         model: the model, or this rank's stage of it, changed in place.
@@ -112,7 +135,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     Raises:
         ValueError: on every rank and before anything changes, if the files are missing or damaged, need an unsupported
-            feature (DoRA, biases, a rank per layer), hold NaN or infinity, or don't fit the model.
+            feature (DoRA, biases, PiSSA, ..), hold NaN or infinity, or don't fit the model.
 
     Example:
         >>> import tempfile
@@ -123,26 +146,38 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     folder = Path(folder)
     reshard(model)
 
-    def read() -> tuple[dict[str, Any], TensorFile, dict[str, dict[str, str]]]:
+    tensors, ours = _held(model), factor_names(model)
+
+    def read() -> tuple[dict[str, Any], TensorFile, dict[str, dict[str, str]], dict[str, str]]:
         _refuse_grouped({name: layer for name, layer in named_modules(model) if isinstance(layer, GroupedAdapter)})
         config, file = _read_config(folder / CONFIG), TensorFile(folder / TENSORS)
         check_finite(((key, file.whole(key), True) for key in file.header), str(file.path))
-        keys = _keys(file)
+        modules = config["modules_to_save"]
+        keys, extra = _keys(file, modules)
         for name, layer in linear_layers(model):
             if name in keys:
                 _check(name, layer, file, keys[name], config)
-        return config, file, keys
+        for name, (x, sharding) in tensors.items():
+            shape = tuple(file.header[extra[name]]["shape"]) if name in extra else None
+            needed = _in_modules(name, modules) or (x.requires_grad and bool(ours) and name not in ours)
+            if shape != sharding.shape and (needed or shape is not None):
+                raise ValueError(f"{file.path} has {name} of shape {shape}, and the model needs {sharding.shape}")
+        for names in all_names(model):
+            first, *others = [name for name in names if name in extra] or [""]
+            if any(not torch.equal(file.whole(extra[first]), file.whole(extra[name])) for name in others):
+                raise ValueError(f"{file.path} has two values of {' and '.join([first, *others])}, which are tied here")
+        return config, file, keys, extra
 
-    config, file, keys = together(mesh.world, read)
+    config, file, keys, extra = together(mesh.world, read)
     found = {name: layer for name, layer in linear_layers(model) if name in keys}
-    here = set().union(*gather_objects(set(found), mesh.pp.group))
+    here = set().union(*gather_objects({*found, *(extra.keys() & tensors.keys())}, mesh.pp.group))
     held = {name for name, layer in linear_layers(model) if isinstance(layer, LoRALayer)}
 
     def check() -> None:
-        if keys.keys() - here:
+        if unknown := {*keys, *extra} - here:
             raise ValueError(
-                f"{folder} has adapters of {len(keys)} layers, and {len(keys.keys() - here)} are no linear layers of "
-                f"this {type(model).__name__}, such as {min(keys.keys() - here)}"
+                f"{folder} has adapters of {len(keys)} layers and {len(extra)} more tensors, and {len(unknown)} are no "
+                f"linear layers or tensors of this {type(model).__name__}, such as {min(unknown)}"
             )
         if held and held != found.keys():
             raise ValueError(
@@ -154,29 +189,45 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     together(mesh.world, check)
     if not held:
-        adapt(model, found, config["r"], config["lora_alpha"], config["lora_dropout"])
+        adapt(model, found, {name: _size(name, config) for name in found}, config["lora_dropout"])
     for name, layer in linear_layers(model):
         if isinstance(layer, LoRALayer):
             for leaf, factor in factors(layer):
                 copy_part(factor.weight, factor.shardings["weight"], file.whole(keys[name][leaf]))
+    for name in extra.keys() & tensors.keys():
+        x, sharding = tensors[name]
+        copy_part(x, sharding, file.whole(extra[name]))
+        if not held and isinstance(x, nn.Parameter):
+            x.requires_grad_()
     return model
 
 
-def _present(model: nn.Module) -> dict[str, LoRALayer]:
-    """Return the layers that have an adapter. Their factors must have memory, and nothing else may be trained."""
-    layers = lora_layers(model)
+def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held]]:
+    """Return the layers that have an adapter, and the tensors of the other modules that are trained, by all names.
+
+    All of them must have memory, and PEFT's `modules_to_save` must be able to hold the latter.
+    """
+    layers, held = lora_layers(model), _held(model)
     _refuse_grouped(layers)
-    names = set(factor_names(model))
-    others = [name for name, p, _ in declarations(model) if p.requires_grad and name not in names]
-    if others:
+    for name, (x, _) in held.items():
+        check_present(name, x)
+    factors = factor_names(model)
+    trained = {name for name, (x, _) in held.items() if x.requires_grad and name not in factors}
+    modules = {name.rpartition(".")[0] for name in trained}
+    adapted = {name.rpartition(".")[0] for name in adapters_of(model)}
+    if bad := sorted(name for name in trained if name.rpartition(".")[0] in ("", *adapted)):
         raise ValueError(
-            f"{len(others)} weights beside the {len(layers)} adapters are trained, {', '.join(others[:4])}, and an "
-            f"adapter's folder has no place for them: save the merged model with save_pretrained, or freeze them"
+            f"{len(bad)} trained weights, {', '.join(bad[:4])}, are in a layer that has an adapter or in no submodule: "
+            f"PEFT's modules_to_save can't hold them; save the merged model with save_pretrained, or freeze them"
         )
-    for name, layer in layers.items():
-        for leaf, factor in factors(layer):
-            check_present(f"{name}.{leaf}.weight", factor.weight)
-    return layers
+    return layers, {name: of for name, of in held.items() if name.rpartition(".")[0] in modules}
+
+
+def _held(model: nn.Module) -> dict[str, Held]:
+    """Return parameters and persistent buffers with their declarations, under all their names."""
+    held: dict[str, Held] = {name: (x, sharding) for name, x, sharding in declarations(model)}
+    held |= {name: (x, Sharding(tuple(x.shape))) for name, _, _, x in persistent_buffers(model)}
+    return held | {name: held[first] for first, *others in all_names(model) for name in others}
 
 
 def _refuse_grouped(layers: Mapping[str, LoRALayer]) -> None:
@@ -199,62 +250,98 @@ def _targets(model: nn.Module, layers: Mapping[str, LoRALayer]) -> set[str]:
     return (ends - others) | {name for name in layers if name.rpartition(".")[2] in others}
 
 
-def _config(model: nn.Module, layers: Mapping[str, LoRALayer], targets: set[str]) -> dict[str, Any]:
-    """Return the adapters' configuration as PEFT writes it."""
-    layer = next(iter(layers.values()))
+def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[str, Held], mesh: Mesh) -> dict[str, Any]:
+    """Return the adapters' configuration as PEFT writes it. The ranks of pp join theirs."""
+    mine = (
+        _targets(model, layers),
+        {name: (layer.rank, layer.alpha) for name, layer in layers.items()},
+        {name.rpartition(".")[0] for name in extra},
+    )
+    stages = gather_objects(mine, mesh.pp.group)
+    sizes = {name: tuple(size) for _, found, _ in stages for name, size in found.items()}
+    (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
+    escaped = {f"^{re.escape(name)}": size for name, size in sizes.items()}
     flipped = any(is_transposed(layer) for layer in layers.values())
-    about = {"r": layer.rank, "lora_alpha": layer.alpha, "lora_dropout": layer.dropout}
-    about |= {"target_modules": sorted(targets), "fan_in_fan_out": flipped, "bias": "none", "use_rslora": False}
+    about = {"r": rank, "lora_alpha": alpha, "lora_dropout": next(iter(layers.values())).dropout}
+    about |= {"rank_pattern": {name: r for name, (r, _) in escaped.items() if r != rank}}
+    about |= {"alpha_pattern": {name: a for name, (_, a) in escaped.items() if a != alpha}}
+    about |= {"modules_to_save": sorted(set().union(*(modules for *_, modules in stages))) or None}
+    about |= {"target_modules": sorted(set().union(*(targets for targets, *_ in stages))), "fan_in_fan_out": flipped}
+    about |= {"bias": "none", "use_rslora": False}
     task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
     origin = getattr(getattr(model, "config", None), "_name_or_path", None) or None
     return {"peft_type": "LORA", "task_type": task, "base_model_name_or_path": origin, "inference_mode": True, **about}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read rank, alpha and dropout from a configuration.
+    """Read the fields `_READ` of a configuration.
 
     Raises:
         ValueError: if the file is missing or damaged, or asks for an unsupported feature.
     """
+    defaults = {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}  # PEFT's
     try:
         said = json.loads(path.read_text())
-        r, alpha = int(said["r"]), float(said.get("lora_alpha", 8))  # PEFT's default
+        found = {name: defaults.get(name) if said.get(name) is None else said[name] for name in _READ}
+        found["r"], found["lora_alpha"] = int(said["r"]), float(found["lora_alpha"])
+        found |= {name: dict(found[name] or {}) for name in ("rank_pattern", "alpha_pattern")}
+        found["modules_to_save"] = [*(found["modules_to_save"] or [])]
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: give the folder that save_lora or PEFT's save_pretrained wrote") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from None
     if said.get("peft_type") != "LORA" or said.get("bias", "none") != "none":
         raise ValueError(f"{path}: peft_type {said.get('peft_type')!r} with bias {said.get('bias')!r}; only LORA, none")
-    for name in _UNSUPPORTED:
-        if said.get(name):
-            raise ValueError(f"{path}: {name} is {said[name]!r}, which mpcore's adapters don't have")
-    alpha *= r**0.5 if said.get("use_rslora") else 1.0  # scaled by alpha / sqrt(r)
-    return {"r": r, "lora_alpha": alpha, "lora_dropout": float(said.get("lora_dropout", 0.0))}
+    for name, value in said.items():
+        wrong = name == "init_lora_weights" and value not in _INITS
+        if (value and name not in (*_READ, *_NO_EFFECT)) or wrong:
+            raise ValueError(f"{path}: {name} is {value!r}, which mpcore's adapters don't have")
+    return found
 
 
-def _keys(file: TensorFile) -> dict[str, dict[str, str]]:
-    """Return the keys of each layer's factors, by the layer's name and then by `lora_A` or `lora_B`."""
+def _size(name: str, config: Mapping[str, Any]) -> tuple[int, float]:
+    """Return a layer's rank, and the alpha by which its adapter is scaled as alpha / rank."""
+    ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
+    return rank_and_alpha(name, config["r"], config["lora_alpha"], ranks, alphas, config["use_rslora"])
+
+
+def _keys(file: TensorFile, modules: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Return the keys of each layer's factors, by the layer's name and then by `lora_A` or `lora_B`.
+
+    And the keys of the tensors of `modules_to_save`, by their names in the model.
+    """
     found: dict[str, dict[str, str]] = {}
+    extra: dict[str, str] = {}
     for key in file.header:
         match = re.fullmatch(r"base_model\.model\.(.+)\.(lora_[AB])(\.default)?\.weight", key)
-        if match is None:
-            raise ValueError(f"{file.path}: {key} is no factor of a linear layer's adapter, which is all that is read")
-        found.setdefault(match[1], {})[match[2]] = key
+        name = key.removeprefix(PREFIX)
+        if match is not None:
+            found.setdefault(match[1], {})[match[2]] = key
+        elif _in_modules(name, modules):
+            extra[name] = key
+        else:
+            raise ValueError(f"{file.path}: {key} is no factor of a linear layer's adapter, and not in modules_to_save")
     for name, pair in found.items():
         if len(pair) < 2:
             raise ValueError(f"{file.path}: {name} has a {min(pair)} alone, of lora_A and lora_B")
-    return found
+    return found, extra
+
+
+def _in_modules(name: str, modules: Sequence[str]) -> bool:
+    """Return whether a tensor lies in one of PEFT's `modules_to_save`, which are ends of names."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]).endswith(tuple(modules)) for i in range(1, len(parts)))
 
 
 def _check(name: str, layer: nn.Module, file: TensorFile, keys: Mapping[str, str], config: Mapping[str, Any]) -> None:
     """Raise ValueError if the factors in the file don't fit the layer, or the adapter that the layer has."""
-    n_in, n_out = sizes_of(layer)
-    for leaf, want in (("lora_A", [config["r"], n_in]), ("lora_B", [n_out, config["r"]])):
+    (n_in, n_out), (rank, alpha) = sizes_of(layer), _size(name, config)
+    for leaf, want in (("lora_A", [rank, n_in]), ("lora_B", [n_out, rank])):
         found = file.header[keys[leaf]]["shape"]
         if found != want:
             raise ValueError(f"{file.path}: {keys[leaf]} has shape {found}, {name} needs {want}")
-    if isinstance(layer, LoRALayer) and (layer.rank, layer.alpha) != (config["r"], config["lora_alpha"]):
+    if isinstance(layer, LoRALayer) and (layer.rank, layer.alpha) != (rank, alpha):
         raise ValueError(
-            f"{file.path} is of rank {config['r']} and alpha {config['lora_alpha']}, and the model's adapters of "
+            f"{file.path} is of rank {rank} and alpha {alpha} in {name}, and the model's adapter of "
             f"{layer.rank} and {layer.alpha}: load it into the model without adapters"
         )
