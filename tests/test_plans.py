@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from mpcore import Axis, collectives, parallelize, suggest_plan
 from mpcore.interop.parallelize import Colwise, Experts, Hidden, LocalSizes, Replicate, parallelize_summary, prove
@@ -150,6 +151,10 @@ def check_refusal():
     wrapped = nn.parallel.DistributedDataParallel(right)
     with pytest.raises(ValueError, match=r"ranks \[0, 1\] has given all ranks of tp 2 the shards of rank 0"):
         wrapped(torch.ones(3, 4), {"whole": torch.ones(3, 4)})
+    taken = parallelize(Two(), {"0": "colwise_rep", "1": "rowwise_split_input"}, axis, check=False)
+    fully_shard(taken, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"fully_shard over ranks \[0, 1\] takes ranks \[0, 1\] of tp 2"):
+        taken(torch.ones(3, 4), {"whole": torch.ones(3, 4)})
     single, _ = torch.distributed.new_subgroups_by_enumeration([[0], [1]])
     alone = nn.parallel.DistributedDataParallel(right, process_group=single)
     assert alone(torch.ones(3, 4), {"whole": torch.ones(3, 4)}).shape == (3, 4)

@@ -42,6 +42,12 @@ def units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in (*model.modules(), *vars(model).get("more_units", ())) if isinstance(module, kind)]
 
 
+def ranks_of_units(model: nn.Module) -> set[int]:
+    """Return the ranks over which the units of a model shard or replicate parameters."""
+    groups = [group for unit in units(model) for group in _groups(_state(unit))]
+    return {rank for group in groups for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
+
+
 def renew_parameters(model: nn.Module) -> None:
     """Let the units of a model use the parameters that its modules hold now, after they were replaced."""
     for unit in units(model):

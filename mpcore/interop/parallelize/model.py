@@ -20,6 +20,7 @@ from torch import nn
 
 from mpcore._torch.distributed import ranks_are_threads, ranks_of_running_ddp
 from mpcore._torch.fake import is_fake
+from mpcore._torch.fsdp import ranks_of_units
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.balance import BalanceLoss
@@ -43,6 +44,7 @@ from mpcore.interop.parallelize.sequence import shards_tokens
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
 from mpcore.mesh.agreement import check_same, gather_objects
 from mpcore.mesh.axis import Axis, check_axis
+from mpcore.parallel.shared import state_of
 
 GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()} | {
     "lm_head": "colwise_gather_output"
@@ -125,6 +127,7 @@ def parallelize(
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
         - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
           copy rank 0's shards to all of them, and the forward raises. Without ep, wrapping over ranks of dp is right.
+          The first forward raises for `fully_shard` over ranks of tp, too.
         - Call transformers' `generate` on every rank of tp and ep. It raises if ranks could choose different tokens.
 
     Example:
@@ -178,6 +181,7 @@ def parallelize(
         guard_generate(model, *sharding)
     for axis in sharding:
         model.register_forward_pre_hook(partial(_refuse_ddp, axis))
+        _refuse_fsdp(model, axis)
     if shares_loss:
         model.register_forward_hook(BalanceLoss(ep, data), with_kwargs=True)
     return model
@@ -218,6 +222,25 @@ def _refuse_ddp(axis: Axis, *_: Any) -> None:
             f"rank {ranks[0]}: parallelize a new model, and give it to mpcore.prepare{other}. Trainer and accelerate "
             f"wrap it over all ranks"
         )
+
+
+def _refuse_fsdp(model: nn.Module, axis: Axis) -> None:
+    """Make the first forward raise if the caller's `fully_shard` takes ranks of the axis for replicas."""
+
+    def first(module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() or axis.group is None:
+            return
+        handle.remove()
+        ranks = set() if state_of(module).units else ranks_of_units(module)  # shard_data_parallel has the right ranks
+        both = ranks & {*torch.distributed.get_process_group_ranks(axis.group)} if ranks else set()
+        if len(both) > 1:
+            raise ValueError(
+                f"fully_shard over ranks {sorted(ranks)} takes ranks {sorted(both)} of {axis.name} "
+                f"{axis.size}, which hold different shards, for replicas: parallelize a new model, and give it to "
+                f"mpcore.prepare"
+            )
+
+    handle = model.register_forward_pre_hook(first)
 
 
 def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
