@@ -1,10 +1,13 @@
-"""The command `mpcore checkpoint inspect|verify|diff PATH...`."""
+"""The command `mpcore checkpoint inspect|verify|diff|convert PATH...`."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from mpcore.checkpoint.report import describe, diff, verify
+from mpcore.interop.dcp_files import METADATA, export_dcp, import_dcp
+from mpcore.interop.hugging_face.config import read_json
 from mpcore.tools import parsers
 from mpcore.tools.command_line import reports_errors
 
@@ -22,6 +25,17 @@ def main(argv: list[str] | None = None) -> int:
         lines = diff(args.a, args.b, rtol=args.rtol)
         print("\n".join(lines) or "no difference")
         return 1 if lines else 0
+    if args.command == "convert":
+        if (Path(args.source) / METADATA).is_file():
+            config = {"model": read_json(Path(args.config))["model"]} if args.config else None
+            left = import_dcp(args.source, args.target, config=config)
+            print(
+                f"left out {len(left)} entries that are no weights: {', '.join(left[:5])}" if left else "left out none"
+            )
+        else:
+            export_dcp(args.source, args.target)
+        print(f"wrote {args.target}")
+        return 0
     bad = 0
     for path in args.path:
         if args.command == "inspect":

@@ -19,9 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import AdamW, ColumnParallelLinear, Mesh
+from mpcore.checkpoint import diff, load
 from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
 from mpcore.sharding.local import local_tensor
+from mpcore.tools.checkpoint import main
 from tests.pool import RankError, mesh
 from tests.test_checkpoint import CONFIG, TIED, Run, same_bits
 
@@ -171,3 +173,45 @@ def test_master_weights_come_back(ranks, tmp_path):
         assert slots["master"].dtype == torch.float32
         assert slots["step"] == 1
         same_bits(b["optimizer"]["state"][name], slots)
+
+
+def check_write(path: str, sizes: dict, zero: int) -> dict[str, Tensor]:
+    run = Run(mesh(**sizes), zero=zero)
+    run.step(0)
+    run.save(path, 1, beside={"tokenizer.json": b"{}"})
+    return run.full()
+
+
+@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 3}, 0), ({"tp": 2, "dp": 2}, 3)])
+def test_checkpoint_convert_writes_and_reads_dcp(eight_ranks, tmp_path, sizes, zero, capsys):
+    want: dict[str, Tensor] = {}
+    paths = [str(tmp_path / name) for name in ("checkpoint", "dcp", "again")]
+    for part in eight_ranks(math.prod(sizes.values()), check_write, paths[0], sizes, zero):
+        want |= part
+    assert main(["convert", *paths[:2]]) == main(["convert", *paths[1:]]) == 0
+    same_bits(eight_ranks(1, check_load, {}, paths[1], CONFIG, 0, False)[0], want)
+    assert diff(paths[0], paths[2]) == []  # the optimizer's options, too
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == b"{}"
+    assert main(["convert", *paths[1:]]) == 2  # there is one
+    assert capsys.readouterr().err.count("not overwritten") == 1
+
+
+def test_checkpoint_convert_reads_the_weights_of_plain_torch(tmp_path, capsys):
+    paths = [str(tmp_path / name) for name in ("dcp", "checkpoint")]
+    model, other = (GPT(CONFIG, Mesh(), dtype=torch.float64) for _ in range(2))
+    state = {**model.state_dict(), "optimizer": {"state.norm.weight.exp_avg": torch.ones(2)}, "train_state": 3}
+    dcp.save(state, checkpoint_id=paths[0], no_dist=True)  # as torchtitan: the names of the model at the top
+    (tmp_path / "config.json").write_text('{"model": {"layers": 2}, "run": {}}')
+    assert main(["convert", *paths, "--config", str(tmp_path / "config.json")]) == 0
+    assert "left out 2 entries" in capsys.readouterr().out
+    assert load(paths[1], other, mesh=Mesh()).config == {"model": {"layers": 2}}
+    same_bits(other.state_dict(), model.state_dict())
+
+
+def test_checkpoint_convert_runs_no_code(tmp_path, capsys):
+    files = "torch.distributed.checkpoint.filesystem"
+    for module, attribute in [("builtins", "eval"), ("os", "system"), (files, "os.system"), ("torch", "load")]:
+        words = [b"\x80\x04"] + [b"\x8c" + bytes([len(w)]) + w.encode() for w in (module, attribute)]
+        (tmp_path / ".metadata").write_bytes(b"".join(words) + b"\x93\x8c\x01x\x85R.")
+        assert main(["convert", str(tmp_path), str(tmp_path / "to")]) == 2
+        assert "which it never holds" in capsys.readouterr().err
