@@ -20,8 +20,9 @@ COMMANDS = {
     "memory": ("mpcore.tools.analysis.__main__", "print what a rank of a layout holds"),
     "ledger": ("mpcore.tools.analysis.__main__", "print what a rank of a layout sends in a step"),
     "schedule": ("mpcore.tools.draw", "prove a pipeline schedule, and draw it"),
-    "checkpoint": ("mpcore.tools.checkpoint", "inspect, verify and compare checkpoints"),
+    "checkpoint": ("mpcore.tools.checkpoint", "inspect, verify, compare and convert checkpoints"),
     "convert": ("mpcore.tools.convert", "convert between Hugging Face and checkpoints"),
+    "from-config": ("mpcore.tools.from_config", "write a run.toml from the settings of another trainer"),
     "explain": ("mpcore.tools.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
     "compare": (
         "mpcore.tools.analysis.compare",
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     own = rest[: rest.index("--")] if "--" in rest else rest
     if "-h" in own or "--help" in own:  # torch takes seconds to import
-        getattr(parsers, name)().parse_args(own)
+        getattr(parsers, name.replace("-", "_"))().parse_args(own)
     return import_module(COMMANDS[name][0]).main([name, *rest] if name in TAKES_NAME else rest)
 
 

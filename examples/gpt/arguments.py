@@ -22,6 +22,7 @@ from mpcore.layers.attention.sequence import KINDS
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.pipeline.schedules import NAMES
 from mpcore.tools.command_line import Parser, did_you_mean
+from mpcore.tools.from_config import rows as megatron_rows
 
 DTYPES = {n: getattr(torch, n) for n in ("float64", "float32", "bfloat16", "float16")}
 FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, without one, a type; and the help
@@ -172,9 +173,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         SystemExit: if a flag or a field can't be parsed.
     """
     argv, parser = list(sys.argv[1:] if argv is None else argv), _parser()
+    megatron_flags = {key for row in megatron_rows("Megatron-LM") for key in row.keys}
     for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
         if now := _moved(word[2:].replace("-", "_")):
             parser.error(f"{word} is no flag any more: {now}")
+        if word[2:] in megatron_flags and not any(word[2:].replace("-", "_") in rows for rows in FLAGS.values()):
+            parser.error(
+                f"{word} is a flag of Megatron-LM: mpcore from-config SCRIPT converts a command, and docs/megatron.md "
+                f"lists the flags"
+            )
     args, name = argparse.Namespace(**vars(Fields()), **{table: {} for table in TABLES}), parser.prog
     given, words = parser.parse_args(argv, copy.copy(args)), list[str]()
     for source in ("config", "set"):

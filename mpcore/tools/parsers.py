@@ -38,6 +38,20 @@ def documents() -> Parser:
     return parser
 
 
+def from_config() -> Parser:
+    """Return the parser of `mpcore from-config`."""
+    parser = Parser(
+        prog="mpcore from-config",
+        description="Write a run.toml for examples.gpt from a file of Megatron-LM (.sh, model_config.yaml), torchtitan "
+        "(.toml), nanotron (.yaml), gpt-neox (.yml) or DeepSpeed (.json); list what differs.",
+        examples=["mpcore from-config train.sh", "mpcore from-config llama3_8b.toml --out runs/llama3.toml"],
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, default=Path("run.toml"), help="the file to write (default run.toml)")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
 def explain() -> Parser:
     """Return the parser of `mpcore explain`."""
     parser = Parser(
@@ -92,10 +106,11 @@ def checkpoint() -> Parser:
     """Return the parser of `mpcore checkpoint`."""
     parser = Parser(
         prog="mpcore checkpoint",
-        description="Look into checkpoints.",
+        description="Look into checkpoints, and convert them.",
         examples=[
             "mpcore checkpoint inspect runs/gpt/checkpoints/step-00000120",
             "mpcore checkpoint diff runs/a/checkpoints/step-00000120 runs/b/checkpoints/step-00000120",
+            "mpcore checkpoint convert dcp/step-1000 checkpoints/step-00001000 --config runs/gpt/config.json",
         ],
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -110,6 +125,10 @@ def checkpoint() -> Parser:
     )
     two.add_argument("a")
     two.add_argument("b")
+    other = commands.add_parser("convert", help="a folder of torch.distributed.checkpoint to a checkpoint, or back")
+    other.add_argument("source", help="a folder with .metadata, or a checkpoint of any layout")
+    other.add_argument("target", help="the folder to make of it")
+    other.add_argument("--config", metavar="PATH", help="config.json of a run, whose model --init-from then builds")
     return parser
 
 

@@ -1,0 +1,87 @@
+"""`mpcore from-config`: settings of other trainers become a run.toml; nothing that differs is listed as the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.gpt.arguments import parse
+from mpcore.__main__ import main
+from mpcore.tools.from_config import convert, read, rows
+from mpcore.tools.from_config.table import PEERS
+
+SCRIPT = """#!/bin/bash
+LAYERS=${LAYERS:-2}
+ARGS=(
+    --num-layers $LAYERS --hidden-size 64 --num-attention-heads 4   # small
+    --swiglu --seq-length 32 \\
+    --train-iters 100 --lr-warmup-fraction .05 --lr 6.0e-5 --bf16 --adam-beta1 0.9
+)
+torchrun --nproc_per_node 2 pretrain_gpt.py ${ARGS[@]} --tensor-model-parallel-size 2 --data-path $1 --new-flag 3
+"""
+FILES = {
+    "a.sh": (SCRIPT, {"layers": 2, "tp": 2, "warmup": 5, "d_ff": 128, "norm_eps": 1e-5, "min_lr": 0.0,
+                      "betas": [0.9, 0.999], "bias": True, "positions": "learned", "dropout": 0.1}),
+    "b.yaml": ("MODEL_ARGS:\n  --num-layers: 2\n  --weight-decay: 1e-2\n  --num-query-groups: 2\n",
+               {"layers": 2, "weight_decay": 0.01, "activation": "gelu_tanh", "tie_embeddings": True}),
+    "c.toml": ('[training]\nlocal_batch_size = 4\n[optimizer]\nlr = 1e-3\n',
+               {"lr": 1e-3, "min_lr": 0.0, "lr_schedule": "linear", "dtype": "bfloat16", "zero": 3}),
+    "d.yaml": ("model:\n  model_config: {hidden_size: 64}\nparallelism: {dp: 2, tp_mode: ALL_REDUCE}\n",
+               {"d_model": 64, "dp": 2, "sequence_parallel": False}),
+    "e.yml": ('{"num-layers": 2, "train_iters": 100, "pos_emb": "rotary", "gpt_j_residual": true}',
+              {"layers": 2, "positions": "rope", "warmup": 1, "min_lr": 0.0}),
+    "f.json": ('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+               {"zero": 2, "dtype": "bfloat16"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_each_peer_become_a_run_that_the_example_accepts(tmp_path, name, capsys):
+    text, want = FILES[name]
+    (tmp_path / name).write_text(text)
+    out = tmp_path / "run.toml"
+    assert main(["from-config", str(tmp_path / name), "--out", str(out)]) == 0
+    args = parse(["--config", str(out)])
+    got = {**vars(args), **args.model}
+    assert {key: got[key] for key in want} == want
+    lists = convert(*read(tmp_path / name))[1]
+    assert capsys.readouterr().out.count("\n  ") == sum(map(len, lists.values()))
+    for line in lists["="]:  # a default, or a value with a condition, is never the same
+        assert "its default" not in line
+        assert " -> " in line
+        assert line.count(": ") == 0
+
+
+def test_traps_are_not_the_same(tmp_path):
+    (tmp_path / "a.sh").write_text(SCRIPT)
+    lists = convert(*read(tmp_path / "a.sh"))[1]
+    for flag in ("norm-epsilon", "split", "eval-iters", "hidden-dropout", "lr-warmup-fraction", "clip-grad"):
+        assert any(line.startswith(flag) for line in lists["~"])
+    for flag in ("new-flag", "attention-dropout", "data-path"):
+        assert any(line.startswith(flag) for line in lists["-"])
+
+
+@pytest.mark.parametrize("name", ["x.toml", "x.json", "x.yaml", "x.txt"])
+def test_what_cannot_be_read_is_named(tmp_path, name, capsys):
+    (tmp_path / name).write_text("[1, 2")
+    assert main(["from-config", str(tmp_path / name), "--out", str(tmp_path / "o")]) == 2
+    assert name in capsys.readouterr().err
+
+
+def test_a_megatron_flag_is_answered_with_the_command(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--tensor-model-parallel-size", "2"])
+    assert "mpcore from-config" in capsys.readouterr().err
+
+
+def test_the_page_has_the_table():
+    page = Path("docs/megatron.md").read_text()
+    for peer in PEERS:
+        for row in rows(peer):
+            field = f"`{row.field}`" if row.field else ""
+            keys = ", ".join(f"`{'--' if peer == 'Megatron-LM' else ''}{key}`" for key in row.keys)
+            assert f"| {keys} | {field} | {VERDICTS[row.verdict]} | {row.note} |" in page
+
+
+VERDICTS = {"=": "same", "~": "differs", "-": "not available"}
