@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -75,7 +74,7 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
     ),
     "factor": lambda v, values: float(v) * float(values["lr"]),
     "betas": lambda v, values: values["betas"],
-    "pair": lambda v, _: [float(each) for each in v],
+    "pair": lambda v, _: [float(each) for each in (v.split(",") if isinstance(v, str) else v)],
     "ramp": lambda v, _: [int(each) for each in (v if isinstance(v, list) else str(v).split())],
     "words": lambda v, _: v if isinstance(v, list) else str(v).split(),
     "moe": lambda v, values: v if values.get("num-experts") else None,
@@ -87,6 +86,10 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
         llama3_1b="llama3-1b", llama3_8b="llama3-8b", llama3_70b="llama3-70b", llama3_405b="llama3-405b"
     )(f"{values.get('model.name')}_{v}", values),
 }  # fmt: skip
+
+
+FLAGS = ("flag", "false", "not", "one", "swiglu", "squared_relu", "bfloat16", "float16")
+"""Conversions of settings that are on or off."""
 
 
 def read(path: Path) -> tuple[str, Values]:
@@ -146,15 +149,14 @@ def _number(value: Any) -> Any:
 
 def _shell(text: str) -> Values:
     """Return the flags of a shell script; variables that it sets are replaced. A flag without a value is True."""
-    text = re.sub(r"\\\n", " ", text)
     text = re.sub(r"(^|\s)#[^\n]*", r"\1", text)
-    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([^\s\"'()#;]+)[\"']?", text, re.M))
+    text = re.sub(r"\\\n|[\"']|\$\{\w+\[[@*]\]\}", " ", text)
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)= ?([^\s()#;]+)", text, re.M))
+    for name, value in variables.items():  # X=${X:-2}
+        variables[name] = re.sub(rf"\$\{{{name}:?-([^}}]*)\}}", r"\1", value)
     for _ in range(5):
         text = re.sub(r"\$\{(\w+):?-?([^}]*)\}|\$(\w+)", lambda m: variables.get(m[1] or m[3], m[2] or m[0]), text)
-    try:
-        words = shlex.split(re.sub(r"[()]", " ", text))
-    except ValueError:  # an unbalanced quote
-        words = re.sub(r"[()\"']", " ", text).split()
+    words = re.sub(r"[()]", " ", text).split()
     values: Values = {}
     name = ""
     for word in words:
@@ -162,7 +164,10 @@ def _shell(text: str) -> Values:
             name, equals, value = word[2:].partition("=")
             values[name := name.replace("_", "-")] = _number(value) if equals else True
         elif (
-            name and re.match(r"[-\w./$@:,]+$", word) and "=" not in word and not re.match(r"\w+\.py$|-[A-Za-z]", word)
+            name
+            and re.match(r"[-\w./$@:,{}]+$", word)
+            and "=" not in word
+            and not re.match(r"\w+\.py$|-[A-Za-z]", word)
         ):
             old = values[name]
             values[name] = _number(word) if old is True else [*(old if isinstance(old, list) else [old]), word]
@@ -177,8 +182,8 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
     fields: Values = {}
     lists: dict[str, list[str]] = {"=": [], "~": [], "-": []}
     known = {key.replace("_", "-") if peer == "Megatron-LM" else key for row in rows(peer) for key in row.keys}
-    named = {"steps": next((values[k] for k in ("train-iters", "train_iters", "training.steps") if k in values), 0),
-             "lr": next((values[k] for k in ("lr", "optimizer.lr") if k in values), 8e-4)}  # fmt: skip
+    steps = next((values[k] for k in ("train-iters", "train_iters", "training.steps") if k in values), None)
+    named: Values = {"lr": values.get("lr", values.get("optimizer.lr", 8e-4)), **({"steps": steps} if steps else {})}
     for row in rows(peer):
         found = [
             key for key in (k.replace("_", "-") if peer == "Megatron-LM" else k for k in row.keys) if key in values
@@ -194,8 +199,10 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
                 for k, d in zip(row.keys, (0.9, 0.999 if peer == "Megatron-LM" else 0.95), strict=True)
             ]
         try:
-            if isinstance(value, str) and "$" in value and row.field:
+            if "$" in str(value) and row.field:
                 raise UnknownValueError("the file doesn't give its value")
+            if value is True and row.field and row.how not in FLAGS:
+                raise UnknownValueError("the file gives no value")
             made = CONVERSIONS[row.how](value, {**values, **named}) if row.field and value is not None else None
             if (
                 row.field

@@ -58,7 +58,7 @@ lr-decay-iters | | lr_decay_steps | = |
 lr-decay-style | linear | lr_schedule:schedule | ~ | one step later than Megatron's, as its warm-up
 optimizer | adam | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW
 weight-decay | 0.01 | weight_decay:float | ~ | embeddings decay, as in Megatron; tensors of one dimension never do
-adam-beta1 adam-beta2 | | betas:betas | = |
+adam-beta1 adam-beta2 | 0.9 | betas:betas | = |
 adam-eps | 1e-8 | | ~ | eps is always 1e-8
 clip-grad | 1.0 | clip:float | ~ | Megatron divides by the norm + 1e-6
 bf16 | | dtype:bfloat16 | ~ | weights in bfloat16 with float32 masters; gradients are summed in float32
@@ -107,7 +107,7 @@ training.mixed_precision_param | bfloat16 | dtype:dtype | ~ | float32 weights th
 training.seed | | seed | ~ | other random numbers
 optimizer.name | AdamW | optimizer:optimizer | ~ | every parameter decays there, norms too
 optimizer.lr | 8e-4 | lr:float | = |
-optimizer.beta1 optimizer.beta2 | | betas:betas | = |
+optimizer.beta1 optimizer.beta2 | 0.9 | betas:betas | = |
 optimizer.eps | 1e-8 | | ~ | eps is always 1e-8
 optimizer.weight_decay | 0.1 | weight_decay:float | ~ | there norms decay too
 lr_scheduler.warmup_steps training.warmup_steps | 200 | warmup | ~ | docs/training.md has the formula
@@ -131,7 +131,7 @@ model.model_config.num_key_value_heads | | kv_heads | = |
 model.model_config.intermediate_size | | d_ff | = |
 model.model_config.rms_norm_eps | | norm_eps:float | = |
 model.model_config.rope_theta | 10000.0 | rope_base:float | ~ | the default differs between nanotron's models
-model.model_config.tie_word_embeddings | | tie_embeddings | = |
+model.model_config.tie_word_embeddings | | tie_embeddings:flag | = |
 model.init_method.std | | init_std:float | ~ | other random numbers, and scales of output projections
 model.dtype | bfloat16 | dtype:dtype | ~ | weights in bfloat16 with float32 masters
 tokens.sequence_length | | seq_len | = |
@@ -183,7 +183,7 @@ gradient_clipping | | clip:float | ~ | DeepSpeed divides by the norm + 1e-6
 weight_decay | 0.1 | weight_decay:float | ~ | which parameters decay differs
 optimizer.type | | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW
 optimizer.params.lr | | lr:float | = |
-optimizer.params.betas | | betas:pair | = |
+optimizer.params.betas | 0.9,0.999 | betas:pair | = |
 optimizer.params.eps | 1e-8 | | ~ | eps is always 1e-8
 min_lr | 0.0 | min_lr:float | = |
 lr_decay_style | linear | lr_schedule:schedule | ~ | shifted by a step
@@ -205,7 +205,7 @@ gradient_accumulation_steps | | | ~ | set global_batch to it x train_micro_batch
 gradient_clipping | | clip:float | ~ | DeepSpeed divides by the norm + 1e-6
 optimizer.type | | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW; which parameters decay differs
 optimizer.params.lr | | lr:float | = |
-optimizer.params.betas | | betas:pair | = |
+optimizer.params.betas | 0.9,0.999 | betas:pair | = |
 optimizer.params.eps | 1e-8 | | ~ | eps is always 1e-8
 optimizer.params.weight_decay | 0.0 | weight_decay:float | ~ | which parameters decay differs
 scheduler.type | | | - | set lr_schedule: docs/training.md
