@@ -19,6 +19,7 @@ ARGS=(
     --train-iters 100 --lr-warmup-fraction .05 --lr 6.0e-5 --bf16 --adam-beta1 0.9
 )
 torchrun --nproc_per_node 2 pretrain_gpt.py ${ARGS[@]} --tensor-model-parallel-size 2 --data-path $1 --new-flag 3
+if [ $2 ]; then ARGS+=(--seed 7 --untie-embeddings-and-output-weights); fi
 """
 FILES = {
     "a.sh": (SCRIPT, {"layers": 2, "tp": 2, "warmup": 5, "d_ff": 128, "norm_eps": 1e-5, "min_lr": 0.0,
@@ -58,7 +59,7 @@ def test_traps_are_not_the_same(tmp_path):
     lists = convert(*read(tmp_path / "a.sh"))[1]
     for flag in ("norm-epsilon", "split", "eval-iters", "hidden-dropout", "lr-warmup-fraction", "clip-grad"):
         assert any(line.startswith(flag) for line in lists["~"])
-    for flag in ("new-flag", "attention-dropout", "data-path"):
+    for flag in ("new-flag", "attention-dropout", "data-path", "seed", "untie-embeddings"):
         assert any(line.startswith(flag) for line in lists["-"])
 
 

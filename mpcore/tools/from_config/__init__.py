@@ -151,18 +151,23 @@ def _shell(text: str) -> Values:
     """Return the flags of a shell script; variables that it sets are replaced. A flag without a value is True."""
     text = re.sub(r"(^|\s)#[^\n]*", r"\1", text)
     text = re.sub(r"\\\n|[\"']|\$\{\w+\[[@*]\]\}", " ", text)
-    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)= ?([^\s()#;]+)", text, re.M))
+    found = {*re.findall(r"^\s*(?:export\s+)?(\w+)= ?([^\s()#;]+)", text, re.M)}
+    names = [name for name, _ in found]
+    variables = {name: value for name, value in found if names.count(name) == 1}
     for name, value in variables.items():  # X=${X:-2}
         variables[name] = re.sub(rf"\$\{{{name}:?-([^}}]*)\}}", r"\1", value)
     for _ in range(5):
         text = re.sub(r"\$\{(\w+):?-?([^}]*)\}|\$(\w+)", lambda m: variables.get(m[1] or m[3], m[2] or m[0]), text)
     words = re.sub(r"[()]", " ", text).split()
     values: Values = {}
-    name = ""
+    name, depth, doubtful = "", 0, set[str]()  # flags given twice, or in an if: their values stay open
     for word in words:
+        depth += (word in ("if", "case")) - (word in ("fi", "esac"))
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
-            values[name := name.replace("_", "-")] = _number(value) if equals else True
+            name = name.replace("_", "-")
+            doubtful |= {name} if depth > 0 or name in values else set()
+            values[name] = _number(value) if equals else True
         elif (
             name
             and re.match(r"[-\w./$@:,{}]+$", word)
@@ -174,7 +179,8 @@ def _shell(text: str) -> Values:
         else:
             name = ""
     lists = ("data-path", "rampup-batch-size")
-    return {k: v[0] if isinstance(v, list) and k not in lists else v for k, v in values.items()}
+    values = {k: v[0] if isinstance(v, list) and k not in lists else v for k, v in values.items()}
+    return values | {name: f"$ ({values[name]} in one place of the script)" for name in doubtful}
 
 
 def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
