@@ -158,7 +158,7 @@ def _shell(text: str) -> Values:
         variables[name] = re.sub(rf"\$\{{{name}:?-([^}}]*)\}}", r"\1", value)
     for _ in range(5):
         text = re.sub(r"\$\{(\w+):?-?([^}]*)\}|\$(\w+)", lambda m: variables.get(m[1] or m[3], m[2] or m[0]), text)
-    words = re.sub(r"[()]", " ", text).split()
+    words = re.sub(r"[();]", " ", text).split()
     values: Values = {}
     name, depth, doubtful = "", 0, set[str]()  # flags given twice, or in an if: their values stay open
     for word in words:
