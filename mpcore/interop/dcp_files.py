@@ -155,8 +155,8 @@ class _StoredTensor(BoxedTensor):
 
     @staticmethod
     def of_entry(name: str, entry: Entry, files: Files) -> _StoredTensor:
-        boxes = tuple(Box(chunk.start, chunk.shape, (0,) * len(chunk.shape), True) for chunk in entry.chunks)
-        held = LocalTensor(name, entry.shape, torch.empty(0, dtype=DTYPES[entry.dtype]), boxes)
+        boxes = tuple(Box((0,) * len(chunk.shape), chunk.start, chunk.shape, True) for chunk in entry.chunks)
+        held = LocalTensor(name, torch.empty(0, dtype=DTYPES[entry.dtype]), entry.shape, boxes)
         tensor = BoxedTensor.of(held).as_subclass(_StoredTensor)
         tensor.held, tensor.stored = held, (entry, files)
         return tensor
