@@ -20,9 +20,10 @@ from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, tiles, write_manifest
 from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.checkpoint.saving import write_beside
-from mpcore.checkpoint.schema import convert, read_json
+from mpcore.checkpoint.schema import convert
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.dcp import BoxedTensor
+from mpcore.interop.hugging_face.config import read_json
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_files, write_json
 
 METADATA, ABOUT = ".metadata", "mpcore.json"
