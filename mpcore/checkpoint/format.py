@@ -29,6 +29,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from mpcore.checkpoint.other_formats import other_format
 from mpcore.checkpoint.schema import Size, convert, read_json
 
 FORMAT, VERSION = "mpcore checkpoint", 2
@@ -178,6 +179,8 @@ def read_manifest(folder: Path) -> Manifest:
         inside = [file.parent for where in ("", "checkpoints/") for file in folder.glob(f"{where}*/{MANIFEST}")]
         newest = max((file for file in inside if not file.name.startswith(".")), key=lambda f: f.name, default=None)
         why = f"it has no {MANIFEST}" if folder.exists() else "there is no such folder"
+        if not newest and (other := other_format(folder)):
+            raise ValueError(f"{folder} is no complete checkpoint of mpcore: {other}")
         why += f"; the newest in it is {newest}" if newest else ""
         raise ValueError(f"{folder} is no complete checkpoint: {why}")
     body = read_json(path, _limit(folder), MANIFEST_LIMIT)

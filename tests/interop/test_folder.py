@@ -13,7 +13,7 @@ from torch import nn
 
 from mpcore.interop.hugging_face import extra_files, folder, loading, stored, writing
 from mpcore.interop.hugging_face.extra_files import ExtraFiles, carried_by_hf, tokenizer_files
-from mpcore.interop.hugging_face.folder import Part, open_files, refuse_other_formats
+from mpcore.interop.hugging_face.folder import Part, open_files
 from mpcore.interop.hugging_face.stored import Group
 from mpcore.tools import convert as command
 
@@ -88,20 +88,6 @@ def test_files_are_opened_with_an_index_or_as_one(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     files, where = open_files(tmp_path)
     assert (list(files), where) == (["x.safetensors", "y.safetensors"], names)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("a/b/x.distcp", "torch.distributed.checkpoint, as"), ("g/mp_rank_00_model_states.pt", "DeepSpeed"),
-     ("g/zero_pp_rank_0_mp_rank_00_model_states.pt", "DeepSpeed, ZeRO-3"),
-     ("g/zero/p/fp32.pt", "DeepSpeed, universal"), ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-LM")],
-)  # fmt: skip
-def test_checkpoints_of_other_formats_are_refused(path, kind, tmp_path):
-    refuse_other_formats(tmp_path)
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_bytes(b"")
-    with pytest.raises(ValueError, match=rf"is a checkpoint of {kind}.* \({path}\), whose tensors lie in pickles"):
-        refuse_other_formats(tmp_path)
 
 
 def write(tmp_path, limit, **sizes):

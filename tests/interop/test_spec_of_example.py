@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -30,7 +31,8 @@ from examples.gpt.model import GPT
 from examples.gpt.prepare import prepare
 from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import train_tokenizer
-from mpcore import Mesh, from_pretrained
+from mpcore import Mesh, checkpoint, from_pretrained
+from mpcore.__main__ import main as mpcore_main
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.interop import hugging_face as hf
@@ -263,21 +265,37 @@ def test_a_family_that_the_blocks_cannot_be_is_refused_with_the_reason(kind):
         config_from_hf(transformers.CONFIG_MAPPING[kind]().to_dict())
 
 
+_DEEPSPEED = "in pickles, .*zero_to_fp32.py with --safe_serialization"
+
+
 @pytest.mark.parametrize(
-    ("name", "match"),
+    ("names", "match"),
     [
-        ("iter_1/__0_0.distcp", "torch_dist .*in pickles, .*Megatron Bridge"),
-        ("global_step1/mp_rank_00_model_states.pt", "DeepSpeed .*zero_to_fp32.py with --safe_serialization"),
-        ("step_universal/zero/model.weight/fp32.pt", "DeepSpeed, universal .*go back to the checkpoint it was made of"),
+        ("a/b/__0_0.distcp a/b/.metadata", r"torch.distributed.checkpoint \(a/b/.* mpcore checkpoint convert"),
+        (".metadata", "torch.distributed.checkpoint .*mpcore checkpoint convert"),
+        ("iter_1/__0_0.distcp iter_1/.metadata iter_1/common.pt", "torch_dist .*in pickles, .*Megatron Bridge"),
+        ("g/mp_rank_00_model_states.pt", rf"DeepSpeed \(.*{_DEEPSPEED}"),
+        ("g/zero_pp_rank_0_mp_rank_00_model_states.pt", rf"ZeRO-3 .*{_DEEPSPEED}"),
+        ("mp_rank_00_model_states.pt bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", rf"ZeRO-2 .*{_DEEPSPEED}"),
+        ("u/zero/model.weight/fp32.pt", "DeepSpeed, universal .*go back to the checkpoint it was made of"),
         ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-LM .*Megatron Bridge"),
+        ("config.json pytorch_model.bin", "transformers .*in pickles, .*save_pretrained of transformers"),
     ],
 )
-def test_checkpoints_of_other_libraries_are_refused_with_the_way_out(tmp_path, name, match):
-    (tmp_path / name).parent.mkdir(parents=True)
-    (tmp_path / name).write_bytes(b"")
-    for read in (open_hf, open_checkpoint, from_pretrained):
+def test_checkpoints_of_other_libraries_are_refused_with_the_way_out(tmp_path, names, match, capsys):
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    reads = [open_hf, open_checkpoint, from_pretrained, checkpoint.inspect]
+    reads.append(lambda path: checkpoint.load(path, torch.nn.Linear(1, 1), mesh=Mesh()))  # as run.load and --resume
+    for read in reads:
         with pytest.raises(ValueError, match=match):
             read(tmp_path)
+    assert mpcore_main(["checkpoint", "inspect", str(tmp_path)]) == 2
+    assert re.search(match, capsys.readouterr().err)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # a Trainer leaves both: this one is readable
+    with pytest.raises(ValueError, match=r"model.safetensors has 0 bytes|config.json"):
+        open_hf(tmp_path)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -583,7 +601,7 @@ def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
 
 LAST_V, LAST_Q = (f"model.layers.1.self_attn.{name}" for name in ("v_proj.weight", "q_proj.bias"))
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pickles only": (pickles_only, r"pickles \(pytorch_model.bin\), which run code .* convert them to safetensors"),
+    "pickles only": (pickles_only, r"\(pytorch_model.bin\), .* pickles, which run code .* convert them to safetensors"),
     "pickled safetensors": (
         lambda f: one_file(f).write_bytes(pickle.dumps(Payload(str(f / "ran")))),
         r"model.safetensors is damaged: a header of \d+ bytes",

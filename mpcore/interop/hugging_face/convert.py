@@ -28,7 +28,6 @@ from mpcore.interop.hugging_face.folder import (
     Source,
     open_hf,
     parts_of,
-    refuse_other_formats,
 )
 from mpcore.interop.hugging_face.writing import (
     SHARD_BYTES,
@@ -221,7 +220,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[M
     Raises:
         ValueError: if `path` is no checkpoint, is incomplete, or its configuration doesn't fit `spec`.
     """
-    refuse_other_formats(resolve(path))
     manifest = read_complete(resolve(path))
     try:
         config = spec.config(**manifest.config["model"])

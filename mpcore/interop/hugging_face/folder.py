@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry
+from mpcore.checkpoint.other_formats import refuse_other_format
 from mpcore.checkpoint.tensor_file import TensorFile, checksum, raw
 from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER
 from mpcore.interop.hugging_face.config import ModelSpec, architecture_of, read_config, read_json
@@ -145,7 +146,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
             tensor has another shape than config.json says.
     """
     folder = Path(folder)
-    refuse_other_formats(folder)
+    refuse_other_format(folder)
     values, config = read_json(folder / "config.json"), read_config(folder, spec=spec)
     files, where = open_files(folder)
     check_counts(folder / "config.json", values, files)
@@ -241,37 +242,9 @@ def check_counts(path: Path, values: Mapping[str, Any], files: Mapping[str, Tens
             raise ValueError(f"{path} has {key} {value}, but the files beside it hold {len(tensors)} tensors")
 
 
-def refuse_other_formats(folder: Path) -> None:
-    """Raise ValueError for a checkpoint of Megatron, torch.distributed.checkpoint or DeepSpeed: they hold pickles.
-
-    The message says how to convert the checkpoint.
-    """
-    for pattern, (kind, way) in _OTHER_FORMATS.items():
-        found = next(iter(sorted(folder.glob(pattern))), None)
-        if found is not None:
-            raise ValueError(
-                f"{folder} is a checkpoint of {kind} ({found.relative_to(folder)}), whose tensors lie in pickles, "
-                f"which run code when they are read: {way}"
-            )
-
-
 _FEW = 1024  # layers or experts, which are built in a second
 _COUNTS = {
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
     "num_nextn_predict_layers", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
     "moe_num_experts",
 }  # fmt: skip
-_DEEPSPEED = "run its zero_to_fp32.py with --safe_serialization, and put the config.json of the model beside the result"
-_OTHER_FORMATS = {
-    "**/*.distcp": (
-        "torch.distributed.checkpoint, as Megatron-Core's torch_dist",
-        "export it to a Hugging Face folder where it was written, such as with Megatron Bridge",
-    ),
-    "**/zero_pp_rank_*_model_states.pt": ("DeepSpeed, ZeRO-3", _DEEPSPEED),
-    "**/mp_rank_*_model_states.pt": ("DeepSpeed", _DEEPSPEED),
-    "**/zero/*/fp32.pt": ("DeepSpeed, universal", f"go back to the checkpoint it was made of; {_DEEPSPEED}"),
-    "**/mp_rank_*/model_optim_rng.pt": (
-        "Megatron-LM",
-        "export it to a Hugging Face folder where it was written, such as with Megatron Bridge",
-    ),
-}

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpcore.checkpoint.other_formats import refuse_other_format
 from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile
 from mpcore.interop.hugging_face.boxes import Weights
 from mpcore.interop.hugging_face.config import read_json
-from mpcore.interop.hugging_face.folder import check_counts, open_files, refuse_other_formats
+from mpcore.interop.hugging_face.folder import check_counts, open_files
 from mpcore.interop.hugging_face.pretrained import held_tensors, saved_state
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, transformers_module
 from mpcore.interop.parallelize import parallelize
@@ -115,7 +116,7 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
         raise ValueError(
             f"{path} is no folder: download the model first, such as with huggingface_hub.snapshot_download"
         )
-    refuse_other_formats(path)
+    refuse_other_format(path)
     transformers = transformers_module()
     values, (files, where) = read_json(path / "config.json"), open_files(path)
     _refuse_kernels(path / "config.json", values)
