@@ -65,7 +65,8 @@ def import_dcp(
                 names[f"optimizer/{where[3]}/{where[2]}"] = name
     if not names:
         raise ValueError(f"{folder} holds no tensors of a model: its names are {sorted(paths)[:5]}")
-    stored = {ours: metadata.state_dict_metadata[name] for ours, name in names.items()}
+    found = {ours: metadata.state_dict_metadata[name] for ours, name in names.items()}
+    stored = {ours: each for ours, each in found.items() if isinstance(each, TensorStorageMetadata)}
     for ours, tensor in stored.items():
         boxes = {tuple(zip(box.offsets, box.sizes, strict=True)) for box in tensor.chunks if 0 not in box.sizes}
         if not tiles([*boxes], tensor.size):

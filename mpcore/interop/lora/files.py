@@ -279,10 +279,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the file is missing or damaged, or asks for an unsupported feature.
     """
-    defaults = {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}  # PEFT's
+    defaults: dict[str, Any] = {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}  # PEFT's
     try:
         said = json.loads(path.read_text())
-        found = {name: defaults.get(name) if said.get(name) is None else said[name] for name in _READ}
+        found: dict[str, Any] = {name: defaults.get(name) if said.get(name) is None else said[name] for name in _READ}
         found["r"], found["lora_alpha"] = int(said["r"]), float(found["lora_alpha"])
         found |= {name: dict(found[name] or {}) for name in ("rank_pattern", "alpha_pattern")}
         found["modules_to_save"] = [*(found["modules_to_save"] or [])]
