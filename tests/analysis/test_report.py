@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.report import COLOURS, COMPUTE, LEGEND, MARKERS, WORDS, draw, explain, table, why
@@ -170,13 +169,13 @@ def test_layouts_are_points_in_the_colour_of_their_tp_and_the_best_are_named(dra
     line, room = axes.lines
     assert line.get_xydata().tolist() == [[8, 1], [4, 2], [1, 9]]
     assert room.get_xdata() == [9, 9]
-    assert {text.get_text(): text.xy for text in axes.texts} == {"1": (8, 1), "2": (4, 2), "3": (1, 9)}  # type: ignore[attr-defined]
+    assert {text.get_text(): text.xy for text in axes.texts} == {"1": (8, 1), "2": (4, 2), "5": (1, 9)}  # type: ignore[attr-defined]
     low, high = axes.get_ylim()
     assert (low, high) == (0, pytest.approx(1.05 * 4 * 1)), "four times the fastest at most"
     assert "9.0" in axes.get_xlabel()
     title = axes.get_title(loc="left").splitlines()
     assert title[0].endswith("on test:")
-    assert title[1:] == ["1  --tp 8 --n=0", "2  --n=1", "3  --n=4"]
+    assert title[1:] == ["row 1: --tp 8 --n=0", "row 2: --n=1", "row 5: --n=4"]
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == list(dots)
@@ -198,38 +197,3 @@ def test_eight_are_named_and_colours_repeat(drawn):
     paths = [c.get_paths()[0].vertices.tolist() for c in axes.collections]
     assert paths[:4] == paths[8:12]
     assert len({str(p) for p in paths}) == 8
-
-
-def title_of(axes: Any) -> Any:
-    """The text artist of a picture's title."""
-    (found,) = axes.findobj(lambda artist: isinstance(artist, Text) and artist.get_text() == axes.get_title(loc="left"))
-    return found
-
-
-def test_points_are_small_and_pale_and_the_best_are_marked_in_black(drawn):
-    draw([fits(1.0, 2 * GIB), fits(3.0, GIB)], MACHINE, "x.png")
-    figure = drawn[0][0]
-    (axes,) = figure.axes
-    assert figure.get_size_inches().tolist() == [9, 5.5]
-    assert figure.get_layout_engine() is not None, "constrained: the title is not cut"
-    (dots,) = axes.collections
-    assert (dots.get_sizes().tolist(), dots.get_alpha(), dots.get_linewidths().tolist()) == ([22], 0.7, [0])
-    line, room = axes.lines
-    assert (line.get_color(), line.get_linewidth(), line.get_zorder()) == ("#000000", 0.8, 0)
-    assert (room.get_color(), room.get_linewidth(), room.get_linestyle()) == ("#000000", 1, "--")
-    for text in axes.texts:
-        assert (text.get_fontsize(), text.get_fontweight()) == (9, "bold")
-        assert (text.xyann, text.anncoords) == ((3, 4), "offset points"), "beside its point"  # type: ignore[attr-defined]
-    legend = axes.get_legend()
-    assert not legend.get_frame_on()
-    assert legend.get_texts()[0].get_fontsize() == 8
-    assert title_of(axes).get_fontsize() == 7
-    assert axes.get_xlabel()
-    assert axes.get_ylabel()
-
-
-def test_a_picture_is_written_at_150_dots_per_inch(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **named: told.append(named))
-    draw([fits(1.0, 2 * GIB)], MACHINE, "x.png")
-    assert told == [{"dpi": 150}]

@@ -181,7 +181,7 @@ def parallelize(
         guard_generate(model, *sharding)
     for axis in sharding:
         model.register_forward_pre_hook(partial(_refuse_ddp, axis))
-        _refuse_fsdp(model, axis)
+        model.register_forward_pre_hook(_RefuseFSDP(axis))
     if shares_loss:
         model.register_forward_hook(BalanceLoss(ep, data), with_kwargs=True)
     return model
@@ -224,13 +224,17 @@ def _refuse_ddp(axis: Axis, *_: Any) -> None:
         )
 
 
-def _refuse_fsdp(model: nn.Module, axis: Axis) -> None:
-    """Make the first forward raise if the caller's `fully_shard` takes ranks of the axis for replicas."""
+class _RefuseFSDP:
+    """Raises in the first forward if the caller's `fully_shard` takes ranks of the axis for replicas."""
 
-    def first(module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() or axis.group is None:
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.checked = axis, False
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        axis = self.axis
+        if self.checked or torch.compiler.is_compiling() or axis.group is None:
             return
-        handle.remove()
+        self.checked = True
         ranks = set() if state_of(module).units else ranks_of_units(module)  # shard_data_parallel has the right ranks
         both = ranks & {*torch.distributed.get_process_group_ranks(axis.group)} if ranks else set()
         if len(both) > 1:
@@ -239,8 +243,6 @@ def _refuse_fsdp(model: nn.Module, axis: Axis) -> None:
                 f"{axis.size}, which hold different shards, for replicas: parallelize a new model, and give it to "
                 f"mpcore.prepare"
             )
-
-    handle = model.register_forward_pre_hook(first)
 
 
 def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
