@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         ValueError, lambda: stored.transformers_module("nothing")
     ),
     r"a: up has a lora_A alone, of lora_A and lora_B": (
-        ValueError, lambda: _keys(SimpleNamespace(path="a", header=["base_model.model.up.lora_A.weight"]))  # type: ignore[arg-type]
+        ValueError, lambda: _keys(SimpleNamespace(path="a", header=["base_model.model.up.lora_A.weight"]), [])  # type: ignore[arg-type]
     ),
     r"activation .* fails on a tensor \(2, 64\) on the CPU: .* argument": (ValueError, lambda: _tried(torch.cat)),  # type: ignore[arg-type]
     r"unexpected keyword arguments \['biass'\]: AttentionOptions has \['causal', ": (
