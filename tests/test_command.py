@@ -116,12 +116,12 @@ def test_torchrun_ends_with_what_failed(tmp_path, monkeypatch):
 
 def test_the_page_on_commands_lists_all():
     text = (ROOT / "docs" / "commands.md").read_text()
-    assert re.findall(r"^\| `mpcore (\w+)`", text, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^\| `mpcore ([\w-]+)`", text, re.MULTILINE) == list(COMMANDS)
 
 
 def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(capsys):
     assert main([]) == 0
-    listed = re.findall(r"^  (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    listed = re.findall(r"^  ([\w-]+) ", capsys.readouterr().out, re.MULTILINE)
     assert listed == list(COMMANDS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"mpcore {__version__}\n"

@@ -48,6 +48,8 @@ from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_f
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
 from mpcore.layers.module import normal, uniform
+from mpcore.layers.moe.biased import BiasedExperts
+from mpcore.layers.moe.experts import Experts
 from mpcore.mesh.launch import Launch
 from mpcore.pipeline import Pipeline, partition
 from mpcore.sharding.declare import cut
@@ -109,6 +111,7 @@ MOE = {
     "bias_rate": (0.0, 0.1),
     "bias": (False, True),
     "jitter": (0.0, 0.5),
+    "expert_class": (Experts, BiasedExperts),
     "capacity_factor": (None, 0.3),
 }
 LINEAR_FP8 = (
@@ -452,9 +455,11 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.suggest_plan: {"tp": 2, "ep": 1, "example": None, "sequence_parallel": False},
     mp.simulate: {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": None, "ranks": None, "mesh": None},
     mp.training.StepResult: {"repeats": 0},
-    add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0},
+    add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0,
+               "rank_pattern": None, "alpha_pattern": None, "use_rslora": False},
     mp.parallelize: {
-        "plan": "auto", "etp": None, "context": "zigzag", "check": True, "example": None, "skip": (), "strict": False,
+        "plan": "auto", "etp": None, "data": None, "context": "zigzag", "check": True, "example": None, "skip": (),
+        "strict": False,
     },
     Pipeline: {"schedule": "1f1b", "trace": False, "after_backward": None},
     mp.parallel.shard_data_parallel: {

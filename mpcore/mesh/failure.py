@@ -26,7 +26,7 @@ def report_failures(rank: int) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix=f"mpcore-rank{rank}-", delete=False) as file:
             traceback.print_exception(kind, error, trace, file=file)
         cause = f"rank {rank} failed: {kind.__name__}: {error} (traceback: {file.name})"
-        print(cause, file=sys.stderr)
+        sys.stderr.write(f"{cause}\n")
         Path(told).write_text(json.dumps({"message": cause, "timestamp": int(time.time())}))
 
     if told:

@@ -46,7 +46,7 @@ def from_config() -> Parser:
         "(.toml), nanotron (.yaml), gpt-neox (.yml) or DeepSpeed (.json); list what differs.",
         examples=["mpcore from-config train.sh", "mpcore from-config llama3_8b.toml --out runs/llama3.toml"],
     )
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the settings of the other trainer")
     parser.add_argument("--out", type=Path, default=Path("run.toml"), help="the file to write (default run.toml)")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser
