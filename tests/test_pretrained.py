@@ -256,8 +256,9 @@ def test_a_rank_holds_its_shards_and_one_whole_tensor(ranks, tmp_path):
 def test_a_host_reads_a_checkpoint_once_and_a_rank_holds_its_shards(ranks, tmp_path, layout, layers, width):
     """Bytes of 4 ranks of one host, for 36 MB; of 370 MB also the memory beyond a rank's shards."""
     names = [str(tmp_path / name) for name in ("small", "in", "small out", "out")]
-    pretrained_memory.make(names[0], 2, 64)
-    total, _ = pretrained_memory.make(names[1], layers, width)
+    experts = "ep" in pretrained_memory.LAYOUTS[layout][0]
+    pretrained_memory.make(names[0], 2, 64, experts)
+    total, _ = pretrained_memory.make(names[1], layers, width, experts)
     ranks(4, pretrained_memory.measure, names[0], names[2], *pretrained_memory.LAYOUTS[layout])  # loads the code
     found = ranks(4, pretrained_memory.measure, names[1], names[3], *pretrained_memory.LAYOUTS[layout])
     assert 1.0 <= sum(each["copied"] for each in found) / total <= 1.2

@@ -491,13 +491,13 @@ def check_tiles(table):
     assert table.keys() == {"forward", "dkdv", "dq"}
     for of_kernel in table.values():
         sizes = []
-        assert list(of_kernel) == [64, 128, 256]
+        assert list(of_kernel) in ([64, 128, 256], [64, 128, 256, (256, 128)])
         for plain, masked in of_kernel.values():
             for n in (*plain, *masked):
                 assert n in (16, 32, 64, 128)
             assert math.prod(masked) <= math.prod(plain)
             sizes.append((math.prod(plain), math.prod(masked)))
-        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[:3] == sorted(sizes[:3], reverse=True)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -526,7 +526,8 @@ def test_which_tile_a_launch_has(K, V, options, width, column, target):
     with fake_gpu(target):
         for kernel in ("forward", "dkdv", "dq"):
             stages, warps = (1, 4) if target == "gfx942" else (3, 8)
-            wanted = TARGETS[target][kernel][width][column]
+            of_kernel = TARGETS[target][kernel]
+            wanted = of_kernel.get((width, V), of_kernel[width])[column]
             assert tiles.tile(kernel, q, v, scores) == (wanted, stages, warps)
             exact = tiles.tile(kernel, q.float(), v.float(), scores)  # no matrix instruction computes float32 exactly
             assert exact == ((16, 16) if width == 256 else (32, 32), 1, 8)

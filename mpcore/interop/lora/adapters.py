@@ -360,7 +360,7 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
         if name in grouped:
             p = layer.get_parameter(grouped[name])
             axes = [shard.axis for shard in sharding_of(layer, grouped[name], p).shards]
-            if hasattr(layer, f"{grouped[name]}{_CHILD}"):
+            if f"{grouped[name]}{_CHILD}" in dict(layer.named_children()):
                 refused[name] = "has an adapter already: merge_lora(model) first"
             elif any(axis.sums is not None for axis in axes):
                 refused[name] = "is on a mesh with invariant numerics, which an adapter doesn't have: use build_mesh's"
