@@ -21,6 +21,7 @@ NO_RANKS = {
     ".": ("checkpoint_checksum", "checkpoint_fuzz", "cross_replica_hash", "floors",
           "notebooks", "plan", "replay"),
     "examples": ("data", "latent_attention", "prepare", "tokenizer"),
+    "laws": ("pairs", "steps"),
     "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }  # fmt: skip

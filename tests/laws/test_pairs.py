@@ -22,6 +22,7 @@ from mpcore.layers.linear import ParallelLinear
 from tests.laws.cases import CASES, B, Block, Case, D, T
 from tests.laws.features import FEATURES, REFUSED, Feature
 
+pytestmark = pytest.mark.timeout(900)  # they run beside others, at the lowest priority
 STEPS, TOLERANCE = 2, 1e-10
 EQUAL, IS_REFUSED = "equal", "refused"
 RULE = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}  # a large eps: the gradient's scale matters

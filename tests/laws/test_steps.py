@@ -27,6 +27,7 @@ from tests.oracles.settings import Settings
 from tests.oracles.training import build_optimizers, cross_entropy
 
 Row = Mapping[str, Any]
+pytestmark = pytest.mark.timeout(900)  # they run beside others, at the lowest priority
 FACTORS: dict[str, tuple] = {
     "tp": (1, 2),
     "sequence parallel": (False, True),
