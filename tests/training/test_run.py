@@ -287,8 +287,9 @@ def test_each_data_rank_of_each_worker_has_consecutive_samples():
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list:
-    """The calls of `save`, `save_async` and `load`, which change nothing."""
+def calls(monkeypatch, tmp_path) -> list:
+    """The calls of `save`, `save_async` and `load`, which change nothing; the run's lock is in a new folder."""
+    monkeypatch.chdir(tmp_path)
     found: list = []
     answer = SimpleNamespace(step=5, extra={"scale": 4.0, "good_steps": 3.0})
     monkeypatch.setattr(module, "save", lambda *given, **how: found.append(("save", given, how)))
