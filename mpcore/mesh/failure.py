@@ -8,8 +8,23 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # names the file in which torchrun looks for the cause of a failure
+
+
+def tell_launcher(text: str) -> None:
+    """Write the root cause for torchrun, which prints it below its own traceback. Without torchrun, do nothing.
+
+    Args:
+        text: what failed on this rank, in a line or two.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def report_failures(rank: int) -> None:
@@ -20,14 +35,13 @@ def report_failures(rank: int) -> None:
     Args:
         rank: the rank of this process.
     """
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # where torchrun looks for the cause of a failure
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix=f"mpcore-rank{rank}-", delete=False) as file:
             traceback.print_exception(kind, error, trace, file=file)
         cause = f"rank {rank} failed: {kind.__name__}: {error} (traceback: {file.name})"
         sys.stderr.write(f"{cause}\n")
-        Path(told).write_text(json.dumps({"message": cause, "timestamp": int(time.time())}))
+        tell_launcher(cause)
 
-    if told:
+    if os.environ.get(ERROR_FILE):
         sys.excepthook = report

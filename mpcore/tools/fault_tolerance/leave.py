@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from mpcore._torch.distributed import clone_store
 from mpcore.mesh.agreement import name_ranks
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.failure import tell_launcher
 from mpcore.mesh.log import get_logger
 from mpcore.mesh.secret import printable, seal, unseal
 from mpcore.tools.fault_tolerance.trace import give_no_answer, last_call
@@ -275,18 +275,6 @@ def write_new(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with open(path, "x") as file:
         file.write(text)
-
-
-def tell_launcher(text: str) -> None:
-    """Write the root cause for torchrun, which prints it below its own traceback. Without torchrun, do nothing.
-
-    Args:
-        text: what failed on this rank, in a line or two.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def store_address(store: dist.Store) -> str:
