@@ -32,6 +32,10 @@ COMMANDS = {
         "mpcore.tools.simulation.replay",
         "play a step of a run again, and name the first operator that isn't finite",
     ),
+    "coordinate-check": (
+        "mpcore.tools.coordinate_check",
+        "check that activations keep their size over widths",
+    ),
     "documents": ("mpcore.tools.documents", "list the documents behind a step of a run, or behind its spikes"),
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }
@@ -41,7 +45,7 @@ TAKES_NAME = ("plan", "calibrate", "memory", "ledger")
 
 def usage() -> str:
     """Return the list of commands."""
-    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<18}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         ["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one", STATUS]
     )

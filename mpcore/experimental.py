@@ -6,6 +6,8 @@ from mpcore.experimental import LocalUpdates
 from mpcore.layers.gated_delta_net import DeltaCache, GatedDeltaNet, gated_delta_rule
 from mpcore.layers.moe.biased import BiasedExperts, BiasedGroupedLinear, clamped_swiglu
 from mpcore.layers.multi_token import MultiTokenPrediction, shift_tokens
+from mpcore.optim.mup import Mup, apply_mup
+from mpcore.tools.coordinate_check import coordinate_check
 from mpcore.tools.invariant import make_invariant
 from mpcore.tools.local_updates import DiLoCo, LocalUpdates
 from mpcore.tools.simulation import simulate
@@ -18,7 +20,10 @@ __all__ = [
     "GatedDeltaNet",
     "LocalUpdates",
     "MultiTokenPrediction",
+    "Mup",
+    "apply_mup",
     "clamped_swiglu",
+    "coordinate_check",
     "gated_delta_rule",
     "make_invariant",
     "shift_tokens",

@@ -52,6 +52,26 @@ def from_config() -> Parser:
     return parser
 
 
+def coordinate_check() -> Parser:
+    """Return the parser of `mpcore coordinate-check`."""
+    parser = Parser(
+        prog="mpcore coordinate-check",
+        description="Train a model at several widths for a few steps, and check that its activations keep their size: "
+        "what muP promises. Each layout must have the activations of one process.",
+        examples=[
+            "mpcore coordinate-check examples.mup:train --widths 32,64,128,256 --layouts tp2,dp2 --out mup.svg",
+            "mpcore coordinate-check examples.mup:standard",
+        ],
+    )
+    parser.add_argument("train", metavar="TRAIN", help="package.module:function, called as train(width, mesh)")
+    parser.add_argument("--widths", type=_sizes, default=[64, 128, 256], help="default 64,128,256")
+    parser.add_argument("--layouts", type=_names, default=[], help="such as tp2,pp2: also try these axes")
+    parser.add_argument("--steps", type=int, default=4, help="steps to train (default 4)")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="relative difference of layouts (default 1e-3)")
+    parser.add_argument("--out", type=Path, help="draw a plot, such as mup.svg")
+    return parser
+
+
 def explain() -> Parser:
     """Return the parser of `mpcore explain`."""
     parser = Parser(
@@ -306,6 +326,10 @@ def _sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{min(sizes)} is no size of an axis")
     return sizes
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def calibrate() -> Parser:

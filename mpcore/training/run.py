@@ -261,7 +261,8 @@ class Run:
         Then drop the gradients, and update the routers' biases. The host waits for the device once.
 
         Args:
-            lr: the learning rate to set in every parameter group; None: leave the groups' learning rates unchanged.
+            lr: the learning rate to set in every parameter group, times the group's "lr_scale" if it has one; None:
+                leave the groups' learning rates unchanged.
 
         Returns:
             The `StepResult`.
@@ -272,7 +273,7 @@ class Run:
         norm = self.finish_gradients()
         if lr is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
         loss, length, *steps = torch.stack([self._loss.to(norm), norm, *self._steps]).tolist()
         check_steps(self.mesh, self.step, *steps)
         finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike

@@ -1,0 +1,129 @@
+"""muP: rules of the paper's table 3 by hand, one training on every layout, and activations that keep their size."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpcore as mp
+from examples.mup import BASE, Stage, standard, train
+from mpcore.experimental import apply_mup, coordinate_check, simulate
+from mpcore.layers import materialize
+from mpcore.sharding.state_dict import full_state_dict
+
+WIDTH = 96  # three times the base width; 6 heads
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp3": {"tp": 3},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
+}
+SCALED = {"qkv": (0.5, 1), "output": (0.5, 1), "up": (0.5, 1), "down": (0.5, 1), "head": (1, 1), "embedding": (0, 0)}
+
+
+def losses(mesh: mp.Mesh, zero: int) -> list[float]:
+    run, batch = train(WIDTH, mesh, zero=zero)
+    found = []
+    for step in range(3):
+        run.forward_backward(**batch)
+        found.append(run.optimizer_step(lr=1e-2 / (step + 1)).loss)
+    rates = [(group["lr"], group["lr_scale"]) for group in run.optimizer.param_groups]
+    assert rates == [(1e-2 / 3 * scale, scale) for scale in (1.0, BASE / WIDTH, 1.0)]
+    return found
+
+
+def test_values_and_rates() -> None:
+    """std = base std * (n0/n)^a and lr = base lr * (n0/n)^b, with (a, b) of SCALED; other parameters stay."""
+
+    def built(mup: bool) -> tuple[dict, dict]:
+        with torch.device("meta"):
+            model, base = Stage(WIDTH, mp.Mesh(), mp.Axis()), Stage(BASE, mp.Mesh(), mp.Axis())
+        rates = apply_mup(model, base) if mup else None
+        materialize(model, 0)
+        names = {p: name for name, p in model.named_parameters()}
+        groups = rates.groups(model, lr=1.0, weight_decay=0.3) if rates else []
+        return full_state_dict(model), {
+            names[p]: (g["lr"], g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]
+        }
+
+    (values, rates), (before, _) = built(True), built(False)
+    for name, value in values.items():
+        place = name.split(".")[-2]
+        a, b = SCALED.get(place, (0, 0)) if value.dim() > 1 else (0, 0)
+        torch.testing.assert_close(value, before[name] * 3.0**-a)
+        lr = 3.0**-b
+        assert rates[name] == pytest.approx((lr, lr, 0.3 / lr if value.dim() > 1 else 0.0)), name
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, zero: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        one, *others = [*simulate(losses, 0), *simulate(losses, zero, **LAYOUTS[layout])]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(found == pytest.approx(one, rel=1e-11) for found in others)
+
+
+def test_coordinates() -> None:
+    """Flat with muP on two layouts; standard parametrization grows."""
+    widths = (32, 96, 256)
+    for layout in ("tp1", "tp2"):
+        assert not coordinate_check(train, widths, 3, layout).growing
+    assert len(coordinate_check(standard, widths, 3).growing) > 5
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = mp.VocabParallelEmbedding(8, width)
+        self.head = mp.ColumnParallelLinear(width, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Own(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(width, width))
+
+
+def attention(width: int) -> nn.Module:
+    return mp.ParallelAttention(width, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Tied, ["embedding.weight", "Untie", "by 0.5"]),
+        (Own, ["matrix", "Own", "kinds"]),
+        (attention, ["heads of 8 in place of 4", ".scale = 0.25"]),
+        (lambda width: nn.Linear(width, 4, device="meta"), ["weight", "0.707", "initialize=False"]),
+        (lambda width: nn.Sequential(*(nn.Linear(8, 8) for _ in range(width // 8))), ["1.bias", "width only"]),
+    ],
+)
+def test_refusals(make, named: list[str]) -> None:
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
+        apply_mup(make(16), make(8))
+
+
+def test_neighbours() -> None:
+    """Values that exist are scaled once; a named kind and a smaller `scale` of the scores are taken."""
+    torch.manual_seed(0)
+    wide, narrow = Own(16), Own(8)
+    before = wide.matrix.detach().clone()
+    mup = apply_mup(wide, narrow, kinds={"matrix": "hidden"})
+    torch.testing.assert_close(wide.matrix.detach(), before / 2**0.5)
+    assert mup.factors == {"matrix": 0.5}
+    model, base = (mp.ColumnParallelLinear(width, width, init=nn.init.normal_) for width in (16, 8))
+    apply_mup(model, base)
+    with pytest.raises(ValueError, match="weight is scaled already"):
+        apply_mup(model, base)
+    heads = mp.ParallelAttention(16, num_heads=2)
+    heads.scale = 0.25
+    apply_mup(heads, attention(8))
+    with pytest.raises(ValueError, match="adapter"):
+        mup.groups(nn.ModuleDict({"adapter": nn.Linear(2, 2)}), 1.0)
