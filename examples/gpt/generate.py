@@ -109,16 +109,16 @@ def _draw(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
     return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=draws))
 
 
-def load_model(path: str | Path) -> GPT:
-    """Load the whole model of a checkpoint of any layout.
+def load_model(path: str | Path, mesh: Mesh = Mesh()) -> GPT:
+    """Load the model of a checkpoint of any layout; the ranks of `mesh.tp` each load their shards.
 
     Raises:
         ValueError, OSError: if it can't be read.
     """
     manifest, _, config = open_checkpoint(path)
-    model = GPT(config, device="meta", dtype=DTYPES[manifest.tensors["model/norm.weight"].dtype])
-    materialize(model, 0)
-    load(path, model, mesh=Mesh())
+    model = GPT(config, mesh, device="meta", dtype=DTYPES[manifest.tensors["model/norm.weight"].dtype])
+    materialize(model, 0, mesh.device)
+    load(path, model, mesh=mesh)
     return model
 
 

@@ -1,0 +1,124 @@
+"""`interop.lm_eval.Model` on layouts gives the numbers that lm-eval-harness computes for the dense model itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpcore as mp
+from examples.gpt.generate import load_model
+from examples.gpt.pretrain import main as pretrain
+from examples.gpt.tokenizer import ByteTokenizer
+from tests.lora_models import build, token_loss
+from tests.pool import mesh
+
+lm_eval = pytest.importorskip("lm_eval")
+tokenizers, hf = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+
+HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
+Model = pytest.importorskip("mpcore.interop.lm_eval").Model
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,?"
+LAYOUTS = {
+    "tp2": (2, {"tp": 2}, None),
+    "tp2 zero3": (4, {"tp": 2}, mp.Zero(3)),
+    "pp2": (2, {"pp": 2}, mp.Zero(0)),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2}, mp.Zero(0)),
+}
+
+
+def tokenizer_of_letters():
+    words = {letter: i for i, letter in enumerate([*LETTERS, "<unk>", "<eos>", "<bos>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<eos>"
+    )
+
+
+def tasks(folder: Path) -> list[dict]:
+    """A choice between answers, the perplexity of texts longer than the model's 16 tokens, and generated text."""
+    texts = ["is it?", "a", "x, y and so on"]
+    rows = [{"q": text, "a": ["yes", "no", " maybe"], "i": i} for i, text in enumerate(texts)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 3))
+    files = {"data_files": {"test": str(folder / "rows.jsonl")}}
+    told = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test", "doc_to_text": "{{q}}"}
+    choice = {"doc_to_choice": "{{a}}", "doc_to_target": "{{i}}", "metric_list": [{"metric": "acc"}]}
+    rolling = {"doc_to_text": "", "doc_to_target": "{{q}} {{q}}, {{q}}", "metric_list": [{"metric": "byte_perplexity"}]}
+    write = {"doc_to_target": "yes", "metric_list": [{"metric": "exact_match"}]}
+    write["generation_kwargs"] = {"until": ["k", "\n"], "max_gen_toks": 6, "do_sample": False}
+    return [
+        {**told, "task": "choice", "output_type": "multiple_choice", **choice},
+        {**told, "task": "rolling", "output_type": "loglikelihood_rolling", **rolling},
+        {**told, "task": "write", "output_type": "generate_until", **write},
+    ]
+
+
+def evaluated(model, folder: Path) -> str:
+    """Every number and answer of lm-eval's report, floats to 12 digits."""
+    return numbers(lm_eval.simple_evaluate(model=model, tasks=tasks(folder), bootstrap_iters=0))
+
+
+def numbers(found: dict) -> str:
+    answers = {task: [sample["filtered_resps"] for sample in samples] for task, samples in found["samples"].items()}
+    return re.sub(r"\d+\.\d+(e-?\d+)?", lambda x: f"{float(x[0]):.12g}", json.dumps([found["results"], answers]))
+
+
+def check_layout(layout: str, folder: Path) -> None:
+    _, sizes, data = LAYOUTS[layout]
+    on, model = mesh(**sizes), build("llama")
+    folder = folder / str(on.job.rank)
+    folder.mkdir()
+    if data is None:
+        held = mp.parallelize(model, tp=on.tp, check=False)
+    else:
+        if on.tp.size > 1:
+            mp.parallelize(model, tp=on.tp, check=False)
+        stages, blocks, plan = mp.pipeline_stages(model, on, micro_batches=2)
+        held = mp.prepare(
+            stages, on, blocks=blocks, schedule=plan, micro_batches=2, initialize=False, data=data,
+            loss=lambda out, target: token_loss(out.logits, target), optimizer=lambda model: mp.AdamW(model, lr=1e-2),
+        )  # fmt: skip
+    model = Model(held, tokenizer_of_letters(), on, batch_size=4, vocab_size=33, max_length=16)
+    (folder / "found.json").write_text(evaluated(model, folder))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("tp2", "pp2", "tp2 pp2") else ()) for name in LAYOUTS],
+)
+def test_every_layout_evaluates_as_the_dense_model(ranks, tmp_path, layout):
+    dense = HFLM(pretrained=build("llama"), tokenizer=tokenizer_of_letters(), batch_size=1)
+    want = evaluated(dense, tmp_path)
+    ranks(LAYOUTS[layout][0], check_layout, layout, tmp_path)
+    for rank in range(LAYOUTS[layout][0]):
+        assert (tmp_path / str(rank) / "found.json").read_text() == want
+
+
+def check_example(checkpoint: Path, folder: Path) -> str:
+    from examples.gpt.evaluate import evaluate
+
+    on = mesh(tp=2)
+    folder = folder / f"example{on.job.rank}"
+    folder.mkdir()
+    return numbers(evaluate(checkpoint, ByteTokenizer(), tasks(folder), on, bootstrap_iters=0))
+
+
+def test_a_checkpoint_of_the_example_gets_its_models_own_numbers(ranks, tmp_path, monkeypatch):
+    """On two ranks of tp, the numbers of the reference: the log-probabilities of a plain forward."""
+    monkeypatch.chdir(tmp_path)
+    flags: str = "--device cpu --steps 1 --layers 2 --d-model 16 --heads 2 --seq-len 64 --dtype float64 --out run"
+    assert pretrain([*flags.split()]) == 0
+    (checkpoint,) = tmp_path.glob("run/checkpoints/step-*")
+    found = [json.loads(each) for each in ranks(2, check_example, checkpoint, tmp_path)]
+    assert found[0] == found[1]
+    model, said = load_model(checkpoint).eval(), found[0][1]["choice"]
+    for answers, text in zip(said[:3], ["is it?", "a", "x, y and so on"], strict=True):
+        for (value, _), answer in zip(answers, ["yes", "no", " maybe"], strict=True):
+            ids = torch.tensor([ByteTokenizer().encode(f"{text} {answer}").astype(int)])
+            likely = model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])
+            assert float(value) == pytest.approx(likely[0, -len(answer) - 1 :].sum().item(), rel=1e-9)
