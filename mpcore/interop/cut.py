@@ -313,11 +313,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
 
 
 def _enlarged(trace: _Trace, small: nn.Module, model: nn.Module) -> _Trace:
-    """Return the trace of a model from the trace of its small copy: the model's modules and their outputs' sizes.
-
-    Raises:
-        ValueError: if it is unclear which size a dimension of an output has in the model.
-    """
+    """Return the trace of a model from the trace of its small copy: the model's modules and their outputs' sizes."""
     shapes = {}
     for name, shape in trace.shapes.items() if trace.before else ():
         given = dict(small.get_submodule(name).named_parameters())
@@ -368,11 +364,7 @@ def _check_whole(model: nn.Module) -> None:
 def _check_shared(
     model: nn.Module, where: str, layers: nn.Module, cut: list[range], trace: _Trace, plan: Schedule, mesh: Mesh
 ) -> str:
-    """Return the name of the embedding that the first and the last stage share, or "" if no parameter is shared.
-
-    Raises:
-        ValueError: if stages share any other parameter.
-    """
+    """Return the name of the embedding that the first and the last stage share, or "" if no parameter is shared."""
     holders: dict[nn.Parameter, set[int]] = {}
     parts = [[layers.get_submodule(str(i)) for i in held] for held in cut]
     parts[0] += trace.before.values()

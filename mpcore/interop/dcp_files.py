@@ -38,12 +38,6 @@ def import_dcp(
         folder: a folder that `dcp.save` or `export_dcp` wrote. Tensors keep their names, without a leading "model".
         path: the checkpoint to write. It must not exist.
         config: the configuration to store in it. None: that of `export_dcp`, or none.
-
-    Returns:
-        The names that were left out: all but the model, unless `export_dcp` wrote the folder.
-
-    Raises:
-        ValueError: if the folder is damaged, holds no tensors, or its metadata has objects other than DCP's own.
     """
     folder, path = Path(folder), Path(path)
     check_new(path)
@@ -111,13 +105,6 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
     """Write a DCP folder from a checkpoint of any layout, as `dcp.save(dcp_state_dict(model, mesh, optimizer))` does.
 
     A file `mpcore.json` beside it keeps the rest, such as step and config, for `import_dcp`.
-
-    Args:
-        path: the checkpoint. Every byte is checked.
-        folder: the folder to create.
-
-    Raises:
-        ValueError: if the checkpoint is damaged, or `folder` exists and is not empty.
     """
     source, folder = resolve(path), Path(folder)
     manifest = read_complete(source)

@@ -36,11 +36,7 @@ class _Part(NamedTuple):
 
 
 class Weights:
-    """The tensors of a folder, by the names that they have in the model.
-
-    Args:
-        dense: the unsharded model on the meta device (`dense_shape`).
-    """
+    """The tensors of a folder, by the names that they have in the model."""
 
     def __init__(self, dense: Any) -> None:
         self.dense = dense
@@ -51,16 +47,7 @@ class Weights:
         self.last: tuple[Group | None, dict[str, Tensor]] = None, {}
 
     def add(self, group: Group, keys: dict[str, str], files: dict[str, TensorFile]) -> None:
-        """Add a group of tensors that transformers converts together.
-
-        Args:
-            group: the group.
-            keys: by each name in the group, the name in the files.
-            files: the file of each of these names.
-
-        Raises:
-            ValueError: if a tensor has another shape than config.json says.
-        """
+        """Add a group of tensors that transformers converts together."""
         for key, like in group.files.items():
             file, found = files[keys[key]], tuple(files[keys[key]].header[keys[key]]["shape"])
             if found != tuple(like.shape):

@@ -191,11 +191,7 @@ class Fields:
         self.problems: list[str] = []
 
     def take(self, name: str, default: Any = NEEDED) -> Any:
-        """Return a field's value and remove the field. A missing field gives the default.
-
-        Raises:
-            ValueError: if the field is missing and has no default.
-        """
+        """Return a field's value and remove the field. A missing field gives the default."""
         if name not in self.left and default is NEEDED:
             raise ValueError(f"{self.where} has no {name}")
         found = self.left.pop(name, default)

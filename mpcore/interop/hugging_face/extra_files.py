@@ -97,14 +97,7 @@ def carried_by_checkpoint(path: str | os.PathLike[str]) -> ExtraFiles:
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Read the tokenizer files of a folder, or one file as tokenizer.json.
-
-    Returns:
-        The content of the files, by file name.
-
-    Raises:
-        ValueError: if there is no such file.
-    """
+    """Read the tokenizer files of a folder, or one file as tokenizer.json."""
     path = Path(path)
     found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
     if not found:

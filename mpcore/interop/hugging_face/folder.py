@@ -197,14 +197,7 @@ def _check_tie(source: Source, file: str) -> None:
 
 
 def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
-    """Open a folder's safetensors files.
-
-    Returns:
-        The open files by name, and the file name of each tensor.
-
-    Raises:
-        ValueError: if the weights are pickles, a file is missing or damaged, or the index doesn't fit the files.
-    """
+    """Open a folder's safetensors files."""
     names = ["model.safetensors"]
     index: dict[str, str] = {}
     if (folder / INDEX).is_file():

@@ -42,11 +42,7 @@ def class_of(model: nn.Module) -> Any:
 
 
 def dense_shape(model: nn.Module) -> Any:
-    """Create the unsharded model of a model's class and config, on the meta device.
-
-    Raises:
-        ValueError: if it is not a model of transformers, is quantized, or holds adapters of PEFT.
-    """
+    """Create the unsharded model of a model's class and config, on the meta device."""
     kind = class_of(model)
     config: Any = getattr(model, "config", None)
     if config is None or getattr(kind, "save_pretrained", None) is None:
@@ -110,11 +106,7 @@ def _revert(dense: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def transformers_module(name: str = "") -> Any:
-    """Import a module of transformers 5, which is an optional dependency.
-
-    Raises:
-        ValueError: if it isn't installed.
-    """
+    """Import a module of transformers 5, which is an optional dependency."""
     try:
         return import_module(f"transformers.{name}".rstrip("."))
     except ModuleNotFoundError as error:

@@ -70,9 +70,6 @@ def write_files(
         read: returns the tensor of a key. It is called in the order of `likes`.
         limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
         name: returns the name of a file from its index and the number of files.
-
-    Returns:
-        The record of each file by name, and the file and checksum of each tensor by key.
     """
     shards: list[list[str]] = [[]]
     total = 0

@@ -274,11 +274,7 @@ def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[st
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the fields `_READ` of a configuration.
-
-    Raises:
-        ValueError: if the file is missing or damaged, or asks for an unsupported feature.
-    """
+    """Read the fields `_READ` of a configuration."""
     defaults: dict[str, Any] = {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}  # PEFT's
     try:
         said = json.loads(path.read_text())

@@ -170,10 +170,6 @@ class LoRAProduct(WrappedProduct):
     """The product of a parallel linear layer that has an adapter.
 
     In a row-parallel layer, one reduction over tp sums the layer's and the adapter's products together.
-
-    Args:
-        base: the product without the adapter.
-        layer: the layer that holds the factors.
     """
 
     layer: LoRALayer

@@ -53,11 +53,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def unit_of(name: str, parent: nn.Module, style: Colwise, blocks: tuple[int, ...], tp: Axis) -> int:
-    """Return the number of consecutive output features of a layer that must stay on one rank.
-
-    Raises:
-        ValueError: if the output features are not a multiple of it, or tp doesn't divide the number of heads.
-    """
+    """Return the number of consecutive output features of a layer that must stay on one rank."""
     head_dim = head_dim_of(parent)
     if style.gather_output or (head_dim is None and style.unit is None):
         return 1
@@ -99,17 +95,7 @@ def _sharded(styles: list[Target]) -> Iterator[tuple[str, nn.Module, Colwise]]:
 
 
 def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = False) -> None:
-    """Check a plan against the model's sizes and attributes.
-
-    Args:
-        model: the model.
-        styles: the plan, resolved.
-        tp: the tensor-parallel axis.
-        own: whether the plan is the one that the model carries. Then fewer checks are made.
-
-    Raises:
-        ValueError: if the plan can't be right.
-    """
+    """Check a plan against the model's sizes and attributes."""
     check_local_sizes(styles, tp)
     if tp.size > 1:
         check_shared_parameters(model, styles, tp)

@@ -80,9 +80,6 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
         kind: the kind of context parallelism.
         documents: whether the unsharded model keeps packed documents apart. False: the forward refuses them.
         tp: the axis over which sequence parallelism shards the tokens again; None: it doesn't.
-
-    Raises:
-        ValueError: if the model's attention can't: it is no model of transformers, or doesn't ask the registry.
     """
     what = f"cp {cp.size}" if cp.size > 1 else "sequence parallelism"
     way_out = WAY_OUT if cp.size > 1 else "leave 'sequence_parallel' out of the plan"
@@ -347,9 +344,6 @@ def attend(
 
     Returns:
         [B, T/cp, H, V], and None in place of the weights.
-
-    Raises:
-        ValueError: before any communication, if the layer's attention can't be computed over cp.
     """
     kind, cp = type(module).__name__, getattr(module, "cp", None)
     if cp is None:
@@ -416,10 +410,6 @@ def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool 
 
     Returns:
         What is wrong, as text that names the first module that differs. None: nothing is wrong.
-
-    Raises:
-        ValueError: if the model's attention can't exchange keys.
-        CannotCheckError: if no copy can be made or run.
     """
     kind = "zigzag" if kind == "two-level" else kind
     length = size * LOCAL + 1
@@ -468,11 +458,7 @@ class LocalPositions(TorchFunctionMode):
 
 
 def tokens_of_example(prover: PlanTester, length: int) -> tuple[ModelCopy, dict[str, Tensor]]:
-    """Return the copy of a model, and `length` tokens among the arguments that its forward accepts, by name.
-
-    Raises:
-        CannotCheckError: if no copy can be made or run, or there are no tokens.
-    """
+    """Return the copy of a model, and `length` tokens among the arguments that its forward accepts, by name."""
     twin, (args, kwargs), _ = prover.whole
     names = list(inspect.signature(type(twin.model).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}

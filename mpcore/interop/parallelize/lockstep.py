@@ -34,16 +34,7 @@ def without_collectives() -> TorchDispatchMode:
 
 
 def lockstep_mesh(work: Callable[[Mesh], T], **sizes: int) -> list[T]:
-    """Call `work(mesh)` for each rank of a mesh, and return the results in rank order. Tensors must be on the CPU.
-
-    Args:
-        work: the function that each rank runs.
-        sizes: the sizes of the axes: tp, ep, etp and dp.
-
-    Raises:
-        UnequalError: if the ranks call different collectives.
-        Exception: the exception of the first rank whose `work` raised.
-    """
+    """Call `work(mesh)` for each rank of a mesh, and return the results in rank order. Tensors must be on the CPU."""
     try:
         etp = {"etp": sizes.pop("etp")} if "etp" in sizes else None
         return simulate(work, **sizes, mesh=etp)

@@ -234,11 +234,7 @@ def is_experts(style: str | Style | None) -> bool:
 
 
 def is_own(plan: Plan | str | None) -> bool:
-    """Return whether `plan` means the plan that the model carries.
-
-    Raises:
-        ValueError: if the plan is another string than "auto".
-    """
+    """Return whether `plan` means the plan that the model carries."""
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f"plan {plan!r} is neither 'auto' nor a mapping from name patterns to styles")
     return plan is None or plan == "auto"
@@ -248,9 +244,6 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
     """Return name, module and style of every module that the plan names. Each module appears once.
 
     The sizes of tp and ep choose what the model's own plan names (`model_plan`).
-
-    Raises:
-        ValueError: if a pattern matches nothing, a style is unknown, or two patterns disagree.
     """
     own = is_own(plan)
     rules: Plan = model_plan(model, tp, ep) if plan is None or isinstance(plan, str) else plan

@@ -94,11 +94,7 @@ class Mismatch(NamedTuple):
 
 
 def shapes_of(model: nn.Module) -> nn.Module:
-    """Copy a model before it is parallelized, for a `PlanTester`. The copy's parameters have no memory.
-
-    Raises:
-        CannotCheckError: if the model can't be copied.
-    """
+    """Copy a model before it is parallelized, for a `PlanTester`. The copy's parameters have no memory."""
     with real_tensors(), torch.device("cpu"):
         try:
             return shape_copy(model)
@@ -120,11 +116,7 @@ class PlanTester:
 
     @cached_property
     def whole(self) -> tuple[ModelCopy, Arguments, Run]:
-        """The twin, arguments that its forward accepts, and the results of its unsharded run.
-
-        Raises:
-            CannotCheckError: if no twin can be made or run.
-        """
+        """The twin, arguments that its forward accepts, and the results of its unsharded run."""
         with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             return _whole_run(self.shapes, self.example)
 
@@ -140,10 +132,6 @@ class PlanTester:
 
         Returns:
             What is wrong, as text that names the first module that differs. None: nothing is wrong.
-
-        Raises:
-            ValueError: if `cut` raises one.
-            CannotCheckError: if no twin can be made or run.
         """
         twin, arguments, first = self.whole
         sizes = _mesh_sizes(styles, size)

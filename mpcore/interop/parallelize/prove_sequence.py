@@ -18,18 +18,8 @@ from mpcore.mesh.axis import Axis
 def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
     """Compare a small random copy of a model with its sharded copy under sequence parallelism.
 
-    Args:
-        prover: the prover of the model before it is parallelized.
-        styles: the plan: a style by module name.
-        size: the number of ranks of tp.
-        cut: the function that shards a model in place for one rank.
-
     Returns:
         What is wrong, as text that names a module. None: nothing is wrong.
-
-    Raises:
-        ValueError: if `cut` raises one.
-        CannotCheckError: if no copy can be made or run.
     """
     length = size * LOCAL
     twin, given = tokens_of_example(prover, length)

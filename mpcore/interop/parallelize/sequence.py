@@ -21,11 +21,7 @@ from mpcore.sharding.declarations import add_partial
 
 
 def shards_tokens(styles: list[Target]) -> bool:
-    """Return whether a plan asks for sequence parallelism.
-
-    Raises:
-        ValueError: if it names another module than the model itself.
-    """
+    """Return whether a plan asks for sequence parallelism."""
     names = [name for name, _, style in styles if isinstance(style, SequenceParallel)]
     if names and names != [""]:
         raise ValueError(
@@ -36,11 +32,7 @@ def shards_tokens(styles: list[Target]) -> bool:
 
 
 def split_tokens(model: nn.Module, styles: list[Target], tp: Axis) -> None:
-    """Shard the tokens between the sharded layers of a model over tp, in place. The layers are sharded already.
-
-    Raises:
-        ValueError: if it is no model of transformers whose attention asks the registry, or has no output embeddings.
-    """
+    """Shard the tokens between the sharded layers of a model over tp, in place. The layers are sharded already."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ValueError(

@@ -152,14 +152,7 @@ def suggest_plan(
 
 
 def _why_replicated(twin: ModelCopy, region: _Region, wrong: str, tp: int) -> str:
-    """Return why no rank can compute a part of what lies between the layers of a region.
-
-    Args:
-        twin: the copy of the model.
-        region: the region.
-        wrong: what was wrong with the plan closest to one that shards the region's computation.
-        tp: the number of ranks.
-    """
+    """Return why no rank can compute a part of what lies between the layers of a region."""
     owner = twin.model.get_submodule(owner_of(twin.model, next(iter(region.columns))))
     heads = {name: value for name, value in vars(owner).items() if HEADS.fullmatch(name) and type(value) is int}
     if uneven := [f"{name} {value}" for name, value in heads.items() if value % tp]:

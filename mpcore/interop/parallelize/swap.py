@@ -43,11 +43,7 @@ Place = tuple[str, nn.Module, str]
 
 
 def swaps_of(model: nn.Module, styles: list[Target], tp: Axis) -> dict[int, Swap]:
-    """Return, by id of each module to replace, the module and its replacement on the meta device.
-
-    Raises:
-        ValueError: if a style doesn't fit its module, or tied weights would be sharded differently.
-    """
+    """Return, by id of each module to replace, the module and its replacement on the meta device."""
     swaps: dict[int, Swap] = {}
 
     def build(name: str, module: nn.Module, style: Style) -> None:
@@ -158,12 +154,7 @@ def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int,
 
 
 def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, Sharding]:
-    """Return the declaration of each parameter of an experts module that is sharded.
-
-    Raises:
-        ValueError: if the module lacks a parameter, ep doesn't divide the number of experts, or nothing says how the
-            parameters are arranged.
-    """
+    """Return the declaration of each parameter of an experts module that is sharded."""
     ep, etp, found = style.ep, style.inner(tp), {}
     hidden_of = style.hidden if ep.size > 1 and etp.size == 1 else style.hidden or _hidden_of(module)
     for leaf, hidden in hidden_of.items():
