@@ -35,10 +35,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P, int | None]], Callable[P, int]]:
     """Decorate a command to print its errors in one line and return status 2.
 
-    Args:
-        prog: the command's name in the printed line.
-        errors: exceptions to report besides ValueError and OSError. Others keep their traceback.
-
     Example:
         >>> from mpcore.tools.command_line import reports_errors
         >>> reports_errors("mpcore verify")(lambda name: None)("mine:build")
@@ -65,11 +61,7 @@ def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P,
 
 
 def find_object(name: str) -> Any:
-    """Import the object that a command line gives as `package.module:name`. The current folder is searched first.
-
-    Raises:
-        ValueError: if the module can't be imported, or has no such name.
-    """
+    """Import the object that a command line gives as `package.module:name`. The current folder is searched first."""
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # `python -m` adds it, a console script does not
@@ -88,12 +80,7 @@ def find_object(name: str) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` without abbreviations; it prints errors in one line, without the usage.
-
-    Args:
-        examples: command lines to print at the end of the help.
-        options: arguments of `argparse.ArgumentParser`.
-    """
+    """`argparse.ArgumentParser` without abbreviations; it prints errors in one line, without the usage."""
 
     def __init__(self, *, examples: Sequence[str] = (), **options: Any) -> None:
         shown = ["examples:", *(f"  {line}" for line in examples)] if examples else []

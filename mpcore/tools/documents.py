@@ -46,15 +46,7 @@ class Found(NamedTuple):
 
 
 class Text:
-    """The data of a run, as its config.json names it.
-
-    Args:
-        run: the folder of the run; of several workers, of one of them.
-        program: the module that trained it, with `parse`, `find_tokenizer`, `open_data` and `load_model`.
-
-    Raises:
-        ValueError, OSError: if its files or its data can't be read.
-    """
+    """The data of a run, as its config.json names it."""
 
     def __init__(self, run: Path, program: str) -> None:
         self.program = import_module(program)
@@ -80,11 +72,7 @@ class Text:
         ]
 
     def samples_of(self, step: int) -> range:
-        """Return the global indices of a step's samples.
-
-        Raises:
-            ValueError: if the run has no record of it.
-        """
+        """Return the global indices of a step's samples."""
         for entry in self.records:
             if entry["step"] == step:
                 return range(entry["samples"][0], entry["samples"][1] + 1)

@@ -28,16 +28,6 @@ def draw(spans: Sequence[Span], path: Path | str, *, title: str = "", unit: str 
     """Draw what each rank does over time: one row per rank, one box per action with its micro-batch.
 
     The first stage on a rank is drawn in full colour, later stages are lighter.
-
-    Args:
-        spans: the spans of `prove` or of `Pipeline.recorded`.
-        path: the picture's file; its suffix selects the format (.png, .svg, .pdf).
-        title: the title above the picture.
-        unit: the unit of the spans' times.
-
-    Raises:
-        ValueError: if there are no spans.
-        ImportError: if matplotlib is not installed.
     """
     spans = [span for span in spans if span.action.kind in COMPUTE]
     if not spans:

@@ -43,13 +43,7 @@ class Job(Protocol):
     boxes: dict[tuple, Any]
 
     def wait(self, ready: Callable[[], bool], polls: bool = False, inside: object = None) -> None:
-        """Let other ranks run until `ready()` is true.
-
-        Args:
-            ready: returns whether this rank can continue.
-            polls: whether to return also if no rank can continue.
-            inside: what this rank waits in: the value that `enters` returned, or a text.
-        """
+        """Let other ranks run until `ready()` is true."""
 
     def changed(self) -> None:
         """Note that some rank may be able to continue now."""
@@ -232,11 +226,7 @@ class _Box:
 
 
 class PythonGroup(_ProcessGroup):
-    """The methods that torch calls on a process group written in Python.
-
-    Args:
-        options: the options that torch passes to a backend with the extended interface.
-    """
+    """The methods that torch calls on a process group written in Python."""
 
     backend = ""
 
@@ -273,11 +263,7 @@ class PythonGroup(_ProcessGroup):
 
 
 class SimulatedGroup(PythonGroup):
-    """A process group of simulated ranks.
-
-    Args:
-        options: the options that torch passes to a backend with the extended interface.
-    """
+    """A process group of simulated ranks."""
 
     backend = BACKEND
 

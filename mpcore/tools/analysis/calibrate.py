@@ -107,19 +107,7 @@ class Result:
 def count_rows(
     rows: Sequence[Row], each: Callable[[int, int], None] = lambda done, of: None, stands_for_gpu: bool = True
 ) -> list[Run]:
-    """Count the layouts of rows.
-
-    Args:
-        rows: the rows.
-        each: called after each row with the number of rows done and the number of rows.
-        stands_for_gpu: whether to count the operators that a GPU runs, or those of a CPU.
-
-    Returns:
-        One `Run` per row.
-
-    Raises:
-        ValueError: if a layout is refused. The message names the row.
-    """
+    """Count the layouts of rows."""
     counters: dict[str, Counter] = {}
     runs = []
     for i, row in enumerate(rows, start=1):

@@ -90,14 +90,7 @@ class Verdict:
 
 
 def read_curves(run: Path) -> Curves:
-    """Read metrics.jsonl of a run's folder, and tensors.jsonl if it exists.
-
-    Args:
-        run: the folder.
-
-    Raises:
-        ValueError: if there is no metrics.jsonl.
-    """
+    """Read metrics.jsonl of a run's folder, and tensors.jsonl if it exists."""
     curves: Curves = {}
     path = run / "metrics.jsonl"
     if not path.is_file():
@@ -115,17 +108,7 @@ def read_curves(run: Path) -> Curves:
 
 
 def compare_runs(a: Curves, b: Curves, twins: Sequence[Curves], width: float = WIDTH) -> Verdict:
-    """Compare the curves of two runs.
-
-    Args:
-        a, b: the curves of the runs.
-        twins: the curves of at least two twins of run `a`.
-        width: half of the band's width, in spreads of the twins.
-
-    Raises:
-        ValueError: if there are fewer than two twins, no step is common to the runs and the twins, or one run lacks a
-            curve.
-    """
+    """Compare the curves of two runs."""
     if len(twins) < 2:
         raise ValueError(f"{len(twins)} twins don't show how far rounding goes: give at least 2, better 4")
     missing = next((key for key in sorted(a.keys() ^ b.keys())), None)

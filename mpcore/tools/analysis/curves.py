@@ -20,13 +20,7 @@ FILE = "tensors.jsonl"
 
 
 class TensorCurves:
-    """Writes the norm of each parameter and of its gradient, as clipped, to OUT/tensors.jsonl.
-
-    Args:
-        run: the prepared model.
-        every: steps between two lines; 0 writes none.
-        out: the run's folder.
-    """
+    """Writes the norm of each parameter and of its gradient, as clipped, to OUT/tensors.jsonl."""
 
     def __init__(self, run: Run, every: int, out: Path) -> None:
         self.run, self.every, self.writer = run, every, MetricsWriter(out / FILE)

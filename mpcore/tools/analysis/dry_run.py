@@ -103,11 +103,6 @@ def check_stages(build: Build, arguments: Sequence[str], **sizes: int) -> None:
     """Raise ValueError if the first two pipeline ranks have parameters of the same names, as `prepare` does.
 
     A parameter has its name in the unsharded model, so these ranks hold the same part of it, such as all of it.
-
-    Args:
-        build: the function that makes the rank's work. A `Model` numbers its blocks itself, and is not checked.
-        arguments: the second argument of `build`.
-        sizes: the sizes of the mesh's axes.
     """
     if sizes.get("pp", 1) == 1 or isinstance(build, Model):
         return
@@ -126,11 +121,7 @@ def check_stages(build: Build, arguments: Sequence[str], **sizes: int) -> None:
 
 @contextmanager
 def on_mesh(rank: int, **sizes: int) -> Iterator[Mesh]:
-    """Within this context, this process is one rank of a mesh whose other ranks don't exist.
-
-    Raises:
-        ValueError: if the mesh has no such rank.
-    """
+    """Within this context, this process is one rank of a mesh whose other ranks don't exist."""
     world = 1
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -144,11 +135,7 @@ def on_mesh(rank: int, **sizes: int) -> Iterator[Mesh]:
 
 
 def call_build(build: Build, mesh: Mesh, arguments: Sequence[str]) -> Work:
-    """Call the user's build function.
-
-    Raises:
-        ValueError: if it can't be called as `build(mesh, arguments)`.
-    """
+    """Call the user's build function."""
     try:
         inspect.signature(build).bind(mesh, [])
     except TypeError as error:
@@ -199,17 +186,7 @@ def assemble(
 def count_stages(
     work: Work, stages: Sequence[tuple[int, tuple[bool, ...]]], mesh: Mesh, stands_for_gpu: bool
 ) -> tuple[list[MicroBatchMemory], StepMemory, CommunicationCounter]:
-    """Run some stages for a few micro-batches, and the optimizer once.
-
-    Args:
-        work: the work. All its `stages` are run.
-        stages: for each stage its index in the pipeline, and for each micro-batch whether its backward is split.
-        mesh: this rank's mesh.
-        stands_for_gpu: whether to run the operators that a GPU runs, or those of a CPU.
-
-    Returns:
-        What each stage holds and sends, what the rank holds between steps, and a ledger with the ranks of the axes.
-    """
+    """Run some stages for a few micro-batches, and the optimizer once."""
     held, ledger, owner = StepMemory(), CommunicationCounter(mesh), nn.ModuleList(work.stages)
     with fake_tensors(stands_for_gpu):
         if any(p.is_meta for p in owner.parameters()):

@@ -35,11 +35,7 @@ def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:
 
 
 def groups_of(rows: Sequence[Row], machine: str | None) -> dict[tuple[str, str], list[Row]]:
-    """Group rows by set and profile. Each group is fitted separately.
-
-    Raises:
-        ValueError: if a row names no profile and `machine` is None.
-    """
+    """Group rows by set and profile. Each group is fitted separately."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         profile = machine or row.machine

@@ -15,12 +15,7 @@ MOST_NODES = 16  # more nodes are not drawn
 
 
 def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
-    """Draw what each pipeline rank holds as stacked bars, and name the rank that holds the most.
-
-    Args:
-        ranks: the counts of each pipeline rank.
-        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
-    """
+    """Draw what each pipeline rank holds as stacked bars, and name the rank that holds the most."""
     most = max(found.most for found in ranks)
     fullest = next(i for i, found in enumerate(ranks) if found.most == most)
     name = unit_of(most)
@@ -54,10 +49,6 @@ def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
 def crossing(node: int, **sizes: int) -> dict[str, bool]:
     """Return, for each axis with several ranks, whether its groups cross nodes.
 
-    Args:
-        node: the number of ranks per node.
-        sizes: the sizes of the axes, as `mpcore.mesh.mesh_ranks` accepts them.
-
     Example:
         >>> from mpcore.tools.analysis.pictures import crossing
         >>> crossing(8, tp=8, dp=2)
@@ -69,14 +60,7 @@ def crossing(node: int, **sizes: int) -> dict[str, bool]:
 
 
 def draw_ranks(node: int, path: Path | str, cp_inner: int | None = None, **sizes: int) -> None:
-    """Draw a layout on the machine: one row per node, one box per GPU with its rank and its rank on each axis.
-
-    Args:
-        node: the number of ranks per node.
-        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
-        cp_inner: ignored.
-        sizes: the sizes of the axes, as `mpcore.mesh.mesh_ranks` accepts them.
-    """
+    """Draw a layout on the machine: one row per node, one box per GPU with its rank and its rank on each axis."""
     groups, crosses = mesh_ranks(**sizes), crossing(node, **sizes)
     place = {name: {r: i for group in groups[name] for i, r in enumerate(group)} for name in crosses}
     world = sum(map(len, groups["tp"]))

@@ -43,13 +43,6 @@ EVERY = 10.0
 def what_if(machine: Machine, changes: Sequence[str]) -> Machine:
     """Return the machine with changed rates: `bandwidth=2x` doubles a rate, `memory=141e9` sets one.
 
-    Args:
-        machine: the machine.
-        changes: the changes, each as text.
-
-    Raises:
-        ValueError: if a change has another form, or there is no such rate.
-
     Example:
         >>> from mpcore.tools.analysis import load_machine
         >>> from mpcore.tools.analysis.plan import what_if

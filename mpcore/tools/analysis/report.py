@@ -128,11 +128,7 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
 
 
 def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
-    """Draw the layouts that fit: seconds per step over memory. The best layouts have the numbers of their rows.
-
-    Raises:
-        ValueError: if no layout fits.
-    """
+    """Draw the layouts that fit: seconds per step over memory. The best layouts have the numbers of their rows."""
     fits = [e for e in estimates if e.fits(machine)]
     if not fits:
         raise ValueError("there is nothing to draw: no layout fits")

@@ -72,15 +72,7 @@ class Row:
 
 
 def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
-    """Read rows from a .json or .csv file.
-
-    Args:
-        path: the file.
-        need_times: if False, a row may lack its time.
-
-    Raises:
-        ValueError: if the file or a row is wrong. The message names the row and the column.
-    """
+    """Read rows from a .json or .csv file."""
     path = Path(path)
     try:
         if path.suffix == ".csv":
@@ -100,14 +92,6 @@ def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
 
 def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
     """Read one row, a mapping of columns to values.
-
-    Args:
-        row: the row.
-        where: the row's name, for messages.
-        need_time: if False, the row may lack its time.
-
-    Raises:
-        ValueError: if a column is wrong or missing. The message names it.
 
     Example:
         >>> row = read_row({"tp": 2, "gpus": 4, "layers": 2, "batch": 8, "seconds": 1.5})
@@ -216,11 +200,6 @@ def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") ->
         values: the row's columns.
         formula: "plain" or "recomputed".
         where: the row's name, for messages.
-
-    Raises:
-        ValueError: if a column that the formula needs is missing.
-
-    Source: Narayanan et al. 2021, arXiv:2104.04473, appendix.
     """
     names = ("global_batch", "seq_len", "layers", "d_model", "vocab_size")
     missing = [name for name in names if name not in values]

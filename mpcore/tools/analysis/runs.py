@@ -21,11 +21,7 @@ SKIPPED = 2
 
 
 def read_run(folder: Path) -> Row:
-    """Read the folder of a run.
-
-    Raises:
-        ValueError: if the folder has no config.json, or metrics.jsonl has too few steps with a time.
-    """
+    """Read the folder of a run."""
     try:
         config = convert(dict[str, Any], read_json(folder / "config.json", 2**24), "config.json")
         lines = [*read_lines(folder / "metrics.jsonl", steps=False)]

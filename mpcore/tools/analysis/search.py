@@ -103,9 +103,6 @@ def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """Yield the arguments of every combination of `name=value,value,..`.
 
     The value `on` gives the flag without a value; `off` leaves the flag out.
-
-    Raises:
-        ValueError: if a text has another form, or names an axis of the mesh.
     """
     options = []
     for text in vary:
@@ -170,17 +167,6 @@ def search(
     """Estimate layouts. Ctrl-C stops the search and keeps its results.
 
     If a mesh doesn't fit with one micro-batch size, a larger size is not tried: it needs at least the same memory.
-
-    Args:
-        counter: the counter of the model.
-        machine: the machine.
-        given: the arguments that all layouts share.
-        layouts: the layouts: the sizes of a mesh, and further arguments.
-        unfused: whether attention writes its scores to memory.
-        each: called after each layout with the number of layouts that are done, and with the estimates so far.
-
-    Returns:
-        First the layouts that fit, the fastest first; then those that don't, the smallest first; then the refused ones.
     """
     found: list[Estimate] = []
     too_large: dict[object, tuple[int, int]] = {}  # the least size that doesn't fit, and its bytes

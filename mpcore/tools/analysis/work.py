@@ -324,11 +324,6 @@ def most_bytes(held: StepMemory, stages: Sequence[MicroBatchMemory], work_peak: 
 
     Gradients before and after their reduction over data exist together only at the end of a step, when the activations
     are freed.
-
-    Args:
-        held: what the rank holds between steps.
-        stages: what its stages keep.
-        work_peak: the most that the stages hold at any time.
     """
     unsummed = sum(kept.unsummed for kept in stages)
     if 2 * unsummed < held.gradients:  # gradients are reduced in place
@@ -401,10 +396,6 @@ T = TypeVar("T")
 
 def combine(terms: Sequence[tuple[int, T]]) -> T:
     """Return the sum of factor times value, for integers within dataclasses, dictionaries and lists of the same form.
-
-    Args:
-        terms: pairs of factor and value. A key that a dictionary lacks counts as 0, and keys whose sum is 0 are
-            dropped.
 
     Example:
         >>> combine([(2, {"a": 3}), (1, {"a": 1, "b": 5})])

@@ -45,11 +45,7 @@ def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str
 
 
 def check_validation(got: float, want: float, what: str) -> None:
-    """Refuse another validation loss of the same parameters.
-
-    Raises:
-        ValueError: with both losses, and what to correct in the evaluation.
-    """
+    """Refuse another validation loss of the same parameters."""
     if math.isclose(got, want, rel_tol=1e-8):
         return
     times = f" ({got / want:.6g} times as large)" if got else ""
@@ -129,9 +125,6 @@ def within_rounding(
         got: of a rank.
         layers: of the toy.
         experts: whether it has any.
-
-    Raises:
-        ValueError: with the tensor.
     """
     if not all(math.isfinite(seen.norm) for seen in (*rounded, got)):
         return  # a first loss scale that is too large
@@ -170,9 +163,6 @@ def check_digits(dtype: torch.dtype, seen: RankRecord) -> None:
 
     A sum of two such numbers is one itself in at most three of four cases, so that all of 64 are in one of 10^8. The
     matrices of blocks alone are looked at: a row of a table, or an expert, may have a single term.
-
-    Raises:
-        ValueError: with the tensor.
     """
     for name, g in seen.gradients.items():
         if g.dim() < 2 or not name.startswith("blocks.") or ".experts." in name:

@@ -167,11 +167,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> float:
 
 
 def wrong_loss(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> str:
-    """Compare a loss, summed over tokens, and its gradient with torch's, also for ignored targets and large logits.
-
-    Returns:
-        What differs, in words; "" if nothing does.
-    """
+    """Compare a loss, summed over tokens, and its gradient with torch's, also for ignored targets and large logits."""
     some = targets.clone()
     some.flatten()[::3] = -100
     far_apart = 1e4 / float(logits.abs().max())  # no exponential of such a gap is above 0

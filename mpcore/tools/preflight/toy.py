@@ -67,14 +67,6 @@ def shrink(args: argparse.Namespace, config: Any, sizes: dict[str, int], micro_b
 
     An even size of an axis becomes 2, an odd one 3. Every other size becomes the smallest that divides, or doesn't
     divide, in the same way.
-
-    Args:
-        args, config: the run.
-        sizes: of the mesh's axes.
-        micro_batches: of a step.
-        plan: the schedule.
-        folder: for the toys' corpus and checkpoints.
-        program: the module that trains them.
     """
     small = {axis: size if size == 1 else 3 if size % 2 else 2 for axis, size in sizes.items()}
     workers = min(args.workers, 2)

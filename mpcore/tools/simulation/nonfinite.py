@@ -39,10 +39,6 @@ class FiniteCheck(TorchDispatchMode):
     Forward, backward and the optimizer are checked. An infinity that the program writes on purpose, such as the -inf of
     a mask, is allowed, and so are infinities computed from it; NaN is not. Uninitialized memory is not checked.
 
-    Args:
-        stages: the model, or the stages of this rank. Their modules' names say where an operator ran.
-        doing: the beginning of the message, such as "step 7". You may set the attribute again at each step.
-
     Note:
         - The host waits for each operator.
         - Operators inside a compiled graph or inside one Triton kernel, and operators on DTensors, are not checked.

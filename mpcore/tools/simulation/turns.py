@@ -31,9 +31,6 @@ def process_state() -> list[tuple[Callable[[Any], object], Any]]:
     """Return the state that a process has once and each rank needs for itself.
 
     This is the random states, the default dtype and the compiler's stance.
-
-    Returns:
-        Pairs (function, value). Calling `function(value)` restores the state.
     """
     state: list[tuple[Callable[[Any], object], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
@@ -55,12 +52,7 @@ def restore(state: list[tuple[Callable[[Any], object], Any]]) -> None:
 
 
 class Turns:
-    """Run one of N threads at a time, in a fixed order.
-
-    Args:
-        size: the number of threads.
-        stuck: returns the error that explains why no thread can continue. It is called in the running thread.
-    """
+    """Run one of N threads at a time, in a fixed order."""
 
     def __init__(self, size: int, stuck: Callable[[], BaseException]) -> None:
         self.size, self.stuck = size, stuck
@@ -88,17 +80,7 @@ class Turns:
         self._vain.clear()
 
     def wait(self, rank: int, ready: Callable[[], bool], polls: bool = False) -> None:
-        """Let other threads run until `ready()` is true.
-
-        Args:
-            rank: the rank of this thread, which is running.
-            ready: returns whether this thread can continue. It is called in other threads too.
-            polls: whether this thread polls with a time limit of its own. Then return also if no thread can continue,
-                although `ready()` is false.
-
-        Raises:
-            StoppedError: if any thread has failed.
-        """
+        """Let other threads run until `ready()` is true."""
         if polls and self._looks == rank:
             self._looks = None
             if time.monotonic() - self._looked > _AWAY_S or time.thread_time() - self._worked > _WORK_S:

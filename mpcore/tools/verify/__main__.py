@@ -42,12 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find(name: str) -> tuple:
-    """Return the builder, the batch and the loss for `package.module:build`. The loss may be None.
-
-    Raises:
-        ValueError: if the module can't be imported, or has no such builder or no `batch`, or if `batch` can't be called
-            without arguments.
-    """
+    """Return the builder, the batch and the loss for `package.module:build`. The loss may be None."""
     module_name, _, function = name.partition(":")
     build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
     try:

@@ -16,18 +16,7 @@ from mpcore.training.replica_check import first_names, without_sequence_parallel
 
 
 def explained(error: Exception, model: nn.Module, loss: Callable, layout: Layout) -> str:
-    """Return an error's message in one line, with the layer whose forward was running, and a likely cause.
-
-    Args:
-        error: the error of a forward, a backward or the loss.
-        model: the model, or this rank's pipeline stage.
-        loss: the function that computes the loss.
-        layout: the layout of the run.
-
-    Returns:
-        The message. The layer is the innermost one. Under sequence parallelism the cause names the layers that were
-        built without it; otherwise the cause explains two sizes of which one is tp times the other.
-    """
+    """Return an error's message in one line, with the layer whose forward was running, and a likely cause."""
     message = " ".join(str(error).split("\n"))
     names = {module: name for name, module in named_modules(model)}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -113,14 +113,7 @@ class Judge:
         return max((farthest(t, want) for t in near if t is not None and t.shape == want.shape), default=0.0)
 
     def _off(self, got: Tensor, want: Tensor, own: float, floor: float = 0.0) -> tuple[float, bool]:
-        """Return the difference in ULPs, and whether it is more than rounding explains.
-
-        Args:
-            got: the layout's tensor.
-            want: the unsharded model's tensor.
-            own: the unsharded model's own rounding error.
-            floor: the least scale of the tolerance.
-        """
+        """Return the difference in ULPs, and whether it is more than rounding explains."""
         exact = not want.is_floating_point()
         if got.numel() == 0 or (exact and self.dtype != torch.float64):  # rounding may change an index
             return 0.0, False

@@ -54,10 +54,6 @@ def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
     """Draw the difference of each gradient from the unsharded model's, in ULPs.
 
     The picture has one column per layout and one row per parameter.
-
-    Args:
-        verdicts: the result of `verify`.
-        path: the file to write. Its ending sets the format: .png, .svg or .pdf.
     """
     names = list(dict.fromkeys(name for v in verdicts for name in v.gradients))
     rows = max(len(names), 1)

@@ -76,11 +76,6 @@ class Pool:
             check: the function.
             args, kwargs: its arguments.
             timeout: the seconds that the call may take.
-
-        Raises:
-            ValueError: if the pool has fewer ranks than `size`.
-            RankError: if a rank failed, died, or was not done after `timeout` seconds. The message has its traceback or
-                its stacks. The next call starts new processes.
         """
         if size > self.most:
             raise ValueError(f"{size} ranks of a pool of {self.most}: make it with most={size} or more")

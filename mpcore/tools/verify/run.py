@@ -118,11 +118,7 @@ class RankRecord:
 
 
 def build_options(build: Callable[..., nn.Module], layout: Layout) -> dict[str, bool]:
-    """Return the keyword arguments of `build` under a layout.
-
-    Raises:
-        ValueError: if the layout is sequence parallel, and `build` takes no argument `sequence_parallel`.
-    """
+    """Return the keyword arguments of `build` under a layout."""
     if "sequence_parallel" in inspect.signature(build).parameters:
         return {"sequence_parallel": layout.sequence_parallel}
     if layout.sequence_parallel:
@@ -134,11 +130,7 @@ def build_options(build: Callable[..., nn.Module], layout: Layout) -> dict[str, 
 
 
 def build_model(task: Task, mesh: Mesh, layout: Layout) -> nn.Module:
-    """Return the user's model on this mesh, with its initial values, in the task's dtype.
-
-    Raises:
-        ValueError: if the builder doesn't support the layout, or returns no module.
-    """
+    """Return the user's model on this mesh, with its initial values, in the task's dtype."""
     torch.manual_seed(task.seed)
     model = task.build(mesh, **build_options(task.build, layout))
     if not isinstance(model, nn.Module):
@@ -182,20 +174,7 @@ def direction(name: str, like: Tensor) -> Tensor:
 
 
 def check_slope(gradients: Mapping[str, Tensor], norm: float, above: float, below: float) -> float:
-    """Compare the gradients with the slope of the loss along a random direction, in float64 on one process.
-
-    Args:
-        gradients: the gradients, by parameter name.
-        norm: the norm of all gradients.
-        above, below: the losses after each parameter was moved by `SHIFT` along its `direction`, and by `SHIFT` against
-            it.
-
-    Returns:
-        The error of the slope, relative to the norm.
-
-    Raises:
-        ValueError: if the error is more than rounding explains.
-    """
+    """Compare the gradients with the slope of the loss along a random direction, in float64 on one process."""
     slope = (above - below) / (2 * SHIFT)
     want = float(sum((g * direction(name, g)).sum() for name, g in gradients.items()))
     off = abs(slope - want) / norm if norm else abs(slope)
@@ -211,9 +190,6 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> RankRecord:
     """Build the model, and run forward, backward, one step of plain SGD and a forward in eval().
 
     With a virtual degree, the optimizer is AdamW, and two steps are made.
-
-    Raises:
-        ValueError: if the batch can't be divided over the layout.
     """
     model = build_model(task, mesh, layout)
     seen = RankRecord(mesh.tp.rank, mesh.cp.rank, mesh.pp.rank, mesh.dp.rank)
