@@ -28,9 +28,6 @@ def implementation(impl: str | None, x: Tensor, operator: str) -> str:
     Args:
         impl: "triton" or "reference", or `None` to choose: the reference on a CPU and for dtypes that the kernels
             don't have, and else what `chosen` in `_choice.py` returns for `operator`.
-
-    Raises:
-        ValueError: `impl` is unknown, or is "triton" where Triton can't run.
     """
     impl = forced() if impl is None else impl
     if impl is None:
@@ -98,12 +95,6 @@ def operator(
     input has no elements, the outputs are zeros, and nothing is launched. An operator that calls torch's own product
     is a plain function, which asks `has_no_values`. Each argument that the operator mutates gets a new version, so that
     autograd raises if a graph saved the old values.
-
-    Args:
-        schema: the operator's signature, such as `"gelu_forward(Tensor x) -> Tensor"`. torch passes the arguments by
-            position in this order, so a launcher may have more than ten parameters, and need not repeat their types.
-        reference: runs on CPU tensors where Triton does not interpret, in a graph that was traced with fake tensors.
-        flops: the formula of `register_flops`, of an operator that multiplies matrices.
     """
     name = schema.partition("(")[0]
 

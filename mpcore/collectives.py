@@ -42,13 +42,7 @@ from mpcore.mesh.axis import Axis, check_axis
 
 
 def shard_sizes(length: int, size: int, unit: int = 1) -> list[int]:
-    """Return the length of each rank's shard of a dimension. Longer shards come first.
-
-    Args:
-        length: length of the full dimension, a multiple of `unit`.
-        size: the number of ranks.
-        unit: shards are multiples of `unit`, for example `head_dim`.
-    """
+    """Return the length of each rank's shard of a dimension. Longer shards come first."""
     if length % unit:
         raise ValueError(f"length {length} is not a multiple of the unit {unit}")
     whole, rest = length // unit // size, length // unit % size  # no divmod: a compiled length may be a symbol
@@ -403,9 +397,6 @@ def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receiv
 
     Returns:
         [sum(receive), ...].
-
-    Raises:
-        ValueError: if N is not the sum of `send`, or `send` is None and the axis size does not divide N.
     """
     if send is None or receive is None:
         if _alone(axis):

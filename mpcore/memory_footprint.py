@@ -43,11 +43,7 @@ class StorageTracker(TorchDispatchMode):
                 where[key] = StorageWeakRef(storage)
 
     def held(self, but: Iterable[Tensor] = ()) -> int:
-        """Return the bytes of the storages made inside the context that are still alive, each counted once.
-
-        Args:
-            but: tensors whose storages are not counted.
-        """
+        """Return the bytes of the storages made inside the context that are still alive, each counted once."""
         others = {address(x.untyped_storage()) for x in but}
         return sum(s.nbytes() for s in self._alive() if address(s) not in others)
 

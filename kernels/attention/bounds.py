@@ -61,16 +61,8 @@ def key_bounds(
 ) -> Bounds:  # fmt: skip
     """Return the bounds of a mask of T queries and as many keys.
 
-    Args:
-        T: number of tokens.
-        causal, window, cu_seqlens: the parameters of `attention`.
-        device: of the result.
-
     Returns:
         `(low, high)`, int32 `[T]` each: query i sees the keys low[i] <= j < high[i].
-
-    Raises:
-        ValueError: `cu_seqlens` does not rise from 0 to T.
     """
     index = torch.arange(T, device=device, dtype=torch.int32)
     low, high = torch.zeros_like(index), torch.full_like(index, T)

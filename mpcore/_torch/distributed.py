@@ -136,11 +136,7 @@ def is_bound() -> bool:
 
 
 def use_group(group: dist.ProcessGroup, change: int) -> bool:
-    """Change the user count of a process group in the job's store, and destroy the group when the count is 0.
-
-    Returns:
-        Whether the group was destroyed.
-    """
+    """Change the user count of a process group in the job's store, and destroy the group when the count is 0."""
     if group not in dist.distributed_c10d._world.pg_names:  # destroyed already
         return False
     if default_store().add(f"mpcore/uses/{dist.get_rank()}/{group.group_name}", change):

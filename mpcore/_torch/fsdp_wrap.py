@@ -29,12 +29,7 @@ SEVERAL_MESHES = ShardPlacementResult is not None
 
 
 def placement_on(mesh: DeviceMesh) -> Any:
-    """Return the value that a `shard_placement_fn` returns for a parameter on a mesh of its own.
-
-    Args:
-        mesh: a mesh with one dimension, to shard over; or with two, to replicate over the first and shard over the
-            second.
-    """
+    """Return the value that a `shard_placement_fn` returns for a parameter on a mesh of its own."""
     assert FSDPMeshInfo is not None
     assert HSDPMeshInfo is not None
     assert ShardPlacementResult is not None

@@ -66,9 +66,6 @@ def lock_folder(folder: Path) -> IO[str] | None:
     Returns:
         A file that holds the lock until it is closed. None: the lock belongs to another object of this process, or the
         file system has no locks.
-
-    Raises:
-        ValueError: if another process holds the lock. The message names it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -194,11 +191,7 @@ def _complete(root: Path) -> list[Path]:
 
 
 def read_complete(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and check that all files exist with the right size.
-
-    Raises:
-        ValueError: if the manifest is missing or damaged, or a file is missing or has another size.
-    """
+    """Read a checkpoint's manifest and check that all files exist with the right size."""
     manifest = read_manifest(folder)
     for name, record in (manifest.files | manifest.beside).items():
         path = folder / name

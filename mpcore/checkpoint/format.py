@@ -165,15 +165,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and check it for consistency.
-
-    Args:
-        folder: the checkpoint.
-
-    Raises:
-        ValueError: if the manifest is missing, too large or damaged, has another format or version, or the chunks of a
-            tensor don't tile it. The message names the file.
-    """
+    """Read a checkpoint's manifest and check it for consistency."""
     path = folder / MANIFEST
     if not path.is_file():
         inside = [file.parent for where in ("", "checkpoints/") for file in folder.glob(f"{where}*/{MANIFEST}")]
@@ -249,10 +241,6 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 
     The boxes must form a nested grid: one division of dimension 0 into ranges, then one division of dimension 1 within
     each range, and so on. The boxes of every sharding over tp and data form such a grid.
-
-    Args:
-        boxes: each box is a (start, size) pair per dimension.
-        shape: the shape to cover.
     """
     if 0 in shape:
         return not boxes
@@ -270,11 +258,7 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype.
-
-    Raises:
-        ValueError: if safetensors has no name for it.
-    """
+    """Return the safetensors name of a dtype."""
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"safetensors has no dtype for {dtype}")
     return DTYPE_NAMES[dtype]

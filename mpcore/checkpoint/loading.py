@@ -296,12 +296,7 @@ def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: i
 
 
 def fill(items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor]) -> None:
-    """Copy this rank's parts of logical tensors out of their chunks, in several threads.
-
-    Args:
-        items: each tensor that this rank holds, with its entry in the checkpoint.
-        tensor: reads a chunk of an entry.
-    """
+    """Copy this rank's parts of logical tensors out of their chunks, in several threads."""
 
     def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item
@@ -314,13 +309,7 @@ def fill(items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Ch
 def check_weights(
     items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor], weights: set[str], where: str
 ) -> None:
-    """Raise ValueError if this rank's parts of weights hold NaN or infinity in their chunks.
-
-    Args:
-        items, tensor: see `fill`.
-        weights: the names of the weights. Of other tensors only NaN is refused.
-        where: the checkpoint, for the message.
-    """
+    """Raise ValueError if this rank's parts of weights hold NaN or infinity in their chunks."""
 
     def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item

@@ -27,9 +27,6 @@ _FORMATS = {  # the first that fits
 def other_format(folder: Path) -> str | None:
     """Return which library wrote a folder that is no checkpoint of mpcore, and which command converts it.
 
-    Args:
-        folder: the folder. Only the names of its files are read.
-
     Returns:
         A sentence, or None if no other format is recognized.
     """

@@ -128,11 +128,7 @@ def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:
 
 
 def held_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[LocalTensor]:
-    """Return every tensor of the optimizer's state, as this rank holds it.
-
-    Raises:
-        ValueError: if a state value is no tensor, or has neither the parameter's shape nor is a scalar.
-    """
+    """Return every tensor of the optimizer's state, as this rank holds it."""
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     held = []
     for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
@@ -150,9 +146,6 @@ def held_slot(name: str, value: Tensor, parameter: Tensor, sharding: Sharding, m
     """Return a tensor of the optimizer's state as this rank holds it.
 
     The tensor is sharded as its parameter, or is a scalar that belongs to the full parameter.
-
-    Raises:
-        ValueError: if the tensor has another shape.
     """
     if lies_as(value, parameter):
         return _held(name, value, sharding, mesh, placed=parameter)
@@ -173,9 +166,6 @@ def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     """Return the optimizer's parameter groups as JSON values: `{"options": {...}, "params": [names]}`.
 
     A group of matrices that Muon updates also has `"blocks": {name: sizes}` for those that it splits.
-
-    Raises:
-        ValueError: if a parameter of the optimizer is not one of the model's.
     """
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     groups, blocks_of = [], getattr(optimizer, "blocks_of", None)
@@ -241,11 +231,7 @@ def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> lis
 
 
 def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[list[list[Segment]], bool]:
-    """Clip the segments to this rank's shard of `fully_shard`.
-
-    Returns:
-        The segments, and whether this rank is the first that holds them, so that it writes them.
-    """
+    """Clip the segments to this rank's shard of `fully_shard`."""
     for placement in tensor.placements:
         if not placement.is_replicate() and type(placement) is not Shard:  # torch's _StridedShard is a Shard too
             raise ValueError(f"{name} is placed as {placement}: only shards and replicas over data can be saved")

@@ -15,14 +15,6 @@ R = TypeVar("R")
 def together(world: Axis, work: Callable[[], T], line: str = "") -> T:
     """Run `work` on every rank and wait for all ranks. If it fails on one rank, raise on all ranks.
 
-    Args:
-        world: the ranks that hold the model together.
-        work: what this rank does.
-        line: a name for calls from a background thread (see `mpcore.mesh.agreement.exchange`).
-
-    Returns:
-        What `work` returned on this rank.
-
     Raises:
         ValueError: on every rank, with the message of the first rank that failed. On a rank that failed, the cause is
             its own exception.

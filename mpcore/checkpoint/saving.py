@@ -365,15 +365,7 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
 
 
 def write_beside(folder: Path, files: Mapping[str, bytes]) -> dict[str, SmallFile]:
-    """Write small files into a checkpoint's directory, and sync them to the disk.
-
-    Args:
-        folder: the checkpoint's directory.
-        files: the content of each file, by its path inside the directory.
-
-    Returns:
-        The records of the files for the manifest.
-    """
+    """Write small files into a checkpoint's directory, and sync them to the disk."""
     for name, data in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, data)

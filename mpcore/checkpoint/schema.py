@@ -53,13 +53,6 @@ def read_lines(path: Path, steps: bool = True) -> Iterator[dict[str, Any]]:
     """Yield the entries of a file of metrics: one JSON object a line.
 
     A last line that isn't complete is left out: the machine stopped while it was written.
-
-    Args:
-        path: the file.
-        steps: whether each entry must have a whole number `step`.
-
-    Raises:
-        ValueError: if another line is damaged. The message names the file and the line.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):

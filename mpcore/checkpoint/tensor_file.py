@@ -53,9 +53,6 @@ def write_tensors(
         tensors: the tensors by key, on any device. They are copied to the CPU one at a time.
         read: returns the tensor of a key. It is called once per key, in the order of `tensors`, whose tensors may then
             be on the meta device. None: the values are those of `tensors`.
-
-    Returns:
-        The file's record, and each tensor's checksum by key.
     """
     # The widest dtypes first, as the safetensors library does, so that each tensor is aligned to its element size.
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
@@ -97,17 +94,6 @@ def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = THREAD
 
     `concurrent.futures` isn't used because it accepts no work while the interpreter waits at exit for a background
     save.
-
-    Args:
-        work: called with each item; calls start in the order of the items.
-        items: the items.
-        threads: the number of threads.
-
-    Returns:
-        The results, in the order of the items.
-
-    Raises:
-        Exception: the exception of the first item that failed. After a failure no further call starts.
     """
     todo = list(items)
     results: dict[int, R] = {}
@@ -175,9 +161,6 @@ class TensorFile:
 
     Attributes:
         header: by key the dtype's name, the shape, and the tensor's offsets in the data.
-
-    Raises:
-        ValueError: if the file is missing or has another size, or its header is damaged or doesn't fit the file.
     """
 
     def __init__(self, path: Path, record: FileRecord | None = None) -> None:

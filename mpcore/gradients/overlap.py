@@ -54,12 +54,7 @@ _pending = _Pending()
 
 
 class OverlappedAllReduce:
-    """The all-reduces over data that a stage starts during the backward of a step's last micro-batch.
-
-    Args:
-        stage: the stage.
-        stages: all stages of this rank. Parameters that stages share wait for `reduce_gradients`.
-    """
+    """The all-reduces over data that a stage starts during the backward of a step's last micro-batch."""
 
     def __init__(self, stage: nn.Module, stages: Sequence[nn.Module]) -> None:
         self.stage, self.stages = stage, stages

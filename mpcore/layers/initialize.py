@@ -94,10 +94,6 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
     """Allocate the parameters that are on the meta device, without values, and move all other tensors to `device`.
 
     Tied parameters stay tied, and each new parameter has the attributes of the old one.
-
-    Args:
-        model: the model, sharded over data or not; changed in place.
-        device: the device of the storage.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     roots: list[Any] = [model, *fsdp.units(model)]

@@ -47,17 +47,7 @@ class Fp8Product(Product):
 
 
 def to_fp8(product: Product, sharding: Sharding, name: str) -> Product:
-    """Return the form of a layer's product that computes in FP8.
-
-    Args:
-        product: the layer's product.
-        sharding: the declaration of the layer's weight.
-        name: the layer's name, for messages.
-
-    Raises:
-        ValueError: if the product has no such form, or tp cuts the weight inside an FP8 block: results would then
-            depend on the tp size.
-    """
+    """Return the form of a layer's product that computes in FP8."""
     for shard in sharding.shards:
         for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
             if edge % BLOCK and edge != sharding.shape[shard.dim]:

@@ -114,11 +114,7 @@ def check_init(init: object) -> None:
 
 
 def fill(init: Init, tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill a logical tensor in place, and return it.
-
-    Raises:
-        TypeError: if `init` is no `Init`, or returns another tensor.
-    """
+    """Fill a logical tensor in place, and return it."""
     try:
         found: Any = init(tensor) if generator is None else init(tensor, generator=generator)
     except TypeError:
@@ -180,11 +176,7 @@ def recomputing() -> bool:
 
 
 def as_module_list(blocks: Blocks) -> list[nn.Module]:
-    """Return the submodules of a list, a `ModuleList`, or a mapping such as a `ModuleDict`, as a list.
-
-    Raises:
-        ValueError: if `blocks` is of another type or holds something that is not a module.
-    """
+    """Return the submodules of a list, a `ModuleList`, or a mapping such as a `ModuleDict`, as a list."""
     held: Any = blocks.values() if isinstance(blocks, Mapping | nn.ModuleDict) else blocks
     found: list[Any] = list(held) if isinstance(held, Iterable) else []
     other = next((f"holds a {type(block).__name__}" for block in found if not isinstance(block, nn.Module)), None)

@@ -43,11 +43,7 @@ CHUNKS = 4  # of an all-reduce: a quarter of it stays exposed, and each chunk ha
 
 @dataclass(frozen=True)
 class OverlapProduct(Product):
-    """A `Product` whose communication runs beside its own parts. A split backward overlaps nothing.
-
-    Args:
-        smallest: see `overlap_communication`.
-    """
+    """A `Product` whose communication runs beside its own parts. A split backward overlaps nothing."""
 
     smallest: int = SMALLEST
 

@@ -125,11 +125,7 @@ _OPTIONAL = {"yarn": {"beta_fast", "beta_slow", "attention_factor", "mscale", "m
 
 
 def rope_frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Return the angular frequency of each pair, in radians per position, and the factor on cos and sin.
-
-    Raises:
-        ValueError: if `rope_type` is unknown, or a number of the scaling is missing or unknown.
-    """
+    """Return the angular frequency of each pair, in radians per position, and the factor on cos and sin."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _NEEDED:
         raise ValueError(f"rope_type {kind!r} is unknown: it is one of {sorted(_NEEDED)}")

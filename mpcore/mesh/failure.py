@@ -31,9 +31,6 @@ def report_failures(rank: int) -> None:
     """Print an uncaught error of this process as one line. torchrun repeats the first rank's as the last line.
 
     The traceback goes to a new file, which the line names. Without torchrun Python prints the traceback, as always.
-
-    Args:
-        rank: the rank of this process.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -181,15 +181,7 @@ def for_worlds(ranks: dict[str, list[list[int]]], job_size: int, worlds: int) ->
 
 
 def level_ranks(groups: list[list[int]], inner: int) -> dict[str, list[list[int]]]:
-    """Return the groups of the two levels of cp, "cp_outer" and "cp_inner".
-
-    Args:
-        groups: the groups of cp.
-        inner: the size of an inner group.
-
-    Raises:
-        ValueError: if `inner` doesn't divide the size of cp.
-    """
+    """Return the groups of the two levels of cp, "cp_outer" and "cp_inner"."""
     size = len(groups[0])
     if inner < 1 or size % inner:
         raise ValueError(f"cp_inner {inner} does not divide cp {size}: {divisors(size)}")

@@ -17,9 +17,6 @@ from mpcore.mesh.launch import read_launch
 def get_logger(name: str) -> logging.Logger:
     """Return a logger of the library. Its records have `rank`, for formats such as `%(rank)s`.
 
-    Args:
-        name: the logger's name; it begins with "mpcore.".
-
     Example:
         >>> from mpcore.mesh.log import get_logger
         >>> get_logger("mpcore.checkpoint").name

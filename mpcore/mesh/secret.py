@@ -34,11 +34,7 @@ def seal(key: str, data: bytes) -> bytes:
 
 
 def unseal(key: str, message: bytes) -> bytes:
-    """Return the content of a message.
-
-    Raises:
-        ValueError: if the signature is missing or wrong.
-    """
+    """Return the content of a message."""
     secret = _secret()
     if not secret:
         return message
@@ -68,11 +64,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` wrote.
-
-    Raises:
-        ValueError: if the data are no such value.
-    """
+    """Return the value that `encode` wrote."""
     try:
         return _value(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -115,11 +107,7 @@ def printable(text: str) -> str:
 
 
 def private_folder() -> Path:
-    """Return a folder for temporary files that only this user can write to: `mpcore-UID` among the temporary files.
-
-    Raises:
-        ValueError: if the folder belongs to somebody else, or others can write to it.
-    """
+    """Return a folder for temporary files that only this user can write to: `mpcore-UID` among the temporary files."""
     folder, user = Path(tempfile.gettempdir(), f"mpcore-{os.getuid()}"), os.getuid()
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -133,11 +121,7 @@ def private_folder() -> Path:
 
 
 def leave_secret(name: str) -> bytes:
-    """Write the secret of a job into a file that only this user can read, for the ranks on this host.
-
-    Args:
-        name: a name of this start of the job.
-    """
+    """Write the secret of a job into a file that only this user can read, for the ranks on this host."""
     secret = os.environ.get(NAME) or secrets.token_hex(32)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(_path(name), flags, 0o600), "w") as file:
@@ -146,11 +130,7 @@ def leave_secret(name: str) -> bytes:
 
 
 def find_secret(name: str) -> bytes:
-    """Read the secret that rank 0 left.
-
-    Raises:
-        ValueError: if it can't be read.
-    """
+    """Read the secret that rank 0 left."""
     path = _path(name)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

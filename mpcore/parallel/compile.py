@@ -15,10 +15,6 @@ def compile_blocks(blocks: Sequence[nn.Module], backend: str) -> None:
 
     Call it after recomputation and sharding. Blocks of equal structure share one graph, or two graphs if they have
     dropout keys.
-
-    Args:
-        blocks: the blocks, changed in place.
-        backend: one of `torch.compiler.list_backends`.
     """
     allow_graphs(len(blocks))
     for block in blocks:

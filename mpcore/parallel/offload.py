@@ -361,12 +361,7 @@ class ParameterOffload:
         self.depth = 0  # of `here`
 
     def use(self, place: int, step: int) -> None:
-        """Copy a block's parameters to the device, start to copy the next block's, and drop the least recently used.
-
-        Args:
-            place: the block's index in `swaps`.
-            step: the distance to the block that runs next: 1 in forward, -1 in backward.
-        """
+        """Copy a block's parameters to the device, start to copy the next block's, and drop the least recently used."""
         if self.depth:
             return
         after = place + step

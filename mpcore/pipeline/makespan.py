@@ -41,9 +41,6 @@ class Resolved:
 def resolve(schedule: Schedule) -> Resolved:
     """Order the actions of a schedule of F, B, I and W.
 
-    Raises:
-        ValueError: if the schedule deadlocks; `mpcore.pipeline.prove` reports where.
-
     Example:
         >>> from mpcore.pipeline.makespan import resolve
         >>> from mpcore.pipeline.schedules import build_schedule

@@ -108,11 +108,7 @@ def send_tensors(outputs: Sequence[Tensor] | None, pp: Axis, to: int, device: to
 
 
 def receive_tensors(pp: Axis, source: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Receive the tensors that rank `source` sent with `send_tensors`.
-
-    Raises:
-        ValueError: if a stage failed there.
-    """
+    """Receive the tensors that rank `source` sent with `send_tensors`."""
     metas = receive_header(pp, source, device)
     if metas is None:
         raise ValueError(f"the stage before failed on rank {source} of the pipeline, which says why")
@@ -122,11 +118,7 @@ def receive_tensors(pp: Axis, source: int, device: torch.device) -> tuple[Tensor
 
 
 def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
-    """Return a stage's output as a tuple of contiguous tensors, the input of the next stage.
-
-    Raises:
-        ValueError: if the output is not a tensor or a tuple of tensors.
-    """
+    """Return a stage's output as a tuple of contiguous tensors, the input of the next stage."""
     outputs = out if type(out) in (tuple, list) else (out,)
     for i, x in enumerate(outputs):
         if not isinstance(x, Tensor):
@@ -156,10 +148,6 @@ def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     A send is known to have arrived when its receiver sends something that it computed afterwards. No extra waiting is
     needed, because an action waits for its own input anyway. Sends that no later message confirms are released at the
     end of the step.
-
-    Args:
-        schedule: a schedule with its messages (`mpcore.pipeline.schedules.with_messages`).
-        rank: the sender.
     """
     place = schedule.places
     mine = place[rank]

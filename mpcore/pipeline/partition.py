@@ -91,11 +91,7 @@ def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
 
 
 def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
-    """Split the blocks into stages of the given sizes.
-
-    Raises:
-        ValueError: if a stage would be empty, or the sizes don't sum to the number of blocks.
-    """
+    """Split the blocks into stages of the given sizes."""
     if min(sizes, default=0) < 1 or sum(sizes) != blocks:
         raise ValueError(f"stages of {list(sizes)} blocks hold {sum(sizes)}, not the model's {blocks}, none empty")
     return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
@@ -109,9 +105,6 @@ def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> lis
         virtual_stages: the number of stages per rank.
         style: "loop": stage s is on rank s mod P. "v": ranks go up and back down, so the two middle stages share a
             rank.
-
-    Raises:
-        ValueError: if the style is unknown.
     """
     if style not in ("loop", "v"):
         raise ValueError(f"style {style!r} must be 'loop' or 'v'")

@@ -92,11 +92,7 @@ def prove(schedule: Schedule, times: Times = Times()) -> Proof:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Check that every stage is on one rank, with one F and one B (or I and W) per micro-batch, and matching messages.
-
-    Raises:
-        ValueError: naming the first action that is missing, duplicated or misplaced.
-    """
+    """Check that each stage is on one rank, each micro-batch has one F and one B (or I and W), and messages match."""
     where: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
@@ -150,11 +146,7 @@ def _messages_of(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 
 def check_message_order(schedule: Schedule) -> None:
-    """Check that two ranks post their sends and receives to each other in the same order.
-
-    Raises:
-        ValueError: naming the first pair that would be swapped.
-    """
+    """Check that two ranks post their sends and receives to each other in the same order."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):

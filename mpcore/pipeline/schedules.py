@@ -147,15 +147,7 @@ def default_virtual_stages(name: str) -> int:
 
 
 def check_schedule(name: str, P: int, M: int, V: int) -> None:
-    """Raise ValueError if `build_schedule` can't build the schedule; build nothing.
-
-    Args:
-        name: one of `NAMES`.
-        P, M, V: ranks, micro-batches, stages per rank.
-
-    Raises:
-        ValueError: if the name is unknown, or the schedule does not support these numbers.
-    """
+    """Raise ValueError if `build_schedule` can't build the schedule; build nothing."""
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is none of {', '.join(NAMES)}, and no path that ends in .csv")
     for what, value in (("ranks", P), ("micro-batches", M), ("virtual stages", V)):
@@ -189,11 +181,7 @@ def _one_stage_a_rank(name: str, rank: int, P: int, M: int) -> list[Action]:
 
 
 def with_messages(schedule: Schedule) -> Schedule:
-    """Return the schedule with its sends and receives, in torch's order, which does not deadlock.
-
-    Args:
-        schedule: a schedule of F, B, I and W that `mpcore.pipeline.prove` has accepted.
-    """
+    """Return the schedule with its sends and receives, in torch's order, which does not deadlock."""
     rows = pipelining.with_messages(schedule.ranks, schedule.rank_of, schedule.stages)
     ranks = tuple(tuple(Action(*cell) for cell in row) for row in rows)
     return Schedule(schedule.name, ranks, schedule.stages, schedule.micro_batches)

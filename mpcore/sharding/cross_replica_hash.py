@@ -35,9 +35,6 @@ def cross_replica_hash(x: Tensor) -> Tensor:
 
     Returns:
         `[]` int64.
-
-    Raises:
-        ValueError: `x` is sparse or quantized.
     """
     if x.layout != torch.strided or x.is_quantized:
         raise ValueError(f"x is {x.layout}{' and quantized' if x.is_quantized else ''}; only dense bits can be hashed")

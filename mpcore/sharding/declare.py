@@ -194,10 +194,6 @@ def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) 
     """Check that a parameter is sharded over axes of `mesh`, not over those of another mesh.
 
     On another mesh it would be unclear which ranks hold replicas.
-
-    Raises:
-        ValueError: if the parameter is sharded over an axis of another mesh, or is a DTensor that `shard_data_parallel`
-            didn't make. The message names the parameter.
     """
     if is_dtensor(parameter) and sharding.data is None and parameter.device_mesh.size() > 1:
         raise ValueError(

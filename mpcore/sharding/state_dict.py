@@ -14,11 +14,7 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor, reshard
 
 
 def check_present(name: str, x: Tensor) -> None:
-    """Check that a parameter has memory on the device: torch would read and write outside of its storage.
-
-    Raises:
-        ValueError: if the parameter is offloaded. The message names it and says what to do.
-    """
+    """Check that a parameter has memory on the device: torch would read and write outside of its storage."""
     x = local_tensor(x)
     if x.numel() and not x.untyped_storage().nbytes():
         raise ValueError(

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class BoundedDispatch(Observer):
-    """Repeat a step whose dispatch buffers overflowed on any rank.
-
-    Args:
-        bounds: the sizes of the buffers.
-    """
+    """Repeat a step whose dispatch buffers overflowed on any rank."""
 
     def __init__(self, bounds: DispatchBounds) -> None:
         self.bounds = bounds

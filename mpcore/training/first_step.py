@@ -27,12 +27,7 @@ CHANGED = (
 
 
 class FirstStep(Observer):
-    """Check the first step, and leave the run's observers after it.
-
-    Args:
-        mesh: this rank's mesh.
-        half: whether the run computes in 16 bits or FP8.
-    """
+    """Check the first step, and leave the run's observers after it."""
 
     def __init__(self, mesh: Mesh, half: bool) -> None:
         self.loss_check, self.half = LossCheck(mesh), half

@@ -25,12 +25,7 @@ PIECE = 2**20
 
 
 class ReplicaCheck:
-    """Check that the ranks of tp have the same gradients of replicated parameters. Begin it before a step's forward.
-
-    Args:
-        mesh: this rank's mesh.
-        half: whether the step computes in 16 bits or FP8, as it does under torch.autocast, too.
-    """
+    """Check that the ranks of tp have the same gradients of replicated parameters. Begin it before a step's forward."""
 
     def __init__(self, mesh: Mesh, half: bool = False) -> None:
         self.mesh = mesh
@@ -43,12 +38,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def compare(self, tree: ModelTree, cause: str = "") -> None:
-        """After all sums over ranks, raise ValueError on every rank if replicas would get different updates.
-
-        Args:
-            tree: the model.
-            cause: the cause, if it is known. All ranks of tp pass it, or none.
-        """
+        """After all sums over ranks, raise ValueError on every rank if replicas would get different updates."""
         tp, error = self.mesh.tp, None
         names, sketches, half = [], [], self.half
         for name, parameter, sharding in tree.declared:
@@ -113,9 +103,6 @@ def without_sequence_parallel(modules: Iterable[tuple[str, nn.Module]]) -> list[
     """Return the names of layers with tp that aren't sequence parallel, if other layers are.
 
     A layer inside another layer with tp is left out: the outer layer built it.
-
-    Args:
-        modules: the names and modules of the model, outer modules before inner ones.
     """
     layers: dict[str, ParallelLayer] = {}
     for name, module in modules:
@@ -127,14 +114,7 @@ def without_sequence_parallel(modules: Iterable[tuple[str, nn.Module]]) -> list[
 
 
 def norms_of_shards(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:
-    """Return what to replace each norm by that isn't sequence parallel, if other layers of the model are.
-
-    Args:
-        modules: the names and modules of the model.
-
-    Returns:
-        By the norm's name, such as "mp.LayerNorm(.., tp=mesh.tp, sequence_parallel=True)".
-    """
+    """Return what to replace each norm by that isn't sequence parallel, if other layers of the model are."""
     modules = list(modules)
     if not any(isinstance(module, ParallelLayer) and module.sequence_parallel for _, module in modules):
         return {}

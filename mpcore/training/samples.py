@@ -20,11 +20,7 @@ log = get_logger(__name__)
 
 
 def share_of(mesh: Mesh, micro_batches: int, count: int) -> range:
-    """Return the indices of this rank's samples among the `count` samples of a step.
-
-    Raises:
-        ValueError: if `count` is no multiple of worlds x data-parallel ranks x micro-batches.
-    """
+    """Return the indices of this rank's samples among the `count` samples of a step."""
     worlds, dp = mesh.worlds, mesh.dp
     parts = worlds.size * dp.size * micro_batches
     if count % parts:

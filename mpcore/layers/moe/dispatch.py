@@ -58,10 +58,6 @@ class Bound(NamedTuple):
 class AllGather:
     """All-gather the tokens over ep x etp, and reduce-scatter the outputs. The host reads nothing from the device.
 
-    Args:
-        ep, etp: the axes of the experts.
-        num_experts, top_k: E and K.
-
     Example:
         >>> from mpcore.layers.moe.dispatch import AllGather
         >>> dispatch = AllGather(mpcore.Axis(), mpcore.Axis(), num_experts=2, top_k=1)
@@ -110,9 +106,6 @@ class AllToAll(AllGather):
     """Send each token once to each rank that holds some of its experts.
 
     All ranks send equally many rows to a given rank.
-
-    Args:
-        ep, etp, num_experts, top_k: see `AllGather`.
 
     Attributes:
         even: the rows needed if every set of K experts is chosen equally often.
