@@ -43,7 +43,6 @@ class AdamWState(NamedTuple):
     Attributes:
         param: any shape, contiguous; float32, bfloat16 or float16 (the reference takes float64 too).
         grad: of that shape and any such dtype.
-        exp_avg, exp_avg_sq: m and v, of that shape.
         now: `[4]` float64 on the device: lr, 1 - beta1^t, sqrt(1 - beta2^t) and t, as `adamw_now` returns them.
         master: float32 of that shape. The update goes to `master`, and `param` becomes `master` rounded to nearest.
             Where `param` isn't `master` rounded before, somebody wrote to it: there the step begins with `param`.

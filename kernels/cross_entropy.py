@@ -114,7 +114,6 @@ def loss_of_stats(
     Args:
         stats: `[4 or 5, ...]`, of all ranks; computed with `sum_logits` if there is label smoothing.
         target, ignore_index: the parameters of `cross_entropy_stats`.
-        vocab_size, label_smoothing, z_loss: V of all ranks, a and b.
     """
     largest, log_total = stats[0], stats[1].log()
     loss = log_total + (1 - label_smoothing) * (largest - stats[2])

@@ -135,8 +135,6 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
     """Start to send `x` to one rank of the axis. `wait` returns what this rank received, ordered by sender.
 
     Args:
-        x: the message, one-dimensional.
-        axis: the axis.
         to: the receiving rank; None: send nothing.
         receive: the number of elements that each rank sends to this rank.
     """
@@ -392,7 +390,6 @@ def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receiv
 
     Args:
         x: [N, ...], the rows for rank 0 first.
-        axis: the axis.
         send, receive: the number of rows sent to, and received from, each rank; None: N / size each.
 
     Returns:

@@ -109,7 +109,6 @@ def share_group(ranks: list[int], role: str, number: int | None = None) -> dist.
     """Return the process group of these ranks for a role, created once per process. Return None on other ranks.
 
     Args:
-        ranks: the ranks in the job, ascending.
         role: the purpose of the group. Groups of the same ranks for other roles have their own connections.
         number: a number of `reserve_groups`, if only `ranks` call this function. None: all ranks of the job call it in
             the same order.

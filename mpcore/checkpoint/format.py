@@ -98,12 +98,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SmallFile:
-    """A file beside the tensors of a checkpoint, such as a tokenizer.
-
-    Attributes:
-        bytes: its size in bytes.
-        crc32: the CRC-32 of its bytes.
-    """
+    """A file beside the tensors of a checkpoint, such as a tokenizer."""
 
     bytes: Size
     crc32: Size

@@ -34,8 +34,6 @@ class Box:
     Attributes:
         local: where the box begins in the local tensor.
         start: where the box begins in the logical tensor.
-        shape: the shape of the box.
-        owned: whether this rank writes the box.
     """
 
     local: tuple[int, ...]
@@ -57,7 +55,6 @@ class LocalTensor:
     Attributes:
         name: `model/NAME` or `optimizer/SLOT/NAME`.
         tensor: the local tensor, sharing memory with the model or optimizer.
-        shape: the logical shape.
         boxes: the boxes of the logical tensor that the local tensor consists of.
         replicas: the axes on which other ranks hold the same local tensor, without the replicas of HSDP.
     """
@@ -76,8 +73,6 @@ def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | 
     whether the run computes in float32 or bfloat16, sharded or not.
 
     Args:
-        model: the model, or this rank's stage of it.
-        mesh: the mesh that the model is on.
         masters: the master weights, by parameter. None: none.
     """
     masters = masters or {}
@@ -98,7 +93,6 @@ def check_finite(tensors: Iterable[tuple[str, Tensor, bool]], where: str) -> Non
 
     Args:
         tensors: name, tensor, and whether it is a weight. A tensor of integers is not read, nor one on "meta".
-        where: where the tensors come from, for the message.
     """
     named = [each for each in tensors if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta]
     ranges = [torch.stack(torch.aminmax(x if x.itemsize > 1 else x.float())).double() for _, x, _ in named]

@@ -49,7 +49,6 @@ def write_tensors(
     """Write tensors to a new safetensors file, and sync it to the disk.
 
     Args:
-        path: the file. It must not exist.
         tensors: the tensors by key, on any device. They are copied to the CPU one at a time.
         read: returns the tensor of a key. It is called once per key, in the order of `tensors`, whose tensors may then
             be on the meta device. None: the values are those of `tensors`.
@@ -141,9 +140,6 @@ def checksum(data: memoryview) -> int:
     zero. So does a swap of two blocks that lie 512 bytes or a larger power of two apart, because no such distance
     within `ROWS` rows is a multiple of the prime `WORDS`. The checksum misses changes in several places that cancel
     each other, such as the same bit of the same column, cleared in one row and set in another.
-
-    Args:
-        data: the bytes, aligned or not.
     """
     rows = np.frombuffer(data, np.uint64, len(data) // (8 * WORDS) * WORDS).reshape(-1, WORDS)
     crc = 0
@@ -156,7 +152,6 @@ class TensorFile:
     """A safetensors file, mapped into memory: only the pages that are used are read.
 
     Args:
-        path: the file.
         record: the file's record in the manifest. None: another library wrote the file.
 
     Attributes:

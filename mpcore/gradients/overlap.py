@@ -33,9 +33,7 @@ class StartedAllReduce(NamedTuple):
     """A running all-reduce.
 
     Attributes:
-        axis: the axis it runs over.
         total: the sum, valid after waiting; the memory of the gradient, or a float32 copy.
-        here: whether this rank had a gradient.
     """
 
     axis: Axis

@@ -36,7 +36,6 @@ class Stages(NamedTuple):
     """The result of `pipeline_stages`, for `prepare`.
 
     Attributes:
-        stages: this rank's stages, in pipeline order.
         blocks: the layers of these stages, by number in the full model.
         schedule: the `Schedule`.
     """
@@ -240,7 +239,6 @@ class _Trace:
         after: the modules with parameters that forward calls after all layers or never, by name.
         shapes: the shapes of the outputs of the modules in `before`, by name.
         returned: for each layer the length of the tuple that it returns; 0 for a tensor.
-        options: the keyword arguments of each forward.
     """
 
     before: dict[str, nn.Module] = field(default_factory=dict)

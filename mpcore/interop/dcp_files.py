@@ -36,7 +36,6 @@ def import_dcp(
 
     Args:
         folder: a folder that `dcp.save` or `export_dcp` wrote. Tensors keep their names, without a leading "model".
-        path: the checkpoint to write. It must not exist.
         config: the configuration to store in it. None: that of `export_dcp`, or none.
     """
     folder, path = Path(folder), Path(path)

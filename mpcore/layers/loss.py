@@ -136,8 +136,6 @@ class HeadLossOptions(TypedDict, total=False):
     """Keyword arguments of a loss of `x @ weight.T`.
 
     Attributes:
-        tp, vocab_size, ignore_index, softcap: see `vocab_parallel_cross_entropy`.
-        sequence_parallel, sequence_dim: see `LayerOptions`.
         chunk_rows: tokens per chunk; None: those of 512 MiB of logits, or all if several chunks need more memory.
     """
 

@@ -51,7 +51,6 @@ class LayerOptions(TensorParallelOptions, TensorOptions, total=False):
     """Keyword arguments of every parallel layer with parameters.
 
     Attributes:
-        tp, sequence_parallel, sequence_dim: see `TensorParallelOptions`.
         device, dtype: device and dtype of the parameters, as in torch's layers.
         init: a function `init(tensor, generator=None)` that fills the logical weight in place, such as
             `functools.partial(torch.nn.init.normal_, std=0.02)`; biases then begin at 0. None: the initial values of

@@ -157,11 +157,7 @@ class Agreement:
 
     Args:
         store: the store, with a prefix that only these ranks use.
-        rank: this process's rank in the group.
-        size: the number of ranks in the group.
-        what: what the ranks agree about, for messages.
         group: the process group. None: the whole job.
-        prefix: the store's prefix.
     """
 
     def __init__(

@@ -205,7 +205,6 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
     """Count the bytes that a call of the block keeps for backward, with its output and without its input.
 
     Args:
-        block: the block, on any device. Nothing is computed.
         example: `(args, kwargs)` of the call; only shapes, dtypes and what needs a gradient matter.
         kind: of recomputation; None: as the block is.
     """

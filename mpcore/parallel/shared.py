@@ -19,7 +19,6 @@ class DataParallel:
     """How `shard_data_parallel` sharded a stage. Read it with `state_of`, write it with `set_state`.
 
     Attributes:
-        zero: the ZeRO stage.
         units: with zero 1 to 3, the stage and then its blocks. Each is gathered and reduced as one unit.
         shared: units of the parameters that several stages of this rank share.
         early: with zero 0, the all-reduces that start during backward.

@@ -51,9 +51,6 @@ class MicroBatch:
     """The inputs of a micro-batch.
 
     Attributes:
-        x: the input of the first stage.
-        target: the target of the loss.
-        arguments: keyword arguments of every stage.
         key: shapes and dtypes of all of these tensors. Micro-batches with the same key have messages of the same
             shapes.
     """

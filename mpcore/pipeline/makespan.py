@@ -14,7 +14,6 @@ class Resolved:
     """A schedule's actions in an order in which each action comes after those it waits for.
 
     Attributes:
-        ranks: the number of ranks.
         steps: for each action its rank, kind, stage, and the index here of the action on another rank whose result it
             needs, or -1.
     """

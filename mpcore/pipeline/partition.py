@@ -101,8 +101,6 @@ def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> lis
     """Return the rank of each of the `ranks * virtual_stages` stages.
 
     Args:
-        ranks: the pipeline size P.
-        virtual_stages: the number of stages per rank.
         style: "loop": stage s is on rank s mod P. "v": ranks go up and back down, so the two middle stages share a
             rank.
     """

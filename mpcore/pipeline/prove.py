@@ -18,7 +18,6 @@ class Times:
     """The duration of each kind of action on one stage, in any unit.
 
     Attributes:
-        forward: duration of F.
         input: duration of I, the gradient of a stage's input.
         weight: duration of W, the gradient of a stage's weights.
         backward: duration of B, both gradients at once; None: input + weight.

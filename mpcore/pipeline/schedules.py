@@ -70,10 +70,7 @@ class Schedule:
     """The actions of each rank, in order. `mpcore.pipeline.prove` checks them; this class does not.
 
     Attributes:
-        name: the name in messages.
-        ranks: the actions of each rank.
         stages: the number of stages of the model.
-        micro_batches: the number of micro-batches per step.
     """
 
     name: str

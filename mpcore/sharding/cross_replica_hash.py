@@ -30,9 +30,6 @@ def cross_replica_hash(x: Tensor) -> Tensor:
     The hash reads the elements in logical order and does not depend on strides, and on shape and dtype only through the
     bytes. Zeros of different sign differ, and so do NaNs of different bits.
 
-    Args:
-        x: any shape and dtype, dense.
-
     Returns:
         `[]` int64.
     """

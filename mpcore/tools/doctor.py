@@ -41,7 +41,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: the name of the check.
         state: "ok", "FAILED", "warning" or "skipped".
         detail: numbers, or the problem and how to fix it.
     """

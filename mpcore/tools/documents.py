@@ -26,9 +26,7 @@ class Found(NamedTuple):
     """A part of a document that was read in a step.
 
     Attributes:
-        step, sample: where in the run.
         piece: the document and its tokens: `corpus`, `document`, `first` and `count`.
-        text: how these begin.
         loss: their mean loss in nats a token; None without a checkpoint.
     """
 

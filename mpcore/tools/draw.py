@@ -109,7 +109,6 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
 
     Args:
         spans: the spans of `prove` or of `Pipeline.recorded`.
-        path: the JSON file.
         seconds: the number of seconds per unit of the spans' times.
     """
     begin = min((span.start for span in spans), default=0.0)

@@ -62,11 +62,7 @@ class ReplicaCheck:
         """Return the error of this rank's tp group. All ranks of the group call it.
 
         Args:
-            name: the parameter with the largest relative difference.
-            off: the difference, relative to the gradient's norm.
-            others: the other parameters whose gradients differ.
             norm: what the parameter's module should be, from `norms_of_shards`; "": it is no such norm.
-            why: the cause, if it is known.
         """
         mine = [state.numpy().tobytes() for state in (self.before, self.after)]
         before, after = map(set, zip(*gather_objects(mine, self.mesh.tp.group), strict=True))

@@ -87,7 +87,6 @@ class Weights:
 
         Args:
             model: the model, or this rank's stages of it, on any layout. Its parameters must have memory.
-            mesh: the mesh that the model is on.
             dtypes: by name, the dtype that the values are cast to before they are copied.
 
         Returns:

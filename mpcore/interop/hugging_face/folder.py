@@ -31,7 +31,6 @@ class Part:
 
     Attributes:
         key: the name of the Hugging Face tensor.
-        start, shape: the box in the mpcore tensor.
         transposed: whether the Hugging Face tensor is the transpose of the box.
     """
 

@@ -25,7 +25,6 @@ class Group:
     """File tensors that are made from the same model tensors.
 
     Attributes:
-        sources: the names in the model.
         files: the tensors on the meta device, by their names in the files.
         renamed: whether the group is one tensor that only has another name.
     """

@@ -40,8 +40,6 @@ def write_weights(folder: Path, likes: Mapping[str, Tensor], read: Callable[[str
     """Write the safetensors files of a Hugging Face folder, and an index if there are several.
 
     Args:
-        folder: the folder.
-        likes: the tensors by key, on the meta device.
         read: returns the tensor of a key. It is called in the order of `likes`.
         limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
     """
@@ -65,8 +63,6 @@ def write_files(
     """Write tensors to files of a limited size.
 
     Args:
-        folder: the folder.
-        likes: the tensors by key, on the meta device.
         read: returns the tensor of a key. It is called in the order of `likes`.
         limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
         name: returns the name of a file from its index and the number of files.

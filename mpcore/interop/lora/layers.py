@@ -129,11 +129,7 @@ class LoRALayer(nn.Module):
 
 
 class GroupedAdapter(LoRALayer):
-    """The adapter of one grouped weight, as a child of the module that holds the weight.
-
-    Attributes:
-        leaf: the weight's name in that module.
-    """
+    """The adapter of one grouped weight, as a child of the module that holds the weight."""
 
     leaf: str
 

@@ -23,7 +23,6 @@ class BalanceLoss:
     `generate`, which reads no balance loss, it does nothing: ranks of `data` may generate alone.
 
     Args:
-        ep: the axis over which experts are sharded.
         data: the axis whose ranks have different tokens. None: unknown, and a balance loss is rejected.
     """
 

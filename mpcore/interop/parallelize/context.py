@@ -47,7 +47,6 @@ class FullSequence:
     """The full sequence of one forward. The hook attaches it to the model's `attention_mask`.
 
     Attributes:
-        length: T.
         documents: [B, T], a number for each token that is the same for the tokens of one document; None: one document.
         positions: [B, T], positions that restart in each document; None: 0 .. T-1.
     """
@@ -75,9 +74,6 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
     """Make the attention of a model of transformers exchange keys over cp, in place.
 
     Args:
-        model: the model.
-        cp: the context-parallel axis.
-        kind: the kind of context parallelism.
         documents: whether the unsharded model keeps packed documents apart. False: the forward refuses them.
         tp: the axis over which sequence parallelism shards the tokens again; None: it doesn't.
     """
@@ -336,11 +332,9 @@ def attend(
     """Compute a layer's attention over the full sequence. An attention function of transformers.
 
     Args:
-        module: the attention layer.
         query, key, value: [B, H, T/cp, K], [B, Hkv, T/cp, K] and [B, Hkv, T/cp, V].
         attention_mask: the `ContextMask`.
         scaling, dropout, softcap, s_aux: as transformers passes them; `s_aux` are sinks [H].
-        others: arguments of other attention functions.
 
     Returns:
         [B, T/cp, H, V], and None in place of the weights.
@@ -405,8 +399,6 @@ def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool 
     Args:
         prover: the prover of the model before it is parallelized.
         kind: the kind of context parallelism. "two-level" is tested as "zigzag", which has the same order.
-        size: the number of ranks.
-        documents: whether to pack two documents in each row.
 
     Returns:
         What is wrong, as text that names the first module that differs. None: nothing is wrong.

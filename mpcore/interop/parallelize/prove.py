@@ -124,8 +124,6 @@ class PlanTester:
         """Compare the twin sharded by a plan with the unsharded twin.
 
         Args:
-            styles: the plan: a style by module name.
-            size: the number of ranks.
             cut: the function that shards a model in place for one rank, as `parallelize` will.
             tp: the axis over which `parallelize` will shard. A gradient that the model declares partial over this axis,
                 or over an axis with the role "tp", is summed over the twin's ranks.

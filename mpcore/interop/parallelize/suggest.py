@@ -230,7 +230,6 @@ class _Flow:
         inputs: for each linear layer, the layers whose outputs reach its input.
         norms: for each norm of heads, the layers whose outputs it normalizes.
         full_norms: the same for each norm over all features of its input.
-        tables: the embeddings.
         output: the layers whose outputs reach the model's output.
         patterns: the pattern of each module, by its name in the twin. If modules of several classes match one pattern,
             each class has a label instead.

@@ -18,8 +18,6 @@ class SummaryRow:
 
     Attributes:
         pattern: their name, with `*` for each number in it.
-        fate: how they are sharded, in words.
-        count: the number of parameters.
         before, after: the bytes of all of them, unsharded and on this rank.
     """
 
@@ -35,7 +33,6 @@ class Summary:
     """What `parallelize_summary` returns. `str` of it is a table.
 
     Attributes:
-        rows: the rows, in the model's order.
         share: the part of all bytes that is sharded, in [0, 1].
     """
 

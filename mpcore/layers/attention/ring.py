@@ -25,7 +25,6 @@ class _Ring:
     At a given step, rank r holds block r - step, if that block is sent so far.
 
     Attributes:
-        axis: the ring's axis.
         blocks: for each rank, the tokens of its block.
         reads: for each rank, the blocks with keys that its queries see, including its own block.
         reach: for each block, the number of ranks it is sent along the ring.

@@ -54,11 +54,8 @@ def alibi_bias(heads: range, num_heads: int, queries: range, keys: int, like: Te
     """Return the ALiBi bias [len(heads), len(queries), keys]: minus the distance, times the head's slope.
 
     Args:
-        heads: the indices of the heads to compute.
         num_heads: the number of heads n of the layer. If n is a power of two, the slopes are 2^(-8/n), 2^(-16/n), ...;
             otherwise the slopes of the next lower power, then every other slope of the next higher power.
-        queries: the indices of the queries among the keys.
-        keys: the number of keys.
         like: a tensor with the device and dtype of the result.
     """
     below = 2 ** int(math.log2(num_heads))
@@ -87,7 +84,6 @@ def scored_attention(
         q, k, v: [B, T, H, K], [B, S, Hkv, K] and [B, S, Hkv, V]. H must be a multiple of Hkv.
         mask: bool [T, S], [B, T, S] or [B, 1, S], True if a query sees a key; None: all keys are seen.
         bias: [H, T, S] or [B, H, T, S], added to the scores.
-        scale, softcap: see `mpcore.kernels.attention.attention`.
         sinks: the `AttentionSinks` of these heads.
 
     Returns:

@@ -109,7 +109,6 @@ class AllToAll(AllGather):
 
     Attributes:
         even: the rows needed if every set of K experts is chosen equally often.
-        worst: the rows that always suffice.
         bound: the rows of the buffers while `is_bounded` is True.
         shares: `bound.sent` on the device.
         is_bounded: if True, the buffers have the rows of `bound`, and further tokens are dropped. `DispatchBounds`

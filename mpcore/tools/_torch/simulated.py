@@ -36,7 +36,6 @@ class Job(Protocol):
 
     Attributes:
         table: the collectives that some ranks of a group have not yet entered.
-        boxes: the messages between two ranks.
     """
 
     table: dict[tuple, Any]

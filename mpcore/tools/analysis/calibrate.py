@@ -54,7 +54,6 @@ class Fit:
     """A fitted machine.
 
     Attributes:
-        machine: the profile with the fitted scalars.
         errors: the relative standard error of each scalar, from the runs and the prior together.
         identified: the scalars that the runs determine better than the prior does.
         covariance: [6 + states, 6 + states], the covariance of the logarithms of the scalars and of the states'
@@ -264,8 +263,6 @@ class Sweep:
     """A sweep of layouts, predicted after some of its runs were measured.
 
     Attributes:
-        chosen: the runs that were measured first.
-        found: the fit to these runs.
         errors: the relative error of the predicted time, for each other run with a time.
         regrets: for each model and batch with several layouts, how much longer the layout that seems fastest takes than
             the one that is fastest, as a relative number. A measured run seems as fast as it is; another run seems as

@@ -36,7 +36,6 @@ class Outside:
     """A number outside of the band.
 
     Attributes:
-        step: the step of the number.
         kind, tensor: what the number is, and the tensor it belongs to; `tensor` is "" for a number of the whole model.
         a, b: the values in the two runs. None: not finite.
         times: the distance divided by the band's half width. It is infinite if only one of the two values is finite.

@@ -47,12 +47,8 @@ class Row:
     """A run.
 
     Attributes:
-        name: the run's name.
         set: the set of rows whose errors are averaged together.
         machine: a profile's name or path, or "".
-        target: the build function.
-        sizes: the sizes of the mesh's axes.
-        arguments: the flags of the target.
         seconds: seconds per step. None: the run ran out of memory, or no time is needed.
         unfused: whether attention writes its scores to memory.
         gradient_bytes: the bytes of gradients per parameter in the run's runtime.
@@ -197,9 +193,7 @@ def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") ->
     recomputation repeats.
 
     Args:
-        values: the row's columns.
         formula: "plain" or "recomputed".
-        where: the row's name, for messages.
     """
     names = ("global_batch", "seq_len", "layers", "d_model", "vocab_size")
     missing = [name for name in names if name not in values]

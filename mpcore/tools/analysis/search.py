@@ -24,7 +24,6 @@ class Estimate:
     """A layout, and the estimate of its step.
 
     Attributes:
-        sizes: the sizes of the mesh's axes.
         arguments: the arguments of the build function in which this layout differs from others.
         memory: the bytes that the fullest rank holds, without the machine's reserve.
         bound: whether `memory` is only a lower bound. It was too large, so the layout wasn't counted.
@@ -81,8 +80,6 @@ def meshes(world: int, node: int, **sizes: Sequence[int] | None) -> Iterator[dic
     """Yield every mesh of this number of ranks with tp inside a node, large tp first.
 
     Args:
-        world: the number of ranks.
-        node: the number of ranks per node.
         sizes: the allowed sizes of each axis. An axis that is missing or None may have: any size for tp, pp and dp;
             size 1 for cp and ep; the size of tp for etp; no `cp_inner`.
     """

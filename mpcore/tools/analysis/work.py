@@ -215,12 +215,7 @@ class Model:
 
 @dataclass
 class PassWork:
-    """What the forward or backward of one micro-batch in a stage computes and sends.
-
-    Attributes:
-        operators: what its operators compute.
-        sent: its collectives and messages.
-    """
+    """What the forward or backward of one micro-batch in a stage computes and sends."""
 
     operators: OperatorCounts = field(default_factory=OperatorCounts)
     sent: Sent = field(default_factory=dict)
@@ -231,7 +226,6 @@ class MicroBatchWork:
     """What each of several equal micro-batches of a stage computes and sends.
 
     Attributes:
-        forward: the forward.
         backward: the backward with its recomputation. If it is split, both halves.
     """
 
@@ -300,10 +294,6 @@ class StepMemory:
     """What a rank holds between steps, in bytes, and what a step sends after its last backward.
 
     Attributes:
-        parameters: the parameters.
-        buffers: the buffers.
-        gradients: the gradients after backward.
-        optimizer: the optimizer state, with master weights.
         sent: the collectives after the last backward, by (axis, kind).
     """
 

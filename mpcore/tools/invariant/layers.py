@@ -36,7 +36,6 @@ class InvariantProduct(Product):
 
     Args:
         blocks: this rank's output features of each projection that is fused in the weight; (): a single projection.
-        sequence_dim: the sequence dimension of the layer.
     """
 
     blocks: tuple[int, ...] = ()

@@ -120,11 +120,6 @@ def within_rounding(
 
     Args:
         dtype, eps: of products, and the distance of its two numbers at 1.
-        truth: in float64.
-        rounded: runs of one process in this dtype.
-        got: of a rank.
-        layers: of the toy.
-        experts: whether it has any.
     """
     if not all(math.isfinite(seen.norm) for seen in (*rounded, got)):
         return  # a first loss scale that is too large

@@ -41,20 +41,15 @@ class Rehearsal:
     """What a rank saw.
 
     Attributes:
-        worker: this rank's.
-        losses, norms: by step.
         scales: the loss scale after so many steps; 1 without one.
         scale: the loss scale that the run began with.
         begun, state: logical parameters and buffers at the begin and the end.
         kept: those that were saved, by the number of steps done.
-        validation: the held-out loss at the end.
-        seen: the tensors of the first step.
         reference: on one process torch's cross-entropy of the logits in `seen`.
         wrong: what differs from torch in the loss of one process, in words; "" if nothing does.
         left: a parameter whose gradient is still there after a step; "" if none is.
         keys: seeds of dropout and of routers, by module.
         stopped, skipped: whether a signal stopped it; whether no parameter moved in the poisoned step.
-        step: the steps that are done.
     """
 
     worker: int = 0

@@ -26,9 +26,7 @@ class Toy:
     """A small run.
 
     Attributes:
-        args, config: its flags and its model.
         sizes: arguments of `build_mesh`.
-        ranks: the size of its world.
         program: the module that trains it; see `mpcore.tools.preflight.training`.
     """
 

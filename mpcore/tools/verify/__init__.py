@@ -179,7 +179,6 @@ def what_happened(text: str, timeout: float = 0.0) -> str:
 
     Args:
         text: the message of a `RankError`.
-        timeout: the seconds that the ranks had. 0: unknown.
     """
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
     killed = [line for line in errors if line.startswith(f"{DIED} (")]  # the others only lost a connection

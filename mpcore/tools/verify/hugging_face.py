@@ -24,7 +24,6 @@ class HuggingFaceModel:
     """Build a causal language model from a folder or a config.json, with at most `LAYERS` layers, for `verify`.
 
     Args:
-        path: the folder or the file.
         changes: values of config fields, such as ("hidden_size", 64).
     """
 

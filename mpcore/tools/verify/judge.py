@@ -71,8 +71,6 @@ class Judge:
     """Compares runs with the unsharded model, within a tolerance for rounding.
 
     Args:
-        truth: the unsharded model's run in float64.
-        dtype: the dtype of the layouts' runs.
         rounded: runs of the unsharded model in that dtype, if it isn't float64. Twice their largest error is allowed.
         exact: if True, no difference is allowed.
     """

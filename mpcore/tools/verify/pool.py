@@ -69,14 +69,7 @@ class Pool:
         self.store: Any = None  # where the ranks of all worlds meet
 
     def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
-        """Call `check(*args, **kwargs)` on ranks 0 .. size - 1, and return the results in rank order.
-
-        Args:
-            size: the number of ranks.
-            check: the function.
-            args, kwargs: its arguments.
-            timeout: the seconds that the call may take.
-        """
+        """Call `check(*args, **kwargs)` on ranks 0 .. size - 1, and return the results in rank order."""
         if size > self.most:
             raise ValueError(f"{size} ranks of a pool of {self.most}: make it with most={size} or more")
         if not self.workers:

@@ -47,7 +47,6 @@ class Task:
         loss: `loss(output, target)` or `loss(output, target, mesh)`: a sum over its tokens, never a mean. None: half
             the sum of squares.
         dtype: the dtype of the parameters and of floating-point inputs.
-        seed: the seed of the initial values.
         nudge: the seed of a random change of each parameter by up to half a rounding. 0: no change.
         virtual: the virtual degree of the meshes; runs are then bitwise equal. 0: none.
         shift: how far each trained parameter is moved along its `direction`, on one process. 0: not moved.
@@ -70,7 +69,6 @@ class RankRecord:
     """The tensors that a rank recorded in the step.
 
     Attributes:
-        tp, cp, pp, dp: this rank's ranks on the axes.
         length: T, the length of the full sequence that cp shards.
         tokens: the indices of this rank's tokens in the sequence. None: all.
         initial, gradients, updated: the initial values, gradients and updated values: logical tensors by parameter
@@ -87,8 +85,6 @@ class RankRecord:
         norms: what to replace each norm by that isn't sequence parallel, if other layers are.
         forgotten: the layers with tp that were built without sequence parallelism, if others were built with it.
         rows: B, the number of rows of the full batch.
-        loss: the loss of the full batch.
-        norm: the norm of all gradients.
         casts: the number of tensors that a run with `wide` kept from being cast to float32.
     """
 
