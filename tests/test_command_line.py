@@ -215,7 +215,7 @@ VALUES = {
     "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"), "--ranks": "FILE",
              "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS",
              "--hf": "FOLDER"},
-    "calibrate": {"--test": "ROWS", "--suggest": "N", "--out": "PROFILE"},
+    "calibrate": {"--test": "ROWS", "--out": "PROFILE"},
     "memory": {"--plot": "FILE", "--hf": "FOLDER"},
     "ledger": {"--hf": "FOLDER"},
     "compare": {"--twins": "RUN", "a": "RUN_A", "b": "RUN_B"},

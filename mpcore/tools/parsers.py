@@ -345,7 +345,6 @@ def calibrate() -> Parser:
     add("--machine", help=f"profile to begin with: {', '.join(profile_names())} or a path (default: the rows' own)")
     add("--set", action="append", help="only rows of this set; may be given again")
     add("--test", action="append", metavar="ROWS", help="rows to predict, which are not fitted")
-    add("--suggest", type=int, metavar="N", help="name the N rows to measure first; needs no times")
     add("--out", type=Path, metavar="PROFILE", help="write the fitted profile, a .json file")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
     return parser

@@ -14,25 +14,20 @@ from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis import calibrate
 from mpcore.tools.analysis.calibrate import (
     NAMES,
-    NODES,
     NOISE,
     SPREADS,
     USUAL,
-    Fit,
     Result,
     Run,
     count_rows,
     features,
     fit,
+    identified,
     jacobian,
-    judge_sweep,
     leave_one_out,
     predict,
-    predict_sweep,
     scalars_of,
     sensitivities,
-    states_of,
-    suggest,
     uncertainty,
     with_scalars,
 )
@@ -107,18 +102,6 @@ def test_the_features_are_the_seconds_that_each_scalar_governs():
     assert jacobian(torch.tensor([1.0, 2, 3, 4, 5, 20])).tolist() == pytest.approx([-0.05, -0.1, 0.15, 0.2, 0.25, 1])
 
 
-def test_a_run_in_a_state_of_the_nodes_moves_with_its_factor():
-    old = [
-        Run(replace(each.row, nodes=name), each.layout) for each, name in zip(RUNS, ("", "b", "a", "b"), strict=False)
-    ]
-    assert states_of(old) == ["b", "a"]
-    J = sensitivities(old, MACHINE, ["b", "a"])
-    assert J.shape == (4, 8)
-    assert J[:, 6:].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
-    assert torch.equal(J[:, :6], sensitivities(RUNS[:4], MACHINE, []))
-    assert sensitivities([], MACHINE, ["a"]).shape == (0, 7)
-
-
 def test_attention_that_is_written_out_is_predicted_so():
     slow = Run(replace(RUNS[6].row, unfused=True), RUNS[6].layout)
     assert predict(slow, MACHINE).operators > predict(RUNS[6], MACHINE).operators
@@ -129,27 +112,25 @@ def test_attention_that_is_written_out_is_predicted_so():
 
 def objective(runs: list[Run], machine: Machine, theta: Tensor) -> float:
     """Half of minus the logarithm of the posterior, with Huber's loss."""
-    scalars, states = theta[:6], states_of(runs)
-    here, total = with_scalars(machine, scalars), 0.0
+    here, total = with_scalars(machine, theta), 0.0
     for each in runs:
-        factor = float(theta[6 + states.index(each.row.nodes)]) if each.row.nodes else 0.0
         assert each.row.seconds is not None
-        r = abs(math.log(each.row.seconds) - math.log(predict(each, here).step) - factor) / NOISE
+        r = abs(math.log(each.row.seconds) - math.log(predict(each, here).step)) / NOISE
         total += r * r / 2 if r < USUAL else USUAL * r - USUAL**2 / 2
-    prior = (scalars - scalars_of(machine)) / torch.tensor(list(SPREADS.values()), dtype=torch.float64)
-    return total + float(prior.square().sum() + (theta[6:] / NODES).square().sum()) / 2
+    prior = (theta - scalars_of(machine)) / torch.tensor(list(SPREADS.values()), dtype=torch.float64)
+    return total + float(prior.square().sum()) / 2
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1.4])
 def test_the_fit_is_the_best_of_its_neighbourhood(outlier):
     """No small step of any scalar lowers the penalised error; an outlier counts by its size alone."""
     true = with_scalars(MACHINE, scalars_of(MACHINE) + torch.tensor([0.1, 0.2, -0.3, 0.4, 0.5, 0.0]).double())
-    runs = [*timed(RUNS, true), *timed(RUNS[:3], replace(true, cluster=1.25), nodes="old")]
+    runs = timed(RUNS, true)
     runs[0] = Run(replace(runs[0].row, seconds=outlier * (runs[0].row.seconds or 0)), runs[0].layout)
     found = fit(runs, MACHINE)
-    theta = torch.cat([scalars_of(found.machine), torch.tensor([math.log(found.states["old"])]).double()])
+    theta = scalars_of(found)
     best = objective(runs, MACHINE, theta)
-    for k in range(7):
+    for k in range(6):
         for step in (0.004, -0.004):
             moved = theta.clone()
             moved[k] += step
@@ -158,46 +139,30 @@ def test_the_fit_is_the_best_of_its_neighbourhood(outlier):
 
 def test_shares_of_a_peak_are_at_most_one():
     fast = timed([run(9000, 9000, 1, 1)] * 5, replace(MACHINE, e_gemm=3.0, e_hbm=3.0))
-    found = fit(fast, replace(MACHINE, e_gemm=0.99, e_hbm=0.99)).machine
+    found = fit(fast, replace(MACHINE, e_gemm=0.99, e_hbm=0.99))
     assert (found.e_gemm, found.e_hbm) == (pytest.approx(1), pytest.approx(1))
 
 
 def test_without_runs_the_fit_is_the_prior():
     found = fit([], MACHINE)
-    assert scalars_of(found.machine).tolist() == pytest.approx(scalars_of(MACHINE).tolist())
+    assert scalars_of(found).tolist() == pytest.approx(scalars_of(MACHINE).tolist())
     assert found.errors == pytest.approx(SPREADS)
-    assert (found.identified, found.states) == ((), {})
-    assert torch.allclose(found.covariance, torch.tensor([s**2 for s in SPREADS.values()]).double().diag())
-    assert {found.machine.sources[name] for name in NAMES} == {"fitted: 0 runs"}
+    assert identified(found) == ()
+    assert {found.sources[name] for name in NAMES} == {"fitted: 0 runs"}
 
 
 def test_the_covariance_is_that_of_least_squares_with_priors():
     runs = timed(RUNS, MACHINE)
     oom = Run(replace(RUNS[0].row, seconds=None), RUNS[0].layout)
     found = fit([*runs, oom], replace(MACHINE, sources={"peak": "x", "tau": "y"}))
-    J = sensitivities(runs, MACHINE, [])
+    J = sensitivities(runs, MACHINE)
     information = J.T @ J / NOISE**2 + torch.tensor([s**-2 for s in SPREADS.values()]).double().diag()
-    assert torch.allclose(found.covariance, torch.linalg.inv(information), rtol=1e-3)
+    covariance = torch.linalg.inv(information)
     for k, name in enumerate(NAMES):
-        assert found.errors[name] == pytest.approx(math.sqrt(float(found.covariance[k, k])))
-        assert (name in found.identified) == (found.errors[name] < SPREADS[name] / 2)
-    assert found.machine.errors == found.errors
-    assert found.machine.sources == {"peak": "x"} | dict.fromkeys(NAMES, "fitted: 7 runs")
-    assert (found.machine.e_attention, found.machine.peak) == (0.5, 100.0), "the others are not fitted"
-
-
-def test_a_prediction_has_the_errors_of_scalars_of_the_state_and_of_noise():
-    covariance = torch.zeros(7, 7).double()
-    covariance[0, 0], covariance[6, 6], covariance[0, 6], covariance[6, 0] = 0.04, 0.01, 0.003, 0.003
-    found = Fit(MACHINE, {}, (), covariance, {"old": 1.5})
-    J = float(jacobian(features(RUNS[0], MACHINE))[0])
-    here, old, new = (Run(replace(RUNS[0].row, nodes=name), RUNS[0].layout) for name in ("", "old", "new"))
-    assert found.uncertainty(here) == pytest.approx(math.sqrt(J * J * 0.04 + NOISE**2))
-    assert found.uncertainty(old) == pytest.approx(math.sqrt(J * J * 0.04 + 2 * J * 0.003 + 0.01 + NOISE**2))
-    assert found.uncertainty(new) == pytest.approx(math.sqrt(J * J * 0.04 + NODES**2 + NOISE**2))
-    assert found.predict(old).step == pytest.approx(1.5 * found.predict(here).step)
-    assert found.predict(new) == found.predict(here) == predict(here, MACHINE)
-    assert Fit(MACHINE, {}, (), covariance).states == {}
+        assert found.errors[name] == pytest.approx(math.sqrt(float(covariance[k, k])), rel=1e-3)
+        assert (name in identified(found)) == (found.errors[name] < SPREADS[name] / 2)
+    assert found.sources == {"peak": "x"} | dict.fromkeys(NAMES, "fitted: 7 runs")
+    assert (found.e_attention, found.peak) == (0.5, 100.0), "the others are not fitted"
 
 
 def test_a_machine_without_a_fit_is_as_uncertain_as_its_priors():
@@ -228,72 +193,9 @@ def test_each_run_is_predicted_by_the_fit_on_all_others():
     for i, (each, result) in enumerate(zip(runs, results, strict=True)):
         others = fit([*runs[:i], *runs[i + 1 :]], MACHINE)
         assert result.seconds == each.row.seconds
-        assert result.fitted == pytest.approx(fit(runs, MACHINE).predict(each).step)
-        assert result.left_out == pytest.approx(others.predict(each).step)
+        assert result.fitted == pytest.approx(predict(each, fit(runs, MACHINE)).step)
+        assert result.left_out == pytest.approx(predict(each, others).step)
     assert Result(RUNS[0].row, 4.0, 9.0, 5.0).error == 0.25
-
-
-# --- the choice of runs -----------------------------------------------------------------------------------------------
-
-
-def spread_of_all(runs: list[Run], chosen: list[Run], machine: Machine) -> float:
-    """The product of the variances of all predictions once some are measured."""
-    states = states_of([*runs, *chosen])
-    prior = torch.tensor([*(s**-2 for s in SPREADS.values()), *(NODES**-2 for _ in states)]).double().diag()
-    J, known = sensitivities(runs, machine, states), sensitivities(chosen, machine, states)
-    covariance = torch.linalg.inv(prior + known.T @ known / NOISE**2)
-    return float(((J @ covariance @ J.T).diagonal() + NOISE**2).log().sum())
-
-
-def test_each_suggested_run_leaves_the_least_error_of_all_predictions():
-    runs = [*RUNS, *(Run(replace(each.row, nodes="old"), each.layout) for each in RUNS[:2])]
-    for measured in ([], RUNS[:1]):
-        chosen = suggest(runs, MACHINE, 4, measured)
-        for i, one in enumerate(chosen):
-            before = [*measured, *chosen[:i]]
-            left = {
-                id(r): spread_of_all(runs, [*before, r], MACHINE) for r in runs if all(r is not c for c in chosen[:i])
-            }
-            assert left[id(one)] == pytest.approx(min(left.values()), abs=1e-9)
-    assert len(suggest(RUNS, MACHINE, 99)) == len(RUNS)
-    assert len({id(r) for r in suggest(RUNS, MACHINE, 99)}) == len(RUNS)
-    assert suggest(RUNS, MACHINE, 0) == []
-
-
-def test_a_sweep_says_what_its_choice_costs():
-    """Of each model: the run that seems fastest, against the fastest; a measured run seems as fast as it is."""
-    base = ("--layers", "4")
-
-    def row(name: str, seconds: float, *arguments: str, size: int = 4) -> dict[str, Any]:
-        return {"name": name, "seconds": seconds, "arguments": (*base, *arguments), "gradient_bytes": size}
-
-    def step(each: Run) -> float:
-        return predict(each, MACHINE).step
-
-    shapes = [(100, 10, 1, 1), (200, 10, 1, 1), (300, 10, 1, 1)]
-    fast, middle, slow = (step(run(*shape)) for shape in shapes)
-    runs = [
-        run(*shapes[0], **row("a", 9.0 * fast, "--zero", "1")),  # seems fastest, and isn't
-        run(*shapes[1], **row("b", middle, "--zero", "3", "--micro-batch", "2")),
-        run(*shapes[2], **row("c", 0.5 * middle, "--recompute", "full")),
-        run(*shapes[0], **row("d", fast, size=2)),  # another runtime
-        run(*shapes[1], **row("e", middle, "--dropout", "0.1")),  # another model, with two layouts
-        run(*shapes[2], **row("f", slow, "--schedule", "zb", "--dropout", "0.1", "--stage-blocks", "1,3")),
-    ]
-    unfitted = Fit(MACHINE, {}, (), torch.zeros(6, 6).double())
-    found = judge_sweep(runs, [], unfitted)
-    assert found.errors == pytest.approx({
-        "a": 1 / 9 - 1, "b": 0, "c": slow / (0.5 * middle) - 1, "d": 0, "e": 0, "f": 0,
-    }, abs=1e-12)  # fmt: skip
-    assert list(found.regrets.values()) == pytest.approx([9 * fast / (0.5 * middle) - 1, 0], abs=1e-12)
-    known = judge_sweep(runs, runs[:1], unfitted)
-    assert next(iter(known.regrets.values())) == pytest.approx(1), "b seems fastest now"
-    assert list(known.errors) == ["b", "c", "d", "e", "f"]
-    assert (known.chosen, known.found) == ((runs[0],), unfitted)
-    whole = predict_sweep([*runs, Run(replace(runs[0].row, seconds=None), runs[0].layout)], MACHINE, 2)
-    assert list(whole.chosen) == suggest(runs, MACHINE, 2)
-    assert whole.found.machine.e_gemm == pytest.approx(fit(list(whole.chosen), MACHINE).machine.e_gemm)
-    assert len(whole.errors) == 4
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

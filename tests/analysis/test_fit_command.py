@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from mpcore.tools.analysis import fit_command
-from mpcore.tools.analysis.calibrate import NAMES, NOISE, Fit, Result, Run, fit, leave_one_out, suggest
+from mpcore.tools.analysis.calibrate import NAMES, NOISE, Result, Run, fit, leave_one_out, predict
 from mpcore.tools.analysis.fit_command import (
     groups_of,
     main,
@@ -59,10 +58,11 @@ def test_the_table_of_results_has_a_line_for_each_row():
 
 
 def test_the_table_of_scalars_marks_those_that_the_prior_says():
-    found = Fit(MACHINE, {name: 0.1 * i for i, name in enumerate(NAMES, 1)}, ("e_gemm", "tau"), torch.zeros(6, 6))
+    errors = {"e_gemm": 0.05, "e_hbm": 0.2, "x_tp": 0.3, "x_dp": 0.4, "tau": 0.4, "cluster": 0.06}
+    found = replace(MACHINE, errors=errors)
     _, *lines = scalars_table(found).splitlines()
     assert [line.split()[0] for line in lines] == list(NAMES)
-    want = [(0.6, 10), (0.4, 20), (0.8, 30), (0.3, 40), (0.2, 50), (1.1, 60)]
+    want = [(0.6, 5), (0.4, 20), (0.8, 30), (0.3, 40), (0.2, 40), (1.1, 6)]
     assert [tuple(numbers(line.partition(":")[0].partition("not")[0])[-2:]) for line in lines] == want
     assert ["prior" in line for line in lines] == [name not in ("e_gemm", "tau") for name in NAMES]
 
@@ -84,13 +84,13 @@ def test_rows_that_ran_out_of_memory_are_compared_with_those_planned_so():
 
 
 def test_rows_that_were_not_fitted_are_predicted_with_their_errors():
-    found = Fit(replace(MACHINE, memory=20.0), {}, (), torch.zeros(6, 6).double())
+    found = replace(MACHINE, memory=20.0, errors=dict.fromkeys(NAMES, 0.0))
     runs = timed(RUNS[:3], MACHINE)
     runs = [Run(replace(each.row, name=name, seconds=(each.row.seconds or 0) * factor), each.layout)
             for each, name, factor in zip(runs, "abc", (1.0, 2.0, 0.8), strict=True)]  # fmt: skip
     head, *lines, mean, large = fit_command.tested(found, [*runs, sized("oom", 10**10, None)]).splitlines()[:-1]
     assert "not fitted" in head
-    steps = [found.predict(each).step for each in runs]
+    steps = [predict(each, found).step for each in runs]
     for line, each, step, error in zip(lines, runs, steps, (0.0, -50.0, 25.0), strict=True):
         assert line.split(":")[0].strip() == each.row.name
         assert numbers(line.partition(":")[2]) == pytest.approx(
@@ -122,7 +122,6 @@ def test_rows_are_read_from_files_and_from_folders(tmp_path):
     found = read_all([str(path), str(tmp_path)])
     assert [row.name for row in found] == ["a", tmp_path.name]
     path.write_text(json.dumps([{"name": "a"}]))
-    assert read_all([str(path)], suggesting=True)[0].seconds is None
     with pytest.raises(ValueError, match="give one of the columns"):
         read_all([str(path)])
 
@@ -140,10 +139,10 @@ def counted(monkeypatch) -> list[tuple[list[str], bool]]:
     return asked
 
 
-def write(path: Path, of: str, *names: int, seconds: bool = True) -> str:
+def write(path: Path, of: str, *names: int) -> str:
     steps = [each.row.seconds for each in timed(RUNS, replace(load_machine("h100"), e_gemm=0.5))]
-    rows: list[dict[str, Any]] = [{"name": f"r{i}", "set": of, "machine": "h100"} for i in names]
-    path.write_text(json.dumps([row | ({"seconds": steps[int(row["name"][1:])]} if seconds else {}) for row in rows]))
+    rows = [{"name": f"r{i}", "set": of, "machine": "h100", "seconds": steps[i]} for i in names]
+    path.write_text(json.dumps(rows))
     return str(path)
 
 
@@ -158,7 +157,7 @@ def test_the_command_fits_each_group_and_writes_the_profile(tmp_path, counted, c
     assert "\n".join(parts) in out
     assert counted == [(["r0", "r1", "r2"], True)]
     written = load_machine(tmp_path / "mine.json")
-    assert written == found.machine
+    assert written == found
     assert json.loads((tmp_path / "mine.json").read_text())["about"] == "h100, fitted to 3 runs"
     assert out.splitlines()[-1].endswith("mine.json")
     main([path, "--cpu", "--machine", "h200"])
@@ -177,14 +176,6 @@ def test_the_command_tests_rows_of_the_same_set_if_there_are_any(tmp_path, count
     found = fit([Run(row, RUNS[i].layout) for i, row in enumerate(read_rows(path))], machine)
     (row,) = read_rows(both[1])
     assert fit_command.tested(found, [Run(row, RUNS[4].layout)]) in capsys.readouterr().out
-
-
-def test_the_command_suggests_rows_without_times(tmp_path, counted, capsys):
-    path = write(tmp_path / "a.json", "x", 0, 1, 2, 3, seconds=False)
-    main([path, "--suggest", "2"])
-    runs = [Run(row, RUNS[i].layout) for i, row in enumerate(read_rows(path, need_times=False))]
-    want = [each.row.name for each in suggest(runs, load_machine("h100"), 2)]
-    assert capsys.readouterr().out.splitlines()[1:] == [f"  measure {i}: {name}" for i, name in enumerate(want, 1)]
 
 
 def test_sets_are_chosen_by_name(tmp_path, counted, capsys):

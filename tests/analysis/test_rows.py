@@ -16,7 +16,6 @@ from mpcore.tools.analysis.rows import (
     flops_of,
     read_row,
     read_rows,
-    sets_of,
 )
 from mpcore.tools.analysis.runs import PLANNED, read_run
 
@@ -26,8 +25,7 @@ ALONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
 
 def test_a_row_without_columns_is_of_one_rank_and_the_usual_target():
     row = read_row({"seconds": 2})
-    assert row == Row("the row", "rows", "", TARGET, ALONE, (), 2.0, False, 4, "")
-    assert read_row({}, "x", need_time=False) == Row("x", "rows", "", TARGET, ALONE, (), None)
+    assert row == Row("the row", "rows", "", TARGET, ALONE, (), 2.0, False, 4)
     assert read_row({"seconds": "oom"}).seconds is None
     assert read_row({"seconds": "OOM"}).seconds is None
 
@@ -36,11 +34,10 @@ def test_every_column_of_the_planners_own_is_read():
     row = read_row({
         "name": "a", "set": "b", "machine": "c", "target": "d:e", "tp": "2", "pp": 2, "cp": 2.0, "ep": 4, "dp": 3,
         "etp": 1, "cp_inner": 2, "gpus": 24, "seconds": "1.5", "attention": "unfused", "gradient_bytes": "6",
-        "nodes": 7,
     })  # fmt: skip
     sizes = {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "dp": 3, "etp": 1, "cp_inner": 2}
-    assert row == Row("a", "b", "c", "d:e", sizes, (), 1.5, True, 6, "7")
-    assert set(OWN) >= {"name", "set", "machine", "target", "gpus", "seconds", "attention", "gradient_bytes", "nodes"}
+    assert row == Row("a", "b", "c", "d:e", sizes, (), 1.5, True, 6)
+    assert set(OWN) >= {"name", "set", "machine", "target", "gpus", "seconds", "attention", "gradient_bytes"}
 
 
 @pytest.mark.parametrize(("name", "flag"), [*ALIASES.items(), (" Seq Len ", "seq_len"), ("seq-len", "seq_len")])
@@ -123,9 +120,9 @@ def test_a_row_is_a_mapping_with_a_time():
     with pytest.raises(ValueError, match="here: give one of the columns seconds and tflops, not 0"):
         read_row({"tp": 2}, "here")
     with pytest.raises(ValueError, match="not 2 of them"):
-        read_row({"seconds": 1, "tflops": 2}, "here", need_time=False)
-    assert read_row({"seconds": 1}, need_time=False).seconds == 1
-    assert read_row({"tflops": 1, "flops": 2e12}, need_time=False).seconds == 2
+        read_row({"seconds": 1, "tflops": 2}, "here")
+    assert read_row({"seconds": 1}).seconds == 1
+    assert read_row({"tflops": 1, "flops": 2e12}).seconds == 2
 
 
 SHAPE = {"global_batch": 4, "seq_len": 12, "layers": 2, "d_model": 6, "vocab_size": 36}
@@ -161,9 +158,7 @@ def test_rows_are_read_from_a_list_from_an_object_and_from_csv(tmp_path):
         (tmp_path / name).write_text(text)
         found = read_rows(str(tmp_path / name))
         assert found == [read_row(row) for row in rows]
-        assert sets_of([*found, found[0]]) == ["x", "y"]
     (tmp_path / "none.json").write_text(json.dumps([{"name": "a"}]))
-    assert read_rows(tmp_path / "none.json", need_times=False)[0].seconds is None
     with pytest.raises(ValueError, match=r"none.json, row 1 \(a\): give one"):
         read_rows(tmp_path / "none.json")
     for content in ("5", "[]", '{"a": 1}'):

@@ -1,37 +1,36 @@
 """Fit a machine's rates to runs with a known time, and print the error of the fit.
 
-`mpcore calibrate rows.json --machine h100 --out mine.json` fits. `mpcore calibrate candidates.json --suggest 4` names
-the rows to measure first; the candidates need no times. `mpcore.tools.analysis.rows` describes the format of rows.
-A folder of a run of `examples.gpt.pretrain` is a row too.
+`mpcore calibrate rows.json --machine h100 --out mine.json` fits. `mpcore.tools.analysis.rows` describes the format of
+rows. A folder of a run of `examples.gpt.pretrain` is a row too.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpcore.tools import parsers
-from mpcore.tools.analysis.calibrate import NAMES, Fit, Result, Run, count_rows, fit, leave_one_out, suggest
+from mpcore.tools.analysis.calibrate import (
+    NAMES,
+    Result,
+    Run,
+    count_rows,
+    fit,
+    identified,
+    leave_one_out,
+    predict,
+    uncertainty,
+)
 from mpcore.tools.analysis.machine import Machine, load_machine, save_machine
 from mpcore.tools.analysis.rows import Row, read_rows
 from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.parsers import profile_names
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    return parsers.calibrate().parse_args(argv)
-
-
-def read_all(names: Sequence[str], suggesting: bool = False) -> list[Row]:
-    """Read rows from files and folders. With `suggesting` they need no times."""
-    rows: list[Row] = []
-    for name in names:
-        path = Path(name)
-        rows += [read_run(path)] if path.is_dir() else read_rows(path, need_times=not suggesting)
-    return rows
+def read_all(names: Sequence[str]) -> list[Row]:
+    """Read rows from files and folders."""
+    return [row for path in map(Path, names) for row in ([read_run(path)] if path.is_dir() else read_rows(path))]
 
 
 def groups_of(rows: Sequence[Row], machine: str | None) -> dict[tuple[str, str], list[Row]]:
@@ -47,12 +46,12 @@ def groups_of(rows: Sequence[Row], machine: str | None) -> dict[tuple[str, str],
     return found
 
 
-def scalars_table(found: Fit) -> str:
+def scalars_table(found: Machine) -> str:
     """Return a table of the fitted scalars, one line each."""
     lines = [f"  {'scalar':<10} {'value':>10} {'standard error':>15}"]
     for name in NAMES:
-        mark = "" if name in found.identified else "  not identified: the prior says as much"
-        lines.append(f"  {name:<10} {getattr(found.machine, name):>10.4g} {found.errors[name]:>15.0%}{mark}")
+        mark = "" if name in identified(found) else "  not identified: the prior says as much"
+        lines.append(f"  {name:<10} {getattr(found, name):>10.4g} {found.errors[name]:>15.0%}{mark}")
     return "\n".join(lines)
 
 
@@ -93,8 +92,8 @@ def memory_lines(runs: Sequence[Run], machine: Machine) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    args = parse(argv)
-    rows = [row for row in read_all(args.rows, bool(args.suggest)) if not args.set or row.set in args.set]
+    args = parsers.calibrate().parse_args(argv)
+    rows = [row for row in read_all(args.rows) if not args.set or row.set in args.set]
     if not rows:
         raise ValueError(f"no row is of --set {', '.join(args.set)}")
     groups = groups_of(rows, args.machine)
@@ -102,10 +101,6 @@ def main(argv: list[str] | None = None) -> None:
         machine = load_machine(profile)
         runs = count_rows(group, _tell, not args.cpu)
         print(f"{of}, {len(group)} rows, from the profile {machine.name}")
-        if args.suggest:
-            for i, run in enumerate(suggest(runs, machine, args.suggest), start=1):
-                print(f"  measure {i}: {run.row.name}")
-            continue
         found = fit(runs, machine)
         print(scalars_table(found))
         timed = [run for run in runs if run.row.seconds is not None]
@@ -118,25 +113,25 @@ def main(argv: list[str] | None = None) -> None:
             own = [row for row in tests if row.set == of]  # rows of the same set, if there are any
             print(tested(found, count_rows(own or tests, _tell, not args.cpu)))
         if args.out:
-            save_machine(found.machine, args.out, f"{machine.name}, fitted to {len(timed)} runs")
+            save_machine(found, args.out, f"{machine.name}, fitted to {len(timed)} runs")
             print(f"  wrote {args.out}")
 
 
-def tested(found: Fit, runs: Sequence[Run]) -> str:
+def tested(found: Machine, runs: Sequence[Run]) -> str:
     """Return lines that compare predictions with the times of rows that weren't fitted."""
     lines, errors = ["  rows that were not fitted:"], []
     for run in runs:
-        step = found.predict(run).step
+        step = predict(run, found).step
         if run.row.seconds is None:
             continue
         errors.append(step / run.row.seconds - 1)
-        predicted = f"predicted {step:.3f} +- {found.uncertainty(run):.0%}"
+        predicted = f"predicted {step:.3f} +- {uncertainty(run, found):.0%}"
         held = f"{run.layout.fullest[1] / 1e9:.0f} GB"
         lines.append(f"  {run.row.name}: {run.row.seconds:.3f} s, {predicted}, {errors[-1]:+.1%}, {held}")
     if errors:
         mean = sum(map(abs, errors)) / len(errors)
         lines.append(f"  mean absolute error {mean:.1%}, largest {max(map(abs, errors)):.1%}")
-    return "\n".join(lines + memory_lines(runs, found.machine))
+    return "\n".join(lines + memory_lines(runs, found))
 
 
 def _tell(done: int, of: int) -> None:

@@ -15,7 +15,6 @@ A row has the mesh, the time of the run, and flags of the target:
     attention                           "unfused": attention writes its scores to memory
     gradient_bytes                      bytes per parameter of gradients: 2 or 4 (default 4), or 6 if 16-bit gradients
                                         are kept besides their float32 sums
-    nodes                               the state of the nodes, if the source names several: each has its own factor
     target                              `module:function`; default examples.gpt.plan:build
     layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
                                         any other column is a flag of the target; true gives the flag without a value
@@ -26,7 +25,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from typing import Any
 from mpcore.tools.parsers import AXES
 
 TARGET = "examples.gpt.plan:build"
-OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes", "nodes")
+OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes")
 ALIASES = {
     "hidden": "d_model", "batch": "global_batch", "sequence": "seq_len", "vocabulary": "vocab_size",
     "stages_per_rank": "virtual_stages", "mb": "micro_batch", "gbs": "global_batch", "mbs": "micro_batch",
@@ -49,10 +48,9 @@ class Row:
     Attributes:
         set: the set of rows whose errors are averaged together.
         machine: a profile's name or path, or "".
-        seconds: seconds per step. None: the run ran out of memory, or no time is needed.
+        seconds: seconds per step. None: the run ran out of memory.
         unfused: whether attention writes its scores to memory.
         gradient_bytes: the bytes of gradients per parameter in the run's runtime.
-        nodes: the state of the nodes, or "" for the usual one.
     """
 
     name: str
@@ -64,10 +62,9 @@ class Row:
     seconds: float | None
     unfused: bool = False
     gradient_bytes: int = 4
-    nodes: str = ""
 
 
-def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
+def read_rows(path: str | Path) -> list[Row]:
     """Read rows from a .json or .csv file."""
     path = Path(path)
     try:
@@ -81,12 +78,12 @@ def read_rows(path: str | Path, need_times: bool = True) -> list[Row]:
     content = content.get("rows", content) if isinstance(content, dict) else content
     if not isinstance(content, list) or not content:
         raise ValueError(f"the rows {path} are no list of at least one row")
-    rows = [read_row(row, f"{path}, row {i}", need_times) for i, row in enumerate(content, start=1)]
+    rows = [read_row(row, f"{path}, row {i}") for i, row in enumerate(content, start=1)]
     beside = {row.machine: path.parent / row.machine for row in rows if row.machine.endswith(".json")}
     return [replace(row, machine=str(beside.get(row.machine, row.machine))) for row in rows]
 
 
-def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
+def read_row(row: Any, where: str = "the row") -> Row:
     """Read one row, a mapping of columns to values.
 
     Example:
@@ -114,13 +111,11 @@ def read_row(row: Any, where: str = "the row", need_time: bool = True) -> Row:
         values["schedule"] = "interleaved"
     if values.get("virtual_stages") in (1, "1"):
         del values["virtual_stages"]
-    timed = need_time or "seconds" in values or "tflops" in values
     arguments = [word for name, value in values.items() if name not in (*OWN, *AXES) for word in _flag(name, value)]
     return Row(
         str(values.get("name", where)), str(values.get("set", "rows")), str(values.get("machine", "")),
-        str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where) if timed else None,
+        str(values.get("target", TARGET)), sizes, tuple(arguments), _seconds(values, sizes, where),
         unfused == "unfused", _integer(values.get("gradient_bytes", 4), "gradient_bytes", where),
-        str(values.get("nodes", "")),
     )  # fmt: skip
 
 
@@ -202,8 +197,3 @@ def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") ->
     B, s, L, h, V = (_integer(values[name], name, where) for name in names)
     factor, divisor = FORMULAS[formula]
     return factor * B * s * L * h * h * (1 + s / (6 * h) + V / (divisor * L * h))
-
-
-def sets_of(rows: Sequence[Row]) -> list[str]:
-    """Return the sets of the rows, in order."""
-    return list(dict.fromkeys(row.set for row in rows))
