@@ -13,10 +13,6 @@ COMMANDS = {
     "verify": ("mpcore.tools.verify.__main__", "compare your model under each layout with itself on one process"),
     "preflight": ("mpcore.tools.preflight", "try on this machine what a large run will do on many GPUs"),
     "plan": ("mpcore.tools.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
-    "calibrate": (
-        "mpcore.tools.analysis.__main__",
-        "fit a machine's rates to runs, and say how wrong it is",
-    ),
     "memory": ("mpcore.tools.analysis.__main__", "print what a rank of a layout holds"),
     "ledger": ("mpcore.tools.analysis.__main__", "print what a rank of a layout sends in a step"),
     "schedule": ("mpcore.tools.draw", "prove a pipeline schedule, and draw it"),
@@ -40,7 +36,7 @@ COMMANDS = {
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }
 """By name: the module whose `main(arguments)` runs it, and what it does. `mpcore.tools.parsers` has its parser."""
-TAKES_NAME = ("plan", "calibrate", "memory", "ledger")
+TAKES_NAME = ("plan", "memory", "ledger")
 
 
 def usage() -> str:

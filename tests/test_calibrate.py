@@ -10,14 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from bench.planner.fit import (
+    Run,
+    fit,
+    identified,
+    leave_one_out,
+    main,
+    mean_and_most,
+    predict,
+    scalars_of,
+    with_scalars,
+)
+from bench.planner.rows import flops_of, read_row, read_rows, read_run
 from mpcore.pipeline.schedules import build_schedule
-from mpcore.tools.analysis.calibrate import Run, fit, identified, leave_one_out, predict, scalars_of, with_scalars
-from mpcore.tools.analysis.fit_command import main, mean_and_most
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine, load_machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.rows import flops_of, read_row, read_rows
-from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.analysis.seconds import estimate
 from mpcore.tools.analysis.work import Count, MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
@@ -178,7 +186,7 @@ def test_the_published_rows_are_read():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "profile"), [("SC'21", "a100-80"), ("DGXC", "h100"), ("MCore", "h100")])
 def test_published_rows_are_predicted_when_they_are_left_out(name, profile):
-    from mpcore.tools.analysis.calibrate import count_rows
+    from bench.planner.fit import count_rows
 
     runs = count_rows([row for row in read_rows(PUBLISHED) if row.set == name])
     mean, most = mean_and_most(leave_one_out(runs, load_machine(profile)))

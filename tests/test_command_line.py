@@ -188,7 +188,7 @@ def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys
     monkeypatch.setattr(command, "import_module", module)
     for name, (path, _) in command.COMMANDS.items():
         assert command.main([name, "--a", "1"]) == 5
-        takes = name in ("plan", "calibrate", "memory", "ledger")
+        takes = name in ("plan", "memory", "ledger")
         assert called.pop() == (path, [name, "--a", "1"] if takes else ["--a", "1"])
     monkeypatch.setattr(sys, "argv", ["mpcore", "verify", "x"])
     assert command.main() == 5
@@ -215,7 +215,6 @@ VALUES = {
     "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"), "--ranks": "FILE",
              "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS",
              "--hf": "FOLDER"},
-    "calibrate": {"--test": "ROWS", "--out": "PROFILE"},
     "memory": {"--plot": "FILE", "--hf": "FOLDER"},
     "ledger": {"--hf": "FOLDER"},
     "compare": {"--twins": "RUN", "a": "RUN_A", "b": "RUN_B"},

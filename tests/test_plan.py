@@ -35,8 +35,6 @@ from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
 from mpcore.tools.analysis import plan
 from mpcore.tools.analysis.__main__ import main as analysis
-from mpcore.tools.analysis.calibrate import NAMES as SCALARS
-from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of, predict
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, save_machine
@@ -44,8 +42,9 @@ from mpcore.tools.analysis.operators import OperatorCounts, Operators
 from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.pictures import draw_ranks
 from mpcore.tools.analysis.plan import Progress, main, what_if
+from mpcore.tools.analysis.rate_errors import NAMES as SCALARS
+from mpcore.tools.analysis.rate_errors import NOISE, errors_of
 from mpcore.tools.analysis.report import LEGEND, draw, explain, table
-from mpcore.tools.analysis.rows import Row
 from mpcore.tools.analysis.search import Estimate, choices, frontier, meshes, search, useful
 from mpcore.tools.analysis.seconds import Seconds, _attention, _makespan, estimate
 from mpcore.tools.analysis.state import state_bytes
@@ -498,8 +497,7 @@ def test_the_error_of_a_difference_leaves_out_what_both_steps_share():
     for name in SCALARS:
         a, b = steps(replace(rates, **{name: getattr(rates, name) * math.exp(0.01)}))
         apart += math.log(a / usual[0] / (b / usual[1])) ** 2
-    runs = [Run(Row("", "", "", "", {}, (), None), layout) for layout in layouts]
-    first, second = (Estimate({}, (), seconds=predict(r, rates), errors=errors_of(r, rates)) for r in runs)
+    first, second = (Estimate({}, (), seconds=estimate(x, rates), errors=errors_of(x, rates)) for x in layouts)
     later, error = first.slower(second)
     assert later == pytest.approx(usual[0] / usual[1] - 1)
     assert (error * usual[1] / usual[0]) ** 2 == pytest.approx(apart + 2 * NOISE**2, rel=1e-3)
@@ -558,7 +556,7 @@ def test_one_command_line_runs_all_commands(capsys):
     for words in (["plan", "nowhere:build", "--world", "4"], ["memory", "nowhere:build"], ["ledger", "nowhere:build"]):
         assert analysis(words) == 2
         assert capsys.readouterr().err.startswith(f"mpcore {words[0]}: error: nowhere can't be imported")
-    with pytest.raises(SystemExit, match=r"usage: python -m mpcore.tools.analysis {memory,ledger,plan,calibrate}"):
+    with pytest.raises(SystemExit, match=r"usage: python -m mpcore.tools.analysis {memory,ledger,plan}"):
         analysis(["sums"])
 
 

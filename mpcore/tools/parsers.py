@@ -332,24 +332,6 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def calibrate() -> Parser:
-    """Return the parser of `mpcore calibrate`."""
-    examples = ["mpcore calibrate rows.json", "mpcore calibrate rows.csv --machine a100-80 --out mine.json"]
-    parser = Parser(
-        prog="mpcore calibrate",
-        description="Fit a machine's rates to runs with a known time, and print the error of the fit.",
-        examples=examples,
-    )
-    add = parser.add_argument
-    add("rows", nargs="+", help="files .json or .csv of rows, or folders of runs")
-    add("--machine", help=f"profile to begin with: {', '.join(profile_names())} or a path (default: the rows' own)")
-    add("--set", action="append", help="only rows of this set; may be given again")
-    add("--test", action="append", metavar="ROWS", help="rows to predict, which are not fitted")
-    add("--out", type=Path, metavar="PROFILE", help="write the fitted profile, a .json file")
-    add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
-    return parser
-
-
 def profile_names() -> list[str]:
     """Return the names of the machines' profiles that come with the package."""
     return sorted(path.stem for path in PROFILES.glob("*.json"))

@@ -10,32 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpcore.pipeline.schedules import build_schedule
-from mpcore.tools.analysis import calibrate
-from mpcore.tools.analysis.calibrate import (
-    NAMES,
-    NOISE,
-    SPREADS,
+from bench.planner import fit as calibrate
+from bench.planner.fit import (
     USUAL,
     Result,
     Run,
     count_rows,
-    features,
     fit,
     identified,
-    jacobian,
     leave_one_out,
     predict,
     scalars_of,
-    sensitivities,
     uncertainty,
     with_scalars,
 )
+from bench.planner.rows import read_row
+from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.rows import read_row
+from mpcore.tools.analysis.rate_errors import NAMES, NOISE, SPREADS, sensitivities
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 from tests.test_plan import build as build_mlp  # noqa: F401  (a row names it)
 
@@ -74,32 +69,14 @@ def timed(runs: list[Run], machine: Machine, **row: Any) -> list[Run]:
 @pytest.mark.parametrize("i", range(len(RUNS)))
 def test_the_jacobian_is_the_change_of_a_step_with_each_scalar(i):
     """d log step / d log scalar, by differences."""
-    found = jacobian(features(RUNS[i], MACHINE))
+    found = sensitivities(RUNS[i].layout, MACHINE)
     for k, name in enumerate(NAMES):
         steps = [
             predict(RUNS[i], replace(MACHINE, **{name: getattr(MACHINE, name) * math.exp(e)})).step
             for e in (1e-5, -1e-5)
         ]
         slope = (math.log(steps[0]) - math.log(steps[1])) / 2e-5
-        assert float(found[k]) == pytest.approx(slope, rel=1e-4, abs=1e-8), name
-
-
-def test_the_features_are_the_seconds_that_each_scalar_governs():
-    one, pipeline = RUNS[0], RUNS[6]
-    found = predict(one, MACHINE)
-    assert features(one, MACHINE).tolist() == pytest.approx([
-        found.products, found.operators + found.optimizer, found.exposed["tp"], found.exposed["dp"], found.host,
-        found.step / 1.1,
-    ])  # fmt: skip
-    found = predict(pipeline, MACHINE)
-    busy = found.products + found.attention + found.operators + found.host + found.exposed["tp"]
-    grown = (busy + found.bubble) / busy
-    assert found.bubble > 0
-    assert features(pipeline, MACHINE).tolist() == pytest.approx([
-        found.products * grown, found.operators * grown + found.optimizer, found.exposed["tp"] * grown,
-        found.exposed["dp"], found.host * grown, found.step / 1.1,
-    ])  # fmt: skip
-    assert jacobian(torch.tensor([1.0, 2, 3, 4, 5, 20])).tolist() == pytest.approx([-0.05, -0.1, 0.15, 0.2, 0.25, 1])
+        assert found[k] == pytest.approx(slope, rel=1e-4, abs=1e-8), name
 
 
 def test_attention_that_is_written_out_is_predicted_so():
@@ -155,7 +132,7 @@ def test_the_covariance_is_that_of_least_squares_with_priors():
     runs = timed(RUNS, MACHINE)
     oom = Run(replace(RUNS[0].row, seconds=None), RUNS[0].layout)
     found = fit([*runs, oom], replace(MACHINE, sources={"peak": "x", "tau": "y"}))
-    J = sensitivities(runs, MACHINE)
+    J = torch.tensor([sensitivities(each.layout, MACHINE) for each in runs]).double()
     information = J.T @ J / NOISE**2 + torch.tensor([s**-2 for s in SPREADS.values()]).double().diag()
     covariance = torch.linalg.inv(information)
     for k, name in enumerate(NAMES):
@@ -166,7 +143,7 @@ def test_the_covariance_is_that_of_least_squares_with_priors():
 
 
 def test_a_machine_without_a_fit_is_as_uncertain_as_its_priors():
-    J = jacobian(features(RUNS[1], MACHINE)).tolist()
+    J = sensitivities(RUNS[1].layout, MACHINE)
     spreads = list(SPREADS.values())
     want = math.sqrt(sum((j * s) ** 2 for j, s in zip(J, spreads, strict=True)) + NOISE**2)
     assert uncertainty(RUNS[1], MACHINE) == pytest.approx(want)

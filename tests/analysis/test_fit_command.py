@@ -1,4 +1,4 @@
-"""What `mpcore calibrate` prints, by its numbers."""
+"""What `python -m bench.planner` prints, by its numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import Any
 
 import pytest
 
-from mpcore.tools.analysis import fit_command
-from mpcore.tools.analysis.calibrate import NAMES, NOISE, Result, Run, fit, leave_one_out, predict
-from mpcore.tools.analysis.fit_command import (
+from bench.planner import fit as fit_command
+from bench.planner.fit import (
+    Result,
+    Run,
+    fit,
     groups_of,
+    leave_one_out,
     main,
     mean_and_most,
     memory_lines,
+    predict,
     read_all,
     results_table,
     scalars_table,
 )
+from bench.planner.rows import read_row, read_rows
 from mpcore.tools.analysis.machine import load_machine
-from mpcore.tools.analysis.rows import read_row, read_rows
+from mpcore.tools.analysis.rate_errors import NAMES, NOISE
 from mpcore.tools.analysis.work import StepMemory
 from tests.analysis.test_calibrate import MACHINE, RUNS, timed
 from tests.analysis.test_rows import write_run

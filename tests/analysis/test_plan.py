@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -427,5 +426,5 @@ def test_other_words_end_with_the_usage(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "plan", "--fit", "8"])
     assert commands.main() == 0
     assert capsys.readouterr().out.startswith("8 parameters")
-    assert commands.main(["calibrate", str(Path("/nowhere.json"))]) == 2
-    assert capsys.readouterr().err.startswith("mpcore calibrate: error: ")
+    assert commands.main(["memory", "nowhere:build"]) == 2
+    assert capsys.readouterr().err.startswith("mpcore memory: error: ")

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mpcore.tools.analysis.machine import load_machine
-from mpcore.tools.analysis.rows import (
+from bench.planner.rows import (
     ALIASES,
     OWN,
+    PLANNED,
     TARGET,
     Row,
     flops_of,
     read_row,
     read_rows,
+    read_run,
 )
-from mpcore.tools.analysis.runs import PLANNED, read_run
+from mpcore.tools.analysis.machine import load_machine
 
 ROOT = Path(__file__).parents[2]
 ALONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,10 @@ from typing import Any
 import pytest
 
 from mpcore.pipeline.schedules import build_schedule
-from mpcore.tools.analysis.calibrate import Run, errors_of, uncertainty
 from mpcore.tools.analysis.layout import Layout, TooLargeError
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.rows import read_row
+from mpcore.tools.analysis.rate_errors import NOISE, errors_of
 from mpcore.tools.analysis.search import (
     IDLE,
     Estimate,
@@ -168,9 +168,8 @@ def test_a_layout_is_estimated_if_it_fits():
     assert found.seconds == estimate(layout(2.0, 900), MACHINE)
     assert found.seconds is not None
     assert found.step == found.seconds.step > 0
-    run = Run(read_row({"seconds": 1, **ONE}), layout(2.0, 900))
-    assert found.spread == pytest.approx(uncertainty(run, MACHINE))
-    assert found.errors == errors_of(run, MACHINE)
+    assert found.errors == errors_of(layout(2.0, 900), MACHINE)
+    assert found.spread == pytest.approx(math.hypot(*found.errors, NOISE))
     assert len(found.errors) == 6
     assert found.fits(MACHINE)
     large = consider(counter, MACHINE, [], own("b"), False)

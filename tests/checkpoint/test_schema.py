@@ -14,13 +14,13 @@ import pytest
 from torch import nn
 
 import mpcore as mp
+from bench.planner.rows import read_run
 from mpcore.checkpoint import inspect, latest, load, loading, save, verify
 from mpcore.checkpoint.folders import read_complete
 from mpcore.checkpoint.format import MANIFEST, Manifest, sign
 from mpcore.checkpoint.schema import read_lines
 from mpcore.checkpoint.tensor_file import TensorFile
 from mpcore.pipeline import schedules
-from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.fault_tolerance import __main__ as explain
 
 BESIDE = {"hugging_face/tokenizer.json": b"{}", "note": b"said"}

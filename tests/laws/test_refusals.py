@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mpcore as mp
+from bench.planner.fit import main as fit
+from bench.planner.rows import read_run
 from examples.gpt.config import GPTConfig
 from mpcore import Axis, collectives, from_pretrained
 from mpcore.gradients import grad_norm
@@ -27,9 +29,7 @@ from mpcore.pipeline.schedules import Action, Schedule
 from mpcore.sharding import declare
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.tools.analysis.dry_run import pretend
-from mpcore.tools.analysis.fit_command import main as fit
 from mpcore.tools.analysis.plan import main as plan
-from mpcore.tools.analysis.runs import read_run
 from mpcore.tools.command_line import find_object
 from mpcore.tools.invariant import invariant_mesh, prepare
 from mpcore.tools.invariant.run import InvariantStep

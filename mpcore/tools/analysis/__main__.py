@@ -1,4 +1,4 @@
-"""`python -m mpcore.tools.analysis {memory,ledger,plan,calibrate} ...`: one command line for the four commands."""
+"""`python -m mpcore.tools.analysis {memory,ledger,plan} ...`: one command line for the three commands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from functools import partial
 
 from mpcore.tools import parsers
 from mpcore.tools.analysis import command, memory
-from mpcore.tools.analysis.fit_command import main as calibrate
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.pictures import draw_memory
 from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.command_line import find_object, reports_errors
 
-COMMANDS = ("memory", "ledger", "plan", "calibrate")
+COMMANDS = ("memory", "ledger", "plan")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name not in COMMANDS:
         sys.exit(f"usage: python -m mpcore.tools.analysis {{{','.join(COMMANDS)}}} ...")
-    run: Callable[[list[str]], None] = {"plan": plan, "calibrate": calibrate}.get(name) or partial(_count, name)
+    run: Callable[[list[str]], None] = plan if name == "plan" else partial(_count, name)
     return reports_errors(f"mpcore {name}", ImportError)(run)(rest)
 
 

@@ -4,7 +4,7 @@
 --global-batch 1024 --wide` tries every mesh of 1,024 ranks with every choice of the usual flags.
 
 `layout` counts memory, operators and messages on fake tensors. `seconds` computes times from these counts and the rates
-of a profile (`mpcore calibrate`). docs/planner_accuracy.md shows the error of the estimates.
+of a profile. docs/planner_accuracy.md shows the error of the estimates.
 """
 
 from __future__ import annotations

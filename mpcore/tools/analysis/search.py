@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mpcore.tools.analysis.calibrate import NOISE, Run, errors_of
 from mpcore.tools.analysis.layout import Counter, TooLargeError
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.rows import Row
+from mpcore.tools.analysis.rate_errors import NOISE, errors_of
 from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.parsers import AXES
 
@@ -147,8 +146,7 @@ def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: C
     memory = layout.fullest[1]
     if memory + machine.reserve > machine.memory:
         return Estimate(sizes, own, memory)
-    run = Run(Row("", "", "", "", sizes, own, None, unfused), layout)
-    errors = errors_of(run, machine)
+    errors = errors_of(layout, machine, unfused)
     spread = math.hypot(*errors, NOISE)
     return Estimate(sizes, own, memory, estimate(layout, machine, unfused), spread, errors=errors)
 
