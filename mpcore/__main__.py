@@ -40,7 +40,6 @@ TAKES_NAME = ("plan", "memory", "ledger")
 
 
 def usage() -> str:
-    """Return the list of commands."""
     lines = [f"  {name:<18}{text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         ["usage: mpcore COMMAND ...", "", *lines, "", "mpcore COMMAND --help lists the flags of one", STATUS]

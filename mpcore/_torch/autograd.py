@@ -19,7 +19,6 @@ below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispa
 
 
 def in_backward() -> bool:
-    """Return whether a backward is running in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -25,7 +25,6 @@ def uncompiled(function: _F) -> _F:
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Return a context in which compiled functions run uncompiled."""
     nothing_compiled = "torch._dynamo" not in sys.modules
     return nullcontext() if nothing_compiled else torch.compiler.set_stance("force_eager")
 

@@ -32,7 +32,6 @@ def _wait_for_gloo() -> None:
 
 
 def default_store() -> Any:
-    """Return the store of the job's rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -77,7 +76,6 @@ def replace_wait(wait: Callable[..., Any]) -> None:
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 

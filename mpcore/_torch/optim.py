@@ -18,5 +18,4 @@ def call_post_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def drop_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Remove an optimizer's own step hooks."""
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]

@@ -132,7 +132,6 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove the files of a failed save."""
     shutil.rmtree(temporary(path), ignore_errors=True)
 
 

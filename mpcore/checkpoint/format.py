@@ -152,7 +152,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file, and sync it to the disk."""
     with named_errors(path), open(path, "xb") as file:  # follows no link
         file.write(data)
         file.flush()
@@ -253,7 +252,6 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype."""
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"safetensors has no dtype for {dtype}")
     return DTYPE_NAMES[dtype]

@@ -42,7 +42,6 @@ class _Table(ParallelModule):
         self.declare("weight", (self.num_embeddings, self.embedding_dim), init, shard=shard)
 
     def extra_repr(self) -> str:
-        """Return the sizes of the unsharded table, as the user wrote them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp.size}"
 
 

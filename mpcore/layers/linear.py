@@ -51,7 +51,6 @@ class ParallelLinear(ParallelModule):
             self.register_parameter("bias", None)
 
     def extra_repr(self) -> str:
-        """Return the sizes of the unsharded layer, as the user wrote them."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tp={self.tp.size}"
 
 
@@ -199,7 +198,6 @@ def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:
 
 
 def wrong_last(x: Tensor, size: int, what: str, hint: str = "") -> ValueError:
-    """Make the error for an input whose last dimension is not `size`."""
     return input_error(f"the last dimension of x {tuple(x.shape)} is {x.shape[-1]}, but {what} is {size}{hint}")
 
 

@@ -38,7 +38,6 @@ class Fp8Product(Product):
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
-        """See `Product.column`."""
         main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
         x = cast(x, autocast_dtype(x))
         if self.split_backward:

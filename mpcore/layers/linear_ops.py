@@ -200,5 +200,4 @@ def weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
 
 
 def column_sum(main: Tensor | None, dy: Tensor) -> Tensor:
-    """Return the bias's gradient, or add it to `main`."""
     return dy.sum(0) if main is None else main.add_(dy.sum(0, dtype=main.dtype))

@@ -64,7 +64,6 @@ Options = TypeVar("Options")
 
 
 def check_names(options: Mapping[str, Any], kind: type) -> None:
-    """Raise TypeError if a keyword argument is not a field of `kind`."""
     unknown = sorted(options.keys() - kind.__annotations__.keys())
     if unknown:
         raise TypeError(f"unexpected keyword arguments {unknown}: {kind.__name__} has {sorted(kind.__annotations__)}")

@@ -50,7 +50,6 @@ class OverlapProduct(Product):
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
-        """See `Product.column`."""
         if self.split_backward or dim is None or tp.size == 1 or x.numel() < self.smallest:
             return super().column(x, weight, bias, tp, dim, regather)
         return _apply(_RingColumn, x, weight, bias, (tp, dim, regather))

@@ -64,7 +64,6 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` wrote."""
     try:
         return _value(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -143,7 +142,6 @@ def find_secret(name: str) -> bytes:
 
 
 def remove_secret(name: str) -> None:
-    """Remove the file of the secret, after all ranks have read it."""
     _path(name).unlink(missing_ok=True)
 
 

@@ -40,7 +40,6 @@ def decay_groups(
 
 
 def check_model(model: object) -> None:
-    """Raise TypeError if parameters are given instead of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"it takes the model, which says where its parameters lie, not {type(model).__name__}")
 

@@ -82,7 +82,6 @@ class ExchangeReduceScatter:
     """The reduce-scatter of `fully_shard` as one exchange of shards. gloo's own sums all shards on every rank."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an input or an output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:

@@ -314,7 +314,6 @@ class _Swap:
 
     @torch.no_grad()
     def store(self) -> None:
-        """Copy the values to the host."""
         for event in [self.copies.copy(home, p.data) for p, home in self.homes.items()]:
             if event is not None:
                 event.synchronize()
@@ -345,7 +344,6 @@ class _Swap:
         self.drop()
 
     def drop(self) -> None:
-        """Free the parameters' device memory."""
         if self.here:
             for p in self.homes:
                 p.data.untyped_storage().resize_(0)

@@ -157,7 +157,6 @@ def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **
 
 
 def _contexts(setting: _Setting, to_the_end: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a block's forward and of its recomputation."""
     if setting.kind == "full":
         return nullcontext(), _AsInForward(setting.modules, nullcontext())
     kept: list = []

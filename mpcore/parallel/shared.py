@@ -52,13 +52,11 @@ UNSEEN = DataParallel(0)
 
 
 def state_of(stage: nn.Module) -> DataParallel:
-    """Return how a stage is sharded over data."""
     state = getattr(stage, "data_parallel", None)
     return state if isinstance(state, DataParallel) else UNSEEN
 
 
 def set_state(stage: nn.Module, state: DataParallel) -> None:
-    """Record how a stage is sharded over data."""
     stage.data_parallel = state  # pyright: ignore[reportArgumentType]
 
 
@@ -82,7 +80,6 @@ class SharedUnit(nn.Module):
 
     @property
     def shared(self) -> set[nn.Parameter]:
-        """Return the current parameters: full tensors or shards."""
         return {module.get_parameter(leaf) for module, leaf in self.places}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,11 +88,9 @@ class SharedUnit(nn.Module):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gather the parameters if they are sharded."""
         self(torch.zeros(()))
 
     def finish(self) -> None:
-        """Sum the gradients over data and shard the parameters again."""
         with torch.enable_grad():
             self(torch.zeros((), requires_grad=True)).backward()
 

@@ -200,7 +200,6 @@ class _Step:
         return tensors
 
     def _give(self, stage: int, m: int, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> None:
-        """Set the outputs of the previous stage as the inputs of this stage."""
         held = self.held[stage, m]
         held.inputs, held.wanted = inputs, wanted
         for x, needs in zip(inputs, wanted, strict=True):

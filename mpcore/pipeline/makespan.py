@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mpcore.pipeline.prove import needs
+from mpcore.pipeline.prove import in_order
 from mpcore.pipeline.schedules import COMPUTE, Action, Schedule
 
 
@@ -46,22 +46,11 @@ def resolve(schedule: Schedule) -> Resolved:
         >>> resolve(build_schedule("1f1b", 2, 4)).makespan({"F": [1, 1], "B": [2, 2]})
         15.0
     """
-    rows = [[a for a in actions if a.kind in COMPUTE] for actions in schedule.ranks]
+    rows = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks)
     place: dict[Action, int] = {}
-    position, steps, going = [0] * len(rows), list[tuple[int, str, int, int]](), True
-    while going:
-        going = False
-        for rank, row in enumerate(rows):
-            while position[rank] < len(row):
-                action = row[position[rank]]
-                needed = list(needs(schedule, action, named=False))
-                if any(other not in place for other in needed):
-                    break
-                remote = [place[other] for other in needed if schedule.rank_of[other.stage] != rank]
-                place[action] = len(steps)
-                steps.append((rank, action.kind, action.stage, remote[0] if remote else -1))
-                position[rank] += 1
-                going = True
-    if len(steps) < sum(map(len, rows)):
-        raise ValueError(f"the schedule {schedule.name} deadlocks: prove(schedule) says where")
+    steps: list[tuple[int, str, int, int]] = []
+    for rank, action, before in in_order(replace(schedule, ranks=rows), named=False):
+        remote = [place[other] for other in before if schedule.rank_of[other.stage] != rank]
+        place[action] = len(steps)
+        steps.append((rank, action.kind, action.stage, remote[0] if remote else -1))
     return Resolved(len(rows), tuple(steps))

@@ -133,7 +133,6 @@ def sent_on(out: Any, stage: int, when: str) -> tuple[Tensor, ...]:
 
 
 def peer_of(schedule: Schedule, message: Action) -> int:
-    """Return the rank at the other end of a send or a receive."""
     return schedule.rank_of[other_end(message).stage]
 
 

@@ -91,7 +91,6 @@ def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
 
 
 def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
-    """Split the blocks into stages of the given sizes."""
     if min(sizes, default=0) < 1 or sum(sizes) != blocks:
         raise ValueError(f"stages of {list(sizes)} blocks hold {sum(sizes)}, not the model's {blocks}, none empty")
     return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]

@@ -209,12 +209,13 @@ def _arrival(schedule: Schedule, source: Action, named: bool) -> Iterator[Action
     yield from messages[::-1] or (source,)
 
 
-def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
-    """Return start and end of every action: each rank runs its actions in order, each as early as possible."""
-    named = any(action.kind in MESSAGES for actions in schedule.ranks for action in actions)
-    done: dict[Action, tuple[float, float]] = {}
+def in_order(schedule: Schedule, named: bool) -> Iterator[tuple[int, Action, list[Action]]]:
+    """Yield rank and action of a schedule, each after the actions that it needs, which are the third value.
+
+    Each rank's actions come in its order. A schedule that deadlocks raises ValueError.
+    """
+    done: set[Action] = set()
     position = [0] * len(schedule.ranks)
-    clock = [0.0] * len(schedule.ranks)
     going = True
     while going:
         going = False
@@ -222,23 +223,31 @@ def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 before = list(needs(schedule, action, named))
-                if any(need not in done for need in before):
+                if not done.issuperset(before):
                     break
-                start = clock[rank]
-                for need in before:
-                    delay = times.message if schedule.rank_of[need.stage] != rank else 0.0
-                    start = max(start, done[need][1] + delay)
-                done[action] = (start, start + times.of(action))
-                if action.kind in COMPUTE:  # messages pass beside the computation
-                    clock[rank] = done[action][1]
+                yield rank, action, before
+                done.add(action)
                 position[rank] += 1
                 going = True
     if len(done) < sum(map(len, schedule.ranks)):
         raise ValueError(_stuck(schedule, done, position, named))
+
+
+def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
+    """Return start and end of every action: each rank runs its actions in order, each as early as possible."""
+    named = any(action.kind in MESSAGES for actions in schedule.ranks for action in actions)
+    done: dict[Action, tuple[float, float]] = {}
+    clock = [0.0] * len(schedule.ranks)
+    for rank, action, before in in_order(schedule, named):
+        delays = (times.message if schedule.rank_of[need.stage] != rank else 0.0 for need in before)
+        start = max([clock[rank], *(done[need][1] + delay for need, delay in zip(before, delays, strict=True))])
+        done[action] = (start, start + times.of(action))
+        if action.kind in COMPUTE:  # messages pass beside the computation
+            clock[rank] = done[action][1]
     return done
 
 
-def _stuck(schedule: Schedule, done: dict, position: list[int], named: bool) -> str:
+def _stuck(schedule: Schedule, done: set[Action], position: list[int], named: bool) -> str:
     """Describe, for each blocked rank, the action, what it waits for, and where that is."""
     place = {a: (rank, i) for rank, actions in enumerate(schedule.ranks) for i, a in enumerate(actions)}
     waiting = []

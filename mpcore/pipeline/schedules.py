@@ -89,21 +89,17 @@ class Schedule:
 
     @cached_property
     def actions(self) -> frozenset[Action]:
-        """All actions of all ranks."""
         return frozenset(a for actions in self.ranks for a in actions)
 
     @cached_property
     def with_messages(self) -> Schedule:
-        """The schedule with its sends and receives, from `with_messages`."""
         return with_messages(self)
 
     @cached_property
     def places(self) -> tuple[dict[Action, int], ...]:
-        """For each rank, the index of each of its actions."""
         return tuple({action: i for i, action in enumerate(actions)} for actions in self.ranks)
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages of a rank, in order."""
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
 
     @cached_property
@@ -139,7 +135,6 @@ def build_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: in
 
 
 def default_virtual_stages(name: str) -> int:
-    """Return the default number of stages per rank."""
     return 2 if name in ("interleaved", "bfs", *V_SHAPED) else 1
 
 

@@ -41,7 +41,6 @@ class ModelTree:
 
     @cached_property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return each module with its full name (`named_modules`)."""
         return tuple(named_modules(self.model))
 
     @cached_property
@@ -51,7 +50,6 @@ class ModelTree:
 
     @cached_property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return each parameter once."""
         held = (p for _, module in self.modules for p in module._parameters.values() if p is not None)
         return tuple(dict.fromkeys(held))
 
@@ -65,7 +63,6 @@ class ModelTree:
 
     @cached_property
     def units(self) -> list[FSDPModule]:
-        """Return the modules that `fully_shard` was called on."""
         return fsdp.units(self.model)
 
 

@@ -126,5 +126,4 @@ def _name(axis: Axis, names: Sequence[str], differing: Sequence[bool], hashes: T
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text: `1, 2, 5`."""
     return ", ".join(map(str, ranks))

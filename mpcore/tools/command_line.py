@@ -99,7 +99,6 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with status 2."""
         print(f"{self.prog}: error: {message} ({self.prog} --help lists the flags)", file=sys.stderr)
         sys.exit(2)
 

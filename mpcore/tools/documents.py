@@ -70,7 +70,6 @@ class Text:
         ]
 
     def samples_of(self, step: int) -> range:
-        """Return the global indices of a step's samples."""
         for entry in self.records:
             if entry["step"] == step:
                 return range(entry["samples"][0], entry["samples"][1] + 1)

@@ -19,7 +19,6 @@ HF_TARGET = "mpcore.tools.analysis.hugging_face:build"
 
 
 def documents() -> Parser:
-    """Return the parser of `mpcore documents`."""
     parser = Parser(
         prog="mpcore documents",
         description="List the documents behind steps of a run, in lines that the field without_documents reads.",
@@ -39,7 +38,6 @@ def documents() -> Parser:
 
 
 def from_config() -> Parser:
-    """Return the parser of `mpcore from-config`."""
     parser = Parser(
         prog="mpcore from-config",
         description="Write a run.toml for examples.gpt from a file of Megatron-LM (.sh, model_config.yaml), torchtitan "
@@ -73,7 +71,6 @@ def coordinate_check() -> Parser:
 
 
 def explain() -> Parser:
-    """Return the parser of `mpcore explain`."""
     parser = Parser(
         prog="mpcore explain",
         description="Say why a run hung: which rank is at fault, and where each rank is.",
@@ -84,7 +81,6 @@ def explain() -> Parser:
 
 
 def doctor() -> Parser:
-    """Return the parser of `mpcore doctor`."""
     parser = Parser(
         prog="mpcore doctor",
         description="Check each kernel against its reference, each collective between two processes against its "
@@ -96,7 +92,6 @@ def doctor() -> Parser:
 
 
 def schedule() -> Parser:
-    """Return the parser of `mpcore schedule`."""
     parser = Parser(
         prog="mpcore schedule",
         description="Prove a pipeline's schedule, and draw it: time goes to the right, a row is a rank.",
@@ -123,7 +118,6 @@ def schedule() -> Parser:
 
 
 def checkpoint() -> Parser:
-    """Return the parser of `mpcore checkpoint`."""
     parser = Parser(
         prog="mpcore checkpoint",
         description="Look into checkpoints, and convert them.",
@@ -153,7 +147,6 @@ def checkpoint() -> Parser:
 
 
 def verify() -> Parser:
-    """Return the parser of `mpcore verify`."""
     parser = Parser(
         prog="mpcore verify",
         description="Compare a model under each layout with itself on one process: what it returns in training and in "
@@ -195,7 +188,6 @@ def verify() -> Parser:
 
 
 def compare() -> Parser:
-    """Return the parser of `mpcore compare`."""
     parser = Parser(
         prog="mpcore compare", description="Do two runs differ by rounding alone?",
         examples=[
@@ -213,7 +205,6 @@ def compare() -> Parser:
 
 
 def replay() -> Parser:
-    """Return the parser of `mpcore replay`."""
     parser = Parser(
         prog="mpcore replay",
         description="Replay steps of a run as all of its ranks in this process, and name the first operator whose "
@@ -230,7 +221,6 @@ def replay() -> Parser:
 
 
 def preflight() -> Parser:
-    """Return the parser of `mpcore preflight`."""
     parser = Parser(
         prog="mpcore preflight",
         usage="mpcore preflight [--memory GB] [--timeout S] [--json] -- COMMAND",
@@ -250,7 +240,6 @@ def preflight() -> Parser:
 
 
 def memory(argv: Sequence[str] = ()) -> Parser:
-    """Return the parser of `mpcore memory`, for these arguments."""
     text = "Count the memory that a rank of any layout needs, on fake tensors: nothing is allocated."
     parser = _of_rank("mpcore memory", text, argv)
     text = "draw what each rank of the pipeline holds, as .png, .svg or .pdf"
@@ -259,7 +248,6 @@ def memory(argv: Sequence[str] = ()) -> Parser:
 
 
 def ledger(argv: Sequence[str] = ()) -> Parser:
-    """Return the parser of `mpcore ledger`, for these arguments."""
     text = "Count what a step sends: the collectives and messages of each kind over each axis, and their bytes."
     return _of_rank("mpcore ledger", text, argv)
 
@@ -289,7 +277,6 @@ def _add_target(parser: Parser, argv: Sequence[str], about: str, nargs: str | No
 
 
 def plan(argv: Sequence[str] = ()) -> Parser:
-    """Return the parser of `mpcore plan`, for these arguments."""
     example = "mpcore plan examples.gpt.plan:build --world 16 --preset llama3-8b --dtype bfloat16 --wide"
     parser = Parser(
         prog="mpcore plan", usage="mpcore plan TARGET --world N [FLAGS] [FLAGS OF THE TARGET]",
@@ -333,12 +320,10 @@ def _names(text: str) -> list[str]:
 
 
 def profile_names() -> list[str]:
-    """Return the names of the machines' profiles that come with the package."""
     return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
 def convert(prog: str = "mpcore convert", *, with_spec: bool = True) -> Parser:
-    """Return the parser of `mpcore convert`, or of a program `prog` that has a model of its own."""
     named = " examples.gpt.hf:SPEC" if with_spec else " convert"
     parser = flags = Parser(
         prog=prog,

@@ -21,18 +21,15 @@ class BoundedDispatch(Observer):
         self.bounds = bounds
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
-        """Use buffers of fixed sizes."""
         self.bounds.begin()
 
     def after_backward(self, run: Run, total: Tensor) -> Tensor | None:
-        """Ask for a repetition if a buffer overflowed."""
         if not self.bounds.fits():
             return None
         self.bounds.end()
         return total
 
     def dropped(self, run: Run) -> None:
-        """Use no fixed sizes, and forget what the routers counted."""
         self.bounds.end()
         for router in self.bounds.routers:
             router.tally = None

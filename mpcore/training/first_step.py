@@ -40,7 +40,6 @@ class FirstStep(Observer):
         return lambda output, target: self.loss_check.call(loss, output, target)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
-        """Begin the checks, unless the step has too few tokens."""
         self.loss_check.begin(tokens, run.pipeline.micro_batches)
         self.replica_check = ReplicaCheck(run.mesh, self.half) if self.loss_check.tokens else None
 

@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"Two can't be cut into 2 stages: run in turn, they fail: RuntimeError: mat1 and mat2": (
         ValueError, lambda: cut._compare(Two(), [nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2), [])
     ),
-    r"the schedule mine deadlocks: prove\(schedule\) says where": (ValueError, lambda: resolve(DEADLOCK)),
+    r"the schedule deadlocks: 0B0, action 0 of rank 0, waits for 0F0": (ValueError, lambda: resolve(DEADLOCK)),
     r"0F0, to or from rank 3 of the pipeline, failed: connection closed": (
         RuntimeError, lambda: Message([], [Gone()], Action("F", 0, 0), 3).wait()  # type: ignore[list-item]
     ),

@@ -97,7 +97,6 @@ def carried_by_checkpoint(path: str | os.PathLike[str]) -> ExtraFiles:
 
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Read the tokenizer files of a folder, or one file as tokenizer.json."""
     path = Path(path)
     found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
     if not found:

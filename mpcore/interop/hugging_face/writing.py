@@ -19,7 +19,6 @@ SHARD_BYTES = 5 * 10**9  # the default size limit of a file
 
 
 def check_new(folder: Path) -> None:
-    """Raise ValueError if a folder exists and isn't empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists: it is not overwritten")
 
@@ -84,5 +83,4 @@ def write_files(
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file, and sync it to the disk."""
     write_synced(path, f"{json.dumps(values, indent=2)}\n".encode())

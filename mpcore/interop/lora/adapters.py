@@ -162,7 +162,6 @@ def adapt(
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
-    """Return the layers that have an adapter, by full name."""
     found = {name: layer for name, layer in named_modules(model) if isinstance(layer, LoRALayer)}
     if not found:
         raise ValueError(f"this {type(model).__name__} has 0 layers with an adapter: call add_lora or load_lora first")
@@ -338,7 +337,6 @@ def _last_parts(layers: dict[str, nn.Module]) -> str:
 
 
 def check_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Check that each of these layers can have an adapter."""
     for name, why in _refused(model, layers).items():
         raise ValueError(f"{name} {why}")
 

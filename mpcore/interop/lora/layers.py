@@ -55,7 +55,6 @@ class Factor(ParallelModule):
         self.declare("weight", shape, init, shard=shard, partial=partial)
 
     def extra_repr(self) -> str:
-        """Return the logical shape as text."""
         return " x ".join(map(str, self.shardings["weight"].shape))
 
 
@@ -156,7 +155,6 @@ class LoRAWhole(LoRALayer):
     """The adapter of a layer that isn't sharded: `nn.Linear`, or Conv1D of transformers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output plus the adapter's."""
         y = super().forward(input)
         return y + self.low_rank_output(input).to(y.dtype)
 
@@ -173,7 +171,6 @@ class LoRAProduct(WrappedProduct):
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
-        """See `Product.column`."""
         y = self.base.column(x, weight, bias, tp, dim, regather)
         return y + self.layer.low_rank_output(x, tp, dim, self.split_backward).to(y.dtype)
 
@@ -186,7 +183,6 @@ def with_grouped(kind: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def with_adapter(kind: type[nn.Module]) -> type[LoRALayer]:
-    """Return the class of a linear layer of class `kind` with an adapter."""
     before = LoRALayer if issubclass(kind, ParallelLinear) else LoRAWhole
     made: Any = type(f"LoRA{kind.__name__}", (before, kind), {"kind": kind})
     return made
@@ -203,7 +199,6 @@ def sizes_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def factors(layer: LoRALayer) -> tuple[tuple[str, Factor], tuple[str, Factor]]:
-    """Return the two factors with their names."""
     return ("lora_A", layer.lora_A), ("lora_B", layer.lora_B)
 
 

@@ -28,7 +28,6 @@ class TransposedProduct(WrappedProduct):
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
-        """See `Product.column`."""
         return self.base.column(x, weight.t(), bias, tp, dim, regather)
 
 

@@ -246,7 +246,6 @@ class _RefuseFSDP:
 
 
 def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
-    """Return the targets of the plan without the modules that `skip` names."""
     left_out = {id(module) for _, module, _ in resolve(model, dict.fromkeys(skip, "replicate"))} if skip else set()
     return [target for target in styles if id(target[1]) not in left_out]
 

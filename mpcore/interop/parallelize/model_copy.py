@@ -63,7 +63,6 @@ def drop_layers(model: nn.Module) -> None:
 
 
 def size_of(model: nn.Module) -> int:
-    """Return the number of elements of a model's parameters."""
     return sum(p.numel() for p in model.parameters())
 
 

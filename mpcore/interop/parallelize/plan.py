@@ -229,7 +229,6 @@ def model_plan(model: nn.Module, tp: int = 2, ep: int = 1) -> dict[str, str | St
 
 
 def is_experts(style: str | Style | None) -> bool:
-    """Return whether a style is `Experts`, or its name."""
     return isinstance(STYLES.get(style) if isinstance(style, str) else style, Experts)
 
 
@@ -281,7 +280,6 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
 
 
 def on_axes(styles: list[Target], ep: Axis, etp: Axis | None = None) -> list[Target]:
-    """Return the targets with the axes of experts set."""
     return [(n, m, replace(style, ep=ep, etp=etp) if isinstance(style, Experts) else style) for n, m, style in styles]
 
 

@@ -163,7 +163,6 @@ def _why_replicated(twin: ModelCopy, region: _Region, wrong: str, tp: int) -> st
 
 
 def share_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) -> float:
-    """Return the part of a model's bytes that a plan shards, in [0, 1]."""
     axis, targets = Axis(tp, name="tp"), targets_of(model, plan, tp, ep) if plan else []
     cut = sharded_parameters(swaps_of(model, targets, axis), targets, axis)
     sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
@@ -210,7 +209,6 @@ class _Sources(TorchDispatchMode):
         return frozenset().union(*(self.found.get(id(x), ()) for x in leaves(tree)))
 
     def set(self, tree: Any, sources: frozenset[str]) -> None:
-        """Set the sources of all tensors in nested containers."""
         for x in leaves(tree):
             if isinstance(x, Tensor):
                 self.found[id(x)] = sources

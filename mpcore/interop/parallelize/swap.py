@@ -195,7 +195,6 @@ def num_experts(module: nn.Module) -> int:
 
 
 def sharded_parameters(swaps: dict[int, Swap], styles: list[Target], tp: Axis) -> set[int]:
-    """Return the ids of the parameters that a plan shards."""
     held = ((new, leaf, p) for old, new in swaps.values() for leaf, p in old.named_parameters(recurse=False))
     found = {id(p) for new, leaf, p in held if sharding_of(new, leaf, p).shards}
     experts = [(module, style) for _, module, style in styles if isinstance(style, Experts)]

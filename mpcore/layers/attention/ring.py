@@ -45,7 +45,6 @@ class _Ring:
         return (rank - step) % self.axis.size
 
     def here(self, step: int) -> bool:
-        """Return whether this rank holds a block at a step."""
         return step <= self.reach[self.block(self.axis.rank, step)]
 
     def to(self, rank: int, step: int, home: bool) -> int | None:

@@ -128,7 +128,6 @@ def check_scores_mask(mask: Tensor, rows: int, queries: int, keys: int) -> None:
 
 
 def check_boolean(mask: Tensor) -> None:
-    """Raise ValueError if the mask is not bool."""
     if mask.dtype != torch.bool:
         raise input_error(
             f"the mask is of {mask.dtype}, which torch would add to the scores: give mask.bool(), or add it as `bias`"

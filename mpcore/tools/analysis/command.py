@@ -10,7 +10,6 @@ from mpcore.tools.command_line import Parser
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the mesh's axes from the parsed command line."""
     return {name: getattr(args, name) for name in ("tp", "cp", "pp", "ep", "dp", "etp", "cp_inner")}
 
 

@@ -97,7 +97,6 @@ class StepTimes:
         self.data_seconds = time.perf_counter() - began
 
     def record(self) -> dict[str, float]:
-        """Return the seconds by name, for metrics.jsonl."""
         found = {"seconds": self.seconds, "data_seconds": self.data_seconds}
         if self.clock is not None:
             found["communication_seconds"] = self.clock.seconds

@@ -27,13 +27,11 @@ class TensorCurves:
         self.norms: TensorNorms | None = None
 
     def measure(self) -> dict[str, dict[str, float]]:
-        """Measure between `clip_gradients` and `optimizer_step`, on all ranks."""
         with self.run.parameters() as model:
             self.norms = self.norms or TensorNorms(model, self.run.mesh)
             return {"gradient": self.norms(gradient_of), "weight": self.norms(lambda p: p)}
 
     def after_backward(self) -> None:
-        """Write a line if one is due."""
         if self.every and self.run.step % self.every == 0:
             found = {"step": self.run.step, **self.measure()}
             if self.run.mesh.world.rank == 0:

@@ -135,7 +135,6 @@ def on_mesh(rank: int, **sizes: int) -> Iterator[Mesh]:
 
 
 def call_build(build: Build, mesh: Mesh, arguments: Sequence[str]) -> Work:
-    """Call the user's build function."""
     try:
         inspect.signature(build).bind(mesh, [])
     except TypeError as error:

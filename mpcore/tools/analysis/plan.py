@@ -156,7 +156,6 @@ def _commands(args: argparse.Namespace, build: Build, row: int, e: Estimate, nod
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
     args = _parse(argv)
     if args.fit is not None:
         print(state_table(args.fit, args.dp or [1, 8, 64]))

@@ -70,7 +70,6 @@ class Estimate:
 
     @property
     def flags(self) -> str:
-        """The command-line flags of a run with this layout."""
         mesh = [f"--{axis.replace('_', '-')} {size}" for axis, size in self.sizes.items() if size > 1]
         return " ".join([*mesh, *self.arguments])
 

@@ -44,11 +44,9 @@ class InvariantProduct(Product):
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
-        """See `Product.column`. The full input is kept for backward."""
         return ColumnProduct.apply(x, weight, bias, tp, dim, self.blocks)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None) -> Tensor:
-        """See `Product.row`."""
         y = RowProduct.apply(x, weight, tp, dim)
         return y if bias is None else on_tokens(Tensor.add, tp, self.sequence_dim, dim is not None, y, bias)
 
@@ -57,7 +55,6 @@ class InvariantParallelMLP(ParallelMLP):
     """The invariant form of `ParallelMLP`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         return self.down(in_pieces(self.activation, self.up.tp, x.dim() - 1, self.up(x), blocks=self.parts))
 
 
@@ -85,7 +82,6 @@ class InvariantRMSNorm(RMSNorm):
     """The invariant form of `RMSNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         return self.narrowed(_on_tokens(self, partial(rms_norm, eps=self.eps), x, self.weight))
 
 
@@ -93,7 +89,6 @@ class InvariantLayerNorm(LayerNorm):
     """The invariant form of `LayerNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         return self.narrowed(_on_tokens(self, partial(layer_norm, eps=self.eps), x, self.weight, self.bias))
 
 

@@ -37,7 +37,6 @@ class TreeReduceScatter(ExchangeReduceScatter):
     """The reduce-scatter of `fully_shard` as a binary tree over ranks."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
-        """Sum the ranks' inputs, and keep this rank's shard of the sum."""
         terms = torch.empty_like(input_tensor)
         dist.all_to_all_single(terms, input_tensor, group=group)
         output_tensor.copy_(tree_sum(terms.chunk(group.size())))
@@ -206,7 +205,6 @@ class InvariantStep(Observer):
             raise ValueError(f"{found} micro-batches: an invariant run has {leaves} leaves in every step")
 
     def after_backward(self, run: Run, total: Tensor) -> Tensor:
-        """Sum the gradients and losses of the leaves."""
         return run.pipeline.from_last(self.finish(total))
 
     def finish(self, total: Tensor) -> Tensor:
@@ -223,7 +221,6 @@ class InvariantStep(Observer):
         return tree_sum(losses) if losses else total
 
     def dropped(self, run: Run) -> None:
-        """Drop the gradients of a step."""
         self.losses.clear()
         self.nodes.clear()
 

@@ -149,12 +149,10 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of(task: Task, layout: Layout) -> RankRecord:
-    """Run one step of the model, and record it."""
     return run_step(task, mesh(), layout)
 
 
 def save_model(task: Task, layout: Layout, folder: str) -> None:
-    """Save the model as it begins."""
     _prepared(task, layout).save(folder)
 
 

@@ -148,7 +148,6 @@ def rehearse(
 
 
 def trainer_of(toy: Toy) -> Any:
-    """Return the class that trains a toy."""
     program = import_module(toy.program)
     if "tqdm" in sys.modules:  # its default lock is shared by processes, which a killed one would leave behind
         sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
@@ -203,7 +202,6 @@ def overwrite(trainer: Any) -> None:
 
 
 def has_gradient(parameter: Tensor) -> bool:
-    """Whether a parameter has a gradient that is not 0."""
     grad = gradient_of(parameter)
     return grad is not None and bool(local_tensor(grad).any())
 
@@ -215,7 +213,6 @@ def state_of(trainer: Any) -> dict[str, Tensor]:
 
 
 def scale_of(trainer: Any) -> float:
-    """Return the loss scale; 1 without one."""
     return trainer.run.scaler.scale if trainer.run.scaler else 1.0
 
 

@@ -38,7 +38,6 @@ class Toy:
 
     @property
     def name(self) -> str:
-        """The sizes of its axes that are not 1."""
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
 
     def alone(self, **changes: Any) -> Toy:
@@ -52,7 +51,6 @@ class Toy:
 
 
 def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """Return a copy of the flags with changes."""
     args = copy.copy(args)
     vars(args).update(changes)
     return args

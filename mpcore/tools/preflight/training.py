@@ -366,7 +366,6 @@ class Preflight:
 
 
 def layout_of(toy: Toy) -> Layout:
-    """Return the layout of a toy, as `mpcore.tools.verify` knows it."""
     sizes = {axis: toy.sizes[axis] for axis in ("tp", "cp", "pp", "dp", "ep")}
     each = toy.args.global_batch // (toy.args.workers * sizes["dp"] * toy.args.micro_batch)
     sharded = toy.args.sequence_parallel and sizes["tp"] > 1

@@ -46,7 +46,6 @@ def process_state() -> list[tuple[Callable[[Any], object], Any]]:
 
 
 def restore(state: list[tuple[Callable[[Any], object], Any]]) -> None:
-    """Restore the state that `process_state` returned."""
     for put, value in state:
         put(value)
 
@@ -67,7 +66,6 @@ class Turns:
         self._since = self._looked = self._worked = 0.0
 
     def begin(self) -> None:
-        """Start with thread 0."""
         self._locks[0].release()
 
     def take(self, rank: int) -> None:
@@ -76,7 +74,6 @@ class Turns:
         restore(self._states[rank])
 
     def changed(self) -> None:
-        """Note that a waiting thread may be able to continue now."""
         self._vain.clear()
 
     def wait(self, rank: int, ready: Callable[[], bool], polls: bool = False) -> None:

@@ -106,7 +106,6 @@ class Judge:
         return verdict
 
     def _own(self, which: str, name: str | tuple[str, int]) -> float:
-        """Return the largest rounding error of the unsharded model's own tensor."""
         want, *near = (getattr(run, which).get(name) for run in (self.truth, *self.rounded))
         return max((farthest(t, want) for t in near if t is not None and t.shape == want.shape), default=0.0)
 

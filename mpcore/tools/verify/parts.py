@@ -67,7 +67,6 @@ def same(tensors: Sequence[Tensor]) -> bool:
 
 
 def near(got: Tensor, want: Tensor) -> bool:
-    """Return whether two tensors are equal to rounding."""
     scale = want.double().abs().max().item() if want.numel() else 0.0
     eps = torch.finfo(got.dtype).eps if got.dtype != torch.float64 else TOLERANCE
     return bool(scale) and (got.double() - want.double()).abs().max().item() <= 64 * eps * scale

@@ -139,7 +139,6 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def _stack(self, process: Any) -> str:
-        """Return the stacks of a worker's threads, indented like tracebacks."""
         path = _stack_file(self.folder.name, process.pid)
         os.kill(process.pid, signal.SIGUSR2)
         process.join(STACK_S)
@@ -203,7 +202,6 @@ def imported_caches() -> list[Any]:
 
 
 def _death(process: Any) -> str:
-    """Return how a worker ended, as far as its exit status says."""
     process.join(GRACE_S)
     status = process.exitcode or 0
     return f"{DIED} ({signal.Signals(-status).name})" if status < 0 else DIED
