@@ -149,7 +149,7 @@ def test_the_core_imports_neither_interop_nor_tools_and_interop_no_tools():
     allowed = {"core": {"core"}, "interop": {"core", "interop"}, "tools": {"core", "interop", "tools"}}
     for name in (name for name in LIBRARY if name != "mpcore"):  # whose names are imported when they are first used
         for other in (other for other in imports(name) if other in LIBRARY):
-            played = other.startswith("mpcore.tools.simulation.") and name == "mpcore.interop.parallelize.lockstep"
+            played = other.startswith("mpcore.tools.simulation.") and name == "mpcore.interop.parallelize.prove"
             assert played or storey(other) in allowed[storey(name)], f"{name} imports {other}"
 
 

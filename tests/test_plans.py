@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpcore import Axis, collectives, parallelize, suggest_plan
+from mpcore import Axis, parallelize, suggest_plan
 from mpcore.interop.parallelize import Colwise, Experts, Hidden, LocalSizes, Replicate, parallelize_summary, prove
-from mpcore.interop.parallelize.lockstep import lockstep
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
 from mpcore.interop.parallelize.suggest import _expert_styles
@@ -235,29 +234,6 @@ class UnevenHeads(nn.Module):
 def test_a_plan_that_fails_on_one_rank_alone_is_refused_by_what_failed_there():
     with pytest.raises(ValueError, match=r"^the model itself fails on 2 ranks: unflatten: Provided sizes \[-1, 2\]"):
         parallelize(UnevenHeads(), pair("mix.a", "mix.b"), Axis(2, 0, name="tp"))
-
-
-def test_ranks_that_call_other_collectives_or_fail_do_not_hang():
-    def unequal(axis):
-        return collectives.reduce(torch.ones(2 + axis.rank), axis)
-
-    def failing(axis):
-        if axis.rank == 2:
-            raise KeyError("rank 2 alone")
-        return collectives.reduce(torch.ones(2), axis)
-
-    with pytest.raises(ValueError, match=r"all-?_?reduce"):
-        lockstep(2, unequal)
-    with pytest.raises(KeyError, match="rank 2 alone"):
-        lockstep(3, failing)
-    want = torch.arange(3.0)
-    for got in lockstep(2, lambda axis: collectives.all_gather(collectives.split(want, axis, 0), axis, 0, 3)):
-        assert torch.equal(got, want)
-    for got, part in zip(
-        lockstep(2, lambda axis: collectives.reduce_scatter(want, axis, 0)), want.split(2), strict=True
-    ):
-        assert torch.equal(got, 2 * part)
-    assert lockstep(3, lambda axis: collectives.all_reduce(torch.tensor(axis.rank), axis, "max").item()) == [2, 2, 2]
 
 
 def test_experts_that_alternate_gate_and_up_and_have_biases_are_sharded():

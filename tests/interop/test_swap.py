@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 import mpcore as mp
 from mpcore.interop.parallelize import layers, swap
-from mpcore.interop.parallelize.lockstep import lockstep
 from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Replicate, Rowwise, Vocab, resolve
 from mpcore.interop.parallelize.summary import Summary, SummaryRow, parallelize_summary
 from mpcore.interop.parallelize.swap import cut_model, experts_shardings, sharded_parameters, swaps_of
@@ -139,7 +138,7 @@ def test_an_embedding_with_its_own_forward_looks_up_this_ranks_rows():
         model = cut(table(Doubled), {"0": "vocab"}, axis)
         return model(ids)
 
-    assert all(torch.equal(found, 2 * TABLE[ids]) for found in lockstep(2, work))
+    assert all(torch.equal(found, 2 * TABLE[ids]) for found in mp.simulate(lambda mesh: work(mesh.tp), tp=2))
     with pytest.raises(ValueError, match="7"):
         cut(table(Doubled), {"0": "vocab"})(torch.tensor([7]))
 
@@ -371,7 +370,7 @@ def test_the_sum_over_ranks_adds_what_is_replicated_once():
         assert not {"b"} & vars(model["a"]).keys()
         return y.detach(), given.grad, model["a"].b.grad, model["a"].up.grad
 
-    for rank, (y, dx, db, dup) in enumerate(lockstep(2, work)):
+    for rank, (y, dx, db, dup) in enumerate(mp.simulate(lambda mesh: work(mesh.tp), tp=2)):
         torch.testing.assert_close(y, want.detach())
         torch.testing.assert_close(dx, inputs.grad)
         torch.testing.assert_close(db, whole.b.grad)

@@ -1,6 +1,6 @@
 """Test a plan before it is used: a small random twin of the model must compute the same sharded as unsharded.
 
-The twin's ranks are threads of this process (`lockstep`), so the test needs neither the model's weights nor
+The twin's ranks are threads of this process (`simulate`), so the test needs neither the model's weights nor
 torch.distributed. It compares outputs, and the gradients of all parameters and inputs.
 """
 
@@ -16,16 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves, map_tensors
 from mpcore._torch.values import real_tensors
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.interop.parallelize.checks import HEAD_DIMS, is_partial
-from mpcore.interop.parallelize.lockstep import (
-    CommunicatesError,
-    UnequalError,
-    lockstep_mesh,
-    without_collectives,
-)
 from mpcore.interop.parallelize.model_copy import (
     MOST,
     SMALL,
@@ -41,6 +36,8 @@ from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwis
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, declare_anew, declared_by
 from mpcore.sharding.declare import Sharding
+from mpcore.tools.simulation.ranks import DeadlockError, simulate
+from mpcore.tools.simulation.turns import RankError
 
 # Relative to the largest value. float32 inside a forward causes differences of about 1e-6, a wrong plan 1e-2 or more.
 TOLERANCE = 1e-4
@@ -53,6 +50,19 @@ Cut = Callable[[nn.Module, list[Target], Axis], nn.Module]
 
 class CannotCheckError(Exception):
     """The plan can't be tested: no twin could be made, or its forward accepted none of the arguments."""
+
+
+class CommunicatesError(RuntimeError):
+    """The model uses other groups or collectives than the layers that `parallelize` puts in."""
+
+
+class WithoutCollectives(TorchDispatchMode):
+    """A context in which every collective raises `CommunicatesError`: no other rank would call it."""
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "c10d"):
+            raise CommunicatesError(f"the model calls {func} itself, which one process can't run")
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -205,7 +215,7 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy,
 def _plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
     """Run the unsharded twin, and leave no gradients in it."""
     try:
-        with without_collectives():
+        with WithoutCollectives():
             found = run(twin.model, plain_arguments(arguments), sharded=False)
     except CommunicatesError as error:
         raise CannotCheckError(str(error)) from error
@@ -291,15 +301,18 @@ def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
 
 
 def run_ranks(work: Callable[[Mesh], object], runs: list[Run], **sizes: int) -> None:
-    """Call `work(mesh)` on each rank of a mesh (`lockstep_mesh`), which fills the ranks' `runs`.
+    """Call `work(mesh)` on each rank of a mesh (`simulate`), which fills the ranks' `runs`.
 
     If the ranks call different collectives, the first run gets the error, unless a rank's own run has one.
     """
+    etp = {"etp": sizes.pop("etp")} if "etp" in sizes else None
     try:
-        lockstep_mesh(work, **sizes)
-    except UnequalError as error:
+        simulate(work, **sizes, mesh=etp)
+    except DeadlockError as error:
         if not any(each.error for each in runs):
             runs[0].error = error
+    except RankError as error:
+        raise error.__cause__ or error from None
 
 
 def compare(
