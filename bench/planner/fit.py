@@ -117,7 +117,7 @@ def fit(runs: Sequence[Run], machine: Machine, steps: int = 30) -> Machine:
         information = J.T @ (trust[:, None] * J) + weight
         change = torch.linalg.solve(information, J.T @ (trust * r) + weight @ (mean - theta))
         theta = torch.minimum(theta + change, most)
-        if change.abs().max() < 1e-3:
+        if change.abs().max() < 1e-4:
             break
     errors = torch.linalg.inv(information).diagonal().sqrt().tolist()
     sources = machine.sources | dict.fromkeys(NAMES, f"fitted: {len(timed)} runs")
