@@ -18,9 +18,11 @@ Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2025), fo
 
 from __future__ import annotations
 
+from typing_extensions import Unpack
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,9 +33,6 @@ from ._main_grad import remember_main_grad, take_main_grad
 from ._rows import ceil_div
 from ._torch import has_no_values
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on; torch brings this package
 
 CHUNK_BYTES = 2**29
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mpcore.layers.dropout import Dropout
 from mpcore.layers.module import TensorParallelOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class TransformerBlock(nn.Module):

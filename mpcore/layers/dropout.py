@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOptions, input_error
 from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.declare import cut
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Dropout(ParallelLayer, RandomModule):

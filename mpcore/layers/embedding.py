@@ -6,11 +6,11 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.kernels._checks import can_read, outside
@@ -18,9 +18,6 @@ from mpcore.layers.linear import check_sequence, check_size
 from mpcore.layers.module import Init, LayerOptions, ParallelModule, TensorOptions, fill, input_error, normal
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class _Table(ParallelModule):

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.kernels._checks import can_read
@@ -50,9 +50,6 @@ from mpcore.layers.module import (
 from mpcore.layers.norm import RMSNorm
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Run, Shard, cut
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class GatedDeltaNet(ParallelModule):

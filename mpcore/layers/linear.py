@@ -11,18 +11,16 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3; sequence
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.layers.linear_ops import Product
 from mpcore.layers.module import LayerOptions, ParallelModule, constant, input_error, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class ParallelLinear(ParallelModule):

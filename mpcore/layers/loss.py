@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore._torch.autograd import graph_is_kept
@@ -41,9 +42,6 @@ from mpcore.layers.linear import check_size
 from mpcore.layers.module import check_names, refuse_second_derivative
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.sharding.local import is_dtensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def vocab_parallel_cross_entropy(

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from mpcore._torch.values import real_tensors
 from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
 from mpcore.layers.fused_linear import GateUpParallelLinear
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, select_options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Activation = str | Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

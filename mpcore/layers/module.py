@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mpcore._torch.autograd import in_backward
 from mpcore.mesh.axis import Axis, check_axis
@@ -16,9 +17,6 @@ from mpcore.random import stream_key
 from mpcore.sharding.dcp import refuse_shards
 from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.declare import Shard, Sharding
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing has it from Python 3.11 on; torch brings this package
 
 Init = Callable[..., Tensor]
 """Fills a logical tensor in place: `init(tensor, generator=None)`."""

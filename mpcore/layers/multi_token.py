@@ -11,18 +11,15 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2, equations 21 to 25. The ord
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.module import LayerOptions, ParallelLayer, TensorParallelOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
 from mpcore.sharding.declarations import add_partial
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class MultiTokenPrediction(ParallelLayer):

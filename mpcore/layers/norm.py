@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mpcore.kernels.layer_norm import layer_norm
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.layers.module import LayerOptions, ParallelModule, constant
 from mpcore.mesh.axis import Axis
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class _Norm(ParallelModule):

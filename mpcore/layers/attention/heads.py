@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.collectives import shard_range, shard_sizes
@@ -39,9 +40,6 @@ from mpcore.layers.module import (
 )
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class HeadOptions(TensorParallelOptions, total=False):

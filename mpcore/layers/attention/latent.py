@@ -21,11 +21,10 @@ Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1 and appendix C; DeepSeek-V3 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from einops import rearrange
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.collectives import shard_sizes
@@ -36,9 +35,6 @@ from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_
 from mpcore.layers.module import LayerOptions, TensorOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
 from mpcore.sharding.declarations import add_partial
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class MultiLatentAttention(HeadAttention):

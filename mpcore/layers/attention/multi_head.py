@@ -7,11 +7,12 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), figure 3b; grouped 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from typing_extensions import Unpack
 
 from mpcore.kernels.rope import rope_qkv
 from mpcore.layers.attention.cache import KVCache
@@ -22,9 +23,6 @@ from mpcore.layers.fused_linear import KVParallelLinear, QKVParallelLinear
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import LayerOptions, TensorOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class ParallelAttention(HeadAttention):

@@ -9,20 +9,15 @@ as in GPT-OSS (arXiv:2508.10925), section 2.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
-from mpcore.layers.module import ParallelModule, constant, input_error
+from mpcore.layers.module import LayerOptions, ParallelModule, constant, input_error
 from mpcore.sharding.declare import cut
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from mpcore.layers.module import LayerOptions
 
 
 class AttentionSinks(ParallelModule):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.layers.linear import check_size
@@ -14,9 +15,6 @@ from mpcore.layers.mlp import Activation, find_activation
 from mpcore.layers.module import Init, ParallelModule, TensorOptions, input_error, uniform
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Shard, cut, cut_blocks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class GroupedLinear(ParallelModule):
