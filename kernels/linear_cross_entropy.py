@@ -18,14 +18,13 @@ Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2025), fo
 
 from __future__ import annotations
 
-from typing_extensions import Unpack
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ._checks import check_shapes, outside
 from ._dispatch import refuse_second_derivative

@@ -212,7 +212,7 @@ def test_words_that_are_no_command(monkeypatch, capsys):
 
 
 VALUES = {
-    "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"), "--ranks": "FILE",
+    "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"),
              "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS",
              "--hf": "FOLDER"},
     "memory": {"--plot": "FILE", "--hf": "FOLDER"},

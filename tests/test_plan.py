@@ -40,7 +40,6 @@ from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, save_machine
 from mpcore.tools.analysis.operators import OperatorCounts, Operators
 from mpcore.tools.analysis.peak import peak
-from mpcore.tools.analysis.pictures import draw_ranks
 from mpcore.tools.analysis.plan import Progress, main, what_if
 from mpcore.tools.analysis.rate_errors import NAMES as SCALARS
 from mpcore.tools.analysis.rate_errors import NOISE, errors_of
@@ -558,24 +557,6 @@ def test_one_command_line_runs_all_commands(capsys):
         assert capsys.readouterr().err.startswith(f"mpcore {words[0]}: error: nowhere can't be imported")
     with pytest.raises(SystemExit, match=r"usage: python -m mpcore.tools.analysis {memory,ledger,plan}"):
         analysis(["sums"])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "title"),
-    [
-        ({"tp": 8, "dp": 2, "pp": 2}, "tp inside a node, dp and pp across nodes"),
-        ({"tp": 2, "ep": 2, "dp": 2, "cp_inner": None, "etp": None}, "tp and dp and ep inside a node"),
-        ({"tp": 16, "dp": 16}, "tp and dp across nodes; the first 16 of 32 nodes"),
-    ],
-)
-def test_the_layout_is_drawn_on_the_nodes(sizes, title, tmp_path):
-    draw_ranks(8, tmp_path / "x.svg", **sizes)
-    texts = re.findall("<!-- (.*?) -->", (tmp_path / "x.svg").read_text(), re.DOTALL)
-    assert title in texts
-    shown = min(math.prod(sizes.get(axis, 1) for axis in ("tp", "dp", "pp")), 128)
-    assert [text for text in texts if text.startswith("rank")] == [f"rank {i}" for i in range(shown)]
-    stages = [text for text in texts if text.startswith("stage")]
-    assert stages == [f"stage {i // 2}" for i in range(4)] * (sizes.get("pp") == 2)
 
 
 def test_a_layout_is_drawn_at_its_memory_and_its_seconds(tmp_path, monkeypatch):

@@ -303,7 +303,6 @@ def plan(argv: Sequence[str] = ()) -> Parser:
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
     add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")
-    add("--ranks", metavar="FILE", help="draw the chosen layout, or that of --explain, on the machine's nodes")
     add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
     return parser
 

@@ -196,14 +196,9 @@ def test_a_row_is_explained_in_place_of_the_table(asked, capsys):
             run(capsys, "--explain", str(row))
 
 
-def test_pictures_are_of_the_fastest_or_of_the_explained_layout(asked, capsys, monkeypatch, tmp_path):
+def test_the_layouts_are_drawn_to_a_file_in_a_folder_that_is_there(asked, capsys, monkeypatch, tmp_path):
     drawn: list[Any] = []
-    monkeypatch.setattr(plan, "draw_ranks", lambda *of, **sizes: drawn.append((*of, sizes)))
     monkeypatch.setattr(plan, "draw", lambda *of: drawn.append(of))
-    run(capsys, "--ranks", "a.svg", "--node", "2")
-    run(capsys, "--ranks", "a.svg", "--explain", "2")
-    assert drawn == [(2, "a.svg", FOUND[0].sizes), (8, "a.svg", FOUND[1].sizes)]
-    drawn.clear()
     for suffix in (".png", ".svg", ".pdf"):
         run(capsys, "--out", str(tmp_path / f"x{suffix}"))
         assert drawn.pop() == ([*FOUND, LARGE], H100, tmp_path / f"x{suffix}")
@@ -225,7 +220,7 @@ def test_a_search_without_a_layout_that_fits_fails_behind_its_table(found, messa
     monkeypatch.setattr(plan, "search", lambda *_: found)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match=message):
-        main([BUILD, "--world", "4", "--out", str(tmp_path / "x.png"), "--ranks", str(tmp_path / "y.png")])
+        main([BUILD, "--world", "4", "--out", str(tmp_path / "x.png")])
     out = capsys.readouterr().out
     assert out.rstrip("\n").endswith(table(found, H100))
     assert "fastest" not in out

@@ -26,7 +26,6 @@ from mpcore.tools.analysis.command import parse
 from mpcore.tools.analysis.dry_run import call_build, on_mesh
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine
-from mpcore.tools.analysis.pictures import draw_ranks
 from mpcore.tools.analysis.report import draw, explain, table
 from mpcore.tools.analysis.search import Choice, Estimate, choices, frontier, meshes, search, useful
 from mpcore.tools.analysis.state import state_table
@@ -198,8 +197,6 @@ def main(argv: list[str] | None = None) -> None:
         changed = search(counter, other, args.arguments, again, args.unfused)
         print(f"what if {', '.join(args.what_if)}:")
         print(table(changed, other, min(args.top, 5), legend=False))
-    if args.ranks and fits:
-        draw_ranks(machine.node, args.ranks, **fits[row - 1].sizes)
     if args.out and fits:
         draw(found, machine, args.out)
     if found and all(e.refused for e in found):
