@@ -15,13 +15,7 @@ from mpcore.mesh.launch import read_launch
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return a logger of the library. Its records have `rank`, for formats such as `%(rank)s`.
-
-    Example:
-        >>> from mpcore.mesh.log import get_logger
-        >>> get_logger("mpcore.checkpoint").name
-        'mpcore.checkpoint'
-    """
+    """Return a logger of the library. Its records have `rank`, for formats such as `%(rank)s`."""
     log = logging.getLogger(name)
     log.addFilter(_add_rank)
     return log

@@ -38,14 +38,7 @@ class Resolved:
 
 
 def resolve(schedule: Schedule) -> Resolved:
-    """Order the actions of a schedule of F, B, I and W.
-
-    Example:
-        >>> from mpcore.pipeline.makespan import resolve
-        >>> from mpcore.pipeline.schedules import build_schedule
-        >>> resolve(build_schedule("1f1b", 2, 4)).makespan({"F": [1, 1], "B": [2, 2]})
-        15.0
-    """
+    """Order the actions of a schedule of F, B, I and W."""
     rows = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks)
     place: dict[Action, int] = {}
     steps: list[tuple[int, str, int, int]] = []

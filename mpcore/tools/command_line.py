@@ -20,11 +20,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean ..?"` with the nearest of the known words, or "" if none is near.
 
     A candidate with different numbers, such as another model size, is not suggested.
-
-    Example:
-        >>> from mpcore.tools.command_line import did_you_mean
-        >>> did_you_mean("--zer", ["--zero", "--tp"])
-        '; did you mean --zero?'
     """
     numbers = set(re.findall(r"\d+", word))
     alike = {other.lstrip("-"): other for other in known if numbers <= set(re.findall(r"\d+", other))}
@@ -33,13 +28,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P, int | None]], Callable[P, int]]:
-    """Decorate a command to print its errors in one line and return status 2.
-
-    Example:
-        >>> from mpcore.tools.command_line import reports_errors
-        >>> reports_errors("mpcore verify")(lambda name: None)("mine:build")
-        0
-    """
+    """Decorate a command to print its errors in one line and return status 2."""
 
     def decorate(run: Callable[P, int | None]) -> Callable[P, int]:
         @functools.wraps(run)

@@ -56,15 +56,7 @@ class Bound(NamedTuple):
 
 
 class AllGather:
-    """All-gather the tokens over ep x etp, and reduce-scatter the outputs. The host reads nothing from the device.
-
-    Example:
-        >>> from mpcore.layers.moe.dispatch import AllGather
-        >>> dispatch = AllGather(mpcore.Axis(), mpcore.Axis(), num_experts=2, top_k=1)
-        >>> x, expert, weight = torch.ones(3, 4), torch.tensor([[0], [1], [0]]), torch.full((3, 1), 2.0)
-        >>> dispatch(x, expert, weight, None, lambda rows, counts: rows * counts[0])[:, 0]
-        tensor([4., 4., 4.])
-    """
+    """All-gather the tokens over ep x etp, and reduce-scatter the outputs. The host reads nothing from the device."""
 
     def __init__(self, ep: Axis, etp: Axis, num_experts: int, top_k: int) -> None:
         self.ep, self.etp, self.top_k = ep, etp, top_k
@@ -115,11 +107,6 @@ class AllToAll(AllGather):
             repeats such a step.
         needed: [2 ep + 1] on the device, the maximum over all calls while `is_bounded`: the needed rows per token, in
             the order of `Bound`, and a positive number if a buffer was too small. None before the first call.
-
-    Example:
-        >>> from mpcore.layers.moe.dispatch import AllToAll
-        >>> AllToAll(mpcore.Axis(size=2, group=None), mpcore.Axis(), num_experts=4, top_k=2).even
-        Bound(sent=(0.8333333333333334, 0.8333333333333334), run=(2.0, 2.0))
     """
 
     def __init__(self, ep: Axis, etp: Axis, num_experts: int, top_k: int) -> None:

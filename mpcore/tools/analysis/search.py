@@ -51,14 +51,6 @@ class Estimate:
 
         Both steps are computed from the same rates. So most of a rate's error changes both alike, and the difference
         of two similar layouts has a smaller error than each step.
-
-        Example:
-            >>> from mpcore.tools.analysis.search import Estimate
-            >>> from mpcore.tools.analysis.seconds import Seconds
-            >>> row = Estimate({"tp": 2}, (), seconds=Seconds(products=2.1), errors=(0.1, 0.01))
-            >>> other = Estimate({"tp": 1}, (), seconds=Seconds(products=2.0), errors=(0.1, 0.03))
-            >>> [f"{x:.1%}" for x in row.slower(other)]
-            ['5.0%', '4.9%']
         """
         ratio = self.step / other.step
         apart = (mine - its for mine, its in zip(self.errors, other.errors, strict=True))
@@ -114,13 +106,7 @@ def choices(vary: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 def useful(layouts: Iterable[Choice]) -> list[Choice]:
-    """Remove varied flags that change nothing on their mesh. Of layouts that are then equal, keep the first.
-
-    Example:
-        >>> sizes = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 8}
-        >>> useful((sizes, ("--schedule", name, "--zero", "3")) for name in ("1f1b", "interleaved"))
-        [({'tp': 1, 'cp': 1, 'pp': 1, 'ep': 1, 'dp': 8}, ('--zero', '3'))]
-    """
+    """Remove varied flags that change nothing on their mesh. Of layouts that are then equal, keep the first."""
     found: dict[object, Choice] = {}
     for sizes, own in layouts:
         kept, is_idle = [], False

@@ -385,12 +385,7 @@ T = TypeVar("T")
 
 
 def combine(terms: Sequence[tuple[int, T]]) -> T:
-    """Return the sum of factor times value, for integers within dataclasses, dictionaries and lists of the same form.
-
-    Example:
-        >>> combine([(2, {"a": 3}), (1, {"a": 1, "b": 5})])
-        {'a': 7, 'b': 5}
-    """
+    """Return the sum of factor times value, for integers within dataclasses, dictionaries and lists of the same form."""
     values: list[Any] = [value for _, value in terms]
     first = values[0]
     if isinstance(first, int):
