@@ -158,12 +158,7 @@ class GatedDeltaNet(ParallelModule):
         return DeltaCache()
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        length: int | None = None,
-        cache: DeltaCache | None = None,
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, length: int | None = None, cache: DeltaCache | None = None
     ) -> Tensor:
         """[B, T/cp, D] -> [B, T/cp, D]. With `sequence_dim=0`: [T/cp, B, D] -> [T/cp, B, D].
 

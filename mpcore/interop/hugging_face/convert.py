@@ -21,14 +21,7 @@ from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
 from mpcore.interop.hugging_face.config import ModelSpec, config_to_hf
 from mpcore.interop.hugging_face.extra_files import FOLDER, carried_by_checkpoint, carried_by_hf, tokenizer_files
-from mpcore.interop.hugging_face.folder import (
-    ROUTER_BIAS,
-    ROUTER_STATISTICS,
-    Part,
-    Source,
-    open_hf,
-    parts_of,
-)
+from mpcore.interop.hugging_face.folder import ROUTER_BIAS, ROUTER_STATISTICS, Part, Source, open_hf, parts_of
 from mpcore.interop.hugging_face.writing import (
     SHARD_BYTES,
     check_new,

@@ -15,17 +15,7 @@ from mpcore._torch.dispatch import OpOverload, TorchDispatchMode
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize.checks import HEAD_DIMS, HEADS, check_plan, head_dim_of, linear_sizes, owner_of
 from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments, plain_arguments, size_of
-from mpcore.interop.parallelize.plan import (
-    Colwise,
-    Experts,
-    Hidden,
-    LocalSizes,
-    Plan,
-    Style,
-    Target,
-    on_axes,
-    resolve,
-)
+from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Plan, Style, Target, on_axes, resolve
 from mpcore.interop.parallelize.prove import DIVIDED, GRADIENT, CannotCheckError, PlanTester, shapes_of
 from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.swap import cut_model, sharded_parameters, swaps_of

@@ -11,12 +11,7 @@ import torch
 from torch import nn
 
 from mpcore.interop.parallelize.checks import check_plain, linear_sizes, unit_of
-from mpcore.interop.parallelize.layers import (
-    ColumnParallelConv1D,
-    ExpertsShard,
-    RowParallelConv1D,
-    VocabShard,
-)
+from mpcore.interop.parallelize.layers import ColumnParallelConv1D, ExpertsShard, RowParallelConv1D, VocabShard
 from mpcore.interop.parallelize.plan import (
     Colwise,
     Experts,

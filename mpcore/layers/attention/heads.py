@@ -16,28 +16,11 @@ from mpcore.kernels._checks import can_read
 from mpcore.kernels._dispatch import runs_triton
 from mpcore.kernels.attention import check_ends, key_bounds
 from mpcore.layers.attention.cache import KVCache
-from mpcore.layers.attention.context import (
-    check_mask,
-    context_attention,
-    masked_attention,
-    packed_attention,
-)
+from mpcore.layers.attention.context import check_mask, context_attention, masked_attention, packed_attention
 from mpcore.layers.attention.documents import document_positions, visible_keys
-from mpcore.layers.attention.scores import (
-    AttentionSinks,
-    alibi_bias,
-    check_bias,
-    check_scores_mask,
-    scored_attention,
-)
+from mpcore.layers.attention.scores import AttentionSinks, alibi_bias, check_bias, check_scores_mask, scored_attention
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
-from mpcore.layers.module import (
-    Init,
-    LayerOptions,
-    ParallelLayer,
-    TensorParallelOptions,
-    input_error,
-)
+from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorParallelOptions, input_error
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
 

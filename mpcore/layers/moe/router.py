@@ -34,15 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.collectives import all_gather, all_reduce
-from mpcore.layers.module import (
-    Init,
-    ParallelModule,
-    RandomModule,
-    constant,
-    input_error,
-    recomputing,
-    uniform,
-)
+from mpcore.layers.module import Init, ParallelModule, RandomModule, constant, input_error, recomputing, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
 

@@ -385,7 +385,7 @@ T = TypeVar("T")
 
 
 def combine(terms: Sequence[tuple[int, T]]) -> T:
-    """Return the sum of factor times value, for integers within dataclasses, dictionaries and lists of the same form."""
+    """Return the sum of factor times value, for integers in dataclasses, dictionaries and lists of the same form."""
     values: list[Any] = [value for _, value in terms]
     first = values[0]
     if isinstance(first, int):

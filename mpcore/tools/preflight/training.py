@@ -36,15 +36,7 @@ from mpcore.tools.analysis.memory import UNITS
 from mpcore.tools.command_line import find_object
 from mpcore.tools.fault_tolerance.faults import check_writable
 from mpcore.tools.preflight.checks import Check, Options, Skip
-from mpcore.tools.preflight.rehearsals import (
-    OWN_DTYPE,
-    check_digits,
-    compare,
-    distinct,
-    pick,
-    resumed,
-    within_rounding,
-)
+from mpcore.tools.preflight.rehearsals import OWN_DTYPE, check_digits, compare, distinct, pick, resumed, within_rounding
 from mpcore.tools.preflight.rehearse import Rehearsal, kill, rehearse
 from mpcore.tools.preflight.toy import SIZE_NAMES, STEPS, Toy, shrink, with_flags, write_corpus
 from mpcore.tools.verify.judge import Judge
@@ -134,10 +126,7 @@ class Preflight:
             corpora.check_tokens(vocab, 0, max(1, tokens // TOKENS_READ))
         train, held_out = data.split(length, seed=args.seed, evaluate=args.eval_every > 0)
         wanted = self.model["ramp"].after(0, args.steps)
-        every: dict[str, tuple[Any, int]] = {
-            "--data": (train, wanted),
-            "held out": (held_out, args.eval_samples),
-        }
+        every: dict[str, tuple[Any, int]] = {"--data": (train, wanted), "held out": (held_out, args.eval_samples)}
         every |= {name: (corpora.whole(length), args.eval_samples) for name, corpora in sets.items()}
         for name, (samples, count) in every.items():
             for index in sorted({i * max(count - 1, 0) // 64 for i in range(65)}):
