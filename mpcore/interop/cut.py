@@ -142,7 +142,7 @@ class _Passed(nn.Module):
         self.ends, self.returned = False, returned
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = _first_float((args, kwargs))
+        x = next(x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
         if self.ends:
             raise _HandedOnError(x)
         x = x if self.inlet is None or self.inlet.x is None else self.inlet.x
@@ -433,7 +433,3 @@ def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[l
     ]
     if not all(same) or not any(want):
         raise ValueError(f"{said}: in a row they return other values than the model. Write its stages yourself")
-
-
-def _first_float(tree: Any) -> Tensor:
-    return next(x for x in leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())

@@ -30,7 +30,8 @@ class BalanceLoss:
         self.ep, self.data, self.checked = ep, data, False
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        config, given = getattr(model, "config", None), inspect.signature(model.forward).bind_partial(*args, **kwargs)
+        config: Any = getattr(model, "config", None)
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs)
         asked = given.arguments.get("output_router_logits")
         asked = getattr(config, "output_router_logits", False) if asked is None else asked
         lacks_loss = getattr(out, "aux_loss", None) is None and not (asked and isinstance(out, tuple))
@@ -48,7 +49,8 @@ class BalanceLoss:
                 f"{what} the balance loss of the tokens of one of {self.data.size} data ranks: leave it out, and add "
                 f"aux_loss of the output to your loss"
             )
-        counts, sums, rows = _sums(out.router_logits, self._top_k(model), given.arguments.get("attention_mask"))
+        top_k = getattr(model, "num_experts_per_tok", None) or config.get_text_config().num_experts_per_tok
+        counts, sums, rows = _sums(out.router_logits, top_k, given.arguments.get("attention_mask"))
         experts = len(counts)
         if not self.checked:
             own = experts * (counts / rows * (sums / rows)).sum()
@@ -62,10 +64,6 @@ class BalanceLoss:
         both = all_reduce(torch.cat([counts, rows[None]]), self.data)
         out.aux_loss = experts * (both[:-1] / both[-1] * (sums / both[-1])).sum()
         return out
-
-    def _top_k(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return getattr(model, "num_experts_per_tok", None) or config.get_text_config().num_experts_per_tok
 
 
 def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

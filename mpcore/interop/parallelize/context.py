@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -189,13 +189,9 @@ def _show_full_sequence(
         given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))  # type: ignore[operator]
     if position_ids is None:
         given["position_ids"] = sequence_index(full.length, cp, kind, tokens.device)[None]
-    if "use_cache" in parameters or _takes_any(parameters):
+    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         given["use_cache"] = False
     return (), given
-
-
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:

@@ -112,10 +112,6 @@ Choice = Mapping[int, Sequence[int]]
 """The blocks, by their places in the model, that each of some stages shall have."""
 
 
-def _no_theory(stages: Sequence[int]) -> dict[tuple[str, str], int]:
-    return {}
-
-
 @dataclass(frozen=True)
 class LayoutSpec:
     """What a planner needs to know of a layout before a stage is built.
@@ -155,7 +151,7 @@ class LayoutSpec:
     sharded: bool = False
     few: int = 1
     key: Hashable = None
-    theory: Callable[[Sequence[int]], dict[tuple[str, str], int]] = _no_theory
+    theory: Callable[[Sequence[int]], dict[tuple[str, str], int]] = lambda stages: {}
     given: Schedule | None = None
     parameters: int = 0
     least: int = 0

@@ -148,7 +148,8 @@ def make_invariant(model: nn.Module | Sequence[nn.Module]) -> None:
     for _, module in named:
         if isinstance(module, LINEAR):
             if not isinstance(module.product, InvariantProduct):
-                module.product = InvariantProduct(module.product.split_backward, _blocks(module), module.sequence_dim)
+                blocks = tuple(length // module.tp.size for length in module.shardings["weight"].blocks)  # on this rank
+                module.product = InvariantProduct(module.product.split_backward, blocks, module.sequence_dim)
                 _sum_itself(module)
         elif type(module) in FORMS and not _is_alone(module):
             module.__class__ = FORMS[type(module)]  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,11 +189,6 @@ def _check_form(module: Any) -> None:
         check_pieces("in_features", (module.in_features,), module.tp, module.unit)
     elif not isinstance(module, ParallelMLP):
         degree(module.tp)
-
-
-def _blocks(layer: ParallelLinear) -> tuple[int, ...]:
-    """Return how many output features of each projection this rank holds."""
-    return tuple(length // layer.tp.size for length in layer.shardings["weight"].blocks)
 
 
 def _is_alone(module: Any) -> bool:

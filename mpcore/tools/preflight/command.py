@@ -139,13 +139,10 @@ def _prepared(task: Task, layout: Layout):
     on = mesh(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
     model = build_model(task, on, layout)
     return prepare(
-        model, on, blocks=(), loss=lambda output, target: output.sum(), optimizer=_optimizer, seed=task.seed,
-        initialize=False, micro_batches=layout.micro_batches, data=Zero(layout.zero),
+        model, on, blocks=(), loss=lambda output, target: output.sum(), seed=task.seed,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=STEP), initialize=False,
+        micro_batches=layout.micro_batches, data=Zero(layout.zero),
     )  # fmt: skip
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=STEP)
 
 
 def step_of(task: Task, layout: Layout) -> RankRecord:
