@@ -79,16 +79,12 @@ def train(sizes: dict[str, int], zero: bool) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("sizes", "zero"),
-    [
-        ({"tp": 2, "dp": 2, "ep": 2}, False),  # ep 2 x etp 2, of uneven shards
-        ({"dp": 4, "ep": 2}, True),  # ep 2, and edp 2 of ZeRO
-        pytest.param({"tp": 2, "dp": 2, "etp": 4}, False, marks=pytest.mark.slow),
-        pytest.param({"tp": 4}, False, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "zero"), [
+    ({"tp": 2, "dp": 2, "ep": 2}, False),  # ep 2 x etp 2, of uneven shards
+    ({"dp": 4, "ep": 2}, True),  # ep 2, and edp 2 of ZeRO
+    pytest.param({"tp": 2, "dp": 2, "etp": 4}, False, marks=pytest.mark.slow),
+    pytest.param({"tp": 4}, False, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_muon_steps_sharded_experts_as_whole_ones_bit_for_bit(ranks, sizes, zero):
     want = train({}, False)
     for got in ranks(math.prod(sizes[name] for name in ("tp", "dp") if name in sizes), train, sizes, zero):

@@ -40,18 +40,15 @@ def test_the_plan_found_trains_as_the_whole_model(ranks, name, layout):
         assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("qkv of kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3, unit=6)}),
-        ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(unit=18)}),
-        ("qkv of feature, kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(18, unit=1)}),
-        ("qkv of groups", {"blocks.0": LocalSizes(("kv",)), "blocks.0.w": Colwise(unit=24)}),
-        ("two kv heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}),
-        ("gate and up", {"blocks.*.wi": Colwise(blocks=2)}),
-        ("gate and up in turns", {"blocks.*.wi": Colwise(unit=2)}),
-    ],
-)
+@pytest.mark.parametrize(("name", "plan"), [
+    ("qkv of kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3, unit=6)}),
+    ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(unit=18)}),
+    ("qkv of feature, kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(18, unit=1)}),
+    ("qkv of groups", {"blocks.0": LocalSizes(("kv",)), "blocks.0.w": Colwise(unit=24)}),
+    ("two kv heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}),
+    ("gate and up", {"blocks.*.wi": Colwise(blocks=2)}),
+    ("gate and up in turns", {"blocks.*.wi": Colwise(unit=2)}),
+])  # fmt: skip
 def test_packings_whose_names_say_nothing_are_found(name, plan):
     said = found(name).plan
     shards = [mp.parallelize(models.MODELS[name](), p, TP, check=False).state_dict() for p in (said, said | plan)]
@@ -60,30 +57,26 @@ def test_packings_whose_names_say_nothing_are_found(name, plan):
     assert sum(getattr(style, "gather_output", False) for style in styles) == 1  # the head alone
 
 
-@pytest.mark.parametrize(
-    ("name", "plan", "said"),
-    [
-        ("weight norm", {"blocks.1.up": "colwise"}, "blocks.1.up"),
-        ("spectral norm", {"blocks.1.down": "rowwise"}, "blocks.1.down"),
-        ("conv1d without nf", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1.up is a Transposed"),
-        ("max norm", {"table": "vocab"}, "table: max_norm"),
-        ("vision", {"stem": "colwise"}, "stem is a Conv2d"),
-        ("table read as a head", {"table": "vocab"}, "scale"),
-        ("torch's", {"blocks.0.attention.out_proj": "rowwise"}, "blocks.0.attention.out_proj is part of an nn.Multi"),
-        ("functional", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
-        ("side by side, fused", {"blocks.*.before": "colwise", "blocks.*.behind": "rowwise"}, "blocks.0.before"),
-        ("state space", {"blocks.0.into": Colwise(blocks=2), "blocks.0.out": "rowwise"}, "blocks.0.conv"),
-        ("mixed by softmax", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
-        ("mixed by roll", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
-        ("mixed by mean", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
-        ("one kv head", {"blocks.0": LocalSizes(("heads",)), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("slopes", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("full norm", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3)}, "blocks.0"),
-        ("talking heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-        ("router", {"blocks.1.experts.*.up": "colwise"}, "blocks.1.experts.0.down"),
-    ],
-)
+@pytest.mark.parametrize(("name", "plan", "said"), [
+    ("weight norm", {"blocks.1.up": "colwise"}, "blocks.1.up"),
+    ("spectral norm", {"blocks.1.down": "rowwise"}, "blocks.1.down"),
+    ("conv1d without nf", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1.up is a Transposed"),
+    ("max norm", {"table": "vocab"}, "table: max_norm"), ("vision", {"stem": "colwise"}, "stem is a Conv2d"),
+    ("table read as a head", {"table": "vocab"}, "scale"),
+    ("torch's", {"blocks.0.attention.out_proj": "rowwise"}, "blocks.0.attention.out_proj is part of an nn.Multi"),
+    ("functional", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+    ("side by side, fused", {"blocks.*.before": "colwise", "blocks.*.behind": "rowwise"}, "blocks.0.before"),
+    ("state space", {"blocks.0.into": Colwise(blocks=2), "blocks.0.out": "rowwise"}, "blocks.0.conv"),
+    ("mixed by softmax", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+    ("mixed by roll", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+    ("mixed by mean", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
+    ("one kv head", {"blocks.0": LocalSizes(("heads",)), "blocks.0.to_*": "colwise"}, "blocks.0"),
+    ("slopes", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+    ("full norm", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+    ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3)}, "blocks.0"),
+    ("talking heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
+    ("router", {"blocks.1.experts.*.up": "colwise"}, "blocks.1.experts.0.down"),
+])  # fmt: skip
 def test_a_wrong_plan_is_refused_by_the_name_of_a_module(name, plan, said):
     back = {"blocks.0.back": "rowwise"} if "blocks.0" in plan else {}
     with pytest.raises(ValueError, match=said.replace(".", r"\.")):

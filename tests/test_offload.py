@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -116,20 +117,6 @@ def test_copies_may_take_their_time(offload, late):
     assert _Late.done > 100
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_activations_come_back_before_they_are_asked_for(ahead, late):
-    x, pending = torch.rand(64, requires_grad=True), []
-    with offload_activations(min_bytes=64, ahead=ahead):
-        y = x
-        for _ in range(8):
-            y = (y / 8).exp()
-            y.register_hook(lambda grad: pending.append(len(_Late.begun) - max(_Late.done, 8)))
-    assert len(_Late.begun) == 8  # the storages on their way to the host
-    y.sum().backward()
-    assert pending == [0, *(min(ahead, 7 - i) for i in range(7))]
-    assert len(_Late.begun) == 16  # and each once on its way back
-
-
 FLAGS = [
     "--layers", "2", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
     "--dropout", "0.1", "--lr", "1e-2", "--warmup", "1",
@@ -234,48 +221,25 @@ def test_an_offloaded_run_saves_what_one_without_does_on_every_rank_of_data(
     ranks(math.prod(sizes.values()), check_saved, tmp_path, sizes, flags)
 
 
-def test_an_offloaded_step_sees_what_was_written_to_parameters_since():
-    """As loading a checkpoint into a run does."""
-    check_written()
-
-
-def test_an_offloaded_step_sees_what_was_written_to_shards_since(ranks):
-    """As a merge of workers does; a DTensor's version doesn't tell of what is written to its shard."""
-    ranks(2, check_written, dp=2)
-
-
-def check_written(**sizes: int) -> None:
-    results = []
-    for offload in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        shard_data_parallel(model, mesh(**sizes), zero=1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        if offload:
-            offload_optimizer(optimizer)
-        for step in range(3):
-            model(torch.ones(2, 5) + step).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model.weight.mul_(0.5)
-        results.append([local_tensor(p.detach()) for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("scale", [0.25, torch.tensor(0.25)])
-def test_an_offloaded_step_scales_its_gradients(scale):
-    results = []
-    for offload in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        optimizer = AdamW(model, lr=0.1, eps=1.0)
-        if offload:
-            offload_optimizer(optimizer)
-        model(torch.ones(2, 5)).square().sum().backward()
-        optimizer.step(scale=scale)
-        results.append([p.detach() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def check_written() -> None:
+    for sizes in ({"tp": 2}, {"dp": 2}):
+        results = []
+        for offload in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(5, 3)
+            shard_data_parallel(model, mesh(**sizes), zero=1)
+            optimizer = AdamW(model, lr=0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(offload_optimizer(optimizer) if offload else optimizer, 1, 0.5)
+            for step, scale in enumerate((None, 0.25, torch.tensor(0.25))):
+                model(torch.ones(2, 5) + step).square().sum().backward()
+                optimizer.step(scale=scale)
+                schedule.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model.weight.mul_(0.5)
+            results.append([local_tensor(p.detach()) for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert optimizer.param_groups[0]["lr"] == 0.1 / 8
 
 
 def test_what_is_elsewhere_takes_no_memory_here():
@@ -320,14 +284,6 @@ def test_pitfall_42_what_was_written_to_since_is_saved_again():
     torch.testing.assert_close(x.grad, 2 * torch.full((64,), 2.0).exp() + 3)
     with pytest.raises(RuntimeError, match="written to in place"):
         b.backward()
-
-
-def test_sparse_tensors_stay():
-    x = torch.ones(8, 8, requires_grad=True)
-    with offload_activations(min_bytes=0):
-        y = torch.sparse.mm(2 * torch.eye(8).to_sparse(), x)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.full((8, 8), 2.0))
 
 
 def test_what_was_written_to_after_its_copy_began_is_refused():
@@ -423,18 +379,6 @@ def test_parameters_that_are_elsewhere_are_refused_by_name(tmp_path):
             call()
 
 
-def test_torchs_schedules_take_an_offloaded_optimizer():
-    model = nn.Linear(2, 2)
-    optimizer = offload_optimizer(torch.optim.AdamW(model.parameters(), 1e-2))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for _ in range(2):
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
-    assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
-
-
 @pytest.mark.parametrize("compiled", ["first", "last", "whole"])
 def test_what_is_compiled_around_offloading_leaves_it_alone(compiled):
     def block() -> nn.Module:
@@ -464,48 +408,40 @@ def test_what_is_compiled_around_offloading_leaves_it_alone(compiled):
         torch.testing.assert_close(got, want)
 
 
-def test_a_second_derivative_of_an_offloaded_block_is_refused():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    offload_parameters(list(model))
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="a block whose parameters are offloaded has no second derivative"):
-        torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
-
-
 def test_what_cant_be_had_is_refused():
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if not torch.cuda.is_available():
-        for call in (
-            lambda: offload_optimizer(optimizer, pin_memory=True),
-            lambda: offload_activations(pin_memory=True).__enter__(),
-            lambda: offload_parameters([model], pin_memory=True),
-        ):
-            with pytest.raises(ValueError, match="pin_memory=True, but pinned memory needs a GPU and there is none"):
-                call()
-    with pytest.raises(ValueError, match="keep 0 is smaller than 1"):
-        offload_parameters([model], keep=0)
-    with pytest.raises(ValueError, match="block 1 shares 2 parameters with one before"):
-        offload_parameters([model, model])
+    used = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="the optimizer has states of 2 parameters"):
-        offload_optimizer(optimizer)
-    with pytest.raises(ValueError, match="an offloaded optimizer takes no closure"):
-        offload_optimizer(torch.optim.AdamW(model.parameters())).step(lambda: torch.zeros(()))
-    with pytest.raises(ValueError, match="ahead -1 is negative"):
-        offload_activations(ahead=-1).__enter__()
-    with pytest.raises(ValueError, match="--offload none optimizer: none and others"):
-        Trainer(parse([*FLAGS, "--offload", "none", "optimizer"]), mesh())
-    with pytest.raises(ValueError, match="--schedule zb: it splits backward"):
-        Trainer(parse([*FLAGS, "--offload", "parameters", "--schedule", "zb"]), mesh())
+    used.step()
+    fresh = partial(torch.optim.AdamW, list(model.parameters()))
+
+    def trainer(*flags: str) -> partial:
+        return partial(lambda flags: Trainer(parse([*FLAGS, *flags]), mesh()), flags)
+
+    cases: list[tuple[Callable, str]] = [
+        (partial(offload_parameters, [model], keep=0), "keep 0 is smaller than 1"),
+        (partial(offload_parameters, [model, model]), "block 1 shares 2 parameters"),
+        (partial(offload_optimizer, used), "states of 2 parameters"),
+        (partial(offload_optimizer(fresh()).step, lambda: torch.zeros(())), "takes no closure"),
+        (offload_activations(ahead=-1).__enter__, "ahead -1 is negative"),
+        (trainer("--offload", "none", "optimizer"), "--offload none optimizer"),
+        (trainer("--offload", "parameters", "--schedule", "zb"), "--schedule zb: it splits backward"),
+        (trainer("--offload", "optimizer", "--optimizer", "muon"), "--offload optimizer .*muon's"),
+        (trainer("--recompute", "budget=much"), "--recompute 'budget=much' is none of"),
+    ]
     for whole in (Muon(build()), torch.optim.Muon([model.weight]), torch.optim.Adafactor([model.weight])):
-        with pytest.raises(ValueError, match=rf"{type(whole).__name__} computes each element from its whole tensor"):
-            offload_optimizer(whole)
-    with pytest.raises(ValueError, match="--offload optimizer goes with --optimizer adamw or adamw-bf16: muon's"):
-        Trainer(parse([*FLAGS, "--offload", "optimizer", "--optimizer", "muon"]), mesh())
-    with pytest.raises(ValueError, match="--recompute 'budget=much' is none of"):
-        Trainer(parse([*FLAGS, "--recompute", "budget=much"]), mesh())
+        cases.append((partial(offload_optimizer, whole), rf"{type(whole).__name__} computes each element from"))
+    if not torch.cuda.is_available():
+        for call in (partial(offload_optimizer, fresh()), offload_activations, partial(offload_parameters, [model])):
+            cases.append((lambda call=call: call(pin_memory=True).__enter__(), "pin_memory=True, .* needs a GPU"))
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    offload_parameters(list(blocks))
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="offloaded has no second derivative"):
+        torch.autograd.grad(blocks(x).tanh().sum(), x, create_graph=True)
 
 
 def check_sharded() -> None:
@@ -520,5 +456,7 @@ def check_sharded() -> None:
         offload_parameters(sharded.blocks.values())  # type: ignore[operator, union-attr]
 
 
-def test_parameters_sharded_over_data_stay(ranks):
-    ranks(2, check_sharded)
+@pytest.mark.parametrize("check", [check_written, check_sharded])
+def test_an_offloaded_step_sees_what_was_written_to_parameters_since(ranks, check):
+    """As a merge of workers does; a DTensor's version doesn't tell of what is written to its shard."""
+    ranks(2, check)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import nn
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
-from mpcore import AdamW, Axis, Mesh, Muon, VocabParallelEmbedding, decay_groups, parallelize
+from mpcore import AdamW, Axis, Mesh, Muon, decay_groups, parallelize
 from mpcore.checkpoint import load, save
 from mpcore.checkpoint.pieces import like
 from mpcore.gradients import grad_norm
@@ -28,7 +27,7 @@ from mpcore.optim.schedules import SCHEDULES, cosine, linear, wsd
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer
 from mpcore.sharding import shardings
-from mpcore.sharding.declare import Shard, Sharding
+from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from tests.equality import close
 from tests.pool import mesh
@@ -51,10 +50,9 @@ def muon(model, on, **options):
 KINDS = {
     "adamw": adamw,
     "adamw-bf16": partial(adamw, state_dtype=torch.bfloat16, seed=3),
-    "adamw no masters": partial(adamw, masters=False, seed=3),
-    "muon": muon,
+    "adamw no masters": partial(adamw, masters=False, seed=3), "muon": muon,
     "muon-bf16": partial(muon, state_dtype=torch.bfloat16),
-}
+}  # fmt: skip
 
 
 def give_gradients(model, step, dtype):
@@ -70,17 +68,12 @@ def give_gradients(model, step, dtype):
         mark_reduced(p)
 
 
-def over_data(run, x):
-    return Run.over_data(run, x)
-
-
 def full_state(model, optimizer, on):
     """Parameters and optimizer state, whole: a collective."""
     found, declared, run = {}, shardings(model), type("Held", (), {"mesh": on})
     for name, p in model.named_parameters():
-        sharding = declared[name]
         for slot, value in {"weight": p, **optimizer.state[p]}.items():
-            whole = value if value.dim() == 0 else sharding.assemble(over_data(run, value.detach()))
+            whole = value if value.dim() == 0 else declared[name].assemble(Run.over_data(run, value.detach()))
             found[f"{slot} of {name}"] = whole.clone()
     return found
 
@@ -132,9 +125,6 @@ def test_pitfall_34_a_step_is_that_of_the_whole_model_bit_for_bit_on_every_layou
             same_bits({name: got[name] for name in ours}, {name: want[name] for name in ours})
             for item in torchs:  # torch's fused step rounds the tail of a tensor otherwise than what fills its vectors
                 close(got[item], want[item], item, 1e-6)
-
-
-# --- against torch ------------------------------------------------------------------------------------------------
 
 
 def small(dtype=torch.float32):
@@ -285,8 +275,13 @@ def test_a_checkpoint_of_muon_knows_its_matrices(tmp_path):
 
 
 def test_muon_leaves_tables_heads_and_vectors_to_adamw():
-    model = materialize(GPT(replace(CONFIG, positions="learned", bias=True), device="meta"), 1)
-    optimizer = muon(model, Mesh())
+    """A kernel of 2 x 2 is no matrix, nor is a table of each head's bias."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv1d(4, 4, 2), ColumnParallelEmbedding(5, 4), nn.Linear(4, 4))
+    assert Muon(model).param_groups[0]["params"] == [model[3].weight]
+    model, other = (
+        materialize(GPT(replace(CONFIG, positions="learned", bias=True), device="meta"), 1) for _ in range(2)
+    )
+    optimizer, plain = muon(model, Mesh()), adamw(other, Mesh())
     names = {p: name for name, p in model.named_parameters()}
     of = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
     assert of[0] == {f"blocks.{i}.{n}.weight" for i in range(2)
@@ -295,19 +290,11 @@ def test_muon_leaves_tables_heads_and_vectors_to_adamw():
     assert all(p.dim() == 1 for p in optimizer.param_groups[2]["params"])
     assert sum(map(len, of)) == len(names)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
-    other = materialize(GPT(replace(CONFIG, positions="learned", bias=True), device="meta"), 1)
-    plain = adamw(other, Mesh())
     for each, o in ((model, optimizer), (other, plain)):
         give_gradients(each, 0, torch.float32)
         o.step()
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q) == (name not in of[0]), name
-
-
-def test_muon_leaves_what_multiplies_no_matrix_to_adamw():
-    """A kernel of 2 x 2 is no matrix, nor is a table of each head's bias."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv1d(4, 4, 2), ColumnParallelEmbedding(5, 4), nn.Linear(4, 4))
-    assert Muon(model).param_groups[0]["params"] == [model[3].weight]
 
 
 def check_unused():
@@ -319,14 +306,16 @@ def check_unused():
         model[1].grad = draw(1, 2, 3).float()
     model[2].grad = draw(2, 2, 3).float()
     optimizer.step()
-    return [p.detach().clone() for p in model], len(optimizer.state)
-
-
-def test_a_gradient_on_one_rank_alone_does_not_hang_muon(ranks):
-    for (first, _, last), states in ranks(2, check_unused):
-        assert torch.equal(first, torch.ones(2, 3))
-        assert not torch.equal(last, torch.ones(2, 3))
-        assert states == 2
+    assert torch.equal(model[0], torch.ones(2, 3))
+    assert not torch.equal(model[2], torch.ones(2, 3))
+    assert len(optimizer.state) == 2
+    for kind in (AdamW, Muon, lambda model: offload_optimizer(torch.optim.AdamW(model.parameters()))):
+        model = small()
+        optimizer = kind(model)
+        shard_data_parallel(model, on)
+        model(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(ValueError, match=r"shape \(7, 5\) is no longer the model's.* make the optimizer after"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -343,9 +332,6 @@ def test_the_scale_of_a_step_is_a_scale_of_its_gradients(kind):
         states.append(full_state(model, optimizer, Mesh()))
     same_bits(states[0], states[1])
     same_bits(states[0], states[2])
-
-
-# --- state --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -385,16 +371,11 @@ def check_resume(kind, dtype, sizes, zero, path, writes):
     return state, losses, run.full()
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        pytest.param("adamw-bf16", torch.float32, marks=pytest.mark.slow),
-        pytest.param("adamw", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("muon", torch.float32, marks=pytest.mark.slow),
-        ("muon-bf16", torch.bfloat16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "dtype"), [
+    pytest.param("adamw-bf16", torch.float32, marks=pytest.mark.slow),
+    pytest.param("adamw", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("muon", torch.float32, marks=pytest.mark.slow), ("muon-bf16", torch.bfloat16),
+], ids=str)  # fmt: skip
 def test_pitfall_38_each_optimizer_resumes_bitwise_and_moves_to_other_layouts(ranks, tmp_path, kind, dtype):
     sizes, path = {"tp": 2, "dp": 2}, str(tmp_path / "step")
     written = ranks(4, check_resume, kind, dtype, sizes, True, path, True)
@@ -406,10 +387,10 @@ def test_pitfall_38_each_optimizer_resumes_bitwise_and_moves_to_other_layouts(ra
         same_bits(state, written[0][0])
 
 
-# --- places -------------------------------------------------------------------------------------------------------
-
-
 def check_places():
+    for shape in [(), (1,), (5,), (2, 3, 4), (0, 3)]:
+        rows, columns = logical_indices(torch.zeros(shape), Sharding(shape))
+        assert torch.equal((rows[:, None] + columns).flatten(), torch.arange(math.prod(shape)))
     on = mesh(tp=2, dp=2)
     model = materialize(GPT(replace(CONFIG, bias=True), on, device="meta"), 5)
     shard_data_parallel(model, on, model.blocks.values())
@@ -420,19 +401,6 @@ def check_places():
         want = sharding.take(torch.arange(math.prod(sharding.shape)).view(sharding.shape))[start:end]
         assert torch.equal((rows[:, None] + columns).view(want.shape), want), name
         assert local_tensor(p).shape == want.shape
-
-
-def test_logical_indices_are_where_the_sharding_takes_from(ranks):
-    ranks(4, check_places)
-
-
-def test_logical_indices_of_odd_shapes():
-    for shape in [(), (1,), (5,), (2, 3, 4), (0, 3)]:
-        rows, columns = logical_indices(torch.zeros(shape), Sharding(shape))
-        assert torch.equal((rows[:, None] + columns).flatten(), torch.arange(math.prod(shape)))
-
-
-# --- groups, refusals, schedules ----------------------------------------------------------------------------------
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -469,22 +437,29 @@ def test_frozen_unused_empty_and_scalar_parameters_work():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"state_dtype torch.float16 is neither float32 nor bfloat16"):
-        AdamW(small(), state_dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"0.weight is float16 and vanishes without a master"):
-        AdamW(small(torch.float16), masters=False)
-    with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\)"):
-        AdamW(small(), betas=(0.9, 1.0))
-    with pytest.raises(ValueError, match=r"shape \(7, 5\) in the groups is none of the model's"):
-        AdamW(small(), groups=decay_groups(small(), 0.1))
-    with pytest.raises(ValueError, match=r"adjust_lr_fn 'best' is neither"):
-        Muon(small(), adjust_lr_fn="best")
-    for call in (lambda: decay_groups(small(), 0.1, ["0.weight"]), lambda: Muon(small(), exclude=["0"])):
-        with pytest.raises(TypeError, match=r"exclude holds '0.*', neither a parameter nor a module"):
+    half, first, frozen = AdamW(small(torch.bfloat16), masters=False), Muon(small()), small()
+    half.model.append(nn.Linear(2, 2, dtype=torch.float16))
+    frozen[0].requires_grad_(False)
+    later = Muon(frozen)
+    foreign = nn.Linear(2, 2).weight
+    for call, error, message in [
+        (partial(AdamW, small(), state_dtype=torch.float16), ValueError, "state_dtype torch.float16 is neither"),
+        (partial(AdamW, small(torch.float16), masters=False), ValueError, "0.weight is float16 and vanishes"),
+        (partial(AdamW, small(), betas=(0.9, 1.0)), ValueError, r"betas \(0.9, 1.0\)"),
+        (partial(AdamW, small(), groups=decay_groups(small(), 0.1)), ValueError, r"shape \(7, 5\) .* none of"),
+        (partial(Muon, small(), adjust_lr_fn="best"), ValueError, "adjust_lr_fn 'best' is neither"),
+        (partial(decay_groups, small(), 0.1, ["0.weight"]), TypeError, "exclude holds '0.weight', neither"),
+        (partial(Muon, small(), exclude=["0"]), TypeError, "exclude holds '0', neither"),
+        (partial(AdamW, small().parameters()), TypeError, "the model, .* not generator"),
+        (partial(Muon, small().parameters()), TypeError, "the model, .* not generator"),
+        (partial(AdamW(small()).add_param_group, {"params": foreign}), ValueError, r"shape \(2, 2\) .* none of"),
+        (partial(half.add_param_group, {"params": half.model[3].bias}), ValueError, "3.bias is float16 and vanishes"),
+        (partial(first.add_param_group, {"params": []}), ValueError, "give it 'muon': True"),
+        (partial(later.add_param_group, {"params": frozen[0].bias, "muon": True}), ValueError, "0.bias has 1 dim"),
+    ]:
+        with pytest.raises(error, match=message):
             call()
-    for kind in (AdamW, Muon):
-        with pytest.raises(TypeError, match="it takes the model, which says where its parameters lie, not generator"):
-            kind(small().parameters())
+    assert [len(optimizer.param_groups) for optimizer in (half, first, later)] == [2, 3, 3]
 
 
 def test_parameters_and_modules_may_be_excluded():
@@ -515,42 +490,6 @@ def test_what_was_frozen_is_in_no_group_and_zero_grad_forgets_it_once_it_is_thaw
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_what_is_thawed_joins_in_groups_of_its_own(kind):
-    late, whole = small(), small()
-    late[2].requires_grad_(False)
-    optimizer, wanted = kind(late, 0.1), kind(whole, 0.1)
-    late.requires_grad_(True)
-    names = {p: name for name, p in whole.named_parameters()}
-    for group in wanted.param_groups:
-        mine = [late.get_parameter(names[p]) for p in group["params"] if names[p].startswith("2.")]
-        said = {name: group[name] for name in ("weight_decay", "muon") if name in group}
-        optimizer.add_param_group({"params": mine, **said})
-    for each in (optimizer, wanted):
-        give_gradients(each.model, 0, torch.float32)
-        each.step()
-    same_bits(dict(late.named_parameters()), dict(whole.named_parameters()))
-
-
-def test_a_group_that_does_not_fit_is_refused_and_not_added():
-    half, muon = AdamW(small(torch.bfloat16), masters=False), Muon(small())
-    half.model.append(nn.Linear(2, 2, dtype=torch.float16))
-    for optimizer, group, message in [
-        (AdamW(small()), {"params": nn.Linear(2, 2).weight}, r"shape \(2, 2\) in the groups is none of the model's"),
-        (half, {"params": half.model[3].bias}, "3.bias is float16 and vanishes without a master"),
-        (muon, {"params": []}, "doesn't say who steps it: give it 'muon': True"),
-    ]:
-        count = len(optimizer.param_groups)
-        with pytest.raises(ValueError, match=message):
-            optimizer.add_param_group(group)
-        assert len(optimizer.param_groups) == count
-    model = small()
-    model[0].requires_grad_(False)
-    muon = Muon(model)
-    with pytest.raises(ValueError, match=r"0.bias has 1 dimensions, Muon takes matrices: 'muon': False"):
-        muon.add_param_group({"params": model[0].bias, "muon": True})
-
-
 def check_other_layout(kind) -> None:
     """What another layout, or another model, has saved by torch would be read past its end."""
     on = mesh(dp=2)
@@ -570,38 +509,11 @@ def check_other_layout(kind) -> None:
     whole.load_state_dict(copy.deepcopy(whole.state_dict()))
 
 
-@pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_the_state_of_another_layout_is_refused_before_anything_changes(ranks, kind):
-    ranks(2, check_other_layout, kind)
-
-
-def check_replaced() -> None:
-    on = mesh(dp=2)
-    for kind in (AdamW, Muon, lambda model: offload_optimizer(torch.optim.AdamW(model.parameters()))):
-        model = small()
-        optimizer = kind(model)
-        shard_data_parallel(model, on)
-        model(torch.ones(2, 5)).sum().backward()
-        with pytest.raises(ValueError, match=r"shape \(7, 5\) is no longer the model's.* make the optimizer after"):
-            optimizer.step()
-
-
-def test_an_optimizer_of_parameters_that_shards_replaced_is_refused(ranks):
-    ranks(2, check_replaced)
-
-
-def test_a_closure_is_called_with_gradients_on():
-    model = small()
-    optimizer = AdamW(model, **OPTIONS)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 5)).square().sum()
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    assert optimizer.step(closure) < first
+@pytest.mark.parametrize(("size", "check", "args"), [
+    (4, check_places, ()), (2, check_unused, ()), (2, check_other_layout, (AdamW,)), (2, check_other_layout, (Muon,)),
+])  # fmt: skip
+def test_optimizers_on_ranks(ranks, size, check, args):
+    ranks(size, check, *args)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -625,22 +537,3 @@ def test_schedules_are_their_formulas():
     assert wsd(45, steps=50, decay=5, floor=0.0) == 1.0
     assert wsd(48, steps=50, decay=4, floor=0.0) == 0.5
     assert wsd(10, steps=12, warmup=10, decay=6, floor=0.0) == 1.0
-
-
-def test_a_schedule_is_what_lambda_lr_takes():
-    optimizer = AdamW(small(), 0.5)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(cosine, steps=10, warmup=3))
-    for step in range(12):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(cosine(step, steps=10, warmup=3, lr=0.5), rel=1e-12)
-        optimizer.step()
-        scheduler.step()
-
-
-def test_blocks_are_declared_in_every_layout():
-    for tp_size in (1, 2):
-        tp = Axis(tp_size, 0, None, "tp")
-        assert QKVParallelLinear(6, 4, 2, 3, tp=tp).shardings["weight"].blocks == (12, 6, 6)
-        assert GateUpParallelLinear(6, 4, tp=tp).shardings["bias"].blocks == (4, 4)
-        assert VocabParallelEmbedding(6, 4, tp=tp).shardings["weight"].blocks == ()
-    assert Shard(Axis(), 0, (((0, 4),),)).size(0) == 4
-    assert list(itertools.islice(SCHEDULES, 3)) == ["cosine", "linear", "wsd"]

@@ -12,13 +12,10 @@ from bench.overlap.modes import MODES
 # Seconds exposed and messages of a step, where each message and each whole product takes a second; with a pipeline's
 # bubble.
 EXPOSED = {
-    "tensor parallel, tp 2": (4, 8),
-    "the same with sequence parallel": (12, 16),
-    "tensor parallel, `overlap_communication`": (6, 12),
-    "sequence parallel, `overlap_communication`": (6, 16),
-    "ring attention on cp 2": (6, 8),
-    "1F1B on pp 2": (13, 5),
-}
+    "tensor parallel, tp 2": (4, 8), "the same with sequence parallel": (12, 16),
+    "tensor parallel, `overlap_communication`": (6, 12), "sequence parallel, `overlap_communication`": (6, 16),
+    "ring attention on cp 2": (6, 8), "1F1B on pp 2": (13, 5),
+}  # fmt: skip
 
 
 def seconds(event):

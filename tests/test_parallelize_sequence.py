@@ -22,13 +22,11 @@ SIZES |= {"pad_token_id": 0}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
-    "gpt_oss": lambda: hf.GptOssForCausalLM(
-        hf.GptOssConfig(**SIZES, **MIXED, num_local_experts=4, num_experts_per_tok=2)
-    ),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=0.2, attn_implementation="eager")
-    ),
-}
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, **MIXED, num_local_experts=4,
+     num_experts_per_tok=2)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=0.2,
+     attn_implementation="eager")),
+}  # fmt: skip
 ROWS, T = 4, 16
 
 
@@ -80,39 +78,33 @@ def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(
-    ("size", "name", "what", "sizes", "options"),
-    [
-        (2, "llama", "documents", {"cp": 2}, {"kind": "zigzag", "zero": 3, "recompute": "full"}),
-        (4, "llama", "padding", {"tp": 2, "cp": 2}, {"kind": "alltoall", "split": True}),
-        (3, "gpt_oss", "", {"cp": 3}, {"kind": "zigzag"}),
-        (4, "gpt_oss", "padding", {"cp": 2, "dp": 2}, {"kind": "alltoall", "zero": 2}),
-        (2, "gpt_oss", "", {"cp": 2}, {"kind": "allgather"}),
-        (2, "gpt_oss", "padding", {"cp": 2, "ep": 2}, {"kind": "zigzag", "zero": 3}),
-        (4, "gpt_oss", "", {"tp": 2, "ep": 2, "dp": 2, "etp": 1}, {"split": True, "zero": 2}),
-        (4, "gpt_oss", "", {"tp": 2, "cp": 2, "ep": 2}, {"kind": "alltoall", "split": True}),
-        (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
-        (2, "gemma2", "", {"tp": 2}, {"split": True, "recompute": "full"}),
-    ],
-)
+@pytest.mark.parametrize(("size", "name", "what", "sizes", "options"), [
+    (2, "llama", "documents", {"cp": 2}, {"kind": "zigzag", "zero": 3, "recompute": "full"}),
+    (4, "llama", "padding", {"tp": 2, "cp": 2}, {"kind": "alltoall", "split": True}),
+    (3, "gpt_oss", "", {"cp": 3}, {"kind": "zigzag"}),
+    (4, "gpt_oss", "padding", {"cp": 2, "dp": 2}, {"kind": "alltoall", "zero": 2}),
+    (2, "gpt_oss", "", {"cp": 2}, {"kind": "allgather"}),
+    (2, "gpt_oss", "padding", {"cp": 2, "ep": 2}, {"kind": "zigzag", "zero": 3}),
+    (4, "gpt_oss", "", {"tp": 2, "ep": 2, "dp": 2, "etp": 1}, {"split": True, "zero": 2}),
+    (4, "gpt_oss", "", {"tp": 2, "cp": 2, "ep": 2}, {"kind": "alltoall", "split": True}),
+    (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
+    (2, "gemma2", "", {"tp": 2}, {"split": True, "recompute": "full"}),
+])  # fmt: skip
 def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes, options):
     (want,) = ranks(1, losses, name, what, {})
     for got in ranks(size, losses, name, what, sizes, **options):
         close(got, want, "losses", 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("family", "cp", "sp"),
-    [
-        ("qwen3_moe", "equal", "equal"),  # a router and experts, and norms of heads
-        ("llama4_text", "equal", "refused"),  # chunks of tokens
-        ("gpt_oss", "equal, one document a row", "equal"),  # transformers lets its documents see each other
-        ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
-        ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "equal"),  # under sp its mixers get all tokens
-        ("doge", "refused: model.layers.0.self_attn", "refused: with"),
-        ("deepseek_v4", "refused: layer", "refused: layer"),  # keys of compressed blocks of tokens
-    ],
-)
+@pytest.mark.parametrize(("family", "cp", "sp"), [
+    ("qwen3_moe", "equal", "equal"),  # a router and experts, and norms of heads
+    ("llama4_text", "equal", "refused"),  # chunks of tokens
+    ("gpt_oss", "equal, one document a row", "equal"),  # transformers lets its documents see each other
+    ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
+    ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "equal"),  # under sp its mixers get all tokens
+    ("doge", "refused: model.layers.0.self_attn", "refused: with"),
+    ("deepseek_v4", "refused: layer", "refused: layer"),  # keys of compressed blocks of tokens
+])  # fmt: skip
 def test_a_family_is_equal_or_refused_by_what_mixes_its_tokens(family, cp, sp):
     found = families.row(family, [families.Layout(2)], families.sequence).results
     assert found["cp 2"].startswith(cp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -79,21 +80,15 @@ def check_step(sizes: dict, micro_batches: int, frozen: tuple[str, ...] = (), **
             close(grad_norm(model, mesh(**sizes), p), norm, f"{p}-norm")
 
 
-GRID = [
-    ({}, 1), ({}, 4), ({}, 8), ({"pp": 2}, 2), ({"pp": 2}, 4), ({"pp": 2}, 8), ({"pp": 4}, 4), ({"pp": 4}, 8),
-    ({"dp": 2}, 1), ({"dp": 4}, 2), ({"pp": 2, "dp": 2}, 2), ({"pp": 2, "dp": 2}, 4), ({"tp": 2, "pp": 2}, 2),
-    ({"tp": 3}, 2), ({"pp": 3}, 4),
-]  # fmt: skip
+GRID = [({}, 4), ({"pp": 2}, 2), ({"pp": 2}, 8), ({"pp": 4}, 4), ({"dp": 4}, 2), ({"pp": 2, "dp": 2}, 4),
+        ({"tp": 2, "pp": 2}, 2), ({"tp": 3}, 2), ({"pp": 3}, 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("sizes", "micro_batches"), GRID, ids=str)
 def test_pitfall_14_24_25_26_30_every_cut_of_the_batch_gives_the_dense_gradients(ranks, sizes, micro_batches, tied):
     """Unequal token counts, dropout: one division, nothing rescaled, and each element counts once in the norm."""
-    size = 1
-    for n in sizes.values():
-        size *= n
-    ranks(size, check_step, sizes, micro_batches, tie_embeddings=tied)
+    ranks(math.prod(sizes.values()), check_step, sizes, micro_batches, tie_embeddings=tied)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"dp": 2}, {"tp": 2}], ids=str)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import mpcore as mp
 from mpcore import from_pretrained, full_state_dict, parallelize, suggest_plan
 from mpcore.interop.hugging_face import hf_tensors, pretrained, save_pretrained
-from mpcore.interop.hugging_face.stored import dense_shape
 from mpcore.interop.lora import add_lora
 from mpcore.parallel import shard_data_parallel
 from tests.pool import mesh
@@ -91,14 +90,7 @@ def check_saved(family, folder, plan="auto", zero=False, **sizes):
     all_equal(dict(again.named_buffers()), dict(model.named_buffers()))
 
 
-KINDS = [
-    ("gpt2", 2),
-    ("phi3", 2),
-    ("deepseek_v3", 2),
-    ("mixtral", 2),
-    ("bert", 2),
-    ("qwen2_moe", 3),
-]
+KINDS = [("gpt2", 2), ("phi3", 2), ("deepseek_v3", 2), ("mixtral", 2), ("bert", 2), ("qwen2_moe", 3)]
 
 
 @pytest.mark.parametrize(("family", "tp"), some(*KINDS, of=[(family, tp) for family in OWN + FOUND for tp in (2, 3)]))
@@ -112,20 +104,29 @@ LLAMA = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_h
 WIDE = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 65536, "num_hidden_layers": 1}  # of 64 MiB
 
 
-def test_zero_3_beside_tp_saves_the_whole_model(ranks, tmp_path):
-    ranks(4, check_saved, "llama", str(tmp_path), zero=True)
-
-
 @pytest.mark.parametrize(
     ("family", "size", "zero", "sizes"),
     some(
-        ("qwen3_moe", 2, False, {"ep": 2}),
-        ("gpt_oss", 4, True, {"tp": 2, "ep": 2}),
+        ("llama", 4, True, {}), ("qwen3_moe", 2, False, {"ep": 2}), ("gpt_oss", 4, True, {"tp": 2, "ep": 2}),
         of=[("deepseek_v3", 4, True, {"ep": 2}), ("aria_text", 4, False, {"tp": 2, "ep": 2, "etp": 1})],
     ),
-)
+)  # fmt: skip
 def test_a_model_with_sharded_experts_saves_the_folder_of_the_whole_one(ranks, tmp_path, family, size, zero, sizes):
     ranks(size, partial(check_saved, zero=zero, **sizes), family, str(tmp_path))
+
+
+def changed(**tensors):
+    """Put tensors into the folder's file, or take those that are None away."""
+
+    def damage(folder):
+        files = {**files_of(folder), **tensors}
+        files = {name: x for name, x in files.items() if x is not None}
+        save_file(files, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+NORM = "model.norm.weight"
 
 
 def check_several_files(folder):
@@ -138,10 +139,6 @@ def check_several_files(folder):
         assert len(set(index["weight_map"].values())) > 5
         assert index["metadata"]["total_size"] == sum(x.nbytes for x in state.values())
         all_equal(hf.MixtralForCausalLM.from_pretrained(folder).state_dict(), state)
-
-
-def test_a_large_model_has_several_files_and_an_index(ranks, tmp_path):
-    ranks(2, check_several_files, str(tmp_path))
 
 
 def check_full_disk(folder):
@@ -167,10 +164,6 @@ def check_full_disk(folder):
     save_pretrained(model, f"{folder}/elsewhere", layout)
 
 
-def test_a_full_disk_is_told_on_all_ranks_and_leaves_nothing(ranks, tmp_path):
-    ranks(2, check_full_disk, str(tmp_path))
-
-
 def grown():
     model = quiet_build("llama")
     model.extra = torch.nn.Linear(2, 2)
@@ -189,26 +182,16 @@ def stage():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
-        (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
-        (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by the model's config"),
-        (stage, r"model.layers.1.\S+ is not there, but has shape .*: save an unsharded model"),
-    ],
-)
+@pytest.mark.parametrize(("make", "match"), [
+    (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
+    (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
+    (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by the model's config"),
+    (stage, r"model.layers.1.\S+ is not there, but has shape .*: save an unsharded model"),
+])  # fmt: skip
 def test_what_from_pretrained_would_not_read_is_refused(tmp_path, make, match):
     with pytest.raises(ValueError, match=match):
         save_pretrained(make(), tmp_path)
     assert not os.listdir(tmp_path)
-
-
-def test_a_folder_with_files_is_not_overwritten(tmp_path):
-    (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="exists: it is not overwritten"):
-        save_pretrained(quiet_build("llama"), tmp_path)
-    assert os.listdir(tmp_path) == ["notes"]
 
 
 def peak():
@@ -277,33 +260,6 @@ def check_half(folder):
     all_equal(got, {name: x.bfloat16() for name, x in model.model.state_dict().items()})
 
 
-def test_a_base_model_is_read_in_another_dtype(ranks, tmp_path):
-    ranks(2, check_half, str(tmp_path))
-
-
-def without_a_tensor(folder):
-    files = files_of(folder)
-    del files["model.norm.weight"]
-    save_file(files, folder / "model.safetensors", {"format": "pt"})
-
-
-def misshapen(folder):
-    files = files_of(folder)
-    files["model.norm.weight"] = torch.zeros(47)
-    save_file(files, folder / "model.safetensors", {"format": "pt"})
-
-
-def quantized(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-
-
-def poisoned(folder):
-    files = files_of(folder)
-    files["model.norm.weight"][3] = torch.nan
-    save_file(files, folder / "model.safetensors", {"format": "pt"})
-
-
 def named(**fields):
     """Put fields into config.json, with a module beside it that they may name."""
 
@@ -315,31 +271,20 @@ def named(**fields):
     return damage
 
 
-def unknown(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Mine"]}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "match"),
-    [
-        (without_a_tensor, r"has no tensor 'model.norm.weight', which model.norm.weight needs: if transformers can"),
-        (misshapen, r"model.norm.weight has shape \(47,\), config.json makes it \(48,\)"),
-        (quantized, "holds quantized weights"),
-        (unknown, r"names the architectures \['Mine'\], no model class of transformers: give model_class"),
-        (named(architectures=["AutoTokenizer"]), r"names the architectures \['AutoTokenizer'\], no model class"),
-        (named(model_type="evil", auto_map={"AutoConfig": "evil.Config"}), "trust_remote_code"),
-        (named(attn_implementation="org/kernel"), "attn_implementation is 'org/kernel', code on the Hub"),
-        (
-            named(_experts_implementation={"": "org/kernel"}),
-            "_experts_implementation is .*org/kernel.*, code on the Hub",
-        ),
-        (named(dtype="int64"), "config.json can't be read: .*floating-point"),
-        (named(tie_word_embeddings=[]), "config.json can't be read: .*tie_word_embeddings"),
-        (poisoned, r"model.norm.weight \(48,\) holds NaN"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "match"), [
+    (changed(**{NORM: None}), r"has no tensor 'model.norm.weight', which model.norm.weight needs"),
+    (changed(**{NORM: torch.zeros(47)}), r"model.norm.weight has shape \(47,\), config.json makes it \(48,\)"),
+    (changed(**{NORM: torch.full((48,), torch.nan)}), r"model.norm.weight \(48,\) holds NaN"),
+    (named(quantization_config={"quant_method": "fp8"}), "holds quantized weights"),
+    (named(architectures=["Mine"]), r"names the architectures \['Mine'\], no model class of transformers"),
+    (named(architectures=["AutoTokenizer"]), r"names the architectures \['AutoTokenizer'\], no model class"),
+    (named(model_type="evil", auto_map={"AutoConfig": "evil.Config"}), "trust_remote_code"),
+    (named(attn_implementation="org/kernel"), "attn_implementation is 'org/kernel', code on the Hub"),
+    (named(_experts_implementation={"": "org/kernel"}), "_experts_implementation is .*org/kernel.*, code on the Hub"),
+    (named(dtype="int64"), "config.json can't be read: .*floating-point"),
+    (named(tie_word_embeddings=[]), "config.json can't be read: .*tie_word_embeddings"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+])  # fmt: skip
 def test_pitfall_66_a_folder_that_holds_no_such_model_is_refused(tmp_path, damage, match):
     save_pretrained(quiet_build("llama"), tmp_path)
     damage(tmp_path)
@@ -354,6 +299,10 @@ def test_pitfall_60_a_model_with_nan_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"lm_head.weight .* holds NaN or infinity .* to inf"):
         save_pretrained(model, tmp_path / "new")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="exists: it is not overwritten"):
+        save_pretrained(quiet_build("llama"), tmp_path)
+    assert os.listdir(tmp_path) == ["notes"]
 
 
 @pytest.mark.parametrize("held", ["both", "equal", "head", "table"])
@@ -400,26 +349,6 @@ def test_pitfall_56_each_tensor_has_the_dtype_of_transformers(tmp_path, family, 
     all_equal(files_of(tmp_path / "b"), files_of(tmp_path / "c"))
 
 
-class Another(torch.nn.Module):
-    """A model that has a config and can be saved, of a class that knows neither quantization nor adapters."""
-
-    save_pretrained = save_pretrained
-
-    def __init__(self, config):
-        super().__init__()
-        self.config, self.weight = config, torch.nn.Parameter(torch.empty(config.vocab_size, 2))
-
-
-def test_what_is_saved_is_made_again_without_memory():
-    model = Another(hf.LlamaConfig(vocab_size=3))
-    dense = dense_shape(model)
-    assert (type(dense), dense.weight.shape, dense.weight.is_meta) == (Another, (3, 2), True)
-    assert dense.config.dtype == torch.float32
-    for name in ("hf_quantizer", "_hf_peft_config_loaded"):
-        with mock.patch.object(model, name, True, create=True), pytest.raises(ValueError, match="quantized or holds"):
-            dense_shape(model)
-
-
 def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, schedule="1f1b", **policies):
     """A run whose model is read before it is sharded, or after."""
     model = from_pretrained(folder, layout, defer=defer, check=False)
@@ -453,14 +382,17 @@ def check_deferred(folder, axes, zero, **how):
 
 
 DEFERRED = [
-    ("llama", {"dp": 4}, mp.Zero(3), {}),
-    ("llama", {"dp": 4}, mp.Zero(0), {}),
     ("mixtral", {"dp": 2, "tp": 2}, mp.Zero(3), {"precision": "bfloat16"}),
     ("qwen2_moe", {"dp": 2, "tp": 2}, mp.Zero(1), {"lora": True}),
     ("gpt2", {"dp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2}),  # a tied table
     ("gemma2", {"pp": 2, "tp": 2}, mp.Zero(0), {"micro_batches": 4, "lora": True}),
     ("llama", {"dp": 4}, mp.Zero(3, replicate=2), {}),
 ]
+
+
+@pytest.mark.parametrize("check", [check_several_files, check_full_disk, check_half])
+def test_folders_on_ranks(ranks, tmp_path, check):
+    ranks(2, check, str(tmp_path))
 
 
 @pytest.mark.parametrize(("family", "axes", "zero", "how"), DEFERRED)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import build_stages
 from examples.gpt.pretrain import Trainer, parse
-from mpcore import ColumnParallelLinear, Mesh, ParallelMoE, RowParallelLinear, vocab_parallel_cross_entropy
+from mpcore import Mesh, ParallelMoE, vocab_parallel_cross_entropy
 from mpcore.layers import materialize, seed_dropout
 from mpcore.layers.module import recomputing
 from mpcore.memory_footprint import StorageTracker
@@ -35,17 +35,18 @@ CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3
 BATCH = 8
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives, by kind."""
+class Operators(TorchDispatchMode):
+    """Counts operators, or collectives alone, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, collectives: bool = False) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.collectives, self.calls = collectives, Counter()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "_c10d_functional" and "wait" not in str(function):
-            self.calls[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not self.collectives or (func.namespace == "_c10d_functional" and "wait" not in name):
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def step(on: Mesh, kind: str, name: str = "1f1b", half: bool = False, every: int = 1, sp: bool = False, **changes):
@@ -70,7 +71,10 @@ def step(on: Mesh, kind: str, name: str = "1f1b", half: bool = False, every: int
     samples = torch.arange(BATCH).chunk(on.data.size)[on.data.rank]
     losses, calls = [], Counter()
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16) if half else nullcontext(), Collectives() as collectives:
+        with (
+            torch.autocast("cpu", torch.bfloat16) if half else nullcontext(),
+            Operators(collectives=True) as collectives,
+        ):
             losses.append(pipeline.forward_backward(tokens, targets, samples=samples))
         calls = collectives.calls
     gradients = {n: local_tensor(p.grad) for n, p in model.named_parameters() if p.grad is not None}
@@ -93,17 +97,13 @@ def check_bitwise(sizes: dict, name: str, **options) -> None:
         same(step(on, kind, name, **options), want)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({}, {"every": 2, "norm": "layer", "activation": "gelu", "bias": True}),
-        ({"tp": 2}, {"half": True, "sp": True, "bias": True}),
-        pytest.param({"tp": 2, "dp": 2}, {"sp": True, "positions": "learned"}, marks=pytest.mark.slow),
-        pytest.param({}, {"half": True}, marks=pytest.mark.slow),
-        *(pytest.param(sizes, {}, marks=pytest.mark.slow) for sizes in ({}, {"tp": 2}, {"dp": 2})),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "options"), [
+    ({}, {"every": 2, "norm": "layer", "activation": "gelu", "bias": True}),
+    ({"tp": 2}, {"half": True, "sp": True, "bias": True}),
+    pytest.param({"tp": 2, "dp": 2}, {"sp": True, "positions": "learned"}, marks=pytest.mark.slow),
+    pytest.param({}, {"half": True}, marks=pytest.mark.slow),
+    *(pytest.param(sizes, {}, marks=pytest.mark.slow) for sizes in ({}, {"tp": 2}, {"dp": 2})),
+], ids=str)  # fmt: skip
 def test_pitfall_22_recomputed_losses_and_gradients_are_bitwise_the_kept_ones(ranks, sizes, options):
     """With dropout; under autocast; on shards, of sequences too; with fully_shard."""
     ranks(torch.Size(sizes.values()).numel(), check_bitwise, sizes, "1f1b", **options)
@@ -126,40 +126,22 @@ def test_pitfall_22_under_every_schedule_on_shards(ranks, name):
     ranks(4, check_every_schedule, name)
 
 
-# --- collectives --------------------------------------------------------------------------------------------------
-
-
-def check_collectives(sp: bool) -> dict:
-    on = mesh(tp=2)
-    return {kind: step(on, kind, sp=sp)[2] for kind in KINDS}
+def check_collectives() -> None:
+    """Dropout saves a mask behind the last sum over tp, so the block is run to its end; without, to before that."""
+    on, blocks, micro_batches = mesh(tp=2), 4, 2
+    for options, fewer in (({}, 0), ({"dropout": 0.0}, 1)):
+        calls = {kind: step(on, kind, **options)[2] for kind in KINDS}
+        assert calls["selective"] == calls["none"]
+        assert calls["none"]["all_reduce"] == micro_batches * (4 * blocks + 2)
+        assert calls["full"]["all_reduce"] - calls["none"]["all_reduce"] == (2 - fewer) * micro_batches * blocks
+    calls = {kind: step(on, kind, sp=True)[2] for kind in KINDS}
+    assert calls["selective"] == calls["none"]
+    more = calls["full"] - calls["none"]
+    assert more == dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), 2 * micro_batches * blocks)
 
 
 def test_selective_repeats_no_collective_and_full_only_those_whose_result_backward_needs(ranks):
-    """Dropout saves a mask behind the last sum over tp, so the block is run to its end; without, to before that."""
-    blocks, micro_batches = 4, 2
-    for calls in ranks(2, check_collectives, False):
-        assert calls["selective"] == calls["none"]
-        assert calls["none"]["all_reduce"] == micro_batches * (4 * blocks + 2)
-        more = calls["full"]["all_reduce"] - calls["none"]["all_reduce"]
-        assert more == 2 * micro_batches * blocks
-    for calls in ranks(2, check_collectives, True):
-        assert calls["selective"] == calls["none"]
-        more = calls["full"] - calls["none"]
-        assert more == dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), 2 * micro_batches * blocks)
-
-
-def check_last_sum() -> int:
-    on = mesh(tp=2)
-    calls = {kind: step(on, kind, dropout=0.0)[2]["all_reduce"] for kind in KINDS}
-    assert calls["selective"] == calls["none"]
-    return calls["full"] - calls["none"]
-
-
-def test_full_leaves_out_the_blocks_last_sum(ranks):
-    assert ranks(2, check_last_sum) == [2 * 4] * 2
-
-
-# --- bytes --------------------------------------------------------------------------------------------------------
+    ranks(2, check_collectives)
 
 
 def check_bytes(sp: bool, dropout: float) -> None:
@@ -191,10 +173,19 @@ def check_bytes(sp: bool, dropout: float) -> None:
     assert kept_bytes(block, example, "selective") < kept_bytes(block, example, "none")
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize(("sp", "dropout"), [(False, 0.0), (True, 0.2)])
 def test_what_is_kept_is_what_the_formula_says(ranks, sp, dropout):
     ranks(2, check_bytes, sp, dropout)
+
+
+def test_ranks_choose_and_refuse_together(ranks):
+    """Else one sends again in backward what the other doesn't, or waits for a stage that has left."""
+    (together, alone), (also, otherwise) = ranks(2, check_alike)
+    assert together == also == ["selective", "none"]
+    assert alone != otherwise
+    messages = ranks(2, check_refused)
+    assert len(set(messages)) == 1
+    assert messages[0].endswith("0.055 is kept (on rank 0 of 2)")
 
 
 def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
@@ -252,13 +243,6 @@ def check_alike() -> tuple[list[str], list[str]]:
     return tuple(recompute(blocks, budget=0.9, example=example, axes=axes) for axes in ((axis,), ()))
 
 
-def test_ranks_that_keep_unequal_bytes_choose_the_same_blocks(ranks):
-    """Else one sends again in backward what the other doesn't, as in a ring, whose causal blocks are unequal."""
-    (together, alone), (also, otherwise) = ranks(2, check_alike)
-    assert together == also == ["selective", "none"]
-    assert alone != otherwise
-
-
 def check_refused() -> str:
     flags = ["--preset", "tiny-moe", "--layers", "2", "--set", "moe.every=2", "--d-model", "16", "--set", "moe.d_ff=64"]
     flags += ["--d-ff", "24", "--seq-len", "16", "--global-batch", "4", "--recompute", "budget=0.03"]
@@ -267,36 +251,18 @@ def check_refused() -> str:
     return str(refused.value)
 
 
-def test_a_budget_out_of_one_stages_reach_is_refused_on_every_rank(ranks):
-    """The other stage, of experts, could have it; it must not wait for a stage that has left."""
-    messages = ranks(2, check_refused)
-    assert len(set(messages)) == 1
-    assert messages[0].endswith("0.055 is kept (on rank 0 of 2)")
-
-
 def test_a_budget_counts_the_products_of_experts_and_keeps_them():
     """As their kernels keep them, and without reading how many tokens each has."""
     B, T, D, F, K = 2, 6, 8, 5, 2
     moe = ParallelMoE(D, F, 4, K, dtype=torch.float64)
     x = torch.empty(B, T, D, dtype=torch.float64, requires_grad=True)
     bytes_of = {kind: kept_bytes(moe, ((x,), {}), kind) for kind in KINDS}
-    products = 8 * B * T * K * (2 * F + D)
-    assert bytes_of["full"] + products < bytes_of["selective"] < bytes_of["none"]
+    assert bytes_of["full"] + 8 * B * T * K * (2 * F + D) < bytes_of["selective"] < bytes_of["none"]
     assert recompute([moe], budget=0.9, example=((x,), {})) == ["selective"]
-    moe, found = moe.to("meta"), []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    y = moe(torch.empty_like(x, device="meta", requires_grad=True))
-    with Products():
+    y = moe.to("meta")(torch.empty_like(x, device="meta", requires_grad=True))
+    with Operators() as operators:
         y.sum().backward()
-    assert found.count("grouped_linear_forward") == 2, "gradients of inputs alone"
-
-
-# --- any block ----------------------------------------------------------------------------------------------------
+    assert operators.calls["grouped_linear_forward"] == 2, "gradients of inputs alone"
 
 
 class Router(nn.Module):
@@ -386,16 +352,11 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-@pytest.mark.parametrize(
-    "layers",
-    [
-        lambda: [nn.BatchNorm1d(4), nn.Tanh()],
-        lambda: [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()],
-        lambda: [Codebook(), nn.Tanh()],
-        lambda: [nn.RReLU()],
-    ],
-    ids=["batch_norm", "spectral_norm", "codebook", "rrelu"],
-)
+@pytest.mark.parametrize("layers", [
+    lambda: [nn.BatchNorm1d(4), nn.Tanh()],
+    lambda: [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()], lambda: [Codebook(), nn.Tanh()],
+    lambda: [nn.RReLU()],
+], ids=["batch_norm", "spectral_norm", "codebook", "rrelu"])  # fmt: skip
 def test_pitfall_22_buffers_are_written_once_and_rrelu_keeps_its_noise(layers, kind):
     """Two micro-batches in flight, each recomputed with the buffers of its own forward."""
     results = []
@@ -409,28 +370,6 @@ def test_pitfall_22_buffers_are_written_once_and_rrelu_keeps_its_noise(layers, k
                 y.square().sum().backward()
         results.append([*model.buffers(), *(p.grad for p in model.parameters())])
     assert equal(results[1], results[0])
-
-
-def test_names_stay_and_none_undoes():
-    model = nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4))
-    names = [n for n, _ in model.named_parameters()]
-    forward = model.forward
-    for kind in ("full", "selective", "full", "none"):
-        assert recompute([model], kind) == [kind]
-        assert [n for n, _ in model.named_parameters()] == names
-    assert model.forward == forward
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def small(seed: int = 0) -> nn.Sequential:

@@ -16,12 +16,8 @@ from tests.recorded_runs import RECORD, RUNS, rerun
 RECORDED = json.loads(RECORD.read_text())
 # Products in half precision are another's on another CPU; all else is float64.
 TOLERANCE = {
-    "fp16 with a scale": 1e-3,
-    "bf16 autocast": 1e-3,
-    "bf16": 1e-3,
-    "fp8": 1e-6,
-    "adamw with bf16 moments": 1e-6,
-}
+    "fp16 with a scale": 1e-3, "bf16 autocast": 1e-3, "bf16": 1e-3, "fp8": 1e-6, "adamw with bf16 moments": 1e-6,
+}  # fmt: skip
 
 
 SHORT = [name for name, (ranks, _) in RUNS.items() if ranks <= 2 or name in quick.RUNS]

@@ -98,19 +98,6 @@ def check_two_axes():
         assert torch.equal(sharding.assemble(local), full)
 
 
-def test_a_tensor_may_be_cut_over_two_axes(ranks):
-    ranks(4, check_two_axes)
-
-
-def test_a_shard_is_a_tensor_of_its_own():
-    full = whole((4, 3))
-    local = Sharding((4, 3), (cut(4, Axis(2, 0, None, "tp"), 0),)).take(full)
-    local.zero_()
-    assert torch.equal(full, whole((4, 3)))
-
-
-# --- of a model ---------------------------------------------------------------------------------------------------
-
 IDS = torch.arange(24).reshape(2, 12) % 21
 
 
@@ -149,12 +136,9 @@ def logical_shapes():
 
 def test_pitfall_17_state_dicts_have_logical_shapes_at_every_size(ranks):
     want = {
-        "table.weight": (50257, 2),
-        "gate_up.weight": (20, 4),
-        "gate_up.bias": (20,),
-        "qkv.weight": (20, 4),
+        "table.weight": (50257, 2), "gate_up.weight": (20, 4), "gate_up.bias": (20,), "qkv.weight": (20, 4),
         "qkv.bias": (20,),
-    }
+    }  # fmt: skip
     for size in SIZES:
         assert all(shapes == want for shapes in ranks(size, logical_shapes))
 
@@ -172,26 +156,6 @@ def check_load_errors():
         load_full_state_dict(model, {name: value + 1 for name, value in padded.items()})
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), "half loaded"
     load_full_state_dict(model, {**state, "of another stage": torch.zeros(3)})
-
-
-def test_states_that_do_not_fit_are_refused_before_anything_changes(ranks):
-    ranks(2, check_load_errors)
-
-
-def check_copies():
-    model = Model(sequence=1, tp=mesh(tp=2).tp).double()
-    state = full_state_dict(model)
-    before = {name: value.clone() for name, value in state.items()}
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-    for name, value in full_state_dict(model).items():
-        assert torch.equal(state[name], before[name]), f"{name} moved with the model"
-        assert torch.equal(value, before[name] + 1), name
-
-
-def test_a_state_dict_is_what_the_model_was(ranks):
-    ranks(2, check_copies)
 
 
 class Kept(nn.Module):
@@ -231,32 +195,21 @@ def check_strict():
         load_full_state_dict(sharded, once)
 
 
-def test_a_state_dict_is_that_of_the_original_in_torchs_strict_sense(ranks):
-    ranks(2, check_strict)
-
-
 @pytest.mark.parametrize("wrap", ["compiled model", "compiled block", "checkpointed block"])
 def test_wrappers_change_no_name_and_so_no_first_value_no_mask_and_no_state(wrap):
     def build(wrap):
         model = nn.Sequential(Kept(), ColumnParallelLinear(4, 6))
         if wrap == "compiled model":
             return torch.compile(model, backend="eager")
-        if wrap is not None:
-            model[0] = (
-                checkpoint_wrapper(model[0]) if "checkpoint" in wrap else torch.compile(model[0], backend="eager")
-            )
-            model[1] = (
-                checkpoint_wrapper(model[1]) if "checkpoint" in wrap else torch.compile(model[1], backend="eager")
-            )
+        for i in range(2) if wrap else ():
+            model[i] = checkpoint_wrapper(model[i]) if "check" in wrap else torch.compile(model[i], backend="eager")
         return materialize(model, 3)
 
-    bare, wrapped = build(None), build(wrap)
-    materialize(wrapped, 3)
+    bare, wrapped = build(None), materialize(build(wrap), 3)
     want, got = full_state_dict(bare), full_state_dict(wrapped)
     assert got.keys() == want.keys() == bare.state_dict().keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    keys = {m.key for m in wrapped.modules() if isinstance(m, Dropout)}
-    assert keys == {bare[0].dropout.key}
+    assert {m.key for m in wrapped.modules() if isinstance(m, Dropout)} == {bare[0].dropout.key}
     assert shardings(wrapped) == shardings(bare)
     load_full_state_dict(wrapped, bare.state_dict())
     assert [name for name, *_ in persistent_buffers(wrapped)] == [name for name, *_ in persistent_buffers(bare)]
@@ -285,36 +238,24 @@ def test_a_parameter_that_was_parametrized_is_refused_by_name(how):
     assert shardings(model)["1.weight"].local_shape == (3, 4)
 
 
-def test_undeclared_parameters_are_replicated():
-    model = nn.Sequential(nn.Linear(3, 4), VocabParallelEmbedding(8, 3, tp=Axis(2, 1, None, "tp")))
-    declared = shardings(model)
-    assert declared["0.weight"] == Sharding((4, 3))
-    assert declared["1.weight"].local_shape == (4, 3)
-    assert [name for name, *_ in owners(model)] == ["0.weight", "0.bias", "1.weight"]
-
-
 def test_a_further_pending_sum_keeps_what_was_declared():
     tp, ends = Axis(2, 1, None, "tp"), Axis(2, 0, None, "ends")
     table, plain = VocabParallelEmbedding(8, 3, tp=tp), nn.Linear(3, 4)
+    assert shardings(plain) == {"weight": Sharding((4, 3)), "bias": Sharding((4,))}
+    assert [name for name, *_ in owners(nn.Sequential(plain, table))] == ["0.weight", "0.bias", "1.weight"]
     add_partial(table, "weight", ends)
     add_partial(plain, "weight", ends)
     add_partial(plain, "bias", Axis(name="ends"))
     assert table.shardings["weight"] == Sharding((8, 3), (cut(8, tp, 0),), (ends,))
     assert shardings(plain) == {"weight": Sharding((4, 3), (), (ends,)), "bias": Sharding((4,))}
-
-
-def test_runs_may_overlap():
     shard = Shard(Axis(3, 1, None, "tp"), 0, (((0, 3),), ((2, 4), (5, 6)), ((3, 6),)))
-    assert shard.replicated == (2, 3, 5)
-    assert shard.owned == (False, True, True)
+    assert (shard.replicated, shard.owned) == ((2, 3, 5), (False, True, True))
     assert [shard.size(rank) for rank in range(3)] == [3, 3, 3]
 
 
-def test_materialized_models_keep_their_declaration():
-    model = materialize(Model(device="meta"), 1)
-    assert {name: s.shape for name, s in shardings(model).items()} == {
-        name: tuple(p.shape) for name, p in model.named_parameters()
-    }
+@pytest.mark.parametrize(("size", "check"), [(4, check_two_axes), (2, check_load_errors), (2, check_strict)])
+def test_states_on_ranks(ranks, size, check):
+    ranks(size, check)
 
 
 class OnFirst(ParallelModule):

@@ -27,10 +27,7 @@ def test_what_cannot_be_tried_is_refused_in_words(tmp_path, capsys):
     for arguments, said in (
         (["--hf", f"{tmp_path}/none"], "is no folder and no config.json on this machine"),
         (["--hf", str(tmp_path), "--set", "width=3"], "width is no field of the llama config"),
-        (
-            ["--hf", str(tmp_path), "--set", "vocab_size=1000000"],
-            "can be tried: shrink it, such as --set hidden_size",
-        ),
+        (["--hf", str(tmp_path), "--set", "vocab_size=1000000"], "can be tried: shrink it, such as --set hidden_size"),
         ([], "give either package.module:build, or --hf PATH"),
         (["tests.verify_models:build", "--set", "a=1"], "give either package.module:build, or --hf PATH"),
     ):

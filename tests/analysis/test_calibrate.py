@@ -63,9 +63,6 @@ def timed(runs: list[Run], machine: Machine, **row: Any) -> list[Run]:
     return [Run(replace(each.row, seconds=predict(each, machine).step, **row), each.layout) for each in runs]
 
 
-# --- sensitivities ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("i", range(len(RUNS)))
 def test_the_jacobian_is_the_change_of_a_step_with_each_scalar(i):
     """d log step / d log scalar, by differences."""
@@ -82,9 +79,6 @@ def test_the_jacobian_is_the_change_of_a_step_with_each_scalar(i):
 def test_attention_that_is_written_out_is_predicted_so():
     slow = Run(replace(RUNS[6].row, unfused=True), RUNS[6].layout)
     assert predict(slow, MACHINE).operators > predict(RUNS[6], MACHINE).operators
-
-
-# --- the fit ----------------------------------------------------------------------------------------------------------
 
 
 def objective(runs: list[Run], machine: Machine, theta: Tensor) -> float:
@@ -151,15 +145,6 @@ def test_a_machine_without_a_fit_is_as_uncertain_as_its_priors():
     spreads[1] = 0.01
     want = math.sqrt(sum((j * s) ** 2 for j, s in zip(J, spreads, strict=True)) + NOISE**2)
     assert uncertainty(RUNS[1], known) == pytest.approx(want)
-
-
-def test_scalars_are_read_and_written_as_logarithms():
-    logs = scalars_of(MACHINE)
-    assert logs.exp().tolist() == pytest.approx([0.6, 0.4, 0.8, 0.3, 0.2, 1.1])
-    assert scalars_of(replace(MACHINE, tau=0.0))[4] == pytest.approx(math.log(1e-12))
-    again = with_scalars(MACHINE, torch.arange(6.0))
-    assert [getattr(again, name) for name in NAMES] == pytest.approx([math.exp(i) for i in range(6)])
-    assert NAMES == ("e_gemm", "e_hbm", "x_tp", "x_dp", "tau", "cluster")
 
 
 def test_each_run_is_predicted_by_the_fit_on_all_others():

@@ -14,7 +14,6 @@ from mpcore.tools.analysis.compare import (
     WIDTH,
     Curves,
     Outside,
-    Verdict,
     compare_runs,
     make_band,
     read_curves,
@@ -162,14 +161,6 @@ def test_a_curve_that_one_run_lacks_is_named():
         compare_runs({}, of(1.0), [a, a])
     with pytest.raises(ValueError, match="0 twins"):
         compare_runs(a, a, [])
-
-
-def test_a_verdict_is_made_of_its_numbers():
-    verdict = Verdict(None, 12, 3, 0.5, (0.5, 2.0, 1.0), ((0, 0.25),))
-    assert "12 numbers of 3 steps" in str(verdict)
-    assert "1 of 3 twins" in str(verdict), "at the edge is inside"
-    worse = Verdict(Outside(7, "gradient", "w", 1.0, None, 1234.5), 12, 3, 0.5, (), ())
-    assert str(worse).startswith("NOT rounding: step 7, gradient of w: 1 and not finite, 1.23e+03 times")
 
 
 def test_curves_are_read_by_kind_and_tensor(tmp_path):

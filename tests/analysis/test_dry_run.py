@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpcore import ColumnParallelLinear, Mesh
+from mpcore import Mesh
 from mpcore.gradients import overlap
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
 from mpcore.tools.analysis.counts import CommunicationCounter, Count
-from mpcore.tools.analysis.dry_run import assemble, check_stages, dry_run, on_mesh, pretend, rounds_of, run_dry
-from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.dry_run import assemble, dry_run, on_mesh, pretend, rounds_of, run_dry
 from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory, Work
 from tests.theory import zero_bytes
@@ -65,21 +64,13 @@ HALVES = LATER | {"backward_more": 2 * h}  # the gradients behind and before the
 AT_LOSS = LATER | {"backward_more": 2 * h + x}  # y's gradient is made here
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "rank", "stages"),
-    [
-        ("1f1b", 1, 0, [ONLY | WHOLE]),
-        ("1f1b", 3, 0, [FIRST | WHOLE]),
-        ("gpipe", 3, 1, [MIDDLE | WHOLE]),
-        ("1f1b", 3, 2, [LAST | WHOLE]),
-        ("interleaved", 2, 0, [FIRST | WHOLE, MIDDLE | WHOLE]),
-        ("interleaved", 2, 1, [MIDDLE | WHOLE, LAST | WHOLE]),
-        ("zb", 3, 0, [FIRST | WEIGHTS_ALONE]),
-        ("zb", 3, 1, [MIDDLE | HALVES]),
-        ("zb", 3, 2, [LAST | AT_LOSS]),
-        ("zbv", 2, 0, [FIRST | WEIGHTS_ALONE, LAST | AT_LOSS]),
-    ],
-)
+@pytest.mark.parametrize(("name", "pp", "rank", "stages"), [
+    ("1f1b", 1, 0, [ONLY | WHOLE]), ("1f1b", 3, 0, [FIRST | WHOLE]), ("gpipe", 3, 1, [MIDDLE | WHOLE]),
+    ("1f1b", 3, 2, [LAST | WHOLE]), ("interleaved", 2, 0, [FIRST | WHOLE, MIDDLE | WHOLE]),
+    ("interleaved", 2, 1, [MIDDLE | WHOLE, LAST | WHOLE]), ("zb", 3, 0, [FIRST | WEIGHTS_ALONE]),
+    ("zb", 3, 1, [MIDDLE | HALVES]), ("zb", 3, 2, [LAST | AT_LOSS]),
+    ("zbv", 2, 0, [FIRST | WEIGHTS_ALONE, LAST | AT_LOSS]),
+])  # fmt: skip
 def test_a_stage_keeps_its_tensors_from_forward_to_backward(name, pp, rank, stages):
     found = dry_run(build, [name, "6", "float32", "none"], rank, pp=pp)
     for kept, want in zip(found.stages, stages, strict=True):
@@ -159,18 +150,6 @@ def test_large_gradients_are_reduced_within_the_last_backward_and_the_rest_after
     after = found.held.sent["dp", "all_reduce"]
     assert after.bytes < W // 10, "which parameters have a gradient"
     assert found.ledger.counts["dp", "all_reduce"] == Count(2 + after.calls, W + after.bytes)
-
-
-@pytest.mark.parametrize(("name", "splits"), [("1f1b", False), ("zb", True)])
-def test_linear_layers_split_their_backward_where_the_schedule_does(name, splits):
-    made: list[ColumnParallelLinear] = []
-
-    def layers(mesh: Mesh, arguments: list[str]) -> Work:
-        made.append(ColumnParallelLinear(D, D, bias=False, device="meta"))
-        return Work([made[-1]], build_schedule(name, 1, 4), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
-
-    dry_run(layers)
-    assert [layer.product.split_backward for layer in made] == [splits]
 
 
 def test_parameters_of_16_bits_have_float32_gradients_and_masters():
@@ -270,9 +249,6 @@ def test_a_step_is_its_rounds_times_what_they_stand_for_and_what_follows_the_las
     }
 
 
-# --- meshes that are not there ----------------------------------------------------------------------------------------
-
-
 def test_a_rank_of_a_pretended_mesh_has_its_place_and_leaves_no_world():
     with on_mesh(5, tp=2, cp=2, pp=2, dp=1) as mesh:
         assert (mesh.tp.rank, mesh.cp.rank, mesh.pp.rank) == (1, 0, 1)
@@ -286,38 +262,15 @@ def test_a_rank_of_a_pretended_mesh_has_its_place_and_leaves_no_world():
         assert dist.get_rank() == 0
 
 
-@pytest.mark.parametrize(
-    ("rank", "sizes", "message"),
-    [
-        (0, {"tp": 0}, "tp 0 is smaller than 1"),
-        (0, {"etp": -1}, "etp -1 is smaller than 1"),
-        (-1, {"tp": 2}, "rank -1 is not from 0 to 1,"),
-        (12, {"tp": 2, "cp": 3, "dp": 2}, "rank 12 is not from 0 to 11,"),
-        (4, {"pp": 2, "dp": 2, "ep": 2}, "rank 4 is not from 0 to 3,"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "sizes", "message"), [
+    (0, {"tp": 0}, "tp 0 is smaller than 1"), (0, {"etp": -1}, "etp -1 is smaller than 1"),
+    (-1, {"tp": 2}, "rank -1 is not from 0 to 1,"),
+    (12, {"tp": 2, "cp": 3, "dp": 2}, "rank 12 is not from 0 to 11,"),
+    (4, {"pp": 2, "dp": 2, "ep": 2}, "rank 4 is not from 0 to 3,"),
+])  # fmt: skip
 def test_a_mesh_without_the_rank_is_refused(rank, sizes, message):
     with pytest.raises(ValueError, match=message), on_mesh(rank, **sizes):
         pass
-
-
-def test_the_first_two_pipeline_ranks_must_hold_different_parameters():
-    asked = []
-
-    def same(mesh: Mesh, arguments: list[str]) -> Work:
-        asked.append((mesh.pp.rank, mesh.tp.rank, mesh.dp.rank, mesh.cp.rank))
-        return Work([Stage(0, torch.float32)], build_schedule("1f1b", mesh.pp.size, 4),
-                    lambda i: ((torch.empty(B, D),), {}), Tensor.sum)  # fmt: skip
-
-    with pytest.raises(ValueError, match=r"both hold 2 parameters of the same names, such as 0a.weight"):
-        dry_run(same, [], 0, tp=2, cp=2, dp=3, pp=2)
-    assert asked[1:] == [(0, 0, 0, 0), (1, 0, 0, 0)]
-    dry_run(same, [], 0, tp=2)
-
-    def nothing(mesh: Mesh, arguments: list[str]) -> Work:
-        return Work([nn.Identity()], build_schedule("1f1b", 2, 4), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
-
-    check_stages(nothing, [], pp=2)  # no names are no equal names
 
 
 def test_a_work_with_other_stages_than_its_schedule_is_refused():
@@ -326,20 +279,6 @@ def test_a_work_with_other_stages_than_its_schedule_is_refused():
         short = Work(work.stages[:1], work.plan, work.inputs, work.loss)
         with pytest.raises(ValueError, match="made 1 stages for rank 1 of pp, where the schedule interleaved has 2"):
             run_dry(short, mesh)
-
-
-def test_a_value_that_is_read_is_named_by_its_module_and_line():
-    class Reads(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * float(x.detach().sum())
-
-    def reads(mesh: Mesh, arguments: list[str]) -> Work:
-        stage = nn.Sequential(Stage(0, torch.float32), nn.Sequential(Reads()))
-        return Work([stage], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
-
-    line = Reads.forward.__code__.co_firstlineno + 1
-    with pytest.raises(ValueError, match=rf"in 1.0 at test_dry_run.py:{line}, and a dry run has no values"):
-        dry_run(reads)
 
 
 def test_an_input_of_integers_is_refused_on_later_stages_alone():
@@ -376,33 +315,3 @@ def test_what_isnt_trained_has_no_gradient_and_no_state():
     assert (found.parameters, found.gradients, found.optimizer) == (W, W // 2, W + 4)
     assert found.stages[0].made == W // 2
     assert found.stages[0].backward_flops == MULTIPLY
-
-
-@pytest.mark.parametrize(("pp", "way_out"), [(1, "of one$"), (2, "of one, or take a smaller pp than 2$")])
-def test_a_rank_that_trains_nothing_is_refused(pp, way_out):
-    def frozen(mesh: Mesh, arguments: list[str]) -> Work:
-        stage = Stage(mesh.pp.rank, torch.float32).requires_grad_(False)
-        return Work([stage], build_schedule("1f1b", pp, 2), lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
-
-    with pytest.raises(ValueError, match=f"0 of the 2 parameters of pipeline rank 0 have requires_grad, .*{way_out}"):
-        dry_run(frozen, pp=pp)
-
-
-def test_operators_are_those_of_a_cpu_unless_they_stand_for_a_gpu():
-    asked = []
-
-    def spies(mesh: Mesh, arguments: list[str]) -> Work:
-        class Spy(Stage):
-            def forward(self, input: Tensor) -> Tensor:
-                asked.append(input.fake_mode.stands_for_gpu)  # type: ignore[attr-defined]
-                return super().forward(input)
-
-        return Work([Spy(0, torch.float32)], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}),
-                    Tensor.sum)  # fmt: skip
-
-    dry_run(spies)
-    dry_run(spies, [], 0, True)
-    Counter(spies).rank()
-    Counter(spies, False).layout()
-    Counter(spies).layout()
-    assert asked == [False, True, True, False, True]

@@ -67,18 +67,6 @@ def test_operators_return_what_they_return_in_torchs_mode(gpu):
     assert forms(fake_tensors(gpu)) == expected, "from the cache alone"
 
 
-def test_a_result_is_cached_only_if_it_is_new_and_fills_its_storage():
-    with fake_tensors():
-        x, y = torch.empty(4, 6), torch.empty(4, 6)
-        assert fake._form_of((x, None, y), ()) == (False, (form(x), None, form(y)))
-        for shared in ((x, (x,)), (x.view(24), ([x],)), ((x, x.view(24)), ()), (x[:, :2], ()), (x[1:], ()), ([x], ())):
-            assert fake._form_of(*shared) is None
-
-
-def form(x: torch.Tensor) -> tuple:
-    return tuple(x.shape), x.stride(), x.dtype, x.device
-
-
 @pytest.mark.parametrize(
     ("flags", "sizes"),
     [

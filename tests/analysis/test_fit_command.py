@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +16,13 @@ from bench.planner.fit import (
     Run,
     fit,
     groups_of,
-    leave_one_out,
     main,
     mean_and_most,
     memory_lines,
-    predict,
     read_all,
-    results_table,
-    scalars_table,
 )
 from bench.planner.rows import read_row, read_rows
 from mpcore.tools.analysis.machine import load_machine
-from mpcore.tools.analysis.rate_errors import NAMES, NOISE
 from mpcore.tools.analysis.work import StepMemory
 from tests.analysis.test_calibrate import MACHINE, RUNS, timed
 from tests.analysis.test_rows import write_run
@@ -54,24 +47,6 @@ def test_errors_are_averaged_by_their_size():
     assert mean_and_most(RESULTS[1:2]) == (0.25, 0.25)
 
 
-def test_the_table_of_results_has_a_line_for_each_row():
-    _, *lines, last = results_table(RESULTS).splitlines()
-    assert [line.split()[0] for line in lines] == ["a", "longer", "c"]
-    assert [numbers(line) for line in lines] == [[2, 2.5, 3, 50], [4, 4, 3, -25], [1, 1, 1.1, 10]]
-    assert len({len(line) for line in lines}) == 1
-    assert numbers(last) == [28.3, 50]
-
-
-def test_the_table_of_scalars_marks_those_that_the_prior_says():
-    errors = {"e_gemm": 0.05, "e_hbm": 0.2, "x_tp": 0.3, "x_dp": 0.4, "tau": 0.4, "cluster": 0.06}
-    found = replace(MACHINE, errors=errors)
-    _, *lines = scalars_table(found).splitlines()
-    assert [line.split()[0] for line in lines] == list(NAMES)
-    want = [(0.6, 5), (0.4, 20), (0.8, 30), (0.3, 40), (0.2, 40), (1.1, 6)]
-    assert [tuple(numbers(line.partition(":")[0].partition("not")[0])[-2:]) for line in lines] == want
-    assert ["prior" in line for line in lines] == [name not in ("e_gemm", "tau") for name in NAMES]
-
-
 def sized(name: str, memory: int, seconds: float | None) -> Run:
     layout = replace(RUNS[0].layout, held=(StepMemory(parameters=memory),))
     return Run(replace(ROW, name=name, seconds=seconds), layout)
@@ -86,28 +61,6 @@ def test_rows_that_ran_out_of_memory_are_compared_with_those_planned_so():
     assert numbers(second) == [2, 3, 2, 3]
     assert memory_lines(runs[:1], machine) == []
     assert [numbers(line) for line in memory_lines(runs[3:4], machine)] == [[0, 1, 0, 0]]
-
-
-def test_rows_that_were_not_fitted_are_predicted_with_their_errors():
-    found = replace(MACHINE, memory=20.0, errors=dict.fromkeys(NAMES, 0.0))
-    runs = timed(RUNS[:3], MACHINE)
-    runs = [Run(replace(each.row, name=name, seconds=(each.row.seconds or 0) * factor), each.layout)
-            for each, name, factor in zip(runs, "abc", (1.0, 2.0, 0.8), strict=True)]  # fmt: skip
-    head, *lines, mean, large = fit_command.tested(found, [*runs, sized("oom", 10**10, None)]).splitlines()[:-1]
-    assert "not fitted" in head
-    steps = [predict(each, found).step for each in runs]
-    for line, each, step, error in zip(lines, runs, steps, (0.0, -50.0, 25.0), strict=True):
-        assert line.split(":")[0].strip() == each.row.name
-        assert numbers(line.partition(":")[2]) == pytest.approx(
-            [each.row.seconds, step, round(100 * NOISE), error, 0], abs=6e-4
-        )
-    assert numbers(mean) == [25, 50]
-    assert "a, b, c" in large, "130 bytes are more than 20"
-    assert fit_command.tested(found, [sized("oom", 10, None)]).count("\n") == 1, "no error without times"
-    assert " 40 GB" in fit_command.tested(found, [sized("x", 40 * 10**9, 1.0)])
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_grouped_by_their_set_and_profile():
@@ -154,17 +107,12 @@ def write(path: Path, of: str, *names: int) -> str:
 def test_the_command_fits_each_group_and_writes_the_profile(tmp_path, counted, capsys):
     path = write(tmp_path / "a.json", "x", 0, 1, 2)
     main([path, "--out", str(tmp_path / "mine.json")])
-    out = capsys.readouterr().out
-    machine = load_machine("h100")
-    runs = [Run(row, RUNS[i].layout) for i, row in enumerate(read_rows(path))]
-    found = fit(runs, machine)
-    parts = ["x, 3 rows, from the profile h100", scalars_table(found), results_table(leave_one_out(runs, machine))]
-    assert "\n".join(parts) in out
+    found = fit([Run(row, RUNS[i].layout) for i, row in enumerate(read_rows(path))], load_machine("h100"))
+    assert "x, 3 rows, from the profile h100" in capsys.readouterr().out
     assert counted == [(["r0", "r1", "r2"], True)]
     written = load_machine(tmp_path / "mine.json")
     assert written == found
     assert json.loads((tmp_path / "mine.json").read_text())["about"] == "h100, fitted to 3 runs"
-    assert out.splitlines()[-1].endswith("mine.json")
     main([path, "--cpu", "--machine", "h200"])
     assert counted[-1][1] is False
     assert capsys.readouterr().out.startswith("x, 3 rows, from the profile h200")
@@ -190,25 +138,3 @@ def test_sets_are_chosen_by_name(tmp_path, counted, capsys):
     capsys.readouterr()
     with pytest.raises(ValueError, match="no row is of --set a, b"):
         main([*paths, "--set", "a", "--set", "b"])
-
-
-def test_rows_that_all_ran_out_of_memory_have_no_table_of_errors(tmp_path, counted, capsys):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"name": "r0", "machine": "h100", "seconds": "oom"}]))
-    main([str(path)])
-    out = capsys.readouterr().out
-    assert "mean" not in out
-    assert "0 of 1" in out
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_told_on_a_terminal_alone(terminal, monkeypatch):
-    said: list[str] = []
-    stream: Any = SimpleNamespace(isatty=lambda: terminal, write=said.append, flush=lambda: None)
-    monkeypatch.setattr(sys, "stderr", stream)
-    fit_command._tell(1, 2)
-    fit_command._tell(2, 2)
-    text = "".join(said)
-    assert numbers(text) == ([1, 2, 2, 2] if terminal else [])
-    assert text.endswith("\n") == terminal
-    assert text.count("\n") == text.count("\r") - 1 if terminal else not text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from mpcore import Mesh
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import Schedule, build_schedule
-from mpcore.tools.analysis.counts import Count
-from mpcore.tools.analysis.dry_run import dry_run, on_mesh
-from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError, _growth, _resharded
+from mpcore.tools.analysis.dry_run import dry_run
+from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError
 from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.work import (
     Choice,
@@ -74,16 +72,11 @@ def whole(found: DryRunCounts) -> dict[str, Any]:
     return {name: getattr(found, name) for name in ("held", "stages", "times", "peak", "theory", "plan")}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sizes"),
-    [
-        ("gpipe 3 0 3", {}),
-        ("zb 6 0 1,3", {"pp": 2}),
-        ("dualpipev 8 0 1,3,1,1", {"pp": 2}),
-        ("interleaved 4 0 1,1,1,1", {"pp": 2}),
-        ("1f1b 2 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sizes"), [
+    ("gpipe 3 0 3", {}), ("zb 6 0 1,3", {"pp": 2}), ("dualpipev 8 0 1,3,1,1", {"pp": 2}),
+    ("interleaved 4 0 1,1,1,1", {"pp": 2}),
+    ("1f1b 2 2 3", {"dp": 5}),  # the last shard of 24 rows is smaller
+])  # fmt: skip
 def test_few_blocks_count_what_all_blocks_count(arguments, sizes):
     words, world = arguments.split(), math.prod(sizes.values())
     layout = several.layout(words, **sizes)
@@ -124,32 +117,6 @@ def test_a_layout_is_counted_on_the_ranks_with_the_last_part_of_the_sequences():
     calls.clear()
     Counter(model).layout(["1f1b", "8", "0", "1,1"], tp=2, cp=3, dp=2, pp=2)
     assert [call[:4] for call in calls] == [(0, 0, 2, 0), (1, 0, 2, 0)]
-
-
-def test_a_stage_is_run_with_one_and_with_two_blocks_of_each_kind_once():
-    calls.clear()
-    counter = Counter(model, share=True)
-    counter.layout(["1f1b", "8", "1", "6,8,8,5"], pp=4)
-    assert [len(choice[i]) for *_, choice in calls for i in choice] == [1, 2, 1, 1], "a slope is that of any stage"
-    assert [list(choice) for *_, choice in calls] == [[0], [0], [1], [3]]
-    calls.clear()
-    counter.layout(["1f1b", "8", "1", "6,8,8,5"], pp=4)
-    counter.layout(["1f1b", "20", "1", "7,9,9,9,9,4"], pp=6)
-    assert calls == [], "no other kind of stage"
-    counter.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=2)
-    assert [len(choice[i]) for *_, choice in calls for i in choice] == [1, 2, 1], "gradients are reduced meanwhile"
-    calls.clear()
-    shared = counter.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4)
-    assert calls == []
-    exact = Counter(model)
-    same = exact.layout(["1f1b", "20", "1", "7,9"], pp=2, dp=4)
-    for got, want in zip(shared.held, same.held, strict=True):
-        assert (got.parameters, got.gradients) == (want.parameters, want.gradients), "shards without padding"
-        assert got.optimizer == pytest.approx(want.optimizer, rel=0.01), "its counts of steps are not sharded"
-    calls.clear()
-    exact.layout(["1f1b", "8", "1", "1"])
-    exact.layout(["1f1b", "8", "1", "1"], dp=2)
-    assert len(calls) == 2, "they share nothing"
 
 
 def test_what_is_not_linear_is_run_in_full():
@@ -203,28 +170,6 @@ def test_a_layout_of_many_micro_batches_has_a_short_schedule_and_one_that_is_sho
     assert (longer.short.micro_batches, longer.shorter.micro_batches) == (8, 6)
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_peak_of_a_stage_grows_by_what_each_more_block_holds():
-    more = MicroBatchMemory(activations=10, between=14, backward_more=1, weight_more=5, forward_more=99)
-    assert _growth(more, False) == {"forward_more": 10, "backward_more": 0, "weight_more": 0}
-    assert _growth(more, True) == {"forward_more": 10, "backward_more": 4, "weight_more": 5}
-    assert _growth(replace(more, backward_more=0, weight_more=-3), True) == {
-        "forward_more": 10, "backward_more": 0, "weight_more": 0,
-    }  # fmt: skip
-
-
-def test_shards_are_those_of_the_number_of_data_ranks():
-    held = StepMemory(100, 7, 60, 40, {("dp", "all_reduce"): Count(1, 5)})
-    with on_mesh(0) as mesh:
-        sharded, plain = (outline(mesh, f"1f1b 1 {zero} 1".split()) for zero in "10")
-    assert _resharded(sharded, held, 2, 4) == replace(held, parameters=50, gradients=30, optimizer=20)
-    assert _resharded(sharded, held, 6, 4) == replace(held, parameters=150, gradients=90, optimizer=60)
-    assert _resharded(sharded, held, 4, 4) == held
-    assert _resharded(plain, held, 2, 4) == held
-
-
 def made(*held: StepMemory, blocks: tuple[int, ...]) -> Layout:
     """Of 1f1b, with stages that hold 100 a block."""
     plan = build_schedule("1f1b", len(held), 8)
@@ -234,15 +179,12 @@ def made(*held: StepMemory, blocks: tuple[int, ...]) -> Layout:
     return Layout({}, (), 8, plan, None, stages, blocks, ((1, 6, 1),) * len(stages), held)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "blocks", "fullest"),
-    [
-        ((0, 0, 0, 0), (1, 1, 1, 1), 0),  # it holds four micro-batches
-        ((0, 50, 50, 800), (1, 1, 1, 1), 3),
-        ((0, 900, 900, 0), (1, 2, 2, 1), 1),  # of two that are alike the first
-        ((0, 0, 900, 0), (1, 1, 3, 1), 2),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "blocks", "fullest"), [
+    ((0, 0, 0, 0), (1, 1, 1, 1), 0),  # it holds four micro-batches
+    ((0, 50, 50, 800), (1, 1, 1, 1), 3),
+    ((0, 900, 900, 0), (1, 2, 2, 1), 1),  # of two that are alike the first
+    ((0, 0, 900, 0), (1, 1, 3, 1), 2),
+])  # fmt: skip
 def test_the_fullest_rank_is_the_one_with_the_most_bytes(parameters, blocks, fullest):
     layout = made(*(StepMemory(p, gradients=10) for p in parameters), blocks=blocks)
     each = [

@@ -18,9 +18,7 @@ from bench.planner.rows import (
     read_rows,
     read_run,
 )
-from mpcore.tools.analysis.machine import load_machine
 
-ROOT = Path(__file__).parents[2]
 ALONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
 
 
@@ -51,65 +49,50 @@ def test_columns_have_other_names_too(name, flag):
         assert row.arguments == (f"--{flag.replace('_', '-')}", "4", *more)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (True, ("--x-y",)), ("on", ("--x-y",)), ("TRUE", ("--x-y",)), (False, ()), ("off", ()), ("False", ()),
-        (3, ("--x-y", "3")), (3.0, ("--x-y", "3")), (0.5, ("--x-y", "0.5")), (0, ("--x-y", "0")),
-        ([1, 2], ("--x-y", "1", "2")), (("a",), ("--x-y", "a")), (" b ", ("--x-y", "b")), ("", ()), ("  ", ()),
-        (None, ()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "words"), [
+    (True, ("--x-y",)), ("on", ("--x-y",)), ("TRUE", ("--x-y",)), (False, ()), ("off", ()), ("False", ()),
+    (3, ("--x-y", "3")), (3.0, ("--x-y", "3")), (0.5, ("--x-y", "0.5")), (0, ("--x-y", "0")),
+    ([1, 2], ("--x-y", "1", "2")), (("a",), ("--x-y", "a")), (" b ", ("--x-y", "b")), ("", ()), ("  ", ()), (None, ()),
+])  # fmt: skip
 def test_a_column_is_a_flag_of_the_target(value, words):
     assert read_row({"x_y": value, "seconds": 1}).arguments == words
 
 
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"virtual_stages": 2}, "--virtual-stages 2 --schedule interleaved"),
-        ({"virtual_stages": 2, "schedule": "zb"}, "--virtual-stages 2 --schedule zb"),
-        ({"virtual_stages": 1}, ""),
-        ({"virtual_stages": "1"}, ""),
-        ({"virtual_stages": 1, "schedule": "zb"}, "--schedule zb"),
-        ({"vp": "3"}, "--virtual-stages 3 --schedule interleaved"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "words"), [
+    ({"virtual_stages": 2}, "--virtual-stages 2 --schedule interleaved"),
+    ({"virtual_stages": 2, "schedule": "zb"}, "--virtual-stages 2 --schedule zb"), ({"virtual_stages": 1}, ""),
+    ({"virtual_stages": "1"}, ""),
+    ({"virtual_stages": 1, "schedule": "zb"}, "--schedule zb"),
+    ({"vp": "3"}, "--virtual-stages 3 --schedule interleaved"),
+])  # fmt: skip
 def test_several_stages_a_rank_are_interleaved_unless_a_schedule_is_named(columns, words):
     assert " ".join(read_row({**columns, "seconds": 1}).arguments) == words
 
 
-@pytest.mark.parametrize(
-    ("columns", "dp"),
-    [({"gpus": 8}, 8), ({"gpus": 16, "tp": 2, "pp": 2, "cp": 2}, 2), ({"gpus": 16, "tp": 2, "dp": 8, "ep": 4}, 8),
-     ({"tp": 2}, 1), ({"dp": 5, "tp": 2}, 5)],
-)  # fmt: skip
+@pytest.mark.parametrize(("columns", "dp"), [
+    ({"gpus": 8}, 8), ({"gpus": 16, "tp": 2, "pp": 2, "cp": 2}, 2), ({"gpus": 16, "tp": 2, "dp": 8, "ep": 4}, 8),
+    ({"tp": 2}, 1), ({"dp": 5, "tp": 2}, 5),
+])  # fmt: skip
 def test_data_ranks_are_those_that_are_left(columns, dp):
     assert read_row({**columns, "seconds": 1}).sizes["dp"] == dp
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"gpus": 12, "tp": 8}, "12 gpus are not a multiple of tp x pp x cp = 8"),
-        ({"gpus": 16, "tp": 2, "dp": 4}, "16 gpus are not tp x pp x cp x dp = 8"),
-        ({"tp": True}, "tp is True, no integer from 1"),
-        ({"tp": 0}, "tp is 0, no integer from 1"),
-        ({"tp": "nan"}, "tp is 'nan', no integer from 1"),
-        ({"tp": [2]}, "tp is .2., no integer from 1"),
-        ({"gpus": 1.5}, "gpus is 1.5, no integer from 1"),
-        ({"gradient_bytes": 0}, "gradient_bytes is 0, no integer"),
-        ({"seconds": 0}, "seconds is 0, no number above 0"),
-        ({"seconds": True}, "seconds is True, no number above 0"),
-        ({"seconds": "inf"}, "seconds is 'inf', no number above 0"),
-        ({"seconds": "nan"}, "seconds is 'nan', no number above 0"),
-        ({"seconds": [1]}, "seconds is .1., no number above 0"),
-        ({"attention": "Fused"}, "attention 'Fused' is none of fused, unfused"),
-        ({"tflops": 3}, "one of the columns seconds and tflops, not 2"),
-        ({"hidden": 1, "d_model": 2}, "the column d_model gives d_model a second time"),
-        ({"name": "mine", "tp": -1}, r"here \(mine\): tp is -1"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "message"), [
+    ({"gpus": 12, "tp": 8}, "12 gpus are not a multiple of tp x pp x cp = 8"),
+    ({"gpus": 16, "tp": 2, "dp": 4}, "16 gpus are not tp x pp x cp x dp = 8"),
+    ({"tp": True}, "tp is True, no integer from 1"), ({"tp": 0}, "tp is 0, no integer from 1"),
+    ({"tp": "nan"}, "tp is 'nan', no integer from 1"), ({"tp": [2]}, "tp is .2., no integer from 1"),
+    ({"gpus": 1.5}, "gpus is 1.5, no integer from 1"),
+    ({"gradient_bytes": 0}, "gradient_bytes is 0, no integer"), ({"seconds": 0}, "seconds is 0, no number above 0"),
+    ({"seconds": True}, "seconds is True, no number above 0"),
+    ({"seconds": "inf"}, "seconds is 'inf', no number above 0"),
+    ({"seconds": "nan"}, "seconds is 'nan', no number above 0"),
+    ({"seconds": [1]}, "seconds is .1., no number above 0"),
+    ({"attention": "Fused"}, "attention 'Fused' is none of fused, unfused"),
+    ({"tflops": 3}, "one of the columns seconds and tflops, not 2"),
+    ({"hidden": 1, "d_model": 2}, "the column d_model gives d_model a second time"),
+    ({"name": "mine", "tp": -1}, r"here \(mine\): tp is -1"),
+])  # fmt: skip
 def test_a_wrong_column_is_named(columns, message):
     with pytest.raises(ValueError, match=message):
         read_row({"seconds": 1, **columns}, "here")
@@ -177,11 +160,6 @@ def test_a_row_names_a_profile_or_a_file_beside_the_rows(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     found = [row.machine for row in read_rows(tmp_path / "rows.json")]
     assert found == ["h100", f"{tmp_path}/mine.json", f"{tmp_path}/../up.json", "/there/x.json"]
-
-
-def test_the_held_out_rows_name_profiles_that_exist():
-    names = {row.machine for row in read_rows(ROOT / "bench" / "planner" / "heldout.json")}
-    assert {load_machine(name).name for name in names} >= {"h100", "jean-zay"}
 
 
 def write_run(folder: Path, steps: list[dict], config: dict) -> None:

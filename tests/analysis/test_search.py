@@ -28,13 +28,9 @@ from mpcore.tools.analysis.search import (
 )
 from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
-from mpcore.tools.parsers import WIDE
 
 MACHINE = Machine("test", peak=1000.0, hbm=1e9, memory=1000.0, reserve=100.0, errors={"tau": 0.5})
 ONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
-
-
-# --- meshes and choices -----------------------------------------------------------------------------------------------
 
 
 def test_meshes_are_those_whose_axes_multiply_to_the_world_with_tp_in_a_node():
@@ -50,15 +46,11 @@ def test_meshes_are_those_whose_axes_multiply_to_the_world_with_tp_in_a_node():
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "want"),
-    [
-        ({"cp": [2], "tp": [2]}, [{"tp": 2, "cp": 2, "pp": 1, "dp": 2}, {"tp": 2, "cp": 2, "pp": 2, "dp": 1}]),
-        ({"tp": [2], "pp": [2], "dp": [2, 4]}, [{"tp": 2, "cp": 1, "pp": 2, "dp": 2}]),
-        ({"tp": [3], "pp": [1]}, []),
-        ({"tp": [1], "pp": [8], "cp": [1]}, [{"tp": 1, "cp": 1, "pp": 8, "dp": 1}]),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "want"), [
+    ({"cp": [2], "tp": [2]}, [{"tp": 2, "cp": 2, "pp": 1, "dp": 2}, {"tp": 2, "cp": 2, "pp": 2, "dp": 1}]),
+    ({"tp": [2], "pp": [2], "dp": [2, 4]}, [{"tp": 2, "cp": 1, "pp": 2, "dp": 2}]), ({"tp": [3], "pp": [1]}, []),
+    ({"tp": [1], "pp": [8], "cp": [1]}, [{"tp": 1, "cp": 1, "pp": 8, "dp": 1}]),
+])  # fmt: skip
 def test_given_sizes_of_axes_are_the_only_ones(sizes, want):
     assert list(meshes(8, 8, **sizes)) == [{**each, "ep": 1} for each in want]
 
@@ -79,15 +71,11 @@ def test_the_inner_size_divides_cp(inner, there):
     assert len(list(meshes(4, 8, tp=[1], cp=[4], cp_inner=[inner]))) == there
 
 
-@pytest.mark.parametrize(
-    ("vary", "want"),
-    [
-        (["zero=1,3"], [("--zero", "1"), ("--zero", "3")]),
-        (["--micro_batch=2"], [("--micro-batch", "2")]),
-        (["sequence-parallel=on,off"], [("--sequence-parallel",), ()]),
-        (["a=1,2", "b=x=y"], [("--a", "1", "--b", "x=y"), ("--a", "2", "--b", "x=y")]),
-    ],
-)
+@pytest.mark.parametrize(("vary", "want"), [
+    (["zero=1,3"], [("--zero", "1"), ("--zero", "3")]), (["--micro_batch=2"], [("--micro-batch", "2")]),
+    (["sequence-parallel=on,off"], [("--sequence-parallel",), ()]),
+    (["a=1,2", "b=x=y"], [("--a", "1", "--b", "x=y"), ("--a", "2", "--b", "x=y")]),
+])  # fmt: skip
 def test_a_varied_flag_has_each_of_its_values(vary, want):
     assert list(choices(vary)) == want
 
@@ -102,12 +90,6 @@ def test_a_varied_flag_of_another_form_is_refused(wrong):
 def test_an_axis_is_not_varied(axis):
     with pytest.raises(ValueError, match=rf"the planner's own flags: --{axis.strip('-').replace('_', '-')} 1,2"):
         list(choices([f"{axis}=1,2"]))
-
-
-def test_what_wide_varies_are_choices():
-    found = list(choices(WIDE))
-    assert len(found) == len(set(found)) == 3 * 3 * 3 * 2
-    assert all("--sequence-parallel" in each for each in found)
 
 
 @pytest.mark.parametrize(("flag", "axes"), [("schedule", "pp"), ("virtual-stages", "pp"), ("sequence-parallel", "tp"),
@@ -127,9 +109,6 @@ def test_of_layouts_that_are_equal_without_idle_flags_the_first_is_kept():
     two = {**ONE, "pp": 2}
     given = [(sizes, ("--schedule", name)) for name in ("1f1b", "zb") for sizes in (ONE, two)]
     assert useful(given) == [(ONE, ()), (two, ("--schedule", "1f1b")), (two, ("--schedule", "zb"))]
-
-
-# --- the search -------------------------------------------------------------------------------------------------------
 
 
 def layout(seconds: float, memory: int) -> Layout:
@@ -179,17 +158,6 @@ def test_a_layout_is_estimated_if_it_fits():
     assert consider(counter, MACHINE, [], own("d"), False) == Estimate(ONE, ("--name", "d"), refused="no")
 
 
-def test_attention_that_is_written_out_is_estimated_so():
-    counter: Any = Counts(a=(2.0, 10))
-    made = layout(2.0, 10)
-    tally = replace(made.stages[0].middle.forward.operators, scores=10**9)
-    kept = MicroBatchMemory(rounds=[MicroBatchWork(PassWork(tally), PassWork(tally))])
-    counter.layout = lambda *_, **__: replace(made, stages=(kept,))
-    fused, unfused = (consider(counter, MACHINE, [], own("a"), each) for each in (False, True))
-    assert unfused.step > fused.step
-    assert unfused.spread > fused.spread, "e_hbm is less certain than e_gemm"
-
-
 def test_the_search_lists_what_fits_by_time_then_what_is_too_large_by_memory_then_what_is_refused():
     counter: Any = Counts(
         slow=(3.0, 10), fast=(1.0, 800), large=(0.1, 950), larger=(0.1, 990), bound=TooLargeError(970, 1),
@@ -221,19 +189,10 @@ def test_a_larger_micro_batch_is_tried_only_where_a_smaller_one_fits():
     assert [sizes["dp"] for *_, sizes in counter.asked] == [1, 2], "another mesh is tried; the same size is not"
 
 
-def test_layouts_without_a_micro_batch_are_tried_each():
-    counter: Any = Counts(a=(1.0, 950))
-    assert len(search(counter, MACHINE, [], [own("a"), own("a", "--x", "1")])) == 2
-    assert len(counter.asked) == 2
-
-
 def test_an_interrupt_ends_the_search_with_what_it_has():
     counter: Any = Counts(a=(2.0, 10), b=(1.0, 10), c=KeyboardInterrupt())
     found = search(counter, MACHINE, [], [own("a"), own("b"), own("c"), own("a", "--x", "1")])
     assert [e.arguments[1] for e in found] == ["b", "a"]
-
-
-# --- estimates --------------------------------------------------------------------------------------------------------
 
 
 def fitting(step: float, memory: int, *arguments: str, **sizes: int) -> Estimate:

@@ -12,7 +12,7 @@ from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.seconds import INSIDE, Seconds, estimate
+from mpcore.tools.analysis.seconds import INSIDE, estimate
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 M = 6  # micro-batches
@@ -138,9 +138,3 @@ def test_a_split_backward_takes_half_of_its_seconds_in_each_half():
     made = layout(stage(2, 4), stage(2, 4), held=(StepMemory(), StepMemory()), blocks=(1, 1))
     found = estimate(replace(made, short=build_schedule("zb", 2, M)), replace(RATES, tau=0.0, node_latency=0.0))
     assert found.bubble == pytest.approx((2 - 1) * (2 + 2 - 2))
-
-
-def test_a_step_without_parts_takes_no_time():
-    assert Seconds().step == 0
-    assert set(Seconds().parts().values()) == {0.0}
-    assert Seconds(bubble=2.0, exposed={"tp": 3.0}).step == 5

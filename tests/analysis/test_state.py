@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from mpcore.tools.analysis.__main__ import main
 from mpcore.tools.analysis.state import state_bytes, state_table
 
 # Of 4 billion parameters on 8 ranks, in GB: 2 bytes of weights, 2 or 4 of gradients, 12 of the optimizer.
 BY_HAND = {
-    0: "8 0 8.0 8.0 / 16.0 48.0 64.0 / 72.0",
-    1: "8 1 8.0 8.0 / 16.0 6.0 22.0 / 30.0",
-    2: "8 2 8.0 1.0 / 2.0 6.0 15.0 / 16.0",
-    3: "8 3 1.0 1.0 / 2.0 6.0 8.0 / 9.0",
-}
+    0: "8 0 8.0 8.0 / 16.0 48.0 64.0 / 72.0", 1: "8 1 8.0 8.0 / 16.0 6.0 22.0 / 30.0",
+    2: "8 2 8.0 1.0 / 2.0 6.0 15.0 / 16.0", 3: "8 3 1.0 1.0 / 2.0 6.0 8.0 / 9.0",
+}  # fmt: skip
 
 
 def test_the_table_has_each_stage_and_number_of_ranks_in_gb():
@@ -31,9 +28,3 @@ def test_each_stage_shards_one_more_part():
     assert state_bytes(100, 1, 10) == (200, 400, 120)
     assert state_bytes(100, 2, 10) == (200, 40, 120)
     assert state_bytes(100, 3, 10, gradients=2) == (20, 20, 120)
-
-
-def test_the_command_prints_the_table_of_the_given_or_of_the_usual_ranks(capsys):
-    for flags, ranks in (([], [1, 8, 64]), (["--dp", "2,4"], [2, 4])):
-        assert main(["plan", "--fit", "65e9", *flags]) == 0
-        assert capsys.readouterr().out == state_table(65e9, ranks) + "\n"

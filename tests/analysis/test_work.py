@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from mpcore import Mesh
 from mpcore.pipeline.schedules import NAMES, build_schedule
-from mpcore.tools.analysis.counts import CommunicationCounter, Count
+from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.dry_run import dry_run, on_mesh
 from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.work import (
@@ -28,9 +27,7 @@ from mpcore.tools.analysis.work import (
     most_bytes,
     plan_of,
 )
-from mpcore.training.policies import Precision, Recompute
-
-# --- sums -------------------------------------------------------------------------------------------------------------
+from mpcore.training.policies import Precision
 
 
 def test_sums_are_linear_in_integers_dictionaries_lists_and_dataclasses():
@@ -59,27 +56,12 @@ def test_sums_are_linear_in_integers_dictionaries_lists_and_dataclasses():
         combine([(1, [1]), (1, [1, 2])])
 
 
-def test_everything_that_is_counted_begins_at_zero():
-    for empty in (MicroBatchMemory(), StepMemory(), DryRunCounts()):
-        numbers = {f.name: getattr(empty, f.name) for f in fields(empty) if isinstance(getattr(empty, f.name), int)}
-        assert set(numbers.values()) == {0}, numbers
-        assert combine([(3, MicroBatchMemory())]) == MicroBatchMemory()
-
-
-# --- what a rank holds ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("gradients", "unsummed", "work", "most"),
-    [
-        (40, 0, 70, 10 + 3 + 40 + 20 + 70),  # in place
-        (40, 19, 70, 10 + 3 + 40 + 20 + 70),
-        (40, 20, 70, 10 + 3 + 20 + 70),  # shards are made when activations are gone
-        (40, 90, 100, 10 + 3 + 40 + 20 + 90),
-        (40, 90, 140, 10 + 3 + 20 + 140),
-        (0, 0, 5, 10 + 3 + 20 + 5),
-    ],
-)
+@pytest.mark.parametrize(("gradients", "unsummed", "work", "most"), [
+    (40, 0, 70, 10 + 3 + 40 + 20 + 70),  # in place
+    (40, 19, 70, 10 + 3 + 40 + 20 + 70),
+    (40, 20, 70, 10 + 3 + 20 + 70),  # shards are made when activations are gone
+    (40, 90, 100, 10 + 3 + 40 + 20 + 90), (40, 90, 140, 10 + 3 + 20 + 140), (0, 0, 5, 10 + 3 + 20 + 5),
+])  # fmt: skip
 def test_gradients_before_and_after_their_reduction_exist_together_only_at_the_end(gradients, unsummed, work, most):
     held = StepMemory(parameters=10, buffers=3, gradients=gradients, optimizer=20)
     stages = [MicroBatchMemory(unsummed=unsummed // 3), MicroBatchMemory(unsummed=unsummed - unsummed // 3)]
@@ -102,22 +84,12 @@ def test_flops_are_those_of_a_micro_batch_in_the_middle():
         assert (kept.forward_flops, kept.backward_flops) == (middle + 1, 10 * middle + 2)
 
 
-# --- outlines ---------------------------------------------------------------------------------------------------------
-
-
 def nothing(*_: Any) -> Any:
     raise AssertionError
 
 
 def outline(schedule: str, ranks: int, micro_batches: int, **more: Any) -> LayoutSpec:
     return LayoutSpec(schedule, ranks, micro_batches, None, [range(1)] * ranks, nothing, nothing, **more)
-
-
-def test_an_outline_is_of_equal_blocks_that_nothing_is_known_of():
-    made = outline("1f1b", 2, 8)
-    told = (made.linear, made.sharded, made.few, made.key, made.given, made.parameters, made.least)
-    assert told == (True, False, 1, None, None, 0, 0)
-    assert made.theory([0, 1]) == {}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,9 +135,6 @@ def test_a_model_builds_all_stages_of_its_rank():
     assert found.theory == {("tp", "[1, 3]"): 1}
 
 
-# --- make_work --------------------------------------------------------------------------------------------------------
-
-
 def test_the_work_of_a_whole_model_is_laid_out_as_it_would_be_prepared():
     block = nn.Linear(4, 4, device="meta")
     x = torch.ones(2, 4)
@@ -183,19 +152,6 @@ def test_the_work_of_a_whole_model_is_laid_out_as_it_would_be_prepared():
     assert work.autocast == Precision("bfloat16").autocast_dtype
 
 
-@pytest.mark.parametrize("precision", ["float32", Precision("bfloat16", autocast=True)], ids=["text", "policy"])
-@pytest.mark.parametrize("recompute", ["none", Recompute("full")], ids=["text", "policy"])
-def test_policies_are_given_by_name_or_as_such(precision, recompute):
-    block = nn.Linear(4, 4, device="meta")
-    work = make_work(
-        block, Mesh(), inputs=(torch.ones(2, 4),), loss=Tensor.sum, blocks=[block], precision=precision,
-        recompute=recompute, optimizer=torch.optim.SGD,
-    )  # fmt: skip
-    policy = Precision(precision) if isinstance(precision, str) else precision
-    assert (work.autocast, work.optimizer, work.plan.micro_batches) == (policy.autocast_dtype, torch.optim.SGD, 1)
-    assert block.weight.is_meta, "no memory is allocated"
-
-
 def test_an_optimizer_that_expects_the_model_is_refused_in_a_line():
     def work(mesh, arguments):
         block = nn.Linear(4, 4, device="meta")
@@ -205,11 +161,3 @@ def test_an_optimizer_that_expects_the_model_is_refused_in_a_line():
     words = r"^optimizer= gets a list of 2 parameters, not the model, and raised AttributeError.*: give optimizer"
     with pytest.raises(ValueError, match=words):
         dry_run(work)
-
-
-def test_the_defaults_of_a_found_step_are_of_one_stage_and_micro_batch():
-    empty = DryRunCounts()
-    assert (empty.plan.stages, empty.plan.micro_batches, len(empty.plan.ranks)) == (1, 1, 1)
-    assert (empty.stages, empty.times, empty.theory) == ([], [], {})
-    assert isinstance(empty.ledger, CommunicationCounter)
-    assert replace(empty, peak=5).total == 5

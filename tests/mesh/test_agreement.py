@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -107,36 +106,6 @@ def test_ranks_that_dont_come_are_named_on_the_others(late, what, told):
     assert ("wait", "1/missing") in store.requests
 
 
-def test_where_all_came_rank_0_is_named():
-    store = Asked()
-    store.timeout = timedelta(seconds=0.05)  # type: ignore[misc]
-    Agreement(store, 0, 2)
-    found = on_threads(1, lambda _: Agreement(store, 1, 2).merged(0, sum))
-    assert str(found[0]).startswith("all ranks came, but rank 0 did not answer within 0.05 s")
-
-
-def test_a_late_rank_is_asked_for_ever_more_rarely(monkeypatch):
-    slept, now = [], [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-
-    def sleep(seconds: float) -> None:
-        assert seconds > 0, "or it would ask without a pause"
-        slept.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    store = Asked()
-    store.timeout = timedelta(seconds=1e4)  # type: ignore[misc]
-    with pytest.raises(ValueError, match="did not come"):
-        Agreement(store, 0, 10)._hear("never")
-    waited = 0.0
-    for seconds in slept:
-        assert seconds == pytest.approx(min(2e-4 + 2e-5 * 10 + waited / 8, 1.0))
-        waited += seconds
-    assert max(slept) == 1.0
-    assert waited > 1e4
-
-
 def test_ranks_are_named_with_the_hosts_that_they_wrote(monkeypatch):
     monkeypatch.setattr(agreement.socket, "gethostname", lambda: "here")
     store = dist.HashStore()
@@ -153,9 +122,6 @@ def test_ranks_are_named_with_the_hosts_that_they_wrote(monkeypatch):
     assert name_ranks(None, [1, 2]) == "ranks 1, 2"
     store.set("mpcore/host/0", "z")
     assert name_ranks(store, [1, 2, 4, 4, 4, 4, 4, 4, 0]).endswith("(host a, b, c)"), "of eight ranks at most"
-
-
-# --- on simulated ranks -----------------------------------------------------------------------------------------------
 
 
 def told(work: Callable[[], Any]) -> tuple[str, str]:
@@ -226,18 +192,6 @@ def test_values_are_gathered_and_merged_in_the_order_of_the_ranks():
         assert (world, tp, most, alone, total) == ([0, 1, 2, 3], [first, first + 1], first + 1, [5], 5)
         assert divided[0] == (zero if first else "-1")
         assert failed == ("KeyError: 'k' (on rank 1 of 2)", "KeyError" if rank % 2 else "NoneType")
-
-
-def test_alone_an_error_is_raised_with_its_cause():
-    with pytest.raises(ValueError, match=r"^lost$") as found:
-        exchange(OSError("lost"), 1, None)
-    assert isinstance(found.value.__cause__, OSError)
-    with pytest.raises(ValueError, match=r"^TypeError: bad$") as found:
-        exchange(None, 1, None, lambda values: (_ for _ in ()).throw(TypeError("bad")))
-    assert gather_objects("a", None) == ["a"]
-    with pytest.raises(ValueError, match=r"^KeyError: 'k'$") as found:
-        raise_together(KeyError("k"))
-    assert isinstance(found.value.__cause__, KeyError)
 
 
 def shared(kinds: tuple, error: Exception) -> tuple[str, str, bool]:

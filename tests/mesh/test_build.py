@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import socket
 import tempfile
@@ -19,14 +18,11 @@ import torch
 import torch.distributed as dist
 
 import mpcore as mp
-from mpcore.mesh import guard, launch, layout, rendezvous
-from mpcore.mesh import log as of_log
+from mpcore.mesh import guard, layout, rendezvous
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.launch import Launch, read_launch
-from mpcore.mesh.rendezvous import enter_world, join_world, meet, open_store, start_world
+from mpcore.mesh.rendezvous import join_world, meet, open_store, start_world
 from mpcore.tools.invariant import TreeSums, invariant_mesh
-
-# --- axes -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_axis_is_known_by_its_group_or_by_role_size_and_rank():
@@ -35,51 +31,41 @@ def test_an_axis_is_known_by_its_group_or_by_role_size_and_rank():
     assert (axis.name, axis.group_name, axis.key, axis.order) == ("tp", "g", ("g",), ("tp", "g"))
     assert Axis(4, 1, group, "other", role="tp") == axis, "a name is no identity"
     alone = Axis(4, 1, role="tp")
-    assert (alone.key, alone.order, alone.group_name) == (("tp", 4, 1), ("tp", ""), "")
-    assert Axis().name == "axis"
+    assert (alone.key, alone.order, alone.group_name, Axis().name) == (("tp", 4, 1), ("tp", ""), "", "axis")
     for size in (3, 5):
         with pytest.raises(ValueError, match=f"the tp axis has size {size}, but its process group has 4 ranks"):
             Axis(size, 0, group, role="tp")
-
-
-def test_a_mesh_lists_its_axes_and_prints_those_that_are_cut():
     names = ["tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world", "worlds", "job"]
     mesh = Mesh(tp=Axis(2, 1), ep=Axis(4))
     assert list(mesh.axes) == names
     assert all(axis.role == name for name, axis in Mesh().axes.items())
     assert repr(mesh) == "Mesh(tp=2, ep=4)"
     assert str(Mesh(worlds=Axis(3, 2))).startswith("world 2 of 3: mesh of 1 ranks on cpu")
-    assert str(Mesh()).startswith("mesh of 1 ranks on cpu")
     assert Mesh().device == torch.device("cpu")
     before = time.time_ns()
     assert before <= Mesh().made_ns <= time.time_ns()
     assert mesh == Mesh(tp=Axis(2, 1), ep=Axis(4)), "meshes of the same axes are equal, whenever they were made"
 
 
-def test_a_block_closes_its_mesh_unless_it_raised(monkeypatch):
-    closed: list = []
-    monkeypatch.setattr(Mesh, "close", lambda self: closed.append(self))
-    mesh = Mesh()
-    with mesh as inner:
-        assert inner is mesh
-    assert closed == [mesh]
-    with pytest.raises(LookupError), mesh:
-        raise LookupError
-    assert closed == [mesh]
-
-
-def held() -> tuple[int, bool]:
+def of_a_job() -> tuple:
+    """An invariant mesh's degrees, what it and its mesh hold before and after its end, and two worlds."""
     on = mp.build_mesh(tp=2, device_type="cpu")
-    groups = {axis.group for axis in on.axes.values()} - {None, on.job.group}
-    names = [group.group_name for group in on._held]
-    return len(on._held), names == sorted(group.group_name for group in groups if group is not None)
+    with invariant_mesh(on, (2, 4)) as made:
+        found = degrees_of(made)
+    with pytest.raises(ValueError, match=r"disagree about the mesh \(virtual degrees: 2 and 4\)"):
+        invariant_mesh(on, 2 ** (1 + on.tp.rank))
+    on = mp.build_mesh(worlds=2, dp=2, device_type="cpu")
+    assert on.device_mesh is not None
+    assert (on.world.role, on.job.role) == ("world", "job")
+    return (found, (on.job.size, on.job.rank), (on.world.size, on.world.rank), (on.worlds.size, on.worlds.rank),
+            on.device_mesh.mesh_dim_names)  # fmt: skip
 
 
-def test_a_mesh_holds_each_group_once_but_the_jobs():
-    assert mp.simulate(held, ranks=4) == [(2, True)] * 4
-
-
-# --- sizes and ranks --------------------------------------------------------------------------------------------------
+def test_a_mesh_has_virtual_degrees_and_each_worker_a_world():
+    want, names = {"tp": 2, "dp": 4, "edp": 4, "data": 4}, ("worlds", "pp", "dp", "cp", "tp")
+    assert mp.simulate(of_a_job, ranks=4) == [
+        (want, (4, rank), (2, rank % 2), (2, rank // 2), names) for rank in range(4)
+    ]
 
 
 @pytest.mark.parametrize(("virtual", "sizes", "want"), [
@@ -103,41 +89,6 @@ def test_virtual_degrees_are_powers_of_two_that_sizes_divide(virtual, sizes, wan
 
 def degrees_of(on: Mesh) -> dict[str, int]:
     return {name: axis.sums.degree for name, axis in on.axes.items() if isinstance(axis.sums, TreeSums)}
-
-
-def test_a_process_alone_has_the_device_that_it_asks_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for given, device in (({}, "cuda"), ({"device_type": "cuda"}, "cuda"), ({"device_type": "cpu"}, "cpu")):
-        assert mp.build_mesh(**given).device_type == device
-    with pytest.raises(
-        ValueError, match=r"tp 2 needs 2 processes.*torch.distributed isn't running: start with torchrun"
-    ):
-        mp.build_mesh(tp=2)
-
-
-def degrees() -> dict[str, int]:
-    on = mp.build_mesh(tp=2, device_type="cpu")
-    found = degrees_of(invariant_mesh(on, (2, 4)))
-    with pytest.raises(ValueError, match=r"disagree about the mesh \(virtual degrees: 2 and 4\)"):
-        invariant_mesh(on, 2 ** (1 + on.tp.rank))
-    return found
-
-
-def test_a_mesh_has_its_virtual_degrees():
-    want = {"tp": 2, "dp": 4, "edp": 4, "data": 4}
-    assert mp.simulate(degrees, ranks=4) == [want] * 4
-
-
-def closed() -> list[int]:
-    on = mp.build_mesh(tp=2, device_type="cpu")
-    with invariant_mesh(on, 2) as made:
-        found = len(made._held)
-    return [found, len(on._held)]
-
-
-def test_an_invariant_mesh_closes_the_groups_of_its_mesh():
-    assert mp.simulate(closed, ranks=4) == [[2, 0]] * 4
 
 
 def test_the_worlds_of_a_job_are_of_consecutive_ranks():
@@ -164,20 +115,6 @@ def test_levels_of_cp_are_neighbours_within_and_strides_without():
     assert layout.divisors(12) == "take one of 1, 2, 3, 4, 6, 12"
 
 
-def test_a_large_mesh_is_drawn_in_short():
-    def cells(**sizes: int) -> list[str]:
-        return layout.layout_table(**sizes).splitlines()[1:]  # type: ignore[arg-type]
-
-    assert cells(dp=5)[0].count("|") == 5
-    assert cells(dp=6) == ["  stage 0 | dp 0: 0 | dp 1: 1 | dp 2: 2 | .. | dp 5: 5"]
-    assert cells(tp=5) == ["  stage 0 | dp 0: 0 1 2 3 4"]
-    assert cells(tp=6) == ["  stage 0 | dp 0: 0 1 2 .. 5"]
-    assert len(cells(pp=8)) == 8
-    assert [line.split(" |")[0] for line in cells(pp=9)] == [*(f"  stage {i}" for i in range(4)), "  ..", "  stage 8"]
-    head = layout.layout_table(ep=2, dp=4, etp=1, tp=2, device_type="cuda").splitlines()[0]
-    assert head == "mesh of 8 ranks on cuda: pp 1 x dp 4 x cp 1 x tp 2, ep 2, etp 1"
-
-
 def twins(sizes: dict[str, int]) -> dict[str, bool]:
     on = mp.build_mesh(device_type="cpu", **sizes)
     pairs = (("data", "dp"), ("etp", "tp"), ("edp", "data"))
@@ -188,38 +125,15 @@ def twins(sizes: dict[str, int]) -> dict[str, bool]:
     ({"tp": 2, "dp": 2}, {"data": True, "etp": True, "edp": True}),
     ({"cp": 2, "dp": 2}, {"data": False, "etp": True, "edp": True}),
     ({"dp": 4, "ep": 2}, {"data": True, "etp": True, "edp": False}),
-    ({"tp": 2, "dp": 2, "etp": 1}, {"data": True, "etp": False, "edp": False}),
     ({"dp": 4, "etp": 2}, {"data": True, "etp": False, "edp": False}),
 ])  # fmt: skip
 def test_axes_of_the_same_ranks_share_their_group(sizes, same):
     assert mp.simulate(twins, sizes, ranks=4) == [same] * 4
 
 
-def worlds() -> tuple[Any, ...]:
-    on = mp.build_mesh(worlds=2, dp=2, device_type="cpu")
-    assert on.device_mesh is not None
-    return ((on.job.size, on.job.rank), (on.world.size, on.world.rank), (on.worlds.size, on.worlds.rank),
-            on.device_mesh.mesh_dim_names, on.world.role, on.job.role)  # fmt: skip
-
-
-def test_each_worker_has_a_world_of_its_own():
-    names = ("worlds", "pp", "dp", "cp", "tp")
-    assert mp.simulate(worlds, ranks=4) == [
-        ((4, rank), (2, rank % 2), (2, rank // 2), names, "world", "job") for rank in range(4)
-    ]
-
-
-# --- launchers --------------------------------------------------------------------------------------------------------
-
-ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
-
-
-def test_a_world_of_one_by_its_variables_is_no_world():
-    assert read_launch(ALONE) == read_launch({"WORLD_SIZE": "1"}) == read_launch({}) == Launch()
-    assert Launch() == Launch(0, 1, 0, 1, "", 0, "", "", False, 0)
-
-
 def test_the_rank_that_keeps_the_store():
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == read_launch({"WORLD_SIZE": "1"}) == read_launch({})
+    assert read_launch({}) == Launch() == Launch(0, 1, 0, 1, "", 0, "", "", False, 0)
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
     assert read_launch(told).keeps_store
     assert not read_launch({**told, "RANK": "1"}).keeps_store
@@ -230,22 +144,11 @@ def test_the_rank_that_keeps_the_store():
     found = read_launch({**told, "RANK": "1", "LOCAL_RANK": "1"})
     assert (found.local_rank, found.local_size) == (1, 2), "as many as there must be"
     assert (read_launch(told).local_rank, read_launch(told).local_size) == (0, 1)
-
-
-def test_ports_are_between_1_and_65535():
     for port in ("1", "65535"):
-        assert launch._port({"MASTER_PORT": port}, 5) == int(port)
-    for port in ("0", "65536", "-1"):
-        with pytest.raises(ValueError, match=f"MASTER_PORT {port} isn't between 1 and 65535"):
-            launch._port({"MASTER_PORT": port}, 5)
-    assert launch._port({}, 5) == 5
-    assert [launch._number({"A": text}, "A", 3) for text in ("7", "-7", "")] == [7, -7, 3]
-    for wrong in ("1.0", "x", "1 ", "--1"):
-        with pytest.raises(ValueError, match="is no whole number"):
-            launch._number({"A": wrong}, "A", 3)
-
-
-# --- joining ----------------------------------------------------------------------------------------------------------
+        assert read_launch({**told, "MASTER_PORT": port}).port == int(port)
+    for wrong, said in (("0", "isn't between 1 and 65535"), ("65536", "isn't between"), ("1.0", "no whole number")):
+        with pytest.raises(ValueError, match=f"MASTER_PORT.*{said}"):
+            read_launch({**told, "MASTER_PORT": wrong})
 
 
 def here(rank: int, size: int = 2, **changes: Any) -> Launch:
@@ -377,44 +280,6 @@ def test_a_store_is_opened_on_the_address_that_the_launcher_says(monkeypatch):
     assert waited == [("127.0.0.1", 29999, 3.0)]
 
 
-def test_a_port_is_waited_for_until_the_time_is_over(monkeypatch):
-    slept, now, tried = [], [0.0], []
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    def connect(address: tuple, timeout: float) -> Any:
-        tried.append((address, timeout))
-        if len(tried) == 3:
-            return SimpleNamespace(close=lambda: None)
-        raise OSError("refused")
-
-    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
-    monkeypatch.setattr(socket, "create_connection", connect)
-    rendezvous._wait_for_port("localhost", 29999, 1.0)
-    assert slept == [0.1] * 2
-    assert [timeout for _, timeout in tried] == [1.0, pytest.approx(0.9), pytest.approx(0.8)]
-    assert tried[0][0] == ("localhost", 29999)
-    now[0] = 0.0
-    tried.extend([None] * 9)  # type: ignore[list-item]
-    with pytest.raises(OSError, match="refused"):
-        rendezvous._wait_for_port("localhost", 29999, 0.35)
-    assert tried[-1][1] == pytest.approx(0.1), "no attempt is shorter"
-    assert now[0] == pytest.approx(0.3)
-
-
-def test_torchruns_worlds_are_told_apart_by_itself():
-    store: Any = SimpleNamespace(set=pytest.fail, wait=pytest.fail)
-    for rank in (0, 1):
-        enter_world(store, here(rank, launcher="torchrun"), 1.0)
-    real = dist.HashStore()
-    enter_world(real, here(0), 1.0)
-    assert real.get("mpcore/world") == b"one world of 2 ranks"
-    enter_world(real, here(1), 1.0)
-
-
 def test_a_meeting_counts_once_for_each_rank_and_hears_of_the_first_message(monkeypatch):
     slept: list = []
     real = time.sleep
@@ -442,26 +307,6 @@ def test_a_meeting_counts_once_for_each_rank_and_hears_of_the_first_message(monk
     with pytest.raises(ValueError, match=r"of 5000 ranks 1, 2, .* did not arrive within 0\.001 s"):
         meet(dist.HashStore(), 0, 5000, 0.001)
     assert set(slept) <= {1.0}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_speaks_when_the_time_is_over_and_the_others_hear_it_for_a_second(monkeypatch, rank):
-    store, now, slept = dist.HashStore(), [50.0], []
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
-
-    def sleep(seconds: float) -> None:
-        assert seconds > 0
-        slept.append(seconds)
-        now[0] += seconds
-
-    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
-    monkeypatch.setattr(rendezvous, "_wait_for", lambda store, key, timeout: "attempt x")
-    with pytest.raises(ValueError, match=f"of 2 ranks {1 - rank} did not arrive within 3 s"):
-        meet(store, rank, 2, 3.0)
-    assert sum(slept) == pytest.approx(3.0 + rank, abs=0.011)
-
-
-# --- a start that hangs -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -506,73 +351,3 @@ def test_a_start_has_ten_seconds_more_than_its_timeout(timers):
     assert mp.simulate(lambda: guarded(5), ranks=2) == [5, 5]
     assert timers == []
     assert guarded.__name__ == "start"
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_the_end_of_a_start_says_whether_the_host_of_rank_0_answers(monkeypatch, answers):
-    ends, said, tried = [], [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    guard.log.addHandler(handler)
-
-    def connect(address: tuple, timeout: float) -> Any:
-        tried.append((address, timeout))
-        if not answers:
-            raise OSError("no route")
-        return SimpleNamespace(close=lambda: None)
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(guard.os, "_exit", ends.append)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "there", "MASTER_PORT": "29400"}.items():
-        monkeypatch.setenv(name, value)
-    try:
-        guard._end(12.5)
-        monkeypatch.delenv("MASTER_PORT")  # as of another launcher
-        guard._end(12.5)
-    finally:
-        guard.log.removeHandler(handler)
-    assert ends == [70, 70]
-    assert tried == [(("there", 29400), 3), (("there", 0), 3)]
-    for line, port in zip(said, (29400, 0), strict=True):
-        silent = f"the host of rank 0 at there:{port} gives no answer (no route): it is down, or the link to it is cut"
-        why = "a rank that had arrived gives no answer" if answers else silent
-        assert line == (
-            f"on {socket.gethostname()}: the mesh was not built within 12.5 s: {why}. Start the run again when all "
-            f"hosts reach there:{port}"
-        )
-
-
-# --- the log ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_record_has_the_rank_that_the_process_has(monkeypatch):
-    monkeypatch.setattr(of_log.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(of_log.dist, "get_rank", lambda: 7)
-    assert of_log._rank() == 7
-    monkeypatch.undo()
-    assert mp.simulate(of_log._rank, ranks=2) == [0, 1]
-    monkeypatch.setattr(of_log.dist, "is_initialized", lambda: False)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "4")
-    assert of_log._rank() == "4", "of another launcher"
-    monkeypatch.delenv("RANK")
-    assert of_log._rank() == 0
-    record: Any = SimpleNamespace()
-    assert of_log._add_rank(record)
-    assert record.rank == 0
-
-
-def test_lines_are_printed_where_nobody_configured_a_log(monkeypatch, capsys):
-    root, ours = logging.getLogger(), logging.getLogger("mpcore")
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(ours, "handlers", [of_log._lines])
-    of_log.get_logger("mpcore.words").warning("said %d", 3)
-    line = capsys.readouterr().err
-    assert line.endswith(" rank 0: said 3\n")
-    time.strptime(line.split(" rank ")[0], "%Y-%m-%d %H:%M:%S")
-    for target, handlers in ((root, [logging.NullHandler()]), (ours, [of_log._lines, logging.NullHandler()])):
-        with monkeypatch.context() as patch:
-            patch.setattr(target, "handlers", handlers)
-            of_log.get_logger("mpcore.words").warning("said")
-        assert capsys.readouterr().err == ""

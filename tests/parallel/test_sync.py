@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,14 +64,6 @@ def test_the_last_micro_batch_completes_the_sums(zero, last):
     assert second == backward(*(BACKWARDS[zero, last] if zero > 1 else [False] * 3))
 
 
-@pytest.fixture
-def ends(monkeypatch) -> list:
-    """The roots whose backward was ended."""
-    found: list = []
-    monkeypatch.setattr(sync.fsdp, "end_backward", found.append)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def no_end(monkeypatch) -> None:
     monkeypatch.setattr(sync.fsdp, "end_backward", lambda root: None)
@@ -87,91 +78,6 @@ def test_leaves_keep_their_gradients_until_they_are_reduced():
         assert second == backward(False, False, zero == 3)
 
 
-@pytest.mark.parametrize(("zero", "leaves", "asked", "sums"), [
-    (1, False, False, True), (2, False, False, False), (3, False, False, False), (1, False, True, False),
-    (1, True, True, True), (2, True, True, True), (3, True, True, True), (3, True, False, False),
-])  # fmt: skip
-def test_what_no_micro_batch_summed_is_summed_once_a_step(ends, zero, leaves, asked, sums):
-    stage = stage_of(zero, leaves=leaves)
-    sync.reduce_once(stage, asked)
-    first, second = told(stage)
-    assert first == ([("is_last_backward", True), *backward(True, True, True)] if sums else [])
-    assert second == (backward(True, True, True) if sums else [])
-    assert ends == ([state_of(stage).root] if sums else [])
-
-
-def test_a_split_backward_ends_after_its_second_half(ends):
-    for zero in (1, 2):
-        stage = stage_of(zero)
-        sync.reduce_held(stage, True)
-        assert ends.pop() is state_of(stage).root
-    alone = nn.Linear(2, 2)
-    sync.reduce_held(alone, True)
-    sync.reduce_once(alone)
-    assert ends == []
-    assert state_of(alone).root is None
-
-
-class Early:
-    """The sums of plain data parallelism."""
-
-    def __init__(self) -> None:
-        self.calls, self.armed = [], True
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda: self.calls.append(name)
-
-
-def test_plain_data_parallelism_begins_its_sums_in_the_last_backward():
-    stage = stage_of(0, 0, early=Early())
-    early: Any = state_of(stage).early
-    sync.set_gradient_sync(stage, False)
-    assert early.calls == ["check_settled"]
-    sync.set_gradient_sync(stage, True)
-    assert early.calls == ["check_settled", "check_settled", "arm"]
-    early.calls.clear()
-    sync.finish_gradients([stage, nn.Linear(2, 2)])
-    assert early.calls == ["begin_rest"]
-    sync.reduce_once(stage)
-    assert early.calls == ["begin_rest"] * 2
-    assert early.armed
-    sync.hold_gradients(stage)
-    assert not early.armed
-    assert [sync.sums_within_backward(each) for each in (stage, stage_of(1), stage_of(2), nn.Linear(2, 2))] == [
-        True, False, True, False,
-    ]  # fmt: skip
-    assert [sync.drops_parameters(stage_of(zero)) for zero in (1, 2, 3)] == [False, False, True]
-    assert [sync.reduces_each_micro_batch(stage_of(zero, leaves=leaves)) for zero, leaves in
-            itertools.product((1, 2, 3), (False, True))] == [False, False, True, False, True, False]  # fmt: skip
-
-
-def test_parameters_stay_gathered_for_all_forwards_of_a_block(monkeypatch):
-    shards: list = []
-    monkeypatch.setattr(sync, "reshard", shards.append)
-    for zero in (1, 2, 3):
-        stage, other, flat = stage_of(zero), nn.Linear(2, 2), ("recurse", False)
-        with sync.gathered([stage, other]):
-            assert state_of(stage).gathered
-            assert told(stage) == [[("reshard_after_forward", False, flat)] * (zero == 3)] * 2
-            sync.after_forward(stage, stage, (), torch.ones(2))
-            assert shards == [], "a forward leaves them gathered"
-            with sync.gathered(stage):
-                told(stage)
-            assert told(stage) == [[("reshard_after_forward", False, flat)] * (zero == 3)] * 2
-            assert shards == [], "the outer block goes on"
-        assert not state_of(stage).gathered
-        assert told(stage) == [[("reshard_after_forward", True, flat)] * (zero == 3)] * 2
-        assert shards == [stage]
-        shards.clear()
-        with pytest.raises(LookupError), sync.gathered(stage):
-            raise LookupError
-        assert shards == [stage], "also after an error"
-        shards.clear()
-    told(stage)
-    sync.gather(stage)
-    assert told(stage) == [[("unshard",)]] * 2
-
-
 @pytest.mark.parametrize(("out", "hides"), [
     (torch.ones(1), False), ((torch.ones(1), 3, "a", 2.5, 1j, None), False), ({"x": [torch.ones(1)]}, False),
     ((), True), (None, True), ([None], True), (SimpleNamespace(x=1), True), ((torch.ones(1), SimpleNamespace()), True),
@@ -179,9 +85,6 @@ def test_parameters_stay_gathered_for_all_forwards_of_a_block(monkeypatch):
 ])  # fmt: skip
 def test_an_output_hides_tensors_in_objects_that_nobody_looks_into(out, hides):
     assert sync.hides_tensors(out) is hides
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def mesh_of(size: int, edp: int | None = None, running: bool = True) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import types
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,6 @@ from tests.pool import mesh
 from tests.quick import some
 
 hf = pytest.importorskip("transformers")
-module: Any = importlib.import_module("mpcore.interop.cut")
 
 V, T, B, LAYERS = 40, 9, 8, 4
 SMALL = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -29,13 +25,11 @@ GPT2 = {"vocab_size": V, "n_embd": 16, "n_layer": LAYERS, "n_head": 4, "n_positi
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **WIDE)),
     "gpt2, tied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
-    "gemma2, tied, two kinds of attention": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**SMALL, **WIDE, sliding_window=6)
-    ),
-    "bert, tied, with a second name of a bias": lambda: hf.BertForMaskedLM(
-        hf.BertConfig(**SMALL, intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
-    ),
-}
+    "gemma2, tied, two kinds of attention": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, **WIDE,
+     sliding_window=6)),
+    "bert, tied, with a second name of a bias": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL,
+     intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+}  # fmt: skip
 
 
 def build(name: str) -> nn.Module:
@@ -146,6 +140,8 @@ class Words(nn.Module):
         if change == "both tied":
             self.head, self.layers[3].bias = nn.Linear(8, V, bias=False), self.layers[0].bias
             self.head.weight = self.table.weight
+        if change == "raw":
+            self.scale = nn.Parameter(torch.ones(1))
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
@@ -156,40 +152,43 @@ class Words(nn.Module):
             x = self.between(x) if i == 1 and self.change == "between" else x
             x = x * 2 if self.change == "between in words" else x
             x = x + torch.zeros(6, 8) if self.change == "at most six tokens" else x
-        return self.head(x)
+        x = self.head(x)
+        if self.change == "infinite":
+            return torch.cat([x, torch.full_like(x[..., :1], torch.nan), x[..., :1] / 0], -1)
+        return x.argmax(-1) if self.change == "indices" else x
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: Words("shared"), r"the layers of Words are called in the order \[.*\], not once each"),
-        (lambda: Words("backwards"), r"called in the order \[3, 2, 1, 0\]"),
-        (lambda: Words("between"), "between is called between the layers"),
-        (lambda: Words("both tied"), "is used in the stages .*: only a table and the head may be tied"),
-        (lambda: Words("at most six tokens"), r"Words fails on ids \(2, 7\): The size of .* as example="),
-        (lambda: Words("long residual"), "in a row they return other values than the model"),
-        (lambda: nn.Linear(4, 4), "Linear has no nn.ModuleList of layers"),
-        (lambda: Words().to("meta"), "table.weight has no values"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (lambda: Words("shared"), r"the layers of Words are called in the order \[.*\], not once each"),
+    (lambda: Words("backwards"), r"called in the order \[3, 2, 1, 0\]"),
+    (lambda: Words("between"), "between is called between the layers"),
+    (lambda: Words("both tied"), "is used in the stages .*: only a table and the head may be tied"),
+    (lambda: Words("at most six tokens"), r"Words fails on ids \(2, 7\): The size of .* as example="),
+    (lambda: Words("long residual"), "in a row they return other values than the model"),
+    (lambda: Words("between in words"), "in a row they return other values than the model"),
+    (lambda: Words("indices"), "can't be cut into 2 stages: in a row they return other values"),
+    (lambda: Words("raw"), "scale is a parameter beside the layers"),
+    (lambda: nn.Linear(4, 4), "Linear has no nn.ModuleList of layers"),
+    (lambda: Words().to("meta"), "table.weight has no values"),
+])  # fmt: skip
 def test_what_would_be_another_model_is_refused(model, message):
     with pytest.raises(ValueError, match=message):
         alone(model())
 
 
-def test_a_scaled_stream_between_layers_and_too_many_stages():
-    """What the forward does to each layer's output is done on the layer's stage, or the cut is refused."""
-    with pytest.raises(ValueError, match="in a row they return other values than the model"):
-        alone(Words("between in words"))
+def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage():
     with pytest.raises(ValueError, match="4 blocks are fewer than the 5 stages"):
         alone(Words(), pp=5)
     assert len(alone(Words(), pp=4)) == 4
+    assert len(alone(Words("infinite"))) == 2
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
-
-
-# --- the parts of a cut ------------------------------------------------------------------------------------------
+    (model := Words()).layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    first, _ = alone(model)
+    assert [module.training for module in model.modules()] == modes
+    assert not first.layers[1].training
 
 
 class Pairs(Words):
@@ -283,56 +282,6 @@ def test_a_layer_of_another_stage_returns_as_many_things(returned):
     assert not list(passed.parameters())
 
 
-def test_modes_of_training_survive_the_trial():
-    model = Words()
-    model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    first, _ = cutting(model)
-    assert [module.training for module in model.modules()] == modes
-    assert not first.layers[1].training
-
-
-def test_ids_of_the_trial_are_below_the_smallest_vocabulary():
-    model = Words()
-    ids = module._ids(model)
-    assert ids.shape == (2, 7)
-    assert 2 <= int(ids.min()) < int(ids.max()) < V
-    assert torch.equal(ids, module._ids(model))
-    model.config = types.SimpleNamespace(vocab_size=5)
-    assert int(module._ids(model).max()) == 4
-    with pytest.raises(ValueError, match=r"Linear has no table of ids: give ids \[B, T\] of a forward as example="):
-        module._ids(nn.Linear(2, 2))
-
-
-def test_the_layers_are_the_outermost_list_with_the_most_parameters():
-    def of(*sizes: int) -> nn.ModuleList:
-        return nn.ModuleList(nn.Linear(size, size) for size in sizes)
-
-    model = nn.Module()
-    model.small, model.large, model.one = of(2, 2), of(3, 3), of(50)
-    assert module._layers(model)[0] == "large"
-    outer = nn.Module()
-    outer.inner, outer.other = nn.ModuleList([of(9, 9), of(9, 9)]), of(12, 12)
-    assert module._layers(outer)[0] == "inner", "lists within a list are no candidates"
-    for none in (nn.ModuleList([nn.Linear(2, 2)] * 3), nn.Sequential(nn.Linear(2, 2))):
-        with pytest.raises(ValueError, match=r"has no nn\.ModuleList of layers"):
-            module._layers(none)
-
-
-def test_a_raw_parameter_is_refused_by_its_full_name():
-    model = nn.Module()
-    model.body = Words()
-    model.body.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match=r"^body\.scale is a parameter beside the layers"):
-        list(module._units(model, model.body.layers))
-
-
-def test_a_model_that_is_sharded_over_data_is_refused(monkeypatch):
-    monkeypatch.setattr(module.fsdp, "units", lambda model: [model])
-    with pytest.raises(ValueError, match="the model is sharded over data already: cut it first, prepare shards its"):
-        cutting(Words())
-
-
 class Tied(Words):
     """The head's weight is the table's."""
 
@@ -343,55 +292,8 @@ class Tied(Words):
         del self.between
 
 
-def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one(monkeypatch):
+def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one():
     first, last = cutting(Tied())
     assert first.table.weight is last.table.weight is last.head.weight
     assert mp.sharding.shardings(first)["table.weight"].partial == ()  # this process has no ends
     assert [len(cutting(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]
-    pp4 = dataclasses.replace(mp.Mesh(), pp=mp.Axis(4, 0, name="pp", role="pp"))
-    four = find_schedule("1f1b", 4, 8)
-    moved = dataclasses.replace(four)
-    object.__setattr__(moved, "rank_of", {0: 1, 1: 0, 2: 3, 3: 2})
-    monkeypatch.setattr(module, "find_schedule", lambda *given: moved)
-    with pytest.raises(
-        ValueError, match=r"table\.weight is tied between the pipeline ranks \(1, 2\): only 0 and 3 sum"
-    ):
-        mp.pipeline_stages(Tied(), pp4, micro_batches=8)
-
-
-def test_stages_that_fail_in_turn_are_refused_with_the_error(monkeypatch):
-    real, calls = module._run, []
-
-    def run(*given):
-        calls.append(given)
-        if len(calls) == 2:
-            raise LookupError("lost")
-        return real(*given)
-
-    monkeypatch.setattr(module, "_run", run)
-    with pytest.raises(ValueError, match="Words can't be cut into 2 stages: run in turn, they fail: LookupError: lost"):
-        cutting(Words())
-    assert [len(given[1]) for given in calls] == [1, 2]
-
-
-class Nothing(Words):
-    """Returns indices alone."""
-
-    def forward(self, ids):
-        return super().forward(ids).argmax(-1)
-
-
-def test_a_model_without_a_floating_output_cant_be_compared():
-    with pytest.raises(ValueError, match="Nothing can't be cut into 2 stages: in a row they return other values"):
-        cutting(Nothing())
-
-
-def test_infinities_at_one_place_are_the_same():
-    class Infinite(Words):
-        """Returns an infinity and NaN beside its values."""
-
-        def forward(self, ids):
-            x = super().forward(ids)
-            return torch.cat([x, torch.full_like(x[..., :1], torch.nan), x[..., :1] / 0], -1)
-
-    assert len(cutting(Infinite())) == 2

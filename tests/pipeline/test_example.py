@@ -53,22 +53,3 @@ def test_trace_leaves_a_picture_of_the_plan_and_of_the_run(ranks, tmp_path):
     ran = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
     plan = build_schedule("zb", 2, 8)
     assert ran == {str(action): rank for rank, actions in enumerate(plan.ranks) for action in actions}
-
-
-def check_refused(path: str) -> None:
-    for flags, message in [
-        (["--schedule", "zigzag"], "schedule 'zigzag' is none of naive, gpipe"),
-        (["--schedule", "zbv", "--virtual-stages", "3"], "zbv has exactly 2 virtual stages a rank, not 3"),
-        (["--schedule", "interleaved", "--virtual-stages", "3"], "5 blocks are fewer than the 6 stages"),
-        (["--schedule", "dualpipev", "--global-batch", "3"], "3 micro-batches are fewer than the 4 stages"),
-        (["--schedule", path], "deadlocks: 1B0, action 0 of rank 1, waits for 1F0"),
-        (["--schedule", path + ".csv"], r"can't be read"),
-    ]:
-        size = [] if path not in flags else ["--global-batch", "1"]
-        with pytest.raises(ValueError, match=message):
-            Trainer(parse([*FLAGS, *size, *flags]), mesh(pp=2))
-
-
-def test_what_the_flags_cant_have_is_refused_on_every_rank(ranks, tmp_path):
-    (tmp_path / "deadlock.csv").write_text("0F0,0B0\n1B0,1F0\n")
-    ranks(2, check_refused, str(tmp_path / "deadlock.csv"))

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.config import GPTConfig
-from examples.gpt.model import build_stages
-from mpcore import Mesh, vocab_parallel_cross_entropy
+from mpcore import Mesh
 from mpcore.memory_footprint import StorageTracker
-from mpcore.parallel import recompute, shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.messages import other_end, peer_of, releases
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule, with_messages
@@ -105,59 +102,6 @@ def test_the_bytes_held_are_those_counted(ranks, name, pp, m):
 def test_memory_does_not_grow_with_micro_batches_where_the_schedule_allows_it(name):
     few, many = (counted(name, 4, m) for m in (16, 64))
     assert (few == many) == (name in FLAT), (few, many)
-
-
-# Narayanan et al. (2021), arXiv:2104.04473, table 1: billions of parameters, heads, width, layers, tp, pp, GPUs, batch.
-PUBLISHED = [
-    (1.7, 24, 2304, 24, 1, 1, 32, 512),
-    (3.6, 32, 3072, 30, 2, 1, 64, 512),
-    (7.5, 32, 4096, 36, 4, 1, 128, 512),
-    (18.4, 48, 6144, 40, 8, 1, 256, 1024),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536),
-    (76.1, 80, 10240, 60, 8, 4, 1024, 1792),
-    (145.6, 96, 12288, 80, 8, 8, 1536, 2304),
-    (310.1, 128, 16384, 96, 8, 16, 1920, 2160),
-    (529.6, 128, 20480, 105, 8, 35, 2520, 2520),
-    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072),
-]
-
-
-def published(on: Mesh, arguments: list[str]) -> Work:
-    """A stage of a GPT of the paper: one sequence of 2,048 tokens a micro-batch, full recompute, 1F1B, ZeRO-1."""
-    heads, width, layers, batch = map(int, arguments)
-    config = GPTConfig(
-        vocab_size=51200, seq_len=2048, layers=layers, d_model=width, heads=heads, d_ff=4 * width, activation="gelu",
-        norm="layer", positions="learned", bias=True, tie_embeddings=True,
-    )  # fmt: skip
-    cut = [range(i * layers // on.pp.size, (i + 1) * layers // on.pp.size) for i in range(on.pp.size)]
-    (stage,) = build_stages(config, on, cut, range(on.pp.size), device="meta", sequence_parallel=on.tp.size > 1)
-    recompute(stage.blocks.values(), "full", preserve_rng_state=False)
-    shard_data_parallel(stage, on, stage.blocks.values(), zero=1)
-    tokens = lambda: torch.zeros(1, 2048, dtype=torch.int64)  # noqa: E731
-    shape = (1, 2048 // on.tp.size, width)
-
-    def inputs(_: int) -> tuple[tuple, dict]:
-        return ((torch.empty(shape) if on.pp.rank else tokens(),), {"samples": torch.zeros(1, dtype=torch.int64)})
-
-    def loss(logits: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, tokens(), tp=on.tp, vocab_size=51200, reduction="sum")
-
-    adam = partial(torch.optim.AdamW, foreach=False, fused=False)
-    plan = build_schedule("1f1b", on.pp.size, batch // on.dp.size)
-    return Work([stage], plan, inputs, loss, adam, autocast=torch.bfloat16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]}B")
-def test_published_layouts_fit_80_gb(row):
-    billions, heads, width, layers, tp, pp, gpus, batch = row
-    parameters = 12 * layers * width**2 * (1 + 13 / (12 * width) + (51200 + 2048) / (12 * layers * width))
-    assert parameters / 1e9 == pytest.approx(billions, rel=0.01, abs=0.06)
-    arguments = [str(number) for number in (heads, width, layers, batch)]
-    for rank in (0, gpus - 1):
-        found = dry_run(published, arguments, rank, tp=tp, pp=pp, dp=gpus // tp // pp)
-        print(f"{billions}B, rank {rank}: {found.total / 1e9:.1f} GB, of them {found.peak / 1e9:.1f} GB in flight")
-        assert found.total < 80e9
 
 
 def knowledge(plan: Schedule) -> dict[Action, list[int]]:

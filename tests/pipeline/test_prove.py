@@ -46,13 +46,6 @@ def test_virtual_stages_match_their_closed_forms(name, V):
             assert proof.peaks == (P,) * P, "weight gradients that wait hold their activations"
 
 
-def test_split_backward_leaves_a_third_of_the_idle_time_of_1f1b():
-    for P, M in [(2, 2), (4, 8), (8, 32), (16, 64)]:
-        idle = [prove(build_schedule(name, P, M)) for name in ("1f1b", "zb")]
-        whole, third = (proof.bubble * proof.makespan for proof in idle)
-        assert third == pytest.approx(whole / 3, abs=1e-9), (P, M)
-
-
 def test_v_shaped_schedules():
     """ZBV has no bubble but the first and last ramp, and holds no more than 1f1b (section 6 of the paper)."""
     for P, M in [(2, 4), (4, 8), (4, 16), (8, 16), (16, 64)]:
@@ -101,9 +94,6 @@ def test_spans_keep_the_order_of_each_rank_and_of_each_dependency(name):
         assert first.start >= last.end + delay - 1e-12
     assert isinstance(proof.spans[0], Span)
     assert proof.makespan == max(span.end for span in proof.spans)
-
-
-# --- broken schedules ---------------------------------------------------------------------------------------------
 
 
 def change(schedule, rank, actions, name="broken"):
@@ -261,16 +251,3 @@ def test_pitfall_35_broken_schedules_are_refused_and_the_fault_is_named(fault):
         with pytest.raises(ValueError, match=message) as found:
             prove(broken)
         assert len(str(found.value)) < 600
-
-
-def test_the_first_action_that_cant_run_comes_first():
-    ranks = (
-        (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)),
-        (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0)),
-    )
-    with pytest.raises(ValueError, match="deadlocks") as found:
-        prove(Schedule("crossed", ranks, 2, 2))
-    assert str(found.value) == (
-        "the schedule deadlocks: 1F1, action 0 of rank 1, waits for 0F1, action 2 of rank 0 "
-        "(and 0B0, action 1 of rank 0, waits for 1B0, action 3 of rank 1)"
-    )

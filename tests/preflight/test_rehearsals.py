@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,25 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt import pretrain
 from examples.gpt.arguments import parse
 from examples.gpt.config import PRESETS
 from mpcore.pipeline.schedules import find_schedule
-from mpcore.tools.preflight import rehearse as rehearse_module
 from mpcore.tools.preflight.rehearsals import (
     check_digits,
     check_validation,
     compare,
     differing,
     distinct,
-    error,
     pick,
     resumed,
     within_rounding,
 )
-from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, die, kill, quiet, rehearse, wrong_loss
+from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, rehearse, wrong_loss
 from mpcore.tools.preflight.toy import Toy, shrink, write_corpus
-from mpcore.tools.verify.pool import RankError
 from mpcore.tools.verify.run import SHIFT, RankRecord, check_slope, direction
 
 LOGITS, TARGETS = torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(12).view(2, 6) % 5
@@ -68,35 +62,20 @@ class Rounded(torch.autograd.Function):
         return dy.bfloat16().to(dy.dtype)
 
 
-@pytest.mark.parametrize(
-    ("loss", "sentence"),
-    [
-        (sum_loss, ""),
-        (writing_loss, "writes to its logits"),
-        (logarithm_loss, "is inf, torch's"),
-        (every_target_loss, "gives an ignored target a gradient"),
-        (lambda x, y: sum_loss(Rounded.apply(x), y), "it is rounded, or wrong"),
-        (lambda x, y: 2 * sum_loss(x, y), "torch's"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "sentence"), [
+    (sum_loss, ""), (writing_loss, "writes to its logits"), (logarithm_loss, "is inf, torch's"),
+    (every_target_loss, "gives an ignored target a gradient"),
+    (lambda x, y: sum_loss(Rounded.apply(x), y), "it is rounded, or wrong"),
+    (lambda x, y: 2 * sum_loss(x, y), "torch's"),
+])  # fmt: skip
 def test_a_loss_that_is_not_torchs_is_refused(loss, sentence):
     said = wrong_loss(loss, LOGITS, TARGETS)
     assert (sentence in said) if sentence else said == ""
 
 
-@pytest.mark.parametrize(
-    ("got", "sentence"),
-    [
-        (5.0, ""),
-        (3.75, r"is 3.75, not 5 \(0.75 times as large\)..* don't count targets that are -100"),
-        (0.0, "only the last pipeline stage has the loss"),
-    ],
-)
-def test_a_wrong_evaluation_is_named(got, sentence):
-    if not sentence:
-        check_validation(got, 5.0, "dp 2")
-        return
-    with pytest.raises(ValueError, match=sentence):
+@pytest.mark.parametrize("got", [3.75, 0.0, 5.0])
+def test_a_wrong_evaluation_is_named(got):
+    with nullcontext() if got == 5 else pytest.raises(ValueError, match=f"is {got:g}, not 5|only the last pipeline"):
         check_validation(got, 5.0, "dp 2")
 
 
@@ -122,9 +101,6 @@ def test_a_sum_of_half_precision_has_more_digits_than_a_term():
         check_digits(torch.bfloat16, seen((a + b).float()))
 
 
-# --- what ranks saw -------------------------------------------------------------------------------------------------
-
-
 def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
     w = torch.tensor([1.0, 2.0], dtype=torch.float64)
     steps = dict(enumerate(losses))
@@ -144,53 +120,42 @@ def test_the_ranks_of_a_worker_have_all_of_its_parameters():
     assert pick([rank(0, kept={})], 0).kept == {}
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({}, ""),
-        ({"losses": {0: 4.0, 1: 3.0 * (1 + 0.9e-8), 2: 2.0, 3: 1.0}}, ""),
-        ({"losses": {0: 4.0, 1: 3.0 * (1 + 1.1e-8), 2: 2.0, 3: 1.0}}, "here: loss 3.000000033 of step 1 is not 3: why"),
-        ({"losses": {0: 9.0, 1: 3.0, 2: 2.0, 3: 1.0}}, ""),  # of step 0, which isn't compared
-        ({"losses": {0: 4.0, 1: 3.0, 2: 2.0, 3: math.nan}}, "here: loss nan of step 3 is not 1: why"),
-        ({"norms": {1: 1.0, 2: 1.5, 3: 1.0}}, "here: norm 1.5 of step 2 is not 1: why"),
-        ({"state": {"w": torch.tensor([1.0, 2.0 + 1e-6])}}, "here, after step 3: w is off by 9.54e-07: why"),
-        ({"validation": 3.0}, "here: the training losses and the parameters are equal, but the validation loss is 3"),
-    ],
-)
+def refused(sentence: str) -> Any:
+    return pytest.raises(ValueError, match=f"^{re.escape(sentence)}") if sentence else nullcontext()
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({}, ""),
+    ({"losses": {0: 4.0, 1: 3.0 * (1 + 0.9e-8), 2: 2.0, 3: 1.0}}, ""),
+    ({"losses": {0: 4.0, 1: 3.0 * (1 + 1.1e-8), 2: 2.0, 3: 1.0}}, "here: loss 3.000000033 of step 1 is not 3: why"),
+    ({"losses": {0: 9.0, 1: 3.0, 2: 2.0, 3: 1.0}}, ""),  # of step 0, which isn't compared
+    ({"losses": {0: 4.0, 1: 3.0, 2: 2.0, 3: math.nan}}, "here: loss nan of step 3 is not 1: why"),
+    ({"norms": {1: 1.0, 2: 1.5, 3: 1.0}}, "here: norm 1.5 of step 2 is not 1: why"),
+    ({"state": {"w": torch.tensor([1.0, 2.0 + 1e-6])}}, "here, after step 3: w is off by 9.54e-07: why"),
+    ({"validation": 3.0}, "here: the training losses and the parameters are equal, but the validation loss is 3"),
+    ({"validation": 0.0}, "here: the training losses and the parameters are equal, but the validation loss is 0"),
+])  # fmt: skip
 def test_a_run_is_another_one_by_its_losses_norms_parameters_and_validation(change, sentence):
-    if not sentence:
+    with refused(sentence):
         compare(replace(rank(), **change), rank(), range(1, 4), "here", "why")
-        return
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        compare(replace(rank(), **change), rank(), range(1, 4), "here", "why")
-
-
-def test_two_runs_that_are_nan_alike_are_alike():
     nan = {0: math.nan, 1: math.nan}
     compare(replace(rank(), losses=nan), replace(rank(), losses=nan), range(2), "here", "why")
 
 
-@pytest.mark.parametrize(
-    ("got", "want", "sentence"),
-    [
-        ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(1)}, ""),
-        ({"a": torch.ones(2)}, {}, "here: a is (2,), not None: why"),
-        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "here: a is (2,), not (3,): why"),
-        ({"a": torch.ones(0)}, {"a": torch.ones(0)}, ""),
-        ({"a": 1 + 0.9e-7 * torch.ones(1).double()}, {"a": torch.ones(1)}, ""),
-        ({"a": 1 + 1.1e-7 * torch.ones(1).double()}, {"a": torch.ones(1)}, "here: a is off by 1.1e-07: why"),
-        ({"a": 8 + 7.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), -8.0).neg()}, ""),
-        ({"a": 8 + 8.1e-7 * torch.ones(1).double()}, {"a": torch.full((1,), 8.0)}, "here: a is off by 8.1e-07"),
-        ({"a": -8 - 7.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), -8.0)}, ""),
-        ({"a": 0.1 + 0.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), 0.1).double()}, ""),
-        ({"a": torch.tensor([1.0, math.nan])}, {"a": torch.ones(2)}, "here: a is off by nan: why"),
-    ],
-)
+@pytest.mark.parametrize(("got", "want", "sentence"), [
+    ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(1)}, ""),
+    ({"a": torch.ones(2)}, {}, "here: a is (2,), not None: why"),
+    ({"a": torch.ones(2)}, {"a": torch.ones(3)}, "here: a is (2,), not (3,): why"),
+    ({"a": torch.ones(0)}, {"a": torch.ones(0)}, ""),
+    ({"a": 1 + 0.9e-7 * torch.ones(1).double()}, {"a": torch.ones(1)}, ""),
+    ({"a": 1 + 1.1e-7 * torch.ones(1).double()}, {"a": torch.ones(1)}, "here: a is off by 1.1e-07: why"),
+    ({"a": 8 + 8.1e-7 * torch.ones(1).double()}, {"a": torch.full((1,), 8.0)}, "here: a is off by 8.1e-07"),
+    ({"a": -8 - 7.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), -8.0)}, ""),
+    ({"a": 0.1 + 0.9e-7 * torch.ones(1).double()}, {"a": torch.full((1,), 0.1).double()}, ""),
+    ({"a": torch.tensor([1.0, math.nan])}, {"a": torch.ones(2)}, "here: a is off by nan: why"),
+])  # fmt: skip
 def test_a_tensor_differs_beyond_a_ten_millionth_of_its_largest_number(got, want, sentence):
-    if not sentence:
-        differing(got, want, "here", "why")
-        return
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+    with refused(sentence):
         differing(got, want, "here", "why")
 
 
@@ -198,45 +163,32 @@ def later(**changes: Any) -> Rehearsal:
     return replace(rank(), losses={2: 2.0, 3: 1.0}, norms={2: 1.0, 3: 1.0}, **changes)
 
 
-@pytest.mark.parametrize(
-    ("change", "whole", "sentence"),
-    [
-        ({}, {}, ""),
-        ({"begun": {"w": torch.zeros(2)}}, {}, "here: w is off by 2: it was not saved, or not loaded, as it was"),
-        ({"begun": {"w": torch.zeros(2)}}, {"kept": {}}, ""),
-        ({"scale": 2.0}, {}, "here: the loss scale is 2, it was 1: it is not saved"),
-        ({"scale": 2.0}, {"scales": {2: 2.0}}, ""),
-        ({"scale": 2.0}, {"scales": {}}, ""),
-        ({"losses": {1: 3.0, 2: 2.0, 3: 1.0}}, {}, "here: it went on with step 1, 2 steps were done"),
-        ({"losses": {2: 2.0 * (1 + 0.9e-8), 3: 1.0}}, {}, ""),
-        ({"losses": {2: 2.000001, 3: 1.0}}, {},
-         "here: parameters are what they were, the loss of step 2 is 2.000001, not 2: other samples"),
-        ({"losses": {2: 2.0 * (1 + 0.9e-7), 3: 1.0}}, {}, "here: loss 2.00000018 of step 2 is not 2: what the"),
-        ({"losses": {2: 2.0, 3: 1.5}}, {}, "here: loss 1.5 of step 3 is not 1: what the optimizer or the routers keep"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "whole", "sentence"), [
+    ({}, {}, ""),
+    ({"begun": {"w": torch.zeros(2)}}, {}, "here: w is off by 2: it was not saved, or not loaded, as it was"),
+    ({"begun": {"w": torch.zeros(2)}}, {"kept": {}}, ""),
+    ({"scale": 2.0}, {}, "here: the loss scale is 2, it was 1: it is not saved"),
+    ({"scale": 2.0}, {"scales": {2: 2.0}}, ""), ({"scale": 2.0}, {"scales": {}}, ""),
+    ({"losses": {1: 3.0, 2: 2.0, 3: 1.0}}, {}, "here: it went on with step 1, 2 steps were done"),
+    ({"losses": {2: 2.0 * (1 + 0.9e-8), 3: 1.0}}, {}, ""),
+    ({"losses": {2: 2.000001, 3: 1.0}}, {}, "here: parameters are what they were, the loss of step 2 is 2.000001, not"),
+    ({"losses": {2: 2.0 * (1 + 0.9e-7), 3: 1.0}}, {}, "here: loss 2.00000018 of step 2 is not 2: what the"),
+    ({"losses": {2: 2.0, 3: 1.5}}, {}, "here: loss 1.5 of step 3 is not 1: what the optimizer or the routers keep"),
+])  # fmt: skip
 def test_a_run_that_goes_on_is_the_run_that_went_on(change, whole, sentence):
-    if not sentence:
-        resumed(replace(later(), **change), rank(**whole), 2, "here")
-        return
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+    with refused(sentence):
         resumed(replace(later(), **change), rank(**whole), 2, "here")
 
 
-def test_a_run_that_had_nothing_left_to_do_is_itself():
-    """All four steps were done when the signal came."""
-    done = replace(rank(), losses={}, norms={})
-    with pytest.raises(IndexError):
-        resumed(done, rank(), 4, "here")
+def off(name: str, got: RankRecord, fine: bool, rounded: list[RankRecord], **how: Any) -> None:
+    with nullcontext() if fine else pytest.raises(ValueError, match=name):
+        rounding(got, rounded, **how)
 
 
 def test_constants_and_single_numbers_may_begin_alike():
     distinct({"a": torch.ones(2), "b": torch.ones(2), "c": torch.tensor([0.5]), "d": torch.tensor([0.5])})
     with pytest.raises(ValueError, match=r"^a and b begin with the same values: they draw from one random stream$"):
         distinct({"a": torch.tensor([0.5, 1.0]), "b": torch.tensor([0.5, 1.0])})
-
-
-# --- the limits of rounding -----------------------------------------------------------------------------------------
 
 
 def run_of(norm: float | None = None, rows: int = 4, length: int = 8, **gradients: Tensor) -> RankRecord:
@@ -255,77 +207,44 @@ def rounding(got: RankRecord, rounded: list[RankRecord], *, dtype: str = "bfloat
 
 
 def test_the_norm_of_one_process_is_off_by_all_its_roundings_at_most():
-    """24 a block and 12 others, each of half a unit: (2 * 24 + 12) * 2^-7 / 2 is 0.234."""
+    """24 a block and 12 others, each of half a unit: (2 * 24 + 12) * 2^-7 / 2 is 0.234. In float32 never below 1e-4."""
     for layers, most in ((2, 60 / 256), (1, 36 / 256)):
         for sign in (1, -1):
-            fine, far = (run_of(norm=5 * (1 + sign * most * part), w=ONE) for part in (0.99, 1.01))
-            rounding(run_of(w=ONE), [fine], layers=layers)
-            with pytest.raises(ValueError, match=r"^the norm of step 0 in bfloat16 on one process is [\d.]+, in"):
-                rounding(run_of(w=ONE), [run_of(w=ONE), far], layers=layers)
-            rounding(run_of(w=ONE), [far], layers=layers, experts=True)
-    fine, far = (run_of(norm=5 * (1 + 1e-4 * part), w=ONE) for part in (0.99, 1.01))  # never less than this
-    rounding(run_of(w=ONE), [fine], dtype="float32", eps=2.0**-23)
-    with pytest.raises(ValueError, match="on one process"):
-        rounding(run_of(w=ONE), [far], dtype="float32", eps=2.0**-23)
-
-
-def test_the_norm_of_a_rank_is_off_by_twice_that_and_four_roundings_at_most():
-    for own in (0.0, 0.03):
-        one = run_of(norm=5 * (1 + own), w=ONE)
-        for sign in (1, -1):
-            most = 2 * own + 4 / 128
-            rounding(run_of(norm=5 * (1 + sign * most * 0.99), w=ONE), [one])
-            with pytest.raises(
-                ValueError, match=r"^the norm of step 0 in bfloat16 is [\d.]+, in float64 5, and on one"
-            ):
-                rounding(run_of(norm=5 * (1 + sign * most * 1.01), w=ONE), [one])
-    moved = 2 * math.sqrt(2 / 32) + 4 / 128  # two of 32 tokens went to other experts
-    rounding(run_of(norm=5 * (1 + moved * 0.99), w=ONE), [run_of(w=ONE)], experts=True)
-    with pytest.raises(ValueError, match="lost, kept or counted twice"):
-        rounding(run_of(norm=5 * (1 + moved * 1.01), w=ONE), [run_of(w=ONE)], experts=True)
-
-
-def test_a_gradient_of_a_rank_is_off_by_twice_that_of_one_process_and_four_roundings_at_most():
-    for own in (0.0, 0.02):
-        one = run_of(norm=5, w=ONE * (1 + own))
-        far = 2 * own + 4 / 128
-        rounding(run_of(norm=5, w=ONE * (1 + 0.99 * far)), [one])
-        rounding(run_of(norm=5, w=ONE * (1 + 0.99 * far)), [run_of(norm=5, w=ONE), one])
-        with pytest.raises(ValueError, match=r"^the gradient of w in bfloat16 is off by [\d.]+ of its norm in"):
-            rounding(run_of(norm=5, w=ONE * (1 + 1.01 * far)), [one])
-        rounding(run_of(norm=5, w=ONE * (1 + 1.01 * far)), [one], experts=True)
-
-
-def test_a_small_gradient_is_measured_by_a_thousandth_of_the_largest():
-    truth = run_of(norm=5, w=ONE, small=ONE / 1e6)
-    one, floor = [run_of(norm=5, w=ONE, small=ONE / 1e6)], 5e-3 * 4 / 128
-    rounding(run_of(norm=5, w=ONE, small=ONE / 1e6 * (1 + 0.99 * floor / 5e-6)), one, truth=truth)
-    with pytest.raises(ValueError, match=r"^the gradient of small in bfloat16"):
-        rounding(run_of(norm=5, w=ONE, small=ONE / 1e6 * (1 + 1.01 * floor / 5e-6)), one, truth=truth)
-
-
-def test_one_process_in_float32_is_as_near_as_float32_is():
+            for part, fine in ((0.99, True), (1.01, False)):
+                one = [run_of(w=ONE), run_of(norm=5 * (1 + sign * most * part), w=ONE)]
+                off("^the norm of step 0 in bfloat16 on one process", run_of(w=ONE), fine, one, layers=layers)
+                rounding(run_of(w=ONE), one, layers=layers, experts=True)
     for part, fine in ((0.99, True), (1.01, False)):
+        single = {"dtype": "float32", "eps": 2.0**-23}
+        off("on one process", run_of(w=ONE), fine, [run_of(norm=5 * (1 + 1e-4 * part), w=ONE)], **single)
         one = [run_of(norm=5, w=ONE * (1 + 1e-4 * part))]
-        if fine:
-            rounding(run_of(norm=5, w=ONE), one, dtype="float32", eps=2.0**-23)
-        else:
-            with pytest.raises(ValueError, match=r"^the gradient of w on one process in float32 is off by 0.0001"):
-                rounding(run_of(norm=5, w=ONE), one, dtype="float32", eps=2.0**-23)
-            rounding(run_of(norm=5, w=ONE), one, dtype="float32", eps=2.0**-23, experts=True)
-            rounding(run_of(norm=5, w=ONE), one)
-
-
-def test_a_first_step_that_overflows_says_nothing():
-    far = run_of(norm=50, w=10 * ONE)
+        off("^the gradient of w on one process in float32", run_of(norm=5, w=ONE), fine, one, **single)
+        rounding(run_of(norm=5, w=ONE), one, **single, experts=True)
+    far = run_of(norm=50, w=10 * ONE)  # an overflow says nothing
     rounding(run_of(norm=math.inf, w=ONE), [far])
     rounding(far, [run_of(norm=math.nan, w=ONE)])
 
 
-def test_a_gradient_that_a_rank_lacks_is_not_off():
-    assert error(run_of(w=ONE), "v", ONE) == 0.0
-    assert error(run_of(w=2 * ONE), "w", ONE) == pytest.approx(5.0)
-    assert error(run_of(w=ONE.float()), "w", ONE) == 0.0
+def test_the_norm_of_a_rank_is_off_by_twice_that_and_four_roundings_at_most():
+    for part, fine in ((0.99, True), (1.01, False)):
+        for own in (0.0, 0.03):
+            for sign in (1, -1):
+                got = run_of(norm=5 * (1 + sign * (2 * own + 4 / 128) * part), w=ONE)
+                off("^the norm of step 0 in bfloat16 is", got, fine, [run_of(norm=5 * (1 + own), w=ONE)])
+        moved = 2 * math.sqrt(2 / 32) + 4 / 128  # two of 32 tokens went to other experts
+        off("twice", run_of(norm=5 * (1 + moved * part), w=ONE), fine, [run_of(w=ONE)], experts=True)
+
+
+def test_a_gradient_of_a_rank_is_off_by_twice_that_of_one_process_and_four_roundings_at_most():
+    """A small gradient is measured by a thousandth of the largest."""
+    for part, fine in ((0.99, True), (1.01, False)):
+        for own in (0.0, 0.02):
+            one, got = run_of(norm=5, w=ONE * (1 + own)), run_of(norm=5, w=ONE * (1 + part * (2 * own + 4 / 128)))
+            off("^the gradient of w in bfloat16 is off by", got, fine, [one])
+            rounding(got, [one], experts=True)
+        truth, floor = run_of(norm=5, w=ONE, small=ONE / 1e6), 5e-3 * 4 / 128
+        got = run_of(norm=5, w=ONE, small=ONE / 1e6 * (1 + part * floor / 5e-6))
+        off("^the gradient of small in bfloat16", got, fine, [truth], truth=truth)
 
 
 def test_digits_are_looked_at_in_64_numbers_of_blocks_matrices():
@@ -347,34 +266,6 @@ def test_the_reference_is_torchs_mean_over_the_targets_that_count():
     assert cross_entropy(logits, targets) == pytest.approx(-float(chosen.mean()), rel=1e-12)
     assert cross_entropy(logits, torch.full((2, 3), -100)) == 0
     assert cross_entropy(logits.float(), targets) == pytest.approx(-float(chosen.mean()), rel=1e-6)
-
-
-def test_a_loss_is_compared_at_three_scales():
-    asked: list[tuple] = []
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        asked.append((logits.dtype, float(logits.detach().abs().max()), (targets == -100).flatten().tolist()))
-        return sum_loss(logits, targets)
-
-    assert wrong_loss(loss, LOGITS, TARGETS) == ""
-    largest = float(LOGITS.abs().max())
-    ignored = [i % 3 == 0 for i in range(12)]
-    assert asked == [
-        (torch.float64, largest, ignored),
-        (torch.float64, pytest.approx(1e4), ignored),
-        (torch.float32, pytest.approx(largest), ignored),
-    ]
-    assert (TARGETS >= 0).all()
-    slightly = f"of logits up to {largest:.3g} in float64 is"
-    for added, fine in ((1e-12, True), (3e-12, False)):
-        said = wrong_loss(lambda x, y, f=added: sum_loss(x, y) + f * sum_loss(x.detach(), y), LOGITS, TARGETS)
-        assert (said == "") if fine else said.startswith(f"the loss {slightly}")
-    for added, fine in ((1e-14, True), (1e-13, False)):
-        said = wrong_loss(lambda x, y, f=added: sum_loss(x, y) + f * (x - x.detach())[y != -100].sum(), LOGITS, TARGETS)
-        assert (said == "") if fine else said.startswith(f"the gradient of the loss {slightly}")
-
-
-# --- a toy on one rank ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -438,90 +329,3 @@ def test_a_rehearsal_begins_elsewhere_is_poisoned_and_stopped(toy, tmp_path):
     assert not good.skipped
     said = next((tmp_path / "e").glob("said-*.txt"))
     assert said.name == f"said-{os.getpid()}.txt"
-
-
-def test_what_a_process_prints_goes_to_a_file(tmp_path, capfd):
-    print("before", flush=True)
-    with quiet(str(tmp_path / "new")) as path:
-        os.write(1, b"out\n")
-        os.write(2, b"err\n")
-    os.write(1, b"after\n")
-    os.write(2, b"wrong\n")
-    assert path.read_text() == "out\nerr\n"
-    with suppress(KeyError), quiet(str(tmp_path / "new")):
-        os.write(1, b"more\n")
-        raise KeyError
-    assert path.read_text() == "out\nerr\nmore\n"
-    said = capfd.readouterr()
-    assert (said.out, said.err) == ("before\nafter\n", "wrong\n")
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_last_rank_is_killed_in_its_second_step(rank, toy, tmp_path, monkeypatch):
-    done: list[Any] = []
-
-    class Trains:
-        def __init__(self, args: Any, on: Any, config: Any) -> None:
-            self.run = SimpleNamespace(step=0)
-
-        def step(self) -> None:
-            self.run.step += 1
-            done.append(self.run.step)
-
-        def train(self) -> None:
-            for _ in range(3):
-                self.step()
-
-    on = SimpleNamespace(job=SimpleNamespace(rank=rank, size=3))
-    monkeypatch.setattr(rehearse_module, "mesh", lambda **sizes: on)
-    monkeypatch.setattr(rehearse_module, "leave_together", nullcontext)
-    monkeypatch.setattr(rehearse_module, "Watchdog", lambda on, timeout: nullcontext())
-    monkeypatch.setattr(pretrain, "Trainer", Trains)
-    monkeypatch.setattr(rehearse_module.os, "kill", lambda process, number: done.append((process, number)))
-    die(toy, str(tmp_path))
-    killed = [(os.getpid(), signal.SIGKILL)] if rank == 2 else []
-    assert done == [1, *killed, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("answer", "said", "sentence"),
-    [
-        (RankError("gone"), ["rank 0 stopped, because rank 2 is gone", "rank 1: stopped, because rank 2"], ""),
-        (RankError("gone"), ["stopped, because rank 1", "stopped, because rank 2"], ""),
-        (RankError("gone"), ["stopped, because rank 1\nbye"], r"rank 2 was killed, and the others said ['bye']"),
-        (RankError("gone"), [], "rank 2 was killed, and the others said nothing"),
-        (RankError("2 ranks are still running"), [], "rank 2 was killed, and after 60 s others still wait for it"),
-        (None, [], "a rank that killed itself is still there"),
-    ],
-)
-def test_a_rank_that_is_killed_is_named_by_the_others(answer, said, sentence, tmp_path, monkeypatch):
-    made: list[Any] = []
-
-    class Lent:
-        def __init__(self, size: int, **options: Any) -> None:
-            made.append((size, options))
-
-        def __call__(self, *of: Any, **how: Any) -> None:
-            made.append((of, how))
-            for i, text in enumerate(said):
-                (tmp_path / f"said-{i}.txt").write_text(text + "\n")
-            if answer is not None:
-                raise answer
-
-        def stop(self) -> None:
-            made.append("stopped")
-
-    now = iter([10.0, 15.0])
-    monkeypatch.setattr(rehearse_module, "Pool", Lent)
-    monkeypatch.setattr(rehearse_module.time, "monotonic", lambda: next(now))
-    toy = SimpleNamespace(ranks=3, program="examples.gpt.pretrain")
-    if sentence:
-        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-            kill(toy, str(tmp_path), 7.0)  # type: ignore[arg-type]
-    else:
-        told = kill(toy, str(tmp_path), 7.0)  # type: ignore[arg-type]
-        assert told == "2 of 2 others name rank 2; from start to end 5 s"
-    assert made == [
-        (3, {"preload": ("mpcore.tools.preflight.rehearse", "examples.gpt.pretrain"), "grace": 60.0}),
-        ((3, rehearse_module.die, toy, str(tmp_path)), {"timeout": 7.0}), "stopped",
-    ]  # fmt: skip

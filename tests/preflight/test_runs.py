@@ -49,37 +49,29 @@ def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
     assert {result.state for result in results.values()} == {OK}, [str(result) for result in results.values()]
 
 
-@pytest.mark.parametrize(
-    ("flags", "check", "sentence"),
-    [
-        ("--layer 3", "flags", "unknown --layer; did you mean --layers?"),
-        ("--tp 3 --seq-len 32 --sequence-parallel", "flags", "--seq-len 32 is not a multiple of the tp size 3 .*30 is"),
-        ("--heads 2 --tp 4", "flags", "--heads 2 is smaller than the tp size 4"),
-        ("--layers 99999999999", "flags", "layers 99999999999 is more than 10000"),
-        ("--heads 3", "flags", "d_model 128 is not a multiple of heads 3"),
-        ("--kv-heads 3", "flags", "heads 4 is not a multiple of kv_heads 3"),
-        ("--pp 4", "flags", "--layers 2 is smaller than the pp size 4"),
-        ("--dp 5", "flags", "--global-batch 16 is not a multiple of dp x micro-batch = 5"),
-        ("--ep 2 --dp 2", "flags", "--experts says how many"),
-        ("--pp 2 --global-batch 1", "flags", "1 micro-batches .* are fewer than the pp size 2"),
-        ("--cp-kind alltoall --cp 8", "flags", "can't cut 4 heads over the cp size 8"),
-        ("--set rampup_batch_size=5,3,9", "flags", "no multiple of the increment 3"),
-        ("--dp 2 --set replicate=2", "flags", "replicate 2 with --zero 1 on 2 data ranks leaves nothing to shard"),
-        ("--dp 4 --set replicate=2 --zero 0", "flags", "take --zero 1 to 3, and a number below 4 that divides it"),
-        (
-            "--dp 2 --tp 2 --ep 8 --experts 8 --etp 1 --cp 2 --set replicate=2",
-            "flags",
-            "divides it and the 1 of the experts",
-        ),
-        ("--set autocast=true", "flags", "autocast is to bfloat16 or float16"),
-        ("--data MISSING", "data", "MISSING.*cannot be read"),
-        ("--data TORN", "data", "truncated"),
-        ("--data WIDE", "data", "token"),
-        ("--data SHORT", "data", "use a smaller seq_len or more text"),
-        ("--out FILE", "output folder", "is a file"),
-        ("--resume MISSING", "output folder", "MISSING"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "check", "sentence"), [
+    ("--layer 3", "flags", "unknown --layer; did you mean --layers?"),
+    ("--tp 3 --seq-len 32 --sequence-parallel", "flags", "--seq-len 32 is not a multiple of the tp size 3 .*30 is"),
+    ("--heads 2 --tp 4", "flags", "--heads 2 is smaller than the tp size 4"),
+    ("--layers 99999999999", "flags", "layers 99999999999 is more than 10000"),
+    ("--heads 3", "flags", "d_model 128 is not a multiple of heads 3"),
+    ("--kv-heads 3", "flags", "heads 4 is not a multiple of kv_heads 3"),
+    ("--pp 4", "flags", "--layers 2 is smaller than the pp size 4"),
+    ("--dp 5", "flags", "--global-batch 16 is not a multiple of dp x micro-batch = 5"),
+    ("--ep 2 --dp 2", "flags", "--experts says how many"),
+    ("--pp 2 --global-batch 1", "flags", "1 micro-batches .* are fewer than the pp size 2"),
+    ("--cp-kind alltoall --cp 8", "flags", "can't cut 4 heads over the cp size 8"),
+    ("--set rampup_batch_size=5,3,9", "flags", "no multiple of the increment 3"),
+    ("--dp 2 --set replicate=2", "flags", "replicate 2 with --zero 1 on 2 data ranks leaves nothing to shard"),
+    ("--dp 4 --set replicate=2 --zero 0", "flags", "take --zero 1 to 3, and a number below 4 that divides it"),
+    ("--dp 2 --tp 2 --ep 8 --experts 8 --etp 1 --cp 2 --set replicate=2", "flags",
+     "divides it and the 1 of the experts"),
+    ("--set autocast=true", "flags", "autocast is to bfloat16 or float16"),
+    ("--data MISSING", "data", "MISSING.*cannot be read"), ("--data TORN", "data", "truncated"),
+    ("--data WIDE", "data", "token"),
+    ("--data SHORT", "data", "use a smaller seq_len or more text"), ("--out FILE", "output folder", "is a file"),
+    ("--resume MISSING", "output folder", "MISSING"),
+])  # fmt: skip
 def test_a_fault_of_flags_or_data_is_refused_before_anything_trains(ranks, tmp_path, flags, check, sentence):
     for name, top, count in (("WIDE", 300, 5000), ("SHORT", 200, 20), ("TORN", 200, 5000)):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
@@ -107,39 +99,16 @@ def test_memory_is_that_of_the_devices_kernels(ranks, tmp_path, device):
     assert result.detail.startswith(f"{totals[not device]:.3g} GiB on the fullest rank")
 
 
-def test_more_than_the_memory_of_a_gpu_is_refused(ranks, tmp_path):
-    lent: Any = Lent(ranks)
-    checks = Preflight(
-        "examples.gpt.pretrain", [*SMALL, "--tp", "2", "--out", str(tmp_path)], Options(memory=3e6), lent
-    ).checks()[:4]
-    *_, result = run_checks(checks)
-    assert result.state == FAILED
-    assert "GiB on the fullest rank" in result.detail
-    assert "a GPU has 0.00279 GiB" in result.detail
-
-
-@pytest.mark.parametrize("bug", [name for name, bug in BUGS.items() if not bug.slow])
+@pytest.mark.parametrize("bug", [pytest.param(b, marks=[pytest.mark.slow] * BUGS[b].slow) for b in BUGS])
 def test_a_planted_bug_is_found_and_named(ranks, tmp_path, bug):
-    check_bug(ranks, tmp_path, bug)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", [name for name, bug in BUGS.items() if bug.slow])
-def test_another_planted_bug_is_found_and_named(ranks, tmp_path, bug):
-    check_bug(ranks, tmp_path, bug)
-
-
-def check_bug(ranks, tmp_path, name):
     """All checks that the one which must fail stands on run before it, and pass."""
-    bug = BUGS[name]
-    flags = [*SMALL, "--out", str(tmp_path / "out"), *bug.flags.split()]
-    checks = Preflight("examples.gpt.pretrain", flags, Options(), Planted(ranks, name)).checks()  # type: ignore[arg-type]
-    names = [check.name for check in checks]
-    until = checks[: names.index(bug.check) + 1]
-    *before, last = run_checks([check for check in until if check.needed or check.name == bug.check])
+    flags = [*SMALL, "--out", str(tmp_path / "out"), *BUGS[bug].flags.split()]
+    checks = Preflight("examples.gpt.pretrain", flags, Options(), Planted(ranks, bug)).checks()  # type: ignore[arg-type]
+    until = checks[: [check.name for check in checks].index(BUGS[bug].check) + 1]
+    *before, last = run_checks([check for check in until if check.needed or check.name == BUGS[bug].check])
     assert {result.state for result in before} == {OK}, [str(result) for result in before]
     assert last.state == FAILED, str(last)
-    assert re.search(bug.sentence, last.detail), last.detail
+    assert re.search(BUGS[bug].sentence, last.detail), last.detail
 
 
 def test_what_stands_on_a_check_that_failed_does_not_run(tmp_path):

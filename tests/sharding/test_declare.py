@@ -129,9 +129,6 @@ def test_a_parameter_must_lie_on_an_axis_of_its_mesh():
                     check_lies_on("w", p, sharding, mesh)
 
 
-# --- what modules declare ---------------------------------------------------------------------------------------------
-
-
 class Declares(nn.Module):
     """Holds a weight, and says how it is cut."""
 
@@ -196,46 +193,12 @@ def test_an_axis_of_size_1_is_no_difference_and_is_not_added():
 def test_names_have_no_parts_of_wrappers():
     assert declarations.plain_name("a._orig_mod.b._checkpoint_wrapped_module.c") == "a.b.c"
     assert declarations.plain_name("_orig_mod") == ""
-    inner = nn.Linear(1, 1)
-    wrapper = nn.Module()
+    inner, wrapper = nn.Linear(1, 1), nn.Module()
     wrapper._orig_mod = inner
     model = nn.ModuleDict({"a": wrapper})
     assert [(name, module) for name, module in declarations.named_modules(model)] == [("", model), ("a", inner)]
     assert [name for name, *_ in declarations.declarations(model)] == ["a.weight", "a.bias"]
-    tree = declarations.ModelTree(model)
-    assert declarations.tree_of(tree) is tree
-    assert declarations.tree_of(model).model is model
-    assert tree.modules is tree.modules
-    assert list(declarations.named_modules(tree)) == list(tree.modules)
-    assert tree.parameters == (inner.weight, inner.bias)
-    twice = nn.ModuleList([inner, inner])
-    assert declarations.ModelTree(twice).parameters == (inner.weight, inner.bias)
-
-
-def test_buffers_of_the_state_dict_are_named_in_full():
-    model = nn.ModuleDict({"norm": nn.BatchNorm1d(2)})
-    model["norm"].register_buffer("own", torch.ones(1), persistent=False)
-    model.register_buffer("top", torch.ones(1))
-    assert [(name, leaf) for name, _, leaf, _ in declarations.persistent_buffers(model)] == [
-        ("top", "top"), ("norm.running_mean", "running_mean"), ("norm.running_var", "running_var"),
-        ("norm.num_batches_tracked", "num_batches_tracked"),
-    ]  # fmt: skip
-
-
-# --- state dicts ------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_state_dict_has_each_name_and_copies_of_each_tensor():
-    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
-    model["b"].weight = model["a"].weight
-    state = mp.full_state_dict(model)
-    want = model.state_dict()
-    assert state.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(state[name], value)
-        assert state[name].data_ptr() != value.data_ptr()
-    assert state["b.weight"] is state["a.weight"]
-    assert [names for names in state_dict.all_names(model) if len(names) > 1] == [["a.weight", "b.weight"]]
+    assert declarations.ModelTree(nn.ModuleList([inner, inner])).parameters == (inner.weight, inner.bias)
 
 
 def test_a_state_dict_is_loaded_by_any_name_of_a_tied_tensor_or_refused_whole():
@@ -262,12 +225,8 @@ def test_a_parameter_without_memory_is_refused_by_name():
     p.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="w has 3 elements and 0 bytes of memory here: its block is offloaded"):
         state_dict.check_present("w", p)
-
-
-def test_state_lies_as_a_parameter_of_its_shape():
-    assert local.lies_as(torch.ones(2, 3), torch.ones(2, 3))
-    assert not local.lies_as(torch.ones(3, 2), torch.ones(2, 3))
-    assert not local.lies_as(torch.ones(()), torch.ones(1))
+    for a, b, same in ((torch.ones(2, 3), torch.ones(2, 3), True), (torch.ones(3, 2), torch.ones(2, 3), False)):
+        assert local.lies_as(a, b) is same
 
 
 class Placement:

@@ -23,9 +23,6 @@ def on(axis: str, rank: int, **more: Any) -> RankRecord:
     return RankRecord(**{"tp": 0, "cp": 0, "pp": 0, "dp": 0, axis: rank}, **more)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 def why(layout: str, axis: str, gradients: list[Tensor | None], got: Tensor, **more: Any) -> str:
     held = [on(axis, i, gradients={} if g is None else {"a.w": g}, **more) for i, g in enumerate(gradients)]
     return causes.why_parameter(parse_layout(layout), more.pop("stage", "gradients"), "a.w", held, got, W)
@@ -87,9 +84,6 @@ def test_under_sequence_parallel_a_missing_copy_is_thought_of_last():
         told = causes.why_parameter(replace(layout, sequence_parallel=sequence), "gradients", "a.w", held, NOISE, W)
         assert NOWHERE in told
         assert ("collectives.copy" in told) is sequence
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 def module(layout: str, axis: str, outputs: list[Tensor], want: Tensor = W, **more: Any) -> str:
@@ -170,19 +164,12 @@ def test_what_has_no_name_is_a_fault_of_the_module():
     assert "mp.PositionEmbedding(.., tp" in causes.faults_of_module(parse_layout("tp2sp"))
 
 
-# --- packed layers, and parameters without a declaration --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({}, True), ({"layout": "dp2"}, False), ({"name": "up"}, False), ({"features": {}}, False),
-        ({"features": {"up": [(0, 2), (4, 6)]}}, False), ({"reads": 8}, False), ({"reads": 9}, False),
-        ({"features": {"up": [(0, 4)], "down": [(0, 1)]}}, False), ({"norm": True}, True), ({"between": True}, False),
-        ({"alone": True}, False),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "told"), [
+    ({}, True), ({"layout": "dp2"}, False), ({"name": "up"}, False), ({"features": {}}, False),
+    ({"features": {"up": [(0, 2), (4, 6)]}}, False), ({"reads": 8}, False), ({"reads": 9}, False),
+    ({"features": {"up": [(0, 4)], "down": [(0, 1)]}}, False), ({"norm": True}, True), ({"between": True}, False),
+    ({"alone": True}, False),
+], ids=str)  # fmt: skip
 def test_a_packed_layer_before_one_that_reads_less_is_told(change, told):
     weights = {"up.weight": torch.ones(8, 3), "down.weight": torch.ones(3, change.get("reads", 4))}
     names = ["up", "down"]

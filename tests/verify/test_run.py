@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.layers.attention.sequence import sequence_index
 from mpcore.random import generator
 from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.verify import parse_layout
 from mpcore.tools.verify import run as of_run
-from mpcore.tools.verify.run import STEP, RankRecord, Task, build_options, joined, listen
+from mpcore.tools.verify.run import STEP, RankRecord, Task, joined, listen
 
 ALONE, WIDTH = parse_layout("tp1"), 3
 build_model: Any = of_run.build_model
@@ -50,18 +49,6 @@ def task(**more: Any) -> Task:
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target[:, None]).square().sum()
-
-
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
-def test_a_builder_is_told_of_sequence_parallel_if_it_asks():
-    def asks(mesh: mp.Mesh, sequence_parallel: bool = False) -> nn.Module:
-        raise AssertionError
-
-    assert build_options(asks, parse_layout("tp2sp")) == {"sequence_parallel": True}
-    assert build_options(asks, parse_layout("tp2")) == {"sequence_parallel": False}
-    assert build_options(Small, parse_layout("tp2")) == {}
 
 
 def test_the_model_has_the_seeds_values_in_the_tasks_dtype_and_complex_buffers_stay_complex():
@@ -145,9 +132,6 @@ def test_stages_that_hold_the_same_names_are_refused():
         assert mp.simulate(partial(build_on_two_stages, build), ranks=2) == ["", ""]
 
 
-# --- the slope --------------------------------------------------------------------------------------------------------
-
-
 def test_a_slope_may_be_off_by_a_millionth_of_the_norm_and_by_rounding():
     gradient = {"p": torch.tensor([3.0, -4.0], dtype=torch.float64)}
     want = float((gradient["p"] * of_run.direction("p", gradient["p"])).sum())
@@ -171,9 +155,6 @@ def test_a_slope_may_be_off_by_a_millionth_of_the_norm_and_by_rounding():
         of_run.check_slope({}, 0.0, 1.0 + 1e-6, 1.0 - 1e-6)
     with pytest.raises(ValueError, match="slope nan"):
         of_run.check_slope(gradient, 5.0, math.nan, 0.0)
-
-
-# --- a step -----------------------------------------------------------------------------------------------------------
 
 
 def by_hand(rows: slice = slice(None)) -> dict[str, Any]:
@@ -232,20 +213,12 @@ def with_mesh(output: Tensor, target: Tensor, mesh: mp.Mesh) -> Tensor:
     return squares(output, target)
 
 
-def with_another_name(output: Tensor, target: Tensor, on: mp.Mesh) -> Tensor:
-    return with_mesh(output, target, on)
-
-
 def with_an_option(output: Tensor, target: Tensor, power: int = 2) -> Tensor:
     assert power == 2
     return squares(output, target)
 
 
-def with_an_optional_mesh(output: Tensor, target: Tensor, mesh: mp.Mesh | None = None) -> Tensor:
-    return with_mesh(output, target, mesh)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("loss", [with_mesh, with_another_name, with_an_option, with_an_optional_mesh])
+@pytest.mark.parametrize("loss", [with_mesh, with_an_option])
 def test_a_loss_gets_the_mesh_if_it_takes_it(loss):
     assert run_step(task(loss=loss), mp.Mesh(), ALONE).loss == pytest.approx(by_hand()["loss"], rel=1e-12)
 
@@ -304,19 +277,6 @@ def to_target(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-def test_other_tensors_of_the_batch_reach_the_model_by_name_and_in_parts():
-    weights = torch.arange(8.0)
-    for layout in ("tp1", "mb2"):
-        given = task()
-        given.batch["weights"] = weights  # type: ignore[index]
-        seen = run_step(given, mp.Mesh(), parse_layout(layout))
-        for which, training in (("output", True), ("evaluated", False)):
-            model = Small().double().train(training)
-            model.load_state_dict({**seen.updated, "turns": model.turns, "steps": model.steps} if not training else
-                                  {**seen.initial, "turns": model.turns, "steps": model.steps})  # fmt: skip
-            same(getattr(seen, which)[""], model(given.batch["x"].double(), weights.double()).detach())
-
-
 def test_rows_that_dont_fit_are_refused_with_the_number_that_they_must_be_a_multiple_of():
     with pytest.raises(ValueError, match=r"layout 'mb3': 8 rows are not a multiple of dp x micro-batches = 3$"):
         run_step(task(), mp.Mesh(), parse_layout("mb3"))
@@ -348,31 +308,6 @@ def test_with_a_virtual_degree_two_steps_of_adamw_are_made():
         optimizer.zero_grad()
     same(seen.updated, {name: p.detach() for name, p in model.named_parameters()})
     same(seen.evaluated[""], model(x).detach())
-
-
-# --- what is recorded -------------------------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    """Two tensors."""
-
-    first: Tensor
-    second: Tensor
-
-
-def test_tensors_of_an_output_are_named_by_their_place():
-    a, b, c = torch.ones(2), torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.zeros(3, requires_grad=True)
-    found = of_run._leaves({"logits": a, 3: [b, (c, None, "x")], "pair": Pair(a, c)})
-    assert {name: t.tolist() for name, t in found.items()} == {
-        "['logits']": [1, 1], "[3][0]": [[1, -2], [3, 4]], "[3][1][0]": [0, 0, 0],
-        "['pair'][0]": [1, 1], "['pair'][1]": [0, 0, 0],
-    }  # fmt: skip
-    assert not any(t.requires_grad for t in found.values())
-    assert found["['logits']"] is not a
-    a += 1
-    assert found["['logits']"].tolist() == [1, 1]
-    assert of_run._leaves(a).keys() == {""}
-    assert of_run._leaves("text") == {}
 
 
 def test_micro_batches_are_joined_where_all_have_the_tensor_in_one_shape_of_row():
@@ -428,47 +363,3 @@ def features(gather_output: bool) -> dict:
 def test_the_features_that_a_column_parallel_layer_leaves_on_a_rank_are_known():
     assert mp.simulate(partial(features, False), ranks=2) == [{"up": ((0, 3),)}, {"up": ((3, 6),)}]
     assert mp.simulate(partial(features, True), ranks=2) == [{}, {}]
-
-
-# --- a layer of another width -----------------------------------------------------------------------------------------
-
-
-# --- the sequence -----------------------------------------------------------------------------------------------------
-
-
-class Context(nn.Module):
-    """Has a way in which its sequence is cut."""
-
-    def __init__(self, *kinds: str) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Identity() for _ in kinds)
-        for part, kind in zip(self.parts, kinds, strict=True):
-            part.context = kind  # type: ignore[assignment]
-
-
-def cut_on_rank(*kinds: str) -> tuple:
-    on = mp.build_mesh(cp=2, device_type="cpu")
-    seen: Any = RankRecord(0, 0, 0, 0)
-    x = torch.arange(16).view(2, 8)
-    batch = {"x": x, "values": x[..., None] + torch.zeros(3), "samples": torch.arange(2), "short": torch.ones(2, 7)}
-    got = of_run._cut_sequence(batch, Context(*kinds), on, seen)
-    return seen.length, seen.tokens.tolist(), {name: t.tolist() for name, t in got.items()}
-
-
-@pytest.mark.parametrize("kinds", [(), ("zigzag",), ("ring", "ring"), ("allgather",)])
-def test_tokens_are_cut_as_the_attention_says_and_nothing_else(kinds):
-    for rank, (length, tokens, batch) in enumerate(mp.simulate(partial(cut_on_rank, *kinds), ranks=2)):
-        kind = kinds[0] if kinds else "ring"
-        want = sequence_index(8, mp.Axis(2, rank, name="cp"), kind).tolist()
-        assert (length, tokens) == (8, want)
-        assert batch["x"] == [[8 * row + i for i in want] for row in range(2)]
-        assert batch["values"] == [[[8 * row + i] * 3 for i in want] for row in range(2)]
-        assert (batch["samples"], batch["short"]) == ([0, 1], [[1.0] * 7] * 2)
-
-
-def test_two_ways_to_cut_one_sequence_are_refused():
-    on = mp.Mesh(cp=mp.Axis(2, 0, name="cp"))
-    with pytest.raises(ValueError, match=r"can't be cut as \['ring', 'zigzag'\] at once"):
-        of_run._cut_sequence({"x": torch.ones(2, 4)}, Context("zigzag", "ring"), on, RankRecord(0, 0, 0, 0))
-    with pytest.raises(ValueError, match=r"x \(4,\) has no dimension 1"):
-        of_run._cut_sequence({"x": torch.ones(4)}, Context(), on, RankRecord(0, 0, 0, 0))
