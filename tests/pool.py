@@ -6,18 +6,31 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 
 from mpcore.tools.simulation import simulate
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 
-__all__ = ["BEFORE_2_13", "CRASHES", "Pool", "RankError", "RepeatingPool", "mesh", "start_pool", "strict_memory"]
+__all__ = [
+    "BEFORE_2_13",
+    "CRASHES",
+    "Pool",
+    "RankError",
+    "RepeatingPool",
+    "mesh",
+    "on_ranks",
+    "start_pool",
+    "strict_memory",
+]
 
 BEFORE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # docs/decisions.md says what differs
 
@@ -92,3 +105,29 @@ class Simulated:
             return simulate(seeded, ranks=size)
         except RuntimeError as error:
             raise RankError(str(error)) from error
+
+
+def on_ranks(*sizes: int, timeout: float = 120.0) -> Callable[[Callable], Callable]:
+    """Make a test of a function that each rank runs: once for each of `sizes`, the numbers of ranks.
+
+    The function's parameters without a default are the test's. Put this decorator next to the function.
+    """
+
+    def decorate(check: Callable) -> Callable:
+        own = [p for p in inspect.signature(check).parameters.values() if p.default is p.empty]
+
+        def test(ranks: Pool, size: int, **options: Any) -> None:
+            values = (options[p.name] for p in own)
+            ranks(size, _in_rank, check.__module__, check.__name__, *values, timeout=timeout)
+
+        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        leading = [inspect.Parameter(name, kind) for name in ("ranks", "size")]
+        vars(test).update(__signature__=inspect.Signature([*leading, *own]), check=check)
+        return pytest.mark.parametrize("size", sizes)(test)
+
+    return decorate
+
+
+def _in_rank(module: str, name: str, *values: Any) -> Any:
+    return getattr(import_module(module), name).check(*values)

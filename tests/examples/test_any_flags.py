@@ -36,13 +36,9 @@ def draw_model(dice: random.Random) -> list[str]:
     flags += ["--preset", preset, *(["--kv-heads", kv_heads] if kv_heads else [])]
     if preset == "tiny-moe":
         flags += [
-            "--experts",
-            dice.choice(["4", "6"]),
-            "--set",
-            f"moe.top_k={dice.choice(['1', '2'])}",
-            "--set",
+            "--experts", dice.choice(["4", "6"]), "--set", f"moe.top_k={dice.choice(['1', '2'])}", "--set",
             "moe.d_ff=8",
-        ]
+        ]  # fmt: skip
         flags += dice.choice([[], ["--set", "moe.shared_experts=1"]]) + dice.choice([[], ["--set", "moe.every=2"]])
         flags += dice.choice([[], ["--set", "moe.capacity_factor=0.7"]]) + dice.choice(
             [[], ["--set", "moe.jitter=0.1"]]

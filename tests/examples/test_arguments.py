@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -15,19 +12,14 @@ from examples.gpt.arguments import (
     FLAGS,
     FROM_0,
     FROM_1,
-    GONE,
     NOT_NEGATIVE,
     POSITIVE,
-    RENAMED,
     SHARES,
     Fields,
     check_ranges,
     flag,
     parse,
 )
-from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
-from examples.gpt.pretrain import main
-from examples.gpt.setup import model_config
 
 NAMES = {name: default for rows in FLAGS.values() for name, (default, _) in rows.items()}
 VALUES = {"zero": "3", "cp_kind": "ring", "device": "cuda", "preset": "gpt2", "optimizer": "muon", "dtype": "bfloat16",
@@ -59,49 +51,6 @@ def written(folder: Path, text: str) -> list[str]:
     return ["--config", str(folder / "run.toml")]
 
 
-def test_every_field_of_the_model_and_of_the_policies_can_be_given_in_the_file(tmp_path):
-    """Each field of the three configurations takes, with `--set` and in the file, the value of another model."""
-    others = {
-        GPTConfig: dataclasses.replace(
-            PRESETS["nemotron4-15b"], head_dim=8, norm_eps=1e-3, qk_norm=True, rope_base=5.0, window=7, bias=True,
-            qkv_bias=False, output_bias=False, mlp_bias=False, tie_embeddings=True, init_std=0.5, norm="rms",
-            rope_scaling={"rope_type": "linear", "factor": 2.0}, d_ff=64, kv_heads=2, dropout=0.5,
-        ),
-        MoEConfig: MoEConfig(
-            4, 3, 1, 8, 2, 1, "sigmoid", False, 2.0, 2, 1, None, 0.5, 0.1, 0.2, True, 0.3, 1.5, "all_to_all"
-        ),
-        LatentConfig: LatentConfig(8, None, 4, 2, 6),
-    }  # fmt: skip
-    lines, words = [], []
-    for kind, table in ((GPTConfig, "model"), (MoEConfig, "moe"), (LatentConfig, "latent")):
-        values = {f.name: getattr(others[kind], f.name) for f in dataclasses.fields(kind)}
-        values = {
-            name: "none" if value is None else value for name, value in values.items() if name not in ("moe", "latent")
-        }
-        toml = {
-            name: "{rope_type = 'linear', factor = 2.0}" if isinstance(v, dict) else json.dumps(v)
-            for name, v in values.items()
-        }
-        lines += [f"[{table}]", *(f"{name} = {value}" for name, value in toml.items())]
-        words += [f"{'' if table == 'model' else f'{table}.'}{name}={value}" for name, value in toml.items()]
-    for args in (parse(written(tmp_path, "\n".join(lines))), parse(["--set", *words])):
-        assert args.moe == dataclasses.asdict(others[MoEConfig])
-        assert args.latent == dataclasses.asdict(others[LatentConfig])
-        flags = {name: getattr(args, name) for name in NAMES if name in values_of(GPTConfig)}
-        assert {**args.model, **flags} == {name: getattr(others[GPTConfig], name) for name in {**args.model, **flags}}
-        assert args.model.keys() | flags.keys() == values_of(GPTConfig) - {"moe", "latent"} | {"experts"} - {"experts"}
-    changed = model_config(
-        parse(["--set", *[w for w in words if "." not in w.partition("=")[0] and "head_dim" not in w]]), 257
-    )
-    assert (changed.window, changed.rope_base, changed.vocab_size) == (7, 5.0, 256000)
-    with pytest.raises(ValueError, match=r"257 tokens, more than the 100 of"):
-        model_config(parse(["--set", "vocab_size=100"]), 257)
-
-
-def values_of(kind: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
-
-
 def test_a_run_begins_again_with_its_own_config(tmp_path):
     words = ["--tp", "2", "--offload", "optimizer", "activations", "--sequence-parallel", "--experts", "4", "--set",
              "betas=0.8,0.9", "nesterov=false", "moe.aux_loss=none", "rampup_batch_size=2,2,8", "norm=layer",
@@ -113,14 +62,9 @@ def test_a_run_begins_again_with_its_own_config(tmp_path):
     again = parse(["--config", str(tmp_path / "config.json")])
     assert {**vars(again), "config": None} == vars(args)
     old = {
-        "steps": 3,
-        "keep": None,
-        "aux_loss": None,
-        "moe_every": 2,
-        "balance": None,
-        "tie_embeddings": True,
+        "steps": 3, "keep": None, "aux_loss": None, "moe_every": 2, "balance": None, "tie_embeddings": True,
         "init_from_hf": None,
-    }
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"run": old}))
     args = parse(["--config", str(tmp_path / "config.json"), "--steps", "5", "--set", "keep=2"])
     assert (args.steps, args.keep, args.moe, args.model) == (5, 2, {"every": 2}, {"tie_embeddings": True})
@@ -131,17 +75,13 @@ def test_a_run_begins_again_with_its_own_config(tmp_path):
     [
         ("[a]\nkv-heads = 1\n[b]\nkv_heads = 1", "--kv-heads is given twice"),
         ("[moe]\nz_los = 1.0", "unknown z_los; did you mean z_loss?"),
-        ("min_lr = 'low'", "min_lr = 'low' is no float"),
-        ("[model]\nqk_norm = 1", "model.qk_norm = 1 is no bool"),
-        ("lr_schedule = 'sine'", "lr_schedule: 'sine' is none of"),
-        ("betas = 0.9", "betas = 0.9 is no list"),
-        ("betas = ['a', 'b']", "betas = 'a' is no float"),
-        ("tp = false", "tp = false is no value of --tp"),
+        ("min_lr = 'low'", "min_lr = 'low' is no float"), ("[model]\nqk_norm = 1", "model.qk_norm = 1 is no bool"),
+        ("lr_schedule = 'sine'", "lr_schedule: 'sine' is none of"), ("betas = 0.9", "betas = 0.9 is no list"),
+        ("betas = ['a', 'b']", "betas = 'a' is no float"), ("tp = false", "tp = false is no value of --tp"),
         ("balance = 'bias'", "balance is no field any more: set moe.aux_loss and moe.bias_rate"),
-        ("steps = 'many'", "argument --steps"),
-        ("steps 7", "line 1"),
+        ("steps = 'many'", "argument --steps"), ("steps 7", "line 1"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_a_file_name_it_and_what_is_wrong(text, sentence, tmp_path, capsys):
     words = written(tmp_path, text)
     with pytest.raises(SystemExit):
@@ -161,18 +101,6 @@ def test_errors_of_the_command_line_are_its_own(tmp_path, capsys):
         with pytest.raises(SystemExit):
             parse([*words, *more])
         assert sentence in capsys.readouterr().err
-
-
-def test_a_flag_that_left_names_what_does_it_now(capsys):
-    fields = dict.fromkeys([*vars(Fields()), "tie_embeddings", "init_std"], "") | RENAMED
-    moved = {name: f"--set {field or name}=VALUE" for name, field in fields.items()} | GONE
-    for name, sentence in moved.items():
-        for words in ([f"--{name.replace('_', '-')}", "1"], [f"--{name.replace('_', '-')}=1"]):
-            with pytest.raises(SystemExit):
-                parse(words)
-            told = capsys.readouterr().err
-            assert "is no flag any more" in told
-            assert sentence in told
 
 
 RANGES: list[tuple[tuple[str, ...], list[float], list[float], str]] = [
@@ -201,25 +129,3 @@ def test_a_number_outside_its_range_is_refused_with_its_flag(names, legal, illeg
     ranged = {name for row in RANGES for name in row[0]} | {"seed", "zero", "betas", "rampup_batch_size"}
     numbers = {name for name, default in NAMES.items() if default in (int, float) or type(default) in (int, float)}
     assert numbers <= ranged
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--micro-batch", "0"], "--micro-batch 0 is smaller than 1"),
-        (["--lr", "nan"], "--lr nan is no number from 0"),
-        (["--set", "betas=0.9"], "betas = 0.9 is no list"),
-        (["--set", "betas=[0.9]"], "betas [0.9] are not 2 numbers"),
-    ],
-)
-def test_the_command_refuses_a_number_before_anything_starts(flags, message, tmp_path, capsys):
-    with mock.patch("examples.gpt.pretrain.build_mesh") as mesh, pytest.raises(SystemExit) as left:
-        main([*flags, "--out", str(tmp_path / "out")])
-    assert message in f"{left.value.code} {capsys.readouterr().err}"
-    assert not mesh.called
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_line_is_the_process_own_without_arguments(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["pretrain", "--steps", "9"])
-    assert parse().steps == 9

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from examples.gpt.policies import learning_rate, lr_schedule
-from examples.gpt.pretrain import parse
 from examples.gpt.samples import PERIOD, Blend, Corpora, TokenSamples, parse_sources
-from mpcore.optim.schedules import SCHEDULES
 from tests.examples.test_pretrain import trainer
 from tests.examples.test_pretrain_command import check_refused
 
@@ -66,25 +63,11 @@ def test_a_blend_is_a_function_of_seed_and_index(parts):
         blend.sample(-1)
 
 
-def test_without_weights_every_sample_comes_as_often_as_any_other(parts):
-    blend = Blend(parts, None, seed=0)
-    assert len(blend) == 3 + 10 + 40
-    for epoch in range(3):
-        places = [blend.place(epoch * len(blend) + i) for i in range(len(blend))]
-        for part, of in enumerate(parts):
-            assert sorted(own - epoch * len(of) for which, own in places if which == part) == [*range(len(of))]
-    orders = [[blend.place(epoch * len(blend) + i)[0] for i in range(53)] for epoch in range(2)]
-    assert orders[0] != orders[1]
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["web"], (["web"], None)),
-        (["web", "code"], (["web", "code"], None)),
-        (["7"], (["7"], None)),
-        (["0.7", "web", "3", "code"], (["web", "code"], [0.7, 3.0])),
-        (["1", "web"], (["web"], [1.0])),
+        (["web"], (["web"], None)), (["web", "code"], (["web", "code"], None)), (["7"], (["7"], None)),
+        (["0.7", "web", "3", "code"], (["web", "code"], [0.7, 3.0])), (["1", "web"], (["web"], [1.0])),
         (["0.7", "web", "code"], "give prefixes alone, or a weight before each"),
         (["0.7", "web", "x", "code"], "give prefixes alone, or a weight before each"),
         (["0.7", "web", "0.3"], "give prefixes alone, or a weight before each"),
@@ -93,7 +76,7 @@ def test_without_weights_every_sample_comes_as_often_as_any_other(parts):
         (["0.7", "web", "0.2", "code", "0.1", "./web"], "names web and ./web, one corpus"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_sources_are_prefixes_with_weights_or_without(words, found):
     if isinstance(found, tuple):
         assert parse_sources(words) == found
@@ -144,15 +127,6 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
         Corpora([prefixes[0], short], None).split(8, seed=0, evaluate=True)
     with pytest.raises(ValueError, match=r"empty\.idx has no document"):
         Corpora([prefixes[0], write(tmp_path / "empty")], None)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_learning_rate_ends_at_its_least(schedule):
-    flags = ["--lr", "0.01", "--set", f"lr_schedule={schedule}", "--steps", "10", "--warmup", "2"]
-    for given, least in ((["--set", "min_lr=0.004"], 0.004), (["--set", "min_lr=0"], 0.0), ([], 0.001)):
-        args = lr_schedule(parse([*flags, *given]))
-        assert learning_rate(args, 10) == pytest.approx(least)
-        assert max(learning_rate(args, step) for step in range(10)) == pytest.approx(0.01)
 
 
 def lines(*flags: str, out: str, **sizes: int) -> list[float]:

@@ -44,53 +44,29 @@ def checked(flags: str, config: GPTConfig | None = None, **sizes: int) -> tuple[
     return check(args, config or model_config(args, 257), mesh_of(*sizes.items())), args
 
 
-def test_a_run_without_flags_takes_eight_micro_batches():
-    assert checked("")[0] == 8
-
-
 @pytest.mark.parametrize(
     ("flags", "sizes", "micro_batches"),
     [
-        ("--set min_lr=0.003", {}, 8),
-        ("--set min_lr=0", {}, 8),
-        ("--recompute budget=0.5", {}, 8),
-        ("--set profile=3:3", {}, 8),
-        ("--set twin=1 --experts 4", {}, 8),
+        ("--set min_lr=0.003", {}, 8), ("--set min_lr=0", {}, 8), ("--recompute budget=0.5", {}, 8),
+        ("--set profile=3:3", {}, 8), ("--set twin=1 --experts 4", {}, 8),
         ("--experts 4 --set moe.aux_loss=micro_batch", {}, 8),
-        ("--set twin=1 --experts 4 --set moe.aux_loss=none", {}, 8),
-        ("--set twin=1", {}, 8),
-        ("--set no_save=true", {}, 8),
-        ("--save-every 2", {}, 8),
-        ("--compile eager", {}, 8),
-        ("--compile", {}, 8),
-        ("--offload none none", {}, 8),
-        ("--offload optimizer activations", {}, 8),
-        ("--offload activations --optimizer muon", {}, 8),
-        ("--offload parameters --zero 0", {"dp": 2}, 4),
-        ("--offload parameters --zero 3", {"tp": 2}, 8),
-        ("--offload optimizer --zero 3", {"dp": 2}, 4),
-        ("--ep 2 --experts 4", {"dp": 2, "ep": 2}, 4),
-        ("--experts 4", {"dp": 2, "etp": 1}, 4),
-        ("--d-model 256 --d-ff 256 --fp8", {"tp": 2}, 8),
-        ("--preset gpt2 --seq-len 1024", {}, 8),
-        ("--preset gpt2 --seq-len 5", {}, 8),
-        ("--preset tiny --seq-len 9999", {}, 8),
-        ("", {"tp": 4}, 8),
-        ("--global-batch 8", {"pp": 4}, 4),
-        ("--global-batch 2 --schedule gpipe", {"pp": 2}, 1),
-        ("--cp-kind alltoall", {"cp": 4}, 8),
-        ("--cp-kind alltoall", {"cp": 2, "tp": 2}, 8),
+        ("--set twin=1 --experts 4 --set moe.aux_loss=none", {}, 8), ("--set twin=1", {}, 8),
+        ("--set no_save=true", {}, 8), ("--save-every 2", {}, 8), ("--compile eager", {}, 8), ("--compile", {}, 8),
+        ("--offload none none", {}, 8), ("--offload optimizer activations", {}, 8),
+        ("--offload activations --optimizer muon", {}, 8), ("--offload parameters --zero 0", {"dp": 2}, 4),
+        ("--offload parameters --zero 3", {"tp": 2}, 8), ("--offload optimizer --zero 3", {"dp": 2}, 4),
+        ("--ep 2 --experts 4", {"dp": 2, "ep": 2}, 4), ("--experts 4", {"dp": 2, "etp": 1}, 4),
+        ("--d-model 256 --d-ff 256 --fp8", {"tp": 2}, 8), ("--preset gpt2 --seq-len 1024", {}, 8),
+        ("--preset gpt2 --seq-len 5", {}, 8), ("--preset tiny --seq-len 9999", {}, 8), ("", {"tp": 4}, 8),
+        ("--global-batch 8", {"pp": 4}, 4), ("--global-batch 2 --schedule gpipe", {"pp": 2}, 1),
+        ("--cp-kind alltoall", {"cp": 4}, 8), ("--cp-kind alltoall", {"cp": 2, "tp": 2}, 8),
         ("--cp-kind two-level --set cp_inner=2", {"cp": 4, "cp_inner": 2}, 8),
-        ("--seq-len 1 --sequence-parallel", {}, 8),
-        ("--seq-len 7", {"tp": 2}, 8),
-        ("--seq-len 12", {"cp": 3}, 8),
-        ("--seq-len 8 --sequence-parallel", {"cp": 2, "tp": 2}, 8),
-        ("--global-batch 24", {"dp": 4}, 3),
-        ("--global-batch 24", {"dp": 2, "worlds": 3}, 2),
-        ("--global-batch 12 --micro-batch 3", {}, 4),
+        ("--seq-len 1 --sequence-parallel", {}, 8), ("--seq-len 7", {"tp": 2}, 8), ("--seq-len 12", {"cp": 3}, 8),
+        ("--seq-len 8 --sequence-parallel", {"cp": 2, "tp": 2}, 8), ("--global-batch 24", {"dp": 4}, 3),
+        ("--global-batch 24", {"dp": 2, "worlds": 3}, 2), ("--global-batch 12 --micro-batch 3", {}, 4),
         ("--workers 2 --local-steps 3 --set fragments=3", {"worlds": 2}, 4),
     ],
-)
+)  # fmt: skip
 def test_what_goes_together_is_taken(flags, sizes, micro_batches):
     assert checked(flags, **sizes)[0] == micro_batches
 
@@ -150,31 +126,16 @@ def test_a_bitwise_step_has_one_micro_batch_a_leaf():
     assert (micro_batches, args.micro_batch) == (2, 2)
 
 
-def test_a_model_to_begin_with_has_positions_of_its_own():
-    """Only a preset's learned positions bound the samples here: `model_config` checks those of another model."""
-    args = parse(["--init-from", "there", "--preset", "gpt2", "--seq-len", "2048"])
-    config = dataclasses.replace(PRESETS["gpt2"], seq_len=2048, layers=1)
-    assert check(args, config, mesh_of()) == 8
-
-
-# --- parts of flags ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "sizes", "fits"),
     [
-        ("--set replicate=1 --zero 0", {"dp": 1}, True),
-        ("--set replicate=2", {"dp": 8}, True),
-        ("--set replicate=4 --zero 3", {"dp": 8}, True),
-        ("--set replicate=2", {"dp": 2, "cp": 2}, True),
-        ("--set replicate=2 --zero 0", {"dp": 8}, False),
-        ("--set replicate=3", {"dp": 8}, False),
-        ("--set replicate=8", {"dp": 8}, False),
-        ("--set replicate=2", {"dp": 2}, False),
-        ("--set replicate=4", {"dp": 8, "ep": 4}, False),
-        ("--set replicate=2", {"dp": 8, "ep": 4}, True),
+        ("--set replicate=1 --zero 0", {"dp": 1}, True), ("--set replicate=2", {"dp": 8}, True),
+        ("--set replicate=4 --zero 3", {"dp": 8}, True), ("--set replicate=2", {"dp": 2, "cp": 2}, True),
+        ("--set replicate=2 --zero 0", {"dp": 8}, False), ("--set replicate=3", {"dp": 8}, False),
+        ("--set replicate=8", {"dp": 8}, False), ("--set replicate=2", {"dp": 2}, False),
+        ("--set replicate=4", {"dp": 8, "ep": 4}, False), ("--set replicate=2", {"dp": 8, "ep": 4}, True),
     ],
-)
+)  # fmt: skip
 def test_replicas_divide_the_data_ranks_and_leave_something_to_shard(flags, sizes, fits):
     args, mesh = parse(flags.split()), mesh_of(*sizes.items())
     if fits:
@@ -242,18 +203,6 @@ def test_a_sub_group_of_cp_lies_in_a_node(flags, each, inner):
         assert mesh_arguments(parse(flags.split()), each)["cp_inner"] == inner
 
 
-def test_a_node_has_as_many_ranks_as_this_one_has():
-    with pytest.MonkeyPatch.context() as patch:
-        launch = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x",
-                  "MASTER_PORT": "1"}  # fmt: skip
-        for name, value in launch.items():
-            patch.setenv(name, value)
-        assert mesh_arguments(parse(["--cp", "8", "--cp-kind", "two-level"]))["cp_inner"] == 2
-
-
-# --- the model --------------------------------------------------------------------------------------------------------
-
-
 def test_flags_change_the_preset():
     flags = (
         "--layers 3 --d-model 96 --heads 6 --kv-heads 2 --d-ff 100 --dropout 0.1 --set tie_embeddings=true "
@@ -310,9 +259,6 @@ def test_fields_of_experts_without_experts_are_refused():
     for flags in ("--experts 0 --set moe.top_k=2", "--set moe.top_k=2"):
         with pytest.raises(ValueError, match=r"^moe.top_k without experts: --experts says how many"):
             moe_config(flags, None)
-
-
-# --- the pipeline -----------------------------------------------------------------------------------------------------
 
 
 def test_the_head_counts_where_blocks_are_dealt_out():

@@ -74,16 +74,14 @@ def check_gradients(sizes, kind, changes, options, zero=None):
 
 LEARNED = {"positions": "learned", "tie_embeddings": True, "dropout": 0.2}
 WHOLE = [
-    (FOUR, "ring", {}, {}),
-    ({"cp": 4, "cp_inner": 2}, "two-level", LEARNED, {}),
+    (FOUR, "ring", {}, {}), ({"cp": 4, "cp_inner": 2}, "two-level", LEARNED, {}),
     ({"cp": 2, "tp": 2}, "zigzag", {"positions": "learned", "tie_embeddings": True}, {"sequence_parallel": True}),
     ({"cp": 2, "tp": 2}, "alltoall", {"dropout": 0.2}, {}),
     ({"cp": 2, "pp": 2}, "zigzag", {"dropout": 0.2, "tie_embeddings": True}, {}),
     ({"cp": 2, "dp": 2}, "zigzag", {"dropout": 0.2}, {}, 0),
     ({"cp": 2, "dp": 2}, "allgather", {"tie_embeddings": True, "norm": "layer"}, {}, 2),
-    ({"cp": 2}, "zigzag", LEARNED, {}, 3),
-    ({"cp": 2, "dp": 2}, "ring", {"dropout": 0.2}, {}, 3),
-]
+    ({"cp": 2}, "zigzag", LEARNED, {}, 3), ({"cp": 2, "dp": 2}, "ring", {"dropout": 0.2}, {}, 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: f"{case[0]}-{case[1]}-{case[4:]}")

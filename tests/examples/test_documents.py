@@ -65,9 +65,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-# --- the truth: no line of it is mpcore's -------------------------------------------------------------------------
-
-
 def written_out(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """Whether query q sees key k, [B, T, T], and positions [B, T], one pair of tokens at a time."""
     B, length = tokens.shape
@@ -159,9 +156,6 @@ def apart(config: GPTConfig) -> tuple[float, dict[str, Tensor]]:
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# --- the layouts --------------------------------------------------------------------------------------------------
-
-
 def build(model: str, sizes: dict[str, int], options: dict[str, Any], micro_batches: int):
     on, config = mesh(**sizes), MODELS[model]
     plan = find_schedule(options.get("schedule", "1f1b"), on.pp.size, micro_batches, options.get("virtual"))
@@ -207,23 +201,16 @@ def check_layout(model: str, sizes: dict[str, int], options: dict[str, Any], wan
 
 SP = {"sp": True}
 LAYOUTS = [
-    ("rope", {}, {}),
-    ("rope", {"tp": 3}, {}),
-    ("rope", {"tp": 2}, SP),
+    ("rope", {}, {}), ("rope", {"tp": 3}, {}), ("rope", {"tp": 2}, SP),
     *(("rope", {"cp": 2, **({"cp_inner": 2} if kind == "two-level" else {})}, {"kind": kind}) for kind in KINDS),
-    ("rope", {"tp": 2, "cp": 2}, {"kind": "zigzag", **SP}),
-    ("rope", {"cp": 4, "cp_inner": 2}, {"kind": "two-level"}),
-    ("rope", {"pp": 2}, {"schedule": "1f1b"}),
-    ("four blocks", {"pp": 2}, {"schedule": "zbv", "virtual": 2}),
-    ("rope", {"dp": 2}, {"zero": 3, "recompute": "full"}),
-    ("rope", {"tp": 2}, {"compile": Compile("aot_eager")}),
+    ("rope", {"tp": 2, "cp": 2}, {"kind": "zigzag", **SP}), ("rope", {"cp": 4, "cp_inner": 2}, {"kind": "two-level"}),
+    ("rope", {"pp": 2}, {"schedule": "1f1b"}), ("four blocks", {"pp": 2}, {"schedule": "zbv", "virtual": 2}),
+    ("rope", {"dp": 2}, {"zero": 3, "recompute": "full"}), ("rope", {"tp": 2}, {"compile": Compile("aot_eager")}),
     ("learned", {"cp": 2, "tp": 2}, {"kind": "zigzag", **SP}),
-    ("window", {"cp": 2}, {"kind": "zigzag", "recompute": "selective"}),
-    ("experts", {"dp": 2, "ep": 2}, {}),
-    ("experts", {"cp": 2, "tp": 2}, {"kind": "ring"}),
-    ("latent", {"cp": 2}, {"kind": "zigzag"}),
+    ("window", {"cp": 2}, {"kind": "zigzag", "recompute": "selective"}), ("experts", {"dp": 2, "ep": 2}, {}),
+    ("experts", {"cp": 2, "tp": 2}, {"kind": "ring"}), ("latent", {"cp": 2}, {"kind": "zigzag"}),
     ("latent", {"tp": 2, "pp": 2}, SP),
-]
+]  # fmt: skip
 _truths: dict[str, Any] = {}
 
 

@@ -67,13 +67,11 @@ def test_the_picture_has_a_line_for_each_set(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["code"], "eval_data code: give NAME=PREFIX"),
-        (["=code"], "eval_data =code: give NAME=PREFIX"),
-        (["a={code}", "a={code}"], "names a twice"),
-        (["a={web}"], "--data names it too"),
+        (["code"], "eval_data code: give NAME=PREFIX"), (["=code"], "eval_data =code: give NAME=PREFIX"),
+        (["a={code}", "a={code}"], "names a twice"), (["a={web}"], "--data names it too"),
         (["a={web}-missing"], "missing"),
     ],
-)
+)  # fmt: skip
 def test_sets_that_cannot_be_measured_are_refused(words, message, tmp_path):
     web, code = write(tmp_path / "web", 3), write(tmp_path / "code", 90)
     with pytest.raises((ValueError, OSError), match=message):

@@ -320,9 +320,6 @@ def test_a_probe_sees_flags_alone(probe, folder, tmp_path):
     assert at_base(probe, "", folder) == probe("", tmp_path)
 
 
-# --- what flags say, where another value would be silent --------------------------------------------------------------
-
-
 def test_replicas_are_compared_after_each_so_many_steps(tmp_path):
     assert watches("--set check_replicas=4 --set check_speed=0", tmp_path) == [(3, "replicas"), (7, "replicas")]
     assert watches("--set check_replicas=0 --set check_speed=0", tmp_path) == []

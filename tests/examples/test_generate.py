@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.gpt import generate as module
-from examples.gpt.generate import _draw, _last_logits, generate, load_model, main, sample_text
+from examples.gpt.generate import _draw, generate, main
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore import Axis, Mesh
 from mpcore.random import generator
@@ -78,16 +77,6 @@ def test_an_empty_prompt_begins_a_document_and_its_end_ends_the_text():
     assert ended.startswith("\x7f")
 
 
-def test_ids_that_the_tokenizer_lacks_are_not_drawn():
-    """After 256 the model would say 257, which has no text."""
-    pipeline = Pipeline(vocab=300)
-    with mock.patch.object(pipeline, "from_last", side_effect=lambda logits: logits + torch.arange(300)):
-        text("a", pipeline, model_of(vocab=300), new_tokens=1, temperature=0)
-    drawn = pipeline.from_last(torch.zeros(300))
-    assert len(drawn) == 300
-    assert text("a", Pipeline(vocab=300), model_of(vocab=300), new_tokens=1, temperature=0) == "ab"
-
-
 @pytest.mark.parametrize(
     ("mesh", "changes", "prompt", "more"),
     [
@@ -104,38 +93,6 @@ def test_a_window_is_padded_to_the_ranks_that_cut_it_and_the_padding_is_masked(m
     with mock.patch.object(module, "gather", side_effect=lambda logits, *of: logits):
         assert text(prompt, pipeline, model_of(**changes), mesh, new_tokens=1, temperature=0) == "abcd"
     assert pipeline.asked == [([97, 98, 99] + [0] * more, [True] * 3 + [False] * more)]
-
-
-def test_context_parallel_ranks_have_their_part_of_the_tokens():
-    asked: list[list[int]] = []
-    pipeline: Any = SimpleNamespace(stages=(), from_last=lambda logits: logits)
-
-    def forward(batches: list[Tensor], mask: Tensor) -> tuple[Tensor]:
-        asked.append(batches[0][0].tolist())
-        y = torch.zeros(1, batches[0].shape[1], 260)
-        y[0, :, 100] = torch.arange(batches[0].shape[1]).float()
-        return (y,)
-
-    pipeline.forward = forward
-    sums: list[Any] = []
-    second = Mesh(cp=Axis(2, 1))
-    with mock.patch.multiple(module, all_reduce=lambda x, axis: sums.append(axis) or x, gather=lambda x, *of: x):
-        text("abc", pipeline, model_of(context="alltoall"), second, new_tokens=1, temperature=0)
-        assert asked == [[99, 0]], "the second half of abc and one pad"
-        logits = _last_logits(torch.eye(4)[None], 2, model_of(vocab=4, context="alltoall"), second)
-        assert logits.tolist() == [0, 0, 0, 0], "this rank has the tokens 4 to 7"
-        logits = _last_logits(torch.eye(4)[None], 6, model_of(vocab=4, context="alltoall"), second)
-        assert (logits.tolist(), logits.dtype) == ([0, 0, 1, 0], torch.float64)
-    assert sums == [second.cp] * 3
-
-
-def test_a_stage_that_is_not_the_last_has_no_logits():
-    found = _last_logits(torch.ones(1, 2, 3), 1, model_of(vocab=7, last=False), Mesh())
-    assert (found.shape, found.dtype, found.any().item()) == ((7,), torch.float64, False)
-    with mock.patch.object(module, "gather", side_effect=lambda *of: of) as gathered:
-        _last_logits(torch.ones(1, 2, 3), 1, model_of(vocab=7), Mesh(tp=Axis(2)))
-    _, axis, dim, size = gathered.call_args.args
-    assert (axis.size, dim, size) == (2, 0, 7)
 
 
 def test_a_token_is_drawn_by_its_probability():
@@ -162,92 +119,22 @@ def test_the_seed_draws_the_text_and_the_same_seed_the_same():
     assert text("a", seed=3, new_tokens=2) == ByteTokenizer().decode(ids)
 
 
-def test_a_finished_run_shows_a_text_or_says_why_not():
-    inside: list[str] = []
-    evaluating = mock.MagicMock()
-    evaluating.__enter__.side_effect = lambda: inside.append("in")
-    run = SimpleNamespace(evaluating=lambda: evaluating, pipeline="pipeline", mesh="mesh")
-    trainer: Any = SimpleNamespace(run=run, stages=["first", "last"], args=SimpleNamespace(seed=7),
-                                   setup=SimpleNamespace(tokenizer="tokenizer"))  # fmt: skip
-    with mock.patch.object(module, "generate", return_value="def f") as made:
-        assert sample_text(trainer) == "def f"
-        made.assert_called_once_with("last", "pipeline", "mesh", "tokenizer", "def ", seed=7)
-        assert inside == ["in"]
-        made.side_effect = Exception("no such token")
-        evaluating.__exit__.return_value = False
-        assert sample_text(trainer) == "none: no such token"
-        made.side_effect = RuntimeError("lost")
-        with pytest.raises(RuntimeError, match="lost"):
-            sample_text(trainer)
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def command(*words: str, vocab: int = 300) -> tuple[int, Any]:
-    """The status, and the mocks of what the command calls."""
-    names = ("open_checkpoint", "load_tokenizer", "tokenizer_of_checkpoint", "load_model", "generate", "Pipeline")
+def command(*words: str) -> int:
+    """The status, of a model of 256 tokens."""
+    names = ("open_checkpoint", "tokenizer_of_checkpoint")
     with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as parts:
-        called = SimpleNamespace(**parts)
-        called.open_checkpoint.return_value = (None, None, SimpleNamespace(vocab_size=vocab))
-        called.load_tokenizer.return_value.vocab_size = 257
-        called.tokenizer_of_checkpoint.return_value = "the checkpoint's"
-        called.generate.return_value = "some text"
-        return main(["--checkpoint", "there", *words]), called
-
-
-def test_the_command_prints_a_text(capsys):
-    status, called = command()
-    assert status == 0
-    assert capsys.readouterr().out == "some text\n"
-    called.load_tokenizer.assert_called_once_with("the checkpoint's", None)
-    called.open_checkpoint.assert_called_once_with("there")
-    called.load_model.assert_called_once_with("there")
-    (model, mesh, count, loss), _ = called.Pipeline.call_args
-    assert (model, mesh, count) == (called.load_model.return_value, Mesh(), 1)
-    assert loss(torch.ones(3), None) == 3
-    called.generate.assert_called_once_with(
-        model, called.Pipeline.return_value, Mesh(), called.load_tokenizer.return_value, "",
-        new_tokens=120, temperature=0.8, seed=0,
-    )  # fmt: skip
-    words = "--prompt a --new-tokens 0 --temperature 0 --seed 5 --tokenizer mine --end-of-document EOD"
-    status, called = command(*words.split())
-    called.load_tokenizer.assert_called_once_with("mine", "EOD")
-    assert called.generate.call_args.args[-1] == "a"
-    assert called.generate.call_args.kwargs == {"new_tokens": 0, "temperature": 0.0, "seed": 5}
-    assert command(vocab=257)[0] == 0
+        parts["open_checkpoint"].return_value = (None, None, SimpleNamespace(vocab_size=256))
+        parts["tokenizer_of_checkpoint"].return_value = "byte"
+        return main(["--checkpoint", "there", *words])
 
 
 def test_the_command_refuses_what_cannot_be(capsys):
-    for words, vocab, message in (
-        (("--temperature", "-0.5"), 300, "--temperature -0.5 is no number from 0"),
-        (("--temperature", "nan"), 300, "--temperature nan is no number from 0"),
-        (("--temperature", "inf"), 300, "--temperature inf is no number from 0"),
-        (("--new-tokens", "-1"), 300, "--new-tokens -1 is smaller than 0"),
-        ((), 256, "the tokenizer has 257 tokens, the model 256"),
+    for words, message in (
+        (("--temperature", "-0.5"), "--temperature -0.5 is no number from 0"),
+        (("--temperature", "nan"), "--temperature nan is no number from 0"),
+        (("--temperature", "inf"), "--temperature inf is no number from 0"),
+        (("--new-tokens", "-1"), "--new-tokens -1 is smaller than 0"),
+        ((), "the tokenizer has 257 tokens, the model 256"),
     ):
-        assert command(*words, vocab=vocab)[0] == 2
+        assert command(*words) == 2
         assert capsys.readouterr().err == f"python -m examples.gpt.generate: error: {message}\n"
-    with pytest.raises(SystemExit):
-        main([])
-    assert "--checkpoint" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith("usage: python -m examples.gpt.generate [-h] --checkpoint PATH")
-    for said in ("Sample from a checkpoint.", "--checkpoint PATH of any layout", "--prompt PROMPT what the text begins",
-                 "--tokenizer TOKENIZER 'byte' or", "--end-of-document TOKEN token of", "at the most (default 120)",
-                 "0 takes the likeliest token (default 0.8)"):  # fmt: skip
-        assert said in told
-
-
-def test_a_checkpoint_is_loaded_in_its_own_dtype():
-    saved = SimpleNamespace(tensors={"model/norm.weight": SimpleNamespace(dtype="F64")})
-    names = ("open_checkpoint", "GPT", "materialize", "load")
-    with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as parts:
-        parts["open_checkpoint"].return_value = (saved, None, "config")
-        model = load_model(Path("there"))
-    assert model is parts["GPT"].return_value
-    parts["GPT"].assert_called_once_with("config", device="meta", dtype=torch.float64)
-    parts["materialize"].assert_called_once_with(model, 0)
-    parts["load"].assert_called_once_with(Path("there"), model, mesh=Mesh())

@@ -47,27 +47,21 @@ TP_PP_DP = [
 CASES = [
     *((model, *on) for model in ("gpt", "tied", "float32", "tied float32") for on in TP_PP_DP),
     *(("gpt", {"dp": 4}, f"--zero {zero} --set replicate=2") for zero in "123"),
-    *((name, {"tp": 2, "pp": 2}, "") for name in ("muon", "bf16 moments")),
-    ("bf16 moments", {"tp": 2, "dp": 2}, ""),
-    ("tied", {"cp": 2, "pp": 2}, "--cp-kind ring"),
-    ("tied", {"cp": 2, "dp": 2}, "--zero 3"),
+    *((name, {"tp": 2, "pp": 2}, "") for name in ("muon", "bf16 moments")), ("bf16 moments", {"tp": 2, "dp": 2}, ""),
+    ("tied", {"cp": 2, "pp": 2}, "--cp-kind ring"), ("tied", {"cp": 2, "dp": 2}, "--zero 3"),
     *(("gpt", {"cp": 4}, f"--cp-kind {kind}") for kind in ("alltoall", "ring", "allgather")),
-    ("gpt", {"cp": 4, "cp_inner": 2}, "--cp-kind two-level"),
-    ("gpt", {"cp": 2, "tp": 2}, "--sequence-parallel"),
-    ("tied", {"cp": 2, "tp": 2}, "--cp-kind alltoall --sequence-parallel"),
-    ("gpt", {"cp": 2, "pp": 2}, ""),
+    ("gpt", {"cp": 4, "cp_inner": 2}, "--cp-kind two-level"), ("gpt", {"cp": 2, "tp": 2}, "--sequence-parallel"),
+    ("tied", {"cp": 2, "tp": 2}, "--cp-kind alltoall --sequence-parallel"), ("gpt", {"cp": 2, "pp": 2}, ""),
     ("tied", {"cp": 2, "dp": 2}, "--cp-kind allgather"),
     ("balanced batch", {"tp": 2, "dp": 2, "etp": 1, "ep": 2}, "--zero 3 --sequence-parallel --micro-batch 2"),
     ("biased", {"pp": 2, "dp": 2, "ep": 2}, "--zero 3 --micro-batch 1"),
     ("balanced sequences", {"dp": 4, "ep": 2}, "--zero 3"),
-    ("balanced batch", {"pp": 2, "tp": 2, "etp": 1, "ep": 2}, "--micro-batch 2"),
-    ("latent", {"cp": 2}, "--zero 3"),
+    ("balanced batch", {"pp": 2, "tp": 2, "etp": 1, "ep": 2}, "--micro-batch 2"), ("latent", {"cp": 2}, "--zero 3"),
     ("latent", {"tp": 4}, "--recompute full"),
     ("latent", {"tp": 2, "cp": 2}, "--sequence-parallel --cp-kind alltoall --recompute selective"),
     ("latent", {"tp": 2, "pp": 2}, "--schedule zb --offload activations"),
     ("latent", {"dp": 2, "tp": 2}, "--zero 2 --compile aot_eager"),
-    ("latent experts", {"dp": 2, "tp": 2, "ep": 2}, ""),
-    ("latent muon", {"tp": 2}, ""),
+    ("latent experts", {"dp": 2, "tp": 2, "ep": 2}, ""), ("latent muon", {"tp": 2}, ""),
     ("fp8", {"dp": 2, "cp": 2}, "--zero 3 --cp-kind ring"),
     ("balanced batch", {"dp": 2, "ep": 2}, "--zero 3 --micro-batch 1"),
     ("balanced sequences", {"pp": 2}, "--schedule zb --micro-batch 1"),
@@ -77,16 +71,14 @@ CASES = [
     ("deep fp8", {"tp": 2, "dp": 2}, "--recompute full --zero 2 --offload optimizer activations"),
     ("deep fp8", {"tp": 2, "cp": 2}, "--recompute selective --cp-kind alltoall --offload parameters --zero 0"),
     ("deep fp8", {"tp": 2, "dp": 2}, "--recompute budget=0.5 --sequence-parallel"),
-]
+]  # fmt: skip
 SHORT = [  # tests/recorded_runs.py has two ranks, HSDP, tp 4 and tp x dp, and FP8
-    ("tied", {"tp": 2, "pp": 2, "dp": 1}, "--sequence-parallel"),
-    ("muon", {"tp": 2, "dp": 2}, ""),
-    ("tied", {"cp": 4}, "--cp-kind zigzag"),
-    ("biased", {"tp": 2, "etp": 1}, "--micro-batch 2"),
+    ("tied", {"tp": 2, "pp": 2, "dp": 1}, "--sequence-parallel"), ("muon", {"tp": 2, "dp": 2}, ""),
+    ("tied", {"cp": 4}, "--cp-kind zigzag"), ("biased", {"tp": 2, "etp": 1}, "--micro-batch 2"),
     ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""),
     ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
     ("latent", {"tp": 2, "pp": 2}, "--sequence-parallel"),
-]
+]  # fmt: skip
 
 
 def run(sizes: dict[str, int], model: str, flags: str = "") -> dict[str, Any]:

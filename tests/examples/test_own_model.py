@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import runpy
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,9 +32,6 @@ def test_every_mesh_has_the_losses_of_one_process(ranks, size, tp, zero):
     assert alone[-1] < alone[0] - 1, "a nat in three steps, at this rate"
     for found in ranks(size, losses, tp, zero):
         assert found == pytest.approx(alone, rel=1e-12)
-
-
-# --- against plain torch ----------------------------------------------------------------------------------------------
 
 
 def plain_logits(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
@@ -71,27 +65,6 @@ def test_samples_are_windows_of_the_text_drawn_by_step():
         whole = own_model.samples(step, range(8))
         assert whole.tolist() == [list(text[int(first) : int(first) + 65]) for first in firsts]
         assert torch.equal(own_model.samples(step, range(2, 5)), whole[2:5])
-
-
-def test_the_model_has_the_sizes_that_the_page_says():
-    shapes = {name: tuple(p.shape) for name, p in own_model.Transformer(mp.Mesh().tp).named_parameters()}
-    block = {"norm.weight": (64,), "norm.bias": (64,), "qkv.weight": (192, 64), "qkv.bias": (192,),
-             "up.weight": (256, 64), "up.bias": (256,), "mix.weight": (64, 64), "mix.bias": (64,),
-             "down.weight": (64, 256), "down.bias": (64,)}  # fmt: skip
-    blocks = {f"blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
-    ends = {"embedding.weight": (256, 64), "position.weight": (64, 64), "norm.weight": (64,), "norm.bias": (64,),
-            "head.weight": (256, 64)}  # fmt: skip
-    assert shapes == {**blocks, **ends}
-    with torch.device("meta"):
-        cut: Any = own_model.Transformer(mp.Axis(2))
-    assert {name: tuple(p.shape) for name, p in cut.blocks[0].named_parameters() if "weight" in name} == {
-        "norm.weight": (64,), "qkv.weight": (96, 64), "up.weight": (128, 64), "mix.weight": (64, 32),
-        "down.weight": (64, 128),
-    }  # fmt: skip
-    with torch.device("meta"):
-        third: Any = own_model.Transformer(mp.Axis(3))
-    assert tuple(third.blocks[0].mix.weight.shape) == (64, 32), "sharded between heads: the first rank has two of four"
-    assert tuple(cut.head.weight.shape) == tuple(cut.embedding.weight.shape) == (128, 64)
 
 
 def test_training_is_adamw_on_the_mean_loss_with_clipping(capsys):
@@ -130,36 +103,3 @@ def vars_of(module: Any) -> dict[str, Any]:
     names = ("Axis", "build_mesh", "LayerNorm", "QKVParallelLinear", "ColumnParallelLinear", "RowParallelLinear",
              "VocabParallelEmbedding", "vocab_parallel_cross_entropy", "Zero")  # fmt: skip
     return {name: getattr(module, name) for name in names}
-
-
-def test_the_command_has_three_flags(monkeypatch, capsys):
-    def command(*words: str) -> str:
-        monkeypatch.setattr("sys.argv", ["own_model", *words])
-        sys.modules.pop("examples.own_model", None)
-        with mock.patch.object(mp, "build_mesh", side_effect=ValueError("asked")) as mesh:
-            try:
-                runpy.run_module("examples.own_model", run_name="__main__")
-            except (SystemExit, ValueError) as error:
-                return f"{error} {mesh.call_args.kwargs if mesh.call_args else ''}".strip()
-        return ""
-
-    assert command() == "asked {'tp': 1}"
-    assert command("--tp", "2") == "asked {'tp': 2}"
-    assert command("--zero", "4") == "2"
-    assert "invalid choice: 4 (choose from 0, 1, 2, 3)" in capsys.readouterr().err
-    assert command("--help") == "0"
-    told = capsys.readouterr().out
-    assert "Train a transformer of your own on any mesh, and see the same losses on each.\n\n`python" in told
-    said = " ".join(told.split())
-    assert "--tp TP tensor-parallel size --zero {0,1,2,3} stage of ZeRO over the data ranks --steps STEPS" in said
-    defaults = inspect.signature(own_model.train).parameters
-    assert {name: p.default for name, p in defaults.items()} == {"tp": 1, "zero": 0, "steps": 30}
-
-
-def test_the_command_trains_thirty_steps(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["own_model", "--steps", "2"])
-    sys.modules.pop("examples.own_model", None)
-    runpy.run_module("examples.own_model", run_name="__main__")
-    two = capsys.readouterr().out
-    own_model.train(steps=2)
-    assert two == capsys.readouterr().out

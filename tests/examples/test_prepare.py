@@ -81,12 +81,6 @@ def test_the_command_line(tmp_path, inputs, capsys):
     assert len(texts(tmp_path / "out" / "c")) == 4
 
 
-def test_the_progress_bar_counts_in_thousands_of_bytes(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("a" * 2500)
-    prepare([tmp_path / "a.txt"], tmp_path / "c", progress=True)
-    assert "2.50k/2.50k" in capsys.readouterr().err
-
-
 def test_training_a_tokenizer(tmp_path, inputs):
     prefix = tmp_path / "out" / "c"
     (inputs / "b.txt").write_text("the cat and the hat and the bat <|endoftext|> " * 20)
@@ -114,18 +108,15 @@ def test_training_a_tokenizer(tmp_path, inputs):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "cut', "not JSON: Unterminated string"),
-        ('["text"]', "must be a JSON object, but this is list"),
+        ('{"text": "cut', "not JSON: Unterminated string"), ('["text"]', "must be a JSON object, but this is list"),
         ('{"body": "b", "id": 1}', "no key 'text'; keys are 'body', 'id'; choose one with --json-key"),
-        ("{}", "no key 'text'; keys are none"),
-        ('{"text": 5}', "'text' must be text, but is int"),
+        ("{}", "no key 'text'; keys are none"), ('{"text": 5}', "'text' must be text, but is int"),
         ('{"text": null}', "'text' must be text, but is NoneType"),
-        (r'{"text": "\ud800"}', "not UTF-8 text: surrogates not allowed"),
-        ("[" * 100_000, "not JSON: "),
+        (r'{"text": "\ud800"}', "not UTF-8 text: surrogates not allowed"), ("[" * 100_000, "not JSON: "),
         ('{"text": ' + "1" * 5000 + "}", "not JSON: "),
     ],
     ids=lambda value: value[:12],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("tokenizer", ["byte", "train"])
 def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, line, message, tokenizer):
     path = jsonl(tmp_path / "in.jsonl", {"text": "fine"}, "", line, {"text": "fine"})
@@ -188,12 +179,6 @@ def test_what_was_asked_for_is_checked_first(tmp_path, inputs):
         prepare([tmp_path / "bad.jsonl"], out, force=True)
     assert out.with_suffix(".bin").read_bytes() == before
     assert output(tmp_path) == ["c.bin", "c.idx"]
-
-
-def test_another_key(tmp_path):
-    path = jsonl(tmp_path / "in.jsonl", {"body": "b", "text": "t"})
-    prepare([path], tmp_path / "c", json_key="body")
-    assert texts(tmp_path / "c") == ["b"]
 
 
 def test_a_tokenizer_that_leaves_its_vocabulary_is_caught(tmp_path, inputs, monkeypatch):

@@ -31,7 +31,7 @@ from mpcore.tools.fault_tolerance import metrics
 from mpcore.tools.fault_tolerance.faults import Faults
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 ROOT = Path(__file__).parents[2]
@@ -79,12 +79,8 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, 
     assert (status, other) == (0, 0), second
     for out, (stdout, stderr) in ((alone, first), (mesh2, second)):
         assert sorted(p.name for p in out.iterdir()) == [
-            ".lock",
-            "checkpoints",
-            "config.json",
-            "loss.png",
-            "metrics.jsonl",
-        ]
+            ".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl",
+        ]  # fmt: skip
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
         steps, evaluations = read(out)
         assert [r["step"] for r in steps] == [0, 1, 2]
@@ -252,14 +248,11 @@ def test_a_place_without_a_checkpoint_is_named_and_where_there_is_one(tmp_path):
         trainer(*flags[2:], "--init-from", str(path), "--kv-heads", "1")
 
 
-def check_unequal() -> None:
+@on_ranks(4, timeout=30)
+def test_unequal_flags_are_refused_on_every_rank_by_name() -> None:
     seed = str(dist.get_rank() // 3)
     with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the configuration \(--seed: 0 and 1\)"):
         trainer("--seed", seed, tp=4)
-
-
-def test_unequal_flags_are_refused_on_every_rank_by_name(ranks):
-    ranks(4, check_unequal, timeout=30)
 
 
 def check_one_rank_without_data(prefix: str) -> None:
@@ -283,19 +276,9 @@ def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(r
 
 def check_full_disk(out: str) -> str:
     run = trainer(
-        "--steps",
-        "6",
-        "--eval-every",
-        "2",
-        "--set",
-        "eval_samples=2",
-        "--set",
-        "trace=true",
-        "--save-every",
-        "5",
-        "--out",
-        out,
-    )
+        "--steps", "6", "--eval-every", "2", "--set", "eval_samples=2", "--set", "trace=true", "--save-every", "5",
+        "--out", out,
+    )  # fmt: skip
     real, lines, left = run.step, Path(out) / "metrics.jsonl", []
 
     class File(io.FileIO):
@@ -339,17 +322,9 @@ def test_row_20_a_run_whose_metrics_and_pictures_are_not_written_goes_on(ranks, 
 
 def check_offloaded(out: str) -> None:
     flags = [
-        "--offload",
-        "parameters",
-        "--zero",
-        "0",
-        "--set",
-        "check_replicas=1",
-        "--eval-every",
-        "2",
-        "--set",
+        "--offload", "parameters", "--zero", "0", "--set", "check_replicas=1", "--eval-every", "2", "--set",
         "no_save=true",
-    ]
+    ]  # fmt: skip
     t = trainer("--out", out, "--steps", "2", *flags, dp=2)
     assert t.train() is False
     with t.run.parameters() as model:
@@ -376,7 +351,8 @@ def test_half_precision_learns(ranks, dtype):
         assert losses[-1] < losses[0] - 0.3
 
 
-def check_skipped_step() -> None:
+@on_ranks(4)
+def test_pitfall_31_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
     """An infinite gradient on one rank: all ranks skip the step, and fp16's scale falls alike."""
     t = trainer("--dtype", "float16", tp=2, dp=2)
     before = [p.detach().to_local().clone() for p in t.model.parameters()]  # type: ignore[attr-defined]
@@ -391,10 +367,6 @@ def check_skipped_step() -> None:
     assert t.run.scaler.state_dict() == {"scale": 2.0**15, "good_steps": 0}
     for p, old in zip(t.model.parameters(), before, strict=True):
         assert torch.equal(p.detach().to_local(), old)  # type: ignore[attr-defined]
-
-
-def test_pitfall_31_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks):
-    ranks(4, check_skipped_step)
 
 
 def check_generation(sizes: dict, flags: list[str]) -> str:
@@ -434,18 +406,6 @@ def check_padded_vocabulary(sizes: dict) -> str:
 def test_no_id_is_drawn_that_the_tokenizer_has_not(ranks):
     (want,) = ranks(1, check_padded_vocabulary, {})
     assert ranks(2, check_padded_vocabulary, {"tp": 2}) == [want] * 2
-
-
-def test_a_sample_that_fails_ends_no_run_that_is_done(tmp_path, monkeypatch, capsys):
-    def failing(*_, **options) -> str:
-        raise Exception("token id 315 is outside the vocabulary of 300")
-
-    monkeypatch.setattr("examples.gpt.generate.generate", failing)
-    data = write_corpus(tmp_path / "corpus", list(range(100)))
-    out = tmp_path / "out"
-    trainer("--data", data, "--steps", "1", "--eval-every", "0", "--out", str(out)).train()
-    assert "--- a sample\nnone: token id 315 is outside the vocabulary of 300\n" in capsys.readouterr().out
-    assert (out / "loss.png").is_file()
 
 
 def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):

@@ -6,23 +6,16 @@ import importlib.util
 import json
 import math
 import shlex
-import struct
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from examples.gpt import console, generate
 from examples.gpt.arguments import parse
-from examples.gpt.console import Lines, bytes_of_token
 from examples.gpt.dashboards import numbers
 from examples.gpt.pretrain import main
-from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.__main__ import main as mpcore
 from tests.examples.test_flags import arguments
 
@@ -31,9 +24,6 @@ def run(flags: str, out: Path) -> list[dict]:
     """Train four steps, and return the records."""
     assert main(arguments(flags, out)) == 0
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-# --- a file of flags ------------------------------------------------------------------------------------------------
 
 
 def test_the_config_of_a_run_gives_the_same_run(tmp_path):
@@ -49,36 +39,11 @@ def test_the_config_of_a_run_gives_the_same_run(tmp_path):
     assert [entry["loss"] for entry in first] == [entry["loss"] for entry in second]
 
 
-# --- lines and records ----------------------------------------------------------------------------------------------
-
-
-def test_where_there_is_no_terminal_progress_is_lines(monkeypatch, capsys):
-    now = iter([0.0, *(4.0 * step for step in range(1, 9))])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
-    bar = Lines(range(2, 8), 8)
-    for step in bar:
-        bar.set_postfix({"loss": f"{step}.5"})
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["step 5 of 8, loss 4.5, 12 s left", "step 8 of 8, loss 7.5, 0 s left"]
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    shown = SimpleNamespace(shows=True)
-    assert not isinstance(console.Console.bar(shown, range(2), 2), Lines)  # type: ignore[arg-type]
-
-
 def test_the_validation_loss_is_perplexity_and_bits_a_byte_too(tmp_path, monkeypatch):
     monkeypatch.setattr(console, "bytes_of_token", lambda trainer: 2.5)
     (*_, last) = run("--eval-every 4 --set no_save=true", tmp_path)
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-12)
     assert last["bits_per_byte"] == pytest.approx(last["val_loss"] / math.log(2) / 2.5, rel=1e-12)
-
-
-def test_the_bytes_of_a_token_are_counted_on_the_text():
-    held_out = mock.MagicMock(batch=lambda indices: (None, torch.tensor([[104, 105, 256], [195, 169, 33]])))
-    held_out.__len__.return_value = 2
-    trainer: Any = SimpleNamespace(held_out=held_out, setup=SimpleNamespace(tokenizer=ByteTokenizer()))
-    assert bytes_of_token(trainer) == 5 / 6  # the end of a document has none
-    trainer.setup.tokenizer = mock.Mock(count_bytes=lambda ids: 3 * len(ids))
-    assert bytes_of_token(trainer) == 3
 
 
 def test_each_step_has_its_seconds_and_memory(tmp_path):
@@ -102,9 +67,6 @@ def test_the_profile_has_the_steps_that_were_asked_for(tmp_path):
     assert products == 2 * one > 0
 
 
-# --- dashboards -----------------------------------------------------------------------------------------------------
-
-
 def tensorboard_of(folder: Path) -> dict[tuple[str, int], float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
@@ -117,49 +79,19 @@ def tensorboard_of(folder: Path) -> dict[tuple[str, int], float]:
     }
 
 
-def wandb_of(folder: Path) -> dict[tuple[str, int], float]:
-    """The file of an offline run: blocks of records of protobuf, as LevelDB's log has them."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = folder.glob("offline-run-*/run-*.wandb")
-    found: dict[tuple[str, int], float] = {}
-    for data in leveldb_records(file.read_bytes()[7:], 7):
-        history = Record.FromString(data).history
-        values = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
-        found |= {(name, int(values["_step"])): value for name, value in values.items() if not name.startswith("_")}
-    return found
-
-
-def leveldb_records(data: bytes, start: int):
-    whole, at = b"", 0
-    while at + 7 <= len(data):
-        left = 2**15 - (at + start) % 2**15
-        if left < 7:  # the rest of a block is padding
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole = (whole if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
-        if kind in (1, 4):
-            yield whole
-        at += 7 + length
-
-
-def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    records = run(
-        "--eval-every 2 --set no_save=true --set log_to=tensorboard,wandb --experts 4 --set moe.d_ff=8", tmp_path
-    )
+def test_metrics_tensorboard_and_wandb_have_the_same_numbers(tmp_path):
+    wandb = mock.MagicMock(__spec__=object())
+    flags = "--eval-every 2 --set no_save=true --set log_to=tensorboard,wandb --experts 4 --set moe.d_ff=8"
+    with mock.patch.dict(sys.modules, wandb=wandb):
+        records = run(flags, tmp_path)
     nested = {"loss": 2.5, "experts": {"dropped": [0, 1], "of": None}, "word": "a"}
     assert list(numbers(nested)) == [("loss", 2.5), ("experts/dropped/0", 0), ("experts/dropped/1", 1)]
     expected = {(name, entry["step"]): value for entry in records for name, value in numbers(entry) if name != "step"}
     assert ("experts/dropped/0", 3) in expected
     assert ("val_loss", 3) in expected
     assert tensorboard_of(tmp_path / "tensorboard") == expected
-    until = time.monotonic() + 30  # a process of wandb writes its file
-    while wandb_of(tmp_path / "wandb") != expected and time.monotonic() < until:
-        time.sleep(0.2)
-    assert wandb_of(tmp_path / "wandb") == expected
+    calls = wandb.init.return_value.log.call_args_list
+    assert {(name, each.kwargs["step"]): value for each in calls for name, value in each.args[0].items()} == expected
 
 
 def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
@@ -167,12 +99,6 @@ def test_a_dashboard_without_its_package_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *at: None if name == "wandb" else find(name, *at))
     with pytest.raises(SystemExit, match="log_to wandb needs the package wandb"):
         main(arguments("--set log_to=wandb", tmp_path))
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
-# --- the end --------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_saves_its_end_and_says_how_to_go_on(tmp_path, capsys):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from examples.gpt import setup
-from examples.gpt.arguments import parse
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
-from examples.gpt.samples import Blend, Corpora, TokenSamples, counts_of_period, open_eval_sets, read_without
-from mpcore import Mesh
+from examples.gpt.samples import Blend, Corpora, TokenSamples, counts_of_period, read_without
 
 
 def write(prefix: Path, *documents: Any) -> str:
@@ -23,23 +19,18 @@ def write(prefix: Path, *documents: Any) -> str:
     return str(prefix)
 
 
-# --- corpora ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("weights", "counts"),
     [
-        ([1], [10_000]),
-        ([1, 1], [5000, 5000]),
+        ([1], [10_000]), ([1, 1], [5000, 5000]),
         ([1, 1, 1], [3334, 3333, 3333]),  # the first of equal remainders
         ([2, 2, 2], [3334, 3333, 3333]),
         ([1, 2, 4], [1429, 2857, 5714]),  # 1428.57, 2857.14, 5714.29
-        ([1, 9999], [1, 9999]),
-        ([1] * 7, [1429] * 4 + [1428] * 3),
+        ([1, 9999], [1, 9999]), ([1] * 7, [1429] * 4 + [1428] * 3),
         ([1, 2, 4] * 9, [159, 318, 635] + [159, 317, 635] * 8),  # 158.73, 317.46, 634.92: one is left
         ([0.7, 0.3], [7000, 3000]),
     ],
-)
+)  # fmt: skip
 def test_shares_are_rounded_by_the_largest_remainders(weights, counts):
     assert counts_of_period(weights) == counts
 
@@ -48,24 +39,6 @@ def test_a_share_below_one_sample_of_a_period_is_refused():
     assert counts_of_period([1.1, 9998.9])[0] == 1
     with pytest.raises(ValueError, match=r"^weight 0.4 of 10000 in all is below 1 in 10,000: give it more, or leave"):
         counts_of_period([0.4, 9999.6])
-
-
-def test_a_blend_has_parts_of_one_length(tmp_path):
-    data = Corpora([write(tmp_path / "a", list(range(50)))], None).datasets[0]
-    two, three = (TokenSamples(data, length, seed=0) for length in (2, 3))
-    with pytest.raises(ValueError, match=r"^2 parts have samples of \[2, 3\] tokens: all must have the same$"):
-        Blend([two, three], None, seed=0)
-    with pytest.raises(ValueError, match=r"^0 parts have samples of \[\] tokens"):
-        Blend([], None, seed=0)
-    with pytest.raises(ValueError, match=r"^3 weights for 2 corpora$"):
-        Blend([two, two], [1, 2, 3], seed=0)
-    blend = Blend([two, three.__class__(data, 2, seed=1)], None, seed=0)
-    assert (blend.seq_len, len(blend), blend.period, blend.counts) == (2, 48, 48, [24, 24])
-    with pytest.raises(ValueError, match=r"^sample index -1 is below 0$"):
-        blend.place(-1)
-    part, own = blend.place(60)
-    assert blend.sample(60).tolist() == blend.parts[part].sample(own).tolist()
-    assert blend.pieces(60) == blend.parts[part].pieces(own)
 
 
 def test_documents_are_left_out_by_prefix_and_number(tmp_path):
@@ -118,42 +91,3 @@ def test_parts_of_several_corpora_name_the_one_that_is_too_short(tmp_path):
     every = Corpora([long], None).whole(4)
     assert (len(every), every.seq_len) == (1199 // 4, 4)
     assert every.sample(0).tolist() == TokenSamples(Corpora([long], None).datasets[0], 4, seed=0).sample(0).tolist()
-
-
-def test_validation_sets_have_names_and_are_not_trained_on(tmp_path):
-    one, two = write(tmp_path / "a", [1, 2, 3]), write(tmp_path / "b", [4, 5])
-    found = open_eval_sets([f"x={one}", f"y={two}"], [])
-    assert {name: corpora.about["tokens"] for name, corpora in found.items()} == {"x": 3, "y": 2}
-    assert open_eval_sets([], [one]) == {}
-    for words, message in (
-        ([one], f"eval_data {one}: give NAME=PREFIX"),
-        ([f"={one}"], "give NAME=PREFIX"),
-        (["x="], "give NAME=PREFIX"),
-        ([f"x={one}", f"x={two}"], "eval_data names x twice"),
-        ([f"x={tmp_path}/./b"], "is trained on: --data names it too"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            open_eval_sets(words, [two])
-
-
-def test_a_run_is_set_up_from_its_data(tmp_path):
-    data = write(tmp_path / "c", *([i % 250] * 40 for i in range(60)))
-    more = write(tmp_path / "d", [1] * 90)
-    flags = ["--data", data, "--seq-len", "16", "--seed", "4", "--set", f"eval_data=more={more}"]
-    checked: list[tuple] = []
-    with mock.patch.object(setup, "check_same", side_effect=lambda what, value: checked.append((what, value))):
-        made = setup.set_up(parse(flags), Mesh())
-    assert made.corpus == {"documents": 60, "tokens": 2400}
-    want = Corpora([data], None).split(16, seed=4, evaluate=True)
-    assert made.held_out is not None
-    assert want[1] is not None
-    for found, wanted in ((made.train, want[0]), (made.held_out, want[1])):
-        assert found.sample(0).tolist() == wanted.sample(0).tolist()
-    assert (list(made.eval_sets), len(made.eval_sets["more"])) == (["more"], 89 // 16)
-    assert [what for what, _ in checked] == ["code", "configuration", "data", "data"]
-    assert checked[1][1]["--seq-len"] == 16
-    assert checked[1][1]["tokens"] == 2400
-    small = write(tmp_path / "e", [300] * 90)
-    for words in (["--data", small], [*flags[:-1], f"eval_data=more={small}"]):
-        with pytest.raises(ValueError, match="largest token id 300 is outside the vocabulary of 257"):
-            setup.set_up(parse(words), Mesh())

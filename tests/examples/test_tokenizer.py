@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import numpy as np
 import pytest
@@ -7,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.gpt import tokenizer as module
-from examples.gpt.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_tokenizer
+from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log, and the cat on the dog", "naïve café, 猫と犬"]
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -122,14 +121,6 @@ def test_unreadable_files_are_named(tmp_path):
         load_tokenizer("byte", end_of_document="</s>")
 
 
-def test_without_the_package_the_way_out_is_said(tmp_path, monkeypatch, trained_path):
-    monkeypatch.setattr(module, "tokenizers", None)
-    assert isinstance(load_tokenizer("byte"), ByteTokenizer)
-    for attempt in (lambda: JsonTokenizer(trained_path), lambda: train_tokenizer([], 300, tmp_path / "t")):
-        with pytest.raises(ValueError, match="pip install tokenizers"):
-            attempt()
-
-
 def test_ids_outside_the_vocabulary_are_refused(trained):
     for tokenizer in (ByteTokenizer(), trained):
         for wrong in (-1, tokenizer.vocab_size):
@@ -137,7 +128,3 @@ def test_ids_outside_the_vocabulary_are_refused(trained):
                 tokenizer.decode([0, wrong])
         with pytest.raises(ValueError, match="surrogates not allowed"):
             tokenizer.encode("\ud800")
-
-
-def test_a_worker_process_can_be_handed_the_byte_tokenizer():
-    assert pickle.loads(pickle.dumps(ByteTokenizer())).vocab_size == 257

@@ -13,12 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import mpcore as mp
 from mpcore.interop.lora import adapters, add_lora, files, load_lora, merge_lora, merged_state_dict, save_lora
-from mpcore.interop.lora import layers as of_layers
-from mpcore.interop.lora.layers import LoRALayer, LoRAWhole, is_transposed, sizes_of, with_adapter
-from mpcore.interop.parallelize.layers import ColumnParallelConv1D, RowParallelConv1D
-from mpcore.mesh.axis import Axis, Mesh
-
-TP = Axis(2, 1, name="tp")
+from mpcore.interop.lora.layers import LoRAWhole
 
 
 def net():
@@ -33,9 +28,6 @@ def filled(model):
             if "lora_" in name:
                 p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape) * (1 + i))
     return model
-
-
-# --- which layers -----------------------------------------------------------------------------------------------------
 
 
 class Blocks(nn.Module):
@@ -108,9 +100,6 @@ def test_layers_that_cannot_have_an_adapter():
             add_lora(model, targets="0", **given)
         assert all(p.requires_grad for p in model.parameters())
     assert add_lora(net(), 1, 0.5, "0", 0.0)[0].scaling == 0.5
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def test_initial_values_are_pefts_and_depend_on_seed_and_name():
@@ -187,17 +176,6 @@ def test_a_layer_under_two_names_has_its_adapter_under_both():
     assert list(adapters.lora_layers(model)) == ["a"]
 
 
-def test_a_merged_weight_is_summed_in_float32():
-    layer = add_lora(nn.Sequential(nn.Linear(2, 2)), 1, 1, "0")[0]
-    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
-    a, b = torch.tensor([[2.0**-9, 1.0]]), torch.tensor([[1.0], [2.0]])
-    found = adapters.merged_weight(layer, weight, a, b)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, (weight.float() + b @ a).bfloat16())
-    exact = adapters.merged_weight(layer, weight.double(), a.bfloat16(), b.bfloat16())
-    assert torch.equal(exact, weight.double() + b.double() @ a.double())
-
-
 def test_dropout_is_of_the_adapters_input_in_training():
     model = filled(add_lora(nn.Sequential(nn.Linear(4, 6)), 2, 6, "0", 0.5))
     layer, x = model[0], torch.randn(8, 4)
@@ -210,101 +188,6 @@ def test_dropout_is_of_the_adapters_input_in_training():
     assert set(mask.flatten().tolist()) == {0.0, 2.0}
     torch.testing.assert_close(found, plain + 3 * (x * mask) @ a.t() @ b.t())
     torch.testing.assert_close(model.eval()(x), plain + 3 * x @ a.t() @ b.t())
-
-
-# --- parallel layers --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "a", "b", "partial"),
-    [
-        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP), LoRALayer, None, 0, ([], [])),
-        (lambda: mp.ColumnParallelLinear(4, 6, tp=TP, sequence_parallel=True), LoRALayer, None, 0, (["tp"], [])),
-        (lambda: mp.RowParallelLinear(4, 6, tp=TP), LoRALayer, 1, None, ([], ["tp"])),
-        (lambda: mp.ColumnParallelLinear(4, 6, blocks=(2, 4), tp=TP), LoRALayer, None, 0, ([], [])),
-        (lambda: ColumnParallelConv1D(4, 6, blocks=(6,), tp=TP), LoRALayer, None, 0, ([], [])),
-        (lambda: RowParallelConv1D(4, 6, tp=TP), LoRALayer, 1, None, ([], ["tp"])),
-        (lambda: nn.Linear(4, 6), LoRAWhole, None, None, ([], [])),
-        (lambda: mp.RowParallelLinear(4, 6), LoRALayer, None, None, ([], [])),
-        (lambda: mp.ColumnParallelLinear(4, 6), LoRALayer, None, None, ([], [])),
-    ],
-)  # fmt: skip
-def test_how_the_factors_of_a_parallel_layer_lie(make, kind, a, b, partial):
-    whole = make()
-    runs = None if not getattr(whole, "shardings", None) else whole.shardings["weight"].shards
-    layer = add_lora(nn.Sequential(whole), 2, targets="0")[0]
-    assert isinstance(layer, kind)
-    assert sizes_of(layer) == (4, 6)
-    for factor, shape, dim, summed in ((layer.lora_A, (2, 4), a, partial[0]), (layer.lora_B, (6, 2), b, partial[1])):
-        sharding = factor.shardings["weight"]
-        assert sharding.shape == shape
-        assert [shard.dim for shard in sharding.shards if shard.axis.size > 1] == ([] if dim is None else [dim])
-        assert [axis.name for axis in sharding.partial if axis.size > 1] == summed
-        assert dim is None or sharding.shards[0].runs == runs[0].runs
-        assert factor.weight.shape == sharding.local_shape
-    dense = add_lora(nn.Sequential(nn.Linear(4, 6)), 2, targets="0")[0]
-    assert torch.equal(layer.lora_A.weight, layer.lora_A.shardings["weight"].take(dense.lora_A.weight))
-
-
-def test_how_a_layer_stores_its_weight():
-    found = {
-        make().__class__.__name__: is_transposed(make())
-        for make in (
-            lambda: nn.Linear(2, 2), lambda: Conv1D(2, 2), lambda: mp.ColumnParallelLinear(2, 2),
-            lambda: ColumnParallelConv1D(2, 2, blocks=(2,)), lambda: RowParallelConv1D(2, 2),
-        )
-    }  # fmt: skip
-    assert found == {
-        "Linear": False, "Conv1D": True, "ColumnParallelLinear": False, "ColumnParallelConv1D": True,
-        "RowParallelConv1D": True,
-    }  # fmt: skip
-    assert with_adapter(nn.Linear) is with_adapter(nn.Linear)
-    assert (with_adapter(nn.Linear).__name__, with_adapter(nn.Linear).kind) == ("LoRALinear", nn.Linear)
-
-
-@pytest.mark.parametrize("sequence", [None, 0, 1])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_ranks_compute_the_layer_with_its_adapter(sequence, dropout):
-    """Column-parallel, then row-parallel, beside the dense pair: outputs, and the gradients of all factors."""
-    torch.manual_seed(0)
-    dense = filled(add_lora(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), 2, 6, ("0", "1"), dropout)).double()
-    state, x = dense.state_dict(), torch.randn(4, 2, 4, dtype=torch.float64)
-    torch.manual_seed(5)
-    want = dense(x)
-    want.square().sum().backward()
-    options = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
-    dim = sequence or 0
-
-    def work(mesh):
-        axis = mesh.tp
-        column = mp.ColumnParallelLinear(4, 6, tp=axis, dtype=torch.float64, **options)
-        row = mp.RowParallelLinear(6, 4, tp=axis, dtype=torch.float64, **options)
-        model = add_lora(nn.Sequential(column, row), 2, 6, ("0", "1"), dropout)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                layer = model.get_submodule(name.rpartition(".")[0])
-                p.copy_(layer.shardings[name.rpartition(".")[2]].take(state[name]))
-        mine = x if sequence is None else x.chunk(2, dim)[axis.rank]
-        torch.manual_seed(5)
-        y = model(mine)
-        y.square().sum().backward()
-        mp.gradients.reduce_gradients(model)
-        grads = {}
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                layer = model.get_submodule(name.rpartition(".")[0])
-                want_grad = layer.shardings["weight"].take(dense.get_parameter(name).grad)
-                grads[name] = (p.grad, want_grad)
-        return y.detach(), grads
-
-    for rank, (y, grads) in enumerate(mp.simulate(work, tp=2)):  # each with a random state of its own
-        torch.testing.assert_close(y, want.detach() if sequence is None else want.detach().chunk(2, dim)[rank])
-        assert grads.keys() == {f"{i}.lora_{f}.weight" for i in range(2) for f in "AB"}
-        for name, (found, wanted) in grads.items():
-            torch.testing.assert_close(found, wanted, msg=name)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_the_files_say(tmp_path):
@@ -326,21 +209,6 @@ def test_what_the_files_say(tmp_path):
     save_lora(filled(add_lora(net(), 3, targets="0")), tmp_path / "a")  # replaces it
     assert load_file(tmp_path / "a" / "adapter_model.safetensors")["base_model.model.0.lora_A.weight"].shape == (3, 4)
     assert load_lora(add_lora(net(), 3, 16, "0"), tmp_path / "a")[0].rank == 3
-
-
-def test_targets_in_a_file_are_last_parts_unless_another_layer_ends_alike():
-    model = add_lora(Blocks(), targets=("blocks.0.q_proj", "out"))
-    assert files._targets(model, adapters.lora_layers(model)) == {"blocks.0.q_proj", "out"}
-
-    class TinyForCausalLM(nn.Sequential):
-        pass
-
-    named = add_lora(TinyForCausalLM(Conv1D(4, 4)), targets="0")
-    named.config = type("Config", (), {"_name_or_path": "some/model"})()
-    said = files._config(named, adapters.lora_layers(named), {}, Mesh())
-    assert (said["task_type"], said["base_model_name_or_path"], said["fan_in_fan_out"], said["target_modules"]) == (
-        "CAUSAL_LM", "some/model", True, ["0"]
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -419,11 +287,6 @@ def test_values_are_loaded_into_the_same_adapters_alone(tmp_path):
     for model in (add_lora(net(), 2, 7, ("0", "2")), add_lora(net(), 2, 6, "0")):
         with pytest.raises(ValueError, match=r"load it into the model without adapters|in one of them alone"):
             load_lora(model, folder)
-
-
-def test_factors_have_names():
-    layer = add_lora(net(), targets="0")[0]
-    assert of_layers.factors(layer) == (("lora_A", layer.lora_A), ("lora_B", layer.lora_B))
 
 
 def test_what_adapters_of_experts_refuse(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mpcore.checkpoint import inspect
 from mpcore.interop.hugging_face import ModelSpec, convert
-from mpcore.interop.hugging_face.folder import open_hf, parts_of
+from mpcore.interop.hugging_face.folder import open_hf
 
 
 @dataclass(frozen=True)
@@ -82,43 +82,6 @@ def folder_of(path, tensors=None, **values):
     return path
 
 
-def test_which_tensors_make_a_parameter():
-    found = {
-        name: [(p.key, p.start, p.shape) for p in parts]
-        for name, (_, parts) in parts_of(Config(), spec=SPEC, first="llama").items()
-    }
-    assert {name: shape for name, (shape, _) in parts_of(Config(), spec=SPEC, first="llama").items()} == shapes(
-        Config()
-    )
-    assert found["blocks.0.attention.qkv.weight"] == [
-        (f"{LAYER}self_attn.q_proj.weight", (0, 0), (4, 4)), (f"{LAYER}self_attn.k_proj.weight", (4, 0), (2, 4)),
-        (f"{LAYER}self_attn.v_proj.weight", (6, 0), (2, 4)),
-    ]  # fmt: skip
-    assert found["blocks.0.mlp.up.weight"] == [
-        (f"{LAYER}mlp.gate_proj.weight", (0, 0), (6, 4)), (f"{LAYER}mlp.up_proj.weight", (6, 0), (6, 4))
-    ]  # fmt: skip
-    assert found["norm.weight"] == [("model.norm.weight", (0,), (4,))]
-    assert {key for parts in found.values() for key, *_ in parts} == TENSORS.keys()
-    odd = ModelSpec(Config, describe, lambda c: {"blocks.0.odd.weight": (2,)})
-    with pytest.raises(ValueError, match=r"^blocks.0.odd.weight has no counterpart in llama: known are \['blocks"):
-        parts_of(Config(), spec=odd, first="llama")
-    of_router = ModelSpec(
-        Config, describe, lambda c: {"blocks.0.mlp.router.expert_bias": (2,), "a.router.fractions": (2,)}
-    )
-    assert [parts for _, parts in parts_of(Config(), spec=of_router, first="llama").values()] == [[], []]
-
-
-def test_a_folder_is_opened_without_reading(tmp_path):
-    source = open_hf(folder_of(tmp_path / "hf"), spec=SPEC)
-    assert (source.config, source.values["eos_token_id"]) == (Config(), 2)
-    assert source.entries.keys() == shapes(Config()).keys()
-    entry = source.entries["blocks.0.attention.qkv.weight"]
-    assert (entry.shape, entry.dtype, len(entry.chunks)) == ((8, 4), "F32", 3)
-    for chunk in entry.chunks:
-        assert torch.equal(source.tensor(entry, chunk), drawn()[chunk.key])
-        source.forget(chunk)
-
-
 @pytest.mark.parametrize(
     ("change", "values", "message"),
     [
@@ -157,9 +120,6 @@ def test_what_may_lie_beside_the_weights(tmp_path):
     assert torch.equal(source.tensor(entry, entry.chunks[0]), tied["model.norm.weight"])
 
 
-# --- both ways --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("shard_bytes", [10**9, 200])
 def test_there_and_back_again(dtype, shard_bytes, tmp_path):
@@ -195,29 +155,6 @@ def test_there_and_back_again(dtype, shard_bytes, tmp_path):
     assert (named / "tokenizer.json").read_bytes() == b"m"
 
 
-def test_an_export_plans_its_files_from_tensors_without_memory(tmp_path, monkeypatch):
-    path = convert.import_hf(folder_of(tmp_path / "hf"), tmp_path / "ckpt", spec=SPEC)
-    devices, write = [], convert.write_weights
-
-    def look(folder, likes, *rest):
-        devices.extend(like.device.type for like in likes.values())
-        write(folder, likes, *rest)
-
-    monkeypatch.setattr(convert, "write_weights", look)
-    convert.export_hf(path, tmp_path / "out", spec=SPEC)
-    assert devices == ["meta"] * len(TENSORS)
-
-
-@pytest.mark.parametrize(("carried", "written"), [(4, 8), (8, 8), (32, 32)])
-def test_an_export_keeps_the_longer_length(carried, written, tmp_path, monkeypatch):
-    path = convert.import_hf(folder_of(tmp_path / "hf"), tmp_path / "ckpt", spec=SPEC)
-    found = convert.carried_by_checkpoint(path)
-    found.config["max_position_embeddings"] = carried
-    monkeypatch.setattr(convert, "carried_by_checkpoint", lambda path: found)
-    out = convert.export_hf(path, tmp_path / "out", spec=SPEC)
-    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == written
-
-
 def test_what_cannot_be_exported(tmp_path):
     path = convert.import_hf(folder_of(tmp_path / "hf"), tmp_path / "ckpt", spec=SPEC)
     less = ModelSpec(Config, describe, lambda c: {k: v for k, v in shapes(c).items() if k != "norm.weight"})
@@ -239,12 +176,3 @@ def test_what_cannot_be_exported(tmp_path):
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(ValueError, match=r"exists: it is not overwritten$"):
         convert.export_hf(path, tmp_path / "out", spec=SPEC)
-
-
-def test_a_routers_bias_keeps_its_dtype():
-    from mpcore.checkpoint.format import Entry
-
-    entry = Entry((2,), "F32", ())
-    assert convert._written_as("a.router.expert_bias", entry, torch.bfloat16) == torch.float32
-    assert convert._written_as("a.weight", entry, torch.bfloat16) == torch.bfloat16
-    assert convert._written_as("a.weight", entry, None) == torch.float32

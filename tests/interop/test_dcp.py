@@ -24,7 +24,7 @@ from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.checkpoint import main
-from tests.pool import RankError, mesh
+from tests.pool import RankError, mesh, on_ranks
 from tests.test_checkpoint import CONFIG, TIED, Run, same_bits
 
 EXPERTS = replace(CONFIG, moe=MoEConfig(experts=4, d_ff=21))
@@ -63,13 +63,11 @@ def check_fsdp2(folder: str, size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("writer", "zero", "config"),
     [
-        ({"tp": 2}, 0, CONFIG),
-        ({"tp": 3, "dp": 2}, 3, CONFIG),
-        ({"tp": 2, "ep": 2}, 0, EXPERTS),
+        ({"tp": 2}, 0, CONFIG), ({"tp": 3, "dp": 2}, 3, CONFIG), ({"tp": 2, "ep": 2}, 0, EXPERTS),
         ({"tp": 2, "pp": 2}, 0, TIED),
     ],
     ids=["tp2", "tp3-dp2-zero3", "tp2-ep2", "tp2-pp2-tied"],
-)
+)  # fmt: skip
 def test_dcp_of_any_layout_loads_on_any_other(eight_ranks, tmp_path, writer, zero, config):
     folder, want = str(tmp_path / "dcp"), {}
     for part in eight_ranks(math.prod(writer.values()), check_save, writer, folder, config, zero):
@@ -130,7 +128,8 @@ def test_a_mistake_in_the_boxes_is_found(ranks, tmp_path, mistake):
     assert right == (mistake is None)
 
 
-def check_refused() -> None:
+@on_ranks(2)
+def test_stages_of_unequal_names_and_reads_of_values_are_refused() -> None:
     on = mesh(pp=2)
     with pytest.raises(ValueError, match="ranks 0 and 1 have different parameters named 0"):
         dcp_state_dict(nn.Sequential(nn.Linear(2, 2)), on)
@@ -139,10 +138,6 @@ def check_refused() -> None:
     for read in (lambda: state + 1, lambda: pickle.dumps(state), lambda: torch.zeros(6, 4).copy_(state)):
         with pytest.raises(ValueError, match="full_state_dict"):
             read()
-
-
-def test_stages_of_unequal_names_and_reads_of_values_are_refused(ranks):
-    ranks(2, check_refused)
 
 
 def check_masters(folder: str, sizes: dict, saves: bool) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mpcore import GateUpParallelLinear, parallelize
 from mpcore.interop.dtensors import dtensor_state_dict
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 
 def net(width: int = 6) -> nn.Sequential:
@@ -36,7 +36,8 @@ def test_dtensors_are_the_shards_themselves(ranks, size, width):
     ranks(size, check_views, size, width)
 
 
-def check_refused() -> None:
+@on_ranks(3)
+def test_uneven_shards_blocks_and_a_model_sharded_by_torch_first_are_refused() -> None:
     on = mesh(tp=3)
     model = parallelize(net(7), {"0": "colwise", "2": "rowwise"}, tp=on.tp)  # 3, 2, 2; DTensor's are 3, 3, 1
     for layer in (model, GateUpParallelLinear(4, 6, tp=on.tp)):
@@ -45,7 +46,3 @@ def check_refused() -> None:
     sharded: Any = fully_shard(net(), mesh=init_device_mesh("cpu", (3,)))
     with pytest.raises(ValueError, match="over 3 ranks already: call parallelize first"):
         parallelize(sharded, {"0": "colwise", "2": "rowwise"}, tp=on.tp)
-
-
-def test_uneven_shards_blocks_and_a_model_sharded_by_torch_first_are_refused(ranks):
-    ranks(3, check_refused)

@@ -11,47 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mpcore.interop.hugging_face import extra_files, folder, loading, stored, writing
+from mpcore.interop.hugging_face import extra_files, loading, stored, writing
 from mpcore.interop.hugging_face.extra_files import ExtraFiles, carried_by_hf, tokenizer_files
-from mpcore.interop.hugging_face.folder import Part, open_files
+from mpcore.interop.hugging_face.folder import open_files
 from mpcore.interop.hugging_face.stored import Group
-from mpcore.tools import convert as command
-
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("part", "stored_shape", "box"),
-    [
-        (Part("k", (4, 0), (2, 3)), (2, 3), (2, 3)), (Part("k", (0, 0), (2, 3), True), (3, 2), (2, 3)),
-        (Part("k", (1, 0, 0), (1, 2, 3)), (2, 3), (1, 2, 3)), (Part("k", (0,), (5,)), (5,), (5,)),
-    ],
-)  # fmt: skip
-def test_a_part_is_a_box(part, stored_shape, box):
-    assert part.stored == stored_shape
-    tensor = torch.arange(6.0 if len(box) > 1 else 5.0).view(stored_shape)
-    found = part.box(tensor)
-    assert found.shape == box
-    assert torch.equal(found.reshape(-1, box[-1]), tensor.t() if part.transposed else tensor.view(-1, box[-1]))
-
-
-def rows(*given):
-    return [(p.key, p.start, p.shape, p.transposed) for p in folder._rows(*given)]
-
-
-def test_rows_are_split_in_the_order_of_the_keys():
-    assert rows(["a", "b"], (6, 3), None, False) == [("a", (0, 0), (3, 3), False), ("b", (3, 0), (3, 3), False)]
-    assert rows(["q", "k", "v"], (8, 3), [4, 2, 2], True) == [
-        ("q", (0, 0), (4, 3), True), ("k", (4, 0), (2, 3), True), ("v", (6, 0), (2, 3), True)
-    ]  # fmt: skip
-    assert rows(["a", "b"], (6,), None, False) == [("a", (0,), (3,), False), ("b", (3,), (3,), False)]
-    assert rows(["e.{}.a", "e.{}.b"], (2, 6, 3), None, False) == [
-        ("e.0.a", (0, 0, 0), (1, 3, 3), False), ("e.0.b", (0, 3, 0), (1, 3, 3), False),
-        ("e.1.a", (1, 0, 0), (1, 3, 3), False), ("e.1.b", (1, 3, 0), (1, 3, 3), False),
-    ]  # fmt: skip
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,9 +93,6 @@ def test_a_folder_is_new_and_whole(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "made"]
 
 
-# --- what goes along --------------------------------------------------------------------------------------------------
-
-
 def test_what_goes_along_with_a_model(tmp_path):
     values = {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None, "hidden_size": 3}
     (tmp_path / "tokenizer.json").write_bytes(b"tok")
@@ -201,55 +161,6 @@ def test_files_are_checked_against_their_sums(tmp_path):
     assert extra_files._read_files(tmp_path) == {"merges.txt": b"m"}
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-class Keeps(nn.Module):
-    _keep_in_fp32_modules_strict, _keep_in_fp32_modules = ["router"], ["norm"]
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.norm, self.other = (nn.Linear(2, 2, bias=False) for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wide"),
-    [(torch.float16, {"router.weight", "norm.weight"}), (torch.bfloat16, {"router.weight"}), (torch.float64, set())],
-)
-def test_parameters_that_are_never_of_16_bits(dtype, wide):
-    model = Keeps().to(dtype)
-    loading._widen(model, dtype)
-    assert {name for name, p in model.named_parameters() if p.dtype == torch.float32} == wide
-    assert {p.dtype for name, p in model.named_parameters() if name not in wide} == {dtype}
-    plain = nn.Linear(2, 2).half()
-    loading._widen(plain, torch.float16)
-    assert plain.weight.dtype == torch.float16
-
-
-def test_parameters_are_made_without_memory_and_buffers_with_it():
-    before = nn.Module.register_parameter
-
-    class Marked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            p = nn.Parameter(torch.ones(2), requires_grad=False)
-            p.no_decay = True
-            self.p, self.none = p, None
-            self.register_parameter("nothing", None)
-            self.register_buffer("b", torch.ones(2))
-
-    with loading._parameters_on_meta(torch.float64):
-        model = Marked()
-        assert torch.get_default_dtype() == torch.float64
-    assert (model.p.is_meta, model.p.requires_grad, model.p.no_decay) == (True, False, True)
-    assert (model.b.tolist(), model.nothing) == ([1, 1], None)
-    assert torch.get_default_dtype() == torch.float32
-    assert nn.Module.register_parameter is before
-    with pytest.raises(ArithmeticError), loading._parameters_on_meta(torch.float64):
-        raise ArithmeticError
-    assert (torch.get_default_dtype(), nn.Module.register_parameter) == (torch.float32, before)
-
-
 def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
     dense = SimpleNamespace(base_model_prefix="model")
     group = Group(["model.a"], {"model.a": torch.empty(1), "b": torch.empty(1)}, False)
@@ -264,9 +175,6 @@ def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
         ValueError, match=f"^{tmp_path} has no tensor 'b', which model.a needs: if transformers can open"
     ):
         loading._keys(tmp_path, dense, group, {"a": "f"})
-
-
-# --- the stored form --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_plain_model_of_transformers_is_refused():
@@ -297,96 +205,3 @@ def test_what_is_no_plain_model_of_transformers_is_refused():
     assert (type(dense), dense.weight.is_meta) == (Quantized, True)
     vars(model)["_weight_conversions"] = ["c"]
     assert vars(stored.dense_shape(model))["_weight_conversions"] == ["c"]
-
-
-def test_file_tensors_are_grouped_by_the_model_tensors_that_make_them(monkeypatch):
-    """a is only renamed; b and c are joined in one; d becomes two; e and f share a part."""
-    state = {name: torch.empty(2, device="meta") for name in "abcdef"}
-
-    def revert(dense, given):
-        d = given["d"].chunk(2)
-        mixed = torch.cat([given["e"], given["f"]]).contiguous()
-        return {"A": given["a"], "BC": torch.stack([given["b"], given["c"]]), "D0": d[0], "D1": d[1], "EF": mixed,
-                "F": given["f"] + 0}  # fmt: skip
-
-    monkeypatch.setattr(stored, "_revert", revert)
-    groups = stored.stored_groups(None, state)
-    assert [(g.sources, list(g.files), g.renamed) for g in groups] == [
-        (["a"], ["A"], True), (["b", "c"], ["BC"], False), (["d"], ["D0", "D1"], False),
-        (["e", "f"], ["EF", "F"], False),
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"^transformers writes no file of \['g'\]$"):
-        stored.stored_groups(None, state | {"g": torch.empty(1, device="meta")})
-    x = torch.ones(2)
-    assert stored.stored_tensors(None, groups[0], {"a": x}) == {"A": x}
-    monkeypatch.setattr(stored, "_revert", lambda dense, given: {"other": given["b"].t().contiguous()})
-    found = stored.stored_tensors(None, groups[1], {"b": torch.ones(2, 3), "c": x})
-    assert list(found) == ["BC"]
-    assert found["BC"].stride() == (1, 3)  # a view: nothing was copied
-    monkeypatch.setattr(stored, "_revert", lambda dense, given: {"D1": x, "D0": x + 1})
-    found = stored.stored_tensors(None, groups[2], {"d": x})
-    assert (list(found), found["D0"].tolist()) == (["D0", "D1"], [2, 2])
-
-
-def test_transformers_that_is_not_there(monkeypatch):
-    assert stored.transformers_module().__name__ == "transformers"
-    assert stored.transformers_module("utils").__name__ == "transformers.utils"
-
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(stored, "import_module", missing)
-    with pytest.raises(ValueError, match=r"^No module named 'transformers': install transformers 5 or later$"):
-        stored.transformers_module()
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def converted(monkeypatch):
-    calls = []
-    monkeypatch.setattr(command, "import_hf", lambda *given, **how: calls.append(("import", *given, how)) or given[1])
-    monkeypatch.setattr(command, "export_hf", lambda *given, **how: calls.append(("export", *given, how)) or given[1])
-    monkeypatch.setattr(command, "find_object", lambda name: f"the spec {name}")
-    return calls
-
-
-def test_the_command_converts_both_ways(converted, tmp_path, capsys):
-    new = str(tmp_path / "new")
-    for before, spec, want in ((["convert"], "S", "S"), (["m:SPEC"], None, "the spec m:SPEC")):
-        assert command.main([*before, "--from-hf", "hf", "--to", new], spec=spec) == 0
-        assert (
-            command.main(
-                [*before, "--from", "c", "--to-hf", "out", "--dtype", "bfloat16", "--tokenizer", "t"], spec=spec
-            )
-            == 0
-        )
-        assert converted == [
-            ("import", "hf", new, {"spec": want, "dtype": None}),
-            ("export", "c", "out", {"spec": want, "dtype": torch.bfloat16, "tokenizer": "t"}),
-        ]
-        assert capsys.readouterr().out == f"wrote {new}\nwrote out\n"
-        converted.clear()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [[], ["--from-hf", "a"], ["--to", "b"], ["--from", "a"], ["--to-hf", "b"], ["--from-hf", "a", "--to-hf", "b"],
-     ["--from-hf", "a", "--to", "b", "--from", "c"], ["--from-hf", "a", "--to", "b", "--to-hf", "c"],
-     ["--from", "a", "--to-hf", "b", "--from-hf", "c"], ["--from", "a", "--to-hf", "b", "--to", "c"]],
-)  # fmt: skip
-def test_the_command_takes_one_direction(given, converted, capsys):
-    with pytest.raises(SystemExit) as error:
-        command.main(["convert", *given], spec="S")
-    assert error.value.code == 2
-    assert "give --from-hf and --to, or --from and --to-hf" in capsys.readouterr().err
-    assert converted == []
-
-
-def test_the_command_replaces_a_checkpoint_on_demand(converted, tmp_path, capsys):
-    assert command.main(["convert", "--from-hf", "hf", "--to", str(tmp_path)], spec="S") == 2
-    assert f"{tmp_path} exists: --force replaces it" in capsys.readouterr().err
-    assert converted == []
-    assert command.main(["convert", "--from-hf", "hf", "--to", str(tmp_path), "--force"], spec="S") == 0
-    assert len(converted) == 1

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
 import warnings
-from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.interop.parallelize import checks, generation
+from mpcore.interop.parallelize import generation
 from mpcore.interop.parallelize import model as module
-from mpcore.interop.parallelize.model import GPT2_PLAN, parallelize
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes
+from mpcore.interop.parallelize.model import parallelize
 from mpcore.interop.parallelize.prove import CannotCheckError
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.axis import Axis
@@ -28,46 +23,6 @@ PLAN = {"0": "colwise", "2": "rowwise"}
 
 def net(wide=8):
     return nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 4))
-
-
-def test_gpt2s_plan_is_the_base_models_and_a_head():
-    assert {
-        "transformer.wte": "vocab", "transformer.h.*.attn": LocalSizes(("num_heads", "split_size")),
-        "transformer.h.*.attn.c_attn": Colwise(blocks=3), "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    } == GPT2_PLAN  # fmt: skip
-
-
-def test_on_an_axis_of_one_rank_nothing_is_tested_or_guarded(monkeypatch):
-    monkeypatch.setattr(module, "_try_plan", lambda *_: pytest.fail("tested"))
-    monkeypatch.setattr(module, "check_same", lambda *_: pytest.fail("compared"))
-    model = net()
-    before = dict(model.named_parameters())
-    found = parallelize(model, PLAN)
-    assert found is model
-    assert all(p is before[name] for name, p in model.named_parameters())
-    assert type(model[0]) is ColumnParallelLinear
-    assert not model._forward_pre_hooks
-    with pytest.raises(ValueError, match="carries no tp plan"):
-        parallelize(net())  # by default the model's own
-    with pytest.raises(TypeError, match=r"an axis is wanted, such as mesh\.tp"):
-        parallelize(net(), PLAN, 3)
-
-
-def test_what_is_compared_between_ranks_and_in_which_order(monkeypatch):
-    seen = []
-    monkeypatch.setattr(module, "check_same", lambda what, value, axis: seen.append((what, value, axis)))
-    parallelize(net(), PLAN, TP, check=False)
-    words = "model and plan given to parallelize"
-    assert [(what, axis) for what, _, axis in seen] == [(words, TP)] * 2
-    assert seen[0][1] == {"error": None}
-    assert seen[1][1].keys() == {"plan", "shapes", "context", checks.SEEDED}
-    seen.clear()
-    with pytest.raises(ValueError, match="matches no module"):
-        parallelize(net(), {"odd": "colwise"}, TP)
-    assert len(seen) == 1
-    assert seen[0][1]["error"].startswith("plan pattern 'odd' matches no module")
 
 
 def test_modules_that_are_skipped_stay_whole():
@@ -126,9 +81,6 @@ def test_the_plan_that_a_model_carries_is_not_asked_for_its_heads():
         assert type(parallelize(Hub(), plan, TP, check=False).q) is ColumnParallelLinear
     with pytest.raises(ValueError, match="num_heads is 2 on each of 2 ranks"):
         parallelize(Hub(), Hub.config.base_model_tp_plan, TP, check=False)
-
-
-# --- the test of a plan -----------------------------------------------------------------------------------------------
 
 
 class Needs(nn.Module):
@@ -208,35 +160,6 @@ def test_a_plan_that_cannot_be_tested_is_said_once(monkeypatch):
     assert trial.done is False
 
 
-def asks_of(rank):
-    """What a trial does on a rank of a real axis: rank 0 tests, and all hear the verdict."""
-    calls = Counter()  # of each rank, which is a thread
-
-    class Counts:
-        def __init__(self, shapes, example):
-            calls[threading.get_ident()] += 1
-
-        def verdict(self, styles, size, cut, tp):
-            return "wrong" if rank == "wrong" else None
-
-    def work(mesh):
-        trial = module._Trial(nn.Linear(2, 2), [("a", None, Colwise())], mesh.tp)
-        assert trial.styles == {"a": Colwise()}
-        try:
-            said = trial.run(((X,), {}))
-        except ValueError as error:
-            said = str(error)
-        return calls[threading.get_ident()], said
-
-    with mock.patch.object(module, "PlanTester", Counts):  # once: the ranks share it
-        return mp.simulate(work, tp=3)
-
-
-def test_rank_0_tests_for_all():
-    assert asks_of("wrong") == [(1, "wrong"), (0, "wrong"), (0, "wrong")]
-    assert asks_of("right") == [(1, None), (0, None), (0, None)]
-
-
 class Scales(nn.Module):
     """A parameter of its own beside sharded features; its all-reduce, if it is given an axis, is one of its own."""
 
@@ -295,26 +218,6 @@ def test_a_model_that_communicates_is_not_run_on_one_rank():
         torch.testing.assert_close(got, Scales()(X))
 
 
-def test_data_parallel_over_ranks_of_tp_is_refused(monkeypatch):
-    group = object()
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda g: [0, 1] if g is group else [])
-    tp = SimpleNamespace(size=2, group=group, name="tp", role="tp")
-    for ranks, refused in (([0, 1, 2, 3], True), ([0, 2], False), ([1, 3], False), ([], False), ([1, 0], True)):
-        monkeypatch.setattr(module, "ranks_of_running_ddp", lambda ranks=ranks: ranks)
-        module._refuse_ddp(SimpleNamespace(size=2, group=None))
-        if not refused:
-            module._refuse_ddp(tp, "more", "arguments")
-            continue
-        with pytest.raises(
-            ValueError, match=rf"over ranks \{ranks} has given all ranks of tp 2 the shards of rank {ranks[0]}"
-        ):
-            module._refuse_ddp(tp)
-    assert any(hook.func is module._refuse_ddp for hook in parallelize(net(), PLAN, TP)._forward_pre_hooks.values())
-
-
-# --- generate ---------------------------------------------------------------------------------------------------------
-
-
 class Writes(nn.Module):
     """Generates as a model of transformers does, as far as a guard looks at it."""
 
@@ -336,46 +239,6 @@ def compared(monkeypatch):
     seen = []
     monkeypatch.setattr(generation, "check_same", lambda what, value, axis: seen.append((what[:6], value, axis)))
     return seen
-
-
-def test_all_ranks_must_generate_from_the_same(compared):
-    model, ids = Writes(do_sample=False), torch.tensor([[1, 2]])
-    generation.guard_generate(model, TP)
-    assert model.generate(ids, use_cache=False) == ("generated", (ids,), {"use_cache": False})
-    assert [(what, axis) for what, _, axis in compared] == [("prompt", TP)]
-    prompts = []
-    for given in ((ids,), (ids.int(),), (ids.t(),), (ids + 1,), (ids, ids)):
-        compared.clear()
-        model.generate(*given)
-        prompts.append(compared[0][1])
-    assert len({*prompts}) == 5
-    compared.clear()
-    model.generate(ids, do_sample=True)
-    assert [what for what, *_ in compared] == ["prompt", "state "]
-    state = compared[1][1]
-    torch.rand(1)
-    compared.clear()
-    model.generate(ids, do_sample=True)
-    assert compared[1][1] != state
-    compared.clear()
-    model.generate(ids, generation_config=SimpleNamespace(do_sample=True))
-    assert len(compared) == 2
-    sampling = Writes(do_sample=True)
-    generation.guard_generate(sampling, TP)
-    compared.clear()
-    sampling.generate(ids)
-    assert len(compared) == 2
-    compared.clear()
-    sampling.generate(ids, do_sample=False)
-    assert len(compared) == 1
-
-
-def test_a_digest_is_of_shape_dtype_and_bytes():
-    x = torch.tensor([1.0, 2.0])
-    found = hashlib.sha256(repr(((2,), torch.float32)).encode() + x.numpy().tobytes()).hexdigest()[:12]
-    assert generation._digest({"a": [x, "text", None]}) == found
-    assert generation._digest(x.view(2, 1)) != found
-    assert torch.equal(generation.random_state(torch.device("cpu")), torch.get_rng_state())
 
 
 def test_what_generate_cannot_do_on_shards(compared):
@@ -402,17 +265,6 @@ def test_what_generate_cannot_do_on_shards(compared):
         model = Writes(head, max_time=None)
         generation.guard_generate(model, TP)
         assert model.generate(torch.ones(1, 1))[0] == "generated"
-
-
-def test_only_what_can_generate_is_guarded():
-    class Plain(nn.Module):
-        generation_config = SimpleNamespace()
-
-    model = nn.ModuleDict({"a": Writes(), "b": Plain(), "c": nn.Linear(2, 2)})
-    model["d"] = Writes()
-    model["d"].generation_config = None
-    generation.guard_generate(model, TP)
-    assert ["generate" in vars(m) for m in model.values()] == [True, False, False, False]
 
 
 def test_simulated_ranks_have_a_model_each():

@@ -22,7 +22,6 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.generate import main as generate_main
@@ -36,10 +35,9 @@ from mpcore.__main__ import main as mpcore_main
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
 from mpcore.interop import hugging_face as hf
-from mpcore.interop.hugging_face import read_json, writing
+from mpcore.interop.hugging_face import read_json
 from mpcore.interop.hugging_face.config import JSON_LIMIT
 from mpcore.layers import materialize
-from mpcore.layers.mlp import ACTIVATIONS
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.tools import convert
@@ -99,15 +97,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 MIXTURES = ("mixtral", "qwen3 moe", "deepseek v2", "deepseek v3")
 LONG = (
-    "gpt2",
-    "llama2",
-    "llama biased",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "deepseek v2",
-    "deepseek v3 narrow",
-)  # like others
+    "gpt2", "llama2", "llama biased", "qwen2", "qwen3", "mistral", "deepseek v2", "deepseek v3 narrow",
+)  # like others  # fmt: skip
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -187,9 +178,6 @@ def test_pitfall_15_16_17_an_import_has_the_same_logits_on_every_layout(ranks, f
             assert error < 1e-5, f"{name}: {error:.1e}"
 
 
-# --- and back -----------------------------------------------------------------------------------------------------
-
-
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
 
@@ -256,9 +244,6 @@ def test_pitfall_16_17_a_checkpoint_of_any_layout_exports(ranks, folders, tmp_pa
     same_tensors(tensors_of(export_hf(whole, tmp_path / "again")), {k: t.float() for k, t in tensors_of(half).items()})
 
 
-# --- configs ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "olmo2", "smollm3"])
 def test_a_family_that_the_blocks_cannot_be_is_refused_with_the_reason(kind):
     with pytest.raises(ValueError, match=rf"model_type '{kind}', which the blocks here cannot be: .*from_pretrained"):
@@ -298,20 +283,6 @@ def test_checkpoints_of_other_libraries_are_refused_with_the_way_out(tmp_path, n
         open_hf(tmp_path)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_config_comes_back_and_older_ones_read_alike(folders, name):
-    values = read_json(folders[name] / "config.json")
-    config = config_from_hf(values)
-    written = config_to_hf(config, first=values["model_type"])
-    assert config_from_hf(written) == config
-    assert written["model_type"] == values["model_type"]
-    if config.rope_scaling is not None:
-        older = {**written, "rope_scaling": {"type": config.rope_scaling["rope_type"], **config.rope_scaling}}
-        del older["rope_scaling"]["rope_type"]
-        assert config_from_hf(older) == config
-        assert config.rope_base == 5000.0
-
-
 LLAMA = {"model_type": "llama", **SIZES, "hidden_act": "silu"}
 QWEN3_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_hidden_layers": 4}
 DEEPSEEK_V3 = {**DEEPSEEK, "model_type": "deepseek_v3", "hidden_act": "silu", "first_k_dense_replace": 1}
@@ -319,44 +290,21 @@ REFUSED = [
     ({**LLAMA, "model_type": "opt"}, r"model_type 'opt'. Supported are .* Train it as it is, with mpcore"),
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
-    ({**LLAMA, "hidden_act": "relu"}, r"hidden_act 'relu'"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
     ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6' must be a number, not text"),
-    ({"model_type": "gpt2", **GPT2, "layer_norm_epsilon": "0"}, r"layer_norm_epsilon '0' must be a number"),
     ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
-    ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, r"rope_type 'longrope' is unknown"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
-    ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5"),
     ({n: v for n, v in LLAMA.items() if n != "hidden_size"}, r"config.json has no hidden_size"),
-    ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, r"layer_types \['full_att"),
-    ({**LLAMA, "model_type": "qwen3", "layer_types": ["full_attention", "chunked"]}, r"layer_types"),
     ({"model_type": "gpt2", **GPT2, "activation_function": "quick_gelu"}, r"activation_function 'quick_gelu'"),
     ({"model_type": "gpt2", **GPT2, "scale_attn_weights": False}, r"scale_attn_weights False"),
-    ({"model_type": "gpt2", **GPT2, "scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx"),
-    ({"model_type": "gpt2", **GPT2, "add_cross_attention": True}, r"add_cross_attention"),
     ({**LLAMA, "num_local_experts": 4}, r"num_local_experts': 4"),
-    ({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, r"num_experts': 8"),
     ({**LLAMA, "model_type": "mixtral", "shared_expert_intermediate_size": 8}, r"shared_expert_intermediate_size': 8"),
-    ({**LLAMA, "model_type": "mixtral", "norm_topk_prob": True}, r"norm_topk_prob': True"),
     ({**QWEN3_MOE, "n_group": 2}, r"n_group': 2"),
-    ({**LLAMA, "intermediate_size": None}, r"intermediate_size None must be a whole number"),
-    ({**LLAMA, "hidden_size": 32.5}, r"hidden_size 32.5 must be a whole number"),
-    ({**LLAMA, "rms_norm_eps": None}, r"rms_norm_eps None must be a number"),
     ({**QWEN3_MOE, "moe_intermediate_size": 0}, r"moe d_ff 0 is not supported: it must be 1 or more"),
-    ({**QWEN3_MOE, "routed_scaling_factor": 2.5}, r"routed_scaling_factor': 2.5"),
-    ({**QWEN3_MOE, "mlp_only_layers": [1]}, r"mlp_only_layers \[1\] put experts in the layers \[0, 2, 3\] of 4"),
     ({**QWEN3_MOE, "mlp_only_layers": [1, 3]}, r"put experts in the layers \[0, 2\] of 4"),
-    ({**QWEN3_MOE, "decoder_sparse_step": 5}, r"decoder_sparse_step 5 .* in the layers \[\] of 4"),
-    ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 4}, r"max_window_layers 4 means different things"),
-    ({**DEEPSEEK_V3, "topk_group": 1}, r"num_experts_per_tok 4 and topk_group 1 of 4: .* two best experts, .* 4"),
-    ({**DEEPSEEK_V3, "num_experts_per_tok": 2}, r"_tok 2 and topk_group 2 of 4: .* two best experts, .* 1"),
     ({**DEEPSEEK_V3, "moe_layer_freq": 2}, r"moe_layer_freq 2 is not supported: only 1 is"),
     ({**DEEPSEEK_V3, "mlp_bias": True}, r"mlp_bias True"),
-    ({**DEEPSEEK_V3, "qk_head_dim": 12}, r"qk_head_dim 12 is not supported: only 10 is"),
-    ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-05 is not supported: only 1e-06 is"),
-    ({**DEEPSEEK_V3, "rope_interleave": False}, r"rope_interleave False"),
     ({**DEEPSEEK_V3, "scoring_func": "softmax"}, r"scoring_func 'softmax'"),
-    ({**DEEPSEEK_V3, "num_key_value_heads": 3}, r"num_key_value_heads 3 is not supported: only 6 is"),
     (
         {**DEEPSEEK_V3, "model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
         r"topk_method 'group_limited",
@@ -366,32 +314,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "theirs", ["gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "silu"]
-)
-def test_an_activation_is_the_one_that_transformers_calls_so(theirs):
-    x, u = torch.linspace(-4, 4, 64, dtype=torch.float64).view(2, 32)
-    config = config_from_hf({"model_type": "gpt2", **GPT2, "activation_function": theirs})
-    torch.testing.assert_close(
-        ACTIVATIONS[config.activation](x), ACT2FN[theirs](x), atol=1e-11, rtol=0
-    )  # "gelu_fast" rounds its constant
-    assert config_from_hf(config_to_hf(config)) == config
-    if theirs != "relu":
-        gated = config_from_hf({**LLAMA, "hidden_act": theirs})
-        want = ACT2FN[theirs](x) * u
-        torch.testing.assert_close(ACTIVATIONS[gated.activation](torch.cat([x, u])), want, atol=1e-11, rtol=0)
-        assert config_from_hf(config_to_hf(gated)) == gated
-
-
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 def test_what_would_be_a_silently_different_model_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(values)
-
-
-def test_an_epsilon_of_zero_is_one():
-    config = config_from_hf({**LLAMA, "rms_norm_eps": 0})
-    assert config.eps == config_to_hf(config)["rms_norm_eps"] == GPT(config, device="meta").norm.eps == 0
 
 
 def test_a_model_of_no_family_is_not_exported(tmp_path, capsys):
@@ -421,36 +347,6 @@ def test_a_checkpoint_whose_config_is_of_another_model_is_not_exported(tmp_path)
     assert not (tmp_path / "back").exists()
 
 
-def test_a_mixture_is_read_whatever_its_config_leaves_out_or_calls_it():
-    """Defaults are those of transformers; layers that are dense by name may be every second one."""
-    for kind, values in ((transformers.MixtralConfig, {**LLAMA, "model_type": "mixtral"}),
-                         (transformers.Qwen3MoeConfig, QWEN3_MOE)):  # fmt: skip
-        bare = {name: values[name] for name in ("model_type", "hidden_act", "vocab_size", "max_position_embeddings",
-                                                "hidden_size", "intermediate_size", "num_hidden_layers",
-                                                "num_attention_heads")}  # fmt: skip
-        bare["num_attention_heads"] = 8
-        assert config_from_hf(bare) == config_from_hf(kind(**bare).to_dict())
-    published = config_from_hf({**QWEN3_MOE, "num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [0, 2]})
-    assert published.moe == MoEConfig(experts=6, top_k=8, d_ff=768, every=2, normalize=True, aux_coefficient=0.001)
-    assert config_from_hf({**LLAMA, "model_type": "mixtral", "router_aux_loss_coef": 0.02}) == replace(
-        config_from_hf({**LLAMA, "model_type": "mixtral"}), moe=MoEConfig(normalize=True, aux_coefficient=0.02)
-    )
-
-
-def test_deepseek_is_read_whatever_its_config_leaves_out():
-    """Defaults are those of transformers; what only training reads comes along."""
-    bare = {"hidden_act": "silu", "vocab_size": 53, "max_position_embeddings": 64, "hidden_size": 24,
-            "intermediate_size": 21, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6,
-            "num_experts_per_tok": 8}  # fmt: skip
-    for kind in (transformers.DeepseekV2Config, transformers.DeepseekV3Config):
-        values = {"model_type": kind.model_type, **bare}
-        config = config_from_hf(values)
-        assert config == config_from_hf(kind(**bare).to_dict())
-        trained = config_from_hf(values | {"initializer_range": 0.006, "aux_loss_alpha": 0.01})
-        assert config.moe is not None
-        assert trained == replace(config, init_std=0.006, moe=replace(config.moe, aux_coefficient=0.01))
-
-
 def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
     """As transformers leaves them out: published files of DeepSeek-V3 hold one behind the model's."""
     folder = shutil.copytree(folders["deepseek v3"], tmp_path / "published")
@@ -466,51 +362,43 @@ def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
                 open_hf(folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "of_mixture", "message"),
-    [
-        ({}, {"score": "softmax", "groups": 1, "top_groups": 1}, "deepseek_v2, but: moe.normalize True would be False"),
-        ({}, {"score": "softmax", "normalize": False}, "deepseek_v3, but: moe.score 'softmax' would be 'sigmoid'"),
-        ({}, {"shared_experts": 0}, "deepseek_v3, but: n_shared_experts 0 is not supported: it must be 1 or more"),
-        ({}, {"bias": None}, "deepseek_v3, but: moe.bias False would be True"),
-        ({}, {"groups": 4, "top_groups": 1}, "deepseek_v3, but: num_experts_per_tok 4 and topk_group 1 of 4"),
-        ({}, {"dense": 0, "every": 2}, "but: moe.every 2 would be 1"),
-        ({}, {"capacity_factor": 1.5}, "but: moe.capacity_factor 1.5 would be None"),
-        ({}, {"jitter": 0.1}, "but: moe.jitter 0.1 would be 0.0"),
-        ({"norm_eps": 1e-5}, {}, "but: norm_eps 1e-05 would be 1e-06"),
-        ({"window": 5}, {}, "but: window 5 would be None"),
-        ({"activation": "geglu"}, {}, "but: activation 'geglu' would be 'swiglu'"),
-    ],
-    ids=str,
-)
-def test_latent_attention_of_another_model_than_deepseeks_is_not_exported(changes, of_mixture, message):
-    config = config_from_hf(DEEPSEEK_V3)
-    assert config.moe is not None
-    with pytest.raises(ValueError, match=f"no supported Hugging Face architecture is .*{message}"):
-        config_to_hf(replace(config, **changes, moe=replace(config.moe, **of_mixture)))
-
-
 MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("latent", "changes", "of_mixture", "message"),
     [
-        ({"shared_experts": 1}, "mixtral, but: moe.shared_experts 1 would be 0"),
-        ({"score": "sigmoid"}, "mixtral, but: moe.score 'sigmoid' would be 'softmax'"),
-        ({"groups": 2, "top_groups": 1}, "mixtral, but: moe.groups 2 would be 1"),
-        ({"routed_scale": 2.0}, "mixtral, but: moe.routed_scale 2.0 would be 1.0"),
-        ({"capacity_factor": 1.5}, "mixtral, but: moe.capacity_factor 1.5 would be None"),
-        ({"normalize": False}, "mixtral, but: moe.normalize False would be True"),
-        ({"every": 2}, "mixtral, but: moe.every 2 would be 1"),
-        ({"dense": 1}, "mixtral, but: moe.dense 1 would be 0"),
+        (
+            True,
+            {},
+            {"score": "softmax", "groups": 1, "top_groups": 1},
+            "deepseek_v2, but: moe.normalize True would be False",
+        ),
+        (
+            True,
+            {},
+            {"score": "softmax", "normalize": False},
+            "deepseek_v3, but: moe.score 'softmax' would be 'sigmoid'",
+        ),
+        (True, {}, {"shared_experts": 0}, "n_shared_experts 0 is not supported: it must be 1 or more"),
+        (True, {}, {"bias": None}, "deepseek_v3, but: moe.bias False would be True"),
+        (True, {}, {"dense": 0, "every": 2}, "but: moe.every 2 would be 1"),
+        (True, {}, {"capacity_factor": 1.5}, "but: moe.capacity_factor 1.5 would be None"),
+        (True, {"norm_eps": 1e-5}, {}, "but: norm_eps 1e-05 would be 1e-06"),
+        (True, {"window": 5}, {}, "but: window 5 would be None"),
+        (False, {}, {"shared_experts": 1}, "mixtral, but: moe.shared_experts 1 would be 0"),
+        (False, {}, {"score": "sigmoid"}, "mixtral, but: moe.score 'sigmoid' would be 'softmax'"),
+        (False, {}, {"groups": 2, "top_groups": 1}, "mixtral, but: moe.groups 2 would be 1"),
+        (False, {}, {"normalize": False}, "mixtral, but: moe.normalize False would be True"),
+        (False, {}, {"dense": 1}, "mixtral, but: moe.dense 1 would be 0"),
     ],
     ids=str,
 )
-def test_a_mixture_that_no_family_can_say_is_not_exported(changes, message):
-    assert MIXTURE.moe is not None
-    with pytest.raises(ValueError, match=message):
-        config_to_hf(replace(MIXTURE, moe=replace(MIXTURE.moe, **changes)))
+def test_a_mixture_that_no_family_can_say_is_not_exported(latent, changes, of_mixture, message):
+    config = config_from_hf(DEEPSEEK_V3) if latent else MIXTURE
+    assert config.moe is not None
+    with pytest.raises(ValueError, match=f"no supported Hugging Face architecture is .*{message}"):
+        config_to_hf(replace(config, **changes, moe=replace(config.moe, **of_mixture)))
 
 
 def test_what_routers_keep_besides_their_weight_is_left_out_unless_it_counts(folders, tmp_path, capsys):
@@ -540,9 +428,6 @@ def test_what_routers_keep_besides_their_weight_is_left_out_unless_it_counts(fol
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "biased", "zero"]
     assert generate_main(["--checkpoint", str(tmp_path / "biased"), "--prompt", "def ", "--new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")
-
-
-# --- files --------------------------------------------------------------------------------------------------------
 
 
 class Payload:
@@ -599,16 +484,15 @@ def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
 
 
-LAST_V, LAST_Q = (f"model.layers.1.self_attn.{name}" for name in ("v_proj.weight", "q_proj.bias"))
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pickles only": (pickles_only, r"\(pytorch_model.bin\), .* pickles, which run code .* convert them to safetensors"),
+    "pickles only": (pickles_only, r"\(pytorch_model.bin\), .* pickles"),
     "pickled safetensors": (
         lambda f: one_file(f).write_bytes(pickle.dumps(Payload(str(f / "ran")))),
         r"model.safetensors is damaged: a header of \d+ bytes",
     ),
     "giant header": (
         lambda f: rewrite(one_file(f), lambda data: struct.pack("<Q", 2**40) + data[8:]),
-        r"model.safetensors is damaged: a header of 1099511627776 bytes",
+        r"damaged: a header of 1099511627776 bytes",
     ),
     "truncated": (
         lambda f: rewrite(one_file(f), lambda data: data[:-1]),
@@ -619,47 +503,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"damaged: its header says lm_head.weight is",
     ),
     "unknown dtype": (lambda f: change_header(f, dtype="F6"), r"damaged: its header says lm_head.weight is .*F6"),
-    "way out": (
-        lambda f: change_index(f, lambda files: files | {"lm_head.weight": "../other/model.safetensors"}),
-        r"names '../other/model.safetensors', which is no safetensors file of this folder",
-    ),
     "wrong index": (
         lambda f: change_index(f, lambda files: dict.fromkeys(files, min(files.values()))),
         r"says that \S+ is in model-00001\S+, which does not hold it",
     ),
-    "empty index": (lambda f: change_index(f, lambda files: {}), r"index.json has no weight_map of file names"),
     "missing shard": (lambda f: min(f.glob("model-00002*")).unlink(), r"model-00002\S+ is missing"),
-    "missing tensor": (
-        lambda f: change_tensors(f, lambda t: t.pop(LAST_V)),
-        rf"no tensor '{LAST_V}', which blocks.1.attention.qkv.weight needs",
-    ),
-    "extra tensor": (
-        lambda f: change_tensors(f, lambda t: t.update({LAST_Q: torch.zeros(24)})),
-        rf"does not: \['{LAST_Q}'\]",
-    ),
-    "another shape": (
-        lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": torch.zeros(54, 24)})),
-        r"lm_head.weight has shape \(54, 24\), config.json makes it \(53, 24\)",
-    ),
-    "mixed dtypes": (
-        lambda f: change_tensors(f, lambda t: t.update({k: v.half() for k, v in t.items() if "v_proj" in k})),
-        r"blocks.0.attention.qkv.weight would consist of several dtypes",
-    ),
-    "integers": (
-        lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": torch.zeros(53, 24, dtype=torch.int8)})),
-        r"lm_head.weight has dtype I8: weights are floating-point",
-    ),
-    "a tie that is none": (
-        lambda f: (one_file(f), change_config(f, tie_word_embeddings=True)),
-        r"an lm_head of its own, but its config.json ties it",
-    ),
     "wrong type": (
         lambda f: change_config(f, num_attention_heads=None, head_dim=None),
-        r"config.json cannot be imported: num_attention_heads None must be a whole number",
+        r"num_attention_heads None must be",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
-    "broken config": (lambda f: (f / "config.json").write_text("[" * 100_000), r"config.json is not JSON"),
-    "no object": (lambda f: (f / "config.json").write_text("[1]"), r"config.json holds no JSON object"),
     "giant config": (
         lambda f: os.truncate(f / "config.json", JSON_LIMIT + 1),
         rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}",
@@ -685,11 +538,6 @@ def test_what_can_not_be_read_is_refused_by_name_and_changes_nothing(folders, tm
         assert torch.equal(p, before[name])
 
 
-def test_the_payload_of_these_tests_would_run(tmp_path):
-    pickle.loads(pickle.dumps(Payload(str(tmp_path / "ran"))))
-    assert (tmp_path / "ran").exists()
-
-
 def test_a_base_model_and_the_tables_of_old_files_are_read(folders, tmp_path):
     """GPT-2 as it was first published: no prefix, masks among the tensors; a head that is the table again."""
     folder = tmp_path / "hf"
@@ -704,27 +552,9 @@ def test_a_base_model_and_the_tables_of_old_files_are_read(folders, tmp_path):
     assert torch.equal(logits_of(first), logits_of(second))
 
 
-def test_another_model_is_refused_before_it_changes(folders):
-    model = build(replace(open_hf(folders["qwen2"]).config, d_ff=20))
-    with pytest.raises(ValueError, match=r"mlp.up.weight: expected shape \(40, 24\), found shape \(42, 24\)"):
-        load_hf(folders["qwen2"], model)
-
-
-def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(folders, tmp_path, monkeypatch):
-    def failing(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writing, "publish", failing)
-        with pytest.raises(OSError, match="No space left"):
-            import_hf(folders["qwen2"], tmp_path / "step")
+def test_an_export_from_damage_or_onto_something_is_refused_and_leaves_nothing(folders, tmp_path):
     path = import_hf(folders["qwen2"], tmp_path / "step")
     (tmp_path / "back").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(writing, "publish", failing)
-        with pytest.raises(OSError, match="No space left"):
-            export_hf(path, tmp_path / "back")
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_dir()) == ["back", hf.FOLDER, "step"]
     export_hf(path, tmp_path / "back")
     with pytest.raises(ValueError, match="back exists"):
         export_hf(path, tmp_path / "back")
@@ -762,10 +592,7 @@ print(middle - base, peak() - base)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.slow
 def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
-    """GPT-2's transposed matrices are the worst of it: a file of 120 MB, the largest tensor 16 MiB.
-
-    Not by getrusage: its peak comes from the process that started this one, which is larger.
-    """
+    """GPT-2's transposed matrices are the worst of it: a file of 120 MB, the largest tensor 16 MiB."""
     d, layers = 1024, 3
     values = {**GPT2, "model_type": "gpt2", "n_embd": d, "n_head": 16, "n_layer": layers, "vocab_size": 4096}
     folder = tmp_path / "hf"
@@ -808,9 +635,6 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"made": "here"}'
     with pytest.raises(SystemExit):
         main(["convert", "--from-hf", step])
-
-
-# --- in training, and from a checkpoint ---------------------------------------------------------------------------
 
 
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:
@@ -861,14 +685,9 @@ def test_training_begins_with_a_model_of_theirs_on_any_layout(ranks, tmp_path, c
     for named in ([], ["--tokenizer", "byte"]):  # the checkpoint says it too
         assert generate_main([*sample_of, *named]) == 0
         assert capsys.readouterr().out.startswith("def ")
-    assert generate_main(["--checkpoint", bare]) == 2
-    assert "carries no tokenizer, and its vocabulary of 300 is not the 257 of bytes: --tok" in capsys.readouterr().err
-    assert generate_main([*sample_of, "--temperature", "-1"]) == 2
-    assert "--temperature -1.0 is no number from 0" in capsys.readouterr().err
-    assert generate_main([*sample_of, "--new-tokens", "-3"]) == 2
-    assert "--new-tokens -3 is smaller than 0" in capsys.readouterr().err
-    assert generate_main(["--checkpoint", str(tmp_path / "hf")]) == 2
-    assert "is no complete checkpoint" in capsys.readouterr().err
+    for there, message in ((bare, "vocabulary of 300 is not the 257"), (folder, "is no complete checkpoint")):
+        assert generate_main(["--checkpoint", there]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -896,41 +715,18 @@ def test_a_run_that_began_with_another_model_goes_on_without_its_weights(tmp_pat
     (tmp_path / "text").write_text("def f(): return 1\n" * 99)
     prepare([tmp_path / "text"], data)
     flags = ["--data", data, "--tokenizer", "byte", "--seq-len", "8"]
-    for begin, files in ((["--init-from", str(first)], first),):
-        here = [*flags, "--out", str(tmp_path / "out" / files.name)]
-        begun = Trainer(parse([*here, *begin]), mesh())
-        begun.step()
-        begun.checkpoints.save()
-        (weights,) = files.glob("*.safetensors")
-        weights.write_bytes(bytes(weights.stat().st_size))
-        went_on = Trainer(parse([*here, *begin, "--resume", "auto"]), mesh())
-        assert went_on.run.step == 1
-        for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
-            assert torch.equal(p, q)
-        with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from, give that again"):
-            Trainer(parse([*here, "--resume", "auto"]), mesh())
-
-
-def test_a_run_goes_on_with_its_own_tokenizer_alone(tmp_path):
-    """Of one size, and of one corpus; an older checkpoint doesn't say which it had."""
-    corpora = [tmp_path / "ab", tmp_path / "cd"]
-    for path in corpora:
-        path.write_text(f"{path.name} " * 300)
-        train_tokenizer([path.read_text()], 258, f"{path}.json")
-    prepare(corpora, tmp_path / "corpus")
-
-    def run(name: str, *flags: str) -> Trainer:
-        flags = ("--data", str(tmp_path / "corpus"), "--tokenizer", str(tmp_path / name), *flags)
-        return trainer(*flags, "--out", str(tmp_path / "out"))
-
-    save_as(1, run("ab.json"))
-    assert run("ab.json", "--resume", "auto").run.step == 1
-    with pytest.raises(ValueError, match=r"another run: tokenizer is '\w+-0' there, '\w+-0' here\. --init-from"):
-        run("cd.json", "--resume", "auto")
-    older = run("ab.json")
-    del older.checkpoints.about["tokenizer"]
-    save_as(2, older)
-    assert run("cd.json", "--resume", "auto").run.step == 2
+    here, begin = [*flags, "--out", str(tmp_path / "out")], ["--init-from", str(first)]
+    begun = Trainer(parse([*here, *begin]), mesh())
+    begun.step()
+    begun.checkpoints.save()
+    (weights,) = first.glob("*.safetensors")
+    weights.write_bytes(bytes(weights.stat().st_size))
+    went_on = Trainer(parse([*here, *begin, "--resume", "auto"]), mesh())
+    assert went_on.run.step == 1
+    for p, q in zip(went_on.model.parameters(), begun.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(ValueError, match=r"d_ff is 28 .* If it began with --init-from, give that again"):
+        Trainer(parse([*here, "--resume", "auto"]), mesh())
 
 
 def check_carried(folder: str, data: str, out: str) -> None:

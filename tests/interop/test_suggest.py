@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,7 @@ import mpcore as mp
 from mpcore.interop.parallelize import suggest as module
 from mpcore.interop.parallelize.model_copy import ModelCopy
 from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes
-from mpcore.interop.parallelize.prove import PlanTester, shapes_of
-from mpcore.interop.parallelize.suggest import Suggestion, _Flow, share_of, suggest_plan
+from mpcore.interop.parallelize.suggest import share_of, suggest_plan
 
 
 class MLP(nn.Module):
@@ -57,14 +55,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def flow_of(model, example=None):
-    prover = PlanTester(shapes_of(model), example)
-    return prover.whole[0], module._flow(prover.whole[0], prover)
-
-
-# --- the whole --------------------------------------------------------------------------------------------------------
-
-
 def test_a_transformer_is_sharded_whole():
     found = suggest_plan(GPT())
     assert (found.proven, found.left, found.replicated) == (True, {}, {})
@@ -80,19 +70,6 @@ def test_a_transformer_is_sharded_whole():
     model = mp.parallelize(GPT(), found.plan, mp.Axis(2, 0, name="tp"), strict=True)
     assert model.blocks[1][0].num_heads == 2
     assert model.blocks[0][1].up.weight.shape == (8, 8)
-
-
-def test_what_is_found_is_written_as_a_plan_with_a_reason_for_the_rest():
-    found = Suggestion(
-        {"a.*": "colwise", "b": LocalSizes(("n",))}, 0.456, True, {"c": "nothing divides it"}, {"o": "of a norm"}
-    )
-    assert str(found) == (
-        "'a.*': 'colwise',\n'b': LocalSizes(names=('n',), kept=()),\n# c stays whole: nothing divides it\n"
-        "# each rank computes the full input of o (all heads, if this is attention): of a norm\n"
-        "# shards 46% of the bytes, proven equal to the unsharded model; attention, or what else feeds o, is computed "
-        "in full on each rank"
-    )
-    assert str(Suggestion({}, 0.0, False, {})) == "# shards 0% of the bytes, not proven"
 
 
 def test_heads_that_nothing_divides_are_gathered():
@@ -159,21 +136,6 @@ def test_the_suggestion_says_why_each_rank_computes_all_heads(model, words):
     assert ("computed in full on each rank" in str(found)) == bool(words)
 
 
-def test_an_input_that_several_layers_feed_has_a_reason_why_it_is_full():
-    inputs = {"a": "-", "b": "-", "c": "ab", "d": "c", "e": "cd", "f": "ab*", "g": "a*"}
-    flow = _Flow(
-        {name: frozenset("" if each == "-" else each for each in came) for name, came in inputs.items()},
-        full_norms={"n": frozenset("a"), "m": frozenset("z")},
-        output=frozenset("f"),
-        patterns={name: name.upper() for name in "abcdefgmn"},
-    )
-    assert module._full_inputs(flow) == {
-        "C": "no plan shards all that feeds it (A, B)",
-        "E": "no plan shards all that feeds it (C, D)",
-        "F": "norms over all features come before it (N)",
-    }
-
-
 def test_what_no_plan_shards_is_left_with_the_reason():
     """Of one feature: two ranks cannot share it."""
     found = suggest_plan(MLP(1, 1), 2)
@@ -207,128 +169,14 @@ def test_the_part_of_the_bytes_that_a_plan_shards():
     assert share_of(nn.ReLU(), {}, 2) == 0
 
 
-# --- the trace --------------------------------------------------------------------------------------------------------
-
-
-def test_which_layers_feed_which():
-    _, flow = flow_of(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 4)))
-    whole = ""
-    assert flow.inputs == {"0": {whole}, "2": {"0", "*"}, "3": {"2"}}  # a norm over all features needs them all
-    assert flow.norms == {}
-    assert flow.output == {"3"}
-    assert (flow.patterns, flow.labelled) == ({n: n for n in ("", "0", "1", "2", "3")}, {})
-    _, flow = flow_of(GPT())
-    at = "blocks.0.0"
-    assert flow.inputs[f"{at}.o"] == {f"{at}.q", f"{at}.k", f"{at}.v"}
-    of_heads = {f"blocks.{i}.0.q_norm": {f"blocks.{i}.0.q"} for i in range(2)}
-    assert flow.norms == of_heads | {"blocks.0.0.norm": {whole}}
-    assert flow.tables == {"embed": None}
-    assert flow.inputs["blocks.0.1.down"] == {"blocks.0.1.up"}
-    assert whole in flow.inputs["head"]
-    assert flow.output == {"head"}
-    regions = module._regions(flow)
-    assert [set(r.rows) for r in regions] == [
-        {"blocks.0.0.o", "blocks.1.0.o"}, {"blocks.0.1.down", "blocks.1.1.down"}
-    ]  # fmt: skip
-    assert set(regions[0].columns) == {f"blocks.{i}.0.{n}" for i in range(2) for n in "qkv"}
-    assert regions[0].norms.keys() == of_heads.keys()
-    assert set(regions[1].norms) == set()
-
-
-class Tables(nn.Module):
-    """A table as wide as the layers, and one of a number for each head."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow, self.up = nn.Embedding(5, 4), nn.Embedding(5, 1), nn.Linear(4, 6)
-        self.down = nn.Linear(6, 4)
-
-    def forward(self, ids):
-        return self.down(self.up(self.wide(ids)) + self.narrow(ids))
-
-
-def test_a_table_as_wide_as_an_input_is_whole():
-    _, flow = flow_of(Tables())
-    assert flow.inputs == {"up": {""}, "down": {"up"}}
-    assert flow.tables == {"wide": None, "narrow": None}
-
-
-def test_a_layer_that_feeds_the_output_or_a_whole_input_is_no_column():
-    flow = _Flow(
-        inputs={
-            "a": frozenset([""]), "b": frozenset("a"), "c": frozenset("a"), "d": frozenset("b"), "e": frozenset("x")
-        },
-        output=frozenset("x"), patterns={name: name for name in "abcdex"},
-    )  # fmt: skip
-    found = [(set(r.columns), set(r.rows)) for r in module._regions(flow)]
-    assert found == [({"a"}, {"b", "c"})]  # d gets from b, a row itself; x reaches the output
-    flow = _Flow(inputs={"a": frozenset(), "b": frozenset("a")}, patterns={"a": "a", "b": "b"})
-    assert [(set(r.columns), set(r.rows)) for r in module._regions(flow)] == [({"a"}, {"b"})]
-
-
-def test_patterns_have_a_star_for_an_index_of_a_list_of_modules():
-    model = nn.ModuleDict({"a": nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))])})
-    patterns, labelled = module._patterns(model)
-    assert patterns["a.1.0"] == "a.*.0"
-    assert labelled == {}
-    mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
-    patterns, labelled = module._patterns(mixed)
-    assert patterns == {"": "", "0": "* (ModuleList, Linear)", "2": "* (ModuleList, Linear)",
-                        "1": "* (ModuleList, ReLU)"}  # fmt: skip
-    assert labelled == {"* (ModuleList, Linear)": ["0", "2"], "* (ModuleList, ReLU)": ["1"]}
-    spelled = _Flow(labelled=labelled).spelled({"* (ModuleList, Linear)": "colwise", "b": "rowwise"})
-    assert spelled == {"0": "colwise", "2": "colwise", "b": "rowwise"}
-
-
-def test_what_is_a_linear_layer():
-    from transformers.pytorch_utils import Conv1D
-
-    linear, conv, norm = nn.Linear(2, 2), Conv1D(2, 2), nn.LayerNorm(2)
-    assert [module.is_linear(m) for m in (linear, conv, norm)] == [True, True, False]
-    assert not module.is_linear(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-
-
-# --- what is tried ----------------------------------------------------------------------------------------------------
-
-
 def owner(**held):
     found = nn.Module()
     vars(found).update(held)
     return found
 
 
-def test_attributes_that_may_count_heads():
-    held = owner(heads=3, num_heads=4, head_dim=2, width=8, one=1, odd=5, size=16, half=4.0, flag=True, big=32)
-    assert module._counts(held, 16, 8) == {"heads": 3, "num_heads": 4}
-    # besides those named so: divisors of a width that are less than the input
-    assert module._counts(owner(groups=2, odd=5, one=1, eight=8), 24, 8) == {"groups": 2}
-    assert module._counts(owner(groups=3), 24, 8) == {"groups": 3}  # of the output alone
-    assert module._counts(owner(groups=2, heads=4), 24, 8) == {"heads": 4, "groups": 2}
-    assert list(module._counts(owner(groups=2, heads=4), 24, 8)) == ["heads", "groups"]
-
-
 def sizes(tp=2, n_out=8, n_in=8, **held):
     return list(module._sizes(owner(**held), n_out, n_in, tp))
-
-
-def test_attributes_that_are_divided_from_none_to_all():
-    assert sizes() == [None]
-    assert sizes(num_heads=4) == [LocalSizes((), kept=("num_heads",)), LocalSizes(("num_heads",))]
-    assert sizes(num_heads=3) == [LocalSizes((), kept=("num_heads",))]
-    assert sizes(3, num_heads=3) == [LocalSizes((), kept=("num_heads",)), LocalSizes(("num_heads",))]
-    assert sizes(num_heads=4, kv_heads=1) == [
-        LocalSizes((), kept=("num_heads", "kv_heads")), LocalSizes(("num_heads",), kept=("kv_heads",))
-    ]  # fmt: skip
-    assert sizes(num_heads=4, split_size=8) == [
-        LocalSizes((), kept=("num_heads",)), LocalSizes(("num_heads",)), LocalSizes(("num_heads", "split_size"))
-    ]  # fmt: skip
-    assert sizes(n_out=24, width=24) == [None, LocalSizes(("width",))]
-    assert sizes(2, 8, 9, width=9) == [None]  # 2 does not divide it
-    found = sizes(num_heads=4, a=2, b=4)
-    assert found[:2] == [LocalSizes((), kept=("num_heads",)), LocalSizes(("num_heads",))]
-    assert found[2:] == [LocalSizes(("num_heads", *some)) for some in (("a", "b"), ("a",), ("b",))]
-    many = sizes(n_in=64, **dict.fromkeys("abcdef", 2))
-    assert many[1:] == [LocalSizes(some) for n in (4, 3, 2, 1) for some in itertools.combinations("abcd", n)]
 
 
 def packings(n_out, n_in, columns=("a",), config=None, **held):
@@ -361,18 +209,6 @@ def test_ways_to_pack_projections():
     assert packings(25, 8, head_dim=4) == ["colwise"]
 
 
-@pytest.mark.parametrize(
-    ("shape", "size", "ways"),
-    [
-        ((2, 8, 4), 8, [Hidden(-2)]), ((2, 4, 8), 8, [Hidden(-1)]), ((2, 8, 8), 8, [Hidden(-1), Hidden(-2)]),
-        ((2, 16, 4), 8, [Hidden(-2, blocks=2), Hidden(-2, unit=2)]), ((2, 4, 3), 8, []), ((2, 8), 8, [Hidden(-1)]),
-        ((8, 4), 8, []), ((2, 16), 8, [Hidden(-1, blocks=2), Hidden(-1, unit=2)]),
-    ],
-)  # fmt: skip
-def test_dimensions_that_may_hold_hidden_features(shape, size, ways):
-    assert list(module._hidden_ways(torch.Size(shape), size)) == ways
-
-
 def experts(concatenated=None, **shapes):
     found = owner() if concatenated is None else owner(is_concatenated=concatenated)
     for leaf, shape in shapes.items():
@@ -401,47 +237,3 @@ def test_styles_of_experts():
         Experts({"up": Hidden(-1), "down": Hidden(-2), "down_bias": Hidden(-1)}),
     ]
     assert len(experts(up=(2, 7, 3), down=(2, 3, 7), one=(4,))) == 2
-
-
-def test_the_ends_and_what_is_large():
-    model = nn.ModuleDict({
-        "words": nn.Embedding(9, 4), "places": nn.Embedding(5, 4), "other": nn.Embedding(9, 2),
-        "big": nn.Linear(20, 20), "small": nn.Linear(1, 1), "head": nn.Linear(4, 9),
-    })  # fmt: skip
-    twin = ModelCopy(model, {})
-    names = {name: f"the {name}" for name in model}
-    flow = _Flow(
-        inputs=dict.fromkeys(("big", "small", "head"), frozenset()), tables=dict.fromkeys(("words", "places", "other")),
-        patterns=names,
-    )  # fmt: skip
-    assert list(module._ends(twin, flow)) == [
-        {"the words": "vocab"}, {"the other": "vocab"}, {"the head": "colwise_gather_output"}
-    ]  # fmt: skip
-    assert list(module._large(twin, flow)) == [
-        {"the big": "colwise_gather_output"}, {"the head": "colwise_gather_output"}
-    ]  # fmt: skip
-    assert list(module._ends(twin, _Flow())) == []
-    assert module.LARGE == 0.005
-    even = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(200)))  # half a percent each: not more
-    flow = _Flow(inputs={"0": frozenset()}, patterns={"0": "0"})
-    assert list(module._large(ModelCopy(even, {}), flow)) == []
-    assert list(module._large(ModelCopy(even[:199], {}), flow)) == [{"0": "colwise_gather_output"}]
-
-
-def test_the_parts_of_a_region_in_their_order():
-    model = GPT()
-    twin, flow = flow_of(model)
-    flow.patterns["blocks.0.0"] = "A"
-    region = module._regions(flow)[0]
-    columns, row, norm = (flow.patterns[f"blocks.0.0.{n}"] for n in ("k", "o", "q_norm"))
-    parts = list(module._parts(twin, flow, region, 2))
-    base = {row: "rowwise", norm: "replicated_with_grad_allreduce"}
-    names = [flow.patterns[f"blocks.0.0.{n}"] for n in "kqv"]
-    colwise = dict.fromkeys(names, "colwise")
-    assert parts[0] == {"A": LocalSizes((), kept=("num_heads",))} | colwise | base
-    assert parts[1] == {"A": LocalSizes(("num_heads",))} | colwise | base
-    assert parts[-1] == dict.fromkeys(names, "colwise_gather_output") | {row: "rowwise_split_input"}
-    assert columns in names
-    flow.tables["x"], flow.patterns["x"] = None, "A.bias"
-    assert next(module._parts(twin, flow, region, 2))["A.bias"] == "colwise"
-    assert "embed" not in parts[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -11,9 +9,9 @@ from transformers.pytorch_utils import Conv1D
 
 import mpcore as mp
 from mpcore.interop.parallelize import layers, swap
-from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Replicate, Rowwise, Vocab, resolve
+from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes, Replicate, Vocab, resolve
 from mpcore.interop.parallelize.summary import Summary, SummaryRow, parallelize_summary
-from mpcore.interop.parallelize.swap import cut_model, experts_shardings, sharded_parameters, swaps_of
+from mpcore.interop.parallelize.swap import cut_model, experts_shardings, swaps_of
 from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.mesh.axis import Axis
@@ -92,12 +90,6 @@ def test_layers_that_a_style_does_not_fit(layer, style, message):
         swaps_of(nn.Sequential(layer), [("0", layer, style)], ONE)
 
 
-def test_attention_of_torch_reads_its_weights_past_the_layer():
-    model = nn.MultiheadAttention(4, 2)
-    with pytest.raises(ValueError, match=r"^out_proj is part of an nn.MultiheadAttention"):
-        swaps_of(model, resolve(model, {"out_proj": "rowwise"}), ONE)
-
-
 TABLE = torch.arange(28.0).view(7, 4)
 
 
@@ -141,9 +133,6 @@ def test_an_embedding_with_its_own_forward_looks_up_this_ranks_rows():
     assert all(torch.equal(found, 2 * TABLE[ids]) for found in mp.simulate(lambda mesh: work(mesh.tp), tp=2))
     with pytest.raises(ValueError, match="7"):
         cut(table(Doubled), {"0": "vocab"})(torch.tensor([7]))
-
-
-# --- ties -------------------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -215,30 +204,6 @@ def test_sizes_are_divided_and_gradients_are_sums():
     assert (model.heads, model.kept) == (3, 4)
     partial = {name: [axis.name for axis in sharding.partial] for name, _, sharding in declarations(model)}
     assert partial == {"a.weight": ["tp"], "a.bias": ["tp"], "b.weight": [], "b.bias": []}
-
-
-def test_which_parameters_are_sharded():
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.Embedding(4, 4), nn.Module())
-    model[3].w = nn.Parameter(torch.ones(2, 4, 4))
-    plan = {"0": "colwise", "1": "rowwise", "2": "replicate", "3": Experts({"w": Hidden(-1)})}
-    styles = resolve(model, plan)
-    found = sharded_parameters(swaps_of(model, styles, ONE), styles, ONE)
-    named = {name for name, p in model.named_parameters() if id(p) in found}
-    assert named == {"0.weight", "0.bias", "1.weight", "3.w"}
-
-
-def test_torchs_encoders_call_the_layers_in_evaluation():
-    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0)
-    model, other = nn.TransformerEncoder(layer, 2), nn.TransformerEncoderLayer(8, 2, 12)
-    swap.call_layers(model, [model.layers[1].linear1])
-    assert [each.activation_relu_or_gelu for each in model.layers] == [1, 0]
-    assert (model.use_nested_tensor, other.activation_relu_or_gelu) == (False, 1)
-    untouched = nn.TransformerEncoder(layer, 2)
-    swap.call_layers(untouched, [])
-    assert untouched.use_nested_tensor == nn.TransformerEncoder(layer, 2).use_nested_tensor
-
-
-# --- experts ----------------------------------------------------------------------------------------------------------
 
 
 def experts(**held):
@@ -377,9 +342,6 @@ def test_the_sum_over_ranks_adds_what_is_replicated_once():
         torch.testing.assert_close(dup, whole.up.grad[:, 2 * rank : 2 * rank + 2])
 
 
-# --- the summary ------------------------------------------------------------------------------------------------------
-
-
 def test_a_summary_has_a_row_for_parameters_that_are_alike():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 6) for _ in range(3)]), "norm": nn.LayerNorm(4)})
     model["small"] = nn.Linear(2, 2, bias=False).half()
@@ -404,17 +366,3 @@ def test_a_summary_has_a_row_for_parameters_that_are_alike():
     assert str(found).splitlines()[-1] == "88% is sharded: 416 -> 232 bytes on this rank"
     assert str(Summary((), 0.0)) == "0% is sharded: 0 -> 0 bytes on this rank"
     assert parallelize_summary(nn.ReLU()) == Summary((), 0.0)
-
-
-def test_two_cuts_of_one_parameter_are_both_named():
-    from mpcore.interop.parallelize.summary import _fate
-
-    shards = [SimpleNamespace(dim=d, axis=SimpleNamespace(name=n, size=s)) for d, n, s in ((0, "tp", 2), (1, "ep", 4))]
-    sharding = SimpleNamespace(shards=shards, partial=())
-    assert _fate(sharding) == "dimension 0 sharded over tp 2 and dimension 1 sharded over ep 4"
-    summed = SimpleNamespace(shards=[], partial=[SimpleNamespace(name="tp"), SimpleNamespace(name="cp")])
-    assert _fate(summed) == "whole, its gradient summed over tp, cp"
-
-
-def test_styles_of_rows_and_vocabularies_are_told_apart():
-    assert Rowwise() != Vocab() != Replicate()

@@ -12,7 +12,7 @@ from torch import nn
 import mpcore as mp
 from mpcore.gradients import clip_gradients, grad_norm
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 
@@ -60,18 +60,15 @@ def full(model: nn.Module) -> list[torch.Tensor]:
     return list(mp.full_state_dict(model).values())
 
 
-def check_optimizer(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
+def test_optimizers_of_torch_on_shards(name: str) -> None:
+    """Element-wise optimizers and schedulers equal the dense model; the others don't, as docs/tools.md says."""
     dense, ours = net(), mp.parallelize(net(), PLAN, tp=mesh(tp=2).tp, check=False)
     for model in (dense, ours):
         trained(model, OPTIMIZERS[name])
     error = max((a - b).abs().max().item() for a, b in zip(full(dense), full(ours), strict=True))
     assert (error > 1e-4) if name in OF_SHARDS else (error < 1e-12), error
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch_on_shards(ranks, name):
-    """Element-wise optimizers and schedulers equal the dense model; the others don't, as docs/tools.md says."""
-    ranks(2, check_optimizer, name)
 
 
 def check_other_tools(folder: Path) -> None:

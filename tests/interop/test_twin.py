@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 from mpcore._torch.fake import fake_tensors
-from mpcore.interop.parallelize import model_copy as module
-from mpcore.interop.parallelize.model_copy import (
-    as_arguments,
-    drop_layers,
-    guesses,
-    plain_arguments,
-    shape_copy,
-    size_of,
-    twin_of,
-)
+from mpcore.interop.parallelize.model_copy import guesses, shape_copy, size_of, twin_of
 
 
 class Model(nn.Module):
@@ -51,11 +42,8 @@ def test_a_copy_of_shapes_has_no_memory_but_for_what_is_no_parameter():
     assert copied.head.weight is copied.embed.weight
     assert {n for n, p in copied.named_parameters() if not p.requires_grad} == {"codes"}  # gradients of all that can
     assert (copied.steps.tolist(), copied.mean.item(), copied.table.tolist(), copied.nothing) == (
-        [3, 4],
-        0.5,
-        [1, 2],
-        None,
-    )
+        [3, 4], 0.5, [1, 2], None,
+    )  # fmt: skip
     assert copied.steps is not model.steps
     model.steps.zero_()
     assert copied.steps.tolist() == [3, 4]
@@ -64,23 +52,6 @@ def test_a_copy_of_shapes_has_no_memory_but_for_what_is_no_parameter():
     for unknown in (faked, Model().to("meta")):
         unknown = shape_copy(unknown)
         assert (unknown.steps.tolist(), unknown.steps.dtype, unknown.steps.device.type) == ([0, 0], torch.int64, "cpu")
-
-
-def test_two_layers_of_each_kind_are_kept():
-    model = nn.ModuleDict(
-        {
-            "a": nn.ModuleList([nn.Linear(2, n) for n in (3, 3, 5, 3, 5, 5, 3)]),
-            "b": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.ReLU()]),
-            "c": nn.ModuleList([nn.Linear(2, 2)]),
-            "d": nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
-        }
-    )
-    first = model["a"][4]
-    drop_layers(model)
-    assert [layer.out_features for layer in model["a"]] == [3, 3, 5, 5]
-    assert model["a"][3] is first
-    assert [type(layer) for layer in model["b"]] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
-    assert (len(model["c"]), len(model["d"])) == (1, 4)
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -101,74 +72,6 @@ def test_a_twin_is_random_in_float64_and_knows_the_models_names(few):
     for one, two in zip(model_copy.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, two)
     assert all(p.is_meta for p in shapes.parameters())
-
-
-def test_kept_layers_have_the_names_of_the_model():
-    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)])
-    assert twin_of(shape_copy(layers), True).names == {"": "", "0": "0", "1": "1", "2": "3"}
-
-
-def test_outputs_are_as_large_as_inputs_and_vectors_are_near_one():
-    generator = torch.Generator().manual_seed(0)
-    for shape, width in (((400, 100), 100), ((100, 400), 100), ((3, 400, 100), 100)):
-        std = module._random(torch.empty(shape), generator).std().item()
-        assert std == pytest.approx(width**-0.5, rel=0.05)
-    vector = module._random(torch.empty(10000), generator)
-    assert 0.5 <= vector.min().item() < 0.51
-    assert 1.49 < vector.max().item() < 1.5
-    assert vector.requires_grad
-    assert module._random(torch.empty(0, 3), generator).shape == (0, 3)
-    assert module._random(torch.empty(()), generator).dim() == 0
-    codes = module._random(torch.ones(2, dtype=torch.int8), generator)
-    assert (codes.tolist(), codes.dtype, codes.requires_grad) == ([0, 0], torch.int8, False)
-
-
-class Hub(nn.Module):
-    """Chooses implementations as a model of transformers does."""
-
-    def __init__(self, refused=(), **chosen):
-        super().__init__()
-        self.config = SimpleNamespace(**{f"_{part}_implementation": name for part, name in chosen.items()})
-        self.refused = refused
-
-    def choose(self, part, name):
-        if name in self.refused:
-            raise ValueError(name)
-        setattr(self.config, f"_{part}_implementation", name)
-
-    def set_experts_implementation(self, name):
-        self.choose("experts", name)
-
-    def set_attn_implementation(self, name):
-        self.choose("attn", name)
-
-
-@pytest.mark.parametrize(
-    ("refused", "before", "after"),
-    [
-        ((), {"attn": "flash", "experts": "grouped_mm"}, ("sdpa", "eager")),
-        (("sdpa",), {"attn": "flash", "experts": None}, ("eager", None)),
-        (("sdpa", "eager"), {"attn": "flash", "experts": "grouped_mm"}, ("flash", "grouped_mm")),
-        ((), {"attn": "eager", "experts": "eager"}, ("eager", "eager")),
-        ((), {"attn": "sdpa", "experts": "sdpa"}, ("sdpa", "sdpa")),
-    ],
-)
-def test_implementations_that_a_cpu_has_in_float64(refused, before, after):
-    model = Hub(refused, **before)
-    module.choose_plain_kernels(model)
-    assert (model.config._attn_implementation, model.config._experts_implementation) == after
-    module.choose_plain_kernels(nn.Linear(2, 2))
-
-
-def test_an_example_is_arguments():
-    x, y = torch.ones(1), torch.ones(2)
-    assert as_arguments({"a": x}) == ((), {"a": x})
-    assert as_arguments((x, y)) == as_arguments([x, y]) == ((x, y), {})
-    assert as_arguments(x) == ((x,), {})
-    (a, b, c), kwargs = plain_arguments(((x.half(), y.int(), "text"), {"z": [x]}))
-    assert (a.dtype, b.dtype, c, kwargs["z"][0].dtype) == (torch.float64, torch.int32, "text", torch.float64)
-    (same,), _ = plain_arguments(((y.int(),), {}))
-    assert same.data_ptr() != y.data_ptr()
 
 
 class Takes(nn.Module):

@@ -12,13 +12,10 @@ def mask(name, T, keys=None):
         low = (index - T // 2) // 8 * 8
         return {"bounds": (torch.where(index > T - 3, keys, low), index * keys // T - 5)}
     return {
-        "causal": {},
-        "full": {"causal": False},
-        "window": {"window": max(1, T // 3)},
-        "packed": {"cu_seqlens": ends},
+        "causal": {}, "full": {"causal": False}, "window": {"window": max(1, T // 3)}, "packed": {"cu_seqlens": ends},
         "packed full": {"cu_seqlens": ends, "causal": False},
         "packed window": {"cu_seqlens": ends, "window": max(1, T // 4)},
-    }[name]
+    }[name]  # fmt: skip
 
 
 def draw(T, H=2, groups=1, K=64, *, keys=None, V=None, B=1, dtype=torch.float32):

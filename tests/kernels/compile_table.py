@@ -44,7 +44,6 @@ GOLDEN = Path(__file__).with_name("golden_compile.json")
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 TABLE = PAGE.parent / "records" / "2026-11-28_compiled_kernels.md"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
 ROWS = 64  # the rows are counted at run time; any number compiles to the same code
 DOCUMENTED_ROWS = 8192  # of the benches
 ops = torch.ops.mpcore
@@ -205,10 +204,8 @@ if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
 # The tiles that wgmma takes spill.
 MMA_SYNC = {"attention K=256 bf16": {"backward_keys_kernel"}}
 IN_TURN = {"attention K=256 bf16": {"forward_kernel"}}
-
 # Three stages don't fit into 163 KiB of shared memory.
 TWO_STAGES = {("sm_80", f"{norm} D=8192 fp32 residual") for norm in ("rms_norm", "layer_norm")}
-
 LEFT_OUT = """
 
 ## Fused operations
@@ -239,7 +236,6 @@ accumulates their gradient, and mpcore then adds it to `main_grad` |
 scale per tensor: it needs a second pass, or the scale of the last step. MXFP8: no product in mpcore reads it, so no \
 test could prove it |
 """
-
 Facts = dict[str, Any]
 
 

@@ -10,6 +10,5 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # laws.py and its like, from both processes
-
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = ["test_*.py"] if INTERPRETING else []

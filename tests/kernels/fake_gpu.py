@@ -1,8 +1,4 @@
-"""A GPU driver that compiles and launches nothing: Triton's real launch path runs on a machine without a GPU.
-
-Within `fake_gpu(...)` a kernel launch on CPU tensors is specialised and compiled for the named GPU as on a real one,
-and recorded instead of run. So tests read from it what would have been launched: code, grid and arguments.
-"""
+"""A GPU driver that compiles and launches nothing: Triton's real launch path runs on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -20,13 +16,10 @@ from triton.compiler import CompiledKernel
 from mpcore.kernels import _dispatch, _triton
 
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
+    "sm_80": GPUTarget("cuda", 80, 32), "sm_89": GPUTarget("cuda", 89, 32), "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32), "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+}  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -84,10 +77,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def fake_gpu(target: str = "sm_90", *, record: bool = True, device: str = "") -> Iterator[list[Launch]]:
-    """Make `target` the active GPU, and yield the list that each launch joins, in order, if they are recorded.
-
-    Kernels are compiled once for each device; its name is the target's unless one is given.
-    """
+    """Make `target` the active GPU, and yield the list that each launch joins, in order, if they are recorded."""
     launches: list[Launch] = []
     driver = triton.runtime.driver
     previous, plain, launching = driver._active, CompiledKernel.launch_metadata, _dispatch.launching_on_cpu

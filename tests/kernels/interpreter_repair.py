@@ -1,26 +1,4 @@
-"""Make Triton's interpreter compute what a GPU computes. For tests only: it replaces private parts of Triton.
-
-Without this the interpreter, in the versions named below,
-1. cuts float32 to bfloat16 where a GPU rounds to nearest even, so half of all stored values are one step off;
-2. multiplies the bit patterns of bfloat16 matrices in `tl.dot`, and those of bfloat16 vectors in `+ - * /`;
-3. reads 0 from a masked-off lane without `other=`, where a GPU leaves the lane undefined;
-4. scans all of `triton.language` at every nested call, which takes most of its time;
-5. fails on `range(n)` of a run-time `n` under numpy 2.4 (Triton 3.6);
-6. copies every tensor of a launch onto itself;
-7. lets NaN through `tl.maximum` and `tl.minimum`, where a GPU takes the other operand;
-8. reads and writes any address, where a GPU may stop with an illegal memory access;
-9. rounds the product in `tl.fma`, where a GPU rounds the sum alone;
-10. casts to e4m3 with wrong binades, and reads its NaN as 480;
-11. rounds exponentials, quotients and reciprocal roots of float32 to nearest, where a GPU approximates.
-
-The remedies: 1 rounds and 2 multiplies in float32; arithmetic on bfloat16 vectors raises instead, since our kernels
-must upcast after the load; 3 reads NaN; 4 scans once for the process; 5 takes the one element; 6 copies nothing;
-7 drops NaN; 8 raises unless every address of an access lies in one of the launch's tensors; 9 computes in float64;
-10 casts as torch does, and what is larger than the largest to that, as a GPU does; 11 puts each off by up to a unit in
-the last place, the same for the same operand, and multiplies by a reciprocal to divide (`ex2.approx`, `div.full` and
-`rsqrt.approx` of PTX err by up to 2; `tl.div_rn` and `tl.sqrt_rn` round to nearest on both).
-`interpret/test_interpreter_repair.py` goes red when a new Triton no longer fits.
-"""
+"""Make Triton's interpreter compute what a GPU computes. For tests only: it replaces private parts of Triton."""
 
 from __future__ import annotations
 
@@ -36,7 +14,6 @@ import triton.runtime.interpreter as interpreter
 
 PROVEN = ("3.6.", "3.7.")
 _ARITHMETIC = ("create_fadd", "create_fsub", "create_fmul", "create_fdiv", "create_fma", "create_exp", "create_exp2")
-
 _stock_convert = interpreter._convert_float
 _stock_dot = interpreter.InterpreterBuilder.create_dot
 _stock_masked_load = interpreter.InterpreterBuilder.create_masked_load

@@ -20,7 +20,6 @@ HOLE = 0x5EA  # the NaN of integers
 FAR = 2**30 + 8  # elements between rows, so that the offset of the third needs more than 32 bits
 MAP_NORESERVE = 0x4000  # Linux's; Python names it from 3.12 on
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
 Inputs = dict[str, Tensor]
 Results = dict[str, Tensor]
 
@@ -44,12 +43,7 @@ def check_errors(
     roundings: int = 1,
     **options: Any,
 ) -> None:
-    """Law: in outputs and (unless left out) gradients, the kernel errs at most twice as much as its reference here.
-
-    Errors are against the reference in float64, in the largest and in the mean square. An error of so many roundings is
-    granted, as the reference may hit the exact value by luck. Memory around every tensor is NaN, and outputs start as
-    NaN: a stray read or a missing write shows as NaN, a stray write as a broken guard.
-    """
+    """Law: in outputs and (unless left out) gradients, the kernel errs at most twice as much as its reference here."""
     truth = results(reference, {name: x.double() for name, x in inputs.items()}, gradients=gradients, **options)
     references = results(reference, inputs, gradients=gradients, **options)
     with guarded_memory():
@@ -99,13 +93,7 @@ def results(
 
 
 def place(x: Tensor, layout: str, extra: int) -> Tensor:
-    """A copy of `x` in a sea of NaN, with `extra` elements in every gap, so that no two tensors share their strides:
-
-    - `"contiguous"`: rows side by side;
-    - `"strided rows"`: with a gap after each row;
-    - `"strided columns"`: with a gap after each element;
-    - `"far rows"`: 2 GiB or more apart (their sea is zeros, which the system does not back with memory).
-    """
+    """A copy of `x` in a sea of NaN, with `extra` elements in every gap, so that no two tensors share their strides:"""
     step = 3 if layout == "strided columns" else 1
     gap = {"contiguous": 0, "strided rows": 24, "strided columns": 5, "far rows": FAR}[layout]
     gap += extra if gap else 0

@@ -1,9 +1,4 @@
-"""What the machine code (SASS) of a kernel says about its speed, read without a GPU.
-
-A loop that copies to shared memory hides the latency of memory only if a copy and the wait for it lie far apart. `read`
-runs the copies (`LDGSTS`), the groups that they are committed in (`LDGDEPBAR`) and the waits (`DEPBAR.LE SB0, n`: go on
-when at most n groups are pending) of a loop over several of its iterations, and measures that distance.
-"""
+"""What the machine code (SASS) of a kernel says about its speed, read without a GPU."""
 
 from __future__ import annotations
 
@@ -24,13 +19,7 @@ MULTIPROCESSOR = {
 
 
 class Loop(NamedTuple):
-    """A loop that copies to shared memory.
-
-    Attributes:
-        length: instructions.
-        wait: the fewest groups of copies that a wait leaves in flight.
-        depth: the shortest way from a copy to the wait for it, in iterations: 0 overlaps nothing.
-    """
+    """A loop that copies to shared memory."""
 
     length: int
     wait: int
@@ -38,16 +27,7 @@ class Loop(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """What `read` finds.
-
-    Attributes:
-        loops: those that copy to shared memory, innermost, in the order of their addresses.
-        local: loads and stores of local memory, where spilled registers live.
-        wide: the share of bytes of global memory that accesses of 16 bytes move.
-        flight: the most bytes of global memory that a thread has in flight at once.
-        instructions, special: per byte that the longest innermost loop moves, or the whole kernel where no loop moves
-            any; `special` are those of the special-function unit (exponentials, reciprocals, roots).
-    """
+    """What `read` finds."""
 
     loops: list[Loop]
     local: int
@@ -85,30 +65,19 @@ def read(sass: str) -> MachineCode:
     bytes_ = max(_moved(hot), 1)
     moved, wide = _moved(code), sum(size for i in code if (size := _size(i)) >= 16)
     return MachineCode(
-        [_measure(body) for body in copying],
-        sum(i.name.startswith(("LDL", "STL")) for i in code),
-        round(wide / max(moved, 1), 2),
-        _most_in_flight(code, copying),
-        round(len(hot) / bytes_, 2),
+        [_measure(body) for body in copying], sum(i.name.startswith(("LDL", "STL")) for i in code),
+        round(wide / max(moved, 1), 2), _most_in_flight(code, copying), round(len(hot) / bytes_, 2),
         round(sum(i.name.startswith("MUFU") for i in hot) / bytes_, 3),
-    )
+    )  # fmt: skip
 
 
 def undefined(sass: str) -> list[str]:
-    """Return the instructions that compute with R1 though it holds the stack's address, which no kernel asks for.
-
-    The assembler names R1 for a value that is never set. Bytes that a later instruction drops may come from it
-    (`PRMT`, and the third operand of `F2FP`), but no mask or shift needs them. The ptxas of Triton 3.6 computed
-    `LOP3.LUT R90, R1, 0xffff` from values that PTX defines, and an H100 wrote these bytes.
-    """
+    """Return the instructions that compute with R1 though it holds the stack's address, which no kernel asks for."""
     return re.findall(r"(?:LOP3|SHF|FMUL|FADD|FFMA|SEL|FSEL|ISETP|FSETP|VIMNMX)\S* [^;\[]*, -?R1\b[^;]*", sass)
 
 
 def overlap(sass: str) -> float | None:
-    """Return the largest share of a loop's exponentials that Hopper computes while it multiplies; None: neither.
-
-    A group of products begins with `WARPGROUP.ARRIVE` and has ended after `WARPGROUP.DEPBAR.LE gsb0, 0x0`.
-    """
+    """Return the largest share of a loop's exponentials that Hopper computes while it multiplies; None: neither."""
     code, labels = _parse(sass)
     shares = []
     for body in _innermost_loops(code, labels):

@@ -9,13 +9,7 @@ import torch
 
 import mpcore
 from mpcore.kernels import adamw as module
-from mpcore.kernels.adamw import (
-    AdamWState,
-    adamw_foreach,
-    adamw_now,
-    round_at_random,
-    rounding_bits,
-)
+from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now, round_at_random, rounding_bits
 
 BETAS = (0.9, 0.95)
 adamw = laws.adamw
@@ -155,65 +149,6 @@ def test_one_launch_a_list(on_a_gpu):
     assert all(arguments[f"{name}_ptr"] is None for name in ("master", "scale", "rows"))
 
 
-@pytest.mark.parametrize("key", [None, 5])
-@pytest.mark.parametrize("master", [False, True])
-def test_the_numbers_of_a_launch(key, master, monkeypatch):
-    monkeypatch.setattr(module, "runs_triton", lambda *given: True)
-    place = (torch.arange(4) * 10, torch.arange(5)) if key else None
-    held = states_of([20, 2000], key=key, place=place) if not key else states_of([20], key=key, place=place)
-    held = [s._replace(master=torch.zeros_like(s.param, dtype=torch.float32)) if master else s for s in held]
-    scale = torch.ones(())
-    with fake_gpu.calls() as launches:
-        adamw_foreach(held, betas=(0.75, 0.5), eps=0.125, weight_decay=0.25, scale=scale)
-    (launch,) = launches
-    assert (launch.kernel, launch.grid, launch.warps) == ("adamw_kernel", (1 if key else 3, 1, 1), 4)
-    assert launch.numbers == {
-        "weight1": 0.25, "beta2": 0.5, "weight2": 0.5, "eps": 0.125, "weight_decay": 0.25, "ROUND": key is not None,
-        "ALIGNED": True, "BLOCK": 1024,
-    }  # fmt: skip
-    wanted = {
-        "param": held[0].param,
-        "grad": held[0].grad,
-        "exp_avg": held[0].exp_avg,
-        "exp_avg_sq": held[0].exp_avg_sq,
-    }
-    wanted |= ({"master": held[0].master} if master else {}) | ({"rows": place[0]} if key else {}) | {"scale": scale}
-    assert launch.given == wanted.keys() | {"tiles", "table"}
-    assert all(launch.at(name) == x.data_ptr() for name, x in wanted.items())
-    row = launch.arguments["table_ptr"].tolist()[0]
-    places = [x.data_ptr() for x in place] if key else [0, 0]
-    now = [held[0].now.data_ptr(), held[0].master.data_ptr() if master else 0, *places]
-    assert row == [*(x.data_ptr() for x in held[0][:4]), *now, 20, 5 if key else 20, key or 20, 0]
-
-
-def test_tables_are_kept_for_64_lists_of_sizes():
-    module._kept.cache_clear()
-    now = torch.zeros(4).double()
-    lists = [[[torch.zeros(n)]] * 4 + [[now], [], [], []] for n in range(1, 66)]
-    first, *others = [module._tables(each, []) for each in lists]
-    assert all(a is b for a, b in zip(module._tables(lists[64], []), others[-1], strict=True))
-    tiles, table = module._tables(lists[0], [])
-    assert tiles is not first[0], "the least recent of 65 was dropped"
-    assert (tiles.tolist(), table.tolist()) == (first[0].tolist(), first[1].tolist())
-    moved = module._tables([[torch.zeros(1)]] * 4 + lists[0][4:], [])
-    assert moved[0] is tiles
-    assert moved[1].tolist() != table.tolist(), "the addresses are others"
-
-
-def test_which_states_one_launch_steps():
-    base, place = states_of([8])[0], (torch.arange(2), torch.arange(4))
-    assert base.kind == states_of([100])[0].kind
-    others = [
-        base._replace(grad=base.grad.float()), base._replace(key=1), base._replace(key=1, place=place),
-        base._replace(master=torch.zeros(8)), states_of([8], torch.float32)[0], states_of([8], offset=1)[0],
-    ]  # fmt: skip
-    assert len({state.kind for state in (base, *others)}) == 7
-    assert base.tensors.keys() == {"param", "grad", "exp_avg", "exp_avg_sq"}
-    assert others[3].tensors.keys() == base.tensors.keys() | {"master"}
-    meta = base._replace(**{name: x.to("meta") for name, x in base.tensors.items()})
-    assert meta.kind[-1] == 0
-
-
 def test_where_somebody_wrote_to_the_parameter_its_value_counts():
     master = torch.tensor([1 + 2.0**-12, 2.0, 3.0])
     param = master.bfloat16()
@@ -234,16 +169,6 @@ def test_one_launch_for_each_kind_of_tensors_and_none_for_nothing(on_a_gpu):
     assert [launch.arguments["ALIGNED"] for launch in launches] == [True, True, True, False, True, True]
     assert [launch.arguments["ROUND"] for launch in launches] == [False] * 4 + [True] * 2
     assert [row[0][9:11] for row in tables[4:]] == [[100, 2**62], [10, 5]]
-
-
-def test_the_table_is_copied_again_only_when_an_address_has_changed(on_a_gpu):
-    states = states_of([300, 3000])
-    for grad in (states[0].grad, states[0].grad, torch.zeros(300, dtype=torch.bfloat16)):
-        adamw_foreach([states[0]._replace(grad=grad), states[1]], **OPTIONS)
-    first, second, third = (launch.arguments for launch in on_a_gpu)
-    assert first["table_ptr"] is second["table_ptr"] is not third["table_ptr"]
-    assert first["tiles_ptr"] is third["tiles_ptr"]
-    assert third["table_ptr"][0, 1] == grad.data_ptr()
 
 
 def test_the_optimizer_steps_all_its_parameters_in_one_launch(on_a_gpu):

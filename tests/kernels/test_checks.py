@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpcore.kernels import _checks, _main_grad, _philox
-from mpcore.kernels._checks import can_read, check_beside, check_dtype, check_inputs, check_shapes, outside
+from mpcore.kernels import _main_grad, _philox
+from mpcore.kernels._checks import check_beside, check_dtype, check_inputs, check_shapes, outside
 from mpcore.kernels._main_grad import (
     GradientState,
     attach_main_grad,
@@ -13,7 +12,6 @@ from mpcore.kernels._main_grad import (
     main_grad,
     main_grad_state,
     mark_main_grad,
-    remember_main_grad,
     take_main_grad,
     will_accumulate,
 )
@@ -87,19 +85,6 @@ def test_shapes_are_spelled_by_letters():
             check_shapes(**given)
 
 
-def test_ids_that_can_be_read_now():
-    ids = torch.tensor([3, 5])
-    assert can_read(ids)
-    assert not can_read(ids[:0])
-    assert not can_read(ids.to("meta"))
-    assert not can_read(ids.as_subclass(type("Other", (torch.Tensor,), {})))
-    with FakeTensorMode():
-        assert not can_read(torch.tensor([3]))
-        assert not can_read(ids)
-    torch._dynamo.reset()
-    assert torch.compile(lambda x: x + can_read(ids), backend="eager")(ids).tolist() == [3, 5]
-
-
 @pytest.mark.parametrize(
     ("ids", "size", "ignored", "found"),
     [
@@ -111,13 +96,6 @@ def test_ids_that_can_be_read_now():
 def test_an_id_outside_of_the_vocabulary(ids, size, ignored, found):
     assert outside(torch.tensor(ids, dtype=torch.int64), size, ignored) == found
     assert outside(torch.tensor(ids, dtype=torch.int64).to("meta"), size, ignored) is None
-
-
-def test_the_set_of_dtypes_is_that_of_the_message():
-    assert set(DTYPES) == _checks.REFERENCE_DTYPES
-
-
-# --- main gradients ---------------------------------------------------------------------------------------------------
 
 
 def parameter(*shape, main=True):
@@ -142,15 +120,6 @@ def test_the_states_of_a_main_gradient():
     attach_main_grad(p, buffer)
     assert main_grad_state(p) is GradientState.EMPTY
     assert [*GradientState] == [0, 1, 2, 3]
-
-
-def test_gradients_are_added_only_where_every_parameter_has_a_place():
-    with_one, without = parameter(3), parameter(3, main=False)
-    assert remember_main_grad(with_one, None) == (with_one, None)
-    assert remember_main_grad(with_one, without) is remember_main_grad(without) is None
-    assert remember_main_grad(None) == (None,)
-    traced = torch.compile(lambda x: x + (remember_main_grad(with_one) is not None), backend="eager")
-    assert traced(torch.zeros(1)).tolist() == [0]
 
 
 class Takes(torch.autograd.Function):
@@ -206,9 +175,6 @@ def test_a_place_of_another_kind_is_refused(main):
     assert _main_grad.main_grad_state(p) is GradientState.EMPTY
 
 
-# --- random words -----------------------------------------------------------------------------------------------------
-
-
 def test_philox_has_the_words_of_its_authors():
     """The known answers that come with Random123: of zeros, of ones, and of digits of pi."""
     ones = 2**32 - 1
@@ -241,6 +207,4 @@ def test_the_word_of_a_feature_is_that_of_its_place(features, rows):
 
 def test_thresholds_and_signed_words():
     assert [_philox.threshold_of(p) for p in (0.0, 0.25, 0.5, 1 - 2**-32)] == [0, 2**30, 2**31, 2**32 - 1]
-    assert [_philox.as_int32(n) for n in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5, -1, -(2**31))] == [
-        0, 1, 2**31 - 1, -(2**31), -1, 0, 5, -1, -(2**31)
-    ]  # fmt: skip
+    assert [_philox.as_int32(n) for n in (0, 2**31 - 1, 2**31, 2**32, -1)] == [0, 2**31 - 1, -(2**31), 0, -1]

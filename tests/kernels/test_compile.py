@@ -13,8 +13,6 @@ import triton
 from mpcore.kernels import _rows
 
 GOLDEN = json.loads(compile_table.GOLDEN.read_text())
-
-
 CASES = [(target, case) for target in compile_table.TARGETS for case in compile_table.cases_of(target)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import calls, fake_gpu
+from fake_gpu import fake_gpu
 
 from mpcore.kernels.cross_entropy import (
     combine_stats,
@@ -43,7 +43,6 @@ def test_the_reference_is_the_formula(cuts, label_smoothing, z_loss, softcap):
     leaf = LOGITS.clone().requires_grad_()
     wanted = dense(leaf, TARGET, label_smoothing, z_loss, softcap)
     torch.autograd.backward(wanted, [ROW, 2 * ROW, 3 * ROW])
-
     stats = combine_stats(stats_of_ranks(LOGITS, TARGET, cuts, softcap=softcap, sum_logits=True, entropy=True))
     found = loss_of_stats(stats, TARGET, **options), *log_prob_of_stats(stats, TARGET)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
@@ -104,13 +103,6 @@ def test_four_numbers_give_no_entropy():
     )
 
 
-def test_ranks_merge_in_any_order_and_at_once_or_in_turn():
-    stats = stats_of_ranks(LOGITS, TARGET, [4, 4, 3], entropy=True, sum_logits=True)
-    wanted = combine_stats(stats)
-    torch.testing.assert_close(combine_stats(stats.flip(0)), wanted)
-    torch.testing.assert_close(combine_stats(torch.stack([combine_stats(stats[:2]), stats[2]])), wanted)
-
-
 def test_a_confident_row_keeps_its_digits():
     """loss = lse - t would lose all of them: both are 1000."""
     logits = torch.tensor([[1000.0, 990.0]])
@@ -120,32 +112,6 @@ def test_a_confident_row_keeps_its_digits():
     torch.testing.assert_close(loss_of_stats(stats, target, vocab_size=2).double(), exact, rtol=3e-3, atol=0)
     gradient = cross_entropy_backward(logits, target, stats, torch.ones(1), vocab_size=2)
     torch.testing.assert_close(gradient[0, 1].double(), 1 / (1 + torch.tensor(10.0).double().exp()), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_reference_computes_in_float32_and_rounds_once(dtype):
-    logits = LOGITS.to(dtype)
-    stats = cross_entropy_stats(logits, TARGET, softcap=3.0)
-    assert stats.dtype == torch.float32
-    assert torch.equal(stats, cross_entropy_stats(logits.float(), TARGET, softcap=3.0))
-    how = {"vocab_size": V, "label_smoothing": 0.1, "softcap": 3.0}
-    gradient = cross_entropy_backward(logits, TARGET, stats, ROW.float(), **how)
-    wide = cross_entropy_backward(logits.float(), TARGET, stats, ROW.float(), **how)
-    assert torch.equal(gradient, wide.to(dtype))
-
-
-def test_defaults_are_the_values_that_they_stand_for():
-    stats = cross_entropy_stats(LOGITS, TARGET)
-    every = {"start": 0, "ignore_index": -100, "softcap": 0.0, "sum_logits": False, "entropy": False, "impl": None}
-    assert torch.equal(stats, cross_entropy_stats(LOGITS, TARGET, **every))
-    assert torch.equal(stats, cross_entropy_stats(LOGITS, TARGET.int()))
-    of_loss = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0}
-    loss = loss_of_stats(stats, TARGET, vocab_size=V)
-    assert torch.equal(loss, loss_of_stats(stats, TARGET, vocab_size=V, **of_loss))
-    assert torch.equal(log_prob_of_stats(stats, TARGET)[0], log_prob_of_stats(stats, TARGET, ignore_index=-100)[0])
-    explicit = {"start": 0, "softcap": 0.0, "dlog_prob": None, "dentropy": None, "in_place": False, **of_loss}
-    found = cross_entropy_backward(LOGITS, TARGET, stats, ROW, vocab_size=V)
-    assert torch.equal(found, cross_entropy_backward(LOGITS, TARGET, stats, ROW, vocab_size=V, **explicit))
 
 
 def test_another_id_may_be_the_ignored_one():
@@ -158,20 +124,6 @@ def test_another_id_may_be_the_ignored_one():
     dlogits = cross_entropy_backward(LOGITS, target, stats, ROW, vocab_size=V, ignore_index=3)
     for rows in (loss, log_prob, entropy, dlogits.abs().sum(-1)):
         assert torch.equal(rows == 0, ignored)
-
-
-def test_nothing_is_differentiated():
-    logits, target = torch.randn(3, 9).requires_grad_(), torch.tensor([1, -100, 8])
-    stats = cross_entropy_stats(logits, target, entropy=True)
-    assert not stats.requires_grad
-    rows = stats[0].clone().requires_grad_()
-    for in_place in (False, True):
-        assert (
-            cross_entropy_backward(logits, target, stats, rows, vocab_size=9, in_place=in_place).requires_grad
-            == in_place
-        )
-    assert logits.is_leaf
-    assert logits._version == 1
 
 
 def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
@@ -233,66 +185,6 @@ def test_bad_input_of_the_backward_pass(arguments, message):
     given = {"logits": LOGITS, "target": TARGET, "stats": torch.ones(4, N), "dloss": ROW, "vocab_size": V}
     with pytest.raises(ValueError, match=message):
         cross_entropy_backward(**given | arguments)
-
-
-# By width, dtype and the width in memory: columns and warps of a tile, and the tiles of a row in backward. A row that
-# begins off a boundary of 16 bytes has up to a vector less one of columns before it.
-TILES = [
-    (128256, torch.bfloat16, 128256, 4096, 4, 8, 32),
-    (50257, torch.bfloat16, 50257, 4096, 4, 8, 13),
-    (4096, torch.bfloat16, 4096, 4096, 4, 8, 1),
-    (4096, torch.bfloat16, 4097, 4096, 4, 8, 2),
-    (4096, torch.float32, 4100, 4096, 4, 4, 1),
-    (1000, torch.float32, 1024, 1024, 1, 4, 1),
-    (9, torch.float16, 9, 256, 1, 8, 1),
-    (2048, torch.bfloat16, 2056, 2048, 2, 8, 1),
-]
-
-
-@pytest.mark.parametrize(("V", "dtype", "width", "block", "warps", "vector", "tiles"), TILES)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_launches(V, dtype, width, block, warps, vector, tiles, in_place):
-    logits, ids = torch.empty(7, width, dtype=dtype)[:, :V], torch.zeros(14, dtype=torch.int64)[::2]
-    dloss, dlog_prob, dentropy = torch.empty(3, 7).unbind()
-    ops, given = torch.ops.mpcore, (dloss, dlog_prob, dentropy, 40, -7, 0.9, 0.25, 0.02, 30.0)
-    with calls() as launches:
-        stats = ops.cross_entropy_stats(logits, ids, 40, -7, 30.0, True, True)
-        backward = ops.cross_entropy_backward_in_place if in_place else ops.cross_entropy_backward
-        out = backward(logits, ids, stats, *given) if not in_place else backward(logits, ids, stats, *given) or logits
-    first, second = launches
-    shared = {"N": 7, "start": 40, "ignore_index": -7, "STRIDE": width, "V": V, "SOFTCAP": 30.0, "BLOCK_V": block}
-    shared["VECTOR"] = vector
-    assert (first.kernel, first.grid, first.warps) == ("stats_kernel", (7, 1, 1), warps)
-    assert first.numbers == shared | {"SUM_LOGITS": True, "ENTROPY": True}
-    assert (first.at("x"), first.at("stats"), stats.shape, stats.dtype) == (
-        logits.data_ptr(), stats.data_ptr(), (5, 7), torch.float32
-    )  # fmt: skip
-    assert first.arguments["target_ptr"].is_contiguous()
-    assert (second.kernel, second.grid, second.warps) == ("backward_kernel", (7 * tiles, 1, 1), warps)
-    assert second.numbers == shared | {
-        "peak": 0.9,
-        "uniform": 0.25,
-        "twice_z_loss": 0.02,
-        "DX_STRIDE": width if in_place else V,
-        "TILES": tiles,
-    }
-    wanted = {"x": logits, "stats": stats, "dloss": dloss, "dlog_prob": dlog_prob, "dentropy": dentropy, "dx": out}
-    assert second.given == wanted.keys() | {"target"}
-    assert all(second.at(name) == t.data_ptr() for name, t in wanted.items())
-    assert (out.shape, out.dtype, out.is_contiguous()) == ((7, V), dtype, not in_place or width == V)
-
-
-def test_launches_of_what_is_left_out():
-    logits, ids, ops = torch.empty(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64), torch.ops.mpcore
-    with calls() as launches:
-        stats = ops.cross_entropy_stats(logits, ids, 0, -100, 0.0, False, False)
-        ops.cross_entropy_backward(logits, ids, stats, None, None, None, 0, -100, 1.0, 0.0, 0.0, 0.0)
-        empty = ops.cross_entropy_stats(logits[:0], ids[:0], 0, -100, 0.0, False, True)
-        ops.cross_entropy_backward_in_place(logits[:0], ids[:0], empty, None, None, None, 0, -100, 1.0, 0.0, 0.0, 0.0)
-    first, second = launches  # and nothing for no rows
-    assert (stats.shape, empty.shape) == ((4, 2, 3), (5, 0, 3))
-    assert (first.numbers["SUM_LOGITS"], first.numbers["ENTROPY"]) == (False, False)
-    assert second.given == {"x", "target", "stats", "dx"}
 
 
 @pytest.mark.parametrize("width", [16032, 50257])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fake_gpu import calls, fake_gpu
 
 from mpcore.kernels.dropout_add import dropout_add
 
@@ -68,84 +67,6 @@ def test_inductor_draws_the_same_mask_for_any_key():
         assert torch.equal(compiled(key), dropout_add(x, None, 0.5, key=key, samples=samples))
 
 
-def launched(B, T, D, p=0.1, bias=None, key=3, residual=True, dtype=torch.bfloat16):
-    x, samples = torch.empty(B, T, D, dtype=dtype), torch.zeros(B, dtype=torch.int64)
-    with fake_gpu() as launches:
-        y = torch.ops.mpcore.dropout_add_forward(x, x if residual else None, bias, samples, None, p, key, 0, 1)
-        torch.ops.mpcore.dropout_add_backward(y, bias, dtype, samples, None, p, key, 0, 1)
-    return launches
-
-
-KEY = (2**31 - 1) * 2**32 + 5
-# By D, first feature and whether there is a bias: a tile begins at a multiple of four features, so that a shard that
-# begins at feature 4 n + 3 has three columns before it.
-DROPPED = [
-    (4096, 0, False, (2, 1, 2048), 2000, None),
-    (4096, 3, False, (3, 1, 2048), 2000, None),
-    (4096, 0, True, (2, 1, 2048), 2000, 132),  # two programs on each multiprocessor, for two tiles
-    (100, 7, True, (1, 16, 128), 125, 125),
-    (64, 8, True, (1, 32, 64), 63, 63),
-    (20000, 0, True, (10, 1, 2048), 2000, 26),
-]
-
-
-@pytest.mark.parametrize(("D", "first", "has_bias", "tile", "blocks", "groups"), DROPPED)
-@pytest.mark.parametrize("sequence_dim", [0, 1])
-def test_launches(D, first, has_bias, tile, blocks, groups, sequence_dim):
-    shape = (4, 500) if sequence_dim else (500, 4)
-    x, dy = torch.empty(2000, D + 8).bfloat16()[:, :D].unflatten(0, shape), torch.empty(*shape, D).bfloat16()
-    stream, bias = torch.empty(2000, D + 16)[:, :D].unflatten(0, shape), torch.empty(D) if has_bias else None
-    samples, tokens = torch.zeros(8, dtype=torch.int64)[::2], torch.zeros(500, dtype=torch.int64)
-    where = samples, tokens, 0.25, KEY, first, sequence_dim
-    with calls() as launches:
-        y = torch.ops.mpcore.dropout_add_forward(x, stream, bias, *where)
-        dx, dbias = torch.ops.mpcore.dropout_add_backward(dy, bias, torch.bfloat16, *where)
-    forward, backward, *total = launches
-    shared = {
-        "M": 2000, "inner": shape[1], "scale": 1 / 0.75, "first_counter": first // 4, "key_low": 5,
-        "key_high": 2**31 - 1, "threshold": 2**30, "D": D, "SHIFT": first % 4, "SEQUENCE_DIM": sequence_dim,
-        "DROPS": True, "TILES": tile[0], "BLOCK_M": tile[1], "BLOCK_D": tile[2],
-    }  # fmt: skip
-    held = {"bias"} if has_bias else set()
-    assert (forward.kernel, forward.grid, forward.warps) == ("forward_kernel", (tile[0] * blocks, 1, 1), 4)
-    assert forward.numbers == shared | {"X_STRIDE": D + 8, "RESIDUAL_STRIDE": D + 16}
-    assert forward.given == {"x", "residual", "samples", "tokens", "y"} | held
-    assert [forward.at(name) for name in ("x", "residual", "tokens", "y")] == [
-        t.data_ptr() for t in (x, stream, tokens, y)
-    ]
-    assert forward.arguments["samples_ptr"].is_contiguous()
-    assert (y.dtype, dx.dtype, y.shape, dx.shape) == (torch.float32, torch.bfloat16, x.shape, x.shape)
-    grid = tile[0] * (blocks if groups is None else groups)
-    assert (backward.kernel, backward.grid, backward.warps) == ("backward_kernel", (grid, 1, 1), 4)
-    assert backward.numbers == shared | {"DY_STRIDE": D, "STAGES": 3 if has_bias else 1}
-    assert backward.given == {"dy", "dx", "samples", "tokens"} | ({"partials"} if has_bias else set())
-    assert [backward.at("dy"), backward.at("dx")] == [dy.data_ptr(), dx.data_ptr()]
-    if has_bias:
-        assert (dbias.shape, dbias.dtype) == ((D,), torch.float32)
-        assert backward.arguments["partials_ptr"].shape == (1, groups, D)
-        assert (total[0].at("partials"), total[0].at("first")) == (backward.at("partials"), dbias.data_ptr())
-    assert (len(total), dbias.numel()) == (has_bias, D * has_bias)
-
-
-def test_launches_without_dropout():
-    """Then rows have no samples: any number of dimensions is one."""
-    x, bias = torch.empty(6, 8), torch.empty(8)
-    with calls() as launches:
-        y = torch.ops.mpcore.dropout_add_forward(x, None, bias, None, None, 0.0, 3, 0, 1)
-        torch.ops.mpcore.dropout_add_backward(y, bias, torch.float32, None, None, 0.0, 3, 0, 1)
-        assert torch.ops.mpcore.dropout_add_forward(x[:0], x[:0].double(), None, None, None, 0.0, 3, 0, 1).shape == (
-            0,
-            8,
-        )
-        torch.ops.mpcore.dropout_add_backward(x[:, :0], None, torch.float32, None, None, 0.0, 3, 0, 1)
-    forward, backward, _ = launches
-    for launch, given in ((forward, {"x", "bias", "y"}), (backward, {"dy", "dx", "partials"})):
-        found = launch.numbers
-        assert launch.given == given
-        assert (found["inner"], found["scale"], found["threshold"], found["DROPS"]) == (1, 1.0, 0, False)
-    assert (forward.numbers["RESIDUAL_STRIDE"], y.dtype) == (0, torch.float32)
-
-
 KEEP = dropout_add(torch.ones(2, 3, 8), None, 0.5, key=5, samples=SAMPLES) != 0
 
 
@@ -175,14 +96,6 @@ def test_a_shard_of_features_or_tokens_has_its_part_of_the_mask():
         assert torch.equal(part, whole[..., first:])
     part = dropout_add(x[:, 3:], None, 0.5, key=5, samples=SAMPLES, tokens=torch.arange(3, 7))
     assert torch.equal(part, whole[:, 3:])
-
-
-def test_sites_share_their_compiled_kernels():
-    """A key is data: not even one that is 1, or a multiple of 16, makes Triton compile anew."""
-    kernels = {
-        launch.kernel.hash for key in (1, 3, 16, 2**40, 2**62 + 16, 5 << 32) for launch in launched(1, 2, 64, key=key)
-    }
-    assert len(kernels) == 2
 
 
 @pytest.mark.gpu

@@ -125,25 +125,6 @@ def test_ranks_equal_the_whole(cuts):
     torch.testing.assert_close(torch.cat(dweights), dweight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
-def test_what_is_frozen_costs_nothing(wanted, monkeypatch):
-    calls = []
-    backward = module.cross_entropy_backward
-    monkeypatch.setattr(module, "cross_entropy_backward", lambda *a, **kw: calls.append(1) or backward(*a, **kw))
-    leaves = [t.clone().requires_grad_(want) for t, want in zip((X, WEIGHT), wanted, strict=True)]
-    total = linear_cross_entropy(*leaves, TARGET, SCALE)
-    assert total.requires_grad == any(wanted)
-    assert len(calls) == any(wanted)
-    if any(wanted):
-        total.backward()
-        every = value_and_gradients(linear_cross_entropy_reference, X, WEIGHT, TARGET, SCALE)[1:]
-        for leaf, gradient in zip(leaves, every, strict=True):
-            if leaf.requires_grad:
-                torch.testing.assert_close(3 * leaf.grad, gradient)
-            else:
-                assert leaf.grad is None
-
-
 @pytest.mark.parametrize(("wanted", "products"), [((True, False), 2), ((False, True), 2), ((True, True), 3)])
 @pytest.mark.parametrize(("function", "reference", "options"), ROWS)
 def test_backward_of_rows_makes_the_logits_again_and_the_gradients_that_are_wanted(
@@ -154,13 +135,6 @@ def test_backward_of_rows_makes_the_logits_again_and_the_gradients_that_are_want
     with FlopCounterMode(display=False) as counter:
         sum(outputs).sum().backward()
     assert counter.get_total_flops() == products * 2 * N * V * D
-
-
-def test_without_gradients_none_is_made(monkeypatch):
-    monkeypatch.setattr(module, "cross_entropy_backward", lambda *a, **kw: pytest.fail("made a gradient"))
-    with torch.no_grad():
-        total = linear_cross_entropy(X.clone().requires_grad_(), WEIGHT, TARGET, SCALE)
-    torch.testing.assert_close(total, linear_cross_entropy_reference(X, WEIGHT, TARGET, SCALE))
 
 
 def test_inputs_are_kept_and_the_graph_may_be_walked_twice():
@@ -241,21 +215,6 @@ def test_many_chunks_err_no_more_than_twice_the_reference(function, reference, o
         assert errors[0] <= 2 * errors[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_chunks_add_up_in_float32(dtype):
-    """Added in the dtype itself, a hundred terms would lose most of their digits."""
-    x, weight = torch.randn(400, D).to(dtype), torch.randn(V, D).to(dtype)
-    target, scale = torch.arange(400) % V, torch.ones(400)
-    _, _, found = value_and_gradients(linear_cross_entropy, x, weight, target, scale, chunk_rows=4)
-    _, _, one = value_and_gradients(linear_cross_entropy, x, weight, target, scale, chunk_rows=400)
-    _, _, exact = value_and_gradients(
-        linear_cross_entropy_reference, x.double(), weight.double(), target, scale.double()
-    )  # fmt: skip
-    assert found.dtype == dtype
-    errors = [(gradient.double() - exact).square().mean().sqrt() for gradient in (found, one)]
-    assert errors[0] <= 2 * errors[1]
-
-
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float64, torch.int64, torch.bool])
 @pytest.mark.parametrize("x", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_scale_may_have_any_dtype(x, scale):
@@ -297,60 +256,7 @@ def test_no_rows(function, reference, options):
     assert not dweight.any()
 
 
-def test_no_tokens():
-    x, weight = X[:0].clone().requires_grad_(), WEIGHT.clone().requires_grad_()
-    total = linear_cross_entropy(x, weight, TARGET[:0], SCALE[:0])
-    total.backward()
-    assert (total, x.grad.shape) == (0, (0, D))
-    assert not weight.grad.any()
-
-
-def test_defaults_are_the_values_that_they_stand_for():
-    explicit = {"start": 0, "vocab_size": V, "ignore_index": -100, "softcap": 0.0, "gather": None, "chunk_rows": N}
-    for function, _, options in ROWS:
-        every = explicit | ({} if function is linear_log_prob else {"label_smoothing": 0.0, "z_loss": 0.0})
-        found = rows_and_gradients(function, X, WEIGHT, TARGET, **options)
-        assert all(map(torch.equal, found, rows_and_gradients(function, X, WEIGHT, TARGET, **every | options)))
-    every = explicit | {"label_smoothing": 0.0, "z_loss": 0.0, "impl": None}
-    found = value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE)
-    assert all(map(torch.equal, found, value_and_gradients(linear_cross_entropy, X, WEIGHT, TARGET, SCALE, **every)))
-    assert module.CHUNK_BYTES == 536870912
-
-
-def test_statistics_are_asked_for_as_the_loss_needs_them(monkeypatch):
-    asked = []
-    plain = module.cross_entropy_stats
-    monkeypatch.setattr(module, "cross_entropy_stats", lambda z, t, **how: asked.append(how) or plain(z, t, **how))
-    how = {"start": 0, "ignore_index": 3, "softcap": 2.0, "impl": "reference"}
-    for options, sums in (({}, False), ({"label_smoothing": 0.1}, True)):
-        linear_cross_entropy(X, WEIGHT, TARGET.clamp(min=0), SCALE, **how, **options)
-        assert asked.pop() == how | {"sum_logits": sums, "entropy": False}
-    linear_log_prob(X, WEIGHT, TARGET.clamp(min=0), **how)
-    assert asked.pop() == how | {"sum_logits": False, "entropy": True}
-
-
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-def test_a_product_is_added_in_the_dtype_of_the_sum(wide):
-    x, y = torch.randn(9000, 3).bfloat16(), torch.randn(3, 2).bfloat16()
-    total = torch.ones(9000, 2, dtype=wide)
-    assert module._add_product(total, x, y, wide) is total
-    torch.testing.assert_close(total, 1 + x.to(wide) @ y.to(wide))
-    torch.testing.assert_close(module._add_product(None, x, y, wide), x.to(wide) @ y.to(wide))
-    same = torch.ones(9000, 2, dtype=torch.bfloat16)
-    module._add_product(same, x, y, torch.bfloat16)
-    torch.testing.assert_close(same, torch.addmm(torch.ones(9000, 2).bfloat16(), x, y))
-
-
 TRAINED, FROZEN = torch.empty(0, requires_grad=True), torch.empty(0)
-
-
-def test_rows_of_a_chunk():
-    x = torch.empty(8192, 1, dtype=torch.bfloat16)
-    assert rows_of_chunk(x, 128256, FROZEN) == 2048  # of at most 2093
-    assert rows_of_chunk(x, 100, FROZEN) == 8192
-    assert rows_of_chunk(x[:1000], 128256, FROZEN) == 1024
-    assert rows_of_chunk(x[:100], 128256, FROZEN) == 100
-    assert rows_of_chunk(x, 2**40, FROZEN) == rows_of_chunk(x[:0], 8, FROZEN) == 1
 
 
 def test_all_rows_are_one_chunk_if_their_logits_are_no_larger_than_the_float32_gradient_and_a_chunk():

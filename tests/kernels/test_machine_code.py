@@ -24,8 +24,7 @@ def body(wait, *, early):
 
 
 @pytest.mark.parametrize(
-    ("wait", "early", "least", "most"),
-    [(0, False, 0, 0.2), (0, True, 0.8, 1), (1, False, 1, 1.2), (2, False, 2, 2.2)],
+    ("wait", "early", "least", "most"), [(0, False, 0, 0.2), (0, True, 0.8, 1), (1, False, 1, 1.2), (2, False, 2, 2.2)]
 )
 def test_depth_is_the_distance_from_a_copy_to_its_wait(wait, early, least, most):
     (loop,) = machine_code.read(body(wait, early=early)).loops

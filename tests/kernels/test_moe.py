@@ -10,7 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import _dispatch
-from mpcore.kernels import moe_permute as moe
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 
@@ -87,92 +86,6 @@ def test_bad_input(call, message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("E", "blocks", "block_n", "block_e"),
-    [(64, 63, 128, 64), (5, 16, 512, 16), (16, 16, 512, 16), (17, 32, 256, 32), (600, 500, 16, 1024)],
-)
-def test_launches_of_rows(E, blocks, block_n, block_e):
-    """A program holds 8192 pairs of a choice and an expert; at least 16 of each, which are powers of two."""
-    experts = torch.zeros(8, 1000, dtype=torch.int64).t()
-    with calls() as launches:
-        row, counts = ops.moe_rows(experts, E)
-    assert (row.shape, row.dtype, counts.shape, counts.dtype) == ((1000, 8), torch.int32, (E,), torch.int32)
-    for launch, name, own in zip(launches, ("count", "place"), ({"held"}, {"first", "row"}), strict=True):
-        assert (launch.kernel, launch.grid, launch.warps) == (f"{name}_kernel", (blocks, 1, 1), 4)
-        assert launch.numbers == {"N": 8000, "E": E, "BLOCK_N": block_n, "BLOCK_E": block_e}
-        assert launch.given == {"experts"} | own
-        assert launch.arguments["experts_ptr"].is_contiguous()
-    count, place = launches
-    assert count.arguments["held_ptr"].shape == place.arguments["first_ptr"].shape == (E, blocks)
-    assert place.at("row") == row.data_ptr()
-
-
-def test_between_its_launches_rows_are_counted_up(monkeypatch):
-    """Of two experts in three blocks: each begins after the choices of the experts and of the blocks before."""
-    held = torch.tensor([[3, 0, 2], [1, 4, 1]], dtype=torch.int32)
-    seen = {}
-
-    def launch(kernel, grid, **arguments):
-        if "held_ptr" in arguments:
-            arguments["held_ptr"].copy_(held)
-        else:
-            seen.update(arguments)
-
-    monkeypatch.setattr(moe, "launch", launch)
-    with fake_gpu():
-        _, counts = ops.moe_rows(torch.zeros(1100, 1, dtype=torch.int64), 2)
-    assert counts.tolist() == [5, 6]
-    assert seen["first_ptr"].tolist() == [[0, 3, 3], [5, 6, 10]]
-
-
-@pytest.mark.parametrize(
-    ("D", "block", "columns", "fill"), [(4096, 1024, 4, 256), (100, 128, 1, 128), (1025, 1024, 2, 256)]
-)
-def test_launches_of_tokens(D, block, columns, fill):
-    row, weight = torch.zeros(2, 1000).int().t(), torch.empty(2, 1000).t()
-    x, y = torch.empty(1000, D + 8).bfloat16()[:, :D], torch.empty(2100, D + 16).bfloat16()[:, :D]
-    with calls() as launches:
-        permuted = ops.moe_permute(x, row, 2100)
-        out = ops.moe_unpermute(y, row, weight)
-        ops.moe_unpermute(y, row, None)
-        dy, dweight = ops.moe_unpermute_backward(x, y, row, weight)
-    scatter, fills, unpermute, unweighted, back, fills_back = launches
-    sizes = {"R": 2100, "K": 2, "D": D, "BLOCK_D": block}
-    assert (scatter.kernel, scatter.grid, scatter.warps) == ("scatter_kernel", (1000, 1, 1), 4)
-    assert scatter.numbers == sizes | {"X_STRIDE": D + 8, "Y_STRIDE": 0}
-    assert scatter.given == {"x", "row", "out", "filled"}
-    assert (back.kernel, back.grid, back.warps) == ("scatter_kernel", (1000, 1, 1), 4)
-    assert back.numbers == sizes | {"X_STRIDE": D + 8, "Y_STRIDE": D + 16}
-    assert back.given == scatter.given | {"y", "weight", "dweight"}
-    assert [back.at(name) for name in ("x", "y", "out", "dweight")] == [t.data_ptr() for t in (x, y, dy, dweight)]
-    for launch, written, before in ((fills, permuted, scatter), (fills_back, dy, back)):
-        assert (launch.kernel, launch.grid, launch.warps) == ("fill_kernel", (132, 1, 1), 4)
-        assert launch.numbers == {"R": 2100, "D": D, "BLOCK_R": 16, "BLOCK_D": fill}
-        assert (launch.at("out"), launch.at("filled")) == (written.data_ptr(), before.at("filled"))
-        assert before.at("out") == written.data_ptr()
-        assert not launch.arguments["filled_ptr"].any()
-        assert (launch.arguments["filled_ptr"].shape, launch.arguments["filled_ptr"].dtype) == ((2100,), torch.int32)
-    for launch, weights in ((unpermute, {"weight"}), (unweighted, set())):
-        assert (launch.kernel, launch.grid, launch.warps) == ("unpermute_kernel", (1000, columns, 1), 4)
-        assert launch.numbers == sizes | {"Y_STRIDE": D + 16}
-        assert launch.given == {"y", "row", "out"} | weights
-    assert (unpermute.at("y"), unpermute.at("out")) == (y.data_ptr(), out.data_ptr())
-    assert all(launch.arguments["row_ptr"].is_contiguous() for launch in (scatter, unpermute, back))
-    assert unpermute.arguments["weight_ptr"].is_contiguous()
-    assert [t.shape for t in (permuted, out, dy, dweight)] == [(2100, D), (1000, D), (2100, D), (1000, 2)]
-
-
-@pytest.mark.parametrize(("E", "runs"), [(1, True), (1024, True), (1025, False)])
-def test_a_program_holds_1024_experts_at_most(E, runs, monkeypatch):
-    asked = []
-    monkeypatch.setattr(moe, "runs_triton", lambda impl, x, name: asked.append(name) or True)
-    for name in ("_rows_op", "moe_rows_reference"):
-        monkeypatch.setattr(moe, name, lambda experts, count, name=name: (name, count))
-    assert moe_rows(EXPERTS, E) == ("_rows_op" if runs else "moe_rows_reference", E)
-    assert moe_rows(EXPERTS.to("meta"), E) == ("_rows_op", E)
-    assert asked == ["moe_permute"] * 2
-
-
 def test_no_experts_have_no_rows_and_shapes_come_out_on_the_meta_device():
     for call in (moe_rows, ops.moe_rows):
         with calls() as launches:
@@ -243,29 +156,6 @@ def test_what_torch_would_refuse_or_read_counts_for_is_the_reference(shape, dtyp
         grouped_linear(x, weight, counts, impl="torch")
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "fits"),
-    [
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 16).bfloat16(), True),
-        (torch.empty(3, 8), torch.empty(2, 8, 16), False),
-        (torch.empty(3, 8).half(), torch.empty(2, 8, 16).half(), False),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 16), True),  # of a wider weight, which is cast
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 12, 16).bfloat16(), False),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 16, 12).bfloat16(), False),
-        (torch.empty(3, 8).bfloat16(), torch.empty(0, 8, 16).bfloat16(), False),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 20).bfloat16()[..., :16], False),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 24).bfloat16()[..., :16], True),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2 * 8 * 16 + 1).bfloat16()[1:].view(2, 8, 16), False),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 8, 16, device="meta").bfloat16(), True),
-        (torch.empty(3, 8).bfloat16(), torch.empty(2, 16, 8).bfloat16().mT, True),
-    ],
-)
-def test_factors_that_torchs_product_takes(x, weight, fits):
-    from mpcore.kernels.grouped_linear import _fits
-
-    assert _fits(x, weight) == fits
-
-
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_gradients_of_grouped_products_are_made_where_they_are_wanted(wanted):
     from mpcore.kernels import grouped_linear as module
@@ -288,11 +178,6 @@ def test_gradients_of_grouped_products_are_made_where_they_are_wanted(wanted):
                             create_graph=True)  # fmt: skip
 
 
-def test_without_triton_the_rows_after_the_last_are_cleared_by_torch(monkeypatch):
-    monkeypatch.setattr(moe, "HAS_TRITON", False)
-    assert moe.zero_rows(torch.ones(3, 2), torch.tensor([1, 0, 1])).tolist() == [[1, 1], [0, 0], [1, 1]]
-
-
 def test_nothing_is_launched_for_nothing():
     with fake_gpu() as launches:
         ops.moe_rows(torch.zeros(0, 2).long(), 4)
@@ -313,11 +198,8 @@ def test_what_fake_tensors_trace_runs_on_a_cpu():
 
 def test_the_operator_of_the_weights_gradient_runs_on_a_cpu():
     x, w, dy, counts = (
-        torch.randn(9, 4),
-        torch.randn(3, 6, 4).requires_grad_(),
-        torch.randn(9, 6),
-        torch.tensor([2, 0, 5]),
-    )
+        torch.randn(9, 4), torch.randn(3, 6, 4).requires_grad_(), torch.randn(9, 6), torch.tensor([2, 0, 5]),
+    )  # fmt: skip
     (want,) = torch.autograd.grad(grouped_linear(x, w, counts), w, dy)
     torch.testing.assert_close(ops.grouped_linear_weight(dy, x, counts), want)
 

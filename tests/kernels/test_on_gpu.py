@@ -1,7 +1,4 @@
-"""What of the kernels only a GPU shows: the same bits each time, CUDA graphs, and more than 2^31 elements.
-
-Their numbers are those of `interpret/`, which runs on a GPU too.
-"""
+"""What of the kernels only a GPU shows: the same bits each time, CUDA graphs, and more than 2^31 elements."""
 
 import functools
 
@@ -23,7 +20,6 @@ from mpcore.kernels.rope import rope
 from tests.kernels.interpret import test_cross_entropy as of_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 M, D, T, V = 3000, 1000, 500, 5000  # more rows than a GPU has programs at a time
 F32, BF16 = torch.float32, torch.bfloat16
 BEYOND = 2**31
@@ -87,10 +83,8 @@ CASES = {
         of(layer_norm),
         {"x": draw(300, 12288), "weight": draw(12288), "bias": draw(12288)},
     ),
-    "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D)}),
-    "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D)}),
-    "gelu": lambda: (of(gelu), {"x": draw(M, D)}),
-    "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D)}),
+    "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D)}), "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D)}),
+    "gelu": lambda: (of(gelu), {"x": draw(M, D)}), "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D)}),
     "cross_entropy": lambda: cross_entropy(M, V),
     "linear_cross_entropy": lambda: (
         of(linear_cross_entropy, target=numbers(V, M), scale=torch.ones(M), chunk_rows=M // 2),
@@ -114,7 +108,7 @@ CASES = {
         {"query": draw(2, T, 8, 96), "key": draw(2, T, 2, 96), "value": draw(2, T, 2, 96)},
     ),
     "quantize_fp8 and fp8_matmul": lambda: (torch.no_grad()(of(eight_bits)), {"x": draw(M, D), "weight": draw(D, D)}),
-}
+}  # fmt: skip
 
 
 def passes(function, inputs):
@@ -171,8 +165,7 @@ def rows_around(*widths):
 
 
 def among(rows, where, function):
-    """`function` of a tensor of many rows, of which those at `where` are given: elsewhere it is 0, and so is what comes
-    out."""
+    """`function` of a tensor of many rows, of which those at `where` are given."""
 
     def only_there(y):
         assert y.count_nonzero() == y.index_select(0, where).count_nonzero()

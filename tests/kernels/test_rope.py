@@ -1,13 +1,10 @@
 """rope without a GPU: the reference, bad input, and what would be launched."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import calls, fake_gpu
+from fake_gpu import fake_gpu
 
-from mpcore.kernels import rope as module
 from mpcore.kernels.rope import rope, rope_qkv
 
 B, T, H, KV, K = 2, 5, 3, 1, 8
@@ -127,142 +124,6 @@ def launched(B, T, H, KV, K, norm=False):
         torch.ops.mpcore.rope_forward(q, k, table, table, *weights, 1e-6, False)
         torch.ops.mpcore.rope_backward(q, k, v, *inputs, table, table, *weights, 1e-6, False)
     return launches
-
-
-# By batch, tokens, heads, dimensions and rotated dimensions: tokens and heads of a tile of 4096 elements of the forward
-# pass, programs, and the same of the backward pass of a norm, whose tile has 2048 and whose grid fills a GPU twice.
-ROTATED = [
-    ((2, 100, 32, 8, 128, 128), (4, 8), 50, (2, 8), 100),
-    ((2, 1000, 32, 8, 128, 128), (4, 8), 500, (2, 8), 264),
-    ((2, 1000, 3, 1, 96, 48), (8, 4), 250, (4, 4), 264),
-    ((1, 7, 1, 1, 8, 6), (64, 1), 1, (64, 1), 1),
-    ((1, 130, 2, 5, 64, 64), (8, 8), 17, (4, 8), 33),
-    ((3, 5, 16, 16, 1000, 2), (1, 8), 15, (1, 8), 15),
-]
-
-
-@pytest.mark.parametrize("table", ["tokens", "one sample", "each sample"])
-@pytest.mark.parametrize(("sizes", "tile", "programs", "back_tile", "back_programs"), ROTATED)
-def test_launches(sizes, tile, programs, back_tile, back_programs, table):
-    B, T, H, KV, K, R = sizes
-    samples = {"tokens": (), "one sample": (1,), "each sample": (B,)}[table]
-    cos, sin, weights = torch.empty(*samples, T, R // 2), torch.empty(*samples, T, R // 2), torch.empty(2, K).unbind()
-    qkv, ops = torch.empty(B, T, H + 2 * KV, K, dtype=torch.bfloat16), torch.ops.mpcore
-    q, k, v = qkv.split([H, KV, KV], 2)
-    with calls() as launches:
-        y = ops.rope_forward(q, k, cos, sin, *weights, 0.5, True)
-        back = ops.rope_backward(q, k, v, None, None, cos, sin, None, None, 0.5, False)
-        normed = ops.rope_backward(q, k, v, q, k, cos, sin, *weights, 0.5, True)
-    forward, backward, of_norm, total = launches
-    row = (H + 2 * KV) * K
-    strides = {"batch": T * row, "token": row, "head": K}
-    shared = {
-        "eps": 0.5, "M": B * T, "T": T, "H": H, "KV": KV, "K": K, "BATCHED": table == "each sample" and B > 1,
-        "HALF": R // 2, "BLOCK_R": 1 << (R // 2 - 1).bit_length(),
-        "BLOCK_REST": 1 << (K - R - 1).bit_length() if R < K else 0, "BLOCK_K": 1 << (K - 1).bit_length(),
-    }  # fmt: skip
-    of = lambda *names: {f"{name}_{dim}": stride for name in names for dim, stride in strides.items()}  # noqa: E731
-    missing = {f"v_{dim}": 0 for dim in strides}
-    assert (forward.kernel, forward.grid, forward.warps) == ("rotate_kernel", (programs, 2, 1), 4)
-    assert forward.numbers == shared | of("q", "k") | missing | {
-        "N": H + KV,
-        "INTERLEAVED": True,
-        "BACK": False,
-        "BLOCK_T": tile[0],
-        "BLOCK_H": tile[1],
-    }
-    assert forward.given == {"q", "k", "cos", "sin", "q_weight", "k_weight", "y"}
-    held = {"q": q, "k": k, "cos": cos, "sin": sin, "q_weight": weights[0], "k_weight": weights[1], "y": y}
-    assert all(forward.at(name) == t.data_ptr() for name, t in held.items())
-    assert (y.shape, y.dtype) == ((B, T, H + KV, K), q.dtype)
-    assert (backward.kernel, backward.grid) == ("rotate_kernel", (programs, 3, 1))
-    assert backward.numbers == shared | of("q", "k", "v") | {
-        "N": H + 2 * KV,
-        "INTERLEAVED": False,
-        "BACK": True,
-        "BLOCK_T": tile[0],
-        "BLOCK_H": tile[1],
-    }
-    assert backward.given == {"q", "k", "v", "cos", "sin", "y"}
-    assert [backward.at(name) for name in "qkvy"] == [t.data_ptr() for t in (q, k, v, back[0])]
-    assert [t.shape for t in back] == [qkv.shape, (0,), (0,)]
-    assert (of_norm.kernel, of_norm.grid, of_norm.warps) == ("norm_backward_kernel", (back_programs, 3, 1), 4)
-    assert of_norm.numbers == shared | of("dq", "dk", "dv", "q", "k") | {
-        "N": H + 2 * KV,
-        "INTERLEAVED": True,
-        "BLOCK_T": back_tile[0],
-        "BLOCK_H": back_tile[1],
-    }
-    assert of_norm.arguments["partials_ptr"].shape == (2, back_programs, K)
-    assert of_norm.arguments["partials_ptr"].dtype == torch.float32
-    assert [of_norm.at(name) for name in ("dq", "dk", "dv", "q", "k", "dx")] == [
-        t.data_ptr() for t in (q, k, v, q, k, normed[0])
-    ]
-    assert [total.at(name) for name in ("partials", "first", "second")] == [
-        of_norm.at("partials"), normed[1].data_ptr(), normed[2].data_ptr()
-    ]  # fmt: skip
-    assert [(t.shape, t.dtype) for t in normed[1:]] == [((K,), torch.float32)] * 2
-
-
-def test_queries_alone_are_one_kind_of_program_and_nothing_is_launched_for_nothing():
-    q, table, ops = torch.empty(2, 5, 3, 8), torch.empty(5, 4), torch.ops.mpcore
-    with calls() as launches:
-        assert ops.rope_forward(q, None, table, table, None, None, 1e-6, False).shape == q.shape
-        assert ops.rope_backward(q, None, None, None, None, table, table, None, None, 1e-6, False)[0].shape == q.shape
-        for empty in (q[:0], q[:, :0]):
-            ops.rope_forward(empty, None, table[: empty.shape[1]], table, None, None, 1e-6, False)
-            ops.rope_backward(empty, None, None, None, None, table, table, None, None, 1e-6, False)
-    assert [launch.grid for launch in launches] == [(1, 1, 1)] * 2
-    for launch in launches:
-        assert launch.given == {"q", "cos", "sin", "y"}
-        assert {launch.numbers[f"{name}_{dim}"] for name in "kv" for dim in ("batch", "token", "head")} == {0}
-        assert [launch.numbers[name] for name in ("H", "KV", "N", "BLOCK_H", "BLOCK_T")] == [3, 0, 3, 4, 64]
-
-
-def test_the_kernel_runs_where_it_may_and_gives_no_gradient_to_tables(monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "runs_triton", lambda impl, x, name: asked.append(name) or True)
-    monkeypatch.setattr(module, "_Rope", SimpleNamespace(apply=lambda *given: given))
-    assert rope(Q, KEYS, COS, SIN, interleaved=True, eps=0.5) == (Q, KEYS, (H, KV), COS, SIN, None, None, 0.5, True)
-    (q, k, heads, *_), none = rope(Q, None, COS, SIN)
-    assert (q is Q, k, heads, none) == (True, None, (H, 0), None)
-    qkv, gain = torch.randn(B, T, (H + 2) * K), torch.ones(K)
-    x, k, heads, *options = rope_qkv(qkv, H, KV, COS, SIN, q_weight=gain, k_weight=gain, eps=0.25, interleaved=True)
-    assert (x.shape, x.data_ptr(), k, heads) == ((B, T, H + 2, K), qkv.data_ptr(), None, (H, KV))
-    assert options[4:] == [0.25, True]
-    assert all(a is b for a, b in zip(options, (COS, SIN, gain, gain), strict=False))
-    assert asked == ["rope"] * 3
-    for learned in ({"cos": COS.clone().requires_grad_()}, {"sin": SIN.clone().requires_grad_()}):
-        with pytest.raises(ValueError, match="the rope kernel has no gradient for cos and sin; detach them"):
-            rope(Q, KEYS, **{"cos": COS, "sin": SIN} | learned)
-    many = torch.empty(1).expand(2, 2**30, 1, 2)
-    table = torch.empty(1).expand(2**30, 1)
-    with pytest.raises(ValueError, match="2147483648 tokens are more than the 2147483647 that a kernel can count"):
-        rope(many, None, table, table)
-    rope(many[:1], None, table, table)
-    last = torch.empty(1).expand(1, 2**31 - 1, 1, 2)
-    rope(last, None, *(torch.empty(1).expand(2**31 - 1, 1),) * 2)
-
-
-def test_defaults_are_the_values_that_they_stand_for():
-    gain = torch.randn(2, K).unbind()
-    how = {"q_weight": gain[0], "k_weight": gain[1]}
-    explicit = {"interleaved": False, "eps": 1e-6, "impl": None}
-    for found, wanted in zip(
-        rope(1e-3 * Q, KEYS, COS, SIN, **how), rope(1e-3 * Q, KEYS, COS, SIN, **how, **explicit), strict=True
-    ):
-        assert torch.equal(found, wanted)
-    qkv = 1e-3 * torch.randn(B, T, (H + 2 * KV) * K)
-    for found, wanted in zip(
-        rope_qkv(qkv, H, KV, COS, SIN, **how), rope_qkv(qkv, H, KV, COS, SIN, **how, **explicit), strict=True
-    ):
-        assert torch.equal(found, wanted)
-    q, k, v = qkv.unflatten(2, (-1, K)).split([H, KV, KV], 2)
-    other = {"interleaved": True, "eps": 0.3}
-    for found, wanted in zip(
-        rope_qkv(qkv, H, KV, COS, SIN, **how, **other), (*rope(q, k, COS, SIN, **how, **other), v), strict=True
-    ):
-        assert torch.equal(found, wanted)
 
 
 def test_lengths_share_their_compiled_kernels():

@@ -1,9 +1,4 @@
-"""The bytes that memory-bound kernels move, counted from their launches, over the floor of their operators.
-
-The floor of an operator: each input read once, each output written once, and both for what it changes in place. Each
-tensor of a launch counts once, where it is read or written: partial sums count in the launch that writes them and in
-the launch that reads them. Rows that a program reads again at once come from the cache and don't count.
-"""
+"""The bytes that memory-bound kernels move, counted from their launches, over the floor of their operators."""
 
 from __future__ import annotations
 

@@ -8,22 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpcore import (
-    Axis,
-    ParallelAttention,
-    QKVParallelLinear,
-    RotaryEmbedding,
-    apply_rope,
-    full_state_dict,
-    load_full_state_dict,
-)
+from mpcore import Axis, ParallelAttention, RotaryEmbedding, apply_rope, full_state_dict, load_full_state_dict
 from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
-from mpcore.layers.attention import document_positions
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline import Pipeline
 from tests.equality import FEWER_SIZES, close, same_model
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D, K = 2, 12, 6, 4
 SIZES = [2, 3, 4]
@@ -97,18 +88,10 @@ def formula(
 
 
 DENSE = [
-    {},
-    {"bias": False},
-    {"rope": True},
-    {"qk_norm": True, "rope": True},
-    {"causal": False, "rope": True},
-    {"window": 1},
-    {"window": 3, "rope": True},
-    {"window": 100},
-    {"softcap": 0.3},
-    {"softcap": 0.3, "causal": False},
+    {}, {"bias": False}, {"rope": True}, {"qk_norm": True, "rope": True}, {"causal": False, "rope": True},
+    {"window": 1}, {"window": 3, "rope": True}, {"window": 100}, {"softcap": 0.3}, {"softcap": 0.3, "causal": False},
     {"softcap": 0.3, "window": 3, "rope": True},
-]
+]  # fmt: skip
 
 
 def nudge(module):
@@ -191,7 +174,8 @@ def test_pitfall_12_qk_norm_gradients_are_summed_with_and_without_sequence_paral
     ranks(size, check_heads, True)
 
 
-def check_masks():
+@on_ranks(*FEWER_SIZES)
+def test_sharded_equals_dense_for_every_mask():
     for heads, causal, packed in itertools.product([(8, 2), (6, 2)], (True, False), (True, False)):
         check_attention(heads, {"causal": causal, "rope": True}, None, shape=(1, T), packed=packed)
         check_attention(heads, {"causal": causal, "rope": True}, 1, shape=(1, T), packed=packed)
@@ -203,11 +187,6 @@ def check_masks():
     check_attention((6, 2), {"rope": True}, None, shape=(1, 1))
     check_attention((6, 2), {"rope": True}, None, shape=(0, T))
     check_attention((6, 2), {"rope": True, "qk_norm": True}, 1, shape=(0, T))
-
-
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_sharded_equals_dense_for_every_mask(ranks, size):
-    ranks(size, check_masks)
 
 
 def test_padding_changes_nothing_of_what_it_pads():
@@ -239,7 +218,8 @@ class Stage(nn.Module):
         return x + self.attention(x, mask=mask)
 
 
-def check_micro_batches():
+@on_ranks(2)
+def test_a_mask_of_samples_is_cut_with_the_batch():
     on, rows = mesh(pp=2), 2 * B
     x, target, mask = draw(1, rows, T, D), draw(2, rows, T, D), PADDED.repeat(2, 1, 1)
     dense = nn.ModuleList([Stage(i) for i in range(2)])
@@ -253,10 +233,6 @@ def check_micro_batches():
         close(p.grad, q.grad, f"gradient of {name}")
 
 
-def test_a_mask_of_samples_is_cut_with_the_batch(ranks):
-    ranks(2, check_micro_batches)
-
-
 def check_frozen():
     for frozen in [("qkv.weight",), ("qkv.weight", "qkv.bias", "output.weight"), ("q_norm.weight",)]:
         for sequence in (None, 1):
@@ -265,40 +241,6 @@ def check_frozen():
 
 def test_pitfall_43_frozen_projections_still_pass_gradients_on(ranks):
     ranks(4, check_frozen)
-
-
-class LoRA(nn.Module):
-    """What a projection gives, and a correction of low rank, cut as it is."""
-
-    def __init__(self, base, up):
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(D, 2, bias=False), up
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def check_wrapped(heads, kv_heads, qk_norm):
-    def build(**axes):
-        attention = nudge(build_attention(heads, kv_heads, rope=True, qk_norm=qk_norm, **axes))
-        up = QKVParallelLinear(2, heads, kv_heads, K, bias=False, **axes)
-        attention.qkv, attention.output = LoRA(attention.qkv, up), nn.Sequential(attention.output, nn.Tanh())
-        attention.qkv.base.requires_grad_(False)
-        return attention
-
-    def run(attention):
-        x = draw(1, B, T, D).requires_grad_()
-        y = attention(x)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(build, run, tp=tp_axis())
-
-
-def test_projections_may_be_wrapped(ranks):
-    """By LoRA, on shards as on one rank; the fourth rank's replicas of KV heads included."""
-    ranks(2, check_wrapped, 6, 2, True)
-    ranks(2, check_wrapped, 4, 1, False)
 
 
 @pytest.mark.parametrize("rope", [False, True])
@@ -365,28 +307,6 @@ def test_pitfall_15_replicated_kv_heads_stay_equal_through_20_steps(ranks, kv_he
     assert all(counts[i] == (1 if i < 8 * K else 4 // kv_heads) for i in counts)
 
 
-def check_gradients_before_the_sum():
-    """One rank's KV gradient is a term: without `reduce_gradients` it isn't the dense one."""
-    tp = tp_axis()
-    torch.manual_seed(1)
-    dense = build_attention(4, 1).double()
-    sharded = build_attention(4, 1, tp=tp).double()
-    load_full_state_dict(sharded, full_state_dict(dense))
-    x = draw(1, B, T, D)
-    for model in (dense, sharded):
-        model(x).square().sum().backward()
-    kv = slice(-2 * K, None)
-    assert not torch.allclose(sharded.qkv.weight.grad[kv], dense.qkv.weight.grad[kv])
-    close(c.all_reduce(sharded.qkv.weight.grad[kv], tp), dense.qkv.weight.grad[kv], "sum of the terms")
-
-
-def test_pitfall_15_each_replica_holds_one_term_until_the_sum(ranks):
-    ranks(4, check_gradients_before_the_sum)
-
-
-# --- documents and positions --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2}, {"qk_norm": True}], ids=str)
 def test_packed_documents_equal_separate_documents(options, dtype):
@@ -395,11 +315,6 @@ def test_packed_documents_equal_separate_documents(options, dtype):
     packed = attention(x, cu_seqlens=DOCUMENTS.to(dtype))
     separate = [attention(x[:, a:b]) for a, b in itertools.pairwise(DOCUMENTS.tolist()) if a < b]
     close(packed.detach(), torch.cat(separate, 1).detach(), "y")
-
-
-def test_positions_begin_anew_in_each_document():
-    """Rotation shows distances alone, so that the outputs above would not tell."""
-    assert document_positions(DOCUMENTS, 1, T).tolist() == [[0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_pitfall_64_positions_and_tables_may_be_given():
@@ -431,28 +346,6 @@ def test_the_kernel_may_be_asked_for(causal):
         build_attention(4, 2, impl="triton")(draw(1, B, T, D).float())
 
 
-def test_the_future_does_not_leak():
-    attention = build_attention(4, 2, rope=True).double()
-    x = draw(1, 1, T, D)
-    changed = x.clone()
-    changed[:, 7:] = 5.0
-    assert torch.equal(attention(x)[:, :7], attention(changed)[:, :7])
-
-
-def check_sequence_first():
-    tp = tp_axis()
-    torch.manual_seed(1)
-    first = build_attention(8, 2, rope=True, tp=tp, sequence_dim=0).double()
-    second = build_attention(8, 2, rope=True, tp=tp).double()
-    load_full_state_dict(second, full_state_dict(first))
-    x = draw(1, B, T, D)
-    close(first(x.transpose(0, 1)).transpose(0, 1), second(x), "y")
-
-
-def test_sequence_dim_exchanges_the_first_two_dimensions(ranks):
-    ranks(2, check_sequence_first)
-
-
 def check_half(dtype):
     """Half precision on many ranks is no further from the exact result than twice what one rank is."""
     tp = tp_axis()
@@ -475,9 +368,6 @@ def check_half(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_near_on_four_ranks_as_on_one(ranks, dtype):
     ranks(4, check_half, dtype)
-
-
-# --- refusals -----------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused():

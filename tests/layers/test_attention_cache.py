@@ -13,16 +13,10 @@ CHUNKS = [(1,) * T, (5, 1, 3, 1, 1, 1), (T - 1, 1), (2, 10), (T,)]
 LATENT = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 3, "q_lora_rank": 5}
 LEFT = torch.arange(T) >= torch.tensor([[[3]], [[0]]])  # [B, 1, T]: prompts of two lengths, padded on the left
 OPTIONS = [
-    {"rope": True},
-    {"rope": True, "window": 3, "qk_norm": True},
-    {"window": 1},
-    {"rope": True, "softcap": 0.3},
-    {"sinks": True, "window": 4},
-    {"alibi": True},
-    {"alibi": True, "sinks": True, "softcap": 0.3, "window": 5},
-    {"impl": "reference", "window": 3},
-    {"sequence_dim": 0},
-]
+    {"rope": True}, {"rope": True, "window": 3, "qk_norm": True}, {"window": 1}, {"rope": True, "softcap": 0.3},
+    {"sinks": True, "window": 4}, {"alibi": True}, {"alibi": True, "sinks": True, "softcap": 0.3, "window": 5},
+    {"impl": "reference", "window": 3}, {"sequence_dim": 0},
+]  # fmt: skip
 
 
 def decode(attention, x, chunks, mask=None, bias=None, **others):
@@ -158,10 +152,7 @@ def test_what_a_cache_can_not_hold_is_refused():
         attention(x, cache=cache)
         for call, message in (
             (lambda: attention(x[:, :2], cache=cache), "2 tokens after 3 don't fit a cache of max_length 4"),
-            (
-                lambda: attention(x[:1, :1], cache=cache),
-                "the cache holds 2 rows, but x has 1: .* by cache.select",
-            ),
+            (lambda: attention(x[:1, :1], cache=cache), "the cache holds 2 rows, but x has 1: .* by cache.select"),
             (lambda: other(x[:, :1], cache=cache), "this cache is another layer's: make one for each"),
             (lambda: attention(x[:, :1], cache=cache, length=3), "give no cu_seqlens or length"),
             (lambda: attention(x[:, :1], x, cache=cache), "attends to x alone"),

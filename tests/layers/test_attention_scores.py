@@ -12,7 +12,7 @@ from mpcore import collectives as c
 from mpcore.layers import ColumnParallelEmbedding
 from tests.equality import close, same_model
 from tests.layers.test_attention import DOCUMENTS, B, D, K, T, draw, sees
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 S, WIDTH, HEADS = 7, 5, (6, 2)  # of a memory; query heads and KV heads, 6 heads have the ALiBi slopes of 4 and of 8
 SLOPES = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
@@ -20,30 +20,19 @@ MASK = (draw(3, B, T, T) < 0.7) | torch.eye(T).bool()
 PADDED = torch.arange(T) < torch.tensor([[[5]], [[T]]])  # [B, 1, T]
 BLIND = MASK.clone()
 BLIND[1, :3] = False  # queries that see nothing
-
 # (options of the layer, arguments: mask, of how many dimensions a bias, packed documents)
 CASES = [
-    ({}, {"bias": 3}),
-    ({"causal": False}, {"bias": 4}),
-    ({"window": 3}, {"bias": 4, "mask": PADDED}),
-    ({"softcap": 0.3}, {"bias": 3}),
-    ({"softcap": 0.3}, {"mask": MASK}),
-    ({"softcap": 0.3, "causal": False}, {"mask": BLIND, "bias": 4}),
-    ({"alibi": True}, {}),
-    ({"alibi": True, "causal": False}, {"mask": PADDED}),
-    ({"alibi": True, "softcap": 0.3, "window": 4}, {"bias": 3}),
-    ({"alibi": True}, {"packed": True}),
-    ({"sinks": True}, {}),
-    ({"sinks": True, "causal": False}, {}),
-    ({"sinks": True, "window": 3}, {}),
-    ({"sinks": True, "softcap": 0.3}, {"packed": True}),
-    ({"sinks": True}, {"mask": BLIND}),
-    ({"sinks": True, "alibi": True, "qk_norm": True}, {"mask": MASK, "bias": 4}),
-    ({"memory_dim": WIDTH}, {}),
-    ({"memory_dim": WIDTH, "qk_norm": True}, {"mask": PADDED[..., :S]}),
+    ({}, {"bias": 3}), ({"causal": False}, {"bias": 4}), ({"window": 3}, {"bias": 4, "mask": PADDED}),
+    ({"softcap": 0.3}, {"bias": 3}), ({"softcap": 0.3}, {"mask": MASK}),
+    ({"softcap": 0.3, "causal": False}, {"mask": BLIND, "bias": 4}), ({"alibi": True}, {}),
+    ({"alibi": True, "causal": False}, {"mask": PADDED}), ({"alibi": True, "softcap": 0.3, "window": 4}, {"bias": 3}),
+    ({"alibi": True}, {"packed": True}), ({"sinks": True}, {}), ({"sinks": True, "causal": False}, {}),
+    ({"sinks": True, "window": 3}, {}), ({"sinks": True, "softcap": 0.3}, {"packed": True}),
+    ({"sinks": True}, {"mask": BLIND}), ({"sinks": True, "alibi": True, "qk_norm": True}, {"mask": MASK, "bias": 4}),
+    ({"memory_dim": WIDTH}, {}), ({"memory_dim": WIDTH, "qk_norm": True}, {"mask": PADDED[..., :S]}),
     ({"memory_dim": WIDTH, "softcap": 0.3}, {"bias": 3}),
     ({"memory_dim": WIDTH, "sinks": True}, {"mask": BLIND[..., :S], "bias": 4}),
-]
+]  # fmt: skip
 
 
 def build(options, heads=HEADS, **axes):
@@ -138,7 +127,8 @@ def check_case(options, arguments, sequence=None, heads=HEADS):
     same_model(lambda **axes: build({**options, **sp}, heads, **axes), run, tp=tp)
 
 
-def check_cases():
+@on_ranks(2, 3)
+def test_every_tp_is_one_rank():
     for options, arguments in CASES:
         check_case(options, arguments)
     for heads in ((6, 1), (6, 3), (6, 6)):
@@ -146,7 +136,8 @@ def check_cases():
         check_case({"memory_dim": WIDTH}, {}, heads=heads)
 
 
-def check_sequence_parallel():
+@on_ranks(2, 3)
+def test_sequence_parallel_is_one_rank():
     """T is 12 and the memory 7 tokens long, which no size divides: 6 of it."""
     global S
     S, whole = 6, S
@@ -156,17 +147,8 @@ def check_sequence_parallel():
     S = whole
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_tp_is_one_rank(ranks, size):
-    ranks(size, check_cases)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sequence_parallel_is_one_rank(ranks, size):
-    ranks(size, check_sequence_parallel)
-
-
-def check_bias_of_own_heads():
+@on_ranks(2, 3, 4)
+def test_a_bias_may_be_of_this_ranks_heads():
     """Relative position buckets as of T5, the table's columns sharded as the heads are."""
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(-3, 3) + 3
@@ -187,11 +169,6 @@ def check_bias_of_own_heads():
         return {"y": y.detach(), "dx": x.grad}
 
     same_model(Relative, run, tp=tp)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_bias_may_be_of_this_ranks_heads(ranks, size):
-    ranks(size, check_bias_of_own_heads)
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (B,)], ids=str)

@@ -28,7 +28,7 @@ from mpcore.gradients import reduce_gradients
 from mpcore.layers import linear_log_prob, materialize
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model, build_block
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 B, T, D, V = 2, 12, 8, 21
@@ -42,10 +42,16 @@ def draw_ids(seed, *shape):
     return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- torch.compile ------------------------------------------------------------------------------------------------
-
-
-def check_compiled(what, sequence):
+@pytest.mark.parametrize(
+    ("what", "sequence"),
+    some(
+        ("attention", None),
+        ("block", 1),
+        of=[("regather", 1), *itertools.product(("mlp", "attention", "latent", "block"), (None, 1))],
+    ),
+)
+@on_ranks(2)
+def test_layers_compile_to_one_graph_equal_to_eager(what, sequence):
     """One graph, forward and backward, on the values and gradients of eager."""
     tp = mesh(tp=2).tp
     sp = {"tp": tp, "sequence_parallel": sequence is not None, "sequence_dim": 1 if sequence is None else sequence}
@@ -76,19 +82,8 @@ def check_compiled(what, sequence):
         close(results[1][name], want, name)
 
 
-@pytest.mark.parametrize(
-    ("what", "sequence"),
-    some(
-        ("attention", None),
-        ("block", 1),
-        of=[("regather", 1), *itertools.product(("mlp", "attention", "latent", "block"), (None, 1))],
-    ),
-)
-def test_layers_compile_to_one_graph_equal_to_eager(ranks, what, sequence):
-    ranks(2, check_compiled, what, sequence)
-
-
-def check_compiled_loss():
+@on_ranks(2)
+def test_embedding_head_and_loss_compile_to_one_graph():
     tp = mesh(tp=2).tp
     table, head = VocabParallelEmbedding(V, D, tp=tp).double(), ColumnParallelLinear(D, V, tp=tp).double()
     ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
@@ -110,14 +105,10 @@ def check_compiled_loss():
         close(got, want, "compiled loss")
 
 
-def test_embedding_head_and_loss_compile_to_one_graph(ranks):
-    ranks(2, check_compiled_loss)
-
-
-# --- autocast -----------------------------------------------------------------------------------------------------
-
-
-def check_autocast(kind, sequence):
+@pytest.mark.parametrize("sequence", [None, 1])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@on_ranks(2)
+def test_autocast_on_two_ranks_is_as_near_as_on_one(kind, sequence):
     """Under autocast two ranks are as near to the exact block as one rank is, within a factor of 2."""
     tp = mesh(tp=2).tp
     torch.manual_seed(1)
@@ -151,32 +142,9 @@ def check_autocast(kind, sequence):
         assert two <= 2 * one
 
 
-@pytest.mark.parametrize("sequence", [None, 1])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_autocast_on_two_ranks_is_as_near_as_on_one(ranks, kind, sequence):
-    ranks(2, check_autocast, kind, sequence)
-
-
-def check_autocast_dtypes():
-    tp = mesh(tp=2).tp
-    x = draw(1, 4, D, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = ColumnParallelLinear(D, 10, tp=tp)(x)
-        assert y.dtype == torch.bfloat16
-        assert RowParallelLinear(10, D, tp=tp)(y).dtype == torch.bfloat16
-        sp = ColumnParallelLinear(D, 10, tp=tp, sequence_parallel=True, sequence_dim=0)(x)
-        assert sp.dtype == torch.bfloat16
-        loss = vocab_parallel_cross_entropy(y, torch.arange(4), tp=tp, vocab_size=10)
-        assert loss.dtype == torch.float32
-        wide = ColumnParallelLinear(D, 10, tp=tp).double()(x.double())
-        assert wide.dtype == nn.Linear(D, 10).double()(x.double()).dtype
-
-
-def test_autocast_dtypes_are_those_of_torch_linear(ranks):
-    ranks(2, check_autocast_dtypes)
-
-
-def check_autocast_keeps_parameters():
+@on_ranks(1, 2)
+def test_autocast_keeps_parameters_for_backward_and_no_copies():
+    """However many micro-batches are in flight, and whatever ZeRO-3 lets go of in between."""
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     layers = {
         "column": ColumnParallelLinear(64, 64, tp=tp),
@@ -194,12 +162,6 @@ def check_autocast_keeps_parameters():
         assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_autocast_keeps_parameters_for_backward_and_no_copies(ranks, size):
-    """However many micro-batches are in flight, and whatever ZeRO-3 lets go of in between."""
-    ranks(size, check_autocast_keeps_parameters)
-
-
 def test_autocast_on_one_rank_has_second_derivatives():
     """Of a gradient penalty, as near to float64 as torch's own linear, which sums both its terms in bfloat16."""
     plain = nn.Linear(D, 6)
@@ -215,9 +177,6 @@ def test_autocast_on_one_rank_has_second_derivatives():
         grads.append(layer.weight.grad.double())
     want, theirs, ours = grads
     assert (ours - want).norm() <= 1.1 * (theirs - want).norm()
-
-
-# --- first parameters ---------------------------------------------------------------------------------------------
 
 
 def first_parameters(kind, tied, meta, seed=7):
@@ -259,12 +218,6 @@ def test_pitfall_21_the_fan_is_that_of_the_logical_weight():
         row = materialize(RowParallelLinear(4096, 8, tp=Axis(size, 0, None, "tp")), 1)
         assert row.weight.abs().max() <= 4096**-0.5
         assert row.weight.abs().max() > 0.99 * 4096**-0.5
-
-
-def test_tied_weights_stay_tied_from_the_meta_device():
-    for device in ("meta", "cpu"):
-        model = materialize(Model(tied=True, device=device), 1)
-        assert model.head.weight is model.embedding.weight
 
 
 def test_what_is_not_ours_is_reset_from_its_name():
@@ -366,18 +319,6 @@ def test_buffers_that_nothing_fills_are_refused():
     with pytest.raises(ValueError, match=r"no code gives the buffer 1\.freqs its first values"):
         materialize(bare, 1)
     assert bare[0].weight.is_meta
-
-
-def test_a_model_in_bfloat16_keeps_rope_in_float32():
-    model = materialize(Model(device="meta"), 1).to(torch.bfloat16)
-    rope = model.blocks[0].attention.rope
-    assert rope.inv_freq.dtype == torch.float32
-    assert torch.equal(rope.inv_freq, RotaryEmbedding(4).inv_freq)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model(draw_ids(1, B, T), draw_ids(2, B, T)).dtype == torch.float32
-
-
-# --- collectives, counted -----------------------------------------------------------------------------------------
 
 
 class Collectives(TorchDispatchMode):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from mpcore import (
     Axis,
@@ -42,21 +41,16 @@ from mpcore.tools.analysis.dry_run import on_mesh
 from tests.equality import close, full_gradients
 from tests.layers.simulate import simulate
 from tests.layers.test_attention import sees
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D, K = 2, 13, 6, 4
 SIZES = [2, 3, 4]
 RINGS = ["ring", "zigzag"]
 DOCUMENTS = [0, 1, 6, 6, 13]
 MASKS = [
-    {},
-    {"causal": False},
-    {"window": 1},
-    {"window": 4},
-    {"cu_seqlens": DOCUMENTS},
-    {"cu_seqlens": [0, 3, 13], "causal": False},
-    {"cu_seqlens": [0, 9, 13], "window": 3},
-]
+    {}, {"causal": False}, {"window": 1}, {"window": 4}, {"cu_seqlens": DOCUMENTS},
+    {"cu_seqlens": [0, 3, 13], "causal": False}, {"cu_seqlens": [0, 9, 13], "window": 3},
+]  # fmt: skip
 PACKED = [  # documents of two rows, whose ends lie one after another
     {"cu_seqlens": [0, 1, 2, 6, 13, 13, 20, 26]},
     {"cu_seqlens": [0, 13, 16, 26], "causal": False},
@@ -108,9 +102,6 @@ def tensors(mask: dict) -> dict:
     return {n: torch.tensor(v) if n == "cu_seqlens" else v for n, v in mask.items()}
 
 
-# --- which token lies where ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_lies_on_one_rank_in_order_and_ranks_are_even(kind):
     for size in (1, 2, 3, 4, 6, 8):
@@ -123,13 +114,6 @@ def test_every_token_lies_on_one_rank_in_order_and_ranks_are_even(kind):
             assert sequence_index(length, cp, kind).tolist() == held[0]
 
 
-def test_zigzag_is_a_chunk_and_its_mirror_image():
-    assert sequence_runs(16, planned(4), "zigzag") == (
-        ((0, 2), (14, 16)), ((2, 4), (12, 14)), ((4, 6), (10, 12)), ((6, 8), (8, 10)),
-    )  # fmt: skip
-    assert sequence_runs(16, planned(4, inner=2), "two-level") == (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
-
-
 @pytest.mark.parametrize("kind", ["zigzag", "allgather"])
 @pytest.mark.parametrize("length", [1024, 8191, 131072])
 def test_causal_work_is_equal_within_two_percent(kind, length):
@@ -140,26 +124,16 @@ def test_causal_work_is_equal_within_two_percent(kind, length):
     assert max(contiguous) > 1.7 * sum(contiguous) / 4
 
 
-def test_two_levels_have_equal_causal_work():
-    """Within a sub-group all ranks compute the same tokens, so that the outer level's blocks count."""
-    for size, inner in ((4, 2), (8, 2), (8, 4), (16, 8)):
-        runs = sequence_runs(8192, planned(size, inner=inner), "two-level")
-        work = [sum((a + b + 1) * (b - a) / 2 for a, b in of_rank) for of_rank in runs]
-        blocks = [sum(work[i : i + inner]) for i in range(0, size, inner)]
-        assert max(blocks) <= 1.02 * sum(blocks) / len(blocks)
-
-
-def check_data():
+@on_ranks(*SIZES)
+def test_pitfall_36_tokens_targets_positions_and_masks_are_cut_alike():
     for kind in KINDS:
         cp = cp_axis(kind)
         for length in (12, 13):
             text = torch.arange(100, 101 + length).expand(2, -1)
             batch = {
-                "tokens": text[:, :-1],
-                "targets": text[:, 1:],
-                "positions": torch.arange(length),
+                "tokens": text[:, :-1], "targets": text[:, 1:], "positions": torch.arange(length),
                 "mask": torch.arange(length) % 3 == 0,
-            }
+            }  # fmt: skip
             assert shard_sequence({}, cp, kind) == {}
             mine = shard_sequence(batch, cp, kind)
             assert {n: (t.dtype, t.shape[:-1]) for n, t in mine.items()} == {
@@ -178,12 +152,8 @@ def check_data():
         assert torch.equal(x.grad, draw(2, 2, 13, 3))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_36_tokens_targets_positions_and_masks_are_cut_alike(ranks, size):
-    ranks(size, check_data)
-
-
-def check_replicated_loss():
+@on_ranks(4)
+def test_pitfall_13_a_replicated_loss_after_unshard_counts_once():
     """The whole output on every rank, and the same loss of it: not cp times the gradient."""
     for kind in KINDS:
         cp = cp_axis(kind)
@@ -191,13 +161,6 @@ def check_replicated_loss():
         shard_cut = shard_sequence(x, cp, kind, 1)
         unshard_sequence(shard_cut.square(), cp, kind, 1, 13).sum().backward()
         close(x.grad, 2 * x.detach(), kind)
-
-
-def test_pitfall_13_a_replicated_loss_after_unshard_counts_once(ranks):
-    ranks(4, check_replicated_loss)
-
-
-# --- equal to dense attention -------------------------------------------------------------------------------------
 
 
 def fits(kind: str, cp: Axis, heads: int) -> bool:
@@ -310,7 +273,9 @@ def test_pitfall_36_the_layer_is_the_dense_layer_with_rotation_and_documents(ran
         ranks(size, check_layer, case)
 
 
-def check_tensor_parallel(sequence_parallel):
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@on_ranks(4)
+def test_heads_are_cut_over_tp_and_cp(sequence_parallel):
     """Heads over tp x cp, and the sequence over cp, then over tp."""
     axes = mesh(tp=2, cp=2, cp_inner=2)
     length = 12 if sequence_parallel else T
@@ -343,11 +308,6 @@ def check_tensor_parallel(sequence_parallel):
             close(got[name], want[name], f"{kind} gradient of {name}")
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-def test_heads_are_cut_over_tp_and_cp(ranks, sequence_parallel):
-    ranks(4, check_tensor_parallel, sequence_parallel)
-
-
 def odd_masks() -> list[Tensor]:
     """Of all samples, of each, and of keys alone; but for the last, some queries see nothing."""
     see = torch.rand(B, T, T, generator=torch.Generator().manual_seed(1)) < 0.4
@@ -366,7 +326,8 @@ def attended(layer: ParallelAttention, x: Tensor, see: Tensor) -> Tensor:
     return layer.output(torch.einsum("bhqj,bjhk->bqhk", weights, v.repeat_interleave(3, 2)).flatten(2))
 
 
-def check_any_mask():
+@on_ranks(2, 3)
+def test_odd_masks_are_dense_attention():
     masks = [(see, True) for see in odd_masks()] + [(odd_masks()[3], False)]  # of keys alone, for every query
     for kind, (see, causal) in itertools.product(("alltoall", "allgather"), masks):
         cp, order = cp_axis(kind), torch.ones(T, T).bool()
@@ -392,11 +353,6 @@ def check_any_mask():
                 close(p.grad, q.grad, f"{where} gradient of {name}")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_odd_masks_are_dense_attention(ranks, size):
-    ranks(size, check_any_mask)
-
-
 def test_a_query_that_sees_no_key_is_0_whatever_torch_makes_of_it(monkeypatch):
     """Torch promises nothing for a softmax over no key: here NaN, as the formula has it."""
 
@@ -415,7 +371,8 @@ def test_a_query_that_sees_no_key_is_0_whatever_torch_makes_of_it(monkeypatch):
         assert all(t.isfinite().all() for t in (y, *grads))
 
 
-def check_soft_cap():
+@on_ranks(2)
+def test_a_soft_cap_reaches_every_kind():
     q, k, v = inputs((4, 2), 1)
     want, _ = attention(q, k, v, softcap=0.5)
     for kind in KINDS:
@@ -426,10 +383,6 @@ def check_soft_cap():
         wanted, got = (torch.autograd.grad(y.square().sum(), (q, k, v), retain_graph=True) for y in (want, whole))
         for a, b in zip(got, wanted, strict=True):
             close(a, b, f"{kind} gradient")
-
-
-def test_a_soft_cap_reaches_every_kind(ranks):
-    ranks(2, check_soft_cap)
 
 
 def check_compiled(kinds):
@@ -447,23 +400,6 @@ def check_compiled(kinds):
 @pytest.mark.slow
 def test_every_kind_compiles_as_one_graph(ranks):
     ranks(2, check_compiled, KINDS)
-
-
-def check_recompute():
-    for kind in KINDS:
-        cp, results = cp_axis(kind), []
-        layer = ParallelAttention(D, 4, 2, K, cp=cp, context=kind).double()
-        for recompute in (False, True):
-            layer.zero_grad()
-            x = draw(1, B, 4, D).requires_grad_()
-            y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-            y.backward(draw(2, *y.shape))
-            results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), kind
-
-
-def test_recomputed_attention_has_the_same_gradients(ranks):
-    ranks(4, check_recompute)
 
 
 def check_documents_to_the_loss():
@@ -512,9 +448,6 @@ def test_pitfall_36_logits_and_loss_with_documents(ranks):
         ranks(size, check_documents_to_the_loss)
 
 
-# --- rounding and order -------------------------------------------------------------------------------------------
-
-
 def ring_results(size: int, dtype: torch.dtype, kind: str, delays: int | None = None) -> list[Tensor]:
     """Output, dq, dk and dv of the whole sequence."""
     length, (heads, kv_heads, dim) = 64, (4, 2, 16)
@@ -551,9 +484,6 @@ def test_results_do_not_depend_on_the_order_of_arrival(kind):
     first = ring_results(4, torch.bfloat16, kind)
     for seed in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, ring_results(4, torch.bfloat16, kind, seed), strict=True))
-
-
-# --- what travels and what is kept --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", RINGS)
@@ -654,17 +584,14 @@ def test_bytes_sent_are_those_of_theory(ranks):
         ranks(size, check_bytes, 8)
 
 
-def check_documents_stay():
+@on_ranks(4)
+def test_documents_that_end_where_ranks_do_send_nothing():
     """Documents that end where ranks do: nothing is sent, neither forward nor backward."""
     cp = cp_axis("ring")
     q, k, v = (draw(i, 1, 3, 4, K).requires_grad_() for i in range(3))
     with Sent() as sent:
         context_attention(q, k, v, "ring", cp, cu_seqlens=torch.tensor([0, 3, 6, 7, 9, 12])).sum().backward()
     assert sent.calls == {}
-
-
-def test_documents_that_end_where_ranks_do_send_nothing(ranks):
-    ranks(4, check_documents_stay)
 
 
 def saved_bytes(kind):
@@ -689,9 +616,6 @@ def saved_bytes(kind):
 def test_saved_bytes_fall_as_one_over_cp(ranks, kind):
     two, four = ranks(2, saved_bytes, kind), ranks(4, saved_bytes, kind)
     assert max(four) <= min(two) / 2
-
-
-# --- refusals -----------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused():
@@ -733,16 +657,6 @@ def test_what_does_not_fit_is_refused():
         ParallelAttention(D, 4, impl="reference", head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
     with pytest.raises(ValueError, match=r"one sequence can't have the lengths \{'a': 8, 'b': 9\}"):
         shard_sequence({"a": torch.zeros(8), "b": torch.zeros(1, 9)}, four, "ring")
-
-
-def test_one_rank_is_the_whole():
-    x = torch.arange(5)
-    for kind in KINDS:
-        assert shard_sequence(x, Axis(), kind) is x
-        assert unshard_sequence(x, Axis(), kind) is x
-    q, k, v = inputs((4, 2), 1)
-    for kind in KINDS:
-        assert torch.equal(context_attention(q, k, v, kind, Axis()), attention(q, k, v)[0])
 
 
 def check_count():

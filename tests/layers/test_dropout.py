@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import mpcore as mp
 from mpcore import Axis, Dropout
-from mpcore import collectives as c
 from mpcore.layers import seed_dropout
-from mpcore.random import dropout, stream_key
+from mpcore.random import dropout
 from tests.pool import mesh
 
 B, T, D = 4, 12, 10
@@ -45,16 +43,11 @@ def test_pitfall_19_masks_differ_across_samples_tokens_sites_and_seeds():
     model, other = seeded(3), seeded(4)
     here = mask(model.first, samples, shape)
     halves = [
-        (here[0], here[1]),
-        (here[:, 0], here[:, 1]),
-        (here[..., 0], here[..., 1]),
-        (here[..., :32], here[..., 32:]),
-        (here, mask(model.second, samples, shape)),
-        (here, mask(other.first, samples, shape)),
-        (here, mask(model.first, samples + B, shape)),
-        (here, mask(model.first, samples + 2**32, shape)),
+        (here[0], here[1]), (here[:, 0], here[:, 1]), (here[..., 0], here[..., 1]), (here[..., :32], here[..., 32:]),
+        (here, mask(model.second, samples, shape)), (here, mask(other.first, samples, shape)),
+        (here, mask(model.first, samples + B, shape)), (here, mask(model.first, samples + 2**32, shape)),
         (here, here.transpose(1, 2)),
-    ]
+    ]  # fmt: skip
     for i, (a, b) in enumerate(halves):  # independent coins agree half the time: five deviations of n coins
         assert abs(same(a, b) - 0.5) < 2.5 / a.numel() ** 0.5, f"pair {i}"
     assert torch.equal(here, mask(seeded(3).first, samples, shape)), "the same seed and site again"
@@ -133,30 +126,6 @@ def test_gradients_pass_where_values_did():
         assert torch.equal(half != 0, y != 0)
 
 
-def test_recomputation_needs_no_generator_state():
-    site, samples = seeded().first, torch.arange(B)
-    weight = torch.randn(D, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    grads = []
-    for recompute in (False, True):
-        x = torch.ones(B, T, D)
-
-        def f(x):
-            return site(torch.tanh(x @ weight), samples)
-
-        y = checkpoint(f, x, use_reentrant=False, preserve_rng_state=False) if recompute else f(x)
-        torch.rand(3)  # other draws between forward and backward change nothing
-        (grad,) = torch.autograd.grad(y.square().sum(), weight)
-        grads.append(grad)
-    assert torch.equal(*grads)
-
-
-def test_off_in_eval_mode_and_at_zero():
-    x = torch.ones(B, T, D)
-    assert Dropout(0.0)(x) is x
-    assert Dropout(0.5).eval()(x) is x
-    assert Dropout(0.5).extra_repr() == "p=0.5"
-
-
 def test_what_is_missing_is_named():
     x = torch.ones(B, T, D)
     with pytest.raises(ValueError, match=r"dropout has no seed: call mpcore\.layers\.seed_dropout"):
@@ -187,8 +156,7 @@ def test_beside_sequence_parallel_layers_a_dropout_says_which_tokens_it_has():
 
 
 @pytest.mark.parametrize(
-    ("tp", "unit", "sizes"),
-    [(1, 1, [10]), (2, 1, [5, 5]), (2, 2, [6, 4]), (3, 1, [4, 3, 3]), (3, 5, [5, 5, 0])],
+    ("tp", "unit", "sizes"), [(1, 1, [10]), (2, 1, [5, 5]), (2, 2, [6, 4]), (3, 1, [4, 3, 3]), (3, 5, [5, 5, 0])]
 )
 def test_masks_of_sharded_features_are_slices_of_the_whole_mask(tp, unit, sizes):
     samples, x = torch.arange(B), torch.randn(B, T, D, dtype=torch.float64)
@@ -209,26 +177,3 @@ def test_what_does_not_fit_sharded_features_is_named():
         Dropout(0.1, tp=two, sharded_features=D, sequence_parallel=True)
     with pytest.raises(ValueError, match="not a multiple"):
         Dropout(0.1, tp=two, sharded_features=D, unit=4)
-
-
-def test_keys_come_from_the_full_name():
-    model = nn.Sequential(seeded(), nn.ModuleList([seeded()]))
-    seed_dropout(model, 9)
-    keys = [module.key for module in model.modules() if isinstance(module, Dropout)]
-    assert keys == [stream_key(9, name) for name in ("0.first", "0.second", "1.0.first", "1.0.second")]
-    assert len(set(keys)) == 4
-
-
-def check_gradients_of_shards():
-    tp = mesh(tp=2).tp
-    samples = torch.arange(B)
-    dense, sharded = seeded().first, seeded(tp=tp, sequence_parallel=True).first
-    x, y = (torch.ones(B, T, D, requires_grad=True) for _ in range(2))
-    dense(x, samples).square().sum().backward()
-    c.gather(sharded(c.split(y, tp, 1), samples), tp, 1).square().sum().backward()
-    assert torch.equal(x.grad, y.grad)
-
-
-def test_gradients_of_a_cut_sequence_equal_dense(ranks):
-    ranks(2, check_gradients_of_shards)
-    assert Dropout(0.1, tp=Axis(), sequence_parallel=True).sequence_parallel is False

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from mpcore import (
     Axis,
@@ -19,7 +18,7 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.layers import ColumnParallelEmbedding, materialize
 from tests.equality import close, full_gradients, same_model
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 4
 SIZES = [2, 3, 4]
@@ -46,13 +45,6 @@ def test_dense_is_torch_embedding(shape):
     ours(ids).backward(dy)
     torchs(ids).backward(dy)
     close(ours.weight.grad, torchs.weight.grad, "gradient")
-
-
-def test_dense_begins_as_torch_embedding():
-    torch.manual_seed(5)
-    torchs = nn.Embedding(10, D)
-    torch.manual_seed(5)
-    assert torch.equal(VocabParallelEmbedding(10, D).weight, torchs.weight)
 
 
 def check_padding(padding):
@@ -176,7 +168,9 @@ def local_rows():
     return len(table.weight)
 
 
-def check_half(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(4)
+def test_half_precision_is_exact(dtype):
     """One rank holds the row and the others add zeros: exact in any dtype."""
     for sequence in (None, 1):
         dense = VocabParallelEmbedding(10, D, dtype=dtype)
@@ -190,11 +184,6 @@ def check_half(dtype):
         y.sum().backward()
         dense(ids).sum().backward()
         assert torch.equal(full_gradients(sharded)["weight"], full_gradients(dense)["weight"])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_exact(ranks, dtype):
-    ranks(4, check_half, dtype)
 
 
 def check_refusals():
@@ -233,13 +222,6 @@ def test_positions_equal_dense_with_and_without_sequence_parallel(ranks, size):
     for sequence_parallel in (True, False):
         for sequence in (0, 1):
             ranks(size, check_positions, sequence_parallel, sequence)
-
-
-def test_positions_dense_are_a_lookup():
-    table, x = PositionEmbedding(16, D).double(), draw(1, B, T, D)
-    close(table(x).detach(), x + F.embedding(torch.arange(T), table.weight.detach()), "y")
-    with pytest.raises(ValueError, match="sequence length 17 is longer than the model's 16 positions"):
-        table(draw(1, B, 17, D))
 
 
 def test_positions_of_the_whole_sequence_beside_a_shard_are_refused():

@@ -14,7 +14,7 @@ from mpcore import collectives as c
 from mpcore.layers import linear_log_prob, vocab_parallel_log_prob
 from mpcore.layers import loss as module
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 B, T, D, V = 2, 6, 4, 11
@@ -55,7 +55,9 @@ def dense_log_prob(logits, target, softcap):
     return -dense(logits, target, softcap=softcap, reduction="none"), entropy
 
 
-def check_loss(path):
+@pytest.mark.parametrize("path", ["kernels", "torch"])
+@on_ranks(*SIZES)
+def test_both_paths_equal_dense(path):
     tp, target, weight = tp_axis(), draw_target(), draw(6, B, T).abs()
     chosen = module.runs_triton
     module.runs_triton = lambda *_: path == "kernels"
@@ -89,13 +91,8 @@ def check_loss(path):
         module.runs_triton = chosen
 
 
-@pytest.mark.parametrize("path", ["kernels", "torch"])
-@pytest.mark.parametrize("size", SIZES)
-def test_both_paths_equal_dense(ranks, size, path):
-    ranks(size, check_loss, path)
-
-
-def check_log_prob():
+@on_ranks(*SIZES)
+def test_log_probability_and_entropy_equal_dense():
     tp, target = tp_axis(), draw_target()
     for softcap in (0.0, 2.0):
         ours, theirs = (draw(1, B, T, V).requires_grad_() for _ in range(2))
@@ -111,12 +108,9 @@ def check_log_prob():
             close(*grads, f"gradient of outputs {used}", 1e-12)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_log_probability_and_entropy_equal_dense(ranks, size):
-    ranks(size, check_log_prob)
-
-
-def check_compiled(name):
+@pytest.mark.parametrize("name", some("rows", of=["whole", "parts"]))
+@on_ranks(2)
+def test_the_fused_losses_compile_to_one_graph(name):
     """One graph of a fused loss, on the values and gradients of eager."""
     tp, target = tp_axis(), draw_target()
     x, head = draw(1, B, T, D).requires_grad_(), c.split(draw(2, V, D), tp, 0).requires_grad_()
@@ -148,14 +142,6 @@ def check_compiled(name):
             close(got, want, name)
     finally:
         module.runs_triton = chosen
-
-
-@pytest.mark.parametrize("name", some("rows", of=["whole", "parts"]))
-def test_the_fused_losses_compile_to_one_graph(ranks, name):
-    ranks(2, check_compiled, name)
-
-
-# --- head and loss in one -----------------------------------------------------------------------------------------
 
 
 def check_linear(sequence_dim, frozen):
@@ -286,13 +272,9 @@ def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
     monkeypatch.setattr(module.fused, "linear_cross_entropy", lambda *args, chunk_rows, **kw: seen.append(chunk_rows))
     for rank, shard in enumerate((4, 4, 3)):
         linear_cross_entropy(
-            torch.ones(15, 2, dtype=torch.float64),
-            torch.ones(shard, 2),
-            torch.zeros(15, dtype=torch.int64),
-            tp=Axis(3, rank),
-            vocab_size=11,
-            reduction="sum",
-        )
+            torch.ones(15, 2, dtype=torch.float64), torch.ones(shard, 2), torch.zeros(15, dtype=torch.int64),
+            tp=Axis(3, rank), vocab_size=11, reduction="sum",
+        )  # fmt: skip
     assert seen == [5, 5, 5]  # of at most 7, in three chunks
 
 

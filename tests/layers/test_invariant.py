@@ -1,7 +1,4 @@
-"""Layers on an axis with a virtual degree compute what the layers of one rank do: values and every gradient.
-
-tests/training/test_bitwise.py compares layouts with each other, and sees no error that all of them share.
-"""
+"""Layers on an axis with a virtual degree compute what the layers of one rank do: values and every gradient."""
 
 from collections.abc import Callable
 
@@ -22,15 +19,13 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "column": lambda **on: mp.ColumnParallelLinear(D, 16, **on),
     "column, gathered": lambda **on: mp.ColumnParallelLinear(D, 16, bias=False, gather_output=True, **on),
     "column, blocks": lambda **on: mp.ColumnParallelLinear(D, 16, blocks=(4, 12), **on),
-    "row": lambda **on: mp.RowParallelLinear(D, 5, **on),
-    "qkv": lambda **on: mp.QKVParallelLinear(D, 4, 4, 2, **on),
+    "row": lambda **on: mp.RowParallelLinear(D, 5, **on), "qkv": lambda **on: mp.QKVParallelLinear(D, 4, 4, 2, **on),
     "gate and up": lambda **on: mp.GateUpParallelLinear(D, 8, **on),
     "mlp": lambda **on: mp.ParallelMLP(D, 16, "swiglu", **on),
     "mlp, gelu": lambda **on: mp.ParallelMLP(D, 16, "gelu", bias=True, **on),
     "attention": lambda **on: mp.ParallelAttention(D, 4, head_dim=4, **on),
-    "layer norm": lambda **on: mp.LayerNorm(D, **on),
-    "rms norm": lambda **on: mp.RMSNorm(D, **on),
-}
+    "layer norm": lambda **on: mp.LayerNorm(D, **on), "rms norm": lambda **on: mp.RMSNorm(D, **on),
+}  # fmt: skip
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:

@@ -5,12 +5,10 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from mpcore import (
     Axis,
-    ColumnParallelLinear,
     MultiLatentAttention,
     RotaryEmbedding,
     full_state_dict,
@@ -25,16 +23,14 @@ from mpcore.layers import materialize
 from mpcore.layers.attention.sequence import KINDS
 from mpcore.sharding import shardings
 from mpcore.tools.analysis.counts import CommunicationCounter
-from tests.equality import FEWER_SIZES, close, full_gradients, same_model
+from tests.equality import FEWER_SIZES, close, full_gradients
 from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D, H = 2, 12, 6, 5
 NOPE, TURN, V, LATENT, Q = 3, 4, 2, 7, 5  # per head, the widths that turn or not, values; the latents
 SIZES = {"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": TURN, "v_head_dim": V}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 0.9}
-
-
 FACTOR = 1.7  # of the scores, as YaRN has one
 
 
@@ -76,13 +72,10 @@ def paper(p, x, see, places, *, heads=H, interleaved=True, softcap=None, factor=
 
 
 MASKS = {
-    "causal": {},
-    "full": {"causal": False},
-    "documents": {"documents": DOCUMENTS},
-    "window": {"window": 3, "documents": DOCUMENTS},
-    "any": {"mask": sees(T, True, 5, None)},
+    "causal": {}, "full": {"causal": False}, "documents": {"documents": DOCUMENTS},
+    "window": {"window": 3, "documents": DOCUMENTS}, "any": {"mask": sees(T, True, 5, None)},
     "keys": {"mask": torch.arange(T) < torch.tensor([[[5]], [[T]]])},
-}
+}  # fmt: skip
 
 
 def check(options, mask, axes, length=T, rows=B, frozen=()):
@@ -110,7 +103,6 @@ def check(options, mask, axes, length=T, rows=B, frozen=()):
     looks = {name: options[name] for name in ("heads", "interleaved", "softcap", "factor") if name in options}
     want = paper(p, x_paper, see, places, **looks)
     want.backward(draw(2, *want.shape))
-
     tp, cp = axes.get("tp", Axis()), axes.get("cp", Axis())
     part = shard_sequence(x, cp, kind, 1)
     part = part if dim == 1 else part.transpose(0, 1)
@@ -144,7 +136,9 @@ def tp_axis():
     return {"tp": mesh(tp=torch.distributed.get_world_size()).tp}
 
 
-def check_tensor_parallel():
+@on_ranks(*FEWER_SIZES)
+def test_heads_cut_over_tp_are_the_paper():
+    """Of five heads, so that shards are uneven, on each size."""
     for q, mask, sp in itertools.product((None, Q), ("causal", "full", "window"), (False, True)):
         check({"q_lora_rank": q, "sequence_parallel": sp}, mask, tp_axis())
     for q, sp in itertools.product((None, Q), (False, True)):
@@ -156,23 +150,16 @@ def check_tensor_parallel():
         check({"sequence_parallel": sp}, "causal", tp_axis(), rows=0)
 
 
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_heads_cut_over_tp_are_the_paper(ranks, size):
-    """Of five heads, so that shards are uneven, on each size."""
-    ranks(size, check_tensor_parallel)
-
-
-def check_frozen():
+@on_ranks(2)
+def test_pitfall_43_frozen_projections_still_pass_gradients_on():
     cases = [("kv_down.weight",), ("q_down.weight", "q_norm.weight", "q_up.weight"), ("kv_norm.weight", "kv_up.weight")]
     for frozen, sp in itertools.product(cases, (False, True)):
         check({"sequence_parallel": sp}, "causal", tp_axis(), frozen=frozen)
 
 
-def test_pitfall_43_frozen_projections_still_pass_gradients_on(ranks):
-    ranks(2, check_frozen)
-
-
-def check_context(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_every_kind_of_context_takes_values_narrower_than_keys(kind):
     axes = mesh(tp=2, cp=2, cp_inner=2)
     axes = {"tp": axes.tp, "cp": axes.cp}
     for mask, length in (("causal", T), ("full", 9), ("window", T - 1)):
@@ -180,21 +167,10 @@ def check_context(kind):
         check({"context": kind, "sequence_parallel": True, "q_lora_rank": None}, mask, axes, length=T)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_context_takes_values_narrower_than_keys(ranks, kind):
-    ranks(4, check_context, kind)
-
-
-def check_any_mask_in_context():
+@on_ranks(2)
+def test_any_mask_meets_the_keys_of_other_ranks():
     for kind, mask in itertools.product(("alltoall", "allgather"), ("any", "keys")):
         check({"context": kind}, mask, {"cp": mesh(cp=2).cp})
-
-
-def test_any_mask_meets_the_keys_of_other_ranks(ranks):
-    ranks(2, check_any_mask_in_context)
-
-
-# --- Hugging Face's layer -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scaling", [None, YARN, YARN | {"attention_factor": 1.5}], ids=["plain", "yarn", "factor"])
@@ -240,10 +216,11 @@ def test_it_is_the_layer_of_transformers(q_lora_rank, scaling):
         close(mine.grad, other.grad, name)
 
 
-# --- what is sent and what is kept --------------------------------------------------------------------------------
-
-
-def check_messages(q_lora_rank, sp):
+@pytest.mark.parametrize("q_lora_rank", [None, Q])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@on_ranks(2)
+def test_latents_are_what_is_sent(q_lora_rank, sp):
+    """Three messages each way and the output's, and no sum of gradients afterwards but of whole weights under sp."""
     on = mesh(tp=2)
     layer = build_latent(q_lora_rank, sequence_parallel=sp, tp=on.tp)
     x = draw(1, B, T // 2 if sp else T, D).requires_grad_()
@@ -268,13 +245,6 @@ def check_messages(q_lora_rank, sp):
                 grad = layer.get_parameter(name).grad
                 assert not sharding.partial
                 assert torch.equal(*c.all_gather(grad[None], on.tp, 0)), f"{name} is summed differently on each rank"
-
-
-@pytest.mark.parametrize("q_lora_rank", [None, Q])
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-def test_latents_are_what_is_sent(ranks, q_lora_rank, sp):
-    """Three messages each way and the output's, and no sum of gradients afterwards but of whole weights under sp."""
-    ranks(2, check_messages, q_lora_rank, sp)
 
 
 def first(tp, **options):
@@ -304,7 +274,8 @@ def test_pitfall_21_first_weights_and_checkpoints_are_those_of_any_size(ranks, t
         ranks(size, check_load, str(tmp_path))
 
 
-def check_half():
+@on_ranks(4)
+def test_half_precision_is_as_near_on_four_ranks_as_on_one():
     """bfloat16 on many ranks is no further from the exact result than twice what one rank is."""
     torch.manual_seed(1)
     exact = build_latent(heads=8)
@@ -321,13 +292,6 @@ def check_half():
     assert errors[1] <= 2 * errors[0]
 
 
-def test_half_precision_is_as_near_on_four_ranks_as_on_one(ranks):
-    ranks(4, check_half)
-
-
-# --- as a module --------------------------------------------------------------------------------------------------
-
-
 def test_views_copies_and_places_of_ones_own():
     layer = build_latent()
     x = draw(1, B, T, D)
@@ -339,54 +303,6 @@ def test_views_copies_and_places_of_ones_own():
     assert not torch.allclose(layer(x, positions=2 * index), y)
     assert not torch.allclose(build_latent(scaling=YARN)(x), y)
     assert layer(x[:, :0]).shape == (B, 0, D)
-
-
-def test_narrow_values_take_no_memory_of_all_pairs():
-    """Of what is kept for backward, nothing grows with the square of the tokens."""
-    layer, kept = build_latent().float(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layer(torch.zeros(1, 256, D)).sum().backward()
-    assert 0 < max(t.numel() for t in kept) < 256 * 256
-
-
-def test_without_a_table_nothing_turns():
-    layer = build_latent(rope=None)
-    x = draw(1, B, T, D)
-    want = paper(dict(layer.named_parameters()), x, sees(T, True, None, None), torch.zeros(T))
-    close(layer(x).detach(), want.detach(), "y")
-
-
-class LoRA(nn.Module):
-    """What a projection gives, and a correction of low rank, cut as it is."""
-
-    def __init__(self, base, up):
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2, bias=False).double(), up.double()
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def check_wrapped():
-    def build(**axes):
-        layer = build_latent(**axes)
-        for name in ("q_up", "kv_up"):
-            base = getattr(layer, name).requires_grad_(False)
-            up = ColumnParallelLinear(2, base.out_features, False, unit=base.out_features // H, **axes)
-            setattr(layer, name, LoRA(base, up))
-        return layer
-
-    def run(layer):
-        x = draw(1, B, T, D).requires_grad_()
-        y = layer(x)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(build, run, **tp_axis())
-
-
-def test_projections_may_be_wrapped(ranks):
-    ranks(2, check_wrapped)
 
 
 def test_what_does_not_fit_is_refused():

@@ -22,7 +22,7 @@ from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.layers.overlap import overlap_communication
 from mpcore.sharding.declare import Shard, cut
 from tests.equality import FEWER_SIZES, close, same_model
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 IN, B, T = 6, 2, 12
 SIZES = [2, 3, 4]
@@ -34,9 +34,6 @@ def draw(seed, *shape):
 
 def tp_axis():
     return mesh(tp=torch.distributed.get_world_size()).tp
-
-
-# --- dense: torch's own layer is the truth ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -54,25 +51,6 @@ def test_dense_is_torch_linear(kind, bias, shape):
     close(x.grad, x_torch.grad, "dx")
     for name, p in ours.named_parameters():
         close(p.grad, torchs.get_parameter(name).grad, name)
-
-
-def test_dense_begins_as_torch_linear():
-    torch.manual_seed(5)
-    torchs = nn.Linear(IN, 10)
-    for kind in (ColumnParallelLinear, RowParallelLinear):
-        torch.manual_seed(5)
-        assert torch.equal(kind(IN, 10).weight, torchs.weight)
-
-
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_state_dicts_of_torch_linear_load(kind):
-    torchs, ours = nn.Linear(IN, 10), kind(IN, 10)
-    ours.load_state_dict(torchs.state_dict())
-    torchs.load_state_dict(ours.state_dict())
-    assert ours.state_dict().keys() == {"weight", "bias"}
-
-
-# --- sharded equals dense -----------------------------------------------------------------------------------------
 
 
 def check_column(out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=(), overlap=False):
@@ -99,7 +77,8 @@ def check_column(out, bias, gather_output, sequence, regather, shape, expanded=F
     same_model(build, run, tp=tp_axis())
 
 
-def check_column_options():
+@on_ranks(*FEWER_SIZES)
+def test_column_parallel_equals_dense_with_every_option():
     for out, bias, gather_output in itertools.product([10, 12], [True, False], [True, False]):
         check_column(out, bias, gather_output, None, False, (B, T, IN))
         for sequence, regather in itertools.product([0, 1], [True, False]):
@@ -107,33 +86,11 @@ def check_column_options():
             check_column(out, bias, gather_output, sequence, regather, shape)
 
 
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_column_parallel_equals_dense_with_every_option(ranks, size):
-    ranks(size, check_column_options)
-
-
-def check_column_shapes():
-    for shape in [(IN,), (1, IN), (1, 1, IN), (0, IN), (B, 0, IN), (2, 1, 3, IN)]:
-        check_column(10, True, False, None, False, shape)
-    for shape, dim in [((B, 4, IN), 1), ((4, 1, IN), 0), ((4, IN), 0), ((0, 4, IN), 1)]:
-        check_column(10, True, False, dim, False, shape)
-        check_column(10, True, True, dim, True, shape, expanded=True)
-    check_column(10, True, True, None, False, (B, T, IN), expanded=True)
-
-
-def test_column_parallel_of_one_token_of_none_and_of_any_rank(ranks):
-    ranks(4, check_column_shapes)
-
-
-def check_column_frozen():
+@on_ranks(2, 4)
+def test_pitfall_43_frozen_weights_still_pass_the_summed_gradient_on():
     for sequence, regather in [(None, False), (1, False), (1, True)]:
         for frozen in [("weight",), ("bias",), ("weight", "bias")]:
             check_column(10, True, False, sequence, regather, (B, T, IN), frozen=frozen)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_pitfall_43_frozen_weights_still_pass_the_summed_gradient_on(ranks, size):
-    ranks(size, check_column_frozen)
 
 
 def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, frozen=(), overlap=False, grad=True):
@@ -159,19 +116,16 @@ def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, froz
     same_model(build, run, tp=tp_axis())
 
 
-def check_row_options():
+@on_ranks(*SIZES)
+def test_row_parallel_equals_dense_with_every_option():
     for inner, bias, parallel_input in itertools.product([10, 12], [True, False], [True, False]):
         check_row(inner, bias, parallel_input, None, (B, T))
         check_row(inner, bias, parallel_input, 1, (B, T))
         check_row(inner, bias, parallel_input, 0, (T, B))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_row_parallel_equals_dense_with_every_option(ranks, size):
-    ranks(size, check_row_options)
-
-
-def check_row_shapes():
+@on_ranks(4)
+def test_row_parallel_of_one_token_of_none_of_any_rank_and_frozen():
     for shape in [(), (1,), (1, 1), (0,), (B, 0), (2, 1, 3)]:
         check_row(10, True, True, None, shape)
     for shape, dim in [((B, 4), 1), ((4, 1), 0), ((4,), 0), ((0, 4), 1)]:
@@ -180,10 +134,6 @@ def check_row_shapes():
     for frozen in [("weight",), ("bias",), ("weight", "bias")]:
         check_row(10, True, True, None, (B, T), frozen=frozen)
         check_row(10, True, True, 1, (B, T), frozen=frozen)
-
-
-def test_row_parallel_of_one_token_of_none_of_any_rank_and_frozen(ranks):
-    ranks(4, check_row_shapes)
 
 
 def check_overlap(size):
@@ -207,7 +157,9 @@ def test_overlapped_communication_equals_dense(ranks, size):
     ranks(size, check_overlap, size)
 
 
-def check_pair(sequence):
+@pytest.mark.parametrize("sequence", [None, 0])
+@on_ranks(*SIZES)
+def test_a_residual_pair_used_twice_equals_dense(sequence):
     """The usual pair, one bias each, and an input that several consumers share."""
 
     class Pair(nn.Module):
@@ -228,13 +180,8 @@ def check_pair(sequence):
     same_model(Pair, run, tp=tp_axis())
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("sequence", [None, 0])
-def test_a_residual_pair_used_twice_equals_dense(ranks, size, sequence):
-    ranks(size, check_pair, sequence)
-
-
-def check_noncontiguous():
+@on_ranks(2)
+def test_pitfall_03_strided_inputs_and_expanded_gradients():
     tp = tp_axis()
     column, row = ColumnParallelLinear(IN, 10, tp=tp).double(), RowParallelLinear(10, 5, tp=tp).double()
     gathering = ColumnParallelLinear(IN, 10, tp=tp, sequence_parallel=True, sequence_dim=0).double()
@@ -259,11 +206,9 @@ def check_noncontiguous():
                 close(got, want, type(layer).__name__)
 
 
-def test_pitfall_03_strided_inputs_and_expanded_gradients(ranks):
-    ranks(2, check_noncontiguous)
-
-
-def check_half(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks(4)
+def test_half_precision_keeps_its_dtype_and_is_exact_where_it_can_be(dtype):
     """Small integers are exact in 8 bits, so that half precision must agree to the bit: sums, biases and all."""
     tp = tp_axis()
     torch.manual_seed(0)
@@ -307,12 +252,8 @@ def check_half(dtype):
             assert torch.equal(results[1][name], want), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_keeps_its_dtype_and_is_exact_where_it_can_be(ranks, dtype):
-    ranks(4, check_half, dtype)
-
-
-def check_constant_bias():
+@on_ranks(4)
+def test_pitfall_18_a_row_bias_is_added_once():
     for sequence_parallel in (False, True):
         row = RowParallelLinear(8, 5, tp=tp_axis(), sequence_parallel=sequence_parallel, sequence_dim=0)
         with torch.no_grad():
@@ -324,12 +265,6 @@ def check_constant_bias():
         reduce_gradients(row)
         assert torch.equal(row.bias.grad, torch.full((5,), 4.0))
 
-
-def test_pitfall_18_a_row_bias_is_added_once(ranks):
-    ranks(4, check_constant_bias)
-
-
-# --- fused projections --------------------------------------------------------------------------------------------
 
 QKV_HEADS = {  # (heads, kv heads, tp): query heads and kv heads of each rank, the local kv head each query reads
     (8, 8, 4): ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1]] * 4),
@@ -391,21 +326,17 @@ def test_gate_up_and_qkv_dense_are_torch_linear():
         close(layer(x).detach(), F.linear(x, layer.weight, layer.bias).detach(), "y")
 
 
-# --- gathering for a replicated consumer --------------------------------------------------------------------------
-
-
-def check_replicated_consumer():
+@on_ranks(*SIZES)
+def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence():
     """After `gather` every rank does the same; after `all_gather` each does its part. Either way the dense gradient."""
     tp = tp_axis()
     whole, router, dy = draw(1, T, IN), draw(2, IN, 4), draw(3, T, 4)
     dense, dense_router = whole.clone().requires_grad_(), router.clone().requires_grad_()
     ((dense @ dense_router).softmax(-1) * dy).sum().backward()
-
     x, w = whole.clone().requires_grad_(), router.clone().requires_grad_()
     ((c.gather(c.split(x, tp, 0), tp, 0) @ w).softmax(-1) * dy).sum().backward()
     close(x.grad, dense.grad, "dx after gather")
     close(w.grad, dense_router.grad, "router gradient after gather")
-
     x, w = whole.clone().requires_grad_(), router.clone().requires_grad_()
     probabilities = (c.all_gather(c.split(x, tp, 0), tp, 0) @ w).softmax(-1)
     part = (tp.rank + 1) % tp.size  # another rank's tokens
@@ -413,14 +344,6 @@ def check_replicated_consumer():
     (probabilities[mine] * dy[mine]).sum().backward()
     close(x.grad, dense.grad, "dx after all_gather")
     close(c.all_reduce(w.grad, tp), dense_router.grad, "router gradient after all_gather")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence(ranks, size):
-    ranks(size, check_replicated_consumer)
-
-
-# --- refusals -----------------------------------------------------------------------------------------------------
 
 
 def check_refusals():
@@ -518,7 +441,9 @@ def test_second_derivatives_are_right_or_refused(ranks):
     assert torch.autograd.gradgradcheck(layer, (draw(1, 2, IN).requires_grad_(),))
 
 
-def check_in_place(main):
+@pytest.mark.parametrize("main", [False, True])
+@on_ranks(1, 2)
+def test_outputs_can_be_written_to_as_those_of_torch_linear(main):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     layers = [ColumnParallelLinear(8, 6, tp=tp), RowParallelLinear(8, 6, tp=tp, input_is_parallel=False)]
     for layer, overlap in itertools.product(layers, [False, True]):
@@ -531,12 +456,6 @@ def check_in_place(main):
         F.relu(y, inplace=True)
         assert torch.equal(y, want)
         y.sum().backward()
-
-
-@pytest.mark.parametrize("main", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_outputs_can_be_written_to_as_those_of_torch_linear(ranks, size, main):
-    ranks(size, check_in_place, main)
 
 
 def test_without_autocast_another_dtype_is_refused_as_by_torch():

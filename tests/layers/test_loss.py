@@ -21,7 +21,7 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
 from tests.equality import close, full_gradients
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T = 2, 5
 SIZES = [1, 2, 3, 4]
@@ -65,7 +65,8 @@ def compare(full, target, tolerance=1e-12, **options):
     close(ours.grad, theirs.grad, f"gradient {options}", tolerance)
 
 
-def check_options():
+@on_ranks(*SIZES)
+def test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary():
     target = draw_ids(2, 10, B, T)
     some = target.clone()
     some[0, :3] = -100
@@ -79,12 +80,8 @@ def check_options():
             compare(draw(1, B, T, vocab), ids, ignore_index=ignored, **options)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary(ranks, size):
-    ranks(size, check_options)
-
-
-def check_shapes():
+@on_ranks(*SIZES)
+def test_any_rank_one_token_and_none():
     compare(draw(1, 1, 10), draw_ids(2, 10, 1))
     compare(draw(1, 2, 3, 4, 10), draw_ids(2, 10, 2, 3, 4), label_smoothing=0.1)
     tp = tp_axis()
@@ -95,23 +92,15 @@ def check_shapes():
     assert logits.grad.shape == logits.shape
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_any_rank_one_token_and_none(ranks, size):
-    ranks(size, check_shapes)
-
-
-def check_big_vocabulary():
+@on_ranks(*SIZES)
+def test_pitfall_17_vocabulary_50257_equals_dense():
     target = draw_ids(2, 50257, 3)
     target[0] = 50256
     compare(draw(1, 3, 50257), target, label_smoothing=0.1, z_loss=1e-4)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_17_vocabulary_50257_equals_dense(ranks, size):
-    ranks(size, check_big_vocabulary)
-
-
-def check_inputs_kept():
+@on_ranks(1, 2, 4)
+def test_pitfall_04_logits_are_never_changed_and_can_be_used_again():
     tp = tp_axis()
     whole, target = draw(1, B, T, 12).float(), draw_ids(2, 12, B, T)
     shard = c.split(whole, tp, -1)
@@ -125,7 +114,6 @@ def check_inputs_kept():
         assert torch.equal(leaf.detach(), before), "logits were changed"
         assert torch.equal(logits, before), "logits were changed"
         assert torch.equal(ids, target), "targets were changed"
-
     ours, theirs = (whole.double().clone().requires_grad_() for _ in range(2))
     logits = c.split(ours, tp, -1)
     loss = vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=12)
@@ -139,12 +127,8 @@ def check_inputs_kept():
     close(ours.grad, theirs.grad, "gradient of all three uses")
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_pitfall_04_logits_are_never_changed_and_can_be_used_again(ranks, size):
-    ranks(size, check_inputs_kept)
-
-
-def check_gap():
+@on_ranks(*SIZES)
+def test_pitfall_06_a_gap_of_200_between_logits_stays_finite():
     logits = torch.zeros(3, 12, dtype=torch.float64)
     logits[0, 0], logits[1, 11], logits[2, 5] = 200.0, 200.0, -200.0
     for target in (torch.tensor([11, 0, 5]), torch.tensor([0, 11, 4])):
@@ -153,27 +137,17 @@ def check_gap():
     tp = tp_axis()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loss = vocab_parallel_cross_entropy(
-            c.split(logits.to(dtype), tp, -1),
-            torch.tensor([11, 0, 5]),
-            tp=tp,
-            vocab_size=12,
-            label_smoothing=0.1,
+            c.split(logits.to(dtype), tp, -1), torch.tensor([11, 0, 5]), tp=tp, vocab_size=12, label_smoothing=0.1,
             reduction="none",
-        )
+        )  # fmt: skip
         close(
-            loss.double(),
-            reference(logits, torch.tensor([11, 0, 5]), label_smoothing=0.1, reduction="none"),
-            "loss",
+            loss.double(), reference(logits, torch.tensor([11, 0, 5]), label_smoothing=0.1, reduction="none"), "loss",
             1e-6,
-        )
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_06_a_gap_of_200_between_logits_stays_finite(ranks, size):
-    ranks(size, check_gap)
-
-
-def check_masked_shards():
+@on_ranks(*SIZES)
+def test_shards_without_any_finite_logit_have_no_probability():
     """Logits of minus infinity, up to all that a rank holds: the forbidden words of a constrained vocabulary."""
     for first, last in ((0, 3), (3, 12), (0, 1), (9, 12)):
         logits = draw(1, 4, 12)
@@ -182,12 +156,8 @@ def check_masked_shards():
         compare(logits, torch.tensor([allowed[0], allowed[-1], allowed[0], -100]), z_loss=0.01)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_shards_without_any_finite_logit_have_no_probability(ranks, size):
-    ranks(size, check_masked_shards)
-
-
-def check_mean():
+@on_ranks(*SIZES)
+def test_pitfall_07_the_mean_is_over_tokens_that_count_and_zero_without_any():
     logits = draw(1, 4, 12)
     logits[0] = 0
     logits[0, 7] = 300  # predicted perfectly: its loss is 0, and it counts
@@ -198,7 +168,6 @@ def check_mean():
     mean = vocab_parallel_cross_entropy(c.split(logits, tp, -1), target, tp=tp, vocab_size=12)
     assert each[0] == 0
     close(mean, each.sum() / 3, "mean over the three that count")
-
     leaf = c.split(logits, tp, -1).requires_grad_()
     for reduction in ("mean", "sum", "none"):
         leaf.grad = None
@@ -210,12 +179,8 @@ def check_mean():
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_07_the_mean_is_over_tokens_that_count_and_zero_without_any(ranks, size):
-    ranks(size, check_mean)
-
-
-def check_ignored():
+@on_ranks(*SIZES)
+def test_pitfall_08_an_ignored_target_has_loss_0_and_gradient_0():
     tp = tp_axis()
     terms = {"label_smoothing": 0.1, "z_loss": 0.1}
     for ignored, held, more in itertools.product(
@@ -236,12 +201,9 @@ def check_ignored():
         assert leaf.grad[::2].any(dim=-1).all()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_pitfall_08_an_ignored_target_has_loss_0_and_gradient_0(ranks, size):
-    ranks(size, check_ignored)
-
-
-def check_dtypes(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@on_ranks(1, 2, 4)
+def test_pitfall_09_gradients_keep_the_dtype_and_its_precision(dtype):
     """The gradient is the exact one, rounded once to the dtype of the logits."""
     tp = tp_axis()
     whole, target = draw(1, B, T, 12).to(dtype), draw_ids(2, 12, B, T)
@@ -261,13 +223,8 @@ def check_dtypes(dtype):
     assert (error <= once + 1e-6 * exact.grad.abs().max()).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_pitfall_09_gradients_keep_the_dtype_and_its_precision(ranks, size, dtype):
-    ranks(size, check_dtypes, dtype)
-
-
-def check_gathered():
+@on_ranks(2, 3, 4)
+def test_pitfall_10_gathered_logits_are_refused():
     tp = tp_axis()
     whole, target = draw(1, B, T, 12), draw_ids(2, 12, B, T)
     criterion = VocabParallelCrossEntropy(12, tp=tp, label_smoothing=0.1)
@@ -281,12 +238,8 @@ def check_gathered():
     close(VocabParallelCrossEntropy(12, label_smoothing=0.1)(whole, target), want, "loss of all, on no axis")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_pitfall_10_gathered_logits_are_refused(ranks, size):
-    ranks(size, check_gathered)
-
-
-def check_bad_targets():
+@on_ranks(2)
+def test_bad_targets_and_second_derivatives_are_refused_on_every_rank():
     tp = tp_axis()
     logits = c.split(draw(1, 3, 12), tp, -1)
     for bad in (12, 13, -1):
@@ -306,17 +259,6 @@ def check_bad_targets():
         torch.autograd.grad(loss, leaf, create_graph=True)
 
 
-def test_a_vocabulary_that_leaves_a_rank_without_columns_is_refused_by_all():
-    for rank in range(4):
-        logits = torch.zeros(2, int(rank < 3))
-        with pytest.raises(ValueError, match="the vocabulary 3 is smaller than the tp size 4: some ranks would hold"):
-            vocab_parallel_cross_entropy(logits, torch.tensor([0, 1]), tp=Axis(4, rank, None, "tp"), vocab_size=3)
-
-
-def test_bad_targets_and_second_derivatives_are_refused_on_every_rank(ranks):
-    ranks(2, check_bad_targets)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -328,9 +270,6 @@ def test_bad_targets_and_second_derivatives_are_refused_on_every_rank(ranks):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), **options)
-
-
-# --- normalised once ----------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -353,11 +292,9 @@ def check_normalised_once(sizes, counts, micro_batches):
     for row, count in enumerate(counts):
         keep = torch.randperm(columns, generator=torch.Generator().manual_seed(row))[:count]
         target[row] = torch.full((columns,), -100).scatter(0, keep, target[row, keep])
-
     dense = Model().double()
     want = dense.loss_sum(ids, target) / max(sum(counts), 1)
     want.backward()
-
     model = Model(tp=m.tp).double()
     load_full_state_dict(model, full_state_dict(dense))
     height, width = rows // m.dp.size, columns // m.cp.size
@@ -389,7 +326,8 @@ def test_pitfall_25_one_token_that_counts_among_all_the_ranks(ranks, sizes):
         ranks(2 if sizes == {"cp": 2} else 4, check_normalised_once, sizes, counts, 1)
 
 
-def check_backward_twice():
+@on_ranks(*SIZES)
+def test_backward_may_run_twice_over_a_kept_graph():
     tp = tp_axis()
     logits = c.split(draw(1, 6, 12), tp, -1).detach().requires_grad_()
     loss = vocab_parallel_cross_entropy(
@@ -402,7 +340,8 @@ def check_backward_twice():
     assert torch.equal(second, kept)
 
 
-def check_saved_operators():
+@on_ranks(2)
+def test_a_checkpoint_may_keep_every_operator_of_a_loss():
     """A policy that keeps every operator's output finds in a second forward what the first one made."""
     tp = tp_axis()
     logits = c.split(draw(3, 4, 13), tp, -1).detach().requires_grad_()
@@ -413,12 +352,3 @@ def check_saved_operators():
     y = checkpoint(lambda x: loss(x * 1), logits, use_reentrant=False, context_fn=contexts)
     (got,) = torch.autograd.grad(y, logits)
     assert torch.equal(got, want)
-
-
-def test_a_checkpoint_may_keep_every_operator_of_a_loss(ranks):
-    ranks(2, check_saved_operators)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_backward_may_run_twice_over_a_kept_graph(ranks, size):
-    ranks(size, check_backward_twice)

@@ -11,21 +11,18 @@ from mpcore import Axis, ParallelMLP
 from mpcore import collectives as c
 from mpcore.tools.invariant import TreeSums, make_invariant
 from tests.equality import FEWER_SIZES, close, same_model
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 4
 FORMULAS = {
     "swiglu": lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
     "geglu": lambda h: F.gelu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
     "geglu_tanh": lambda h: F.gelu(h[..., : h.shape[-1] // 2], approximate="tanh") * h[..., h.shape[-1] // 2 :],
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-    "relu": lambda h: torch.clamp(h, min=0),
-    "silu": lambda h: h / (1 + torch.exp(-h)),
-    "relu_squared": lambda h: torch.clamp(h, min=0) ** 2,
+    "gelu": F.gelu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "relu": lambda h: torch.clamp(h, min=0),
+    "silu": lambda h: h / (1 + torch.exp(-h)), "relu_squared": lambda h: torch.clamp(h, min=0) ** 2,
     F.glu: lambda h: h[..., : h.shape[-1] // 2] * torch.sigmoid(h[..., h.shape[-1] // 2 :]),
     nn.Tanh(): lambda h: 1 - 2 / (torch.exp(2 * h) + 1),
-}
+}  # fmt: skip
 SHARDED = ("geglu", "gelu", "relu_squared", F.glu, nn.Tanh())  # a kind each, of two and of one projection
 
 
@@ -69,7 +66,8 @@ def check_mlp(activation, hidden, bias, sequence, shape, frozen=False):
     same_model(build, run, tp=mesh(tp=torch.distributed.get_world_size()).tp)
 
 
-def check_all():
+@on_ranks(*FEWER_SIZES)
+def test_sharded_equals_dense_for_every_activation():
     for activation, hidden, bias in itertools.product(SHARDED, (12, 10), (True, False)):
         check_mlp(activation, hidden, bias, None, (B, T))
         check_mlp(activation, hidden, bias, 1, (B, T))
@@ -79,11 +77,6 @@ def check_all():
         check_mlp(activation, 10, True, None, (0, T))
         check_mlp(activation, 10, True, None, (B, T), frozen=True)
         check_mlp(activation, 10, True, 1, (B, T), frozen=True)
-
-
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_sharded_equals_dense_for_every_activation(ranks, size):
-    ranks(size, check_all)
 
 
 def test_what_is_unknown_or_too_small_is_refused():

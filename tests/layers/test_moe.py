@@ -16,50 +16,32 @@ from mpcore import collectives as c
 from mpcore.checkpoint import load, save
 from mpcore.gradients import drop_gradients, grad_norm, reduce_gradients
 from mpcore.gradients.accumulate import mark_reduced
-from mpcore.layers import GroupedLinear, materialize, upcycle, update_routers
-from mpcore.layers.linear_fp8 import Fp8Product
+from mpcore.layers import materialize, upcycle, update_routers
 from mpcore.layers.moe import DispatchBounds
-from mpcore.layers.moe import experts as moe_module
-from mpcore.layers.moe.router import AUX_LOSSES, Router
-from mpcore.parallel import convert_to_fp8
+from mpcore.layers.moe.router import AUX_LOSSES
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.sync import set_gradient_sync
 from mpcore.sharding import shardings
-from mpcore.sharding.declarations import add_partial
-from mpcore.sharding.declare import cut
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 B, T, D, HIDDEN, E, K = 4, 8, 4, 3, 4, 2
 SCALE = 0.37
 REAL = 5  # of T tokens, where some are padding
 LAYOUTS = [
-    {},
-    {"tp": 2, "etp": 1},
-    {"tp": 2},
-    {"dp": 2, "etp": 2},
-    {"dp": 2, "ep": 2},
-    {"tp": 2, "etp": 1, "ep": 2},
-    {"cp": 2, "ep": 2},
-    {"tp": 2, "dp": 2, "etp": 1, "ep": 2},
-    {"tp": 2, "dp": 2, "ep": 2},
-    {"dp": 4, "etp": 2, "ep": 2},
-    {"dp": 4, "ep": 4},
-    {"tp": 2, "cp": 2, "etp": 1, "ep": 4},
-]
+    {}, {"tp": 2, "etp": 1}, {"tp": 2}, {"dp": 2, "etp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 1, "ep": 2},
+    {"cp": 2, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2},
+    {"dp": 4, "etp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"tp": 2, "cp": 2, "etp": 1, "ep": 4},
+]  # fmt: skip
 LONG = LAYOUTS[6:9] + LAYOUTS[10:11]
-WIDE_LAYOUTS = [{"dp": 4, "cp": 2, "etp": 2, "ep": 4}, {"tp": 2, "dp": 2, "cp": 2, "etp": 2, "ep": 4}]
 BALANCES = [
-    {},
-    {"aux_loss": "sequence"},
-    {"aux_loss": "micro_batch", "z_loss": 0.3},
-    {"aux_loss": "global"},
+    {}, {"aux_loss": "sequence"}, {"aux_loss": "micro_batch", "z_loss": 0.3}, {"aux_loss": "global"},
     {"bias_rate": 0.1, "score": "sigmoid", "routed_scale": 2.5},
     {"bias_rate": 0.1, "aux_loss": "sequence", "score": "sigmoid", "groups": 2, "top_groups": 1, "normalize": False},
-]
+]  # fmt: skip
 WAYS = list(itertools.product((None, 0.75), ("all_gather", "all_to_all")))
 INPUTS = ("plain", "one expert takes all", "an expert is empty", "padded", "a rank has none", "ties")
 
@@ -197,13 +179,8 @@ def test_every_layout_in_all_combinations(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, None, timeout=600)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", WIDE_LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()))
-def test_four_ranks_of_two_halves_of_experts(eight_ranks, sizes):
-    eight_ranks(8, check_layout, sizes, None, timeout=600)
-
-
-def check_odd_and_small():
+@on_ranks(4)
+def test_any_number_of_tokens():
     """Token counts that tp doesn't divide, one token, none at all: the dense layer's values and gradients."""
     m = mesh(tp=4, etp=2, ep=2)
     axes = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
@@ -227,34 +204,11 @@ def check_odd_and_small():
             close(got[name], gradient, name)
 
 
-def test_any_number_of_tokens(ranks):
-    ranks(4, check_odd_and_small)
-
-
 def build(sizes=None, **options):
     axes = {} if sizes is None else {name: getattr(mesh(**sizes), name) for name in ("tp", "ep", "etp", "cp", "data")}
     moe = ParallelMoE(D, HIDDEN, E, **{"top_k": K, "dtype": torch.float64, **options}, **axes)
     load_full_state_dict(moe, weights(options, "plain", options.get("shared_experts", 0)))
     return moe
-
-
-@pytest.mark.parametrize("aux_loss", ["sequence", "global"])
-def test_pitfall_27_micro_batches_and_padding_change_no_balance_loss(aux_loss):
-    """One micro-batch, four, and four of sequences padded to twice their length: one and the same gradient."""
-    x = draw(8, B, T, D)
-    found = []
-    for each, length in ((B, T), (1, T), (1, 2 * T)):
-        moe = build(aux_loss=aux_loss, aux_coefficient=0.5, z_loss=0.1, capacity_factor=1.0)
-        padded = torch.cat([x, 7 * draw(10, B, length - T, D)], 1)
-        mask = torch.arange(length).expand(B, length) < T
-        for rows in range(0, B, each):
-            y = moe(padded[rows : rows + each], mask=mask[rows : rows + each], loss_scale=1 / (B * T))
-            (y[:, :T] * draw(9, B, T, D)[rows : rows + each]).sum().backward()
-        statistics = update_routers(moe, Mesh())["router"]
-        found.append(full_gradients(moe) | statistics._asdict())
-    for other in found[1:]:
-        for name, value in found[0].items():
-            close(other[name], value, name)
 
 
 def check_balance(sizes):
@@ -310,22 +264,6 @@ def test_pitfall_27_the_scale_of_the_main_loss_is_that_of_the_balance_losses():
         gradients.append(moe.router.weight.grad)
     assert gradients[0].abs().max() > 1e-3
     close(2 * gradients[0], gradients[1], "gradient")
-
-
-def test_pitfall_22_recomputation_changes_no_bit_and_counts_once():
-    results = []
-    for recompute in (False, True):
-        moe = build(aux_loss="sequence", bias_rate=0.1, jitter=0.1, capacity_factor=1.0)
-        moe.router.key = 5
-        x = draw(8, B, T, D).requires_grad_()
-        options = {"samples": torch.arange(B), "loss_scale": 0.1}
-        y = checkpoint(moe, x, use_reentrant=False, **options) if recompute else moe(x, **options)
-        y.square().sum().backward()
-        statistics = update_routers(moe, Mesh())["router"]
-        assert statistics.tokens_per_expert.sum() == B * T * K
-        results.append([y, x.grad, *full_gradients(moe).values(), *statistics, moe.router.expert_bias])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("balance", [{"bias_rate": 0.1}, {"aux_loss": "global"}])
@@ -443,16 +381,6 @@ def test_nan_stays_with_its_token(ranks, sizes):
     ranks(world(sizes), check_nan, sizes)
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0}, {"aux_loss": "global", "bias_rate": 0.1}])
-def test_a_forward_and_backward_need_no_values(options):
-    """On the meta device there is nothing to read: with the kernels' operators all shapes are known beforehand."""
-    moe = ParallelMoE(D, HIDDEN, E, top_k=K, device="meta", **options)
-    x = torch.empty(B, T, D, device="meta", requires_grad=True)
-    moe(x, loss_scale=torch.empty(B, device="meta")).sum().backward()
-    assert x.grad.shape == x.shape
-    assert all(p.grad is not None for p in moe.parameters() if p.requires_grad)
-
-
 class Messages(TorchDispatchMode):
     """Bytes of each collective's input."""
 
@@ -465,16 +393,6 @@ class Messages(TorchDispatchMode):
         if str(func).startswith("_c10d_functional") and name != "wait_tensor":
             self.sent.append((name, args[0].numel() * args[0].element_size()))
         return func(*args, **(kwargs or {}))
-
-
-def test_experts_and_router_begin_as_torch_linear():
-    experts = moe_module.Experts(E, D, HIDDEN)
-    for layer, inputs in ((experts.gate_up, D), (experts.down, HIDDEN), (Router(D, 64, K), D)):
-        torch.manual_seed(5)
-        torchs = torch.nn.Linear(inputs, layer.weight.numel() // inputs).weight
-        torch.manual_seed(5)
-        layer.inits["weight"](layer.weight.detach())
-        assert torch.equal(layer.weight, torchs.view_as(layer.weight))
 
 
 def check_checkpoint(path, sizes, write):
@@ -507,27 +425,6 @@ def test_a_checkpoint_is_read_on_any_layout(ranks, tmp_path, sizes):
         for got, want in ((got_state, state), (got_slots, slots)):
             assert got.keys() == want.keys()
             assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-def check_written(path, sizes):
-    m = mesh(**sizes)
-    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"0": build(sizes, bias_rate=0.1)})})
-    save(path, model, None, mesh=m, step=0, sample=0, seed=0)
-
-
-def test_any_layout_writes_the_same_checkpoint(ranks, tmp_path):
-    for i, sizes in enumerate(({"tp": 2, "etp": 1}, {"tp": 2, "dp": 2, "etp": 1, "ep": 4}, {"dp": 4, "ep": 2})):
-        ranks(world(sizes), check_written, tmp_path / str(i), sizes)
-        [(state, _)] = ranks(1, check_read, tmp_path / str(i))
-        for name, value in weights({"bias_rate": 0.1}, "plain").items():
-            assert torch.equal(state[f"blocks.0.{name}"], value), name
-
-
-def check_read(path):
-    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleDict({"0": ParallelMoE(
-        D, HIDDEN, E, top_k=K, bias_rate=0.1, dtype=torch.float64)})})  # fmt: skip
-    load(path, model, mesh=mesh())
-    return full_state_dict(model), None
 
 
 def check_norm(sizes):
@@ -608,19 +505,17 @@ def test_upcycling_begins_with_the_dense_models_output():
         ({"etp": Axis(4, 0, None, "etp")}, "hidden_dim 3 is smaller than the etp size 4"),
         ({"capacity_factor": 0.0}, "capacity_factor 0.0 is not positive"),
         ({"capacity_factor": float("nan")}, "capacity_factor nan is not positive"),
-        ({"score": "tanh"}, "score 'tanh' is neither"),
-        ({"aux_loss": "batch"}, "aux_loss 'batch' is none of"),
+        ({"score": "tanh"}, "score 'tanh' is neither"), ({"aux_loss": "batch"}, "aux_loss 'batch' is none of"),
         ({"groups": 3}, "4 experts are not a multiple of 3 groups"),
         ({"groups": 2, "top_groups": 3}, "top_groups 3 is not between 1 and the number of groups 2"),
         ({"groups": 4, "top_groups": 1}, "top_k 2 is more than the 1 experts of 1 groups of 1"),
         ({"routed_scale": 0.0}, "routed_scale 0.0 is not positive"),
-        ({"jitter": 1.0}, r"jitter 1.0 is not in \[0, 1\)"),
-        ({"z_loss": -1.0}, "z_loss -1.0 is negative"),
+        ({"jitter": 1.0}, r"jitter 1.0 is not in \[0, 1\)"), ({"z_loss": -1.0}, "z_loss -1.0 is negative"),
         ({"dispatch": "ring"}, "dispatch 'ring' is none of"),
         ({"activation": "tanh"}, "activation 'tanh' is unknown"),
         ({"shared_experts": -1}, "shared_experts -1 is negative"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ParallelMoE(D, HIDDEN, E, **{"top_k": K, **options})
@@ -641,10 +536,6 @@ def test_the_router_of_one_expert_a_token_learns_from_the_loss(options):
     close(got.detach(), want.detach(), "y")
     close(moe.router.weight.grad, p["router.weight"].grad, "gradient of the router")
     assert moe.router.weight.grad.abs().max() > 1
-
-
-def test_a_model_without_routers_has_nothing_to_update():
-    assert update_routers(torch.nn.Linear(2, 2), Mesh()) == {}
 
 
 def test_what_a_call_lacks_is_named():
@@ -733,47 +624,8 @@ def test_axes_that_a_user_leaves_out_change_no_gradient_or_are_refused(ranks, si
             assert (("tp", "ep"), "shard") in passed, "etp is tp where it isn't given"
 
 
-class LoRA(torch.nn.Module):
-    """As docs/megatron.md has it: an adapter beside a `GroupedLinear`."""
-
-    def __init__(self, base, m, rank=3):
-        super().__init__()
-        E, inner, outer = base.sizes
-        shard, like = base.shardings["weight"].shards[1], {"ep": m.ep, "dtype": torch.float64}
-        column = shard.dim == 1
-        self.base = base.requires_grad_(False)
-        self.A = GroupedLinear(E, inner, rank, shard=cut(rank, Axis(), 1) if column else shard, **like)
-        self.B = GroupedLinear(E, rank, outer, shard=shard if column else cut(outer, Axis(), 1), **like)
-        add_partial(self.A if column else self.B, "weight", m.etp)
-
-    def forward(self, x, counts):
-        return self.base(x, counts) + self.B(self.A(x, counts), counts)
-
-
-def check_lora(sizes):
-    gradients, state = [], None
-    for m in (Mesh(), mesh(**sizes)):
-        axes = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
-        moe = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64, **axes)
-        moe.experts.gate_up, moe.experts.down = LoRA(moe.experts.gate_up, m), LoRA(moe.experts.down, m)
-        state = {n: draw(len(n), *s.shape) for n, s in shardings(moe).items()} if state is None else state
-        load_full_state_dict(moe, state)
-        shard_data_parallel(moe, m, zero=0)
-        x, dy = (c._split(full, m.dp, 0) for full in (inputs("plain")[0], draw(9, B, T, D)))
-        (moe(x) * dy).sum().backward()
-        reduce_gradients(moe)
-        gradients.append(full_gradients(moe))
-    assert len(gradients[0]) == 5
-    for name, want in gradients[0].items():
-        close(gradients[1][name], want, name)
-
-
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "etp": 1}, {"dp": 2, "ep": 2}], ids=str)
-def test_adapters_of_experts_as_the_docs_have_them(ranks, sizes):
-    ranks(2, check_lora, sizes)
-
-
-def check_refusals():
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_before_anything_is_sent():
     """Before anything is sent: this rank calls alone."""
     m = mesh(tp=2)
     if m.tp.rank:
@@ -789,17 +641,6 @@ def check_refusals():
     for other in (x.float(), x.bfloat16()):
         with pytest.raises(ValueError, match=rf"x is of {other.dtype}, the experts of torch.float64"):
             moe(other)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent(ranks):
-    ranks(2, check_refusals)
-
-
-def test_a_model_of_experts_alone_has_nothing_for_eight_bits():
-    with pytest.raises(ValueError, match=r"2 grouped linear layers of experts, such as 'blocks\[0\] experts.gate_up'"):
-        convert_to_fp8([ParallelMoE(D, HIDDEN, E, K)])
-    convert_to_fp8([moe := ParallelMoE(128, 128, E, K, shared_experts=1)])
-    assert moe.shared.up.product == Fp8Product()
 
 
 @pytest.mark.parametrize("scope", some("global", of=AUX_LOSSES))

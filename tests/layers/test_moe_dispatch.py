@@ -23,7 +23,7 @@ from mpcore.parallel import recompute
 from tests.dispatch_table import SKEWS, rows_of_models, table
 from tests.equality import close, full_gradients
 from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, Messages, T, build, check_moe, draw, world
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 PAGE = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
@@ -73,25 +73,6 @@ def host_reads():
 
         stack.enter_context(mock.patch.object(torch.Tensor, "to", noted_to))
         yield mode.found
-
-
-@pytest.mark.parametrize(
-    ("read", "name"),
-    [
-        (lambda t: t.tolist(), "tolist"),
-        (lambda t: t.sum().item(), "_local_scalar_dense"),
-        (lambda t: bool(t[0] > 0), "_local_scalar_dense"),
-        (lambda t: t[t > 0], "index"),
-        (lambda t: torch.nonzero(t), "nonzero"),
-        (lambda t: t.repeat_interleave(t), "repeat_interleave"),
-        (lambda t: t.cpu(), "cpu"),
-        (lambda t: t.to("cpu"), "to"),
-    ],
-)
-def test_a_read_is_seen(read, name):
-    with host_reads() as reads:
-        read(torch.tensor([2, 0, 1]))
-    assert name in reads
 
 
 KINDS = ("none", "checkpoint", "selective", "full")
@@ -168,11 +149,7 @@ def check_bounded(sizes, sequence_parallel):
     some(
         ({"dp": 2, "ep": 2}, False),
         ({"tp": 2, "cp": 2, "etp": 1, "ep": 4}, True),
-        of=[
-            ({"dp": 4, "ep": 4}, False),
-            ({"dp": 4, "etp": 2, "ep": 2}, False),
-            ({"tp": 2, "dp": 2, "ep": 2}, True),
-        ],
+        of=[({"dp": 4, "ep": 4}, False), ({"dp": 4, "etp": 2, "ep": 2}, False), ({"tp": 2, "dp": 2, "ep": 2}, True)],
     ),
     ids=str,
 )
@@ -180,7 +157,8 @@ def test_a_step_that_overflowed_is_repeated_and_exact(ranks, sizes, sequence_par
     ranks(world(sizes), check_bounded, sizes, sequence_parallel)
 
 
-def check_odd():
+@on_ranks(3)
+def test_three_ranks_and_any_number_of_tokens():
     """Three ranks, few tokens: one, none, and as many as tp doesn't divide."""
     m = mesh(tp=3, etp=1, ep=3)
     p = {"router.weight": draw(1, 6, D), "experts.gate_up.weight": draw(2, 6, 2 * HIDDEN, D),
@@ -211,20 +189,13 @@ def check_odd():
             close(found[1][name], want, name)
 
 
-def test_three_ranks_and_any_number_of_tokens(ranks):
-    ranks(3, check_odd)
-
-
-def check_uneven():
+@on_ranks(2)
+def test_ranks_with_other_numbers_of_tokens():
     """Without bounds each rank of ep may bring another number of tokens."""
     m = mesh(dp=2, ep=2)
     moe, x = build({"dp": 2, "ep": 2}, dispatch="all_to_all"), draw(8, B, T, D)
     mine = x[: 1 + m.dp.rank]
     close(moe(mine).detach(), build()(mine).detach(), "y")
-
-
-def test_ranks_with_other_numbers_of_tokens(ranks):
-    ranks(2, check_uneven)
 
 
 def bounds_of(needs):
@@ -248,14 +219,6 @@ def bounds_of(needs):
 
 
 EVEN = 1 - 28 / 120  # share of the tokens that go to a rank of two, with 2 of 16 experts
-
-
-def test_a_buffer_that_always_overflows_ends_the_step():
-    _, dispatch, step, log = bounds_of([((99.0, 99.0), (99.0, 99.0))] * 9)
-    with pytest.raises(RuntimeError, match="4 times"):
-        step()
-    assert log.count("dropped") == 4
-    assert not dispatch.is_bounded
 
 
 def test_a_step_is_computed_four_times_at_most_and_counted_once():
@@ -295,15 +258,8 @@ def test_bounds_shrink_to_what_the_last_steps_needed():
             assert dispatch.bound.run == pytest.approx((2.1 * MARGIN, 0.5)), "an eighth less"
 
 
-def test_a_step_that_fails_leaves_no_bound_behind():
-    """A forward of its own would lose tokens, and nobody would see it."""
-    _, dispatch, step, _ = bounds_of([])
-    with pytest.raises(StopIteration):
-        step()
-    assert not dispatch.is_bounded
-
-
-def check_messages():
+@on_ranks(2)
+def test_messages_are_those_of_theory():
     m = mesh(dp=2, ep=2)
     n, found = B * T, {}
     for capacity, dispatch in [*WAYS, (None, None), (0.75, None)]:
@@ -339,10 +295,6 @@ def check_messages():
     assert sorted(found[0.75, "all_to_all"][1]) == sorted(found[0.75, "all_to_all"][0])
     assert found[None, None] == found[None, "all_gather"]
     assert found[0.75, None] == found[0.75, "all_to_all"]
-
-
-def test_messages_are_those_of_theory(ranks):
-    ranks(2, check_messages)
 
 
 def test_the_table_of_bytes_is_what_its_generator_writes(ranks):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mpcore import LayerNorm, RMSNorm
 from mpcore import collectives as c
 from tests.equality import close, full_gradients, same_model
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 5
 KINDS = {"rms": RMSNorm, "layer": LayerNorm, "layer without bias": lambda d, **k: LayerNorm(d, bias=False, **k)}
@@ -91,7 +91,8 @@ def test_norm_gradients_are_not_summed_where_every_rank_sees_all_tokens(ranks, s
         ranks(size, check_norm, kind, False, 1)
 
 
-def check_gradients_are_pending():
+@on_ranks(2)
+def test_pitfall_11_each_rank_holds_one_term_until_the_sum():
     """Before `reduce_gradients` each rank has its own term: the declaration, and nothing else, makes them equal."""
     tp = mesh(tp=2).tp
     norm = RMSNorm(D, tp=tp, sequence_parallel=True).double()
@@ -103,10 +104,6 @@ def check_gradients_are_pending():
     close(c.all_reduce(mine, tp), dense.weight.grad, "sum of the terms")
     assert not torch.equal(mine, dense.weight.grad)
     assert full_gradients(norm)["weight"].shape == (D,)
-
-
-def test_pitfall_11_each_rank_holds_one_term_until_the_sum(ranks):
-    ranks(2, check_gradients_are_pending)
 
 
 def test_a_huge_input_does_not_overflow_in_half_precision():

@@ -5,27 +5,16 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import mpcore as mp
 from mpcore.mesh.layout import mesh_ranks, mesh_shape
 from mpcore.pipeline import partition
 from mpcore.pipeline.partition import split_sizes, stage_ranks
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import Schedule, build_schedule
-from tests.peers.sources import states
-
-RANKS, STAGES, ORDER = "ranks of an axis", "layers of a stage", "pipeline schedules"
-
-# --- ranks --------------------------------------------------------------------------------------------------------
+from tests.peers import rows
 
 
-@states(
-    RANKS,
-    "DeepSpeed",
-    "",
-    table={
+@rows({
         "runtime/pipe/test_topology.py: test_topology_2d, rows": ({"pp": 2, "dp": 2}, "dp", [[0, 1], [2, 3]]),
         "runtime/pipe/test_topology.py: test_topology_2d, columns": ({"pp": 2, "dp": 2}, "pp", [[0, 2], [1, 3]]),
         "runtime/pipe/test_topology.py: test_topology_comm_list, pipe": (
@@ -44,17 +33,12 @@ RANKS, STAGES, ORDER = "ranks of an axis", "layers of a stage", "pipeline schedu
             {"dp": 8, "tp": 2, "ep": 4}, "edp",
             [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
         ),
-    },
-)  # fmt: skip
+    })  # fmt: skip
 def test_groups_have_deepspeeds_ranks(sizes, axis, groups):
     assert sorted(mesh_ranks(**sizes)[axis]) == groups
 
 
-@states(
-    RANKS,
-    "Megatron-LM",
-    "",
-    table={
+@rows({
         "test_hyper_comm_grid.py: test_gen_rank_enum_single_dim": (
             {"tp": 2, "dp": 4}, "tp", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         "test_hyper_comm_grid.py: test_edge_case_single_rank_dims": (
@@ -69,13 +53,11 @@ def test_groups_have_deepspeeds_ranks(sizes, axis, groups):
         "test_parallel_state.py: test_expert_model_parallel_rank": ({"dp": 8, "ep": 8}, "ep", [[*range(8)]]),
         "test_parallel_state.py: test_moe_tensor_model_parellel_rank": ({"dp": 8, "etp": 8}, "etp", [[*range(8)]]),
         "test_parallel_state.py: test_separate_all_gather_group": ({"cp": 8}, "data", [[*range(8)]]),
-    },
-)  # fmt: skip
+    })  # fmt: skip
 def test_groups_have_megatrons_ranks(sizes, axis, groups):
     assert mesh_ranks(**sizes)[axis] == groups
 
 
-@states(RANKS, "Megatron-LM", "test_parallel_state.py", "test_rank_generator_for_tp_dp_pp")
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "cp", "ep"),
     [(1, 1, 1, 1, 1), (8, 2, 2, 1, 1), (24, 8, 3, 1, 1), (64, 2, 1, 1, 4), (64, 2, 2, 2, 1), (64, 2, 2, 2, 4)],
@@ -94,100 +76,50 @@ def test_groups_are_strides_of_the_ranks(world, tp, pp, cp, ep):
     assert groups["edp"] == [[*of[i :: ep * tp]] for of in starts for i in range(ep * tp)]
 
 
-@states(RANKS, "Megatron-LM", "test_hyper_comm_grid.py", "test_complex_grid_scenario")
-def test_a_grid_of_120_ranks_has_24_groups_of_5():
-    groups = mesh_ranks(tp=2, cp=3, pp=4, dp=5)
-    assert sum(map(len, groups["tp"])) == 120
-    assert [len(group) for group in groups["dp"]] == [5] * 24
-
-
-@states(
-    RANKS,
-    "torchtitan",
-    "test_parallel_dims.py",
-    table={
+@rows(
+    {
         "test_auto_calculate_dp_shard": (8, {"tp": 2}, {"dp": 4}),
         "test_from_config": (8, {"tp": 2, "cp": 1, "pp": 1, "ep": 1}, {"dp": 4, "tp": 2, "pp": 1, "ep": 1}),
         "test_enabled_properties": (2, {"cp": 2}, {"dp": 1, "cp": 2}),
         "test_expert_parallelism_validation, ep 2 of 2": (2, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}),
-    },
+    }
 )
 def test_sizes_are_derived_as_torchtitans(world, given, sizes):
     """dp_replicate x dp_shard is one axis here, which `Zero(replicate=)` divides."""
     assert mesh_shape(world, **given).items() >= sizes.items()
 
 
-@states(
-    RANKS,
-    "torchtitan",
-    "test_parallel_dims.py",
-    table={
+@rows(
+    {
         "test_validation_invalid_world_size": (10, {"dp": 4, "tp": 2}, "tp 2 .* = 8 is not the world size 10"),
         "test_validation_zero_parallelism": (1, {"dp": 0}, "dp 0 is not a positive integer"),
         "test_validation_invalid_dp_shard": (1, {"tp": 0}, "tp 0 is not a positive integer"),
         "test_expert_parallelism_validation, ep 3": (4, {"dp": 4, "ep": 3}, "ep 3 does not divide dp x cp"),
-    },
+    }
 )
 def test_sizes_that_torchtitan_refuses_are_refused(world, given, words):
     with pytest.raises(ValueError, match=words):
         mesh_shape(world, **given)
 
 
-@states(
-    RANKS,
-    "Megatron-LM",
-    "test_parallel_state.py: test_initialize_and_destroy_model_parallel",
-    table={
-        "tp twice the world": (8, {"tp": 16}),
-        "pp twice the world": (8, {"pp": 16}),
-        "tp x pp the world squared": (8, {"pp": 8, "tp": 8}),
-    },
-)
-def test_more_ranks_than_the_world_has_are_refused(world, given):
-    with pytest.raises(ValueError, match=rf"needs \d+ processes, and this job has {world}"):
-        mesh_shape(world, **given)
-
-
-# --- layers of a stage --------------------------------------------------------------------------------------------
-
-
 def bounds(costs, stages: int) -> list[int]:
     return [0, *(held.stop for held in partition(costs, stages))]
 
 
-@states(
-    STAGES,
-    "DeepSpeed",
-    "",
-    table={
+@rows(
+    {
         "runtime/utils/test_partition.py: test_valid_partition": ([1] * 10, 1, [0, 10]),
         "runtime/utils/test_partition.py: test_easy_balance_balanced": ([1] * 8, 4, [0, 2, 4, 6, 8]),
         "runtime/utils/test_partition.py: test_int_balanced": ([0, 1, 2, 3, 3, 3], 4, [0, 3, 4, 5, 6]),
         "runtime/utils/test_partition.py: test_float_balanced": ([0.0, 1.1, 1.9, 3.0, 3.0, 3.0], 4, [0, 3, 4, 5, 6]),
         "runtime/utils/test_partition.py: test_float_lastheavy": ([0.0, 1.1, 1.9, 3.0, 30.0], 2, [0, 4, 5]),
         "runtime/utils/test_partition.py: test_float_midheavy": ([0.0, 1.1, 30, 3.0], 3, [0, 2, 3, 4]),
-    },
+    }
 )
 def test_blocks_are_split_as_deepspeeds(costs, stages, at):
     assert bounds(costs, stages) == at
 
 
-@states(
-    STAGES,
-    "DeepSpeed",
-    "utils/test_partition_balanced.py: test_partition_balanced",
-    table={
-        "four equal blocks": ([1, 1, 1, 1], 4, 0),
-        "five blocks": ([1, 1, 1, 1, 1], 4, 1),
-        "a free block": ([1, 1, 1, 1, 0, 1], 4, 1),
-    },
-)
-def test_stages_differ_by_as_little_as_deepspeeds(costs, stages, difference):
-    sums = [sum(costs[a:b]) for a, b in pairwise(bounds(costs, stages))]
-    assert max(sums) - min(sums) == difference
-
-
-@states(STAGES, "DeepSpeed", "runtime/utils/test_partition.py", "test_balance_bert")
 def test_bert_is_split_into_eight_valid_stages():
     """An embedding, 24 layers, a layer without parameters and a head."""
     costs = [52559872, *[12596224] * 24, 0, 52559872]
@@ -197,11 +129,7 @@ def test_bert_is_split_into_eight_valid_stages():
     assert max(sum(costs[a:b]) for a, b in pairwise(at)) == 52559872  # no split has a faster slowest stage
 
 
-@states(
-    STAGES,
-    "Megatron-LM",
-    "transformer/test_transformer_block.py: TestPipelineParallelTransformerBlock.test_layer_builder",
-    table={
+@rows({
         "64 layers, pp 4": (64, 4, {}, [16] * 4),
         "64 layers, pp 4, 8 virtual stages": (64, 32, {}, [2] * 32),
         "63 layers and the embedding, pp 4": (63, 4, {"first": 1.0}, [15, 16, 16, 16]),
@@ -209,53 +137,24 @@ def test_bert_is_split_into_eight_valid_stages():
         "62 layers, the embedding and the loss, pp 4": (62, 4, {"first": 1.0, "last": 1.0}, [15, 16, 16, 15]),
         "62 layers, the embedding and the loss, pp 4, 2 virtual stages": (
             62, 8, {"first": 1.0, "last": 1.0}, [7, 8, 8, 8, 8, 8, 8, 7]),
-    },
-)  # fmt: skip
+    })  # fmt: skip
 def test_stages_have_as_many_layers_as_megatrons(layers, stages, ends, sizes):
     """A first stage that holds the embedding too counts it as a layer, and so does a last stage its loss."""
     assert [len(held) for held in partition([1.0] * layers, stages, **ends)] == sizes
 
 
-@states(
-    STAGES,
-    "Megatron-LM",
-    "transformer/test_transformer_block.py: test_layer_builder",
-    table={
-        "60 layers, 4 of them last, pp 5": (60, [14, 14, 14, 14, 4]),
-        "60 layers, 6 first and 6 last, pp 8": (60, [6, 8, 8, 8, 8, 8, 8, 6]),
-        "60 layers, 5 first, pp 6": (60, [5, 11, 11, 11, 11, 11]),
-        "a layout of 7 layers": (7, [1, 4, 1, 1]),
-    },
-)
-def test_given_sizes_are_stages(layers, sizes):
-    stages = split_sizes(sizes, layers)
-    assert [len(held) for held in stages] == sizes
-    assert [i for held in stages for i in held] == list(range(layers))
-
-
-@states(
-    STAGES,
-    "Megatron-LM",
-    "transformer/test_transformer_block.py: test_layer_builder",
-    table={
+@rows({
         "2 layers, pp 4": (lambda: partition([1.0] * 2, 4), "2 blocks are fewer than the 4 stages"),
         "4 layers, pp 4, 4 virtual stages": (lambda: partition([1.0] * 4, 16), "4 blocks are fewer than the 16"),
         "61 layers, 12 of them first, pp 4": (lambda: split_sizes([12, 16, 16, 16], 61), "hold 60, not the model's 61"),
         "101 layers, 13 first and 13 last, pp 8": (
             lambda: split_sizes([13, *[12] * 6, 13], 101), "hold 98, not the model's 101"),
-    },
-)  # fmt: skip
+    })  # fmt: skip
 def test_splits_that_megatron_refuses_are_refused(split, words):
     with pytest.raises(ValueError, match=words):
         split()
 
 
-@states(
-    STAGES,
-    "Megatron-LM",
-    "transformer/test_transformer_block.py",
-    "test_layout_layer_number",
-)
 def test_virtual_stages_have_megatrons_layers():
     """Layers 2 and 6 are on rank 1 of 4 if stages of one layer follow each other over the ranks."""
     held = split_sizes([1] * 8, 8)
@@ -270,48 +169,20 @@ def test_stages_may_have_unequal_numbers_of_layers():
     assert [len(held) for held in partition([1.0] * 65, 4)] == [17, 16, 16, 16]
 
 
-# --- the order of a pipeline ---------------------------------------------------------------------------------------
-
-
 def kinds(schedule: Schedule, rank: int) -> list[str]:
     return [action.kind for action in schedule.ranks[rank]]
 
 
-@states(ORDER, "DeepSpeed", "runtime/pipe/test_pipe_schedule.py", "test_pipe_train_schedule_singlestage")
 def test_one_stage_alternates_forward_and_backward():
     assert kinds(build_schedule("1f1b", 1, 4), 0) == ["F", "B"] * 4
 
 
-@states(
-    ORDER,
-    "DeepSpeed",
-    "runtime/pipe/test_pipe_schedule.py",
-    table={
-        "test_pipe_schedule_firststage": (8, 0, {"SEND_B", "RECV_F"}, {"SEND_F": 8, "RECV_B": 8}),
-        "test_pipe_schedule_laststage": (4, 2, {"SEND_F", "RECV_B"}, {"SEND_B": 4, "RECV_F": 4}),
-    },
-)
-def test_the_ends_send_and_receive_in_one_direction(micro_batches, rank, never, counts):
-    found = kinds(build_schedule("1f1b", 3, micro_batches).with_messages, rank)
-    assert not never & set(found)
-    assert {kind: found.count(kind) for kind in counts} == counts
-
-
-@states(ORDER, "DeepSpeed", "runtime/pipe/test_pipe_schedule.py", "test_pipe_schedule_laststage, its length")
 @pytest.mark.parametrize(("micro_batches", "stages"), [(4, 3), (8, 3), (4, 4)])
 def test_1f1b_takes_twice_the_micro_batches_and_stages_less_one(micro_batches, stages):
     proof = prove(build_schedule("1f1b", stages, micro_batches), Times(backward=1.0))
     assert proof.makespan == 2 * (micro_batches + stages - 1)
 
 
-@states(
-    ORDER,
-    "DeepSpeed",
-    "runtime/pipe/test_pipe_schedule.py",
-    "test_pipe_inference_schedule_firststage",
-    "test_pipe_inference_schedule_midstage",
-    "test_pipe_inference_schedule_laststage",
-)
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 10])
 def test_forwards_alone_take_the_micro_batches_and_stages_less_one(micro_batches):
     """The forwards of gpipe on 3 stages: stage s begins s later and sends all but the last stage's outputs."""
@@ -325,12 +196,6 @@ def test_forwards_alone_take_the_micro_batches_and_stages_less_one(micro_batches
         assert sends == (micro_batches if rank < 2 else 0)
 
 
-@states(ORDER, "DeepSpeed", "runtime/pipe/test_pipe_schedule.py", "test_pipe_stagequery")
-def test_the_ends_of_three_stages_are_the_first_and_the_last_rank():
-    groups = mesh_ranks(pp=3)
-    assert (groups["pp"], groups["ends"]) == ([[0, 1, 2]], [[0, 2]])
-
-
 CASES = [(P, V, M) for P, V, M in product((1, 2, 4, 8), (1, 2, 4), (8, 32)) if M % max(1, M // P) == 0]
 
 
@@ -338,11 +203,7 @@ def plan(P: int, V: int, M: int) -> Schedule:
     return build_schedule("interleaved" if V > 1 else "1f1b", P, M, V)
 
 
-@states(
-    ORDER,
-    "Megatron-LM",
-    "pipeline_parallel/test_schedules.py: test_get_pipeline_parallel_order",
-    table={
+@rows({
         "as many actions as micro-batches x chunks x 2": (
             lambda row, V, M: len(row) == 2 * V * M),
         "each forward has its backward": (
@@ -354,8 +215,7 @@ def plan(P: int, V: int, M: int) -> Schedule:
                 sum(a.kind == "F" for a in row[:i]) >= sum(a.kind == "B" for a in row[:i]) for i in range(len(row)))),
         "as many chunks as virtual stages": (
             lambda row, V, M: len({a.stage for a in row}) == V),
-    },
-)  # fmt: skip
+    })  # fmt: skip
 def test_the_order_of_every_rank_is_as_megatrons(law):
     for P, V, M in CASES:
         if P * V > 1:
@@ -363,63 +223,14 @@ def test_the_order_of_every_rank_is_as_megatrons(law):
                 assert law(list(row), V, M), (P, V, M)
 
 
-@states(
-    ORDER,
-    "Megatron-LM",
-    "pipeline_parallel/test_schedules.py: test_get_pipeline_parallel_order, warm-up",
-    table={
+@rows(
+    {
         "pp 4, 8 micro-batches": ("1f1b", 4, 8, 1, [3, 2, 1, 0]),
         "pp 2, 2 virtual stages, 8 micro-batches": ("interleaved", 2, 8, 2, [4, 2]),
         "pp 4, 2 virtual stages, 8 micro-batches": ("interleaved", 4, 8, 2, [10, 8, 6, 4]),
-    },
+    }
 )
 def test_a_rank_warms_up_with_megatrons_forwards(name, P, M, V, ahead):
     """2 (P - rank - 1) + (V - 1) P with virtual stages, else P - rank - 1: forwards before the first pair."""
     found = [row.index("B") - 1 for row in (kinds(build_schedule(name, P, M, V), rank) for rank in range(P))]
     assert found == ahead
-
-
-class Stage(nn.Module):
-    """A linear layer and a sigmoid, as nanotron's."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        draws = torch.Generator().manual_seed(rank)
-        self.blocks = nn.ModuleDict({str(rank): nn.Sequential(nn.Linear(10, 10), nn.Sigmoid())})
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=draws))
-
-    def forward(self, x: Tensor) -> Tensor:
-        (block,) = self.blocks.values()
-        return block(x)
-
-
-@states(
-    ORDER,
-    "nanotron",
-    "test_pipeline_parallel.py: test_pipeline_engine",
-    table={"AllForwardAllBackwardPipelineEngine": "gpipe", "OneForwardOneBackwardPipelineEngine": "1f1b"},
-)
-def test_a_pipeline_has_the_loss_and_the_gradients_of_one_process(schedule):
-    """Two stages, seven micro-batches of 3."""
-    x, target = torch.randn(21, 10), torch.zeros(21, dtype=torch.long)
-
-    def step(on: mp.Mesh) -> tuple[float, list[Tensor]]:
-        stage = Stage(on.pp.rank)
-        run = mp.prepare(
-            stage, on, blocks={on.pp.rank: stage.blocks[str(on.pp.rank)]}, initialize=False, data=mp.Zero(0),
-            micro_batches=7, schedule=schedule, loss=lambda y, target: y.sum(),
-            optimizer=lambda model: torch.optim.SGD(model.parameters()),
-        )  # fmt: skip
-        loss = run.forward_backward(x, target)
-        run.finish_gradients()
-        return float(loss), [p.grad.clone() for p in stage.parameters()]  # type: ignore[union-attr]
-
-    stages = [Stage(rank) for rank in range(2)]
-    want = stages[1](stages[0](x)).sum() / 21
-    want.backward()
-    for stage, (loss, grads) in zip(stages, mp.simulate(step, pp=2), strict=True):
-        assert loss == pytest.approx(float(want.detach()), rel=1e-6)
-        for p, grad in zip(stage.parameters(), grads, strict=True):
-            torch.testing.assert_close(p.grad, grad)

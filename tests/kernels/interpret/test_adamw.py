@@ -35,8 +35,6 @@ def updated(function, made, steps=3.0, **options):
 
 
 kernel, adamw_reference = (functools.partial(laws.adamw, impl=impl) for impl in ("triton", "reference"))
-
-
 KINDS = [(F32, F32, False), (BF16, F32, True), (F16, F32, True), (BF16, BF16, True), (BF16, BF16, False),
          (F32, BF16, False), (BF16, F32, False)]  # fmt: skip
 
