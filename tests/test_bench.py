@@ -14,14 +14,8 @@ RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
 
 def run_bench(folder, *options, **environment):
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(ROOT / "bench" / "bench_kernels.py"),
-        "-p",
-        "tests.fake_device_clock",
-        "-q",
-    ]
+        sys.executable, "-m", "pytest", str(ROOT / "bench" / "bench_kernels.py"), "-p", "tests.fake_device_clock", "-q",
+    ]  # fmt: skip
     command += ["-k", "test_kernel and rms_norm and not add", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"--benchmark-storage={folder}", "--benchmark-columns=median", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment

@@ -65,11 +65,28 @@ def sees(data: bytearray, start: int, size: int, damage: Callable[[bytes], bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_bit_counts(kind):
+def test_damage_is_seen_in_groups_of_the_size_in_use(kind):
+    """A bit, a page of zeros or noise, a write that stopped; blocks that change places, begun anywhere."""
     data, draw = of(kind), random.Random(1)
-    for bit in range(64):
+    for bit in range(16):
         at = draw.choice([draw.randrange(SIZE // 8), (SIZE - 4099) // 8 + bit, ROWS * WORDS - 1 + bit])
         sees(data, 8 * at + bit // 8, 1, lambda old, bit=bit: bytes([old[0] ^ 1 << bit % 8]))
+    for size in (512, 4096, 8 * WORDS):
+        start = draw.randrange(SIZE - size)
+        sees(data, start, size, lambda old: bytes(len(old)))
+        sees(data, start, size, lambda old: draw.randbytes(len(old)))
+    for start in (0, 8 * WORDS, GROUP, GROUP + 512, SIZE - 4099, SIZE - 1):
+        sees(data, start, SIZE - start, lambda old: bytes(len(old)))
+    for size in (512, 4096) if kind in ("random", "counted") else ():
+        begin = 8 * draw.randrange(64)
+        count = (SIZE - begin) // size
+        one = draw.randrange(count)
+        for other in {(one + by) % count for by in (1, ROWS, WORDS, 8 * WORDS // size, draw.randrange(count))} - {one}:
+            low, high = sorted((one, other))
+            span = (high - low + 1) * size
+            sees(data, begin + low * size, span, lambda old, n=size: old[-n:] + old[n:-n] + old[:n])
+    for distance in (8, 64, 8 * (WORDS - 1), GROUP, GROUP + 8) if kind == "random" else ():
+        sees(data, 8 * WORDS, distance + 8, lambda old: old[-8:] + old[8:-8] + old[:8])
 
 
 def test_every_bit_counts_where_all_can_be_tried(monkeypatch):
@@ -79,36 +96,3 @@ def test_every_bit_counts_where_all_can_be_tried(monkeypatch):
     for at in range(len(data)):
         for bit in range(8):
             sees(data, at, 1, lambda old, bit=bit: bytes([old[0] ^ 1 << bit]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_page_that_is_zero_or_noise_is_seen_and_so_is_a_write_that_stopped(kind):
-    data, draw = of(kind), random.Random(2)
-    for size in (512, 4096, 8 * WORDS):
-        for _ in range(20):
-            start = draw.randrange(SIZE - size)
-            sees(data, start, size, lambda old: bytes(len(old)))
-            sees(data, start, size, lambda old: draw.randbytes(len(old)))
-    for start in (0, 8 * WORDS, GROUP, GROUP + 512, SIZE - 4099, SIZE - 1):
-        sees(data, start, SIZE - start, lambda old: bytes(len(old)))
-
-
-@pytest.mark.parametrize("size", [512, 1024, 4096, 8192])
-@pytest.mark.parametrize("kind", ["random", "counted"])
-def test_blocks_that_change_places_are_seen(kind, size):
-    """Two neighbours, two as far apart as a row is long, and any others; begun anywhere, as data in a file are."""
-    data, draw = of(kind), random.Random(size)
-    for _ in range(30):
-        begin = 8 * draw.randrange(64)
-        count = (SIZE - begin) // size
-        one = draw.randrange(count)
-        for other in {(one + by) % count for by in (1, ROWS, WORDS, 8 * WORDS // size, draw.randrange(count))} - {one}:
-            low, high = sorted((one, other))
-            span = (high - low + 1) * size
-            sees(data, begin + low * size, span, lambda old: old[-size:] + old[size:-size] + old[:size])
-
-
-def test_words_that_change_places_within_a_row_and_rows_of_two_groups_are_seen():
-    data = of("random")
-    for distance in (8, 64, 8 * (WORDS - 1), GROUP, GROUP + 8):
-        sees(data, 8 * WORDS, distance + 8, lambda old: old[-8:] + old[8:-8] + old[:8])

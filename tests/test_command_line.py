@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 import mpcore.__main__ as command
-from mpcore import __version__
-from mpcore.tools.command_line import STATUS, Parser, did_you_mean, find_object, reports_errors
+from mpcore.tools.command_line import Parser, did_you_mean, find_object, reports_errors
 
 
 @pytest.mark.parametrize(
@@ -33,9 +30,6 @@ from mpcore.tools.command_line import STATUS, Parser, did_you_mean, find_object,
 def test_the_nearest_word_is_named_if_it_has_the_same_numbers(word, known, said):
     assert did_you_mean(word, known) == said
     assert did_you_mean(word, iter(known)) == said
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (1, 1), (7, 7)])
@@ -66,21 +60,6 @@ def test_errors_are_a_line_and_a_status_of_2_and_others_keep_their_traceback(err
         assert capsys.readouterr() == ("", "it: error: no good\n")
 
 
-def test_what_was_printed_is_written_before_a_command_returns(monkeypatch):
-    flushed: list[str] = []
-
-    class Out:
-        def flush(self) -> None:
-            flushed.append("now")
-
-    monkeypatch.setattr(sys, "stdout", Out())
-    assert reports_errors("it")(lambda: 3)() == 3
-    assert flushed == ["now"]
-
-
-# --- objects ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_current_folder_is_searched_first(tmp_path, monkeypatch):
     (tmp_path / "own_module_of_a_test.py").write_text("x = 5\n_hidden = 6\ndef build(): pass\n")
     monkeypatch.chdir(tmp_path)
@@ -101,9 +80,6 @@ def test_the_current_folder_is_searched_first(tmp_path, monkeypatch):
                 find_object(name)
     finally:
         sys.modules.pop("own_module_of_a_test", None)
-
-
-# --- the parser -------------------------------------------------------------------------------------------------------
 
 
 def parser(**told: Any) -> Parser:
@@ -138,41 +114,6 @@ def test_a_wrong_word_ends_with_2_and_one_line(words, message, capsys):
     assert capsys.readouterr() == ("", f"mpcore it: error: {message} (mpcore it --help lists the flags)\n")
 
 
-def test_a_choice_is_taken():
-    assert parser().parse_args(["--kind", "two", "--many", "1"]).kind == "two"
-
-
-def test_examples_end_the_help_and_a_command_says_its_status():
-    text = parser(examples=["mpcore it --layers 2", "mpcore it"]).format_help()
-    assert text.endswith(f"examples:\n  mpcore it --layers 2\n  mpcore it\n\n{STATUS}\n")
-    assert STATUS not in parser().format_help()
-    other = Parser(prog="other", examples=["other x"]).format_help()
-    assert other.endswith("examples:\n  other x\n")
-    assert parser(epilog="mine", examples=["x"]).format_help().endswith("mine\n")
-    assert Parser(prog="mpcore x").epilog is None
-    wide = Parser(prog="x")
-    wide.add_argument("--a-flag-of-26-characters", help="beside it")
-    (line,) = [line for line in wide.format_help().splitlines() if line.startswith("  --a-flag")]
-    assert "beside it" not in line, "the column ends before"
-    short = Parser(prog="x")
-    short.add_argument("--a-flag", metavar="OF-21-CHARS", help="beside it")
-    assert any(line.split() == ["--a-flag", "OF-21-CHARS", "beside", "it"] for line in short.format_help().splitlines())
-
-
-# --- mpcore -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_usage_has_a_line_for_each_command():
-    first, _, *lines, _, more, status = command.usage().splitlines()
-    assert first == "usage: mpcore COMMAND ..."
-    assert [line.split()[0] for line in lines] == list(command.COMMANDS)
-    for line, (_, about) in zip(lines, command.COMMANDS.values(), strict=True):
-        assert line.endswith(f"  {about}") or line[14:] == about
-        assert line.startswith("  ")
-    assert "--help" in more
-    assert status == STATUS
-
-
 def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys):
     called: list[Any] = []
 
@@ -194,47 +135,3 @@ def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys
     assert command.main() == 5
     assert called.pop() == ("mpcore.tools.verify.__main__", ["x"])
     assert Path(sys.argv[0]).name == "mpcore"
-
-
-def test_words_that_are_no_command(monkeypatch, capsys):
-    for words in ([], ["--help"], ["-h"], ["--help", "x"]):
-        assert command.main(words) == 0
-        assert capsys.readouterr() == (command.usage() + "\n", "")
-    monkeypatch.setattr(sys, "argv", ["mpcore"])
-    assert command.main() == 0
-    assert capsys.readouterr().out == command.usage() + "\n"
-    assert command.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mpcore {__version__}\n"
-    assert command.main(["verfy"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == f"mpcore: error: unknown command verfy; did you mean verify?\n{command.usage()}\n"
-
-
-VALUES = {
-    "plan": {**dict.fromkeys(["--tp", "--pp", "--cp", "--ep", "--dp", "--etp", "--cp-inner"], "N,N"),
-             "--vary": "FLAG=V,V", "--explain": "ROW", "--what-if": "RATE=2x", "--fit": "PARAMETERS",
-             "--hf": "FOLDER"},
-    "memory": {"--plot": "FILE", "--hf": "FOLDER"},
-    "ledger": {"--hf": "FOLDER"},
-    "compare": {"--twins": "RUN", "a": "RUN_A", "b": "RUN_B"},
-    "replay": {"run": "RUN", "--step": "N", "--program": "package.module:replay"},
-    "preflight": {"--memory": "GB", "--timeout": "S"},
-    "doctor": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_the_help_of_a_command_says_what_it_does_and_what_each_value_is(name):
-    with mock.patch.object(Parser, "print_help", autospec=True) as shown, pytest.raises(SystemExit):
-        command.main([name, "--help"])
-    ((made,), _) = shown.call_args
-    named = {(action.option_strings or [action.dest])[0]: action.metavar for action in made._actions}
-    assert {flag: value for flag, value in named.items() if value is not None} == VALUES[name]
-    assert len(made.description) > 20
-    assert "\n\n" not in made.description, "the first paragraph"
-    if name in ("plan", "preflight"):  # argparse would list what the target takes, or not the words behind --
-        assert made.usage.startswith(f"mpcore {name} ")
-        assert re.findall(r"[A-Z]{6,}", made.usage)[0] in ("TARGET", "COMMAND")
-    else:
-        assert made.usage is None

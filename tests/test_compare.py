@@ -17,15 +17,13 @@ from mpcore.tools.analysis.compare import Curves, compare_runs, read_curves
 from tests.oracles.runs import MOE, build, flags_of
 from tests.pool import mesh
 
-# --- what a run records -----------------------------------------------------------------------------------------------
-
 CASE = {"tie_embeddings": True, "kv_heads": 1, "steps": 2, "micro_batch": 1}
 
 
 def norms_of_layout(words: list[str], sizes: dict[str, int]) -> dict[str, dict[str, float]]:
     trainer = Trainer(parse(words), mesh(**sizes))
     found = []
-    trainer.curves.after_backward = lambda: found.append(trainer.curves.measure())  # type: ignore[method-assign]
+    trainer.curves.after_backward = lambda: found.append(trainer.curves.measure())
     trainer.step()
     return found[0]
 
@@ -83,20 +81,9 @@ def test_a_twin_has_the_samples_of_each_step_and_the_weights_but_for_a_rounding(
         assert loss == pytest.approx(losses[1], rel=1e-14)
 
 
-def test_workers_keep_their_samples_in_a_twin():
-    from examples.gpt.train import reorder
-
-    parts = [reorder(range(i, i + 2), 3, range(40, 48), twin=1, workers=2) for i in range(0, 8, 2)]
-    assert sorted([*parts[0], *parts[1]]) == [40, 41, 42, 43]
-    assert sorted([*parts[2], *parts[3]]) == [44, 45, 46, 47]
-
-
 def test_a_loss_that_the_order_of_samples_changes_has_no_twin():
     with pytest.raises(ValueError, match=r"changes moe.aux_loss micro_batch by more than rounding"):
         build({**MOE, "aux_loss": "micro_batch"}, "--set", "twin=1")
-
-
-# --- the verdict ------------------------------------------------------------------------------------------------------
 
 
 def curves(
@@ -142,12 +129,6 @@ def test_a_step_that_twins_skip_too_is_no_difference():
     assert compare_runs(curves(), skips(3), [curves(), curves()]).first is not None
 
 
-def test_a_twin_that_is_none_shows_in_the_error_rates():
-    verdict = compare_runs(curves(), curves(), [*TWINS, curves(lambda step: 100.0)])
-    assert "1 of 4 twins lie outside of the band of the others" in str(verdict)
-    assert "0 of 3 twins" in str(compare_runs(curves(), curves(), TWINS))
-
-
 @pytest.mark.parametrize(
     ("b", "twins", "message"),
     [
@@ -186,8 +167,6 @@ def test_the_command_reads_the_folders_of_runs(tmp_path, capsys):
     assert main(["compare", a, str(tmp_path / "none"), *twins]) == 2
     assert "name the --out folder of a run" in capsys.readouterr().err
 
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 TRAINED = {"steps": 8, "warmup": 10, "global_batch": 4, "micro_batch": 2, "clip": 0.3, "dtype": "float32"}
 
@@ -231,5 +210,4 @@ def test_honest_runs_are_rounding_and_faults_are_found():
         ("head.weight", swap_rows, (1, "weight")),
     ):
         first = compare_runs(a, trained(99, tensor, change), twins).first
-        assert first is not None
         assert (first.step, first.kind) in {where, (where[0], "gradient"), (where[0], "gradient norm")}

@@ -68,52 +68,31 @@ HEAD = {name: LOSSES[name] for name in ("softcap", "ignore_index")}
 BIASED = {"bias": (True, False), "init": (None, normal(1.0))}
 OUTPUT = {"output_init": (normal(0.5), normal(1.0), {"init": normal(0.5)})}
 ADAM = {
-    "lr": (1e-3, 1e-2),
-    "betas": ((0.9, 0.999), (0.9, 0.95)),
-    "eps": (1e-8, 1e-3),
-    "state_dtype": (None, torch.bfloat16),
-    "masters": (True, False, {"dtype": torch.bfloat16}),
+    "lr": (1e-3, 1e-2), "betas": ((0.9, 0.999), (0.9, 0.95)), "eps": (1e-8, 1e-3),
+    "state_dtype": (None, torch.bfloat16), "masters": (True, False, {"dtype": torch.bfloat16}),
     "seed": (0, 1, {"state_dtype": torch.bfloat16}),
-}
+}  # fmt: skip
 ATTENTION = {
-    "causal": (True, False),
-    "window": (None, 2),
-    "softcap": (None, 1.0),
-    "scale": (6**-0.5, 1.0),
+    "causal": (True, False), "window": (None, 2), "softcap": (None, 1.0), "scale": (6**-0.5, 1.0),
     "cu_seqlens": (None, CU),
-}
+}  # fmt: skip
 NORM = {"residual": (None, draw(B, T, D, seed=4))}
 ROPE = {
-    "interleaved": (False, True),
-    "q_weight": (None, None),
-    "k_weight": (None, None),  # both or none; the one below is of them
+    "interleaved": (False, True), "q_weight": (None, None), "k_weight": (None, None),
     "eps": (1e-6, 1e-2, {"q_weight": draw(6), "k_weight": draw(6)}),
-}
+}  # fmt: skip
 HEAD_OPTIONS = {
-    "causal": (True, False),
-    "window": (None, 2),
-    "softcap": (None, 0.1),
-    "rope": (None, mp.RotaryEmbedding(4)),
+    "causal": (True, False), "window": (None, 2), "softcap": (None, 0.1), "rope": (None, mp.RotaryEmbedding(4)),
     **OUTPUT,
-}
+}  # fmt: skip
 MOE = {
-    "activation": ("swiglu", "geglu"),
-    "shared_experts": (0, 1),
-    **OUTPUT,
-    "score": ("softmax", "sigmoid"),
-    "normalize": (True, False),
-    "routed_scale": (1.0, 2.0),
-    "groups": (1, 2, {"top_groups": 1}),
-    "top_groups": (2, 1, {"groups": 2}),
-    "aux_loss": (None, "sequence"),
-    "aux_coefficient": (0.01, 0.1, {"aux_loss": "sequence"}),
-    "z_loss": (0.0, 0.1),
-    "bias_rate": (0.0, 0.1),
-    "bias": (False, True),
-    "jitter": (0.0, 0.5),
-    "expert_class": (Experts, BiasedExperts),
+    "activation": ("swiglu", "geglu"), "shared_experts": (0, 1), **OUTPUT, "score": ("softmax", "sigmoid"),
+    "normalize": (True, False), "routed_scale": (1.0, 2.0), "groups": (1, 2, {"top_groups": 1}),
+    "top_groups": (2, 1, {"groups": 2}), "aux_loss": (None, "sequence"),
+    "aux_coefficient": (0.01, 0.1, {"aux_loss": "sequence"}), "z_loss": (0.0, 0.1), "bias_rate": (0.0, 0.1),
+    "bias": (False, True), "jitter": (0.0, 0.5), "expert_class": (Experts, BiasedExperts),
     "capacity_factor": (None, 0.3),
-}
+}  # fmt: skip
 LINEAR_FP8 = (
     quantize_fp8_reference(draw(8, 128, dtype=torch.float32))[0],
     quantize_fp8_reference(draw(8, 128, seed=1, dtype=torch.float32))[0],
@@ -132,16 +111,10 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     "Muon": (
         partial(stepped, mp.Muon),
         {
-            **ADAM,
-            "weight_decay": (0.1, 0.2),
-            "exclude": ((), None),
-            "momentum": (0.95, 0.9),
-            "nesterov": (True, False),
-            "ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)),
-            "ns_steps": (5, 4),
-            "adjust_lr_fn": ("match_rms_adamw", "original"),
-            "ns_dtype": (torch.float32, torch.bfloat16),
-            "split_blocks": (True, False),
+            **ADAM, "weight_decay": (0.1, 0.2), "exclude": ((), None), "momentum": (0.95, 0.9),
+            "nesterov": (True, False), "ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)),
+            "ns_steps": (5, 4), "adjust_lr_fn": ("match_rms_adamw", "original"),
+            "ns_dtype": (torch.float32, torch.bfloat16), "split_blocks": (True, False),
         },
     ),
     "ColumnParallelLinear": (
@@ -162,14 +135,7 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     "PositionEmbedding": (partial(made, mp.PositionEmbedding, T, D), {"init": (normal(1.0), normal(0.5))}),
     "GroupedLinear": (
         partial(
-            made,
-            mp.layers.GroupedLinear,
-            2,
-            D,
-            6,
-            ep=mp.Axis(),
-            shard=cut(6, mp.Axis(), 1),
-            x=draw(5, D),
+            made, mp.layers.GroupedLinear, 2, D, 6, ep=mp.Axis(), shard=cut(6, mp.Axis(), 1), x=draw(5, D),
             call={"counts": torch.tensor([3, 2])},
         ),
         {"init": (uniform(D**-0.5), normal(1.0))},
@@ -177,39 +143,26 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     "LayerNorm": (partial(made, mp.LayerNorm, D), {"eps": (1e-5, 1e-2), "bias": (True, False)}),
     "RMSNorm": (partial(made, mp.RMSNorm, D), {"eps": (1e-6, 1e-2)}),
     "ParallelMLP": (
-        partial(made, mp.ParallelMLP, D, 6),
-        {"activation": ("swiglu", "geglu"), "bias": (True, False), **OUTPUT},
+        partial(made, mp.ParallelMLP, D, 6), {"activation": ("swiglu", "geglu"), "bias": (True, False), **OUTPUT},
     ),
     "ParallelMoE": (partial(made, mp.ParallelMoE, D, 6, 4, 2, call=ROUTE), MOE),
     "ParallelAttention": (
         partial(made, mp.ParallelAttention, D, 2),
         {
-            **HEAD_OPTIONS,
-            "num_kv_heads": (2, 1),
-            "head_dim": (4, 2),
-            "bias": (True, False),
-            "output_bias": (True, False),
-            "qk_norm": (False, True),
-            "norm_eps": (1e-6, 0.1, {"qk_norm": True}),
-            "alibi": (False, True),
-            "sinks": (False, True),
-            "memory_dim": (None, None),
+            **HEAD_OPTIONS, "num_kv_heads": (2, 1), "head_dim": (4, 2), "bias": (True, False),
+            "output_bias": (True, False), "qk_norm": (False, True), "norm_eps": (1e-6, 0.1, {"qk_norm": True}),
+            "alibi": (False, True), "sinks": (False, True), "memory_dim": (None, None),
         },
     ),
     "MultiLatentAttention": (
         partial(
-            made, mp.MultiLatentAttention, D, 2, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
+            made, mp.MultiLatentAttention, D, 2, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4,
         ),
         {**HEAD_OPTIONS, "q_lora_rank": (None, 6), "bias": (False, True), "norm_eps": (1e-6, 0.1)},
     ),
     "TransformerBlock": (
         partial(
-            made,
-            mp.TransformerBlock,
-            nn.Identity(),
-            nn.Identity(),
-            nn.Identity(),
-            nn.Identity(),
+            made, mp.TransformerBlock, nn.Identity(), nn.Identity(), nn.Identity(), nn.Identity(),
             call={"samples": torch.arange(B)},
         ),
         {"dropout": (0.0, 0.5)},
@@ -220,18 +173,14 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
             mp.RotaryEmbedding(8, **options).interleaved,
         ],
         {
-            "base": (10000.0, 500.0),
-            "fraction": (1.0, 0.5),
-            "interleaved": (False, True),
+            "base": (10000.0, 500.0), "fraction": (1.0, 0.5), "interleaved": (False, True),
             "scaling": ({}, {"rope_type": "linear", "factor": 2.0}),
         },
     ),
     "LossScaler": (
         scales,
         {
-            "scale": (65536.0, 1024.0),
-            "growth_factor": (2.0, 4.0),
-            "backoff_factor": (0.5, 0.25),
+            "scale": (65536.0, 1024.0), "growth_factor": (2.0, 4.0), "backoff_factor": (0.5, 0.25),
             "growth_interval": (2000, 1999),
         },
     ),
@@ -245,17 +194,14 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         {**LOSSES, "reduction": ("mean", "sum"), "token_weight": (None, WEIGHTS)},
     ),
     "vocab_parallel_log_prob": (
-        partial(with_gradient, mp.layers.vocab_parallel_log_prob, LOGITS, TARGET),
-        {**HEAD, "vocab_size": (7, None)},
+        partial(with_gradient, mp.layers.vocab_parallel_log_prob, LOGITS, TARGET), {**HEAD, "vocab_size": (7, None)},
     ),
     "linear_log_prob": (partial(with_gradient, mp.layers.linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
     "prepare": (prepared, {"seed": (0, 1), "micro_batches": (1, 2)}),
     "partition": (lambda **options: partition([1.0] * 6, 3, **options), {"first": (0.0, 2.0), "last": (0.0, 2.0)}),
     "shard_sequence": (
-        lambda **options: mp.shard_sequence(draw(4, 4), mp.Axis(2, 0), "zigzag", **options),
-        {"dim": (-1, 0)},
+        lambda **options: mp.shard_sequence(draw(4, 4), mp.Axis(2, 0), "zigzag", **options), {"dim": (-1, 0)},
     ),
-    # kernels, in the reference form that a CPU has
     "cross_entropy_stats": (
         partial(with_gradient, ce.cross_entropy_stats, LOGITS, TARGET),
         {**HEAD, "start": (0, 1), "sum_logits": (False, True), "entropy": (False, True)},
@@ -275,11 +221,8 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     "dropout_add": (
         partial(with_gradient, dropout_add, draw(T, T, D), None, 0.5, samples=torch.arange(T)),
         {
-            "key": (0, 1),
-            "samples": (torch.arange(T), torch.arange(1, T + 1)),
-            "tokens": (torch.arange(T), torch.arange(1, T + 1)),
-            "bias": (None, G),
-            "first_feature": (0, 4),
+            "key": (0, 1), "samples": (torch.arange(T), torch.arange(1, T + 1)),
+            "tokens": (torch.arange(T), torch.arange(1, T + 1)), "bias": (None, G), "first_feature": (0, 4),
             "sequence_dim": (1, 0),
         },
     ),
@@ -343,120 +286,42 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         lambda **options: attention_kernels.key_bounds(T, **options),
         {"causal": (True, False), "window": (None, 2), "cu_seqlens": (None, CU)},
     ),
-}
+}  # fmt: skip
 
 # Arguments whose default says where or how, and not what: a layout, a device, a storage, a speed. Laws of layouts have
 # them (tests/test_data_parallel.py, tests/test_mesh.py, tests/test_offload.py, tests/test_recompute.py).
 WHERE = {
-    "impl",
-    "tp",
-    "cp",
-    "ep",
-    "etp",
-    "data",
-    "mesh",
-    "axes",
-    "device",
-    "dispatch",
-    "gather_output",
-    "regather",
-    "unit",
-    "sharded_features",
-    "input_is_parallel",
-    "blocks",
-    "shard",
-    "used_share",
-    "pin_memory",
-    "min_bytes",
-    "ahead",
-    "bucket_bytes",
-    "keep",
-    "in_place",
-    "out",
-    "out_dtype",
-    "bounds",
-    "trace",
-    "parameters",
-    "groups",
-}
-# Whole names, each with the law that holds its defaults.
-ELSEWHERE = {
-    "Axis": "tests/test_mesh.py",
-    "Mesh": "tests/test_mesh.py",
-    "build_mesh": "tests/test_mesh.py",
-    "Colwise": "tests/test_parallelize.py",
-    "LocalSizes": "tests/test_parallelize.py",
-    "Replicate": "tests/test_parallelize.py",
-    "Experts": "tests/test_plans.py",
-    "suggest_plan": "tests/test_plans.py",
-    "simulate": "tests/test_simulation.py",
-    "StepResult": "tests/layers/test_moe_dispatch.py",
-    "add_lora": "tests/test_lora_files.py",
-    "parallelize": "tests/test_parallelize.py",
-    "Pipeline": "tests/pipeline/test_engine.py",
-    "shard_data_parallel": "tests/test_data_parallel.py",
-    "recompute": "tests/test_recompute.py",
-    "offload_activations": "tests/test_offload.py",
-    "offload_optimizer": "tests/test_offload.py",
-    "offload_parameters": "tests/test_offload.py",
-    "DiLoCo": "POLICIES",
-    "LocalUpdates": "POLICIES",
-    "Zero": "POLICIES",
-    "Precision": "POLICIES",
-    "Recompute": "POLICIES",
-    "Offload": "POLICIES",
-    "Compile": "POLICIES",
-    "adamw_foreach": "tests/kernels/test_adamw.py",
-    "AdamWState": "tests/kernels/test_adamw.py",
-    "attention_backward": "tests/kernels/test_attention.py",
-    "grad_norm": "tests/test_gradients.py",
-    "decay_groups": "tests/test_optim.py",
-    "Router": "ParallelMoE",
-    "VocabParallelCrossEntropy": "vocab_parallel_cross_entropy",
-    "unshard_sequence": "tests/layers/test_context.py",
-    "drop_gradients": "tests/test_gradients.py",
-    "from_pretrained": "tests/test_pretrained.py",
-    "save_pretrained": "tests/test_pretrained.py",
-    "pipeline_stages": "tests/pipeline/test_cut.py",
-}
-POLICIES = {
+    "impl", "tp", "cp", "ep", "etp", "data", "mesh", "axes", "device", "dispatch", "gather_output", "regather", "unit",
+    "sharded_features", "input_is_parallel", "blocks", "shard", "used_share", "pin_memory", "min_bytes", "ahead",
+    "bucket_bytes", "keep", "in_place", "out", "out_dtype", "bounds", "trace", "parameters", "groups",
+}  # fmt: skip
+# What others take where an argument is left out; axes, which are of size 1 then, are left out.
+SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     experimental.LocalUpdates: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1},
     experimental.DiLoCo: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "blocks": None},
     mp.Zero: {"stage": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32},
     mp.Precision: {"dtype": "float32", "fp8": False, "first_loss_scale": 65536.0, "autocast": False},
     mp.Recompute: {"kind": "full", "every": 1, "budget": None, "example": None, "preserve_rng_state": True},
-    mp.Offload: {"optimizer": False, "activations": False, "parameters": False},
-    mp.Compile: {"backend": "inductor"},
+    mp.Offload: {"optimizer": False, "activations": False, "parameters": False}, mp.Compile: {"backend": "inductor"},
     mp.prepare: {
-        "seed": 0,
-        "initialize": None,
-        "micro_batches": 1,
-        "schedule": "1f1b",
-        "data": mp.Zero(1),
-        "precision": "float32",
-        "recompute": "none",
-        "offload": mp.Offload(),
-        "compile": None,
-        "observers": (),
+        "seed": 0, "initialize": None, "micro_batches": 1, "schedule": "1f1b", "data": mp.Zero(1),
+        "precision": "float32", "recompute": "none", "offload": mp.Offload(), "compile": None, "observers": (),
         "trace": False,
     },
-}
-
-# What those of `ELSEWHERE` take where an argument is left out; axes, which are of size 1 then, are left out.
-SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.Axis: {"size": 1, "rank": 0, "group": None, "name": "", "levels": None, "role": "", "sums": None},
     mp.build_mesh: {
         **dict.fromkeys(("tp", "cp", "pp", "ep", "worlds"), 1),
         **dict.fromkeys(("dp", "device_type", "cp_inner", "etp", "timeout")),
     },
-    Colwise: {"blocks": 1, "gather_output": False, "unit": None},
-    LocalSizes: {"kept": ()},
+    Colwise: {"blocks": 1, "gather_output": False, "unit": None}, LocalSizes: {"kept": ()},
     Replicate: {"partial_gradient": False},
     mp.suggest_plan: {"tp": 2, "ep": 1, "example": None, "sequence_parallel": False},
     mp.simulate: {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": None, "ranks": None, "mesh": None},
     mp.training.StepResult: {"repeats": 0},
-    add_lora: {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0,
-               "rank_pattern": None, "alpha_pattern": None, "use_rslora": False},
+    add_lora: {
+        "rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0, "rank_pattern": None,
+        "alpha_pattern": None, "use_rslora": False,
+    },
     mp.parallelize: {
         "plan": "auto", "etp": None, "data": None, "context": "zigzag", "check": True, "example": None, "skip": (),
         "strict": False,
@@ -471,22 +336,23 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.parallel.offload_activations: {"pin_memory": None, "min_bytes": 4096, "ahead": 4},
     mp.parallel.offload_optimizer: {"pin_memory": None, "bucket_bytes": 64 * 2**20},
     mp.parallel.offload_parameters: {"optimizer": None, "keep": 2, "pin_memory": None},
-    mp.gradients.grad_norm: {"p": 2.0},
-    mp.decay_groups: {"exclude": ()},
-    mp.unshard_sequence: {"dim": -1, "length": None},
-    mp.gradients.drop_gradients: {"parameters": None},
+    mp.gradients.grad_norm: {"p": 2.0}, mp.decay_groups: {"exclude": ()},
+    mp.unshard_sequence: {"dim": -1, "length": None}, mp.gradients.drop_gradients: {"parameters": None},
     mp.from_pretrained: {"plan": "auto", "defer": False, "dtype": None, "model_class": None},
-    mp.save_pretrained: {"shard_bytes": 5 * 10**9},
-    mp.pipeline_stages: {"schedule": "1f1b", "example": None},
+    mp.save_pretrained: {"shard_bytes": 5 * 10**9}, mp.pipeline_stages: {"schedule": "1f1b", "example": None},
     Launch: {
-        **dict.fromkeys(("rank", "local_rank", "port", "node_gpus"), 0),
-        "world_size": 1, "local_size": 1, "address": "", "launcher": "", "job": "", "keeps_store": False,
+        **dict.fromkeys(("rank", "local_rank", "port", "node_gpus"), 0), "world_size": 1, "local_size": 1,
+        "address": "", "launcher": "", "job": "", "keeps_store": False,
     },
+}  # fmt: skip
+# The defaults of these are held by tests of their own, or reach one in the table.
+ELSEWHERE = {call.__name__ for call in SIGNATURES} | {
+    "AdamWState", "Experts", "Mesh", "Router", "VocabParallelCrossEntropy", "adamw_foreach", "attention_backward",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call.__name__)
-def test_what_other_tests_hold_has_the_documented_defaults_too(call):
+def test_signatures_have_the_documented_defaults(call):
     found = {name: value for name, value in defaults(call).items() if not isinstance(value, mp.Axis | mp.Mesh)}
     assert found == SIGNATURES[call]
     assert {name: type(value) for name, value in found.items()} == {k: type(v) for k, v in SIGNATURES[call].items()}
@@ -501,13 +367,6 @@ def test_a_default_is_what_is_documented_and_another_value_differs(name):
         assert same(default, call(**{**where, argument: explicit})), f"{argument}: not the documented default"
         if other is not None:
             assert not same(default, call(**{**where, argument: other})), f"{argument}: another value changes nothing"
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.__name__)
-def test_policies_have_the_documented_defaults(policy):
-    assert defaults(policy) == POLICIES[policy]
-    if isinstance(policy, type) and policy is not experimental.DiLoCo:
-        assert policy() == policy(**POLICIES[policy])
 
 
 def defaults(call: Callable[..., Any]) -> dict[str, Any]:
@@ -545,6 +404,6 @@ def test_every_public_default_is_in_the_table():
         for name, call in public().items()
         if name not in ELSEWHERE
         for argument, value in defaults(call).items()
-        if argument not in WHERE and argument not in TABLE.get(name, (None, {}))[1] and name != "prepare"
+        if argument not in WHERE and argument not in TABLE.get(name, (None, {}))[1]
     ]
     assert missing == []

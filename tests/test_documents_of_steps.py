@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from examples.gpt import pretrain
 from examples.gpt.arguments import parse
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, WithoutDocuments
 from examples.gpt.pretrain import Trainer, main
-from examples.gpt.samples import Blend, Corpora, Piece, TokenSamples, read_without, split_documents, split_samples
+from examples.gpt.samples import Blend, Corpora, TokenSamples, read_without, split_documents, split_samples
 from mpcore import Mesh
 from mpcore.sharding import full_state_dict
 from mpcore.tools import documents as which_text
@@ -54,7 +52,6 @@ def test_the_pieces_of_a_sample_are_its_tokens(tmp_path):
     without = WithoutDocuments(files[two], [0, 7, 8, 39])
     parts = [TokenSamples(files[one], 7, seed=1), TokenSamples(without, 7, seed=1, documents=range(5, 30))]
     held_out = split_samples(files[lone], 7, seed=0)[1]
-    assert held_out is not None
     for samples in (*parts, Blend(parts, [0.5, 0.5], seed=2), held_out):
         for index in range(2 * len(samples)):
             pieces = samples.pieces(index)
@@ -132,18 +129,8 @@ def named_from_spikes(run: Path, corrupt: tuple[int, ...]) -> set[int]:
 
 
 LEARNING = [
-    *TINY.split(),
-    "--seq-len",
-    "24",
-    "--lr",
-    "0.02",
-    "--warmup",
-    "10",
-    "--eval-every",
-    "0",
-    "--dtype",
-    "float32",
-]
+    *TINY.split(), "--seq-len", "24", "--lr", "0.02", "--warmup", "10", "--eval-every", "0", "--dtype", "float32",
+]  # fmt: skip
 
 
 def test_planted_documents_are_named_from_their_spikes(tmp_path, capsys):
@@ -189,9 +176,6 @@ def test_what_cannot_be_read_is_said(tmp_path, capsys):
     assert "# step 2, sample 8, tokens " in out
 
 
-# --- which text -------------------------------------------------------------------------------------------------------
-
-
 def record(step: int, loss: float | None = 1.0) -> dict:
     """Of two samples of five tokens a step."""
     return {"step": step, "loss": loss, "samples": [2 * step, 2 * step + 1], "tokens": 10 * (step + 1)}
@@ -205,13 +189,6 @@ def run_of(folder: Path, records: list[dict], flags: str = "") -> Path:
     (folder / "config.json").write_text(json.dumps({"run": args}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in records))
     return folder
-
-
-def test_a_line_names_the_document_and_where_it_was_read():
-    piece = Piece("web", 7, 3, 5)
-    assert str(which_text.Found(2, 9, piece, "a\nb", None)) == "web 7  # step 2, sample 9, tokens 3 to 7: 'a\\nb'"
-    known = str(which_text.Found(2, 9, piece, "x", 1.23456))
-    assert known == "web 7  # step 2, sample 9, loss 1.235, tokens 3 to 7: 'x'"
 
 
 def test_a_run_has_the_samples_that_its_records_say(tmp_path):
@@ -233,83 +210,3 @@ def test_spikes_and_skipped_steps_are_listed(tmp_path):
     losses = [1.0 + 0.01 * (i % 2) for i in range(60)] + [9.0, None, 1.0]
     text = which_text.Text(run_of(tmp_path / "run", [record(i, loss) for i, loss in enumerate(losses)]), PROGRAM)
     assert text.spikes() == [60, 61]
-
-
-def test_each_piece_of_a_sample_has_its_text_and_the_loss_of_its_tokens(tmp_path, monkeypatch):
-    text = which_text.Text(run_of(tmp_path / "run", [record(0), record(1)], "--eval-every 0"), PROGRAM)
-    plain = text.find([0, 1], None)
-    assert (plain[0].step, plain[0].sample) == (0, 0)
-    assert {each.sample for each in plain if each.step == 1} == {2, 3}
-    letters = [each.text for each in plain]
-    for each in plain:
-        letter, ended = chr(97 + each.piece.document), each.piece.first + each.piece.count == 10
-        assert each.text == letter * (each.piece.count - ended)
-        assert each.loss is None
-    assert len(set(letters)) > 1
-
-    class Model(torch.nn.Module):
-        """Position t has the loss t + 1 on whatever comes next."""
-
-        def __init__(self, seq_len: int = 5) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(seq_len=seq_len)
-            self.asked: list[dict] = []
-
-        def forward(self, tokens: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-            assert not self.training
-            self.asked.append(more)
-            logits = torch.full((1, tokens.shape[1], 257), 0.0)
-            for t in range(tokens.shape[1]):  # log softmax is -(t + 1) everywhere but at 200, which no text has
-                rest = 256 * math.exp(-(t + 1.0))
-                logits[0, t, :] = -(t + 1.0)
-                logits[0, t, 200] = math.log(max(1 - rest, 1e-30)) if rest < 1 else 0.0
-            return logits
-
-    model = Model()
-    monkeypatch.setattr(pretrain, "load_model", lambda path: model)
-    ranked = text.find([0, 1], Path("ckpt"))
-    own = {}
-    for sample in range(4):
-        tokens, targets = text.samples.batch([sample])
-        losses = torch.nn.functional.cross_entropy(model(tokens)[0].double(), targets[0], reduction="none")
-        at = 0
-        for piece in text.samples.pieces(sample):
-            mine = losses[max(at - 1, 0) : at + piece.count - 1]
-            own[sample, piece] = float(mine.mean()) if len(mine) else None
-            at += piece.count
-    assert {(each.sample, each.piece): each.loss for each in ranked} == pytest.approx(own)
-    order = [each.loss or 0.0 for each in ranked]
-    assert order == sorted(order, reverse=True)
-    assert all(not asked for asked in model.asked)
-    text.args.document_masking = True
-    model.asked.clear()
-    text.find([0], Path("ckpt"))
-    assert [set(asked) for asked in model.asked] == [{"documents"}] * 2
-    assert model.asked[0]["documents"].shape == (1, 5)
-    monkeypatch.setattr(pretrain, "load_model", lambda path: Model(seq_len=4))
-    with pytest.raises(ValueError, match=r"^ckpt reads 4 tokens, and a sample has 5$"):
-        text.find([0], Path("ckpt"))
-
-
-def test_a_long_piece_shows_its_beginning(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    data = write(folder / "c", [np.array([97] * 2000 + [256])])
-    (folder / "config.json").write_text(json.dumps({"run": vars(parse(["--data", data, "--eval-every", "0"]))}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 1.0, "samples": [0, 0], "tokens": 100}) + "\n")
-    assert [each.text for each in which_text.Text(folder, PROGRAM).find([0], None)] == ["a" * 60]
-
-
-def test_the_command_lists_so_many_lines(tmp_path, capsys):
-    run = run_of(tmp_path / "run", [record(i) for i in range(4)], "--eval-every 0")
-    found = [str(each) for each in which_text.Text(run, PROGRAM).find([1, 2], None)]
-    assert which_text.main([str(run), "--steps", "1", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == found
-    assert which_text.main([str(run), "--steps", "1", "2", "--most", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [*found[:2], f"# and {len(found) - 2} more: --most"]
-    assert which_text.main([str(run), "--steps", "1", "2", "--most", str(len(found))]) == 0
-    assert "more" not in capsys.readouterr().out
-    assert which_text.main([str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "# no step was a spike or skipped: --steps names others"
-    assert which_text.main([str(run), "--checkpoint", str(tmp_path / "gone")]) == 2
-    assert "gone" in capsys.readouterr().err

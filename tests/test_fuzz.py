@@ -378,27 +378,9 @@ def cut_blocks(dice: random.Random) -> str:
 def command(dice: random.Random) -> str:
     """The words of a launcher."""
     known = [
-        "torchrun",
-        "srun",
-        "python",
-        "-m",
-        "--nnodes",
-        "--nproc-per-node",
-        "-n",
-        "-N",
-        "2",
-        "1:4",
-        "x",
-        "--",
-        "--nnodes=2",
-        "--nproc-per-node=8",
-        "a.b",
-        "a.b:c",
-        "torch.distributed.run",
-        "--ntasks=3",
-        "-m",
-        "",
-    ]
+        "torchrun", "srun", "python", "-m", "--nnodes", "--nproc-per-node", "-n", "-N", "2", "1:4", "x", "--",
+        "--nnodes=2", "--nproc-per-node=8", "a.b", "a.b:c", "torch.distributed.run", "--ntasks=3", "-m", "",
+    ]  # fmt: skip
     words = [dice.choice(known) for _ in range(dice.randint(0, 9))]
     try:
         found = read_command(words)

@@ -66,13 +66,7 @@ def check_greedy(name):
     given = prompt(
         padded=name != "gemma2"
     )  # it has NaN there, dense too, where a row of its soft caps sees padding alone
-    how = {
-        **given,
-        "max_new_tokens": NEW,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
+    how = {**given, "max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     want, got = dense.generate(**how), sharded.generate(**how)
     assert torch.equal(got.sequences, want.sequences)
     assert got.sequences.shape == (2, 7 + NEW)

@@ -13,7 +13,6 @@ import mpcore as mp
 from mpcore.checkpoint import latest
 from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
 from mpcore.interop.lora.layers import LoRALayer
-from mpcore.interop.parallelize import Colwise
 from mpcore.pipeline import partition
 from tests.equality import close, full_gradients
 from tests.lora_models import (
@@ -24,7 +23,6 @@ from tests.lora_models import (
     batch,
     dense_losses,
     fill,
-    hf,
     same_losses,
     start,
     train,
@@ -32,76 +30,7 @@ from tests.lora_models import (
 from tests.pool import mesh
 from tests.quick import some
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
 IN, OUT = 10, 9
-MID = {"gate up": 12, "fused": 12, "conv1d": 12}  # of others 14, which 3 ranks hold in uneven shards
-
-
-def layers(pair: str, tp: mp.Axis, **sequence) -> nn.Sequential:
-    """Two layers with a tanh of each feature between. The first may leave its features sharded for the second."""
-    on, mid = {"tp": tp, **sequence}, MID.get(pair, 14)
-    if pair == "conv1d":
-        conv1d = hf.pytorch_utils.Conv1D
-        net = nn.Sequential(conv1d(mid, IN), nn.Tanh(), conv1d(OUT, mid))
-        return mp.parallelize(net, {"0": Colwise(blocks=2), "2": "rowwise"}, tp, check=False)
-    if pair == "whole":
-        return nn.Sequential(nn.Linear(IN, mid), nn.Tanh(), hf.pytorch_utils.Conv1D(OUT, mid))
-    split = {"gather_output": True}, {"input_is_parallel": False}
-    more = split if pair == "gathered, split" else ({}, {})
-    first = {
-        "fused": lambda: mp.ColumnParallelLinear(IN, mid, blocks=(6, 6), **on),
-        "gate up": lambda: mp.GateUpParallelLinear(IN, 6, **on),
-    }.get(pair, lambda: mp.ColumnParallelLinear(IN, mid, **on, **more[0]))()
-    return nn.Sequential(first, nn.Tanh(), mp.RowParallelLinear(mid, OUT, **on, **more[1]))
-
-
-PAIRS = ("column, row", "gathered, split", "fused", "gate up", "conv1d", "whole")
-
-
-def check_layers(pair: str, sequence: bool) -> None:
-    """Outputs, and the gradients of the input and of all factors, are those of the formula on logical tensors."""
-    tp = mesh(tp=torch.distributed.get_world_size()).tp
-    net = layers(pair, tp, **({"sequence_parallel": True} if sequence else {})).double()
-    order = torch.arange(MID.get(pair, 14))
-    if pair in MID and tp.size > 1:  # each rank's features are a part of each block
-        runs = mp.sharding.shardings(net)["0.bias"].shards[0].runs
-        order = torch.tensor([i for mine in runs for start, end in mine for i in range(start, end)])
-    add_lora(net, RANK, ALPHA, targets=("0", "2"))
-    fill(net)
-    state = {name: x.requires_grad_("lora" in name) for name, x in mp.full_state_dict(net).items()}
-    draws = torch.Generator().manual_seed(3)
-    x = torch.rand(2, 6, IN, generator=draws, dtype=torch.float64).requires_grad_()
-
-    def layer(x: Tensor, name: str) -> Tensor:
-        w, bias, a, b = (state[f"{name}.{leaf}"] for leaf in ("weight", "bias", "lora_A.weight", "lora_B.weight"))
-        w = w.T if w.shape != (len(bias), x.shape[-1]) else w
-        return x @ w.T + ALPHA / RANK * (x @ a.T @ b.T) + bias
-
-    want = layer(torch.tanh(layer(x, "0")[..., order]), "2")
-    dy = torch.rand(want.shape, generator=draws, dtype=torch.float64)
-    want.backward(dy)
-    size = x.shape[1] // tp.size
-    part = slice(tp.rank * size, (tp.rank + 1) * size) if sequence and tp.size > 1 else slice(None)
-    held = x.detach()[:, part].clone().requires_grad_()
-    got = net(held)
-    got.backward(dy[:, part])
-    mp.gradients.reduce_gradients(net)
-    close(got.detach(), want.detach()[:, part], "output")
-    close(held.grad, x.grad[:, part], "gradient of the input")
-    grads = full_gradients(net)
-    assert sorted(grads) == sorted(name for name in state if "lora" in name)
-    for name, grad in grads.items():
-        close(grad, state[name].grad, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_layers_with_adapters_compute_the_formula(ranks, size, pair, sequence_parallel):
-    if pair in ("whole", "gathered, split", "conv1d") and sequence_parallel:
-        pytest.skip("no such layer")
-    ranks(size, check_layers, pair, sequence_parallel)
 
 
 def check_replicated_heads() -> None:
@@ -132,9 +61,6 @@ def check_replicated_heads() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_factors_of_replicated_heads(ranks, size):
     ranks(size, check_replicated_heads)
-
-
-# --- training --------------------------------------------------------------------------------------------------------
 
 
 def check_training(name: str, layout: str, wanted: tuple[list[float], dict[str, Tensor]]) -> None:
@@ -168,9 +94,6 @@ def test_twenty_steps_and_the_merged_weights_equal_the_formula_in_plain_torch(ra
     losses, _ = wanted = dense(name)
     assert min(losses) < 0.95 * losses[0], "the adapters must learn, or any two runs agree"
     ranks(LAYOUTS[layout][0], check_training, name, layout, wanted)
-
-
-# --- other parts of a run ---------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -218,12 +141,10 @@ def staged(
 
 
 STAGES = {
-    "tp2 sequence": (2, {"tp": 2}, {"sequence_parallel": True}),
-    "tp3": (3, {"tp": 3}, {}),
-    "pp2": (2, {"pp": 2}, {"micro_batches": 2}),
-    "pp2 zb": (2, {"pp": 2}, {"micro_batches": 2, "schedule": "zb"}),
+    "tp2 sequence": (2, {"tp": 2}, {"sequence_parallel": True}), "tp3": (3, {"tp": 3}, {}),
+    "pp2": (2, {"pp": 2}, {"micro_batches": 2}), "pp2 zb": (2, {"pp": 2}, {"micro_batches": 2, "schedule": "zb"}),
     "tp2 sequence zero3": (4, {"tp": 2}, {"sequence_parallel": True, "data": mp.Zero(3)}),
-}
+}  # fmt: skip
 
 
 def check_stages(layout: str, want: list[float], folder: Path, saved: dict[str, Tensor]) -> None:
@@ -282,13 +203,19 @@ def test_in_bfloat16_a_run_resumes_and_what_is_frozen_has_no_state(ranks, tmp_pa
     ranks(4 if zero else 2, check_bfloat16, zero, tmp_path / "checkpoints")
 
 
-def check_dropout(sequence: bool) -> None:
+def check_dropout() -> None:
     """Under one seed the masks are those of the unsharded model."""
+    for sequence in (False, True):
+        check_masks(sequence)
+
+
+def check_masks(sequence: bool) -> None:
     tp = mesh(tp=2).tp
     x = torch.rand(2, 6, IN, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     results = []
     for on in (mp.Axis(name="tp"), tp):
-        net = layers("column, row", on, **({"sequence_parallel": True} if sequence else {})).double()
+        like = {"tp": on, "sequence_parallel": sequence, "dtype": torch.float64}
+        net = nn.Sequential(mp.ColumnParallelLinear(IN, 14, **like), nn.Tanh(), mp.RowParallelLinear(14, OUT, **like))
         add_lora(net, RANK, ALPHA, targets=("0", "2"), dropout=0.4)
         fill(net)
         part = slice(on.rank * 3, on.rank * 3 + 3) if sequence and on.size > 1 else slice(None)
@@ -300,9 +227,8 @@ def check_dropout(sequence: bool) -> None:
     close(results[1], whole, "output")
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_dropout_draws_the_masks_of_the_unsharded_model(ranks, sequence):
-    ranks(2, check_dropout, sequence)
+def test_dropout_draws_the_masks_of_the_unsharded_model(ranks):
+    ranks(2, check_dropout)
 
 
 def test_pitfall_65_a_product_that_leaves_the_adapter_out_is_refused():

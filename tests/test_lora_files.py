@@ -34,8 +34,6 @@ from tests.lora_models import (
 )
 from tests.pool import mesh
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
 
 def check_saved(name: str, layout: str, folder: Path) -> None:
     _, sizes, told = LAYOUTS[layout]
@@ -178,9 +176,6 @@ def test_embedding_head_and_norm_that_are_trained_beside_adapters_are_saved(rank
     }  # fmt: skip
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
@@ -279,18 +274,6 @@ def test_all_linear_leaves_the_head_out_and_what_is_added_is_all_that_is_trained
     assert half.model.layers[0].self_attn.q_proj.lora_A.weight.dtype == torch.float32
     x, _ = batch(0)
     assert torch.equal(half(x).logits, build("llama").bfloat16()(x).logits)
-
-
-def test_the_defaults_of_add_lora():
-    values = {}
-    for told in ({}, {"rank": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "seed": 0}, {"seed": 1}):
-        model = add_lora(build("llama"), **told)
-        layer = model.model.layers[1].mlp.up_proj
-        assert (layer.rank, layer.alpha, layer.scaling, layer.dropout) == (8, 16, 2.0, 0.0)
-        values[str(told)] = layer.lora_A.weight
-    default, said, other = values.values()
-    assert torch.equal(default, said)
-    assert not torch.equal(default, other)
 
 
 def test_torch_encoders_call_adapters_in_evaluation():

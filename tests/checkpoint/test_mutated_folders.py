@@ -10,6 +10,7 @@ import random
 import shutil
 import struct
 import time
+import tracemalloc
 import zlib
 
 import pytest
@@ -104,6 +105,8 @@ def mutate(folder, draw):
 def result(folder, call, *args, **options):
     """Return what the call returns, or None if it raises a ValueError, which must name the folder."""
     began = time.perf_counter()
+    if call is load:
+        tracemalloc.start()
     try:
         return call(*args, **options)
     except ValueError as error:
@@ -113,6 +116,10 @@ def result(folder, call, *args, **options):
         assert text.replace("\n", "").isprintable(), text
     finally:
         assert time.perf_counter() - began < SECONDS
+        if call is load:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 1 << 22, "a file that asks for much memory"
 
 
 def trained(seed):

@@ -62,9 +62,6 @@ def full(run):
     return {name: x.clone() for name, x in mp.full_state_dict(run.model).items()}
 
 
-# --- masters ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_is_that_of_float32_adamw_rounded_to_bfloat16_afterwards():
     """Against AdamW of Loshchilov and Hutter 2019, algorithm 2, written here; bit for bit, from the float32 draw on."""
     run, exact = build(), build(precision="float32")
@@ -132,16 +129,6 @@ def test_frozen_parameters_are_rounded_and_need_no_master():
     assert model.embedding.weight not in run.optimizer.state
 
 
-def test_autocast_is_of_half_precision_alone():
-    with pytest.raises(ValueError, match="autocast is to bfloat16 or float16"):
-        Precision("float32", autocast=True)
-    assert Precision("float16").autocast_dtype == torch.float16
-    assert Precision("float16").param_dtype is None
-
-
-# --- layouts ----------------------------------------------------------------------------------------------------------
-
-
 def run_of(sizes, options):
     """A run on a mesh; `stages` of a pipeline are made as the example makes them."""
     on, options = mesh(**sizes), dict(options)
@@ -207,13 +194,11 @@ def check_layout(sizes, options, want, band):
 
 
 LAYOUTS = {
-    "one process": ({}, {"recompute": "full", "micro_batches": 2}),
-    "tp 2": ({"tp": 2}, {"sequence_parallel": True}),
+    "one process": ({}, {"recompute": "full", "micro_batches": 2}), "tp 2": ({"tp": 2}, {"sequence_parallel": True}),
     "dp 2, ZeRO-0": ({"dp": 2}, {"data": Zero(0)}),
     "dp 2, ZeRO-3, recompute": ({"dp": 2}, {"data": Zero(3), "recompute": "full"}),
-    "pp 2 x tp 2": ({"pp": 2, "tp": 2}, {"micro_batches": 2}),
-    "HSDP": ({"dp": 4}, {"data": Zero(2, replicate=2)}),
-}
+    "pp 2 x tp 2": ({"pp": 2, "tp": 2}, {"micro_batches": 2}), "HSDP": ({"dp": 4}, {"data": Zero(2, replicate=2)}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -242,9 +227,6 @@ def gradients_after(run):
 
 def trained(sizes, options):
     return train(run_of(sizes, options), 3)
-
-
-# --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
 class Dtypes(TorchDispatchMode):
@@ -312,9 +294,6 @@ def test_shards_are_cast_once_a_gather_and_gradients_are_summed_in_float32(ranks
     assert found[1] >= 2 * 8 + 1  # autocast casts weights in forward, again in recomputation, and again in backward
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def check_save(sizes, options, folder, resume=None):
     """Train to step 4, from a checkpoint or from scratch, and save after 2; return the losses and the weights."""
     run = run_of(sizes, options)
@@ -366,9 +345,6 @@ def test_a_checkpoint_has_the_weights_that_were_written_over_masters(tmp_path):
 def test_offload_changes_no_bit(offload):
     runs = build(), build(offload=mp.Offload(**offload))
     assert train(runs[0], 3) == train(runs[1], 3)
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_bytes_is_the_one_that_is_counted_and_megatrons_18_bytes_a_parameter():

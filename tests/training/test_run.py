@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.experimental import LocalUpdates
-from mpcore.tools import invariant
-from mpcore.training import Observer, first_step
-from mpcore.training import run as module
+from mpcore.training import Observer
 from mpcore.training.run import StepResult
 
 X = torch.arange(24.0, dtype=torch.float64).view(8, 3).sin()
@@ -41,7 +37,7 @@ def start(model: nn.Module | None = None, mesh: mp.Mesh | None = None, **told: A
 
 
 def gradients(run: mp.Run) -> list[Tensor]:
-    return [p.grad for p in run.model.parameters()]  # type: ignore[misc]
+    return [p.grad for p in run.model.parameters()]
 
 
 def by_hand(tokens: float, rows: int = 8) -> tuple[float, list[Tensor]]:
@@ -49,14 +45,11 @@ def by_hand(tokens: float, rows: int = 8) -> tuple[float, list[Tensor]]:
     model = nn.Linear(3, 2).double()
     loss = squares(model(X[:rows]), T[:rows]) / tokens
     loss.backward()
-    return loss.item(), [p.grad for p in model.parameters()]  # type: ignore[misc]
+    return loss.item(), [p.grad for p in model.parameters()]
 
 
 def close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-
-
-# --- a step -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tokens", "divisor"), [(None, 16), (5, 5), (torch.tensor(7.0), 7), (0, 1)])
@@ -124,94 +117,18 @@ def test_targets_of_minus_100_are_no_tokens():
     assert run.count_tokens(T).dtype == torch.float64
 
 
-def test_the_factor_of_a_tokens_loss_has_the_scale_of_float16():
-    run = start()
-    assert [run.loss_factor(n).item() for n in (1, 4, 0, torch.tensor(8))] == [1.0, 0.25, 1.0, 0.125]
-    run.scaler = SimpleNamespace(scale=1024.0)  # type: ignore[assignment]
-    assert [run.loss_factor(n).item() for n in (4, 0)] == [256.0, 1024.0]
-
-
-def test_a_loss_of_other_things_than_a_tensor_goes_through():
-    run = start()
-    run.factor = torch.tensor(0.5, dtype=torch.float64)
-    assert run.scaled(lambda y, t: "text")(X, T) == "text"  # type: ignore[arg-type, return-value, comparison-overlap]
-    scaled = run.scaled(squares)(X.float()[:, :2], T.float())
-    assert scaled.dtype == torch.float32
-    close(float(scaled), float(squares(X.float()[:, :2], T.float())) / 2)
-
-
 def test_the_number_of_micro_batches_may_change_between_steps():
     run = start(micro_batches=2)
     run.set_micro_batches(4)
     assert run.pipeline.micro_batches == 4
     run.forward_backward(X, T)
-    with pytest.raises(
-        ValueError, match=r"set_micro_batches while gradients wait for optimizer_step: .*drop_gradients"
-    ):
+    with pytest.raises(ValueError, match=r"set_micro_batches while gradients wait for optimizer_step:"):
         run.set_micro_batches(2)
     close(gradients(run), by_hand(16)[1])
     run.drop_gradients()
     executor = run.pipeline.executor
     run.set_micro_batches(4)
     assert run.pipeline.executor is executor, "nothing is made anew for the same number"
-
-
-def test_a_step_that_raised_between_two_leaves_leaves_nothing_behind():
-    on = invariant.invariant_mesh(mp.build_mesh(device_type="cpu"), (2, 4))
-    raising = [False]
-
-    def loss(y: Tensor, t: Tensor) -> Tensor:
-        if raising[0] and float(t[0, 0]) != float(T[0, 0]):
-            raise LookupError("the second leaf")
-        return squares(y, t)
-
-    def made() -> mp.Run:
-        torch.manual_seed(1)
-        model = mp.ColumnParallelLinear(3, 2, tp=on.tp).double()
-        return start(model, on, loss=loss, optimizer=mp.AdamW, prepare=invariant.prepare)
-
-    run, fresh = made(), made()
-    raising[0] = True
-    with pytest.raises(LookupError):
-        run.forward_backward(X, T)
-    run.drop_gradients()
-    raising[0] = False
-    for each in (run, fresh):
-        each.forward_backward(X, T)
-    assert run._loss.item() == fresh._loss.item()
-    for a, b in zip(gradients(run), gradients(fresh), strict=True):
-        assert torch.equal(a, b)
-    fresh.drop_gradients()
-    fresh.set_micro_batches(2)
-    with pytest.raises(ValueError, match="2 micro-batches: an invariant run has 4 leaves in every step"):
-        fresh.forward_backward(X, T)
-
-
-def warned() -> list[Any]:
-    on = mp.build_mesh(dp=2, device_type="cpu")
-    run = start(mesh=on, data=mp.Zero(0))
-    mine = run.share(8)
-    for step in range(2):
-        run.forward_backward(X[mine], T[mine])
-        gradients(run)[0].mul_(0.5)
-        run.optimizer_step()
-        assert run.step == step + 1
-    return [p.detach() for p in run.model.parameters()]
-
-
-def test_rank_0_warns_of_gradients_that_were_changed_in_the_first_step():
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.rank)  # type: ignore[attr-defined]
-    first_step.log.addHandler(handler)
-    try:
-        mp.simulate(warned, ranks=2)
-    finally:
-        first_step.log.removeHandler(handler)
-    assert said == [0]
-
-
-# --- without gradients ------------------------------------------------------------------------------------------------
 
 
 class Modes(nn.Linear):
@@ -227,7 +144,7 @@ def test_the_loss_of_an_evaluation_is_over_all_tokens_of_all_batches():
     run = start(Modes(3, 2).double())
     batches = [(X[:3], T[:3]), (X[3:4], T[3:4])]
     with torch.no_grad():
-        y = nn.Linear.forward(run.model, X[:4])  # type: ignore[arg-type]
+        y = nn.Linear.forward(run.model, X[:4])
     close(run.evaluate(batches), float(squares(y, T[:4])) / 8)
     shift = [torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
     moved = torch.cat([y[:3] + 1, y[3:]])
@@ -283,59 +200,25 @@ def test_each_data_rank_of_each_worker_has_consecutive_samples():
     assert mp.simulate(shares, {"worlds": 2, "dp": 2}, 25, 3, ranks=4) == [(0, 0, said)] * 4
 
 
-# --- saving and loading -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def calls(monkeypatch, tmp_path) -> list:
-    """The calls of `save`, `save_async` and `load`, which change nothing; the run's lock is in a new folder."""
-    monkeypatch.chdir(tmp_path)
-    found: list = []
-    answer = SimpleNamespace(step=5, extra={"scale": 4.0, "good_steps": 3.0})
-    monkeypatch.setattr(module, "save", lambda *given, **how: found.append(("save", given, how)))
-    monkeypatch.setattr(module, "save_async", lambda *given, **how: found.append(("async", given, how)) or "saving")
-    monkeypatch.setattr(module, "load", lambda *given, **how: found.append(("load", given, how)) or answer)
-    return found
-
-
-def test_a_save_has_the_runs_state_and_what_the_caller_adds(calls):
-    run = start(seed=9)
+def test_a_save_has_the_runs_state_and_a_load_keeps_the_options_of_this_run(tmp_path):
+    run, other = start(seed=9), start()
+    run.scaler, other.scaler = mp.optim.LossScaler(scale=8.0), mp.optim.LossScaler(scale=2.0)
     run.step = 3
-    path = run.save("there", keep=2, extra={"a": 1}, sample=7)
-    assert path == Path("there/step-00000003")
-    held = (path, run.model, run.optimizer)
-    state = {"mesh": run.mesh, "step": 3, "seed": 9, "extra": {"a": 1}, "keep": 2, "sample": 7}
-    assert calls.pop() == ("save", held, state)
-    before: Any = object()
-    assert run.save("there", background=True, after=before) == "saving"
-    assert calls.pop() == ("async", held, {"mesh": run.mesh, "step": 3, "seed": 9, "extra": {}, "after": before})
-    run.scaler = mp.optim.LossScaler(scale=8.0)
-    run.save("there", extra={"a": 1})
-    assert calls.pop()[2]["extra"] == {"a": 1, "scale": 8.0, "good_steps": 0}
-
-
-def test_a_load_keeps_the_options_of_this_run_and_takes_step_and_scale(calls, monkeypatch):
-    run = start()
-    run.scaler = mp.optim.LossScaler(scale=8.0)
-    weight = next(iter(run.model.parameters()))
-    run.optimizer.state[weight] = {"momentum": 1, **dict.fromkeys(("outer_anchor", "outer_momentum"), 2)}
-
-    def load(*given: Any, **how: Any) -> Any:
-        for group in run.optimizer.param_groups:
-            group.update(lr=9.0, momentum=0.9)
-        calls.append((given, how))
-        return SimpleNamespace(step=5, extra={"scale": 4.0, "good_steps": 3.0})
-
-    monkeypatch.setattr(module, "load", load)
-    assert run.load("there").step == 5
-    assert calls == [(("there", run.model, run.optimizer), {"mesh": run.mesh})]
-    assert [(group["lr"], group["momentum"]) for group in run.optimizer.param_groups] == [(0.5, 0), (0.25, 0)]
-    assert run.optimizer.state[weight] == {"momentum": 1}
-    assert (run.step, run.scaler.scale, run.scaler.good_steps) == (5, 4.0, 3)
-    run.load(Path("there"))
+    for group in run.optimizer.param_groups:
+        group.update(lr=9.0, momentum=0.9)
+    path = run.save(tmp_path, extra={"a": 1}, sample=7)
+    assert path == tmp_path / "step-00000003"
+    found = other.load(path)
+    assert (found.step, found.sample, found.seed) == (3, 7, 9)
+    assert found.extra == {"a": 1, "scale": 8.0, "good_steps": 0}
+    assert [(group["lr"], group["momentum"]) for group in other.optimizer.param_groups] == [(0.5, 0), (0.25, 0)]
+    assert (other.step, other.scaler.scale) == (3, 8.0)
+    saving: Any = run.save(tmp_path / "later", background=True)
+    saving = run.save(tmp_path / "later", background=True, after=saving)
+    assert other.load(saving.wait()).step == 3
     for wrong in (None, 3):
         with pytest.raises(ValueError, match=f"load got {wrong} and no path"):
-            run.load(wrong)  # type: ignore[arg-type]
+            run.load(wrong)
 
 
 def test_pitfall_67_a_scheduler_of_torch_goes_on_after_a_resume(tmp_path):
@@ -354,55 +237,6 @@ def test_pitfall_67_a_scheduler_of_torch_goes_on_after_a_resume(tmp_path):
     want, (first, run, scheduler) = steps(5)[0], steps(2)
     path = run.save(tmp_path, extra={"scheduler": scheduler.state_dict()})
     assert first + steps(3, path)[0] == want
-
-
-def test_parameters_are_sharded_again_and_offloaded_ones_are_here(monkeypatch):
-    run, order = start(), []
-    monkeypatch.setattr(module, "reshard", order.append)
-
-    class Here:
-        def here(self) -> Here:
-            return self
-
-        def __enter__(self) -> None:
-            order.append("here")
-
-        def __exit__(self, *_: object) -> None:
-            order.append("gone")
-
-    with run.parameters() as model:
-        assert model is run.model
-        assert order == run.stages
-    run.offloaded = Here()  # type: ignore[assignment]
-    order.clear()
-    with run.parameters():
-        assert order == [*run.stages, "here"]
-    assert order[-1] == "gone"
-
-
-def test_workers_compare_their_parameters_once_before_the_first_step_and_after_a_load(tmp_path):
-    run, updates, begun = start(), LocalUpdates(), []
-    updates.blocks = []
-    updates.attach(run)
-    updates.optimizer.begin = lambda: begun.append(1)  # type: ignore[method-assign]
-    run.observers.append(updates)
-    path = run.save(tmp_path)
-    for count in (1, 2):
-        run.forward_backward(X, T)
-        run.drop_gradients()
-        assert len(begun) == count
-        run.load(path)
-
-
-def test_a_bare_step_of_the_optimizer_is_refused():
-    run = start()
-    run.forward_backward(X, T)
-    with pytest.raises(ValueError, match=r"call run.optimizer_step\(\)"):
-        run.optimizer.step()
-    assert run.optimizer_step().taken
-
-
-# --- observers --------------------------------------------------------------------------------------------------------
 
 
 class Recorder(Observer):

@@ -9,7 +9,7 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.training import samples
-from mpcore.training.samples import SampleCheck, share_of
+from mpcore.training.samples import SampleCheck
 
 
 class Net(nn.Module):
@@ -80,24 +80,3 @@ def test_a_step_that_is_repeated_is_compared_with_none_of_itself(monkeypatch):
     for step, given in ((0, None), (0, torch.arange(2)), (0, torch.arange(2)), (1, torch.arange(2, 4))):
         check.before_forward(SimpleNamespace(step=step), 1, {"samples": given})
     assert (told, check.is_due, check.before) == ([], False, None)
-
-
-def test_only_one_rank_of_tp_and_data_warns():
-    one = SimpleNamespace(rank=1)
-    zero = SimpleNamespace(rank=0)
-    for tp, data in ((zero, zero), (one, zero), (zero, one)):
-        mesh: Any = SimpleNamespace(tp=tp, data=data)
-        assert SampleCheck(nn.Identity(), mesh).tells == (tp is data is zero)
-
-
-def test_the_samples_of_a_step_are_cut_over_workers_and_data_ranks():
-    found = []
-    for worker in range(2):
-        for rank in range(3):
-            mesh: Any = SimpleNamespace(
-                worlds=SimpleNamespace(rank=worker, size=2), dp=SimpleNamespace(rank=rank, size=3)
-            )
-            found.append(share_of(mesh, 2, 24))
-            with pytest.raises(ValueError, match=r"^25 samples .* worlds x dp x micro-batches = 2 x 3 x 2 = 12: 36 a"):
-                share_of(mesh, 2, 25)
-    assert found == [range(4 * i, 4 * i + 4) for i in range(6)]
