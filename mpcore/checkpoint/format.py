@@ -208,8 +208,7 @@ def _check(manifest: Manifest) -> None:
         if Path(name).name != name or name in ("", ".", ".."):  # a name must not lead out of the checkpoint's directory
             raise ValueError(f"{name!r} is not a plain file name")
     for name in manifest.beside:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{name!r} leads out of the checkpoint")
+        check_inside(name)
     for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
@@ -222,6 +221,12 @@ def _check(manifest: Manifest) -> None:
         for chunk in entry.chunks:
             if chunk.file not in manifest.files:
                 raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
+
+
+def check_inside(name: str) -> None:
+    """Raise ValueError if the path of a file within a checkpoint leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name!r} leads out of the checkpoint")
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, ...]:

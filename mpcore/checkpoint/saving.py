@@ -25,6 +25,7 @@ from mpcore.checkpoint.format import (
     Group,
     Manifest,
     SmallFile,
+    check_inside,
     dtype_name,
     tiles,
     write_manifest,
@@ -367,6 +368,7 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
 def write_beside(folder: Path, files: Mapping[str, bytes]) -> dict[str, SmallFile]:
     """Write small files into a checkpoint's directory, and sync them to the disk."""
     for name, data in files.items():
+        check_inside(name)
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, data)
         sync_folder((folder / name).parent)

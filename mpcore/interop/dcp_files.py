@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import io
 import os
 import pickle
 import warnings
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from mpcore.checkpoint.folders import read_complete, resolve
-from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, tiles, write_manifest
+from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, check_inside, dtype_name, tiles, write_manifest
 from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.schema import convert
-from mpcore.checkpoint.tensor_file import Files, host_memory
+from mpcore.checkpoint.tensor_file import HEADER_LIMIT, TENSOR_LIMIT, Files, host_memory
 from mpcore.interop.dcp import BoxedTensor
 from mpcore.interop.hugging_face.config import read_json
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_files, write_json
@@ -40,10 +41,29 @@ def import_dcp(
     """
     folder, path = Path(folder), Path(path)
     check_new(path)
-    with open(folder / METADATA, "rb") as file:
-        metadata = _Unpickler(file).load()
+    try:
+        return _import(folder, path, config)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # damaged pickles and archives raise errors of any kind
+        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {str(error).split(chr(10))[0]}") from None
+
+
+def _read_metadata(file: Path) -> Metadata:
+    if file.stat().st_size > HEADER_LIMIT:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, more than {HEADER_LIMIT}")
+    metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{folder / METADATA} holds a {type(metadata).__name__}, not the metadata of DCP")
+        raise ValueError(f"{file} holds a {type(metadata).__name__}, not the metadata of DCP")
+    if (count := len(metadata.state_dict_metadata)) > TENSOR_LIMIT:
+        raise ValueError(f"{file} lists {count} entries, more than {TENSOR_LIMIT}")
+    for info in (metadata.storage_data or {}).values():
+        check_inside(info.relative_path)
+    return metadata
+
+
+def _import(folder: Path, path: Path, config: dict[str, Any] | None) -> list[str]:
+    metadata = _read_metadata(folder / METADATA)
     about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     paths = {
         name: tuple(map(str, (metadata.planner_data or {}).get(name, (name,)))) for name in metadata.state_dict_metadata
@@ -92,12 +112,17 @@ def import_dcp(
                     shape = tuple(likes[name].shape)
                     chunks = () if 0 in shape else (Chunk(file, name, (0,) * len(shape), shape, checksum),)
                     tensors[name] = Entry(shape, dtype_name(likes[name].dtype), chunks)
-        beside = write_beside(new, {name: (folder / name).read_bytes() for name in about.pop("beside", {})})
+        beside = write_beside(new, {name: _read_beside(folder, name) for name in about.pop("beside", {})})
         known = convert(Manifest, {"step": 0, **about, "files": {}, "tensors": {}, "beside": {}}, str(folder / ABOUT))
         known = dataclasses.replace(known, config=known.config if config is None else config)
         write_manifest(new, dataclasses.replace(known, files=files, tensors=tensors, beside=beside))
         read_complete(new)
     return sorted(paths.keys() - names.values())
+
+
+def _read_beside(folder: Path, name: str) -> bytes:
+    check_inside(name)
+    return (folder / name).read_bytes()
 
 
 def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:

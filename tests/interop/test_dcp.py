@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
+import random
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,11 +24,13 @@ from torch.distributed.fsdp import fully_shard
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import AdamW, ColumnParallelLinear, Mesh
-from mpcore.checkpoint import diff, load
+from mpcore.checkpoint import diff, load, verify
 from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
+from mpcore.interop.dcp_files import import_dcp
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.checkpoint import main
+from tests.checkpoint.test_mutated_folders import mutate_bytes
 from tests.pool import RankError, mesh, on_ranks
 from tests.test_checkpoint import CONFIG, TIED, Run, same_bits
 
@@ -210,3 +217,33 @@ def test_checkpoint_convert_runs_no_code(tmp_path, capsys):
         (tmp_path / ".metadata").write_bytes(b"".join(words) + b"\x93\x8c\x01x\x85R.")
         assert main(["convert", str(tmp_path), str(tmp_path / "to")]) == 2
         assert "which it never holds" in capsys.readouterr().err
+
+
+def test_checkpoint_convert_refuses_what_is_damaged_or_leads_out(tmp_path):
+    source, folder, path = (tmp_path / name for name in ("source", "dcp", "checkpoint"))
+    dcp.save({"model": {"a": torch.arange(6.0), "b": torch.ones(2)}}, checkpoint_id=source, no_dist=True)
+    metadata: Any = pickle.loads((source / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(info, relative_path="../source/" + info.relative_path)
+    many = Metadata({f"a.{i}": None for i in range(300_000)}, storage_data={})  # type: ignore[misc]
+    beside = json.dumps({"beside": {"../out": {"bytes": 1, "crc32": 1}}}).encode()
+    for name, data, words in (
+        (".metadata", pickle.dumps(metadata), "leads out of the checkpoint"),
+        ("mpcore.json", beside, "leads out of the checkpoint"),
+        (".metadata", pickle.dumps(many), "300000 entries, more than"),
+    ):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        (folder / name).write_bytes(data)
+        with pytest.raises(ValueError, match=words):
+            import_dcp(folder, path)
+        (folder / "mpcore.json").unlink(missing_ok=True)
+    for seed in range(60):
+        draw = random.Random(seed)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        file = folder / draw.choice([".metadata", "__0_0.distcp"])
+        data = mutate_bytes(file.read_bytes(), draw)
+        file.write_bytes(data)
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(ValueError, OSError):  # bytes of a tensor may change: DCP has no checksums
+            import_dcp(folder, path)
+            assert not verify(path)
