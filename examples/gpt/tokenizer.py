@@ -107,6 +107,12 @@ class JsonTokenizer:
         # Ids may have gaps, so the largest id counts, not the number of entries.
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document_name, self.end_of_document = found[0], vocabulary[found[0]]
+        # A byte-pair encoding without an unknown token drops a character that it doesn't know.
+        model = self._tokenizer.model
+        drops = isinstance(model, library.models.BPE) and model.unk_token is None and not model.byte_fallback
+        before, after = (getattr(model, n, None) or "" for n in ("continuing_subword_prefix", "end_of_word_suffix"))
+        known = {token.removeprefix(before).removesuffix(after) for token in vocabulary}
+        self._known = known if drops and not known.issuperset(library.pre_tokenizers.ByteLevel.alphabet()) else None
         self.fingerprint = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}-{self.end_of_document}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -114,9 +120,17 @@ class JsonTokenizer:
         text.encode("utf-8")  # the library reports a lone surrogate as TypeError
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if self._known is not None and (lost := self._characters(text) - self._known):
+                raise KeyError(f"{sorted(lost)[:8]} are in no token, and there is no unknown token")
         except Exception as error:  # the library raises bare Exception, as for a word that has no unknown token
             raise ValueError(f"{self.path} can't encode {text[:40]!r}: {error}") from error
         return np.array(ids, dtype=np.int32)
+
+    def _characters(self, text: str) -> set[str]:
+        """The characters that the model splits into tokens."""
+        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        text = text if normalizer is None else normalizer.normalize_str(text)
+        return set(text if splitter is None else "".join(word for word, _ in splitter.pre_tokenize_str(text)))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some tokens; special tokens, the end of a document among them, have none."""

@@ -111,10 +111,22 @@ def test_an_unusual_end_of_document_is_asked_for_and_taken_by_name(tmp_path):
     assert load_tokenizer(path, "a").fingerprint != load_tokenizer(path, "b").fingerprint
 
 
+def test_pitfall_69_a_character_that_a_tokenizer_would_drop_is_named(tmp_path):
+    found = load_tokenizer(_write(tmp_path / "tokenizer.json", {"a": 0, "b": 1, "</s>": 2}))
+    assert found.encode("abba").tolist() == [0, 1, 1, 0]
+    for text in ("abca", "ab\n"):
+        with pytest.raises(ValueError, match=r"tokenizer.json can't encode .* in no token"):
+            found.encode(text)
+
+
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
-    for name in ("broken.json", "binary.json", "missing.json"):
+    (tmp_path / "tekken.json").write_text(
+        '{"config": {"version": "v3"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}'
+    )
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")  # of SentencePiece
+    for name in ("broken.json", "binary.json", "missing.json", "tekken.json", "tokenizer.model"):
         with pytest.raises(ValueError, match=f"{name}: cannot be read"):
             load_tokenizer(tmp_path / name)
     with pytest.raises(ValueError, match="id 256"):

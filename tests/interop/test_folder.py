@@ -110,7 +110,12 @@ def test_what_goes_along_with_a_model(tmp_path):
     assert ExtraFiles({"a": 1}).extra == {"hugging_face": {"config": {"a": 1}, "files": {}}}
     assert ExtraFiles({}, {"merges.txt": b""}).extra == {"hugging_face": {"config": {}, "files": {"merges.txt": 0}}}
     assert tokenizer_files(tmp_path) == found.files
-    assert tokenizer_files(tmp_path / "merges.txt") == {"tokenizer.json": b"m"}
+    (tmp_path / "t").write_bytes(b'{"model": {}}')
+    assert tokenizer_files(tmp_path / "t") == {"tokenizer.json": b'{"model": {}}'}
+    (tmp_path / "tekken.json").write_bytes(b'{"config": {}, "vocab": []}')
+    for name in ("merges.txt", "tekken.json"):  # of other kinds of tokenizers
+        with pytest.raises(ValueError, match=name):
+            tokenizer_files(tmp_path / name)
     for path in (tmp_path / "none", tmp_path / "README"):
         with pytest.raises(
             ValueError, match=f"^{path} is no tokenizer.json, and no folder with one of tokenizer.json, "

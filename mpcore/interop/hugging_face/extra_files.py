@@ -14,6 +14,7 @@ from typing import Any
 from mpcore.checkpoint import inspect
 from mpcore.checkpoint.folders import resolve
 from mpcore.interop.hugging_face.architectures import TOKENS
+from mpcore.interop.hugging_face.config import read_json
 
 FOLDER = "hugging_face"  # in a checkpoint
 _FILES = (
@@ -98,6 +99,8 @@ def carried_by_checkpoint(path: str | os.PathLike[str]) -> ExtraFiles:
 
 def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
     path = Path(path)
+    if path.is_file() and not isinstance(read_json(path).get("model"), dict):
+        raise ValueError(f"{path} is no tokenizer.json: it holds no model. Pass the folder of the tokenizer's files")
     found = {"tokenizer.json": path.read_bytes()} if path.is_file() else _read_files(path)
     if not found:
         raise ValueError(f"{path} is no tokenizer.json, and no folder with one of {', '.join(_FILES)}")
