@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -53,6 +54,32 @@ with leave_together(mesh) as leaving:
     while run.step < 6 - mesh.tp.rank:
         collectives.all_reduce(torch.ones(1), mesh.tp)
         run.step += 1
+"""
+
+# Rank 0 calls a group's first collective: gloo waits for the address of rank 1, which a dead rank doesn't write.
+FIRST = """
+import sys, torch, mpcore
+from mpcore import collectives
+from mpcore.tools.fault_tolerance import leave_together
+mesh = mpcore.build_mesh(tp=2)
+with leave_together(mesh):
+    print("group", "x", flush=True)
+    sys.stdin.readline()
+    collectives.all_reduce(torch.ones(1), mesh.tp)
+"""
+
+# Two ranks whose shapes differ, as with batches of another size.
+SHAPES = """
+import torch, mpcore
+from mpcore import collectives
+from mpcore.tools.fault_tolerance import leave_together, record
+record()
+mesh = mpcore.build_mesh(tp=2)
+collectives.all_reduce(torch.ones(1), mesh.tp)
+with leave_together(mesh):
+    print("group", "x", flush=True)
+    collectives.all_reduce(torch.ones(8 - 2 * mesh.tp.rank), mesh.tp)
+    collectives.all_reduce(torch.ones(3), mesh.tp)
 """
 
 
@@ -242,15 +269,25 @@ def test_files_that_are_cut_while_they_are_mapped_are_named(tmp_path):
 # --- what ends ranks ----------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_is_killed_before_the_first_step_is_named():
-    job = Job()
-    job.say(0)  # waits for a value of rank 1, which none of its collectives would notice
+@pytest.mark.parametrize("code", [JOB, FIRST], ids=["an agreement", "a first collective"])
+def test_a_rank_that_is_killed_before_the_first_step_is_named(code):
+    job = Job(code)
+    if code == FIRST:
+        job.ranks[1].kill()
+    job.say(0)  # waits for rank 1, which no broken connection ends
     time.sleep(0.3)
     job.ranks[1].kill()
     began = time.monotonic()
     assert job.ranks[0].wait(60) != 0
     assert time.monotonic() - began < 15 + 15  # fifteen seconds on an idle machine
-    assert "rank 1 of this host ended" in job.end()[0][1]
+    assert re.search("rank 1 (gives no answer|of this host ended)", job.end()[0][1])
+
+
+def test_ranks_whose_collectives_differ_say_what_they_called_last():
+    ends = Job(SHAPES).end()
+    assert all(status for status, _ in ends)
+    for rank, (_, text) in enumerate(ends):
+        assert re.search(r"all_reduce.*tp|, line (18|17|16|15|14|13|12|11|10) in <module>", text), (rank, text)
 
 
 def test_a_rank_that_ends_its_loop_early_is_named_with_its_step():

@@ -247,11 +247,9 @@ class Agreement:
 
     def _dead(self, group: dist.ProcessGroup) -> list[int]:
         """Return the ranks of this host that haven't come and whose process has ended."""
-        near = range(max(self.rank - _NEAR, 0), min(self.rank + _NEAR + 1, self.size))
-        late = [rank for rank in near if self.store.add(f"at/{rank}", 0) < self.number]
-        ranks = [dist.get_global_rank(group, rank) for rank in late]
-        found = {rank: _written(default_store(), f"mpcore/process/{rank}") for rank in ranks}
-        return [rank for rank in ranks if any(map(has_ended, found[rank]))]
+        late = [rank for rank in near_ranks(self.rank, self.size) if self.store.add(f"at/{rank}", 0) < self.number]
+        processes = processes_of(default_store(), [dist.get_global_rank(group, rank) for rank in late])
+        return [rank for rank, found in processes.items() if any(map(has_ended, found))]
 
     def _missing(self) -> str:
         about = f"agree about the {self.what}" if self.what else "come to where the others wait for it"
@@ -291,6 +289,16 @@ def _written(store: dist.Store | None, key: str) -> set[str]:
         found |= {printable(store.get(key).decode(errors="replace"))} if store.check([key]) else set()
         store = store.underlying_store if isinstance(store, dist.PrefixStore) else None
     return found
+
+
+def near_ranks(rank: int, size: int) -> range:
+    """Return the ranks that may be on the host of a rank."""
+    return range(max(rank - _NEAR, 0), min(rank + _NEAR + 1, size))
+
+
+def processes_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, set[str]]:
+    """Return what each rank's process wrote at the rendezvous, for `has_ended`."""
+    return {rank: _written(store, f"mpcore/process/{rank}") for rank in ranks}
 
 
 def this_process() -> str:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from mpcore._torch.distributed import clone_store
-from mpcore.mesh.agreement import name_ranks
+from mpcore.mesh.agreement import has_ended, name_ranks, near_ranks, processes_of
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.failure import tell_launcher
 from mpcore.mesh.log import get_logger
@@ -50,8 +50,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
       so: a rank that gloo aborts prints its own stack.
     - A rank that calls `sys.exit(0)` inside the block counts as failed. Any other exit status is kept.
     - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
-      example while it waits for its GPU. It also answers when another rank asks which ranks are alive, so that a live
-      rank that waits for a dead rank is not blamed.
+      example while it waits for its GPU, and names a rank of the same host whose process has ended. It also answers
+      when another rank asks which ranks are alive, so that a live rank that waits for a dead rank is not blamed.
     - Rank 0, which may host the store, leaves last. It waits at most five times `grace` for the other ranks at the end
       of the block, and once `grace` after a failure.
 
@@ -157,7 +157,11 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
 
     def _watch(self) -> None:
         try:
+            processes = processes_of(self.store, near_ranks(self.rank, self.size))
             while not self.store.check([_CAUSE]):
+                if dead := [rank for rank, found in processes.items() if self._is_dead(rank, found)]:
+                    self._tell_dead(dead)
+                    continue
                 if self.store.check(["mpcore/asked"]):
                     self.store.set(f"mpcore/alive/{self.rank}", "")
                 if self.store.check([f"mpcore/ended/{self.block}/0"]):
@@ -216,11 +220,21 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             if ended:
                 found = self._early(ended)
             elif silent:
-                found = f"{give_no_answer(silent, self.store)}: killed, or cut off{_cut_files()}"
-            for rank in silent:
-                self._sign_off(rank)
+                return self._tell_dead(silent)
             self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
         return found or self._wait(2 * self.grace) or "a rank is gone"
+
+    def _is_dead(self, rank: int, processes: set[str]) -> bool:
+        """Return whether the process of a rank on this host ended, and didn't leave this block."""
+        keys = [f"mpcore/left/{rank}"], [f"mpcore/ended/{self.block}/{rank}"]
+        return any(map(has_ended, processes)) and not any(map(self.store.check, keys))
+
+    def _tell_dead(self, ranks: Sequence[int]) -> str:
+        found = f"{give_no_answer(ranks, self.store)}: killed, or cut off{_cut_files()}"
+        for rank in ranks:
+            self._sign_off(rank)
+        self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
+        return found
 
     def _is_alive(self, rank: int) -> bool:
         return any(self.store.check([f"mpcore/{word}/{rank}"]) for word in ("left", "alive"))
