@@ -58,6 +58,7 @@ FAULTS = [
     (19, "dropout", "tp2sp", models.loss, "forward", "dropout", "its dropout mask depends on the layout"),
     (21, "init", "tp2", models.loss, "first values", "attention.qkv.weight", "its first values depend on the layout"),
     (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
+    (24, "", "tp2dp2", models.divided_loss, "loss", "", "tp = 2 or dp = 2 times too small"),
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum, and nothing adds"),
@@ -66,6 +67,15 @@ FAULTS = [
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
     (0, "declared twice", "tp2", models.loss, "gradient", "attention.output.bias", "2 times too large: it is declared"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "loss", "said"), [
+    ("", models.torch_loss, "vocab_parallel_cross_entropy"), ("swapped", models.loss, "is it swapped"),
+    ("moved", models.loss, "moved to another module has lost its declared sharding.*mlp.up.weight"),
+])  # fmt: skip
+def test_a_fault_that_ends_the_step_is_named(ranks, fault, loss, said):
+    (verdict,) = verify(models.broken(fault), models.batch(), ["tp2"], loss=loss, pool=ranks)
+    assert re.search(said, verdict.error)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,30 @@ class ForgottenPartial(ParallelAttention):
         self.q_norm, self.k_norm = RMSNorm(self.head_dim), RMSNorm(self.head_dim)
 
 
+class Swapped(nn.Module):
+    """The row-parallel layer comes first."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up, self.down = RowParallelLinear(WIDTH, 24, tp=mesh.tp), ColumnParallelLinear(24, WIDTH, tp=mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Moved(nn.Module):
+    """A plain module computes with the weight of a parallel layer."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 24, bias=False)
+        self.up.weight = ColumnParallelLinear(WIDTH, 24, False, tp=mesh.tp).weight
+        self.down = RowParallelLinear(24, WIDTH, tp=mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
 class Broken(nn.Module):
     """A small decoder with one fault."""
 
@@ -261,7 +285,7 @@ class Broken(nn.Module):
         self.attention = attention(WIDTH, HEADS, **sp)
         self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
         nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
-        mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared}
+        mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared, "swapped": Swapped, "moved": Moved}
         self.mlp = mlps[fault](mesh) if fault in mlps else ParallelMLP(WIDTH, 24, "swiglu", **sp)
         scales = {"gather": GatherSums, "modulation": WholeMeetsPart}
         self.scale = scales[fault](mesh) if fault in scales else nn.Identity()
@@ -309,6 +333,16 @@ def broken(fault: str):
 def mean_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
     """24: a mean on each rank."""
     return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=VOCAB)
+
+
+def divided_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """A sum that is divided by dp."""
+    return loss(output, target, mesh) / mesh.dp.size
+
+
+def torch_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """10: torch's loss of sharded logits."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
 def gathered_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:

@@ -53,6 +53,25 @@ def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's mem
         raise ValueError(f"replicas differ, {cause}: {'; '.join(messages[:8])}{more}")
 
 
+@torch.no_grad()
+def equal_shards(model: nn.Module, axis: Axis) -> list[str]:
+    """Return the names of the parameters of which all ranks of `axis` hold the same shard, unless it is a constant.
+
+    `nn.init` on a shard draws so after one seed for all ranks. All ranks of the axis must call it.
+    """
+    held = {
+        name: local_tensor(p).detach()
+        for name, p, sharding in declarations(model)
+        if not p.is_meta and any(s.axis.key == axis.key and not s.replicated for s in sharding.shards)
+    }
+    if axis.size == 1 or not held:
+        return []
+    varied = [(x != x.flatten()[:1]).any() for x in held.values()]
+    hashes = [torch.where(v, cross_replica_hash(x), axis.rank) for v, x in zip(varied, held.values(), strict=True)]
+    most, least = all_reduce(torch.stack(hashes + [~x for x in hashes]), axis, "max").chunk(2)
+    return [name for name, same in zip(held, (most == ~least).tolist(), strict=True) if same]
+
+
 def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, Tensor | None]]]]:
     """Return, for each axis, the tensors that are replicated over it. A tensor that this rank doesn't hold is None.
 

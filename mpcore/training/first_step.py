@@ -11,10 +11,10 @@ from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import local_tensor
-from mpcore.training.loss_check import Loss, LossCheck
+from mpcore.sharding.local import is_dtensor
+from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
-from mpcore.training.replica_check import ReplicaCheck
+from mpcore.training.replica_check import ReplicaCheck, sketch
 
 if TYPE_CHECKING:
     from mpcore.training.run import Run
@@ -32,7 +32,7 @@ class FirstStep(Observer):
     def __init__(self, mesh: Mesh, half: bool) -> None:
         self.loss_check, self.half = LossCheck(mesh), half
         self.replica_check: ReplicaCheck | None = None
-        self.written: list[int] = []  # how often each gradient was written
+        self.written: list[str] = []
         self.changed = False
 
     def watch(self, loss: Loss) -> Loss:
@@ -40,6 +40,7 @@ class FirstStep(Observer):
         return lambda output, target: self.loss_check.call(loss, output, target)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        check_targets(run.mesh, arguments["target"])
         self.loss_check.begin(tokens, run.pipeline.micro_batches)
         self.replica_check = ReplicaCheck(run.mesh, self.half) if self.loss_check.tokens else None
 
@@ -64,6 +65,7 @@ class FirstStep(Observer):
             self.replica_check.compare(run.tree, CHANGED if self.changed else "")
 
 
-def _writes(tree: ModelTree) -> list[int]:
+def _writes(tree: ModelTree) -> list[str]:
+    """Return a text for each gradient that differs if it was written since: a DTensor counts no writes."""
     found = [gradient_of(p) for p in tree.parameters]
-    return [-1 if grad is None else local_tensor(grad)._version for grad in found]
+    return [str(x if x is None else float(sketch(x, x.device)[1]) if is_dtensor(x) else x._version) for x in found]

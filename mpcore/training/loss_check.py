@@ -39,16 +39,18 @@ def with_mesh(loss: Callable[..., Tensor], mesh: Mesh) -> Loss:
 class LossCheck:
     """Check a loss: a sum over tokens, the same on every rank of tp, of other samples on each rank of dp.
 
-    A loss that can't be checked passes.
+    A loss that can't be checked passes. A cross-entropy that is divided by a number of ranks gets a warning: the loss
+    of equal logits is log(vocabulary size) for each token, so the factor shows.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.tokens, self.is_due, self.is_mean, self.samples = mesh, 0, False, False, math.nan
+        self.micro_batches, self.width, self.flat = 1, 0, math.nan  # flat: the loss of a token whose logits are equal
 
     def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
         """Begin a step. If each micro-batch has one token, a mean equals a sum, and nothing is checked."""
         self.tokens = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
-        self.is_due, self.is_mean = self.tokens > 0, False
+        self.is_due, self.is_mean, self.micro_batches = self.tokens > 0, False, micro_batches
 
     def call(self, loss: Loss, output: Any, target: Tensor) -> Any:
         """Return the loss. In the first micro-batch, compare it with the loss of the same samples repeated twice."""
@@ -60,6 +62,9 @@ class LossCheck:
             with torch.no_grad(), eagerly(), torch.random.fork_rng(devices):
                 samples = pytree.map_tensors(lambda x: torch.cat([x, x]) if x.dim() else x, (output, target))
                 twice = float(loss(*samples))
+                if isinstance(output, Tensor) and target.shape == output.shape[:-1] and not target.is_floating_point():
+                    flat = float(loss(torch.zeros_like(output), target))
+                    self.width, self.flat = output.shape[-1], flat / max(1, int((target != -100).sum()))
         except Exception:  # for example, a loss that accepts only one batch size
             twice = math.nan
         try:
@@ -83,6 +88,7 @@ class LossCheck:
         """After backward, raise on every rank if the loss is wrong. `total` is the sum of this rank's losses."""
         if not self.tokens:
             return
+        self._warn_of_factor(int(all_reduce(torch.tensor(self.width, device=self.mesh.device), self.mesh.tp)))
         high, low = (all_reduce(torch.stack([total, -total]), self.mesh.tp, "max") * total.new_tensor([1, -1])).tolist()
         error, dp = None, self.mesh.dp
         mine = dp.rank if math.isnan(self.samples) else self.samples
@@ -105,3 +111,39 @@ class LossCheck:
                 f"samples of a step"
             )
         raise_together(error, self.mesh.world)
+
+    def _warn_of_factor(self, vocabulary: int) -> None:
+        """Warn if the cross-entropy of equal logits is off by a factor that is a number of ranks or micro-batches.
+
+        Args:
+            vocabulary: the sum of the logits' widths over tp.
+        """
+        mesh = self.mesh
+        sizes = {"tp": mesh.tp.size, "dp": mesh.dp.size, "dp x cp": mesh.data.size, "the world size": mesh.job.size}
+        sizes["micro_batches"] = self.micro_batches
+        for width in {self.width, vocabulary} - {0, 1}:
+            factor = self.flat / math.log(width)
+            names = [name for name, n in sizes.items() if n > 1 and abs(max(factor, 1 / (factor or 1)) / n - 1) < 1e-4]
+            if names and mesh.tp.rank == mesh.data.rank == 0:
+                how, against = ("divided", "divide") if factor < 1 else ("multiplied", "multiply")
+                log.warning("the loss is %.4g times the cross-entropy of its tokens: if it is %s by %s, do not %s it. "
+                            "The run divides the sum once, by the tokens of the step on all ranks",
+                            factor, how, " or ".join(names), against)  # fmt: skip
+
+
+def check_targets(mesh: Mesh, target: Any) -> None:
+    """Raise ValueError on every rank if the ranks of tp or pp have different targets in the first step.
+
+    Each rank would compute a part of another batch, and no shape or loss would show it.
+    """
+    held = [x for x in ([target] if isinstance(target, Tensor) else target) if isinstance(x, Tensor)]
+    mine = torch.tensor(float(sum(sketch(x, x.device)[0] for x in held)), dtype=torch.float64, device=mesh.device)
+    error = None
+    for axis in (mesh.tp, mesh.pp):
+        most, least = all_reduce(torch.stack([mine, -mine]), axis, "max").tolist()
+        if most + least > 1e-9 * abs(most):
+            error = ValueError(
+                f"the ranks of {axis.name} have different targets, though they compute the same samples: pass "
+                f"x[run.share(B)] of the B samples of a step; torch's DistributedSampler shards over all processes"
+            )
+    raise_together(error, mesh.world)

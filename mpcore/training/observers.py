@@ -48,7 +48,7 @@ class Observer:
         Args:
             run: the run.
             tokens: the divisor of the step's summed loss.
-            arguments: the keyword arguments of `run.forward_backward`.
+            arguments: the arguments of `run.forward_backward`, with "x" and "target".
         """
 
     def after_backward(self, run: Run, total: Tensor) -> Tensor | None:

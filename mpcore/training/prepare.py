@@ -31,6 +31,7 @@ from mpcore.layers.initialize import deferred_reads, materialize, read_deferred
 from mpcore.layers.module import as_module_list
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.mesh.log import get_logger
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel import convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
 from mpcore.parallel import recompute as recompute_blocks
@@ -41,13 +42,14 @@ from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
-from mpcore.sharding.replicas import compare_replicas
+from mpcore.sharding.replicas import compare_replicas, equal_shards
 from mpcore.training.idle_axes import check_axes
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.observers import Observer
 from mpcore.training.policies import Compile, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
+log = get_logger(__name__)
 OTHER_VALUES = (
     "as each rank made its own: build the model after one torch.manual_seed on all ranks, and pass init= to parallel "
     "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights. A parallel layer's parameter "
@@ -153,6 +155,9 @@ def prepare(
         with raising_together():
             joined = stages[0] if len(stages) == 1 else join_stages(stages)
         compare_replicas(joined, mesh, OTHER_VALUES)
+        if (alike := equal_shards(joined, mesh.tp)) and mesh.job.rank == 0:
+            log.warning("all ranks of tp hold the same shard of %s, as after nn.init with one seed: pass init= to the "
+                        "layer, which draws the unsharded weight", ", ".join(alike[:3]))  # fmt: skip
     whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
                              precision=precision, recompute=recompute, compile=compile)  # fmt: skip
     made = optimizer(whole)
@@ -311,6 +316,8 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 
 def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
     """Raise ValueError if it is unclear whether to keep a model's values, or values are missing or too narrow."""
+    if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
+        raise ValueError("the model is wrapped in DistributedDataParallel: pass its module; the run sums the gradients")
     parameters = [each for stage in stages for each in stage.named_parameters()]
     for name, p in parameters:
         if p.is_complex():

@@ -176,7 +176,7 @@ class Run:
         self.factor = self.loss_factor(tokens)
         self.phase = Phase.COMPUTING
         for observer in self.observers:
-            observer.before_forward(self, tokens, arguments)
+            observer.before_forward(self, tokens, {"x": x, "target": target, **arguments})
         total = self._compute(x, target, arguments)
         while total is None:
             self._forget()

@@ -12,6 +12,7 @@ from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import named_modules
 from mpcore.tools.verify.layout import NORMALIZE, Layout
+from mpcore.training.loss_check import SHARDED
 from mpcore.training.replica_check import first_names, without_sequence_parallel
 
 
@@ -28,6 +29,8 @@ def explained(error: Exception, model: nn.Module, loss: Callable, layout: Layout
     elif any(frame.f_code is loss.__code__ for frame in frames):
         where = " (in the loss)"
     where = "" if " (in layer " in message else where
+    if isinstance(error, IndexError) and layout.tp > 1 and not called:
+        where += f"; if the loss reads logits that are sharded: {SHARDED}"
     forgotten = without_sequence_parallel(named_modules(model)) if layout.sequence_parallel else []
     if forgotten:
         built = f"Built without sequence_parallel=True: {first_names(forgotten, 5)}: pass it to every layer"

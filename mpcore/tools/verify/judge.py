@@ -315,8 +315,8 @@ class Judge:
             )
         elif divided := [f"{axis} = {n}" for axis, n in axes(layout) if n > 1 and want and close(got / want, 1 / n)]:
             cause = (
-                f"it is {divided[0]} times too small: return the sum over tokens. The run divides it once, by the "
-                f"count of all ranks"
+                f"it is {' or '.join(divided)} times too small: return the sum over tokens. The run divides it once, "
+                f"by the count of all ranks"
             )
         elif layout.dp * layout.cp * layout.pp > 1:
             parts = layout.dp * layout.cp * layout.pp

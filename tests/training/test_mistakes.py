@@ -1,0 +1,172 @@
+"""Common mistakes of a training program: the first step, or the call before it, names each of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpcore as mp
+from mpcore.collectives import gather
+from mpcore.gradients import guard_optimizer
+from mpcore.parallel import shard_data_parallel
+from mpcore.sharding.local import local_tensor
+from mpcore.tools.simulation import DeadlockError, RankError
+
+V, D, B, T = 12, 8, 8, 6
+
+
+class Net(nn.Module):
+    """An MLP between an embedding and a head, with a scalar of its own and one of the mistakes."""
+
+    def __init__(self, mesh: mp.Mesh, wrong: str) -> None:
+        super().__init__()
+        sp: dict[str, Any] = {"tp": mesh.tp, "sequence_parallel": wrong == "norm"}
+        self.wrong, self.tp = wrong, mesh.tp
+        self.embedding = mp.VocabParallelEmbedding(V, D, **sp)
+        self.norm = nn.LayerNorm(D)
+        self.up = mp.ColumnParallelLinear(D, 4 * D, tp=mp.Axis() if wrong == "no tp" else mesh.tp,
+                                          sequence_parallel=sp["sequence_parallel"])  # fmt: skip
+        self.down = mp.RowParallelLinear(4 * D, D, **sp)
+        if wrong == "swapped":
+            self.up, self.down = mp.RowParallelLinear(D, 4 * D, **sp), mp.ColumnParallelLinear(4 * D, D, **sp)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = mp.ColumnParallelLinear(D, V, bias=False, **sp)
+        self.drop = nn.Dropout(0.2) if "nn.Dropout" in wrong else mp.Dropout(0.2 if "samples" in wrong else 0.0)
+        if wrong != "add_partial":
+            mp.add_partial(self, "scale", mesh.tp)
+        if wrong == "moved":
+            plain: Any = nn.Linear(D, 4 * D)
+            plain.weight, plain.bias, self.up = self.up.weight, self.up.bias, plain
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def forward(self, tokens: Tensor, samples: Tensor | None = None) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        x = self.drop(x) if isinstance(self.drop, nn.Dropout) else self.drop(x, samples)
+        logits = self.head(self.down(torch.relu(self.up(x)) * self.scale))
+        return gather(logits, self.tp, -1, V) if "gathered" in self.wrong else logits
+
+
+def train(mesh: mp.Mesh, wrong: str) -> None:
+    """Train two steps with a mistake."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        reduction = "mean" if wrong == "mean" else "sum"
+        if "F.cross_entropy" in wrong:
+            total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction=reduction)
+        else:
+            total = mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction=reduction)
+        parts = {"/ dp": mesh.dp.size, "/ world": mesh.job.size, "/ micro-batches": 2, "/ tokens": target.numel(),
+                 "x dp": 1 / mesh.dp.size}  # fmt: skip
+        return total / parts.get(wrong.split(",")[0], 1)
+
+    if wrong == "Axis":
+        mp.Axis(2, 0, "tp")  # type: ignore[arg-type]
+    torch.manual_seed(mesh.job.rank if wrong == "seeds" else 0)
+    seeded = wrong in ("seeds", "nn.init", "moved", "DDP")
+    with torch.device(mesh.device if seeded else "meta"):
+        net = Net(mesh, wrong)
+    if wrong == "nn.init":
+        net.up.weight = nn.Parameter(nn.init.normal_(torch.empty_like(net.up.weight)))
+    if wrong == "one rank" and mesh.job.rank == 1:
+        return
+    if wrong == "loop":
+        mp.layers.materialize(net, 0, mesh.device)
+        optimizer = torch.optim.AdamW(net.parameters())
+        shard_data_parallel(net, mesh, [], zero=1)
+        guard_optimizer(optimizer, net)
+    made: Any = torch.optim.AdamW(net.parameters()) if wrong == "optimizer" else partial(mp.AdamW, lr=0.1)
+    if wrong == "DDP":
+        net = nn.parallel.DistributedDataParallel(net)
+    run = mp.prepare(net, mesh, blocks=[], loss=loss, initialize=not seeded, data=mp.Zero(1), optimizer=made,
+                     micro_batches=2 if wrong == "/ micro-batches" else 1)  # fmt: skip
+    if wrong == "nn.Dropout":
+        torch.manual_seed(mesh.job.rank)
+    text = torch.randint(
+        V, (B, T + 1), generator=torch.Generator().manual_seed(1 + (wrong == "sampler") * mesh.job.rank)
+    )
+    mine = text if wrong == "share" else text[run.share(9 if wrong == "share of 9" else B)]
+    for _ in range(2):
+        if wrong == "no backward":
+            run.optimizer_step()
+        run.forward_backward(
+            mine[:, :-1], mine[:, 1:], **({"samples": torch.arange(len(mine))} if "same" in wrong else {})
+        )
+        if wrong == "clip_grad_norm_":
+            nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+        if wrong == "all_reduce":
+            for p in run.model.parameters():
+                if p.grad is not None:
+                    torch.distributed.all_reduce(local_tensor(p.grad), group=mesh.world.group)
+        if wrong == "backward twice":
+            run.forward_backward(mine[:, :-1], mine[:, 1:])
+        if wrong == "step":
+            run.optimizer.step()
+        run.optimizer_step()
+
+
+TP, DP, BOTH = {"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}
+MISTAKES: list[tuple[str, dict[str, int], str]] = [
+    ("share", DP, "all 2 ranks of dp have the same samples.*run.share"),
+    ("sampler", TP, "ranks of tp have different targets.*run.share"),
+    ("sampler", BOTH, "ranks of tp have different targets.*run.share"),
+    ("share of 9", DP, "9 samples a step are not a multiple of .* = 2: 10 are"),
+    ("clip_grad_norm_", TP, "clip_grad_norm_, call run.clip_gradients"),
+    ("clip_grad_norm_", BOTH, "clip_grad_norm_, call run.clip_gradients"),
+    ("mean", DP, "the loss is a mean"),
+    ("/ tokens", TP, "the loss is a mean"),
+    ("/ dp", DP, "0.5 times the cross-entropy.*divided by dp"),
+    ("/ world", BOTH, "0.25 times the cross-entropy.*divided by the world size"),
+    ("x dp", BOTH, "2 times the cross-entropy.*multiplied by tp or dp"),
+    ("/ micro-batches", TP, "0.5 times the cross-entropy.*micro_batches"),
+    ("/ dp, gathered, F.cross_entropy", BOTH, "0.5 times the cross-entropy.*divided by tp or dp"),
+    ("F.cross_entropy", TP, "vocab_parallel_cross_entropy"),
+    ("gathered", TP, "12 columns.*holds 6.*not gathered logits"),
+    ("moved", TP, "moved to another module has lost its declared sharding.*up.weight over tp"),
+    ("seeds", BOTH, "torch.manual_seed on all ranks.*embedding.weight over data"),
+    ("nn.init", TP, "same shard of up.weight.*pass init="),
+    ("swapped", TP, "8, but this rank's share of in_features 8 is 4: is it swapped"),
+    ("no tp", TP, "32, but this rank's share of in_features 32 is 16"),
+    ("Axis", TP, "name='tp'"),
+    ("add_partial", TP, r"scale is replicated.*add_partial\(module, 'scale', mesh.tp\)"),
+    ("norm", TP, r"norm.*make it mp.LayerNorm\("),
+    ("nn.Dropout", TP, "Use mpcore.Dropout, or call torch.manual_seed"),
+    ("samples", TP, "dropout 0.2 needs samples"),
+    ("same samples", TP, "same samples as step 0.*run.samples"),
+    ("all_reduce", TP, "gradients were changed after forward_backward"),
+    ("optimizer", TP, "a AdamW that exists already.*optimizer=lambda model"),
+    ("loop", DP, "make the optimizer after shard_data_parallel"),
+    ("step", DP, "call run.optimizer_step"),
+    ("no backward", TP, "forward_backward, clip_gradients"),
+    ("backward twice", TP, "micro_batches="),
+    ("DDP", DP, "wrapped in DistributedDataParallel"),
+    ("one rank", TP, "rank 1: is at the end of its function"),
+]  # fmt: skip
+
+
+def told(wrong: str, sizes: dict[str, int], caplog: pytest.LogCaptureFixture) -> str:
+    with caplog.at_level(logging.WARNING):
+        try:
+            mp.simulate(partial(train, wrong=wrong), **sizes)  # type: ignore[arg-type]
+        except (RankError, DeadlockError) as error:
+            return f"{error}\n{caplog.text}"
+    return caplog.text
+
+
+@pytest.mark.parametrize(("wrong", "sizes", "named"), MISTAKES, ids=lambda x: str(x)[:16])
+def test_a_mistake_is_named(caplog, wrong, sizes, named):
+    assert re.search(named, told(wrong, sizes, caplog), re.DOTALL)
+
+
+@pytest.mark.parametrize("sizes", [TP, DP, BOTH], ids=str)
+@pytest.mark.parametrize("right", ["", "gathered, F.cross_entropy"])
+def test_a_program_without_a_mistake_trains_in_silence(caplog, right, sizes):
+    assert told(right, sizes, caplog) == ""
