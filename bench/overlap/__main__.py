@@ -1,4 +1,4 @@
-"""Measure how much communication is hidden on a slow link: `python -m bench.overlap --write docs/overlap.md`."""
+"""Measure how much communication is hidden on a slow link: `python -m bench.overlap --write docs/records/2026-11-28_overlap.md`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def both(pool: Pool, index: int, product: float, latency: float) -> Line:
 
 ABOUT = """# How much communication is hidden?
 
-`python -m bench.overlap --write docs/overlap.md` wrote this page. Two gloo ranks run a step of a tiny model over a link
+`python -m bench.overlap --write docs/records/2026-11-28_overlap.md` wrote this page. Two gloo ranks run a step of a tiny model over a link
 that is slow on purpose. Each message takes {latency:.0f} ms and its bytes at {bandwidth:g} MB/s, after the later of its
 starts on both ranks and the end of the message before it in its group. If the ranks send different numbers of bytes,
 the larger number counts. Each matrix product sleeps {product:.0f} ms; in the rows of `overlap_communication`
@@ -77,7 +77,7 @@ Machine: {machine}. Date: {date}, commit {commit}.
 - ZeRO-1 to 3 use torch's `fully_shard`. On a CPU it waits for each message, so nothing is hidden. On a GPU it
   communicates on separate streams, which this benchmark does not measure.
 - The exposed time of a pipeline includes its bubble.
-- [Decisions](decisions.md) lists the messages that nothing hides, and why.
+- [Decisions](../decisions.md) lists the messages that nothing hides, and why.
 """
 
 

@@ -4,7 +4,7 @@
 --global-batch 1024 --wide` tries every mesh of 1,024 ranks with every choice of the usual flags.
 
 `layout` counts memory, operators and messages on fake tensors. `seconds` computes times from these counts and the rates
-of a profile. docs/planner_accuracy.md shows the error of the estimates.
+of a profile. docs/planner.md shows the error of the estimates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mpcore.tools.command_line import find_object
 from mpcore.tools.parsers import AXES, PICTURES, WIDE
 
 ROOM = 0.05
-"""The part of the memory to leave free: planned peaks are off by up to this much (docs/planner_accuracy.md)."""
+"""The part of the memory to leave free: planned peaks are off by up to this much (docs/planner.md)."""
 EVERY = 10.0
 """Seconds between lines of progress where there is no terminal."""
 
