@@ -33,6 +33,8 @@ WORDS = {
 LEGEND = textwrap.fill(
     " ".join(f"{word}: {meaning}.".replace(" ", "\0") for word, meaning in WORDS.items()), 118, break_on_hyphens=False
 ).replace("\0", " ")
+LARGE_BUBBLE = 0.2
+SMALLER_BUBBLE = "more micro-batches make it smaller, by a smaller --micro-batch or a larger --global-batch"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")  # Okabe and Ito
 MARKERS = "osD^vP*X"
 
@@ -85,6 +87,9 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend
         lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
     if fits and legend:
         lines.append(LEGEND.replace("UNIT", unit))
+    waits = [(i, e.seconds.bubble / e.step) for i, e in enumerate(fits[:top], start=1) if e.seconds]
+    for row, share in [each for each in waits if each[1] >= LARGE_BUBBLE][:1]:
+        lines.append(f"row {row}: bubble {share:.0%}: {SMALLER_BUBBLE}")
     if len(fits) > top:
         lines.append(f".. and {len(fits) - top} slower ones that fit")
     if large:
@@ -117,10 +122,13 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     step, memory = e.step * clock, e.memory / UNITS[unit]
     lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), {memory:.1f} {unit}"]
     lines += [
-        f"  {name:<16}{part * clock:>10.3f} {second} {part / e.step:>7.1%}  {_meaning(name)}".rstrip()
+        f"  {'compute: ' * (name in COMPUTE) + name:<20}{part * clock:>10.3f} {second} {part / e.step:>7.1%}  "
+        f"{_meaning(name)}".rstrip()
         for name, part in e.seconds.parts().items()
         if part
     ]
+    if e.seconds.bubble >= LARGE_BUBBLE * e.step:
+        lines.append(f"  bubble: {SMALLER_BUBBLE}")
     free = machine.memory - machine.reserve - e.memory
     lines.append(f"  {free / 2**30:.1f} GiB are free, besides the reserve of {machine.reserve / 2**30:.1f} GiB")
     lines.append(f"  flags: {' '.join([e.flags, *given])}")
