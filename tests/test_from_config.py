@@ -76,8 +76,8 @@ def test_a_megatron_flag_is_answered_with_the_command(capsys):
     assert "mpcore from-config" in capsys.readouterr().err
 
 
-def test_the_page_has_the_table():
-    page = Path("docs/megatron.md").read_text()
+def test_the_record_has_the_table():
+    page = Path("docs/records/2026-11-28_from_config.md").read_text()
     lists = {part.partition("\n")[0]: " ".join(part.split()) for part in page.split("\n### ")}
     for peer in PEERS:
         for row in rows(peer):
