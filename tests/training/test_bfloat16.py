@@ -348,7 +348,7 @@ def test_offload_changes_no_bit(offload):
 
 
 def test_the_table_of_bytes_is_the_one_that_is_counted_and_megatrons_18_bytes_a_parameter():
-    page = (Path(__file__).parents[2] / "docs" / "precision.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "records" / "2026-11-23_precision.md").read_text()
     common = next(line for line in page.splitlines() if "`--layers" in line).split("`")[1]
     run = "--zero 0 --recompute full"
     found = dry_run(build_gpt, f"{common} {run}".split(), tp=2, pp=2, dp=2)
