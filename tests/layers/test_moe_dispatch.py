@@ -26,7 +26,7 @@ from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, Messag
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
-PAGE = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "records" / "2026-11-21_moe.md").read_text()
 TINY = 0.01  # of the worst case
 
 
