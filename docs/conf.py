@@ -1,5 +1,6 @@
 """Sphinx makes the site from these pages and from the docstrings: `make docs`."""
 
+import html
 import importlib
 import re
 from pathlib import Path
@@ -80,8 +81,9 @@ def setup(app: Any) -> None:
     listed_before: set[int] = set()
     homes: dict[int, str] = {}
     for package, title in PACKAGES.items():
-        members = vars(importlib.import_module(package)).items()
-        others = {name for name, x in members if not getattr(x, "__module__", "").startswith("mpcore")}
+        module = importlib.import_module(package)
+        members, inside = vars(module).items(), "mpcore" if hasattr(module, "__path__") else package
+        others = {name for name, x in members if not getattr(x, "__module__", "").startswith(inside)}
         skipped = ", ".join(sorted(others | {name for name, x in members if id(x) in listed_before}))
         directive = f".. automodule:: {package}\n   :imported-members:\n   :exclude-members: {skipped}\n"
         (folder / f"{package}.md").write_text(f"# {title}\n\n```{{eval-rst}}\n{directive}```\n")
@@ -107,7 +109,7 @@ def _summary(x: object) -> str:
 def add_tags(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Add what a link to the page shows in a chat; and to 404.html, which is served at every depth, its base."""
     text = doctree.next_node(lambda node: node.tagname == "paragraph") if doctree else None
-    about = re.sub(r"\s+", " ", text.astext())[:200].replace('"', "&quot;") if text else "The documentation of mpcore"
+    about = html.escape(re.sub(r"\s+", " ", text.astext())[:200]) if text else "The documentation of mpcore"
     title = re.sub(r"<[^>]*>", "", context.get("title") or "mpcore")
     tags = {"og:title": title, "og:description": about, "og:type": "website", "og:site_name": "mpcore"}
     if html_baseurl:
