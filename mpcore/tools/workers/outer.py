@@ -1,0 +1,175 @@
+"""The outer state of a run: the anchor, the slots of the rule, and who trains which steps.
+
+`Outer` is a state machine without clock, network or randomness. Everything that happens to a run is a line: a dict of
+JSON values, which the journal keeps. Whoever applies the same lines and updates to the same start gets the same bits.
+
+    begin   run, rule, until, about, anchor           the first line
+    join    worker, address                           a number is never used again
+    lease   worker, phase, steps, base                the worker trains steps [first, last) from the anchor `base`
+    update  version, updates, anchor                  one outer step, of one update or of several (`wait`)
+    leave   worker, why                               its steps are handed out again
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpcore.checkpoint.tensor_file import raw
+from mpcore.tools.workers.rules import Rule, read_rule
+
+Line = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+class Lease(NamedTuple):
+    """The steps that a worker trains now.
+
+    Attributes:
+        phase: counts the leases of this worker that ended in an update.
+        first, last: the steps from `first` to below `last`. Step s has the samples s * B to (s + 1) * B - 1.
+        base: the version of the anchor that the worker starts from.
+    """
+
+    phase: int
+    first: int
+    last: int
+    base: int
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of names, shapes, dtypes and bits, 32 hex digits."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype} ".encode())
+        found.update(raw(tensors[name]))
+    return found.hexdigest()[:32]
+
+
+class Outer:
+    """The outer state.
+
+    Args:
+        begin: the line `begin`.
+        anchor: the parameters that the run begins with, by logical name, on the CPU. They are copied.
+
+    Attributes:
+        version: the number of outer steps.
+        anchor, slots: the tensors, by name; those of the rule by slot and name.
+        counter: the first step that no worker has got yet.
+        returned: ranges of steps that went back, because their worker left or its update was too stale.
+        done: how many steps are in the anchor.
+        members: the address of each worker, by number.
+        phases: how many updates each worker has handed in.
+        leases: what each worker trains now.
+    """
+
+    def __init__(self, begin: Line, anchor: Mapping[str, Tensor]) -> None:
+        self.begin, self.rule, self.until = begin, read_rule(begin["rule"]), int(begin["until"])
+        self.anchor: Tensors = {name: x.detach().clone() for name, x in anchor.items()}
+        self.slots = {slot: {name: torch.zeros_like(x) for name, x in anchor.items()} for slot in self.rule.slots}
+        self.version = self.counter = self.done = self.next_worker = 0
+        self.returned: list[tuple[int, int]] = []
+        self.members: dict[int, str] = {}
+        self.phases: dict[int, int] = {}
+        self.leases: dict[int, Lease] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether all steps of the run are in the anchor."""
+        return self.done >= self.until
+
+    def free_steps(self, most: int) -> tuple[int, int] | None:
+        """Return the steps to train next, at most `most`; None if each is done or some worker's."""
+        if self.returned:
+            first, last = min(self.returned)
+            return first, min(last, first + most)
+        return (self.counter, min(self.counter + most, self.until)) if self.counter < self.until else None
+
+    def apply(self, line: Line, updates: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Change the state by a line. `updates` are the tensors of a line `update`, in the order of its entries."""
+        op, worker = line["op"], line.get("worker")
+        if op == "join":
+            self.members[worker], self.phases[worker] = line["address"], 0
+            self.next_worker = worker + 1
+        elif op == "lease":
+            old, new = self.leases.get(worker), Lease(line["phase"], *line["steps"], line["base"])
+            self.leases[worker] = new
+            if old is None:
+                self._take(new.first, new.last)
+        elif op == "leave":
+            self.members.pop(worker)
+            if worker in self.leases:
+                self._give_back(self.leases.pop(worker))
+        elif op == "update":
+            self._update(line, updates)
+
+    def apply_facts(self, lines: Sequence[Line]) -> None:
+        """Change all but the tensors by lines, for a state whose tensors come from a checkpoint or a peer."""
+        for line in lines:
+            self.apply(line)
+
+    def tensors(self) -> Tensors:
+        """Return all tensors under one name each, for a file or a message. They are not copied."""
+        slots = {f"{slot}/{name}": x for slot, held in self.slots.items() for name, x in held.items()}
+        return {**{f"anchor/{name}": x for name, x in self.anchor.items()}, **slots}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what `tensors` returned.
+
+        Raises:
+            ValueError: if names, shapes or dtypes differ.
+        """
+        held = self.tensors()
+        if {n: (x.shape, x.dtype) for n, x in held.items()} != {n: (x.shape, x.dtype) for n, x in tensors.items()}:
+            raise ValueError(f"an outer state of {len(tensors)} tensors doesn't fit this run's of {len(held)}")
+        for name, x in held.items():
+            x.copy_(tensors[name])
+
+    def _take(self, first: int, last: int) -> None:
+        for start, end in [each for each in self.returned if each[0] == first]:
+            self.returned.remove((start, end))
+            self.returned += [(last, end)] if last < end else []
+            return
+        self.counter = last
+
+    def _give_back(self, lease: Lease) -> None:
+        self.returned.append((lease.first, lease.last))
+
+    @torch.no_grad()
+    def _update(self, line: Line, updates: Sequence[Mapping[str, Tensor]]) -> None:
+        applied = []
+        for place, entry in enumerate(line["updates"]):
+            lease = self.leases.pop(entry["worker"])
+            self.phases[entry["worker"]] = lease.phase + 1
+            if not entry["applied"]:
+                self._give_back(lease)
+                continue
+            self.done += lease.last - lease.first
+            applied.append((self.rule.weight(self.version - entry["base"]), place))
+        if applied and updates:
+            step(self.rule, self.version, self.anchor, self.slots, [(w, updates[place]) for w, place in applied])
+        self.version = line["version"]
+
+
+def step(
+    rule: Rule, number: int, anchor: Tensors, slots: Mapping[str, Tensors],
+    updates: Sequence[tuple[float, Mapping[str, Tensor]]],
+) -> None:  # fmt: skip
+    """Move the anchor by the mean of weighted updates, in their order.
+
+    Args:
+        rule: the outer rule.
+        number: the outer steps before this one.
+        anchor, slots: the outer state, which changes.
+        updates: pairs of a weight and the update's tensors, x_base - x_local.
+    """
+    for name, x in anchor.items():
+        g = torch.zeros_like(x)
+        for weight, update in updates:
+            g.add_(update[name].to(g.dtype), alpha=weight)
+        rule.step(x, {slot: held[name] for slot, held in slots.items()}, g.div_(len(updates)), number)
