@@ -53,19 +53,7 @@ def write_tensors(
         read: returns the tensor of a key. It is called once per key, in the order of `tensors`, whose tensors may then
             be on the meta device. None: the values are those of `tensors`.
     """
-    # The widest dtypes first, as the safetensors library does, so that each tensor is aligned to its element size.
-    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for key in keys:
-        tensor, start = tensors[key], end
-        end += tensor.numel() * tensor.element_size()
-        about = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        header[key] = about | {"data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-
+    head, header, end = file_head(tensors)
     with named_errors(path), open(path, "xb") as file:
         _write_at(file, head, 0)
         if sys.platform == "linux":  # a third less CPU time in the kernel, and a full disk raises at once
@@ -79,6 +67,22 @@ def write_tensors(
         sums = in_threads(one, tensors, THREADS if read is None else 1)
         os.fsync(file.fileno())
     return FileRecord(len(head) + end, zlib.crc32(head)), dict(zip(tensors, sums, strict=True))
+
+
+def file_head(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Any], int]:
+    """Return a safetensors file's header as bytes and by key, and how many bytes of data follow it."""
+    # The widest dtypes first, as the safetensors library does, so that each tensor is aligned to its element size.
+    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in keys:
+        tensor, start = tensors[key], end
+        end += tensor.numel() * tensor.element_size()
+        about = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        header[key] = about | {"data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, header, end
 
 
 def _write_at(file: BufferedWriter, data: bytes | memoryview, offset: int) -> None:
@@ -181,22 +185,7 @@ class TensorFile:
             # A private mapping: torch needs a writable buffer, and writes to this one never reach the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._data = 8 + length
-        header = convert(dict[str, Any], load_json(text, str(path), TENSOR_LIMIT), str(path))
-        self.header = {k: v for k, v in header.items() if k != "__metadata__"}
-        room = size - self._data
-        for key, said in self.header.items():
-            if not _fits(said, room):
-                text = f"its header says {key[:200]} is {str(said)[:200]}, of {room} bytes"
-                raise ValueError(f"{path} is damaged: {printable(text)}")
-        end = 0
-        for start, stop in sorted(said["data_offsets"] for said in self.header.values()):
-            if start != end:  # as the format demands: no holes, and no bytes of two tensors
-                raise ValueError(
-                    f"{path} is damaged: a tensor begins at byte {start} of the data, the last ends at {end}"
-                )
-            end = stop
-        if end != room:
-            raise ValueError(f"{path} is damaged: its tensors have {end} bytes, its data {room}")
+        self.header = read_header(text, size - self._data, str(path))
 
     def check(self, entry: Entry, chunk: Chunk) -> None:
         """Raise ValueError if the file lacks a chunk, or has it with another shape or dtype."""
@@ -248,6 +237,24 @@ class TensorFile:
         if found == chunk.checksum:
             return None
         return f"{self.path}: {chunk.key} is damaged: its checksum is {found:08x}, written was {chunk.checksum:08x}"
+
+
+def read_header(text: bytes, room: int, path: str) -> dict[str, Any]:
+    """Return a safetensors file's header by key; raise ValueError unless it fits `room` bytes of data exactly."""
+    header = convert(dict[str, Any], load_json(text, path, TENSOR_LIMIT), path)
+    header = {k: v for k, v in header.items() if k != "__metadata__"}
+    for key, said in header.items():
+        if not _fits(said, room):
+            found = f"its header says {key[:200]} is {str(said)[:200]}, of {room} bytes"
+            raise ValueError(f"{path} is damaged: {printable(found)}")
+    end = 0
+    for start, stop in sorted(said["data_offsets"] for said in header.values()):
+        if start != end:  # as the format demands: no holes, and no bytes of two tensors
+            raise ValueError(f"{path} is damaged: a tensor begins at byte {start} of the data, the last ends at {end}")
+        end = stop
+    if end != room:
+        raise ValueError(f"{path} is damaged: its tensors have {end} bytes, its data {room}")
+    return header
 
 
 def _stamp(file: Path | int) -> tuple[int, ...]:

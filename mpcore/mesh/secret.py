@@ -27,15 +27,15 @@ _SIZE = 64  # of a signature
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
-def seal(key: str, data: bytes) -> bytes:
+def seal(key: str, data: bytes, secret: bytes = b"") -> bytes:
     """Return a message for the store: its content, after a signature of key and content if the ranks share a secret."""
-    secret = _secret()
+    secret = secret or _secret()
     return (_sign(secret, key, data) if secret else b"") + data
 
 
-def unseal(key: str, message: bytes) -> bytes:
+def unseal(key: str, message: bytes, secret: bytes = b"") -> bytes:
     """Return the content of a message."""
-    secret = _secret()
+    secret = secret or _secret()
     if not secret:
         return message
     if not hmac.compare_digest(message[:_SIZE], _sign(secret, key, message[_SIZE:])):

@@ -1,0 +1,158 @@
+"""The journal of a run, and its replay in one process.
+
+`journal.jsonl` has the lines of `mpcore.tools.workers.outer`, each with the time `at`, in seconds. The tensors of the
+outer state after line N are in `outer-N.safetensors`. The worker that leads the run and its replicas write both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mpcore.checkpoint.tensor_file import write_tensors
+from mpcore.tools.workers.outer import Line, Outer, Tensors, digest
+from mpcore.tools.workers.wire import unpack
+
+FILE = "journal.jsonl"
+_KEPT = 2  # files of tensors
+
+
+class Journal:
+    """Writes the lines of a run to a folder. None: keep nothing on the disk.
+
+    Attributes:
+        lines: all lines of the run.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.lines = folder, list[Line]()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def replace(self, lines: Sequence[Line]) -> None:
+        """Begin with these lines, in the place of those in the folder."""
+        self.lines = list(lines)
+        if self.folder is not None:
+            temporary = self.folder / f"{FILE}.new"
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            os.replace(temporary, self.folder / FILE)
+
+    def append(self, line: Line) -> None:
+        """Write one more line."""
+        self.lines.append(line)
+        if self.folder is not None:
+            with open(self.folder / FILE, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def save(self, outer: Outer) -> None:
+        """Write the tensors of the outer state after the last line, and remove older ones."""
+        if self.folder is None:
+            return
+        path = self.folder / f"outer-{len(self.lines):08d}.safetensors"
+        temporary = path.with_suffix(".new")
+        temporary.unlink(missing_ok=True)
+        write_tensors(temporary, outer.tensors())
+        os.replace(temporary, path)
+        for old in saved(self.folder)[:-_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def saved(folder: Path) -> list[Path]:
+    """Return the files of outer states in a folder, the oldest first."""
+    return sorted(folder.glob("outer-*.safetensors"))
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """Return the lines of a journal. A last line that was cut off in a crash is left out.
+
+    Raises:
+        ValueError: if the folder has no journal, or a line is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {FILE}: the worker that leads a run and its replicas write it")
+    *texts, _ = path.read_text().split("\n")
+    try:
+        lines = [json.loads(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not lines or lines[0].get("op") != "begin":
+        raise ValueError(f"{path} doesn't begin with the line begin")
+    return lines
+
+
+def resume(folder: Path, anchor: Mapping[str, Tensor]) -> tuple[Outer, list[Line]] | None:
+    """Return the newest outer state of a folder and the lines before it; None if there is none.
+
+    What happened after it is not in it: those steps are handed out again.
+    """
+    for path in reversed(saved(folder) if (folder / FILE).is_file() else []):
+        lines = read_lines(folder)[: int(path.stem.removeprefix("outer-"))]
+        outer = Outer(lines[0], anchor)
+        outer.apply_facts(lines[1:])
+        outer.load_tensors(unpack(memoryview(path.read_bytes()), str(path)))
+        return outer, lines
+    return None
+
+
+class Replayed(NamedTuple):
+    """The result of `replay`.
+
+    Attributes:
+        outer: the outer state at the end.
+        updates: the number of updates, those that were too stale included.
+        differing: the version of each anchor, and worker and phase of each update, whose hash is not the journal's.
+    """
+
+    outer: Outer
+    updates: int
+    differing: list[str]
+
+
+def replay(
+    lines: Sequence[Line],
+    anchor: Mapping[str, Tensor],
+    train: Callable[[int, Tensors, int, int], Mapping[str, Tensor]],
+) -> Replayed:
+    """Run the phases of a journal in their order, in this process.
+
+    Args:
+        lines: the journal.
+        anchor: the parameters that the run began with, by logical name.
+        train: called as `train(worker, anchor, first, last)`: what this worker's phase of the steps [first, last)
+            returns, x_anchor - x_local by logical name. A worker's calls come in the order of its phases, so that it
+            may keep the state of its inner optimizer, which begins empty.
+
+    Raises:
+        ValueError: if the run began with other parameters.
+    """
+    outer = Outer(lines[0], anchor)
+    if digest(outer.anchor) != lines[0]["anchor"]:
+        raise ValueError(f"the replay begins with {digest(outer.anchor)}, the run began with {lines[0]['anchor']}")
+    updates = [entry for line in lines for entry in line.get("updates", ())]
+    last_use = {entry["base"]: place for place, entry in enumerate(updates)}
+    anchors, differing, place = {0: _copy(outer.anchor)}, list[str](), 0
+    for line in lines[1:]:
+        trained = []
+        for entry in line.get("updates", ()):
+            found = train(entry["worker"], anchors[entry["base"]], *entry["steps"])
+            if digest(found) != entry["update"]:
+                differing.append(f"update of worker {entry['worker']}, phase {entry['phase']}")
+            trained.append(found)
+            if last_use[entry["base"]] == place and entry["base"] != outer.version:
+                del anchors[entry["base"]]
+            place += 1
+        outer.apply(line, trained)
+        if trained:
+            anchors[outer.version] = _copy(outer.anchor)
+            differing += [f"anchor {outer.version}"] if digest(outer.anchor) != line["anchor"] else []
+    return Replayed(outer, place, differing)
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: x.clone() for name, x in tensors.items()}

@@ -1,0 +1,423 @@
+"""The server in each worker. The one with the lowest number leads the run; the next ones keep replicas.
+
+The leader orders what happens, applies it to the outer state, and sends every line with its updates to the replicas
+before anybody hears of it. If the leader dies, the lowest replica leads. Terms count the leaders: a replica refuses the
+lines of an older term, so a leader that was only paused learns that it leads no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mpcore.mesh.log import get_logger
+from mpcore.tools.workers.journal import Journal
+from mpcore.tools.workers.outer import Line, Outer, Tensors, digest
+from mpcore.tools.workers.wire import Channel, Message, connect, pack, split_address, unpack
+
+log = get_logger(__name__)
+_STRANGERS = 64  # connections that have not signed a message yet
+_GRACE = 1.0  # seconds in which a worker whose connection broke may connect again
+
+
+class NotLeadingError(Exception):
+    """This worker doesn't lead the run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run's workers play together. All workers of a run have the same.
+
+    Attributes:
+        every: the steps of a phase.
+        wait: "none": apply each update at once. "all", "quorum:k": apply the mean of all workers', or of k updates.
+        staleness: the most outer steps that an update may have missed; None: no limit. A staler one isn't applied.
+        dynamic: whether slow workers take fewer steps, so that all need the same time (Liu et al. 2024, section 5).
+        timeout: the seconds without a step after which a worker is left out.
+        replicas: how many workers beside the leader hold the outer state.
+        save_every: outer steps between two files of the outer state.
+    """
+
+    every: int = 100
+    wait: str = "none"
+    staleness: int | None = None
+    dynamic: bool = False
+    timeout: float = 60.0
+    replicas: int = 1
+    save_every: int = 10
+
+    def __post_init__(self) -> None:
+        kind, _, count = self.wait.partition(":")
+        if self.wait not in ("none", "all") and (kind != "quorum" or not count.isdigit() or int(count) < 1):
+            raise ValueError(f"wait {self.wait!r} is none of 'none', 'all' and 'quorum:k' with k from 1")
+        if self.every < 1 or self.timeout <= 0 or self.replicas < 0 or self.save_every < 1:
+            raise ValueError(f"one of {self} is out of range")
+
+    def needed(self, training: int) -> int:
+        """Return how many updates make an outer step, while `training` workers train."""
+        kind, _, count = self.wait.partition(":")
+        return {"none": 1, "all": training}.get(kind) or min(int(count), training)
+
+
+class Node:
+    """Serves one worker's share of a run, in threads.
+
+    Args:
+        listen: host:port; port 0 takes a free one.
+        token: the run's token.
+        options: the options of the run.
+        folder: for the journal. None: none.
+
+    Attributes:
+        address: host:port, where others reach it.
+        number: the number of this worker.
+        outer: the outer state, at the leader and its replicas; else None.
+    """
+
+    def __init__(self, listen: str, token: bytes, options: Options, folder: Path | None = None) -> None:
+        self.token, self.options, self.journal = token, options, Journal(folder)
+        self.state = threading.Condition(threading.RLock())
+        self.outer: Outer | None = None
+        self.leading, self.term, self.number, self.leader = False, 0, -1, ""
+        self.copies: dict[int, Channel] = {}  # to the replicas
+        self.seen: dict[int, tuple[int, float]] = {}  # of each worker: its progress, and when that changed
+        self.pending: dict[int, tuple[Line, Tensors]] = {}  # updates that wait for others
+        self.seconds: dict[int, float] = {}  # of a step of each worker
+        self.packed: tuple[int, bytes] = -1, b""
+        self.channels: set[Channel] = set()
+        self.strangers, self.closed = threading.Semaphore(_STRANGERS), False
+        host, port = split_address(listen)
+        self.sock = socket.create_server((host, port), backlog=256)
+        self.address = f"{host}:{self.sock.getsockname()[1]}"
+        self.thread(self._accept)
+
+    @staticmethod
+    def thread(work: Any, *arguments: Any) -> None:
+        """Start a background thread."""
+        threading.Thread(target=work, args=arguments, daemon=True, name="mpcore-worker").start()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self.closed, self.leading = True, False
+        self.sock.close()
+        for channel in [*self.channels, *self.copies.values()]:
+            channel.close()
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                sock, _ = self.sock.accept()
+            except OSError:
+                return
+            if self.strangers.acquire(blocking=False):
+                self.thread(self._serve, sock)
+            else:
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        channel, beats, known = None, -1, False
+        try:
+            channel = Channel(sock, self.token, True, 4 * self.options.timeout)
+            self.channels.add(channel)
+            while True:
+                message, tensors = channel.receive()
+                if not known:
+                    known = True
+                    self.strangers.release()
+                if message.get("kind") == "beat":
+                    beats = message["worker"]
+                channel.send(*self._answer(message, tensors))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not known:
+                log.debug("a stranger was refused: %s", error)
+        finally:
+            if not known:
+                self.strangers.release()
+            if beats in self.seen:  # it ended, or its link broke: it may connect again
+                progress, _ = self.seen[beats]
+                self.seen[beats] = progress, time.monotonic() - self.options.timeout + _GRACE
+            if channel is not None:
+                self.channels.discard(channel)
+            sock.close()
+
+    def _answer(self, message: Message, tensors: memoryview) -> tuple[Message, bytes]:
+        kind = message.get("kind")
+        handlers = {"who": self._who, "join": self._join, "take": self._take, "hand": self._hand, "beat": self._beat,
+                    "leave": self._leave, "state": self._state, "log": self._log}  # fmt: skip
+        if kind == "hello":
+            return {"number": self.number}, b""
+        if kind not in handlers:
+            return {"refused": f"there is no message {str(kind)[:40]!r}"}, b""
+        try:
+            answer = handlers[kind](message, tensors)
+            return answer if isinstance(answer, tuple) else (answer, b"")
+        except NotLeadingError:
+            return {"leads": False, "leader": self.leader}, b""
+        except ValueError as error:
+            return {"refused": str(error)}, b""
+
+    # --- the leader ---------------------------------------------------------------------------------------------------
+
+    def lead(self, outer: Outer, lines: Sequence[Line]) -> None:
+        """Join and lead a run, from an outer state and the lines before it. Workers of an earlier start leave."""
+        with self.state:
+            self.journal.replace(lines)
+            self.outer, self.number = outer, outer.next_worker
+            self._begin_to_lead()
+            for worker in [*outer.members]:
+                self._commit({"op": "leave", "worker": worker, "why": "the run was started again"})
+            self.seen[self.number] = 0, time.monotonic()
+            self._commit({"op": "join", "worker": self.number, "address": self.address})
+
+    def _begin_to_lead(self) -> None:
+        assert self.outer is not None
+        self.leading, self.term, self.leader = True, self.term + 1, self.address
+        self.seen = {worker: (0, time.monotonic()) for worker in self.outer.members}
+        self.copies, self.pending = {}, {}
+        self.thread(self._watch, self.term)
+
+    def _led(self) -> Outer:
+        if not self.leading or self.outer is None:
+            raise NotLeadingError
+        return self.outer
+
+    def _step_down(self) -> None:
+        log.warning("worker %d leads no longer: another worker took over while this one was not heard of", self.number)
+        self.leading, self.outer, self.leader = False, None, ""
+        self.state.notify_all()
+        raise NotLeadingError
+
+    def _commit(self, line: Line, updates: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Let something happen: here, at the replicas, and then in the journal."""
+        outer = self._led()
+        line["at"] = round(time.time(), 3)
+        outer.apply(line, updates)
+        if updates:
+            line["anchor"] = digest(outer.anchor)
+        lost = self._replicate(line, pack({f"{i}/{name}": x for i, u in enumerate(updates) for name, x in u.items()}))
+        self.journal.append(line)
+        if updates and (outer.version % self.options.save_every == 0 or outer.ended):
+            self.journal.save(outer)
+        self.state.notify_all()
+        for worker in lost:
+            self._leave_out(worker, "its replica did not answer")
+
+    def _replicate(self, line: Line, updates: bytes) -> list[int]:
+        """Send a line to the replicas, and the whole state to new ones. Return the replicas that did not answer."""
+        outer, lost = self._led(), []
+        others = sorted(outer.members.keys() - {self.number})[: self.options.replicas]
+        for worker in others:
+            message: Message = {"kind": "log", "term": self.term, "line": line}
+            try:
+                if new := worker not in self.copies:
+                    self.copies[worker] = connect(outer.members[worker], self.token, self.options.timeout)
+                answer, _ = ({}, b"") if new else self.copies[worker].ask(message, updates)
+                if new or answer.get("again"):
+                    whole = {"kind": "state", "term": self.term, "number": worker, "lines": [*self.journal.lines, line]}
+                    answer, _ = self.copies[worker].ask(whole, pack(outer.tensors()))
+            except (OSError, ValueError):
+                channel = self.copies.pop(worker, None)
+                if channel is not None:
+                    channel.close()
+                lost.append(worker)
+                continue
+            if answer.get("term", 0) > self.term:
+                self._step_down()
+        return lost
+
+    def _leave_out(self, worker: int, why: str) -> None:
+        outer = self._led()
+        if worker in outer.members:
+            for held in (self.pending, self.seconds, self.seen):
+                held.pop(worker, None)
+            if worker in self.copies:
+                self.copies.pop(worker).close()
+            self._commit({"op": "leave", "worker": worker, "why": why})
+            self._merge()
+
+    def _watch(self, term: int) -> None:
+        """Leave out the workers that make no progress. Stop to lead if this process itself was stopped."""
+        limit, before = self.options.timeout, time.monotonic()
+        while self.leading and self.term == term and not self.closed:
+            time.sleep(min(limit / 8, 0.5))
+            with self.state, contextlib.suppress(NotLeadingError):
+                now = time.monotonic()
+                if now - before > limit and len(self._led().members) > 1:
+                    self._step_down()
+                for worker, (_, since) in [*self.seen.items()]:
+                    if now - since > limit and worker in self._led().members:
+                        self._leave_out(worker, f"no step for {limit:g} s, or its connection broke")
+                before = time.monotonic()  # replicas that don't answer take time, too
+
+    # --- what workers ask the leader ----------------------------------------------------------------------------------
+
+    def _join(self, message: Message, _: memoryview) -> Message:
+        with self.state:
+            outer = self._led()
+            here, there = outer.begin["about"], message["about"]
+            for name in sorted(here.keys() | there.keys()):
+                if here.get(name) != there.get(name):
+                    raise ValueError(f"{name} is {there.get(name)} here, and {here.get(name)} at the run")
+            worker = outer.next_worker
+            self.seen[worker] = 0, time.monotonic()
+            self._commit({"op": "join", "worker": worker, "address": message["address"]})
+            return {"worker": worker, "run": outer.begin["run"]}
+
+    def _member(self, worker: int) -> Outer:
+        outer = self._led()
+        if worker not in outer.members:
+            raise ValueError(
+                f"worker {worker} was left out of the run: it made no step for {self.options.timeout:g} s, or could "
+                f"not be reached. Start it again, and it joins under another number; or set a longer timeout"
+            )
+        return outer
+
+    def _take(self, message: Message, _: memoryview) -> tuple[Message, bytes]:
+        """Give a worker that has handed in `phase` updates its next steps and the anchor, as soon as there are any."""
+        worker, phase = message["worker"], message["phase"]
+        until = time.monotonic() + min(self.options.timeout / 4, 5.0)
+        with self.state:
+            self.seconds[worker] = message["seconds"]
+            while True:
+                outer = self._member(worker)
+                if outer.phases[worker] < phase and worker not in self.pending:
+                    return {"hand": True}, b""  # the leader that had it is gone
+                if outer.phases[worker] == phase:
+                    if outer.ended:
+                        return {"end": True, "base": outer.version}, self._anchor()
+                    held = outer.leases.get(worker)
+                    steps = held[1:3] if held else outer.free_steps(self._wanted(worker))
+                    if steps is not None:
+                        line = {"op": "lease", "worker": worker, "phase": phase, "steps": list(steps)}
+                        self._commit({**line, "base": outer.version})
+                        return {"steps": list(steps), "base": outer.version}, self._anchor()
+                if not self.state.wait(until - time.monotonic()):
+                    return {"wait": True}, b""
+
+    def _wanted(self, worker: int) -> int:
+        known = [self.seconds[other] for other in self._led().members if self.seconds.get(other)]
+        if not self.options.dynamic or not self.seconds.get(worker) or not known:
+            return self.options.every
+        return max(int(self.options.every * min(known) / self.seconds[worker]), 1)
+
+    def _anchor(self) -> bytes:
+        outer = self._led()
+        if self.packed[0] != outer.version:
+            self.packed = outer.version, pack(outer.anchor)
+        return self.packed[1]
+
+    def _hand(self, message: Message, tensors: memoryview) -> Message:
+        """Take a worker's update."""
+        update = unpack(tensors)
+        with self.state:
+            outer, worker = self._member(message["worker"]), message["worker"]
+            lease = outer.leases.get(worker)
+            if lease is None or lease.phase != message["phase"]:
+                return {}  # it was applied: the answer was lost
+            if {n: (x.shape, x.dtype) for n, x in update.items()} != {
+                n: (x.shape, x.dtype) for n, x in outer.anchor.items()
+            }:
+                raise ValueError(f"an update of {len(update)} tensors doesn't fit the anchor of {len(outer.anchor)}")
+            entry = {"worker": worker, "phase": lease.phase, "base": message["base"], "steps": [*lease[1:3]]}
+            self.pending[worker] = {**entry, "update": digest(update), "handed": round(time.time(), 3)}, update
+            self._merge()
+            return {}
+
+    def _merge(self) -> None:
+        """Apply the updates that wait, if they are enough."""
+        outer, limit = self._led(), self.options.staleness
+        if not self.pending or len(self.pending) < self.options.needed(len(outer.leases)):
+            return
+        held = [self.pending[worker] for worker in sorted(self.pending)]
+        self.pending = {}
+        entries = [{**entry, "applied": limit is None or outer.version - entry["base"] <= limit} for entry, _ in held]
+        moved = any(entry["applied"] for entry in entries)
+        line = {"op": "update", "version": outer.version + moved, "updates": entries}
+        self._commit(line, [update for _, update in held])
+
+    def _beat(self, message: Message, _: memoryview) -> Message:
+        outer, worker = self._led(), message["worker"]
+        if worker in self.seen and self.seen[worker][0] != message["progress"]:
+            self.seen[worker] = message["progress"], time.monotonic()
+        members = [[number, address] for number, address in [*outer.members.items()]]
+        return {"members": members, "leader": self.address, "term": self.term}
+
+    def _leave(self, message: Message, _: memoryview) -> Message:
+        with self.state:
+            self._leave_out(message["worker"], "it ended")
+            return {}
+
+    # --- replicas -----------------------------------------------------------------------------------------------------
+
+    def _state(self, message: Message, tensors: memoryview) -> Message:
+        with self.state:
+            if message["term"] < self.term:
+                return {"term": self.term}
+            begin, *others = message["lines"]
+            found = unpack(tensors)
+            anchor = {name.removeprefix("anchor/"): x for name, x in found.items() if name.startswith("anchor/")}
+            outer = Outer(begin, anchor)
+            outer.apply_facts(others)
+            outer.load_tensors(found)
+            self.journal.replace(message["lines"])
+            self.outer, self.term, self.number, self.leading = outer, message["term"], message["number"], False
+            return {}
+
+    def _log(self, message: Message, tensors: memoryview) -> Message:
+        with self.state:
+            if message["term"] < self.term:
+                return {"term": self.term}
+            if self.outer is None:
+                return {"again": True}
+            line, updates = message["line"], [dict[str, Tensor]() for _ in message["line"].get("updates", ())]
+            for name, x in unpack(tensors).items():
+                place, _, own = name.partition("/")
+                updates[int(place)][own] = x
+            self.term, self.leading = message["term"], False
+            self.outer.apply(line, updates)
+            if updates and digest(self.outer.anchor) != line["anchor"]:  # another processor rounds otherwise
+                return {"again": True}
+            self.journal.append(line)
+            if updates and self.outer.version % self.options.save_every == 0:
+                self.journal.save(self.outer)
+            return {}
+
+    def _who(self, message: Message, _: memoryview) -> Message:
+        """Say who leads. A replica whose leader and lower replicas are gone leads from now on."""
+        if not self.leading and self.outer is not None:
+            lower = {n: at for n, at in [*self.outer.members.items()] if n < self.number}
+            if not any(self._is_alive(worker, at) for worker, at in lower.items()):
+                with self.state:
+                    if not self.leading and self.outer is not None:
+                        self._begin_to_lead()
+                        for worker in lower:
+                            self._leave_out(worker, "it led the run, or would have, and did not answer")
+        run = self.outer.begin["run"] if self.outer is not None else ""
+        return {"leads": self.leading, "leader": self.leader, "term": self.term, "run": run}
+
+    def _is_alive(self, worker: int, address: str) -> bool:
+        """Return whether a worker answers, and not a new process at its address."""
+        try:
+            channel = connect(address, self.token, self.options.timeout)
+            answer, _ = channel.ask({"kind": "hello"})
+            channel.close()
+        except (OSError, ValueError):
+            return False
+        return answer["number"] == worker
+
+
+def new_run(rule: Mapping[str, Any], until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
+    """Return the line `begin` of a new run."""
+    facts = {"rule": dict(rule), "until": until, "about": dict(about), "anchor": digest(anchor)}
+    return {"op": "begin", "run": secrets.token_hex(8), **facts, "at": round(time.time(), 3)}

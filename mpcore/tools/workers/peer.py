@@ -1,0 +1,248 @@
+"""A worker's side of a run: join, take steps and the anchor, hand in an update, and find the leader again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mpcore.tools.workers.journal import FILE, read_lines, resume
+from mpcore.tools.workers.node import Node, Options, new_run
+from mpcore.tools.workers.outer import Outer, Tensors
+from mpcore.tools.workers.rules import Rule, describe
+from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
+
+_TRIES = 8  # of a question whose connection breaks
+
+
+class Phase(NamedTuple):
+    """What a worker trains next.
+
+    Attributes:
+        first, last: the steps [first, last); equal at the end of the run.
+        base: the version of the anchor.
+        anchor: the parameters to begin with.
+    """
+
+    first: int
+    last: int
+    base: int
+    anchor: Tensors
+
+
+class Peer:
+    """One worker of a run. `start` makes it.
+
+    Attributes:
+        node: its server.
+        number: its number.
+        phase: how many updates it has handed in.
+        progress: a counter of signs of life. The caller raises it at each step.
+        waited: the seconds that it waited for others or the network.
+    """
+
+    def __init__(self, node: Node, addresses: Iterable[str]) -> None:
+        self.node, self.options, self.token = node, node.options, node.token
+        self.addresses = list(addresses)  # of workers that may know who leads
+        self.number, self.phase, self.base, self.progress = -1, 0, 0, 0
+        self.seconds, self.waited, self.run = 0.0, 0.0, ""
+        self.update: bytes = b""
+        self.channel: Channel | None = None
+        self.left = threading.Event()
+
+    def join(self, about: Mapping[str, str]) -> None:
+        """Join the run of the leader.
+
+        Raises:
+            ValueError: if this worker's settings, model, optimizer or data are not those of the run.
+        """
+        if self.node.leading:
+            self.number = self.node.number
+        else:
+            answer, _ = self.ask({"kind": "join", "about": dict(about), "address": self.node.address})
+            self.number = self.node.number = answer["worker"]
+        Node.thread(self._beat)
+
+    def take(self) -> Phase:
+        """Return the next steps and the newest anchor. Wait while all remaining steps are those of other workers."""
+        began = time.monotonic()
+        while True:
+            question = {"kind": "take", "worker": self.number, "phase": self.phase, "seconds": self.seconds}
+            answer, tensors = self.ask(question)
+            self.progress += 1
+            if answer.get("hand"):
+                self._hand()
+            elif not answer.get("wait"):
+                break
+        self.waited += time.monotonic() - began
+        self.base = answer["base"]
+        return Phase(*answer.get("steps", (0, 0)), self.base, unpack(tensors))
+
+    def hand_in(self, update: Mapping[str, Tensor], seconds: float = 0.0) -> None:
+        """Hand in the update of the phase that was taken, x_anchor - x_local.
+
+        Args:
+            update: the tensors by logical name, in the anchor's dtypes.
+            seconds: the time of one step, for dynamic local steps.
+        """
+        self.update, self.seconds = pack(update), seconds
+        self.phase += 1
+        self._hand()
+
+    def _hand(self) -> None:
+        self.ask({"kind": "hand", "worker": self.number, "phase": self.phase - 1, "base": self.base}, self.update)
+
+    def leave(self) -> None:
+        """Leave the run. The leader serves until the others have left, too, at most the timeout after the last sign."""
+        self.left.set()
+        if self.node.leading:
+            while self.node.leading and self.node.outer is not None and len(self.node.outer.members) > 1:
+                time.sleep(0.02)
+            if self.node.leading and self.node.outer is not None:
+                with self.node.state:
+                    self.node.journal.save(self.node.outer)
+        elif self.number >= 0:
+            self.ask({"kind": "leave", "worker": self.number})
+        self.close()
+
+    def close(self) -> None:
+        """Stop without a word."""
+        self.left.set()
+        if self.channel is not None:
+            self.channel.close()
+        self.node.close()
+
+    # --- the leader ---------------------------------------------------------------------------------------------------
+
+    def ask(self, message: Message, tensors: bytes = b"") -> tuple[Message, memoryview]:
+        """Ask the leader. If it is gone, find the next one, and ask again.
+
+        Raises:
+            ValueError: if the leader refuses, or no leader is found.
+        """
+        broken = 0
+        while True:
+            channel, self.channel = self.channel, None  # a connection that failed is not used again
+            try:
+                channel = channel or self.find(3 * self.options.timeout)
+                answer, found = channel.ask(message, tensors)
+            except OSError as error:
+                if channel is not None:
+                    channel.close()
+                broken += 1
+                if broken > _TRIES:
+                    raise ValueError(f"the connection to the leader broke {broken} times in a row: {error}") from None
+                continue
+            if "refused" in answer:
+                raise ValueError(answer["refused"])
+            if answer.get("leads", True):
+                self.channel = channel
+                return answer, found
+            channel.close()
+            time.sleep(0.05)
+
+    def find(self, seconds: float) -> Channel:
+        """Return a connection to the leader.
+
+        Raises:
+            ValueError: if nobody says to lead within so many seconds, or the tokens differ.
+        """
+        until, asked = time.monotonic() + seconds, list[str]()
+        problem: Exception | None = None
+        while True:
+            asked = asked or list(dict.fromkeys([self.node.address, *self.addresses]))
+            address = asked.pop(0)
+            try:
+                channel = connect(address, self.token, self.options.timeout)
+                answer, _ = channel.ask({"kind": "who"})
+                if answer.get("leads") and self.run in ("", answer["run"]):
+                    self.run = answer["run"]
+                    return channel
+                channel.close()
+                leader = answer.get("leader")
+                if leader and leader != address and leader not in self.addresses:
+                    self.addresses.append(leader)
+            except (OSError, ValueError) as error:
+                problem = error
+            if not asked:
+                if time.monotonic() > until:
+                    text = f"no worker leads the run, at {', '.join(self.addresses) or 'no address'}"
+                    raise ValueError(f"{text}, within {seconds:g} s ({problem}): see whether they run, and the token")
+                time.sleep(0.1)
+
+    def _beat(self) -> None:
+        """Tell the leader that this worker makes progress, and hear who else there is."""
+        channel = None
+        while not self.left.wait(min(self.options.timeout / 8, 0.5)):
+            try:
+                channel = channel or self.find(self.options.timeout)
+                answer, _ = channel.ask({"kind": "beat", "worker": self.number, "progress": self.progress})
+                if not answer.get("leads", True):
+                    raise ConnectionError("it leads no longer")
+                known = [at for _, at in sorted(answer["members"]) if at != self.node.address]
+                self.addresses = list(dict.fromkeys([*known, *self.addresses]))[:256]
+            except (OSError, ValueError, KeyError):
+                if channel is not None:
+                    channel.close()
+                channel = None
+        if channel is not None:
+            channel.close()
+
+
+def start(
+    *, listen: str, token: bytes, options: Options, rule: Rule, until: int, about: Mapping[str, str], anchor: Tensors,
+    join: Iterable[str] = (), folder: Path | None = None,
+) -> Peer:  # fmt: skip
+    """Join a run, or begin one, or resume one after all of its workers ended.
+
+    The addresses of `join`, and those of the workers in the journal of `folder`, are asked first. If none of them
+    answers, and `join` is empty, this worker leads: from the newest outer state in `folder`, or else from `anchor`.
+
+    Args:
+        listen: where this worker serves, host:port.
+        token: the run's token.
+        options: the options of the run.
+        rule: the outer rule.
+        until: the steps of the run.
+        about: what must be the same in all workers, by name.
+        anchor: this worker's parameters, by logical name, on the CPU.
+        join: addresses of workers of the run.
+        folder: for the journal. None: none.
+
+    Raises:
+        ValueError: if this worker doesn't fit the run, or nobody answers at `join`.
+    """
+    said: dict[str, Any] = {**about, **{name: str(value) for name, value in vars(options).items()}}
+    said = {**said, "rule": str(rule), "steps": str(until)}
+    node, given = Node(listen, token, options, folder), [*join]
+    known = list[str]()
+    if folder is not None and (folder / FILE).is_file():
+        first, *lines = read_lines(folder)
+        there = Outer(first, {})
+        there.apply_facts(lines)
+        known = [*there.members.values()]
+    peer = Peer(node, [at for at in (*given, *known) if at != node.address])
+    try:
+        if peer.addresses:
+            try:
+                peer.channel = peer.find(options.timeout if given else min(options.timeout, 5.0))
+            except ValueError:
+                if given:
+                    raise
+        if peer.channel is None:
+            found = None if folder is None else resume(folder, anchor)
+            begin = new_run(describe(rule), until, said, anchor)
+            outer, lines = found or (Outer(begin, anchor), [begin])
+            for name in sorted(said.keys() | outer.begin["about"].keys()):
+                if said.get(name) != (there := outer.begin["about"].get(name)):
+                    raise ValueError(f"{name} is {said.get(name)} here, and {there} in the run of {folder}")
+            node.lead(outer, lines)
+        peer.join(said)
+    except BaseException:
+        peer.close()
+        raise
+    return peer
