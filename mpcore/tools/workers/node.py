@@ -108,6 +108,8 @@ class Node:
     def close(self) -> None:
         """Answer nobody any more."""
         self.closed, self.leading = True, False
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.sock.close()
         for channel in [*self.channels, *self.copies.values()]:
             channel.close()
@@ -172,11 +174,13 @@ class Node:
     def lead(self, outer: Outer, lines: Sequence[Line]) -> None:
         """Join and lead a run, from an outer state and the lines before it. Workers of an earlier start leave."""
         with self.state:
+            lines, now = list(lines), round(time.time(), 3)
+            for worker in [*outer.members]:
+                lines.append({"op": "leave", "worker": worker, "why": "the run was started again", "at": now})
+                outer.apply(lines[-1])
             self.journal.replace(lines)
             self.outer, self.number = outer, outer.next_worker
             self._begin_to_lead()
-            for worker in [*outer.members]:
-                self._commit({"op": "leave", "worker": worker, "why": "the run was started again"})
             self.seen[self.number] = 0, time.monotonic()
             self._commit({"op": "join", "worker": self.number, "address": self.address})
 
@@ -215,7 +219,7 @@ class Node:
 
     def _replicate(self, line: Line, updates: bytes) -> list[int]:
         """Send a line to the replicas, and the whole state to new ones. Return the replicas that did not answer."""
-        outer, lost = self._led(), []
+        outer, lost, began = self._led(), list[int](), time.monotonic()
         others = sorted(outer.members.keys() - {self.number})[: self.options.replicas]
         for worker in others:
             message: Message = {"kind": "log", "term": self.term, "line": line}
@@ -234,6 +238,9 @@ class Node:
                 continue
             if answer.get("term", 0) > self.term:
                 self._step_down()
+        waited = time.monotonic() - began  # meanwhile other workers waited for this one: nobody was silent
+        for worker, (progress, since) in [*self.seen.items()]:
+            self.seen[worker] = progress, since + waited
         return lost
 
     def _leave_out(self, worker: int, why: str) -> None:
@@ -248,17 +255,17 @@ class Node:
 
     def _watch(self, term: int) -> None:
         """Leave out the workers that make no progress. Stop to lead if this process itself was stopped."""
-        limit, before = self.options.timeout, time.monotonic()
+        limit = self.options.timeout
         while self.leading and self.term == term and not self.closed:
+            before = time.monotonic()
             time.sleep(min(limit / 8, 0.5))
+            stopped = time.monotonic() - before > limit
             with self.state, contextlib.suppress(NotLeadingError):
-                now = time.monotonic()
-                if now - before > limit and len(self._led().members) > 1:
+                if stopped and len(self._led().members) > 1:
                     self._step_down()
                 for worker, (_, since) in [*self.seen.items()]:
-                    if now - since > limit and worker in self._led().members:
+                    if time.monotonic() - since > limit and worker in self._led().members:
                         self._leave_out(worker, f"no step for {limit:g} s, or its connection broke")
-                before = time.monotonic()  # replicas that don't answer take time, too
 
     # --- what workers ask the leader ----------------------------------------------------------------------------------
 
