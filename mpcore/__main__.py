@@ -32,6 +32,10 @@ COMMANDS = {
         "mpcore.tools.coordinate_check",
         "check that activations keep their size over widths",
     ),
+    "replay-workers": (
+        "mpcore.tools.workers.command",
+        "train a run of workers again in one process, and compare the bits; or draw it",
+    ),
     "documents": ("mpcore.tools.documents", "list the documents behind a step of a run, or behind its spikes"),
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }

@@ -41,6 +41,9 @@ FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, with
         "device": (str, "default: cuda where each process has a GPU"),
         "workers": (1, "models to train, each on a mesh as above, and to merge (DiLoCo)"),
         "local_steps": (int, "steps that workers take on their own between two merges (default 50)"),
+        "listen": (str, "HOST:PORT where this job serves other jobs, which are workers of the same run"),
+        "join": ([str], "HOST:PORT ..: of workers of the run to join"),
+        "wait": ("none", "{none,quorum:K,all}: for whom such a worker waits after its local steps"),
     },
     "model": {
         "preset": (str, "shape that the flags below change (default tiny)"),
@@ -101,6 +104,11 @@ class Fields:
     reduce_dtype: str = "float32"
     bitwise: int = 0
     trace: bool = False
+    token: str | None = None
+    staleness: int | None = None
+    dynamic_steps: bool = False
+    worker_timeout: float = 60.0
+    replicas: int = 1
     outer_lr: float | None = None
     outer_momentum: float | None = None
     nesterov: bool = True

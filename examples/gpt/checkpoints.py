@@ -202,7 +202,7 @@ class Checkpoints:
         """Return whether to save after this step: at the end of a run, and as often as `--save-every` says."""
         args = self.args
         return not args.no_save and (
-            step + 1 == args.steps or (args.save_every > 0 and (step + 1) % args.save_every == 0)
+            max(step + 1, self.run.step) == args.steps or (args.save_every > 0 and (step + 1) % args.save_every == 0)
         )
 
     @property

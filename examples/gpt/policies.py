@@ -56,13 +56,18 @@ def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
         "recompute": recompute,
         "offload": Offload(**{what: what in args.offload for what in ("optimizer", "activations", "parameters")}),
         "compile": None if args.compile is None else Compile(args.compile),
-        "observers": [merge_options(args)] if args.workers > 1 else [],
+        "observers": [merge_options(args)] if args.workers > 1 or args.listen or args.join else [],
     }
 
 
 def local_updates(run: Run) -> LocalUpdates | None:
-    """Return the observer of a run that merges the workers; None if there is one worker."""
-    return next((observer for observer in run.observers if observer.joins_worlds), None)  # type: ignore[return-value]
+    """Return the observer of a run that merges the workers of this job; None if there is one worker."""
+    return next((each for each in run.observers if isinstance(each, LocalUpdates) and not each.are_jobs), None)
+
+
+def worker_of(run: Run) -> LocalUpdates | None:
+    """Return the observer of a run that is one worker of several jobs; None if it isn't."""
+    return next((each for each in run.observers if isinstance(each, LocalUpdates) and each.are_jobs), None)
 
 
 def block_calls(stage: GPT, args: argparse.Namespace) -> dict[nn.Module, tuple[tuple[Tensor], dict[str, Any]]]:
@@ -205,9 +210,15 @@ def merge_options(args: argparse.Namespace) -> LocalUpdates:
     """
     names = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if given and args.workers == 1:
+    are_jobs = bool(args.listen or args.join)
+    if given and args.workers == 1 and not are_jobs:
         raise ValueError(f"{', '.join(map(flag, given))} with one worker: --workers says how many merge")
     options: dict[str, Any] = {"every": 50, "nesterov": args.nesterov}
+    if are_jobs:
+        names |= {"listen": "listen", "join": "join", "wait": "wait", "steps": "steps", "staleness": "staleness",
+                  "token": "token", "dynamic_steps": "dynamic", "worker_timeout": "timeout", "replicas": "replicas",
+                  "out": "folder"}  # fmt: skip
+        given |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return LocalUpdates(**options | {names[name]: value for name, value in given.items()})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.console import Console
 from examples.gpt.dashboards import Profile
 from examples.gpt.model import GPT, build_stages
-from examples.gpt.policies import build_optimizer, learning_rate, local_updates, lr_schedule, policies, residual_dtype
+from examples.gpt.policies import (
+    build_optimizer,
+    learning_rate,
+    local_updates,
+    lr_schedule,
+    policies,
+    residual_dtype,
+    worker_of,
+)
 from examples.gpt.samples import Samples, permute, to_device
 from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
@@ -54,6 +62,9 @@ class Trainer:
         self.console = Console(mesh, self.out)
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
+        if (worker := worker_of(self.run)) is not None:
+            worker.data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step"
+            worker.begin()
         if args.twin and self.run.step == 0:
             round_anew(self.run, args.twin, getattr(torch, args.dtype))
         self.curves = TensorCurves(self.run, args.record_tensors, self.out)
@@ -114,6 +125,14 @@ class Trainer:
             documents.append(arguments.get("documents"))
         return self.run.evaluate(batches, documents=documents)
 
+    def steps(self, bar: Iterable[int], until: int) -> Iterator[int]:
+        """Yield the steps to train, and advance the bar. They jump if this job is one worker of several."""
+        shown = iter(bar)
+        while self.run.step < until:
+            next(shown, None)
+            yield self.run.step
+        next(shown, None)  # a bar that ends
+
     def train(self) -> bool:
         """Train all steps that are left. Return whether a signal stopped the run."""
         args, console, checkpoints = self.args, self.console, self.checkpoints
@@ -122,7 +141,7 @@ class Trainer:
                             check_replicas=args.check_replicas, check_speed=args.check_speed)  # fmt: skip
             until = min(args.steps, args.exit_step or args.steps)
             bar = console.bar(range(self.run.step, until), args.steps)
-            for step in bar:
+            for step in self.steps(bar, until):
                 self.profile.before(step)
                 with self.times:
                     entry = self.step()
@@ -133,7 +152,7 @@ class Trainer:
                 for line in faults.after(entry, checkpoints.samples(step), self.run, self.stragglers):
                     console.tell(line)
                 console.record_merge(step, merge)
-                if args.eval_every and ((step + 1) % args.eval_every == 0 or step + 1 == args.steps):
+                if args.eval_every and ((step + 1) % args.eval_every == 0 or self.run.step == args.steps):
                     sets = {name: self.evaluate(samples) for name, samples in self.setup.eval_sets.items()}
                     console.record_evaluation(step, self.evaluate(), sets)
                 self.beat()
@@ -144,7 +163,7 @@ class Trainer:
                     self.stop.tell_workers()
                     return self.stop.stopped
                 if checkpoints.is_due(step):
-                    checkpoints.save_last() if step + 1 == args.steps else checkpoints.try_to_save()
+                    checkpoints.save_last() if self.run.step == args.steps else checkpoints.try_to_save()
                 self.beat()
             bar.close()
             if self.run.step >= args.steps:  # otherwise exit_step left nothing to train

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +36,9 @@ from mpcore.mesh.axis import Mesh
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import owners, persistent_buffers
 from mpcore.sharding.local import local_tensor, reshard
+from mpcore.tools.workers.elastic import ElasticWorker
+from mpcore.tools.workers.node import Options
+from mpcore.tools.workers.rules import Nesterov, Rule
 from mpcore.training.observers import Observer
 from mpcore.training.run import Run
 
@@ -68,23 +72,38 @@ class Merge(NamedTuple):
 
 @dataclass
 class LocalUpdates(Observer):
-    """Train the worlds of `build_mesh(worlds=...)` separately, and merge their parameters periodically (DiLoCo).
+    """Train several workers separately, and merge their parameters (DiLoCo, Local SGD). Pass it to `prepare`.
 
-    Each world is a worker. Pass the object to `prepare` as an observer. `optimizer_step` merges, also if it skips.
+    The workers are the worlds of one job, `build_mesh(worlds=...)`: they merge every `every` steps, and each waits for
+    all. Or each worker is a job of its own, if `listen` or `join` is given: it trains `every` steps from the newest
+    anchor, the shared parameters, hands in its update, and waits for nobody (`wait`). Then workers may come and die.
 
     Args:
         every: the number of steps between two merges of a parameter.
         lr, momentum, nesterov: options of the outer optimizer, which merges the workers. lr 1 and momentum 0 average
             the parameters (Local SGD).
         fragments: the number of parts of the model, which are merged in turn.
+        listen: where this worker serves the others, host:port.
+        join: host:port of a worker of the run, or several. The first worker of a run has none.
+        steps: the steps of the run, over all workers that are jobs of their own.
+        folder: for the journal and the outer state of these workers, which `replay_runs` and a restart read.
+        token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
+        data: names the data. A worker with other data, another model, optimizer or option is refused.
+        rule: the outer rule (`mpcore.tools.workers`), instead of `Nesterov(lr, momentum, nesterov)`.
+        wait, staleness, dynamic, timeout, replicas: of `mpcore.tools.workers.node.Options`.
 
     Attributes:
-        optimizer: the `DiLoCo`, which is then the optimizer of the run.
+        optimizer: the `DiLoCo`, which is then the optimizer of the run, if the workers are worlds.
         merged: the `Merge` after the last step; None if no merge was due.
+        worker: the `ElasticWorker`, if the workers are jobs.
 
     Raises:
         ValueError: if a number is out of range. `prepare` raises it on every rank if there is one worker, or fragments
             of pipeline stages need the blocks' numbers.
+
+    Note:
+        - If workers are jobs, call `begin` before the first batch, and read `run.step` anew for each batch: it jumps
+          from phase to phase. At the end all workers have the last anchor.
 
     Example:
         >>> LocalUpdates(every=50, fragments=2).every
@@ -96,18 +115,44 @@ class LocalUpdates(Observer):
     momentum: float = 0.9
     nesterov: bool = True
     fragments: int = 1
+    listen: str | None = None
+    join: str | Sequence[str] = ()
+    steps: int = 0
+    folder: str | os.PathLike[str] | None = None
+    token: str | os.PathLike[str] | None = None
+    data: str = ""
+    rule: Rule | None = None
+    wait: str = "none"
+    staleness: int | None = None
+    dynamic: bool = False
+    timeout: float = 60.0
+    replicas: int = 1
     merged: Merge | None = field(default=None, init=False, repr=False, compare=False)
+    worker: ElasticWorker | None = field(default=None, init=False, repr=False, compare=False)
 
     joins_worlds: ClassVar[bool] = True
     slots: ClassVar[tuple[str, ...]] = OUTER_SLOTS
 
     def __post_init__(self) -> None:
         _check_options(self.every, self.lr, self.momentum, self.fragments)
+        self.options = Options(self.every, self.wait, self.staleness, self.dynamic, self.timeout, self.replicas)
+        if self.are_jobs and (self.steps < 1 or self.fragments > 1):
+            raise ValueError(
+                f"workers that are jobs got steps {self.steps} and {self.fragments} fragments: 1 or more, 1"
+            )
+
+    @property
+    def are_jobs(self) -> bool:
+        """Whether each worker is a job of its own."""
+        return self.listen is not None or bool(self.join)
 
     def check(self, mesh: Mesh, blocks: Sequence[nn.Module] | Mapping[int, nn.Module]) -> None:
         """Raise ValueError if there is one worker, or the blocks of a pipeline stage have no numbers."""
-        if mesh.worlds.size == 1:
-            raise ValueError(f"build_mesh(worlds=1) with {self}: one worker has nobody to merge with")
+        if self.are_jobs != (mesh.worlds.size == 1):
+            raise ValueError(
+                f"build_mesh(worlds={mesh.worlds.size}) with {self}: one worker merges with other jobs (listen=, "
+                f"join=), several worlds with each other"
+            )
         if self.fragments > 1 and mesh.pp.size > 1 and not isinstance(blocks, Mapping):
             raise ValueError(
                 f"{self.fragments} fragments on {mesh.pp.size} pipeline ranks need the blocks' numbers in the "
@@ -116,41 +161,60 @@ class LocalUpdates(Observer):
         self.blocks = blocks
 
     def attach(self, run: Run) -> None:
-        """Wrap the optimizer of the run."""
-        options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "fragments": self.fragments}
+        """Wrap the optimizer of the run, if the workers are worlds."""
+        options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
         self.run, self.begun = run, False
+        if self.are_jobs:
+            self.worker = ElasticWorker(
+                run, options=self.options, rule=self.rule or Nesterov(**options), until=self.steps, listen=self.listen,
+                join=[self.join] if isinstance(self.join, str) else self.join, token=self.token, folder=self.folder,
+            )  # fmt: skip
+            return
+        options["fragments"] = self.fragments
         self.optimizer = DiLoCo(run.optimizer, run.model, run.mesh, self.every, blocks=self.blocks, **options)
         run.optimizer = self.optimizer
 
     def begin(self) -> None:
         """Check that all workers start from the same parameters. The first step after `prepare` or a load calls it.
 
+        If workers are jobs, call it yourself: it joins the run, loads the anchor and sets `run.step`.
+
         Raises:
-            ValueError: on every rank, if workers start from different merges.
+            ValueError: on every rank, if workers start from different merges, or this worker doesn't fit the run.
         """
         if not self.begun:
-            with self.run.parameters():
-                self.optimizer.begin()
+            if self.worker is not None:
+                self.worker.begin(self.data)
+            else:
+                with self.run.parameters():
+                    self.optimizer.begin()
         self.begun = True
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         """Call `begin`."""
+        if self.worker is not None and not self.begun:
+            raise ValueError(f"step {run.step} begins before LocalUpdates.begin(), which says what its number is")
         self.begin()
 
     def after_step(self, run: Run, taken: bool) -> None:
         """Merge the workers if a merge is due."""
         self.merged = None
-        if self.optimizer.due(run.step) is not None:
+        if self.worker is not None:
+            self.worker.after_step()
+        elif self.optimizer.due(run.step) is not None:
             with run.parameters():
                 self.merged = self.optimizer.merge(run.step)
 
     def state(self) -> dict[str, Any]:
         """Call `begin`: the tensors of a checkpoint are in the optimizer's state."""
-        self.begin()
+        if self.worker is None:
+            self.begin()
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Let the next step call `begin`."""
+        if self.worker is not None and self.begun:
+            raise ValueError(f"worker {self.worker.number} loads a checkpoint in a run of several: load before begin()")
         self.begun = False
 
 

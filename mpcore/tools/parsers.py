@@ -220,6 +220,23 @@ def replay() -> Parser:
     return parser
 
 
+def replay_workers() -> Parser:
+    """Return the parser of `mpcore replay-workers`."""
+    parser = Parser(
+        prog="mpcore replay-workers",
+        description="Train a run of workers that were jobs of their own again in this process, in the order of its "
+        "journal, and compare the hashes of all updates and anchors. Or draw who trained, waited and died.",
+        examples=["mpcore replay-workers runs/worker-0", "mpcore replay-workers runs/worker-0 --picture run.png"],
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a worker that led the run, or of its replica")
+    parser.add_argument(
+        "--program", default="examples.gpt.pretrain", metavar="MODULE",
+        help="the module that trained it, with parse, mesh_arguments and Trainer (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"draw the journal, as {' or '.join(PICTURES)}")
+    return parser
+
+
 def preflight() -> Parser:
     parser = Parser(
         prog="mpcore preflight",

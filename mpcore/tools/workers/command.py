@@ -1,0 +1,137 @@
+"""`mpcore replay-workers`: train a run of workers again in one process, or draw its journal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from mpcore.mesh import build_mesh
+from mpcore.tools import parsers
+from mpcore.tools.command_line import reports_errors
+from mpcore.tools.draw import matplotlib_part
+from mpcore.tools.simulation.ranks import simulate
+from mpcore.tools.simulation.turns import RankError
+from mpcore.tools.workers.elastic import replay_runs
+from mpcore.tools.workers.journal import Replayed, read_lines
+from mpcore.tools.workers.outer import Line
+from mpcore.training.run import Run
+
+COLOURS = {"train": "#4477aa", "wait": "#ddaa33", "lost": "#ee6677"}
+MEANINGS = {"train": "trains", "wait": "waits", "lost": "steps of a worker that left, trained again by others"}
+
+
+class Span(NamedTuple):
+    """What a worker did, from `start` to `end` in seconds since the run began: a kind of `MEANINGS`."""
+
+    worker: int
+    kind: str
+    start: float
+    end: float
+
+
+def spans(lines: Sequence[Line]) -> tuple[list[Span], list[float], dict[int, float]]:
+    """Return what each worker did, when the anchor moved, and when workers left."""
+    zero, found, moved, left = lines[0]["at"], list[Span](), list[float](), dict[int, float]()
+    since: dict[int, tuple[str, float]] = {}
+
+    def turn(worker: int, kind: str, at: float) -> None:
+        before, start = since.get(worker, (kind, at))
+        if at > start:
+            found.append(Span(worker, before, start, at))
+        since[worker] = kind, at
+
+    for line in lines:
+        at = line["at"] - zero
+        if line["op"] in ("join", "lease"):
+            turn(line["worker"], "wait" if line["op"] == "join" else "train", at)
+        for entry in line.get("updates", ()):
+            turn(entry["worker"], "wait", entry["handed"] - zero)
+            moved += [at] if entry["applied"] and at not in moved else []
+        if line["op"] == "leave":
+            kind, start = since.pop(line["worker"], ("wait", at))
+            found.append(Span(line["worker"], "lost" if kind == "train" else kind, start, at))
+            left[line["worker"]] = at
+    return found, moved, left
+
+
+def draw(lines: Sequence[Line], path: Path) -> None:
+    """Draw a journal: a row for each worker, a line for each outer step.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    found, moved, left = spans(lines)
+    patches, figures = matplotlib_part("patches"), matplotlib_part("figure")
+    workers = max((span.worker for span in found), default=0) + 1
+    figure = figures.Figure(figsize=(10, 1.6 + 0.4 * workers), layout="constrained")
+    axes = figure.add_subplot()
+    for at in moved:
+        axes.axvline(at, color="#cccccc", linewidth=0.6, zorder=0)
+    for span in found:
+        axes.barh(span.worker, span.end - span.start, 0.8, span.start, color=COLOURS[span.kind])
+    axes.plot([*left.values()], [*left], "k|", markersize=14)
+    axes.set_yticks(range(workers), [f"worker {worker}" for worker in range(workers)])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds; grey: the anchor moves; black: the worker leaves")
+    handles = [patches.Patch(color=COLOURS[kind], label=text) for kind, text in MEANINGS.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def replay_program(run: Path, program: str) -> Replayed:
+    """Replay a run of a training program on the layout of the worker whose folder it is.
+
+    Args:
+        run: the folder.
+        program: a module with `parse(flags)`, `mesh_arguments(args)` and `Trainer(args, mesh)`.
+
+    Raises:
+        ValueError: if the folder has no config.json or no journal.
+    """
+    module, path = import_module(program), run / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} isn't there: name the --out folder of a worker of {program}")
+    args = argparse.Namespace(**{**vars(module.parse([])), **json.loads(path.read_text())["run"]})
+    args.listen, args.join, args.device = None, [], args.device or "cpu"
+    args.local_steps = args.outer_lr = args.outer_momentum = None
+    args.out, args.resume, args.dp = str(run / "replay"), "none", args.dp or 1
+    args.trace, args.log_to, args.profile, args.config = False, [], None, None
+    arguments = module.mesh_arguments(args)
+
+    def play() -> Replayed:
+        mesh, trainers = build_mesh(**arguments), dict[int, object]()
+
+        def make() -> Run:
+            trainer = module.Trainer(args, mesh)
+            trainers[id(trainer.run)] = trainer
+            return trainer.run
+
+        return replay_runs(run, make, lambda one: trainers[id(one)].step())  # type: ignore[attr-defined]
+
+    ranks = math.prod(arguments[axis] or 1 for axis in ("tp", "cp", "pp", "dp"))
+    return simulate(play, ranks=ranks)[0]
+
+
+@reports_errors("mpcore replay-workers", RankError, ImportError)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit status. 0: the same bits, or the picture is drawn. 1: some bits differ. 2: it can't be replayed.
+    """
+    args = parsers.replay_workers().parse_args(argv)
+    if args.picture:
+        draw(read_lines(args.run), args.picture)
+        return 0
+    found = replay_program(args.run, args.program)
+    total = f"{found.updates} updates in {found.outer.version} outer steps"
+    if found.differing:
+        print(f"{total}: {len(found.differing)} hashes differ, the first of {found.differing[0]}")
+        return 1
+    print(f"{total}: the same bits")
+    return 0

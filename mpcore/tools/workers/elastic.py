@@ -1,0 +1,243 @@
+"""A `Run` as a worker: its parameters as logical tensors, whatever its layout, and its phases."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcore.checkpoint.pieces import LocalTensor, held_by_model, masters_of
+from mpcore.collectives import all_reduce
+from mpcore.mesh.agreement import exchange
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import local_tensor, reshard
+from mpcore.tools.workers.journal import Replayed, read_lines, replay
+from mpcore.tools.workers.node import Options
+from mpcore.tools.workers.outer import Tensors
+from mpcore.tools.workers.peer import Peer, Phase, start
+from mpcore.tools.workers.rules import Rule
+from mpcore.tools.workers.wire import read_token, split_address
+from mpcore.training.run import Run
+
+
+class RunTensors:
+    """The trained parameters and floating-point buffers of a run, as logical tensors on rank 0 of its mesh.
+
+    A parameter with a master weight is read and written as the master weight. All ranks of the mesh make the calls.
+
+    Args:
+        run: a run of any layout.
+        everywhere: whether each rank gets the tensors, and not rank 0 alone.
+
+    Attributes:
+        shapes: shape and dtype of each tensor of the unsharded model.
+    """
+
+    def __init__(self, run: Run, everywhere: bool = False) -> None:
+        self.run, self.mesh, self.group = run, run.mesh, run.mesh.world.group
+        self.keeps = everywhere or run.mesh.world.rank == 0
+        mine = {}
+        for x in self._held()[0]:
+            dtype = torch.promote_types(x.tensor.dtype, torch.float32)
+            mine[x.name] = tuple(x.shape), dtype
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = exchange(None, mine, self.group, _union)
+        self.base: Tensors = {}
+
+    def _held(self) -> tuple[list[LocalTensor], dict[Tensor, Tensor]]:
+        reshard(self.run.model)
+        masters = masters_of(self.run.optimizer)
+        frozen = {f"model/{name}" for name, p, _ in declarations(self.run.model) if not p.requires_grad}
+        held = held_by_model(self.run.model, self.mesh, masters)
+        return [x for x in held if x.name not in frozen and x.tensor.is_floating_point()], masters
+
+    @torch.no_grad()
+    def read(self) -> Tensors:
+        """Return the logical tensors in at least float32 on the CPU of rank 0; on other ranks none."""
+        with self.run.parameters():
+            held, found = {x.name: x for x in self._held()[0]}, {}
+            for name, (shape, dtype) in sorted(self.shapes.items()):
+                full = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+                if name in held:
+                    for box in held[name].boxes:
+                        if box.owned:
+                            part = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+                            full[part] = box.of(held[name].tensor).to(full.device, dtype)
+                full = all_reduce(full, self.mesh.world).add_(0.0)  # -0.0 is 0.0 on every layout
+                if self.keeps:
+                    found[name] = full.cpu()
+        return found
+
+    @torch.no_grad()
+    def write(self, tensors: Tensors) -> None:
+        """Copy logical tensors of rank 0 into the run; other ranks pass none. `moved` counts from here."""
+        with self.run.parameters():
+            local, masters = self._held()
+            held = {x.name: x for x in local}
+            for name, (shape, dtype) in sorted(self.shapes.items()):
+                full = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+                if self.mesh.world.rank == 0:
+                    full.copy_(tensors[name])
+                full = all_reduce(full, self.mesh.world)
+                for box in held[name].boxes if name in held else ():
+                    part = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+                    box.of(held[name].tensor).copy_(full[part])
+            for p, master in masters.items():
+                local_tensor(p.detach()).copy_(local_tensor(master.detach()))
+        self.base = self.read()
+
+    def moved(self) -> Tensors:
+        """Return what the tensors lost since `write`, on rank 0."""
+        now = self.read()
+        return {name: x - now[name] for name, x in self.base.items()}
+
+    def about(self) -> dict[str, str]:
+        """Return texts that name the model and the optimizer. They do not depend on the layout."""
+        names = hashlib.sha256(repr(sorted((n, s, str(d)) for n, (s, d) in self.shapes.items())).encode()).hexdigest()
+        values = sum(torch.Size(shape).numel() for shape, _ in self.shapes.values())
+        dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in self.shapes.values()}))
+        plain = (bool, int, float, str, tuple)
+        options = [
+            str({name: value for name, value in sorted(group.items()) if isinstance(value, plain)})
+            for group in self.run.optimizer.param_groups
+        ]
+        options = exchange(None, options, self.group, lambda all_of: sorted({x for each in all_of for x in each}))
+        model = f"{len(self.shapes)} tensors, {values} values in {dtypes}, {names[:12]}"
+        return {"model": model, "optimizer": f"{type(self.run.optimizer).__name__} {' '.join(options)}"}
+
+
+def _union(shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: tuple(said) for each in shapes for name, said in each.items()}
+
+
+class ElasticWorker:
+    """Trains a run in phases, as one worker of several.
+
+    Rank 0 of the run's mesh talks to the other workers. The other ranks hear from it.
+
+    Args:
+        run: the run.
+        options, rule, until, join, folder: as `peer.start`.
+        listen: host:port. None: a free port, on the address from which `join` is reached.
+        token: the file with the token. None: the variable MPCORE_SECRET.
+
+    Attributes:
+        tensors: the run's `RunTensors`.
+        peer: the `Peer`, on rank 0 after `begin`.
+        last: the step after which the worker hands in its update.
+    """
+
+    def __init__(
+        self, run: Run, *, options: Options, rule: Rule, until: int, listen: str | None, join: Sequence[str],
+        token: str | os.PathLike[str] | None, folder: str | os.PathLike[str] | None,
+    ) -> None:  # fmt: skip
+        self.run, self.tensors = run, RunTensors(run)
+        self.peer: Peer | None = None
+        self.number, self.version, self.until, self.first, self.last, self.began = -1, 0, until, 0, 0, 0.0
+        self.start = lambda about, anchor: start(
+            listen=listen or near(join[0]), token=read_token(token), options=options, rule=rule, until=until,
+            about=about, anchor=anchor, join=join, folder=None if folder is None else Path(folder),
+        )  # fmt: skip
+
+    def begin(self, data: str) -> None:
+        """Join the run, load the anchor, and set `run.step` to the first step of the first phase.
+
+        Args:
+            data: names the data. All workers must have the same.
+
+        Raises:
+            ValueError: on every rank, if this worker doesn't fit the run, or nobody answers.
+        """
+        about, anchor = {**self.tensors.about(), "data": data}, self.tensors.read()
+
+        def work() -> int:
+            self.peer = self.start(about, anchor)
+            return self.peer.number
+
+        self.number = self._on_rank_0(work)
+        self._take()
+
+    def after_step(self) -> None:
+        """Hand in the update if the phase ended, load the newest anchor, and set `run.step` to the next phase."""
+        if self.peer is not None:
+            self.peer.progress += 1
+        if self.run.step == self.last:
+            moved, seconds = self.tensors.moved(), (time.monotonic() - self.began) / max(self.last - self.first, 1)
+            self._on_rank_0(lambda: self.peer.hand_in(moved, seconds) if self.peer else None)
+            self._take()
+
+    def _take(self) -> None:
+        phase: list[Phase] = []
+
+        def work() -> list[int]:
+            assert self.peer is not None
+            phase.append(self.peer.take())
+            return list(phase[0][:3])
+
+        self.first, self.last, self.version = self._on_rank_0(work)
+        self.tensors.write(phase[0].anchor if phase else {})
+        self.run.step, self.began = self.first, time.monotonic()
+        if self.first == self.last:  # the end
+            self.run.step = self.until
+            self._on_rank_0(lambda: self.peer.leave() if self.peer else None)
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        error, value = None, None
+        if self.run.mesh.world.rank == 0:
+            try:
+                value = work()
+            except (ValueError, OSError) as problem:
+                error = problem
+        return exchange(error, value, self.run.mesh.world.group, lambda values: values[0])
+
+
+def near(address: str) -> str:
+    """Return this host's address on the way to another one, with a free port.
+
+    Raises:
+        ValueError: if the other host isn't known.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(split_address(address))
+        except OSError as error:
+            raise ValueError(f"{address} can't be reached: {error}") from None
+        return f"{sock.getsockname()[0]}:0"
+
+
+def replay_runs(folder: str | Path, make: Callable[[], Run], step: Callable[[Run], object]) -> Replayed:
+    """Run the phases of a journal again in this process, on runs that take the places of the workers.
+
+    The same layout gives the same bits, on processors of one kind. Another layout gives the same values within
+    rounding: then all hashes differ, so compare the result's `outer.anchor`.
+
+    Args:
+        folder: where the journal is.
+        make: returns a run as each worker began, without `LocalUpdates`: the same model, optimizer and seed.
+        step: trains one step, number `run.step`, as the workers did.
+
+    Returns:
+        The `Replayed`.
+
+    Raises:
+        ValueError: if `make` begins with other parameters than the run did.
+    """
+    lines, runs = read_lines(Path(folder)), dict[int, tuple[Run, RunTensors]]()
+
+    def train(worker: int, anchor: Tensors, first: int, last: int) -> Tensors:
+        if worker not in runs:
+            runs[worker] = (made := make()), RunTensors(made, True)
+        run, tensors = runs[worker]
+        tensors.write(anchor)
+        run.step = first
+        while run.step < last:
+            step(run)
+        return tensors.moved()
+
+    return replay(lines, RunTensors(make(), True).read(), train)

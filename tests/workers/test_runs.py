@@ -1,0 +1,164 @@
+"""Runs as workers: any layout in a worker, the bits of a replay, the example, and signals to processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt.pretrain import Trainer, parse
+from mpcore import Axis, Mesh, build_mesh
+from mpcore.__main__ import main
+from mpcore.experimental import LocalUpdates, simulate
+from mpcore.tools.workers import command
+from mpcore.tools.workers.elastic import RunTensors, replay_runs
+from mpcore.tools.workers.journal import read_lines
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--layers", "2", "--d-model", "32", "--heads", "2", "--seq-len", "16", "--global-batch", "4", "--micro-batch",
+        "1", "--device", "cpu", "--eval-every", "0", "--dtype", "float64"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch):
+    monkeypatch.setenv("MPCORE_SECRET", "a secret of at least sixteen bytes")
+
+
+def trainer(mesh, out, *flags, steps=18):
+    own = ["--local-steps", "3"] if "--listen" in flags or "--join" in flags else []
+    return Trainer(parse([*TINY, *own, "--steps", str(steps), "--out", str(out), *flags]), mesh)
+
+
+def worker_of(run):
+    return next(each for each in run.observers if isinstance(each, LocalUpdates)).worker
+
+
+def replayed(folder, out, *flags, steps=18):
+    made = {}
+
+    def make():
+        one = trainer(Mesh(), out, *flags, steps=steps)
+        made[id(one.run)] = one
+        return one.run
+
+    return replay_runs(folder, make, lambda run: made[id(run)].step())
+
+
+def visit(mesh, out, flags, phases):
+    """Join a run, train a few phases, and leave."""
+    one = trainer(build_mesh(**mesh, device_type="cpu"), out, *flags, steps=24)
+    worker = worker_of(one.run)
+    for _ in range(3 * phases):
+        one.step()
+    if worker.peer is not None:
+        worker.peer.leave()
+    return worker.number
+
+
+LAYOUTS = [
+    ({"tp": 2}, ["--tp", "2"]),
+    ({"dp": 2}, ["--dp", "2", "--zero", "2"]),
+    ({"pp": 2}, ["--pp", "2", "--global-batch", "4"]),
+]
+
+
+def test_workers_of_unlike_layouts_equal_dense_ones(tmp_path):
+    """Each layout joins in turn. The replay trains all phases dense, and ends with the same anchor to 1e-10."""
+    dense = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0", steps=24)
+    address = worker_of(dense.run).peer.node.address
+    for number, (mesh, flags) in enumerate(LAYOUTS, 1):
+        flags = [*flags, "--join", address]
+        assert simulate(visit, mesh, tmp_path / str(number), flags, 2, ranks=2) == [number] * 2
+    while dense.run.step < 24:
+        dense.step()
+    anchor, found = RunTensors(dense.run).read(), replayed(tmp_path / "0", tmp_path / "r", steps=24)
+    assert len({entry["worker"] for line in read_lines(tmp_path / "0") for entry in line.get("updates", ())}) == 4
+    for name, x in found.outer.anchor.items():
+        torch.testing.assert_close(x, anchor[name], rtol=1e-10, atol=1e-10)
+
+
+def program(out, *flags, steps=18):
+    words = [*TINY, "--local-steps", "3", "--steps", str(steps), "--out", str(out), "--set", "no_save=true", *flags]
+    command = [sys.executable, "-m", "examples.gpt.pretrain", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, capsys):
+    """Three jobs of the example; the leader is killed, and started again by the same command."""
+    at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    flags = ["--set", "worker_timeout=20", "--listen"]
+    jobs = [program(tmp_path / "0", *flags, at[0], steps=300)]
+    jobs.append(program(tmp_path / "1", *flags, at[1], "--join", at[0], steps=300))
+
+    def lines():
+        with suppress(ValueError):
+            return read_lines(tmp_path / "1")
+        return []
+
+    until = time.monotonic() + 120
+    while sum("version" in line for line in lines()) < 12 and time.monotonic() < until:
+        time.sleep(0.1)
+    os.kill(jobs[0].pid, signal.SIGKILL)
+    jobs.append(program(tmp_path / "0", *flags, at[0], steps=300))
+    outs = [job.communicate(timeout=150)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [-signal.SIGKILL, 0, 0], outs
+    found = lines()
+    assert [line["worker"] for line in found if line["op"] == "join"] == [0, 1, 2]
+    steps = [s for line in found for e in line.get("updates", ()) if e["applied"] for s in range(*e["steps"])]
+    assert sorted(steps) == list(range(300))
+    assert main(["replay-workers", str(tmp_path / "1")]) == 0
+    assert "the same bits" in capsys.readouterr().out
+    assert main(["replay-workers", str(tmp_path / "1"), "--picture", str(tmp_path / "run.svg")]) == 0
+    assert (tmp_path / "run.svg").read_text().count("worker ") >= 3
+    path = tmp_path / "1" / "journal.jsonl"
+    first = next(line["updates"][0]["update"] for line in found if "updates" in line)
+    path.write_text(path.read_text().replace(first, first[::-1]))
+    assert main(["replay-workers", str(tmp_path / "1")]) == 1
+
+
+def test_a_picture_shows_who_trains_waits_and_leaves():
+    lines = [
+        {"op": "begin", "at": 10.0},
+        {"op": "join", "worker": 0, "at": 10.0},
+        {"op": "lease", "worker": 0, "at": 11.0},
+        {"op": "update", "at": 14.0, "updates": [{"worker": 0, "handed": 13.0, "applied": True}]},
+        {"op": "lease", "worker": 0, "at": 14.0},
+        {"op": "leave", "worker": 0, "at": 16.0},
+    ]
+    found, moved, left = command.spans(lines)
+    assert found == [(0, "wait", 0, 1), (0, "train", 1, 3), (0, "wait", 3, 4), (0, "lost", 4, 6)]
+    assert (moved, left) == ([4.0], {0: 6.0})
+
+
+def test_what_a_run_of_workers_refuses(tmp_path):
+    with pytest.raises(ValueError, match="steps 0"):
+        LocalUpdates(listen="127.0.0.1:0")
+    with pytest.raises(ValueError, match="'some'"):
+        LocalUpdates(listen="127.0.0.1:0", steps=5, wait="some")
+    updates = LocalUpdates(listen="127.0.0.1:0", steps=5)
+    with pytest.raises(ValueError, match=r"worlds=2"):
+        updates.check(replace(Mesh(), worlds=Axis(size=2)), [])
+    with pytest.raises(ValueError, match=r"worlds=1"):
+        LocalUpdates().check(Mesh(), [])
+    first = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0")
+    address = worker_of(first.run).peer.node.address
+    for flags, said in (
+        (["--d-model", "64"], "model is"),
+        (["--seed", "1"], "data is"),
+        (["--lr", "1"], "optimizer is"),
+    ):
+        with pytest.raises(ValueError, match=f"{said} .* here, and .* at the run"):
+            trainer(Mesh(), tmp_path / "1", "--join", address, *flags)
+    worker_of(first.run).peer.close()
