@@ -162,3 +162,51 @@ def test_what_a_run_of_workers_refuses(tmp_path):
         with pytest.raises(ValueError, match=f"{said} .* here, and .* at the run"):
             trainer(Mesh(), tmp_path / "1", "--join", address, *flags)
     worker_of(first.run).peer.close()
+
+
+def test_updates_in_bfloat16_are_smaller_and_replayed_with_their_rounding(tmp_path):
+    sent = {}
+    for dtype in ("same", "bfloat16"):
+        flags = ["--listen", "127.0.0.1:0", "--set", f"update_dtype={dtype}"]
+        one = trainer(Mesh(), tmp_path / dtype, *flags)
+        while one.run.step < 18:
+            one.step()
+        found = replayed(tmp_path / dtype, tmp_path / "r")
+        assert (found.updates, found.differing) == (6, [])
+        sent[dtype] = worker_of(one.run).peer.sent
+    assert sent["bfloat16"] < 0.3 * sent["same"]
+
+
+def test_error_feedback_loses_nothing():
+    run = trainer(Mesh(), "none").run
+    tensors, total = RunTensors(run), 0.0
+    begun = tensors.read()
+    for seed in range(5):
+        tensors.write(tensors.read())
+        g = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.add_(torch.randn(p.shape, dtype=p.dtype, generator=g))
+        sent = tensors.moved("bfloat16")
+        total = {name: x.double() + (total[name] if total else 0.0) for name, x in sent.items()}
+    for name, x in tensors.read().items():
+        torch.testing.assert_close(begun[name] - x, total[name] + tensors.rest[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--dtype", "bfloat16"], ["--experts", "4", "--set", "moe.aux_loss=none", "moe.bias_rate=0.1"]], ids=str
+)
+def test_masters_and_buffers_travel_with_the_parameters(flags, tmp_path):
+    """What was written is read again to the bit, from masters in float32 if there are any; weights follow them."""
+    one = trainer(Mesh(), tmp_path, *flags)
+    one.step()
+    tensors = RunTensors(one.run)
+    anchor = {name: x + torch.randn_like(x) for name, x in tensors.read().items()}
+    assert any("bias" in name for name in anchor) or "--dtype" in flags
+    tensors.write(anchor)
+    assert all(torch.equal(x, anchor[name]) for name, x in tensors.read().items())
+    for name, p in one.run.model.named_parameters():
+        assert torch.equal(p, anchor[f"model/{name}"].to(p.dtype)), name
+    assert all(not x.any() for x in tensors.moved().values())
+    one.step()
+    assert any(x.any() for x in tensors.moved().values())

@@ -1,6 +1,7 @@
 """Workers that exchange updates: who leads, who waits, who dies, and what a stranger can do."""
 
 import os
+import random
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ import torch
 
 from mpcore.tools.workers import Average, DelayedNesterov, Nesterov
 from mpcore.tools.workers.journal import read_lines, replay
-from mpcore.tools.workers.node import Options
+from mpcore.tools.workers.outer import Options
 from mpcore.tools.workers.peer import start
 from mpcore.tools.workers.wire import Channel, connect, pack, read_token, unpack
 
@@ -164,6 +165,28 @@ def test_any_worker_may_die_and_others_come(tmp_path):
         assert time.monotonic() - began < 3.0 + 5 * 0.005 + 2.0  # the time-out, a phase, and slack
     finish(*workers)
     check(tmp_path / "7", 400, [worker for worker in workers if not worker.dead])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_workers_may_die_at_random_times(seed, tmp_path):
+    """One or two of four at once, three times a run: 30 times in all."""
+    draw, options = random.Random(seed), {"until": 1500, "replicas": 2, "seconds": 0.01}
+    workers = [Worker(folder=tmp_path / "0", **options)]
+    for round_ in range(4):
+        alive = [worker for worker in workers if not worker.dead]
+        while len(alive) < 4:
+            folder = tmp_path / str(len(workers))
+            workers.append(Worker([worker.address for worker in alive], folder=folder, **options))
+            alive.append(workers[-1])
+        if round_ < 3:
+            time.sleep(draw.uniform(0.05, 0.6))
+            for worker in draw.sample(alive, draw.choice((1, 1, 2))):
+                worker.kill()
+    finish(*workers)
+    last = [worker for worker in workers if not worker.dead]
+    journals = [tmp_path / str(i) for i in range(len(workers)) if (tmp_path / str(i) / "journal.jsonl").is_file()]
+    check(max(journals, key=lambda folder: len(read_lines(folder))), 1500, last)
 
 
 def test_a_hung_worker_is_left_out_and_says_so(tmp_path):

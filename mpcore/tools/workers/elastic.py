@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mpcore.checkpoint.pieces import LocalTensor, held_by_model, masters_of
 from mpcore.collectives import all_reduce
+from mpcore.layers.moe.router import Router
 from mpcore.mesh.agreement import exchange
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import local_tensor, reshard
 from mpcore.tools.workers.journal import Replayed, read_lines, replay
-from mpcore.tools.workers.node import Options
-from mpcore.tools.workers.outer import Tensors
+from mpcore.tools.workers.outer import Options, Tensors
 from mpcore.tools.workers.peer import Peer, Phase, start
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import read_token, split_address
@@ -28,7 +28,7 @@ from mpcore.training.run import Run
 
 
 class RunTensors:
-    """The trained parameters and floating-point buffers of a run, as logical tensors on rank 0 of its mesh.
+    """The trained parameters, routers' biases and floating-point buffers of a run, as logical tensors on rank 0.
 
     A parameter with a master weight is read and written as the master weight. All ranks of the mesh make the calls.
 
@@ -49,11 +49,15 @@ class RunTensors:
             mine[x.name] = tuple(x.shape), dtype
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = exchange(None, mine, self.group, _union)
         self.base: Tensors = {}
+        self.rest: Tensors = {}  # what rounding cut off the last update
 
     def _held(self) -> tuple[list[LocalTensor], dict[Tensor, Tensor]]:
         reshard(self.run.model)
         masters = masters_of(self.run.optimizer)
-        frozen = {f"model/{name}" for name, p, _ in declarations(self.run.model) if not p.requires_grad}
+        routers = [module for module in self.run.model.modules() if isinstance(module, Router)]
+        moved = {id(p) for router in routers for p in router.statistics}  # `update_routers` changes them
+        named = declarations(self.run.model)
+        frozen = {f"model/{name}" for name, p, _ in named if not p.requires_grad and id(p) not in moved}
         held = held_by_model(self.run.model, self.mesh, masters)
         return [x for x in held if x.name not in frozen and x.tensor.is_floating_point()], masters
 
@@ -92,10 +96,16 @@ class RunTensors:
                 local_tensor(p.detach()).copy_(local_tensor(master.detach()))
         self.base = self.read()
 
-    def moved(self) -> Tensors:
-        """Return what the tensors lost since `write`, on rank 0."""
+    def moved(self, update_dtype: str = "same") -> Tensors:
+        """Return what the tensors lost since `write`, on rank 0, rounded with error feedback if to bfloat16."""
         now = self.read()
-        return {name: x - now[name] for name, x in self.base.items()}
+        moved = {name: x - now[name] for name, x in self.base.items()}
+        if update_dtype == "same":
+            return moved
+        exact = {name: x + self.rest.get(name, 0.0) for name, x in moved.items()}
+        sent = {name: x.to(torch.bfloat16) for name, x in exact.items()}
+        self.rest = {name: x - sent[name].to(x.dtype) for name, x in exact.items()}
+        return sent
 
     def about(self) -> dict[str, str]:
         """Return texts that name the model and the optimizer. They do not depend on the layout."""
@@ -137,7 +147,7 @@ class ElasticWorker:
         self, run: Run, *, options: Options, rule: Rule, until: int, listen: str | None, join: Sequence[str],
         token: str | os.PathLike[str] | None, folder: str | os.PathLike[str] | None,
     ) -> None:  # fmt: skip
-        self.run, self.tensors = run, RunTensors(run)
+        self.run, self.tensors, self.update_dtype = run, RunTensors(run), options.update_dtype
         self.peer: Peer | None = None
         self.number, self.version, self.until, self.first, self.last, self.began = -1, 0, until, 0, 0, 0.0
         self.start = lambda about, anchor: start(
@@ -168,7 +178,8 @@ class ElasticWorker:
         if self.peer is not None:
             self.peer.progress += 1
         if self.run.step == self.last:
-            moved, seconds = self.tensors.moved(), (time.monotonic() - self.began) / max(self.last - self.first, 1)
+            moved = self.tensors.moved(self.update_dtype)
+            seconds = (time.monotonic() - self.began) / max(self.last - self.first, 1)
             self._on_rank_0(lambda: self.peer.hand_in(moved, seconds) if self.peer else None)
             self._take()
 
@@ -238,6 +249,6 @@ def replay_runs(folder: str | Path, make: Callable[[], Run], step: Callable[[Run
         run.step = first
         while run.step < last:
             step(run)
-        return tensors.moved()
+        return tensors.moved(lines[0]["about"]["update_dtype"])
 
     return replay(lines, RunTensors(make(), True).read(), train)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mpcore.checkpoint.tensor_file import write_tensors
-from mpcore.tools.workers.outer import Line, Outer, Tensors, digest
+from mpcore.tools.workers.outer import Line, Outer, Tensors, digest, like
 from mpcore.tools.workers.wire import unpack
 
 FILE = "journal.jsonl"
@@ -140,7 +140,7 @@ def replay(
     for line in lines[1:]:
         trained = []
         for entry in line.get("updates", ()):
-            found = train(entry["worker"], anchors[entry["base"]], *entry["steps"])
+            found = like(train(entry["worker"], anchors[entry["base"]], *entry["steps"]), outer.anchor)
             if digest(found) != entry["update"]:
                 differing.append(f"update of worker {entry['worker']}, phase {entry['phase']}")
             trained.append(found)

@@ -8,12 +8,10 @@ lines of an older term, so a leader that was only paused learns that it leads no
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from mpcore.mesh.log import get_logger
 from mpcore.tools.workers.journal import Journal
-from mpcore.tools.workers.outer import Line, Outer, Tensors, digest
+from mpcore.tools.workers.outer import Line, Options, Outer, Tensors, digest, like
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, split_address, unpack
 
 log = get_logger(__name__)
@@ -31,41 +29,6 @@ _GRACE = 1.0  # seconds in which a worker whose connection broke may connect aga
 
 class NotLeadingError(Exception):
     """This worker doesn't lead the run."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run's workers play together. All workers of a run have the same.
-
-    Attributes:
-        every: the steps of a phase.
-        wait: "none": apply each update at once. "all", "quorum:k": apply the mean of all workers', or of k updates.
-        staleness: the most outer steps that an update may have missed; None: no limit. A staler one isn't applied.
-        dynamic: whether slow workers take fewer steps, so that all need the same time (Liu et al. 2024, section 5).
-        timeout: the seconds without a step after which a worker is left out.
-        replicas: how many workers beside the leader hold the outer state.
-        save_every: outer steps between two files of the outer state.
-    """
-
-    every: int = 100
-    wait: str = "none"
-    staleness: int | None = None
-    dynamic: bool = False
-    timeout: float = 60.0
-    replicas: int = 1
-    save_every: int = 10
-
-    def __post_init__(self) -> None:
-        kind, _, count = self.wait.partition(":")
-        if self.wait not in ("none", "all") and (kind != "quorum" or not count.isdigit() or int(count) < 1):
-            raise ValueError(f"wait {self.wait!r} is none of 'none', 'all' and 'quorum:k' with k from 1")
-        if self.every < 1 or self.timeout <= 0 or self.replicas < 0 or self.save_every < 1:
-            raise ValueError(f"one of {self} is out of range")
-
-    def needed(self, training: int) -> int:
-        """Return how many updates make an outer step, while `training` workers train."""
-        kind, _, count = self.wait.partition(":")
-        return {"none": 1, "all": training}.get(kind) or min(int(count), training)
 
 
 class Node:
@@ -326,16 +289,12 @@ class Node:
 
     def _hand(self, message: Message, tensors: memoryview) -> Message:
         """Take a worker's update."""
-        update = unpack(tensors)
         with self.state:
             outer, worker = self._member(message["worker"]), message["worker"]
             lease = outer.leases.get(worker)
             if lease is None or lease.phase != message["phase"]:
                 return {}  # it was applied: the answer was lost
-            if {n: (x.shape, x.dtype) for n, x in update.items()} != {
-                n: (x.shape, x.dtype) for n, x in outer.anchor.items()
-            }:
-                raise ValueError(f"an update of {len(update)} tensors doesn't fit the anchor of {len(outer.anchor)}")
+            update = like(unpack(tensors), outer.anchor)
             entry = {"worker": worker, "phase": lease.phase, "base": message["base"], "steps": [*lease[1:3]]}
             self.pending[worker] = {**entry, "update": digest(update), "handed": round(time.time(), 3)}, update
             self._merge()
@@ -422,9 +381,3 @@ class Node:
         except (OSError, ValueError):
             return False
         return answer["number"] == worker
-
-
-def new_run(rule: Mapping[str, Any], until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
-    """Return the line `begin` of a new run."""
-    facts = {"rule": dict(rule), "until": until, "about": dict(about), "anchor": digest(anchor)}
-    return {"op": "begin", "run": secrets.token_hex(8), **facts, "at": round(time.time(), 3)}

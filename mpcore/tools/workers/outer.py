@@ -13,7 +13,10 @@ JSON values, which the journal keeps. Whoever applies the same lines and updates
 from __future__ import annotations
 
 import hashlib
+import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,46 @@ from mpcore.tools.workers.rules import Rule, read_rule
 
 Line = dict[str, Any]
 Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run's workers play together. All workers of a run have the same.
+
+    Attributes:
+        every: the steps of a phase.
+        wait: "none": apply each update at once. "all", "quorum:k": apply the mean of all workers', or of k updates.
+        staleness: the most outer steps that an update may have missed; None: no limit. A staler one isn't applied.
+        dynamic: whether slow workers take fewer steps, so that all need the same time (Liu et al. 2024, section 5).
+        timeout: the seconds without a step after which a worker is left out.
+        replicas: how many workers beside the leader hold the outer state.
+        update_dtype: "same" sends updates in the anchor's dtype, "bfloat16" in this one: what rounding cuts off is
+            added to the worker's next update (error feedback).
+        save_every: outer steps between two files of the outer state.
+    """
+
+    every: int = 100
+    wait: str = "none"
+    staleness: int | None = None
+    dynamic: bool = False
+    timeout: float = 60.0
+    replicas: int = 1
+    update_dtype: str = "same"
+    save_every: int = 10
+
+    def __post_init__(self) -> None:
+        kind, _, count = self.wait.partition(":")
+        if self.wait not in ("none", "all") and (kind != "quorum" or not count.isdigit() or int(count) < 1):
+            raise ValueError(f"wait {self.wait!r} is none of 'none', 'all' and 'quorum:k' with k from 1")
+        if self.update_dtype not in ("same", "bfloat16"):
+            raise ValueError(f"update_dtype {self.update_dtype!r} is neither 'same' nor 'bfloat16'")
+        if self.every < 1 or self.timeout <= 0 or self.replicas < 0 or self.save_every < 1:
+            raise ValueError(f"one of {self} is out of range")
+
+    def needed(self, training: int) -> int:
+        """Return how many updates make an outer step, while `training` workers train."""
+        kind, _, count = self.wait.partition(":")
+        return {"none": 1, "all": training}.get(kind) or min(int(count), training)
 
 
 class Lease(NamedTuple):
@@ -41,6 +84,17 @@ class Lease(NamedTuple):
     base: int
 
 
+def like(update: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensors:
+    """Return an update in the dtypes of the anchor.
+
+    Raises:
+        ValueError: if its names or shapes are not the anchor's.
+    """
+    if {name: x.shape for name, x in update.items()} != {name: x.shape for name, x in anchor.items()}:
+        raise ValueError(f"an update of {len(update)} tensors doesn't fit the anchor of {len(anchor)}")
+    return {name: update[name].to(x.dtype) for name, x in anchor.items()}
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return a hash of names, shapes, dtypes and bits, 32 hex digits."""
     found = hashlib.sha256()
@@ -48,6 +102,12 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         found.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype} ".encode())
         found.update(raw(tensors[name]))
     return found.hexdigest()[:32]
+
+
+def new_run(rule: Mapping[str, Any], until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
+    """Return the line `begin` of a new run."""
+    facts = {"rule": dict(rule), "until": until, "about": dict(about), "anchor": digest(anchor)}
+    return {"op": "begin", "run": secrets.token_hex(8), **facts, "at": round(time.time(), 3)}
 
 
 class Outer:
@@ -92,15 +152,15 @@ class Outer:
 
     def apply(self, line: Line, updates: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Change the state by a line. `updates` are the tensors of a line `update`, in the order of its entries."""
-        op, worker = line["op"], line.get("worker")
+        op, worker = line["op"], line.get("worker", -1)
         if op == "join":
             self.members[worker], self.phases[worker] = line["address"], 0
             self.next_worker = worker + 1
         elif op == "lease":
-            old, new = self.leases.get(worker), Lease(line["phase"], *line["steps"], line["base"])
-            self.leases[worker] = new
-            if old is None:
-                self._take(new.first, new.last)
+            (first, last), is_new = line["steps"], worker not in self.leases
+            self.leases[worker] = Lease(line["phase"], first, last, line["base"])
+            if is_new:
+                self._take(first, last)
         elif op == "leave":
             self.members.pop(worker)
             if worker in self.leases:

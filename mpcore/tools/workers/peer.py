@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mpcore.tools.workers.journal import FILE, read_lines, resume
-from mpcore.tools.workers.node import Node, Options, new_run
-from mpcore.tools.workers.outer import Outer, Tensors
+from mpcore.tools.workers.node import Node
+from mpcore.tools.workers.outer import Options, Outer, Tensors, new_run
 from mpcore.tools.workers.rules import Rule, describe
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
@@ -43,13 +44,14 @@ class Peer:
         phase: how many updates it has handed in.
         progress: a counter of signs of life. The caller raises it at each step.
         waited: the seconds that it waited for others or the network.
+        sent: the bytes of its updates.
     """
 
     def __init__(self, node: Node, addresses: Iterable[str]) -> None:
         self.node, self.options, self.token = node, node.options, node.token
         self.addresses = list(addresses)  # of workers that may know who leads
         self.number, self.phase, self.base, self.progress = -1, 0, 0, 0
-        self.seconds, self.waited, self.run = 0.0, 0.0, ""
+        self.seconds, self.waited, self.sent, self.run = 0.0, 0.0, 0, ""
         self.update: bytes = b""
         self.channel: Channel | None = None
         self.left = threading.Event()
@@ -80,16 +82,18 @@ class Peer:
                 break
         self.waited += time.monotonic() - began
         self.base = answer["base"]
-        return Phase(*answer.get("steps", (0, 0)), self.base, unpack(tensors))
+        first, last = answer.get("steps", (0, 0))
+        return Phase(first, last, self.base, unpack(tensors))
 
     def hand_in(self, update: Mapping[str, Tensor], seconds: float = 0.0) -> None:
         """Hand in the update of the phase that was taken, x_anchor - x_local.
 
         Args:
-            update: the tensors by logical name, in the anchor's dtypes.
+            update: the tensors by logical name. The leader converts them to the anchor's dtypes.
             seconds: the time of one step, for dynamic local steps.
         """
         self.update, self.seconds = pack(update), seconds
+        self.sent += len(self.update)
         self.phase += 1
         self._hand()
 
@@ -105,8 +109,9 @@ class Peer:
             if self.node.leading and self.node.outer is not None:
                 with self.node.state:
                     self.node.journal.save(self.node.outer)
-        elif self.number >= 0:
-            self.ask({"kind": "leave", "worker": self.number})
+        elif self.channel is not None:
+            with contextlib.suppress(OSError, ValueError):  # the leader ends when it has heard it from the last worker
+                self.channel.ask({"kind": "leave", "worker": self.number})
         self.close()
 
     def close(self) -> None:
