@@ -109,6 +109,7 @@ class Fields:
     dynamic_steps: bool = False
     worker_timeout: float = 60.0
     replicas: int = 1
+    update_dtype: str = "same"
     outer_lr: float | None = None
     outer_momentum: float | None = None
     nesterov: bool = True

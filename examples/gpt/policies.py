@@ -217,7 +217,7 @@ def merge_options(args: argparse.Namespace) -> LocalUpdates:
     if are_jobs:
         names |= {"listen": "listen", "join": "join", "wait": "wait", "steps": "steps", "staleness": "staleness",
                   "token": "token", "dynamic_steps": "dynamic", "worker_timeout": "timeout", "replicas": "replicas",
-                  "out": "folder"}  # fmt: skip
+                  "update_dtype": "update_dtype", "out": "folder"}  # fmt: skip
         given |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return LocalUpdates(**options | {names[name]: value for name, value in given.items()})
 

@@ -37,7 +37,7 @@ from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import owners, persistent_buffers
 from mpcore.sharding.local import local_tensor, reshard
 from mpcore.tools.workers.elastic import ElasticWorker
-from mpcore.tools.workers.node import Options
+from mpcore.tools.workers.outer import Options
 from mpcore.tools.workers.rules import Nesterov, Rule
 from mpcore.training.observers import Observer
 from mpcore.training.run import Run
@@ -90,7 +90,7 @@ class LocalUpdates(Observer):
         token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
         data: names the data. A worker with other data, another model, optimizer or option is refused.
         rule: the outer rule (`mpcore.tools.workers`), instead of `Nesterov(lr, momentum, nesterov)`.
-        wait, staleness, dynamic, timeout, replicas: of `mpcore.tools.workers.node.Options`.
+        wait, staleness, dynamic, timeout, replicas, update_dtype: of `mpcore.tools.workers.outer.Options`.
 
     Attributes:
         optimizer: the `DiLoCo`, which is then the optimizer of the run, if the workers are worlds.
@@ -127,6 +127,7 @@ class LocalUpdates(Observer):
     dynamic: bool = False
     timeout: float = 60.0
     replicas: int = 1
+    update_dtype: str = "same"
     merged: Merge | None = field(default=None, init=False, repr=False, compare=False)
     worker: ElasticWorker | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -135,7 +136,8 @@ class LocalUpdates(Observer):
 
     def __post_init__(self) -> None:
         _check_options(self.every, self.lr, self.momentum, self.fragments)
-        self.options = Options(self.every, self.wait, self.staleness, self.dynamic, self.timeout, self.replicas)
+        names = ("every", "wait", "staleness", "dynamic", "timeout", "replicas", "update_dtype")
+        self.options = Options(**{name: getattr(self, name) for name in names})
         if self.are_jobs and (self.steps < 1 or self.fragments > 1):
             raise ValueError(
                 f"workers that are jobs got steps {self.steps} and {self.fragments} fragments: 1 or more, 1"
