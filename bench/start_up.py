@@ -1,4 +1,4 @@
-"""What the start of a world costs by its size: `python -m bench.start_up --write docs/records/2026-11-23_many_machines.md`.
+"""What the start of a world costs by its size: `python -m bench.start_up --write PAGE`.
 
 Ranks are threads of one process, each with a connection of its own to a real TCPStore. They meet
 (`mpcore.mesh.rendezvous.meet`), make a gloo group of the world that connects lazily, as in `build_mesh`, and agree

@@ -1,4 +1,4 @@
-"""The table of docs/records/2026-11-21_moe.md on what a dispatch sends: `python -m tests.dispatch_table --write docs/records/2026-11-21_moe.md`.
+"""The table of docs/records/2026-11-21_moe.md on what a dispatch sends: `python -m tests.dispatch_table --write PAGE`.
 
 One layer on 4 ranks of ep, forward and backward, counted by the ledger. A call counts the bytes of its whole tensor.
 """

@@ -1,4 +1,4 @@
-"""Measure how much communication is hidden on a slow link: `python -m bench.overlap --write docs/records/2026-11-28_overlap.md`."""
+"""Measure how much communication is hidden on a slow link: `python -m bench.overlap --write PAGE`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def both(pool: Pool, index: int, product: float, latency: float) -> Line:
 
 ABOUT = """# How much communication is hidden?
 
-`python -m bench.overlap --write docs/records/2026-11-28_overlap.md` wrote this page. Two gloo ranks run a step of a tiny model over a link
+`python -m bench.overlap --write PAGE` wrote this page. Two gloo ranks run a step of a tiny model over a link
 that is slow on purpose. Each message takes {latency:.0f} ms and its bytes at {bandwidth:g} MB/s, after the later of its
 starts on both ranks and the end of the message before it in its group. If the ranks send different numbers of bytes,
 the larger number counts. Each matrix product sleeps {product:.0f} ms; in the rows of `overlap_communication`
