@@ -271,17 +271,6 @@ def test_fake_tensors_have_no_values_and_take_real_ones(gpu):
     assert total.shape == (3, 2)
 
 
-@pytest.mark.parametrize("built", [("fr", "nccl"), ("fr",), ()])
-def test_records_of_every_flight_recorder_that_torch_has(built, monkeypatch):
-    """Each with collectives and stack traces, also of what is over."""
-    recorders = torch._C._distributed_c10d
-    for name in ("fr", "nccl"):
-        monkeypatch.delattr(recorders, f"_dump_{name}_trace", raising=False)
-    for name in built:
-        monkeypatch.setattr(recorders, f"_dump_{name}_trace", lambda *given, name=name: (name, *given), raising=False)
-    assert distributed.flight_records() == [(name, True, True, False) for name in built]
-
-
 def groups_of_ranks():
     """What each rank of three gets: named by role, made once, and counted on every rank alike."""
     rank, found = dist.get_rank(), []

@@ -1,75 +1,18 @@
-"""The command `mpcore plan`: what it asks the search, and what it prints of its answer, by numbers."""
+"""The command `mpcore plan`: its sizes, its changed rates, and the words that it hands on."""
 
 from __future__ import annotations
 
 import re
-import signal
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from mpcore.tools import parsers
-from mpcore.tools.analysis import plan
 from mpcore.tools.analysis.command import parse, sizes_of
-from mpcore.tools.analysis.machine import Machine, load_machine
-from mpcore.tools.analysis.plan import main, what_if
-from mpcore.tools.analysis.search import Estimate, choices, meshes, useful
-from mpcore.tools.analysis.seconds import Seconds
-from mpcore.tools.parsers import WIDE
-from tests.test_plan import BUILD
-from tests.test_plan import build as build_mlp
+from mpcore.tools.analysis.machine import load_machine
+from mpcore.tools.analysis.plan import what_if
 
-GIB = 2**30
 H100 = load_machine("h100")
-
-
-def estimate(step: float, memory: float, *arguments: str, **sizes: int) -> Estimate:
-    return Estimate({"tp": 1, "pp": 1, "dp": 4} | sizes, arguments, int(memory * GIB), Seconds(step), spread=0.05)
-
-
-FOUND = [estimate(1.0, 40), estimate(2.0, 30, "--zero", "3", tp=2), estimate(3.0, 35, pp=2), estimate(4.0, 20, tp=4)]
-LARGE = estimate(1.0, 200)
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[dict[str, Any]]:
-    """Each call of the search, which answers with FOUND and a layout that is too large."""
-    calls: list[dict[str, Any]] = []
-
-    def search(
-        counter: Any, machine: Machine, given: Any, layouts: Any, unfused: bool = False, each: Any = None
-    ) -> list:
-        handler = signal.getsignal(signal.SIGTERM)
-        calls.append({"counter": counter, "machine": machine, "given": list(given), "layouts": list(layouts),
-                      "unfused": unfused, "each": each, "handler": handler})  # fmt: skip
-        return [*FOUND, LARGE]
-
-    monkeypatch.setattr(plan, "search", search)
-    return calls
-
-
-def run(capsys: Any, *words: str) -> list[str]:
-    main([BUILD, "--world", "4", *words])
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_search_gets_every_mesh_with_every_choice(asked, capsys):
-    run(capsys, "--vary", "x=1,2", "--given", "7", "--tp", "1,2", "--ep", "2", "--cp-inner", "1")
-    (call,) = asked
-    cuts = list(meshes(4, 8, tp=[1, 2], ep=[2], cp_inner=[1]))
-    assert call["layouts"] == useful((cut, option) for option in choices(["x=1,2"]) for cut in cuts)
-    assert call["given"] == ["--given", "7"]
-    assert (call["machine"], call["unfused"]) == (H100, False)
-    assert call["counter"].build is build_mlp
-    assert (call["counter"].stands_for_gpu, call["counter"].share) == (True, True)
-    assert call["each"].of == len(call["layouts"])
-    assert call["handler"] is signal.default_int_handler, "SIGTERM ends the search as Ctrl-C does"
-    run(capsys, "--wide", "--vary", "x=1", "--cpu", "--unfused", "--node", "1", "--memory", "90", "--machine", "h200")
-    call = asked[-1]
-    assert call["layouts"] == useful((cut, o) for o in choices(["x=1", *WIDE]) for cut in meshes(4, 1))
-    assert (call["counter"].stands_for_gpu, call["unfused"]) == (False, True)
-    assert call["machine"] == load_machine("h200", memory=90 * GIB, node=1)
 
 
 @pytest.mark.parametrize(("text", "sizes"), [("1", [1]), ("2,4,8", [2, 4, 8])])

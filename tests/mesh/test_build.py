@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 import mpcore as mp
-from mpcore.mesh import guard, layout, rendezvous
+from mpcore.mesh import layout, rendezvous
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.launch import Launch, read_launch
-from mpcore.mesh.rendezvous import join_world, meet, open_store, start_world
+from mpcore.mesh.rendezvous import join_world, meet
 from mpcore.tools.invariant import TreeSums, invariant_mesh
 
 
@@ -156,73 +154,6 @@ def here(rank: int, size: int = 2, **changes: Any) -> Launch:
     return dataclasses.replace(at, **changes)
 
 
-@pytest.fixture
-def steps(monkeypatch) -> list:
-    """The steps of a start, none of which is taken."""
-    found: list = []
-    store: Any = dist.HashStore()
-    now = [100.0]
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
-
-    def open_it(launched: Launch, limit: timedelta) -> Any:
-        found.append(("open", launched.rank, limit.total_seconds()))
-        now[0] += 2.5
-        return store
-
-    monkeypatch.setattr(rendezvous, "open_store", open_it)
-    monkeypatch.setattr(rendezvous, "enter_world", lambda s, at, seconds: found.append(("enter", s is store, seconds)))
-    monkeypatch.setattr(rendezvous, "meet", lambda s, *given: found.append(("meet", *given)) or "attempt x")
-    monkeypatch.setattr(rendezvous, "_share_secret", lambda *given: b"")
-    monkeypatch.setattr(rendezvous, "join_world", lambda *given: found.append(("join", *given)))
-    found.append(store)
-    return found
-
-
-def test_a_world_starts_with_the_time_that_is_left(steps):
-    store = steps.pop()
-    start_world(here(0), "gloo", 10.0)
-    *first, (_, backend, prefixed, rank, size, limit) = steps
-    assert first == [("open", 0, 10.0), ("enter", True, 7.5), ("meet", 0, 2, 8)]
-    assert (backend, rank, size, limit) == ("gloo", 0, 2, timedelta(seconds=10))
-    prefixed.set("a", "b")
-    assert store.get("attempt x/a") == b"b"
-    assert store.get("mpcore/world") == b"one world of 2 ranks, all of them here"
-    steps.clear()
-    start_world(here(1), "gloo", None)
-    assert steps[0] == ("open", 1, dist.default_pg_timeout.total_seconds())
-    steps.clear()
-    start_world(here(1), "gloo", 2.0)
-    assert steps[1:3] == [("enter", True, 1.0), ("meet", 1, 2, 1)], "a second at least"
-
-
-def test_rank_0_lets_the_others_read_why_it_failed(steps, monkeypatch):
-    slept: list = []
-    monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
-
-    def fail(*_: Any) -> str:
-        raise ValueError("nobody came")
-
-    monkeypatch.setattr(rendezvous, "meet", fail)
-    for rank in (0, 1):
-        with pytest.raises(ValueError, match="nobody came"):
-            start_world(here(rank), "gloo", 10.0)
-    assert slept == [1.0, 0.0]
-    assert not any(step[0] == "join" for step in steps[1:])
-
-
-def test_the_group_is_made_with_lazy_connections(monkeypatch):
-    made: list = []
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *given, **how: made.append((given, how)))
-    store: Any = dist.HashStore()
-    join_world("gloo", store, 1, 3, timedelta(seconds=4))
-    assert made == [(("gloo",), {"store": store, "rank": 1, "world_size": 3, "timeout": timedelta(seconds=4)})]
-    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
-    join_world("gloo", store, 1, 3, timedelta(seconds=4))
-    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0", "a choice of the user's stays"
-
-
 def test_a_group_that_cant_be_made_names_the_silent_ranks_after_two_seconds(monkeypatch):
     slept: list = []
     monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
@@ -262,24 +193,6 @@ def test_every_rank_has_read_the_secret_when_its_file_is_removed(monkeypatch, tm
     assert not list(tmp_path.rglob("secret-*"))
 
 
-def test_a_store_is_opened_on_the_address_that_the_launcher_says(monkeypatch):
-    made, waited = [], []
-    monkeypatch.setattr(dist, "TCPStore", lambda *given, **how: made.append((given, how)) or dist.HashStore())
-    monkeypatch.setattr(rendezvous, "_wait_for_port", lambda *given: waited.append(given))
-    limit = timedelta(seconds=3)
-    for rank in (0, 1):
-        assert isinstance(open_store(here(rank), limit), dist.HashStore)
-    assert [given for given, _ in made] == [("127.0.0.1", 29999, 2, rank == 0, limit) for rank in (0, 1)]
-    assert all(how["multi_tenant"] and not how["wait_for_workers"] for _, how in made)
-    with socket.socket(fileno=made[0][1]["master_listen_fd"]) as bound:
-        assert bound.getsockname() == ("127.0.0.1", 29999), "not on all interfaces"
-    assert made[1][1]["master_listen_fd"] is None
-    open_store(replace(here(0), local_size=1), limit)  # of several hosts, one of which calls itself "localhost"
-    assert made[2][0][0] == "localhost"
-    assert made[2][1]["master_listen_fd"] is None
-    assert waited == [("127.0.0.1", 29999, 3.0)]
-
-
 def test_a_meeting_counts_once_for_each_rank_and_hears_of_the_first_message(monkeypatch):
     slept: list = []
     real = time.sleep
@@ -307,47 +220,3 @@ def test_a_meeting_counts_once_for_each_rank_and_hears_of_the_first_message(monk
     with pytest.raises(ValueError, match=r"of 5000 ranks 1, 2, .* did not arrive within 0\.001 s"):
         meet(dist.HashStore(), 0, 5000, 0.001)
     assert set(slept) <= {1.0}
-
-
-@pytest.fixture
-def timers(monkeypatch) -> list:
-    """The timers that are started, and what becomes of them."""
-    found: list = []
-
-    class Timer:
-        daemon = False
-
-        def __init__(self, seconds: float, work: Any, given: tuple) -> None:
-            found.append([seconds, work, given, self])
-            self.calls: list = []
-
-        def start(self) -> None:
-            self.calls.append(("start", self.daemon))
-
-        def cancel(self) -> None:
-            self.calls.append("cancel")
-
-    monkeypatch.setattr(guard.threading, "Timer", Timer)
-    return found
-
-
-def test_a_start_has_ten_seconds_more_than_its_timeout(timers):
-    def start(a: int, timeout: float | None = None) -> int:
-        if a < 0:
-            raise LookupError
-        return a
-
-    guarded = guard.guard_start(start)
-    usual = dist.default_pg_timeout.total_seconds()
-    for given, how, limit in (((1,), {}, usual), ((1, 2.0), {}, 2.0), ((1,), {"timeout": 3.0}, 3.0),
-                              ((1,), {"timeout": None}, usual)):  # fmt: skip
-        assert guarded(*given, **how) == 1
-        seconds, work, arguments, timer = timers.pop()
-        assert (seconds, work, arguments) == (limit + 10.0, guard._end, (limit,))
-        assert timer.calls == [("start", True), "cancel"]
-    with pytest.raises(LookupError):
-        guarded(-1)
-    assert timers.pop()[3].calls[-1] == "cancel"
-    assert mp.simulate(lambda: guarded(5), ranks=2) == [5, 5]
-    assert timers == []
-    assert guarded.__name__ == "start"

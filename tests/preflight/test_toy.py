@@ -8,14 +8,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
-from examples.gpt.indexed_dataset import IndexedDataset
 from mpcore.pipeline.schedules import find_schedule
-from mpcore.tools.preflight.toy import Toy, shrink, shrink_experts, shrink_model, write_corpus
+from mpcore.tools.preflight.toy import Toy, shrink, shrink_experts, shrink_model
 
 ONE = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1}
 
@@ -241,18 +239,3 @@ def test_the_same_run_on_one_rank_has_no_layout():
     merged = toys("--workers 2", tp=2)[0].alone()
     assert (merged.sizes, merged.ranks, merged.name) == ({"worlds": 2}, 2, "worlds 2")
     assert toy.args.zero == 3, "a copy was changed"
-
-
-def test_the_corpus_of_a_toy_is_text_of_random_bytes(tmp_path):
-    write_corpus("examples.gpt.pretrain", tmp_path / "corpus")
-    data = IndexedDataset(tmp_path / "corpus")
-    assert (len(data), data.dtype) == (80, np.uint16)
-    documents = [data[i] for i in range(80)]
-    assert all(document[-1] == 256 and (document[:-1] < 256).all() for document in documents)
-    lengths = [len(document) for document in documents]
-    assert 4 <= min(lengths) < 10 < 80 < max(lengths) <= 90
-    seen = np.unique(np.concatenate([document[:-1] for document in documents]))
-    assert (seen[0], seen[-1]) == (0, 255)
-    write_corpus("examples.gpt.pretrain", tmp_path / "few", 3)
-    few = IndexedDataset(tmp_path / "few")
-    assert [list(few[i]) for i in range(len(few))] == [list(document) for document in documents[:3]]

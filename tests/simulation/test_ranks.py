@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-from typing import Any
 
 import pytest
 import torch
@@ -71,30 +69,6 @@ def test_an_error_names_the_rank_and_its_axes():
         assert what == "ValueError: why"
         assert sorted(re.findall(r"\w+ \d+", head)) == sorted(re.findall(r"\w+ \d+", name))
         assert isinstance(error.value.__cause__, ValueError)
-
-
-def test_an_interrupt_of_the_caller_stops_the_ranks(monkeypatch):
-    ended: list[int] = []
-
-    def work(mesh: mp.Mesh) -> None:
-        try:
-            all_reduce(torch.ones(1), mesh.tp)
-        finally:
-            ended.append(mesh.tp.rank)
-
-    waits = threading.Event.wait
-
-    def interrupt(event: Any, timeout: float | None = None) -> bool:
-        if timeout is None and threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        return waits(event, timeout)
-
-    monkeypatch.setattr(threading.Event, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        simulate(work, tp=2)
-    monkeypatch.undo()
-    assert simulate(lambda mesh: 1, tp=2) == [1, 1], "the next one runs"
-    assert not dist.is_initialized()
 
 
 def test_a_deadlock_lists_the_calls_of_a_group_by_the_name_of_its_axis():
