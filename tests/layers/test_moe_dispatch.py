@@ -221,6 +221,16 @@ def bounds_of(needs):
 EVEN = 1 - 28 / 120  # share of the tokens that go to a rank of two, with 2 of 16 experts
 
 
+def test_a_step_that_fails_or_always_overflows_leaves_no_bound_behind():
+    """A forward of its own would lose tokens, and nobody would see it."""
+    for needs, error, drops in (([((99.0, 99.0), (99.0, 99.0))] * 9, RuntimeError, 4), ([], StopIteration, 0)):
+        _, dispatch, step, log = bounds_of(needs)
+        with pytest.raises(error, match="4 times" if drops else None):
+            step()
+        assert log.count("dropped") == drops
+        assert not dispatch.is_bounded
+
+
 def test_a_step_is_computed_four_times_at_most_and_counted_once():
     needs = [((0.5, 0.5), (2.0, 2.0)), ((1.0, 0.1), (2.0, 0.2)), ((0.9, 0.2), (3.5, 0.5)), ((1.0, 0.9), (3.9, 3.9)),
              ((0.5, 0.4), (2.0, 1.0)), ((0.1, 0.3), (1.0, 1.0))]  # fmt: skip
