@@ -281,6 +281,7 @@ def named(**fields):
     (named(model_type="evil", auto_map={"AutoConfig": "evil.Config"}), "trust_remote_code"),
     (named(attn_implementation="org/kernel"), "attn_implementation is 'org/kernel', code on the Hub"),
     (named(_experts_implementation={"": "org/kernel"}), "_experts_implementation is .*org/kernel.*, code on the Hub"),
+    (named(num_hidden_layers=10**9), "has num_hidden_layers 1000000000, but the files beside it hold"),
     (named(dtype="int64"), "config.json can't be read: .*floating-point"),
     (named(tie_word_embeddings=[]), "config.json can't be read: .*tie_word_embeddings"),
     (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.hugging_face import build
+from mpcore.tools.verify.hugging_face import HuggingFaceModel
 
 hf = pytest.importorskip("transformers", minversion="5")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -38,7 +41,22 @@ def test_adapters_alone_are_trained(tmp_path):
     assert found.optimizer < 2 * count  # of all weights: 12 bytes each
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    hf.LlamaConfig(**SIZES, architectures=["Mine"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"names the architectures \['Mine'\]"):
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["Mine"]}, r"names the architectures \['Mine'\]"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, more than 1024"),
+        ({"attn_implementation": "org/kernel"}, "code on the Hub"),
+        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "trust_remote_code"),
+    ],
+)
+def test_a_folder_without_a_model_or_with_code_is_refused(tmp_path, fields, words):
+    config(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    (tmp_path / "evil.py").write_text("raise SystemExit('code of the folder ran')")
+    with pytest.raises(ValueError, match=words):
         dry_run(build, ["--hf", str(tmp_path)])
+    if "Hub" in words or "trust" in words:
+        with pytest.raises(ValueError, match=words):
+            HuggingFaceModel(str(tmp_path)).config()

@@ -224,14 +224,18 @@ def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
 
 
 def check_counts(path: Path, values: Mapping[str, Any], files: Mapping[str, TensorFile]) -> None:
-    """Raise ValueError if config.json has more layers or experts than the files can hold, before a model is built."""
+    """Raise ValueError if config.json has more layers or experts than the files can hold, before a model is built.
+
+    Without files, 1024 are the most.
+    """
     tensors = [about for file in files.values() for about in file.header.values()]
     widest = max((size for about in tensors for size in about["shape"]), default=0)  # experts may lie in one tensor
     for key, value in values.items():
         if isinstance(value, dict):
             check_counts(path, value, files)
         elif key in _COUNTS and type(value) is int and value > max(_FEW, len(tensors), widest * ("expert" in key)):
-            raise ValueError(f"{path} has {key} {value}, but the files beside it hold {len(tensors)} tensors")
+            held = f"but the files beside it hold {len(tensors)} tensors" if files else f"more than {_FEW}"
+            raise ValueError(f"{path} has {key} {value}, {held}")
 
 
 _FEW = 1024  # layers or experts, which are built in a second

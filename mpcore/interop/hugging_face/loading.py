@@ -119,7 +119,6 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
     refuse_other_format(path)
     transformers = transformers_module()
     values, (files, where) = read_json(path / "config.json"), open_files(path)
-    _refuse_kernels(path / "config.json", values)
     check_counts(path / "config.json", values, files)
     try:
         return _make(path, transformers, dtype, kind, files, where), files, where
@@ -135,7 +134,7 @@ def _make(
     where: Mapping[str, str],
 ) -> Any:  # fmt: skip
     """Return the model of a folder's config.json, with its parameters on the meta device."""
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = auto_config(path)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
     names = config.architectures or []
@@ -165,6 +164,22 @@ def _make(
         model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
     _widen(model, wanted)
     return model
+
+
+def auto_config(path: Path, **changes: Any) -> Any:
+    """Return the config of a folder, or of a config.json, as an object of transformers. No code that it names runs.
+
+    Args:
+        path: the folder or the file.
+        changes: values of fields.
+
+    Raises:
+        ValueError: if it can't be read, or it names code on the Hub.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    _refuse_kernels(file, read_json(file))
+    auto = transformers_module("").AutoConfig
+    return auto.from_pretrained(str(path), local_files_only=True, trust_remote_code=False, **changes)
 
 
 def _refuse_kernels(path: Path, values: Any) -> None:

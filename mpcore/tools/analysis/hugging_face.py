@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from mpcore.interop.cut import pipeline_stages
 from mpcore.interop.hugging_face.config import read_json
+from mpcore.interop.hugging_face.folder import check_counts
+from mpcore.interop.hugging_face.loading import auto_config
 from mpcore.interop.hugging_face.stored import transformers_module
 from mpcore.interop.lora import add_lora
 from mpcore.interop.parallelize import parallelize
@@ -71,8 +73,9 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
 def _model(folder: Path) -> Any:
     """Return the model of a folder's config.json on the meta device, in training mode."""
     transformers = transformers_module()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    names = read_json(folder / "config.json").get("architectures") or [""]
+    values = read_json(folder / "config.json")
+    check_counts(folder / "config.json", values, {})
+    config, names = auto_config(folder), values.get("architectures") or [""]
     kind = getattr(transformers, names[0], None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(f"{folder}/config.json names the architectures {names}, no model class of transformers")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.interop.cut import pipeline_stages
+from mpcore.interop.hugging_face.loading import auto_config
 from mpcore.interop.hugging_face.stored import transformers_module
 from mpcore.interop.parallelize import model_plan, parallelize, suggest_plan
 from mpcore.mesh.axis import Mesh
@@ -32,11 +33,10 @@ class HuggingFaceModel:
 
     def config(self) -> Any:
         """Return the config with fewer layers and without dropout."""
-        auto = transformers_module("").AutoConfig
         if not Path(self.path).exists():
             raise ValueError(f"{self.path} is no folder and no config.json on this machine")
         changes = dict(self.changes)
-        config: Any = auto.from_pretrained(self.path, **changes)
+        config: Any = auto_config(Path(self.path), **changes)
         known = {*config.to_dict(), *config.attribute_map}
         for name in changes:
             if name not in known:
@@ -44,14 +44,14 @@ class HuggingFaceModel:
         if config.num_hidden_layers > LAYERS and "num_hidden_layers" not in changes:
             types = getattr(config, "layer_types", None)
             fewer = {"num_hidden_layers": LAYERS} | ({"layer_types": types[:LAYERS]} if types else {})
-            config = auto.from_pretrained(self.path, **{**fewer, **changes})
+            config = auto_config(Path(self.path), **{**fewer, **changes})
         dropped = [name for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)]
         config.update({"use_cache": False, **dict.fromkeys(dropped, 0.0)})  # its masks would differ between layouts
         return config
 
     def __call__(self, mesh: Mesh) -> nn.Module:
         """Return the model, or this rank's stage of it, sharded by its own plan or by the plan of `suggest_plan`."""
-        model = transformers_module("").AutoModelForCausalLM.from_config(self.config())
+        model = transformers_module("").AutoModelForCausalLM.from_config(self.config(), trust_remote_code=False)
         tp, ep = mesh.tp.size, mesh.ep.size
         if max(tp, ep) > 1:
             plan: Any = "auto"
