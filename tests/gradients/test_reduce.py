@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.gradients import accumulate, guard, norm, overlap
+from mpcore.gradients import accumulate, guard, norm, overlap, reduce
 from mpcore.gradients.overlap import OverlappedAllReduce
 from mpcore.tools.invariant.run import exact_norm
 
 TP = mp.Axis(2, 0, role="tp")
+
+
+def test_buckets_hold_at_most_so_much_or_one_larger_item():
+    for sizes, want in (([], []), ([1, 2, 2], [[1, 2, 2]]), ([1, 2, 3], [[1, 2], [3]]), ([5, 5], [[5], [5]]),
+                        ([9, 1, 4, 1], [[9], [1, 4], [1]]), ([0, 5, 0, 1], [[0, 5, 0], [1]])):  # fmt: skip
+        assert list(reduce.buckets(iter(sizes), int, 5)) == want
 
 
 @pytest.fixture
