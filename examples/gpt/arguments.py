@@ -43,7 +43,7 @@ FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, with
         "local_steps": (int, "steps that workers take on their own between two merges (default 50)"),
         "listen": (str, "HOST:PORT where this job serves other jobs, which are workers of the same run"),
         "join": ([str], "HOST:PORT ..: of workers of the run to join"),
-        "wait": ("none", "{none,quorum:K,all}: for whom such a worker waits after its local steps"),
+        "wait": (str, "{none,quorum:K,all}: for whom such a worker waits after its local steps (default none)"),
     },
     "model": {
         "preset": (str, "shape that the flags below change (default tiny)"),

@@ -63,7 +63,8 @@ class Trainer:
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
         if (worker := worker_of(self.run)) is not None:
-            worker.data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step"
+            offset = self.checkpoints.first_sample - self.checkpoints.first_step * args.global_batch
+            worker.data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step, from sample {offset}"
             worker.begin()
         if args.twin and self.run.step == 0:
             round_anew(self.run, args.twin, getattr(torch, args.dtype))

@@ -43,6 +43,8 @@ from mpcore.training.observers import Observer
 from mpcore.training.run import Run
 
 OUTER_SLOTS = _ANCHOR, _MOMENTUM = "outer_anchor", "outer_momentum"
+_OF_JOBS = ("steps", "folder", "token", "data", "rule", "wait", "staleness", "dynamic", "timeout", "replicas",
+            "update_dtype")  # fmt: skip
 _BUCKET = 2**25  # elements a message, so that a merge needs little memory beside what it merges
 
 
@@ -90,7 +92,8 @@ class LocalUpdates(Observer):
         token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
         data: names the data. A worker with other data, another model, optimizer or option is refused.
         rule: the outer rule (`mpcore.tools.workers`), instead of `Nesterov(lr, momentum, nesterov)`.
-        wait, staleness, dynamic, timeout, replicas, update_dtype: of `mpcore.tools.workers.outer.Options`.
+        wait, staleness, dynamic, timeout, replicas, update_dtype: of `mpcore.tools.workers.outer.Options`; wait None is
+            "none". Worlds always wait for all.
 
     Attributes:
         optimizer: the `DiLoCo`, which is then the optimizer of the run, if the workers are worlds.
@@ -122,7 +125,7 @@ class LocalUpdates(Observer):
     token: str | os.PathLike[str] | None = None
     data: str = ""
     rule: Rule | None = None
-    wait: str = "none"
+    wait: str | None = None
     staleness: int | None = None
     dynamic: bool = False
     timeout: float = 60.0
@@ -136,8 +139,12 @@ class LocalUpdates(Observer):
 
     def __post_init__(self) -> None:
         _check_options(self.every, self.lr, self.momentum, self.fragments)
-        names = ("every", "wait", "staleness", "dynamic", "timeout", "replicas", "update_dtype")
-        self.options = Options(**{name: getattr(self, name) for name in names})
+        names = ("every", "staleness", "dynamic", "timeout", "replicas", "update_dtype")
+        self.options = Options(wait=self.wait or "none", **{name: getattr(self, name) for name in names})
+        own = LocalUpdates.__dataclass_fields__  # those below are of jobs alone
+        given = [name for name in _OF_JOBS if getattr(self, name) != own[name].default]
+        if given and not self.are_jobs and (given != ["wait"] or self.wait != "all"):
+            raise ValueError(f"{', '.join(given)} are of workers that are jobs of their own: give listen or join, too")
         if self.are_jobs and (self.steps < 1 or self.fragments > 1):
             raise ValueError(
                 f"workers that are jobs got steps {self.steps} and {self.fragments} fragments: 1 or more, 1"

@@ -90,7 +90,7 @@ def line_of(outer, worker, base, applied=True, version=None):
 
 
 def started(rule, until=100, anchor=None):
-    begin = {"op": "begin", "rule": describe(rule), "until": until}
+    begin = {"op": "begin", "rule": describe(rule), "first": 0, "until": until}
     outer = Outer(begin, anchor or tensors(0))
     outer.apply({"op": "join", "worker": 0, "address": ""})
     return outer

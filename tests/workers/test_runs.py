@@ -17,7 +17,7 @@ from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh, build_mesh
 from mpcore.__main__ import main
 from mpcore.experimental import LocalUpdates, simulate
-from mpcore.tools.workers import command
+from mpcore.tools.workers import Nesterov, command
 from mpcore.tools.workers.elastic import RunTensors, replay_runs
 from mpcore.tools.workers.journal import read_lines
 
@@ -147,6 +147,12 @@ def test_what_a_run_of_workers_refuses(tmp_path):
         LocalUpdates(listen="127.0.0.1:0")
     with pytest.raises(ValueError, match="'some'"):
         LocalUpdates(listen="127.0.0.1:0", steps=5, wait="some")
+    for alone in ({"wait": "none"}, {"wait": "quorum:2"}, {"staleness": 3}, {"rule": Nesterov()}):
+        with pytest.raises(ValueError, match=f"{next(iter(alone))} are of workers"):
+            LocalUpdates(**alone)
+    LocalUpdates(wait="all")  # is what worlds do
+    with pytest.raises(ValueError, match="--wait without --listen"):
+        trainer(Mesh(), tmp_path, "--wait", "none")
     updates = LocalUpdates(listen="127.0.0.1:0", steps=5)
     with pytest.raises(ValueError, match=r"worlds=2"):
         updates.check(replace(Mesh(), worlds=Axis(size=2)), [])

@@ -36,11 +36,18 @@ def trained(state, worker, anchor, first, last):
 class Worker(threading.Thread):
     """A worker in a thread. `kill` ends it as a signal would: its sockets close, and it says nothing."""
 
-    def __init__(self, join=(), seconds=0.0, until=60, about=ABOUT, rule=None, folder=None, **options):
+    def __init__(self, join=(), seconds=0.0, until=60, about=ABOUT, rule=None, folder=None, first=0, **options):
         super().__init__(daemon=True)
         options = Options(**{"every": 5, "timeout": 3.0, **options})
         self.seconds, self.dead, self.error, self.steps, self.anchor = seconds, False, None, 0, None
-        said = {"rule": rule or Nesterov(), "until": until, "about": about, "join": join, "folder": folder}
+        said = {
+            "rule": rule or Nesterov(),
+            "first": first,
+            "until": until,
+            "about": about,
+            "join": join,
+            "folder": folder,
+        }
         self.peer = start(listen="127.0.0.1:0", token=TOKEN, options=options, anchor=ANCHOR, **said)
         self.start()
 
@@ -80,12 +87,12 @@ def finish(*workers, limit=60):
             raise worker.error
 
 
-def check(folder, until, of=None):
+def check(folder, until, of=None, begun=0):
     """Every step is in the anchor once, and the replay has the bits. Return the lines."""
     lines = read_lines(folder)
     entries = [entry for line in lines for entry in line.get("updates", ())]
     covered = sorted(step for entry in entries if entry["applied"] for step in range(*entry["steps"]))
-    assert covered == list(range(until))
+    assert covered == list(range(begun, until))
     state = {}
     found = replay(lines, ANCHOR, lambda *phase: trained(state, *phase))
     assert found.differing == []
@@ -218,10 +225,10 @@ def test_a_run_resumes_after_all_of_its_workers_ended(tmp_path):
 
 
 def test_updates_that_are_too_stale_are_trained_again(tmp_path):
-    options = {"until": 120, "staleness": 1, "timeout": 10.0}
+    options = {"first": 40, "until": 160, "staleness": 1, "timeout": 10.0}
     first = Worker(folder=tmp_path, seconds=0.002, **options)
     finish(first, Worker([first.address], seconds=0.03, **options))
-    lines = check(tmp_path, 120, [first])
+    lines = check(tmp_path, 160, [first], 40)
     assert any(not entry["applied"] for line in lines for entry in line.get("updates", ()))
 
 

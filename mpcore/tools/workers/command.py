@@ -24,6 +24,10 @@ from mpcore.training.run import Run
 COLOURS = {"train": "#4477aa", "wait": "#ddaa33", "lost": "#ee6677"}
 MEANINGS = {"train": "trains", "wait": "waits", "lost": "steps of a worker that left, trained again by others"}
 
+OF_WORKERS = ("listen", "join", "wait", "token", "staleness", "dynamic_steps", "worker_timeout", "replicas",
+              "update_dtype", "local_steps", "outer_lr", "outer_momentum")  # fmt: skip
+"""Settings of a run that a replay takes from the journal."""
+
 
 class Span(NamedTuple):
     """What a worker did, from `start` to `end` in seconds since the run began: a kind of `MEANINGS`."""
@@ -96,10 +100,11 @@ def replay_program(run: Path, program: str) -> Replayed:
     module, path = import_module(program), run / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} isn't there: name the --out folder of a worker of {program}")
-    args = argparse.Namespace(**{**vars(module.parse([])), **json.loads(path.read_text())["run"]})
-    args.listen, args.join, args.device = None, [], args.device or "cpu"
-    args.local_steps = args.outer_lr = args.outer_momentum = None
-    args.out, args.resume, args.dp = str(run / "replay"), "none", args.dp or 1
+    usual, said = vars(module.parse([])), json.loads(path.read_text())["run"]
+    args = argparse.Namespace(**{**usual, **{name: value for name, value in said.items() if name not in OF_WORKERS}})
+    args.device = args.device or "cpu"
+    args.resume = "none" if args.resume == "auto" else args.resume  # else all workers began with this checkpoint
+    args.out, args.dp = str(run / "replay"), args.dp or 1
     args.trace, args.log_to, args.profile, args.config = False, [], None, None
     arguments = module.mesh_arguments(args)
 

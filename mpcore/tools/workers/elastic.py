@@ -152,11 +152,13 @@ class ElasticWorker:
         self.number, self.version, self.until, self.first, self.last, self.began = -1, 0, until, 0, 0, 0.0
         self.start = lambda about, anchor: start(
             listen=listen or near(join[0]), token=read_token(token), options=options, rule=rule, until=until,
-            about=about, anchor=anchor, join=join, folder=None if folder is None else Path(folder),
+            about=about, anchor=anchor, first=run.step, join=join, folder=None if folder is None else Path(folder),
         )  # fmt: skip
 
     def begin(self, data: str) -> None:
         """Join the run, load the anchor, and set `run.step` to the first step of the first phase.
+
+        A new run begins at `run.step`.
 
         Args:
             data: names the data. All workers must have the same.

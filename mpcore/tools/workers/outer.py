@@ -3,7 +3,7 @@
 `Outer` is a state machine without clock, network or randomness. Everything that happens to a run is a line: a dict of
 JSON values, which the journal keeps. Whoever applies the same lines and updates to the same start gets the same bits.
 
-    begin   run, rule, until, about, anchor           the first line
+    begin   run, rule, first, until, about, anchor    the first line: the steps from first to below until
     join    worker, address                           a number is never used again
     lease   worker, phase, steps, base                the worker trains steps [first, last) from the anchor `base`
     update  version, updates, anchor                  one outer step, of one update or of several (`wait`)
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mpcore.checkpoint.tensor_file import raw
-from mpcore.tools.workers.rules import Rule, read_rule
+from mpcore.tools.workers.rules import Rule, describe, read_rule
 
 Line = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -104,9 +104,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:32]
 
 
-def new_run(rule: Mapping[str, Any], until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
+def new_run(
+    rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]
+) -> Line:  # fmt: skip
     """Return the line `begin` of a new run."""
-    facts = {"rule": dict(rule), "until": until, "about": dict(about), "anchor": digest(anchor)}
+    facts = {"rule": describe(rule), "first": first, "until": until, "about": dict(about), "anchor": digest(anchor)}
     return {"op": "begin", "run": secrets.token_hex(8), **facts, "at": round(time.time(), 3)}
 
 
@@ -132,7 +134,8 @@ class Outer:
         self.begin, self.rule, self.until = begin, read_rule(begin["rule"]), int(begin["until"])
         self.anchor: Tensors = {name: x.detach().clone() for name, x in anchor.items()}
         self.slots = {slot: {name: torch.zeros_like(x) for name, x in anchor.items()} for slot in self.rule.slots}
-        self.version = self.counter = self.done = self.next_worker = 0
+        self.version = self.next_worker = 0
+        self.counter = self.done = int(begin["first"])
         self.returned: list[tuple[int, int]] = []
         self.members: dict[int, str] = {}
         self.phases: dict[int, int] = {}

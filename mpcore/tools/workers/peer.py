@@ -14,7 +14,7 @@ from torch import Tensor
 from mpcore.tools.workers.journal import FILE, read_lines, resume
 from mpcore.tools.workers.node import Node
 from mpcore.tools.workers.outer import Options, Outer, Tensors, new_run
-from mpcore.tools.workers.rules import Rule, describe
+from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
 _TRIES = 8  # of a question whose connection breaks
@@ -200,7 +200,7 @@ class Peer:
 
 def start(
     *, listen: str, token: bytes, options: Options, rule: Rule, until: int, about: Mapping[str, str], anchor: Tensors,
-    join: Iterable[str] = (), folder: Path | None = None,
+    first: int = 0, join: Iterable[str] = (), folder: Path | None = None,
 ) -> Peer:  # fmt: skip
     """Join a run, or begin one, or resume one after all of its workers ended.
 
@@ -212,7 +212,7 @@ def start(
         token: the run's token.
         options: the options of the run.
         rule: the outer rule.
-        until: the steps of the run.
+        first, until: the steps of the run, from `first` to below `until`. Who joins takes `first` from the run.
         about: what must be the same in all workers, by name.
         anchor: this worker's parameters, by logical name, on the CPU.
         join: addresses of workers of the run.
@@ -226,8 +226,8 @@ def start(
     node, given = Node(listen, token, options, folder), [*join]
     known = list[str]()
     if folder is not None and (folder / FILE).is_file():
-        first, *lines = read_lines(folder)
-        there = Outer(first, {})
+        begin, *lines = read_lines(folder)
+        there = Outer(begin, {})
         there.apply_facts(lines)
         known = [*there.members.values()]
     peer = Peer(node, [at for at in (*given, *known) if at != node.address])
@@ -240,7 +240,7 @@ def start(
                     raise
         if peer.channel is None:
             found = None if folder is None else resume(folder, anchor)
-            begin = new_run(describe(rule), until, said, anchor)
+            begin = new_run(rule, first, until, said, anchor)
             outer, lines = found or (Outer(begin, anchor), [begin])
             for name in sorted(said.keys() | outer.begin["about"].keys()):
                 if said.get(name) != (there := outer.begin["about"].get(name)):
