@@ -149,10 +149,10 @@ def test_there_and_back_again(dtype, shard_bytes, tmp_path):
     assert (out / "tokenizer.json").read_text() == "{}"
     wide = convert.export_hf(path, tmp_path / "wide", spec=SPEC, dtype=torch.float64)
     assert {x.dtype for x in load_file(wide / "model.safetensors").values()} == {torch.float64}
-    other = tmp_path / "tokenizer.model"
-    other.write_bytes(b"m")
+    other = tmp_path / "mine.json"
+    other.write_text('{"model": {}}')
     named = convert.export_hf(path, tmp_path / "named", spec=SPEC, tokenizer=other)
-    assert (named / "tokenizer.json").read_bytes() == b"m"
+    assert (named / "tokenizer.json").read_bytes() == other.read_bytes()
 
 
 def test_what_cannot_be_exported(tmp_path):
