@@ -83,5 +83,5 @@ def test_a_resolved_schedule_takes_as_long_as_its_proof_says(name):
 
 def test_a_schedule_that_deadlocks_has_no_length():
     rows = ((Action("F", 0, 0), Action("B", 0, 0)), (Action("B", 1, 0), Action("F", 1, 0)))
-    with pytest.raises(ValueError, match=r"the schedule x deadlocks: prove\(schedule\) says where"):
+    with pytest.raises(ValueError, match="deadlocks: 1B0, action 0 of rank 1"):
         resolve(Schedule("x", rows, 2, 1))
