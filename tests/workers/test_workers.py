@@ -38,7 +38,7 @@ class Worker(threading.Thread):
 
     def __init__(self, join=(), seconds=0.0, until=60, about=ABOUT, rule=None, folder=None, first=0, **options):
         super().__init__(daemon=True)
-        options = Options(**{"every": 5, "timeout": 3.0, **options})
+        options = Options(**{"every": 5, "timeout": 8.0, **options})
         self.seconds, self.dead, self.error, self.steps, self.anchor = seconds, False, None, 0, None
         said = {
             "rule": rule or Nesterov(),
@@ -127,6 +127,7 @@ def test_waiting_for_all_is_diloco(tmp_path):
         torch.testing.assert_close(x.detach(), first.anchor[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow  # it measures time
 def test_a_slow_worker_holds_up_nobody(tmp_path):
     """One of four is 4 times slower: steps per second against synchronous merges, and dynamic local steps."""
     seconds = {}
@@ -169,7 +170,7 @@ def test_any_worker_may_die_and_others_come(tmp_path):
         began, others = time.monotonic(), [worker for worker in workers if not worker.dead]
         before = {worker: worker.peer.phase for worker in others}
         wait_for(lambda: all(worker.peer.phase > before[worker] or worker.error for worker in others))  # noqa: B023
-        assert time.monotonic() - began < 3.0 + 5 * 0.005 + 2.0  # the time-out, a phase, and slack
+        assert time.monotonic() - began < 8.0 + 5 * 0.005 + 2.0  # the time-out, a phase, and slack
     finish(*workers)
     check(tmp_path / "4", 400, [worker for worker in workers if not worker.dead])  # it led last
 
@@ -197,14 +198,14 @@ def test_workers_may_die_at_random_times(seed, tmp_path):
 
 
 def test_a_hung_worker_is_left_out_and_says_so(tmp_path):
-    first = Worker(folder=tmp_path, until=100, seconds=0.01, timeout=0.6)
-    hung = Worker([first.address], until=100, seconds=0.01, timeout=0.6)
+    first = Worker(folder=tmp_path, until=100, seconds=0.01, timeout=2.0)
+    hung = Worker([first.address], until=100, seconds=0.01, timeout=2.0)
     wait_for(lambda: hung.steps > 5)
-    hung.seconds = 3.0
+    hung.seconds = 4.0
     finish(first)
-    hung.join(20)
+    hung.join(40)
     assert "worker 1 was left out" in str(hung.error)
-    assert "0.6 s" in str(hung.error)
+    assert "2 s" in str(hung.error)
     assert [line["worker"] for line in check(tmp_path, 100, [first]) if line["op"] == "leave"] == [1]
 
 
@@ -340,6 +341,7 @@ def test_packed_tensors_keep_bits_and_refuse_damage():
             unpack(memoryview(wrong))
 
 
+@pytest.mark.slow  # it measures time
 def test_the_exchange_grows_linearly_with_the_workers(tmp_path):
     """64 workers: the journal has a line for each update, join and lease, and nobody waits longer than with 8."""
     seconds = {}
