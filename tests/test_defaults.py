@@ -297,7 +297,11 @@ WHERE = {
 }  # fmt: skip
 # What others take where an argument is left out; axes, which are of size 1 then, are left out.
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
-    experimental.LocalUpdates: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1},
+    experimental.LocalUpdates: {
+        "every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "listen": None, "join": (),
+        "steps": 0, "folder": None, "token": None, "data": "", "rule": None, "wait": None, "staleness": None,
+        "dynamic": False, "timeout": 60.0, "replicas": 1, "update_dtype": "same",
+    },
     experimental.DiLoCo: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "blocks": None},
     mp.Zero: {"stage": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32},
     mp.Precision: {"dtype": "float32", "fp8": False, "first_loss_scale": 65536.0, "autocast": False},

@@ -226,7 +226,7 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> RankRecord:
     with eagerly():  # otherwise the hooks are compiled with the modules, again for each call
         try:
             seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             told = wrong_width(error, mesh)
             if told is not None:
                 raise told from error
