@@ -113,6 +113,20 @@ def test_levels_of_cp_are_neighbours_within_and_strides_without():
     assert layout.divisors(12) == "take one of 1, 2, 3, 4, 6, 12"
 
 
+def test_a_large_mesh_is_drawn_in_short():
+    def cells(**sizes: int) -> list[str]:
+        return layout.layout_table(**sizes).splitlines()[1:]  # type: ignore[arg-type]
+
+    assert cells(dp=5)[0].count("|") == 5
+    assert cells(dp=6) == ["  stage 0 | dp 0: 0 | dp 1: 1 | dp 2: 2 | .. | dp 5: 5"]
+    assert cells(tp=5) == ["  stage 0 | dp 0: 0 1 2 3 4"]
+    assert cells(tp=6) == ["  stage 0 | dp 0: 0 1 2 .. 5"]
+    assert len(cells(pp=8)) == 8
+    assert [line.split(" |")[0] for line in cells(pp=9)] == [*(f"  stage {i}" for i in range(4)), "  ..", "  stage 8"]
+    head = layout.layout_table(ep=2, dp=4, etp=1, tp=2, device_type="cuda").splitlines()[0]
+    assert head == "mesh of 8 ranks on cuda: pp 1 x dp 4 x cp 1 x tp 2, ep 2, etp 1"
+
+
 def twins(sizes: dict[str, int]) -> dict[str, bool]:
     on = mp.build_mesh(device_type="cpu", **sizes)
     pairs = (("data", "dp"), ("etp", "tp"), ("edp", "data"))

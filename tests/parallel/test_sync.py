@@ -1,4 +1,4 @@
-"""What hides tensors from the sums of a sharded stage, and which arguments are refused: no ranks."""
+"""What a sharded stage's units are told around each forward and backward, and which arguments are refused: no ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,70 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.parallel import data, sync
-from mpcore.parallel.shared import DataParallel, set_state
+from mpcore.parallel.shared import DataParallel, set_state, state_of
 from mpcore.sharding.declare import Sharding
+
+
+class Unit:
+    """A unit that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **how: self.told.append((name.removeprefix("set_"), *given, *how.items()))
+
+
+def stage_of(zero: int, count: int = 2, **more: Any) -> Any:
+    stage: Any = nn.Linear(2, 2)
+    set_state(stage, DataParallel(zero, tuple(Unit() for _ in range(count)), **more))  # type: ignore[misc]
+    return stage
+
+
+def told(stage: nn.Module) -> list[list[tuple]]:
+    units: Any = state_of(stage).units
+    found = [list(unit.told) for unit in units]
+    for unit in units:
+        unit.told.clear()
+    return found
+
+
+def backward(reduce: bool, all_reduce: bool, reshard: bool) -> list[tuple]:
+    flat = ("recurse", False)
+    return [("requires_gradient_sync", reduce, flat), ("requires_all_reduce", all_reduce, flat),
+            ("reshard_after_backward", reshard, flat)]  # fmt: skip
+
+
+BACKWARDS = {  # by stage of ZeRO, and whether the micro-batch is the last: reduce, all-reduce over replicas, reshard
+    (1, False): (False, False, False), (2, False): (True, False, False), (3, False): (True, False, True),
+    (1, True): (True, True, True), (2, True): (True, True, True), (3, True): (True, True, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero", "last"), BACKWARDS)
+def test_the_last_micro_batch_completes_the_sums(zero, last):
+    stage = stage_of(zero)
+    sync.set_gradient_sync(stage, last)
+    assert told(stage) == [backward(*BACKWARDS[zero, last])] * 2
+    sync.reduce_held(stage, last)  # after the second half of a split backward
+    first, second = told(stage)
+    want = backward(*BACKWARDS[zero, last]) if zero > 1 else [("is_last_backward", False), *backward(*[False] * 3)]
+    assert first[: len(want)] == want
+    assert second == backward(*(BACKWARDS[zero, last] if zero > 1 else [False] * 3))
+
+
+@pytest.fixture(autouse=True)
+def no_end(monkeypatch) -> None:
+    monkeypatch.setattr(sync.fsdp, "end_backward", lambda root: None)
+
+
+def test_leaves_keep_their_gradients_until_they_are_reduced():
+    for zero, last in BACKWARDS:
+        stage = stage_of(zero, leaves=True)
+        sync.set_gradient_sync(stage, last)
+        first, second = told(stage)
+        assert first == [("is_last_backward", False), *backward(False, False, zero == 3)]
+        assert second == backward(False, False, zero == 3)
 
 
 @pytest.mark.parametrize(("out", "hides"), [
