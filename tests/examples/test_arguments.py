@@ -26,8 +26,8 @@ VALUES = {"zero": "3", "cp_kind": "ring", "device": "cuda", "preset": "gpt2", "o
           "schedule": "zbv"}  # fmt: skip
 
 
-def test_there_are_45_flags_and_each_gives_its_value_and_no_other(capsys):
-    assert len(NAMES) + len(("--config", "--set")) == 45
+def test_there_are_48_flags_and_each_gives_its_value_and_no_other(capsys):
+    assert len(NAMES) + len(("--config", "--set")) == 48
     before = vars(parse([]))
     for name, default in NAMES.items():
         assert before[name] == (None if isinstance(default, type) or default == [str] else default)

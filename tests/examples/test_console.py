@@ -79,7 +79,7 @@ def test_a_run_stops_when_any_rank_was_asked():
 def checkpoints_of(flags: str = "") -> Any:
     made: Any = Checkpoints.__new__(Checkpoints)
     made.args, made.setup = parse(flags.split()), SimpleNamespace(ramp=Ramp(8, 8))
-    made.first_step, made.first_sample = 0, 0
+    made.first_step, made.first_sample, made.run = 0, 0, SimpleNamespace(step=0)
     return made
 
 

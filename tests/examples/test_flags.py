@@ -19,7 +19,7 @@ import torch
 from examples.gpt import pretrain, train
 from examples.gpt.console import PEAK_FLOPS, Console, mfu
 from examples.gpt.model import flops_of_token
-from examples.gpt.policies import policies
+from examples.gpt.policies import merge_options, policies
 from examples.gpt.pretrain import Trainer, main, parse
 from mpcore import Axis, Mesh
 from mpcore.sharding.local import local_tensor
@@ -95,6 +95,11 @@ def asks_of_prepare(flags: str, out: Path) -> Any:
         return recompute, (plan.name, plan.stages), told
 
     return seen(train, "prepare", flags, wants)
+
+
+def asks_of_workers(flags: str, out: Path) -> str:
+    """The options of workers that are jobs of their own."""
+    return repr(merge_options(parse(arguments(flags))))
 
 
 def asks_of_model(flags: str, out: Path) -> Any:
@@ -209,6 +214,14 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "local_steps": (asks_of_prepare, "--workers 2", "--local-steps 7"),
     "outer_lr": (asks_of_prepare, "--workers 2", "--set outer_lr=0.5"),
     "outer_momentum": (asks_of_prepare, "--workers 2", "--set outer_momentum=0.5"),
+    "listen": (asks_of_workers, "--join a:1", "--listen b:2"), "join": (asks_of_workers, "--listen b:2", "--join a:1"),
+    "wait": (asks_of_workers, "--listen b:2", "--wait all"),
+    "dynamic_steps": (asks_of_workers, "--listen b:2", "--set dynamic_steps=true"),
+    "worker_timeout": (asks_of_workers, "--listen b:2", "--set worker_timeout=7"),
+    "staleness": (asks_of_workers, "--listen b:2", "--set staleness=3"),
+    "token": (asks_of_workers, "--listen b:2", "--set token=there"),
+    "replicas": (asks_of_workers, "--listen b:2", "--set replicas=3"),
+    "update_dtype": (asks_of_workers, "--listen b:2", "--set update_dtype=bfloat16"),
     "fragments": (asks_of_prepare, "--workers 2", "--set fragments=2"),
     "preset": (trains, "", "--preset gpt2"),
     "layers": (trains, "", "--layers 3"),

@@ -629,10 +629,10 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
         assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), "--tokenizer", str(path)]) == 2
         assert f"error: {path} is no tokenizer.json, and no folder with one of tok" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]
-    (tmp_path / "mine.json").write_text('{"made": "here"}')
+    (tmp_path / "mine.json").write_text('{"model": {}}')
     named = ["--tokenizer", str(tmp_path / "mine.json")]
     assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), *named]) == 0
-    assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"made": "here"}'
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"model": {}}'
     with pytest.raises(SystemExit):
         main(["convert", "--from-hf", step])
 

@@ -371,7 +371,7 @@ MADE = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
 PARAMETERS = mp.Offload(parameters=True)
 REFUSED: dict[int, list[tuple[dict[str, int], dict[str, Any], str]]] = {  # by the number of ranks
     1: [
-        ({}, {"observers": [LocalUpdates()]}, r"worlds=1\) with Local.*one worker has nobody to merge with"),
+        ({}, {"observers": [LocalUpdates()]}, r"worlds=1\) with Local.*one worker merges with other jobs"),
         ({}, {"data": 3}, r"data is 3, which is no Zero: write data=Zero\(3\)"),
         ({}, {"data": None}, "data is None, which is no Zero"),
         ({}, {"offload": True}, "offload is True, which is no Offload"),
