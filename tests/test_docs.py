@@ -288,7 +288,9 @@ def test_the_page_on_debugging_runs(capsys):
     assert "rank 3: hidden [2, 8] weight [8, 8]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["parallelize.md", "concepts.md", "planner.md", "weights.md", "bitwise.md"])
+@pytest.mark.parametrize(
+    "page", ["parallelize.md", "concepts.md", "planner.md", "weights.md", "bitwise.md", "own_layer.md"]
+)
 def test_a_page_runs(page):
     run_page(page)
 
