@@ -31,6 +31,7 @@ from mpcore.pipeline.schedules import (
     with_messages,
     write_csv,
 )
+from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.state_dict import full_tensor
@@ -284,6 +285,20 @@ def check_main_gradients(name: str, tied: bool) -> None:
     loss = run.step()
     assert all(parameter.grad is None for parameter in run.model.parameters())
     run.compare(loss, tie_embeddings=tied)
+
+
+def test_the_halves_of_a_backward_serve_outputs_and_inputs_that_do_not_meet():
+    """An output that no input leads to shares an operation with one that has an input; another input leads nowhere."""
+    x, w, unused = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    shared = w.exp()
+    outputs, grads = (x * shared, shared.sin()), torch.randn(2, 3, dtype=torch.float64)
+    want = torch.autograd.grad(outputs, (x, w), tuple(grads), retain_graph=True)
+    (dx, nothing), deferred = backward_inputs(outputs, tuple(grads), (x, unused))
+    assert nothing is None
+    assert w.grad is None
+    backward_weights(deferred)
+    close(dx, want[0], "dx")
+    close(w.grad, want[1], "dw")
 
 
 def check_csv(path: str) -> None:
