@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -608,3 +610,87 @@ def test_small_questions_to_autograd():
     with autograd.below_autograd():
         assert not (x * 2).requires_grad
     assert (x * 2).requires_grad
+
+
+def test_caches_that_hold_meshes_are_found_and_cleared(monkeypatch):
+    @functools.lru_cache
+    def kept(x):
+        return x
+
+    @functools.lru_cache
+    def foreign(x):
+        return x
+
+    kept.__module__ = "torch.distributed.tensor"
+    assert any(cached is kept for cached in distributed.mesh_caches())
+    assert not any(cached is foreign for cached in distributed.mesh_caches())
+    kept(1)
+    cleared = []
+    monkeypatch.setattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: cleared.append(1))
+    distributed.forget_meshes([kept])
+    assert cleared == [1]
+    assert kept.cache_info().currsize == 0
+    assert distributed.loaded_caches() is distributed.loaded_caches()
+    before = distributed.loaded_caches()
+    sys.modules["torch.distributed.of_a_test"] = SimpleNamespace()
+    try:
+        assert distributed.loaded_caches() is not before
+    finally:
+        del sys.modules["torch.distributed.of_a_test"]
+
+
+def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():
+    """Not for a parameter that was never gathered, that is frozen, or whose gradient is held elsewhere."""
+    one = torch.ones(2)
+    parameters = [held(), held(grad=one), held(trains=False), held(made=False)]
+    for reduces, first in ((True, [0.0, 0.0]), (False, None)):
+        group = Group(*parameters, reduces=reduces)
+        parameters[0]._unsharded_param.grad = None
+        state = SimpleNamespace(_fsdp_param_group=group)
+        fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda state=state: state))
+        group.post_backward("arguments of a hook")
+        ((zeros, kept, *others),) = group.ended
+        assert (None if zeros is None else zeros.tolist()) == first
+        assert kept is one
+        assert others == [None, None]
+    nothing = SimpleNamespace(_fsdp_param_group=None)
+    fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda: nothing))
+
+
+def test_a_simulated_world_of_one():
+    assert mp.simulate(one_rank, ranks=1) == [[[0, 1, 2]] * 11]
+    assert dist.Backend.backend_capability["simulated"] == ["cpu", "cuda"]
+
+
+class Group:
+    """A unit's parameters before torch 2.13, as far as the reduction of zeros looks at them."""
+
+    def __init__(self, *parameters, reduces=True):
+        self.fsdp_params, self.reduce_grads, self.ended = parameters, reduces, []
+        self._partial_reduce_output = None
+
+    def post_backward(self):
+        self.ended.append([None if p._unsharded_param is None else p._unsharded_param.grad for p in self.fsdp_params])
+
+
+def held(*, made=True, trains=True, grad=None, accumulated=None):
+    whole = nn.Parameter(torch.ones(2), requires_grad=trains) if made else None
+    if grad is not None:
+        whole.grad = grad
+    sharded = SimpleNamespace(grad=None)
+    return SimpleNamespace(_unsharded_param=whole, unsharded_accumulated_grad=accumulated, sharded_param=sharded)
+
+
+def one_rank():
+    """Every collective of a world of one gives back what it got."""
+    x, out = torch.arange(3.0), []
+    for call in (
+        lambda y: dist.all_reduce(y.copy_(x)), lambda y: dist.all_gather([y], x),
+        lambda y: dist.all_gather_into_tensor(y, x),
+        lambda y: dist.reduce_scatter(y, [x]), lambda y: dist.reduce_scatter_tensor(y, x),
+        lambda y: dist.all_to_all_single(y, x), lambda y: dist.all_to_all([y], [x]), lambda y: dist.gather(x, [y]),
+        lambda y: dist.scatter(y, [x]), lambda y: dist.broadcast(y.copy_(x), 0), lambda y: dist.reduce(y.copy_(x), 0),
+    ):  # fmt: skip
+        call(y := torch.zeros(3))
+        out.append(y.tolist())
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import mpcore
+from mpcore.tools import verify as front
 from mpcore.tools.verify import DIED, LATE, RankError, verify, what_happened
 from mpcore.tools.verify.hugging_face import HuggingFaceModel
 from mpcore.tools.verify.run import RankRecord, Task
@@ -174,3 +176,13 @@ def test_a_config_is_made_small_and_without_dropout(tmp_path):
     hf.Qwen2Config(**sizes, num_hidden_layers=6, layer_types=kinds).save_pretrained(tmp_path)
     config = HuggingFaceModel(str(tmp_path)).config()
     assert (config.num_hidden_layers, config.layer_types) == (4, kinds[:4])
+
+
+def test_of_a_traceback_the_calls_in_files_of_the_user_are_shown():
+    own = f'  File "{__file__}", line 3, in build\n    torch.ones(-1)\n    ~~~^^^\n'
+    libraries = [f'  File "{module.__file__}", line 9, in inner\n    code\n' for module in (mpcore, torch, functools)]
+    gone = '  File "/no/such/file.py", line 1, in f\n    x\n'
+    text = f"--- rank 0 of 1\nTraceback\n{libraries[0]}{own}{libraries[1]}{gone}{libraries[2]}{own}ValueError: a\n"
+    assert front._useful(text, 1.0) == f"ValueError: a\n{own}{own}".rstrip()
+    without = f"--- rank 0 of 1\nTraceback\n{libraries[0]}ValueError: a\n"
+    assert front._useful(without, 1.0) == f"ValueError: a\n{without}".rstrip()
