@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 for success, 1 if the command found a difference or a fault, 2 if it could not run.
     """
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # `python -m` adds it, a console script does not; a program may lie in this folder
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,11 @@ def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys
     assert command.main() == 5
     assert called.pop() == ("mpcore.tools.verify.__main__", ["x"])
     assert Path(sys.argv[0]).name == "mpcore"
+
+
+@pytest.mark.parametrize("name", ["replay-workers", "documents"])
+def test_the_installed_command_finds_the_program_of_this_folder(name, tmp_path):
+    script = Path(sys.executable).with_name("mpcore")
+    done = subprocess.run([script, name, tmp_path], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{tmp_path / 'config.json'} isn't there" in done.stderr
