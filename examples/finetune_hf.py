@@ -35,13 +35,9 @@ def load_model(folder: Path | None, mesh: mp.Mesh) -> nn.Module:
             raise ValueError(f"{folder} has no config.json: give the folder of a causal model of transformers")
         return mp.from_pretrained(folder, mesh, defer=True)
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=ByteTokenizer.vocab_size, num_key_value_heads=2, **sizes))
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": ByteTokenizer.vocab_size}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes, **heads))
     return mp.parallelize(model, tp=mesh.tp).to(mesh.device)  # by the plan that the model carries
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpcore.tools import parsers
-from mpcore.tools.command_line import STATUS, did_you_mean
+from mpcore.tools.command_line import STATUS, did_you_mean, search_current_folder
 
 COMMANDS = {
     "verify": ("mpcore.tools.verify.__main__", "compare your model under each layout with itself on one process"),
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 for success, 1 if the command found a difference or a fault, 2 if it could not run.
     """
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # `python -m` adds it, a console script does not; a program may lie in this folder
+    search_current_folder()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.gpt.generate import load_model
-from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
-from examples.gpt.tokenizer import Tokenizer, load_tokenizer
+from examples.gpt.generate import add_checkpoint_flags, find_tokenizer, load_model
+from examples.gpt.tokenizer import Tokenizer
 from mpcore import Mesh, build_mesh
 from mpcore.mesh import read_launch
 from mpcore.tools.command_line import Parser, reports_errors
@@ -59,8 +58,7 @@ def evaluate(path: str | Path, tokenizer: Tokenizer, tasks: list[Any], mesh: Mes
         options: further arguments of `simple_evaluate`, such as `limit`.
     """
     model = load_model(path, mesh)
-    config = model.config
-    sizes = {"vocab_size": config.vocab_size, "max_length": config.seq_len}
+    sizes = {"vocab_size": model.config.vocab_size, "max_length": model.config.seq_len}
     harnessed = Model(model, HarnessTokenizer(tokenizer), mesh, **sizes)
     found: Any = simple_evaluate(harnessed, tasks=tasks, **options)  # type: ignore[call-arg]
     return found
@@ -74,16 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: done; 2: the checkpoint, the tokenizer or lm-eval-harness is missing.
     """
     parser = Parser(prog="python -m examples.gpt.evaluate", description="Evaluate a checkpoint with lm-eval-harness.")
-    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="of any layout")
+    add_checkpoint_flags(parser)
     parser.add_argument("--tasks", required=True, help="names of lm-eval-harness, such as lambada_openai,hellaswag")
     parser.add_argument("--include-path", metavar="DIR", help="a folder with YAML files of your own tasks")
     parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
-    parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")
-    parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     parser.add_argument("--device", help="such as cpu (default: GPUs if there are any)")
     args = parser.parse_args(argv)
-    open_checkpoint(args.checkpoint)
-    tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
+    tokenizer = find_tokenizer(args)
     mesh = build_mesh(tp=read_launch(os.environ).world_size, device_type=args.device)
     tasks = args.tasks.split(",")
     manager = TaskManager(include_path=args.include_path)

@@ -5,6 +5,7 @@ As a command, from a checkpoint of any layout in one process: `python -m example
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from mpcore.checkpoint import load
 from mpcore.checkpoint.format import DTYPES
 from mpcore.collectives import all_reduce, gather
 from mpcore.layers import materialize
+from mpcore.layers.module import in_eval_mode
 from mpcore.parallel.sync import drops_parameters, gathered
 from mpcore.pipeline import Pipeline
 from mpcore.random import generator
@@ -59,11 +61,9 @@ def generate(
     Returns:
         The prompt and what follows, the same on every rank.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     draws = generator(seed, "generate")
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
-    with gathered(stage for stage in pipeline.stages if not drops_parameters(stage)):
+    with in_eval_mode([model]), gathered(stage for stage in pipeline.stages if not drops_parameters(stage)):
         for _ in range(new_tokens):
             window = ids[-model.config.seq_len :]
             x = torch.tensor([window], device=mesh.device)
@@ -77,8 +77,6 @@ def generate(
             ids.append(_draw(logits.cpu(), temperature, draws))
             if ids[-1] == tokenizer.end_of_document:
                 break
-    for module, training in modes:
-        module.training = training
     return tokenizer.decode(ids)
 
 
@@ -122,6 +120,22 @@ def load_model(path: str | Path, mesh: Mesh = Mesh()) -> GPT:
     return model
 
 
+def add_checkpoint_flags(parser: Parser) -> None:
+    """Add the flags of a command that reads a checkpoint."""
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="of any layout")
+    parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")
+    parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
+
+
+def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    """Return the tokenizer that the flags name, or raise ValueError where it has more tokens than the model."""
+    config = open_checkpoint(args.checkpoint)[2]
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
+    return tokenizer
+
+
 @reports_errors("python -m examples.gpt.generate")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
@@ -130,10 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: done; 2: the checkpoint or the tokenizer can't be read.
     """
     parser = Parser(prog="python -m examples.gpt.generate", description="Sample from a checkpoint.")
-    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="of any layout")
+    add_checkpoint_flags(parser)
     parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
-    parser.add_argument("--tokenizer", help="'byte' or a tokenizer.json (default: the checkpoint's own, else byte)")
-    parser.add_argument("--end-of-document", metavar="TOKEN", help="token of tokenizer.json that ends a document")
     parser.add_argument("--new-tokens", type=int, default=120, help="at the most (default 120)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--seed", type=int, default=0)
@@ -142,15 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--temperature {args.temperature} is no number from 0")
     if args.new_tokens < 0:
         raise ValueError(f"--new-tokens {args.new_tokens} is smaller than 0")
-    config = open_checkpoint(args.checkpoint)[2]
-    tokenizer = load_tokenizer(args.tokenizer or tokenizer_of_checkpoint(args.checkpoint), args.end_of_document)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}")
+    tokenizer = find_tokenizer(args)
     model = load_model(args.checkpoint)
     pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
     options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
-    text = generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options)
-    print(text)
+    print(generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options))
     return 0
 
 

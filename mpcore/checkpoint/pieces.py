@@ -47,6 +47,10 @@ class Box:
             tensor = tensor.narrow(dim, start, size)
         return tensor
 
+    def of_logical(self, tensor: Tensor) -> Tensor:
+        """Return the view of the logical tensor that is this box."""
+        return tensor[tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))]
+
 
 @dataclass(frozen=True)
 class LocalTensor:

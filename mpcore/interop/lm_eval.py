@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpcore.collectives import gather
+from mpcore.layers.module import in_eval_mode
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline import Pipeline
@@ -162,15 +163,8 @@ class Model(TemplateLM):
             with self.run.evaluating():
                 yield
             return
-        modes = [(module, module.training) for stage in self.pipeline.stages for module in stage.modules()]
-        for stage in self.pipeline.stages:
-            stage.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        with in_eval_mode(self.pipeline.stages), torch.no_grad():
+            yield
 
     def _check(self, asked: Any) -> None:
         digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypedDict, TypeVar
 
@@ -122,6 +123,20 @@ def fill(init: Init, tensor: Tensor, generator: torch.Generator | None = None) -
             f"given tensor in place"
         )
     return tensor
+
+
+@contextmanager
+def in_eval_mode(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Put models into eval mode, and each of their modules back into its own mode afterwards."""
+    models = list(models)
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def input_error(message: str) -> ValueError:

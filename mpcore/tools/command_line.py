@@ -49,11 +49,16 @@ def reports_errors(prog: str, *errors: type[Exception]) -> Callable[[Callable[P,
     return decorate
 
 
+def search_current_folder() -> None:
+    """Let imports find the modules of the current folder, as `python -m` does and a console script does not."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def find_object(name: str) -> Any:
     """Import the object that a command line gives as `package.module:name`. The current folder is searched first."""
     module_name, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # `python -m` adds it, a console script does not
+    search_current_folder()
     try:
         module = import_module(module_name)
     except (ImportError, ValueError) as problem:

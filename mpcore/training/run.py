@@ -19,6 +19,7 @@ from mpcore.checkpoint.folders import lock_folder
 from mpcore.checkpoint.ranks import together
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
+from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
@@ -318,15 +319,8 @@ class Run:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Turn off dropout, gradients and torch.compile, for example to generate text."""
-        modes = [(module, module.training) for stage in self.stages for module in stage.modules()]
-        for stage in self.stages:
-            stage.eval()
-        try:
-            with torch.no_grad(), self._autocast(), eagerly():
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        with in_eval_mode(self.stages), torch.no_grad(), self._autocast(), eagerly():
+            yield
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor | Sequence[Tensor]) -> float:
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.

@@ -22,7 +22,7 @@ import torch
 
 from mpcore.sharding.state_dict import full_state_dict
 from mpcore.tools import parsers
-from mpcore.tools.command_line import Parser, reports_errors
+from mpcore.tools.command_line import Parser, reports_errors, search_current_folder
 from mpcore.tools.preflight import training
 from mpcore.tools.preflight.checks import FAILED, Check, Options, run_checks
 from mpcore.tools.preflight.checks import verdict as conclusion
@@ -173,7 +173,7 @@ def checks_of(command: Command, options: Options, pool: Pool) -> list[Check]:
     """
     if ":" in command.target:
         return checks_of_model(command.target, command.flags, options, pool)
-    sys.path.insert(0, "") if "" not in sys.path else None
+    search_current_folder()
     name = f"{command.target.rpartition('.')[0] or command.target}.preflight"
     if _has(name, ("checks",)):
         return import_module(name).checks(command.flags, options, pool)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from torch import nn
 
@@ -66,10 +67,7 @@ def of_trainer(program: str) -> Program:
     module = import_module(program)
 
     def replay(run: Path, step: int) -> tuple[int, Callable[[Watch], None]]:
-        path = run / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{path} isn't there: name the --out folder of a run of {program}")
-        args = argparse.Namespace(**{**vars(module.parse([])), **json.loads(path.read_text())["run"]})
+        args = saved_arguments(module, run)
         if args.workers > 1:
             raise ValueError(
                 f"the run has {args.workers} workers, which merge: only runs of one worker can be replayed"
@@ -82,10 +80,8 @@ def of_trainer(program: str) -> Program:
                 raise ValueError(f"{run} has no checkpoint, and config.json doesn't tell dp: set run.dp there")
             args.dp = found[0][1].mesh["dp"]
         before = [path for path, manifest in found if manifest.step <= step]
-        args.out = str(run / "replay")  # nothing is written: `train` would do so
         args.resume = str(before[0]) if before else "none"
-        args.device = args.device or "cpu"
-        args.compile, args.trace, args.log_to, args.profile, args.config = None, False, [], None, None
+        args.compile = None
         arguments = module.mesh_arguments(args)
 
         def play(watch: Watch) -> None:
@@ -97,6 +93,22 @@ def of_trainer(program: str) -> Program:
         return math.prod(arguments[axis] for axis in ("tp", "cp", "pp", "dp")), play
 
     return replay
+
+
+def saved_arguments(module: ModuleType, run: Path) -> argparse.Namespace:
+    """Return the arguments in the config.json of a run, for a trainer that only repeats its steps.
+
+    Raises:
+        ValueError: if the folder has no config.json.
+    """
+    path = run / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} isn't there: name the --out folder of a run of {module.__name__}")
+    args = argparse.Namespace(**{**vars(module.parse([])), **json.loads(path.read_text())["run"]})
+    args.out = str(run / "replay")  # nothing is written: `train` would do so
+    args.device = args.device or "cpu"
+    args.trace, args.log_to, args.profile, args.config = False, [], None, None
+    return args
 
 
 @reports_errors("mpcore replay", RankError)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,6 +13,7 @@ from mpcore.tools import parsers
 from mpcore.tools.command_line import reports_errors
 from mpcore.tools.draw import matplotlib_part
 from mpcore.tools.simulation.ranks import simulate
+from mpcore.tools.simulation.replay import saved_arguments
 from mpcore.tools.simulation.turns import RankError
 from mpcore.tools.workers.elastic import replay_runs
 from mpcore.tools.workers.journal import Replayed, read_lines
@@ -97,15 +96,11 @@ def replay_program(run: Path, program: str) -> Replayed:
     Raises:
         ValueError: if the folder has no config.json or no journal.
     """
-    module, path = import_module(program), run / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} isn't there: name the --out folder of a worker of {program}")
-    usual, said = vars(module.parse([])), json.loads(path.read_text())["run"]
-    args = argparse.Namespace(**{**usual, **{name: value for name, value in said.items() if name not in OF_WORKERS}})
-    args.device = args.device or "cpu"
+    module = import_module(program)
+    args, usual = saved_arguments(module, run), vars(module.parse([]))
+    vars(args).update({name: usual[name] for name in OF_WORKERS if name in usual})
     args.resume = "none" if args.resume == "auto" else args.resume  # else all workers began with this checkpoint
-    args.out, args.dp = str(run / "replay"), args.dp or 1
-    args.trace, args.log_to, args.profile, args.config = False, [], None, None
+    args.dp = args.dp or 1
     arguments = module.mesh_arguments(args)
 
     def play() -> Replayed:

@@ -71,8 +71,7 @@ class RunTensors:
                 if name in held:
                     for box in held[name].boxes:
                         if box.owned:
-                            part = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
-                            full[part] = box.of(held[name].tensor).to(full.device, dtype)
+                            box.of_logical(full).copy_(box.of(held[name].tensor))
                 full = all_reduce(full, self.mesh.world).add_(0.0)  # -0.0 is 0.0 on every layout
                 if self.keeps:
                     found[name] = full.cpu()
@@ -90,8 +89,7 @@ class RunTensors:
                     full.copy_(tensors[name])
                 full = all_reduce(full, self.mesh.world)
                 for box in held[name].boxes if name in held else ():
-                    part = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
-                    box.of(held[name].tensor).copy_(full[part])
+                    box.of(held[name].tensor).copy_(box.of_logical(full))
             for p, master in masters.items():
                 local_tensor(p.detach()).copy_(local_tensor(master.detach()))
         self.base = self.read()

@@ -188,10 +188,9 @@ def unpack(data: memoryview, what: str = "a message's tensors") -> Tensors:
     tensors = {}
     for key, said in found.items():
         (start, end), dtype = said["data_offsets"], DTYPES[said["dtype"]]
-        some = (
-            torch.frombuffer(body, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
-            if end > start
-            else None
-        )
-        tensors[key] = torch.empty(said["shape"], dtype=dtype) if some is None else some.view(said["shape"])
+        if end == start:  # torch.frombuffer takes no empty buffer
+            tensors[key] = torch.empty(said["shape"], dtype=dtype)
+        else:
+            values = torch.frombuffer(body, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
+            tensors[key] = values.view(said["shape"])
     return tensors
