@@ -8,8 +8,9 @@ from mpcore.layers.moe.biased import BiasedExperts, BiasedGroupedLinear, clamped
 from mpcore.layers.multi_token import MultiTokenPrediction, shift_tokens
 from mpcore.optim.mup import Mup, apply_mup
 from mpcore.tools.coordinate_check import coordinate_check
+from mpcore.tools.diloco import DiLoCo
 from mpcore.tools.invariant import make_invariant
-from mpcore.tools.local_updates import DiLoCo, LocalUpdates
+from mpcore.tools.local_updates import LocalUpdates
 from mpcore.tools.simulation import simulate
 
 __all__ = [

@@ -26,7 +26,7 @@ from mpcore.mesh.layout import mesh_ranks
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer, offload_parameters
 from mpcore.sharding.local import local_tensor, reshard
-from mpcore.tools.local_updates import DiLoCo, Merge, _State
+from mpcore.tools.diloco import DiLoCo, Merge, _State
 from tests.equality import close
 from tests.pool import Pool, mesh
 from tests.test_checkpoint import BATCH, CONFIG, Run, same_bits, size_of

@@ -21,9 +21,9 @@ from examples.gpt.model import count_active_parameters, count_parameters, flops_
 from examples.gpt.policies import long_warmup, lr_schedule
 from mpcore import Mesh
 from mpcore.sharding import local_tensor
+from mpcore.tools.diloco import Merge
 from mpcore.tools.draw import draw_trace, plot_losses
 from mpcore.tools.fault_tolerance.metrics import MetricsWriter
-from mpcore.tools.local_updates import Merge
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -30,7 +30,7 @@ from mpcore.sharding.local import is_dtensor
 from mpcore.tools.analysis.counts import block_bytes
 from mpcore.tools.analysis.work import HOLD_ALL, Choice, LayoutSpec, Model, Work
 from mpcore.tools.command_line import Parser
-from mpcore.tools.local_updates import OUTER_SLOTS
+from mpcore.tools.diloco import OUTER_SLOTS
 from mpcore.training import lay_out
 
 

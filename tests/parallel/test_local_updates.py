@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.tools import local_updates as module
-from mpcore.tools.local_updates import OUTER_SLOTS, DiLoCo, Merge, _State
+from mpcore.tools import diloco as module
+from mpcore.tools.diloco import OUTER_SLOTS, DiLoCo, Merge, _State
 
 
 def made(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> DiLoCo:
