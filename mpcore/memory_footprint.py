@@ -29,7 +29,7 @@ class StorageTracker(TorchDispatchMode):
         self.made: dict[int, StorageWeakRef] = {}
         self.given: dict[int, StorageWeakRef] = {}  # what was there before, of which operators only make views
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note(self.given, (args, kwargs))
         out = func(*args, **(kwargs or {}))
         self._note(self.made, out)

@@ -53,7 +53,7 @@ class _Fake(FakeTensorMode):
             cached. All modes share it, as torch's modes share theirs.
     """
 
-    results: ClassVar[dict[object, tuple | None]] = {}
+    results: ClassVar[dict[object, tuple[Any, ...] | None]] = {}
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
@@ -129,14 +129,14 @@ def _is_kept(func: Any) -> bool:
     return namespace in _KEPT and not func.is_view and (namespace == "mpcore" or not func._schema.is_mutable)
 
 
-def _form_of(out: Any, args: Any) -> tuple | None:
+def _form_of(out: Any, args: Any) -> tuple[Any, ...] | None:
     """Return whether an operator has one result, and the shape, stride, dtype and device of each.
 
     None: a result isn't a new tensor that fills its storage.
     """
     outs = out if isinstance(out, tuple) else (out,)
     seen = set()
-    forms: list[tuple | None] = []
+    forms: list[tuple[Any, ...] | None] = []
     for x in outs:
         if x is None:
             forms.append(None)

@@ -245,7 +245,7 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
         return not boxes
     if not shape:
         return len(boxes) == 1
-    runs: dict[tuple[int, int], list] = {}
+    runs: dict[tuple[int, int], list[Any]] = {}
     for (start, size), *inner in boxes:
         runs.setdefault((start, size), []).append(inner)
     end = 0

@@ -127,7 +127,7 @@ class _Inlet:
 
     x: Tensor | None = None
 
-    def __deepcopy__(self, memo: dict) -> _Inlet:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> _Inlet:
         return self
 
 

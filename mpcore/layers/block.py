@@ -53,7 +53,7 @@ class TransformerBlock(nn.Module):
         samples: Tensor | None = None,
         tokens: Tensor | None = None,
         mlp_arguments: Mapping[str, Any] | None = None,
-        **attention_arguments,
+        **attention_arguments: Any,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]. Under sequence parallelism, input and output are this rank's shard of the sequence.
 

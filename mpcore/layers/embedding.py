@@ -23,7 +23,9 @@ from mpcore.sharding.declare import Shard, cut
 class _Table(ParallelModule):
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, **options) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, **options: Unpack[LayerOptions]
+    ) -> None:
         super().__init__(**options)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         if padding_idx is not None:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+from typing_extensions import Unpack
+
 from mpcore.layers.linear import ColumnParallelLinear, check_size
+from mpcore.layers.module import LayerOptions
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Run, Shard, cut
+
+
+class FusedOptions(LayerOptions, total=False):
+    """`LayerOptions`, and `regather` of `ColumnParallelLinear`."""
+
+    regather: bool
 
 
 class GateUpParallelLinear(ColumnParallelLinear):
@@ -18,7 +27,7 @@ class GateUpParallelLinear(ColumnParallelLinear):
         in_features: D.
         hidden_features: F, the width of the gate projection and of the up projection. Shards may be uneven.
         bias: whether the projections have biases.
-        others: the other arguments of `ColumnParallelLinear`.
+        options: `FusedOptions`.
 
     Example:
         >>> layer = mpcore.GateUpParallelLinear(4, 6, tp=mpcore.Axis(size=2, rank=0), device="meta")
@@ -26,9 +35,11 @@ class GateUpParallelLinear(ColumnParallelLinear):
         ((0, 3), (6, 9))
     """
 
-    def __init__(self, in_features: int, hidden_features: int, bias: bool = True, **others) -> None:
-        check_size("hidden_features", hidden_features, others.get("tp", Axis()))
-        super().__init__(in_features, 2 * hidden_features, bias, blocks=(hidden_features,) * 2, **others)
+    def __init__(
+        self, in_features: int, hidden_features: int, bias: bool = True, **options: Unpack[FusedOptions]
+    ) -> None:
+        check_size("hidden_features", hidden_features, options.get("tp", Axis()))
+        super().__init__(in_features, 2 * hidden_features, bias, blocks=(hidden_features,) * 2, **options)
         self.hidden_features = hidden_features
 
 
@@ -45,7 +56,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_heads, num_kv_heads: H and H_kv of the unsharded layer.
         head_dim: K.
         bias: whether the projections have biases.
-        others: the other arguments of `ColumnParallelLinear`.
+        options: `FusedOptions`.
 
     Attributes:
         local_heads, local_kv_heads: the number of query heads and of KV heads on this rank.
@@ -64,9 +75,15 @@ class QKVParallelLinear(ColumnParallelLinear):
     has_queries = True
 
     def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool = True, **others
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = True,
+        **options: Unpack[FusedOptions],
     ) -> None:
-        tp = others.get("tp", Axis())
+        tp = options.get("tp", Axis())
         check_size("num_heads", num_heads, tp)
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
@@ -83,7 +100,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             )
 
         shard = Shard(tp, 0, tuple(map(rows, *(runs for _, runs in fused))))
-        super().__init__(in_features, sum(blocks), bias, unit=head_dim, blocks=blocks, shard=shard, **others)
+        super().__init__(in_features, sum(blocks), bias, unit=head_dim, blocks=blocks, shard=shard, **options)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         (q_start, q_end), (kv_start, kv_end) = q[tp.rank], kv[tp.rank]
         self.local_heads, self.local_kv_heads = q_end - q_start, kv_end - kv_start

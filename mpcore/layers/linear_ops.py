@@ -112,7 +112,7 @@ class _ColumnLinear(Function):
     """The product of an x that all ranks share, or of a sequence that is all-gathered over dimension `dim`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.how = tp, dim, regather, _, dtype = how
         whole = x if dim is None else gathered(start_all_gather(x, tp), tp, dim)
         ctx.save_for_backward((x if regather else whole) if ctx.needs_input_grad[1] else None, weight)
@@ -128,7 +128,7 @@ class _ColumnLinear(Function):
         return column_backward(ctx, dy)
 
 
-def column_backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+def column_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
     """Compute the gradients of `_ColumnLinear`, and sum the input's while the weight's is computed."""
     (x, weight), (tp, dim, regather, main, _) = ctx.saved_tensors, ctx.how
     if tp.size > 1 or main is not None:

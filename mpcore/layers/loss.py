@@ -474,13 +474,24 @@ def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
     return list(zip(pieces, starts, strict=True))
 
 
+class CrossEntropyOptions(TypedDict, total=False):
+    """Keyword arguments of `vocab_parallel_cross_entropy`, which explains them."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    token_weight: Tensor | None
+    reduction: str
+
+
 class VocabParallelCrossEntropy(nn.Module):
     """`vocab_parallel_cross_entropy` as a module for one vocabulary size. It rejects gathered logits.
 
     Args:
         vocab_size: V.
         tp: the axis over which the vocabulary is sharded.
-        options: the other arguments of `vocab_parallel_cross_entropy`.
+        options: `CrossEntropyOptions`.
 
     Example:
         >>> loss_function = mpcore.VocabParallelCrossEntropy(8, label_smoothing=0.1, reduction="sum")
@@ -488,7 +499,7 @@ class VocabParallelCrossEntropy(nn.Module):
         tensor(4.1589)
     """
 
-    def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options) -> None:
+    def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options: Unpack[CrossEntropyOptions]) -> None:
         super().__init__()
         check_axis(tp)
         self.vocab_size, self.tp, self.options = vocab_size, tp, options

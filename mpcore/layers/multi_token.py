@@ -11,6 +11,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2, equations 21 to 25. The ord
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class MultiTokenPrediction(ParallelLayer):
             add_partial(projection, "weight", self.tp)  # each rank sees its own tokens
 
     def forward(
-        self, h: Tensor, inputs: Sequence[Tensor], embedding: Callable[[Tensor], Tensor], **block_arguments
+        self, h: Tensor, inputs: Sequence[Tensor], embedding: Callable[[Tensor], Tensor], **block_arguments: Any
     ) -> list[Tensor]:
         """Return, for each depth, what the model's head reads in place of its last norm's output: n times [B, T/cp, D].
 

@@ -12,6 +12,12 @@ from mpcore.layers.module import LayerOptions, ParallelModule, constant
 from mpcore.mesh.axis import Axis
 
 
+class NormOptions(LayerOptions, total=False):
+    """`LayerOptions`, and `partial`: the axes besides tp over which the weight's gradient must be all-reduced."""
+
+    partial: tuple[Axis, ...]
+
+
 class _Norm(ParallelModule):
     """Base class of the norms. A 16-bit weight makes the output 16-bit, even for a float32 residual stream."""
 
@@ -43,8 +49,7 @@ class RMSNorm(_Norm):
     Args:
         dim: D, the size of the last dimension.
         eps: added to the mean square. `torch.nn.RMSNorm` without `eps` adds `torch.finfo(x.dtype).eps`.
-        others: `partial`, the axes besides tp over which the weight's gradient is partial (must be all-reduced); and
-            `LayerOptions`. With `sequence_parallel` each rank sees a part of the tokens, so the layer declares the
+        options: `NormOptions`. With `sequence_parallel` each rank sees a part of the tokens, so the layer declares the
             weight's gradient partial over tp.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
@@ -55,8 +60,8 @@ class RMSNorm(_Norm):
         tensor([[ 1., -1.]])
     """
 
-    def __init__(self, dim: int, eps: float = 1e-6, **others) -> None:
-        super().__init__(dim, eps, False, **others)
+    def __init__(self, dim: int, eps: float = 1e-6, **options: Unpack[NormOptions]) -> None:
+        super().__init__(dim, eps, False, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -70,7 +75,7 @@ class LayerNorm(_Norm):
         dim: D, the size of the last dimension.
         eps: added to the variance.
         bias: whether the norm has a bias.
-        others: see `RMSNorm`.
+        options: `NormOptions`.
 
     Source: Ba et al. 2016, arXiv:1607.06450, equation 4.
 
@@ -80,8 +85,8 @@ class LayerNorm(_Norm):
         tensor([[-1.,  1.]])
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, **others) -> None:
-        super().__init__(dim, eps, bias, **others)
+    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, **options: Unpack[NormOptions]) -> None:
+        super().__init__(dim, eps, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""

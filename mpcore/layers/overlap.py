@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ def overlap_communication(model: nn.Module, smallest: int = SMALLEST) -> None:
         layer.product = product
 
 
-def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
     dtype = autocast_dtype(x)
     main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
     return kind.apply(cast(x, dtype), weight, bias, (*how, main, dtype))
@@ -143,7 +144,7 @@ class _RingColumn(Function):
     """`linear(all_gather(x, dim))`. Backward is `column_backward`, unless no product would hide its messages."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.how = tp, dim, regather, _, dtype = how
         w, b = cast(weight, dtype), cast(bias, dtype)
         shards, ys = ring_gather(x, tp, lambda shard: F.linear(shard, w, b))
@@ -165,7 +166,7 @@ class _RingRow(Function):
     """`reduce_scatter(linear(x), dim)`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.how = tp, dim, _, dtype = how
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         w = cast(weight, dtype)
@@ -192,7 +193,7 @@ class _ChunkedRow(Function):
     """`reduce(linear(x))`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         tp, chunks, main, dtype = how
         ctx.how = _ALONE, None, False, main, dtype
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,10 +95,10 @@ class Axis:
     def __copy__(self) -> Axis:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Axis:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Axis:
         return self  # a process group can't be copied, and a copied layer communicates with the same ranks
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             raise TypeError(
                 f"the {self.name} axis of size {self.size} belongs to running processes and can't be pickled: save "

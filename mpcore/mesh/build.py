@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,7 +122,7 @@ def build_mesh(
     alone = _share("alone", [[rank] for rank in range(world_size)])
     axes = {name: _new_axis(name, ranks[name], whole=dist.group.WORLD) for name in sizes}
     grid = torch.arange(world_size, dtype=torch.int).view(*sizes.values())
-    groups: list = [axes[name].group or alone for name in sizes]
+    groups: list[Any] = [axes[name].group or alone for name in sizes]
     device_mesh = DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=tuple(sizes))
     same_as = {
         "data": "dp" if shape["cp"] == 1 else None,
@@ -140,7 +141,7 @@ def build_mesh(
 
 
 def choose_device(
-    asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping | None = None
+    asked: str | None, *, gpus: int, local_rank: int = 0, local_size: int = 1, backends: Mapping[Any, Any] | None = None
 ) -> str:
     """Return the type of device that a rank computes on. The result depends only on the arguments.
 

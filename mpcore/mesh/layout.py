@@ -12,6 +12,8 @@ Source: Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473), section 3.2, and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 
@@ -25,7 +27,7 @@ def mesh_shape(
     ep: int = 1,
     dp: int | None = None,
     etp: int | None = None,
-) -> dict:
+) -> dict[Any, Any]:
     """Return the size of each axis by name.
 
     Args:

@@ -455,11 +455,11 @@ def offload_parameters(
     for place, (block, swap) in enumerate(zip(blocks, swaps, strict=True)):
 
         @uncompiled
-        def before(module: nn.Module, args: tuple, place: int = place) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], place: int = place) -> None:
             offload.use(place, -1 if recomputing() else 1)
 
         @uncompiled
-        def after(module: nn.Module, args: tuple, out: Any, place: int = place) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], out: Any, place: int = place) -> None:
             trained = trained_tensors(out)
             if not trained and torch.is_grad_enabled() and hides_tensors(out):
                 raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.local import is_dtensor
 
 
-def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = None) -> AbstractContextManager:
+def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = None) -> AbstractContextManager[Any]:
     """Compute matrix products in `dtype` if that is half precision; norms, softmax, losses and sums stay in float32.
 
     Args:

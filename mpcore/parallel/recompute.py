@@ -156,10 +156,10 @@ def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=setting.preserve_rng_state, **options)
 
 
-def _contexts(setting: _Setting, to_the_end: bool) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _contexts(setting: _Setting, to_the_end: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     if setting.kind == "full":
         return nullcontext(), _AsInForward(setting.modules, nullcontext())
-    kept: list = []
+    kept: list[Any] = []
     return _remember(kept, to_the_end), _AsInForward(setting.modules, _Replay(kept))
 
 
@@ -170,7 +170,7 @@ class _AsInForward:
     writes to copies.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager) -> None:
+    def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager[Any]) -> None:
         self.modes = [(module, module.training) for module in modules]
         self.buffers = [(m, name, x) for m in modules for name, x in m._buffers.items() if x is not None]
         self.values = {buffer: _copy(buffer) for _, _, buffer in self.buffers}
@@ -261,7 +261,7 @@ def _is_kept(func: Any) -> bool:
     return func.overloadpacket in _PRODUCTS or func.namespace == "_c10d_functional"
 
 
-def _selective_compiled() -> tuple[AbstractContextManager, AbstractContextManager]:
+def _selective_compiled() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return torch's own contexts: the compiler reads the tags that these put on operators, and supports no others."""
     return create_selective_checkpoint_contexts(_policy)
 
@@ -271,7 +271,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 @contextmanager
-def _remember(kept: list, to_the_end: bool) -> Iterator[None]:
+def _remember(kept: list[Any], to_the_end: bool) -> Iterator[None]:
     """In this context run a block's forward; at its end add the results of products and collectives to `kept`."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
@@ -312,7 +312,7 @@ class _Log(TorchDispatchMode):
         self.entries.append((self._ids(x), frozenset(), None, True))
         self.end = len(self.entries)
 
-    def kept(self) -> list:
+    def kept(self) -> list[Any]:
         """Return an entry for each product and collective, in the order of the calls.
 
         The entry is the result. It is a tensor without memory if recomputation needs only the shape, and None if the
@@ -344,7 +344,7 @@ class _Log(TorchDispatchMode):
 class _Replay(TorchDispatchMode):
     """In a recomputation return the recorded results of products and collectives instead of computing them."""
 
-    def __init__(self, kept: list) -> None:
+    def __init__(self, kept: list[Any]) -> None:
         super().__init__()
         self.results, self.next = kept, 0
 

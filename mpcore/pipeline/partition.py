@@ -1,21 +1,17 @@
 """Assign the blocks of a model to pipeline stages, and stages to ranks.
 
-It works on any list of modules. Costs may be estimated from parameters, counted from matrix products, or measured.
-`partition` then splits the list so that the slowest stage is as fast as possible.
+It works on any list of modules: `parameter_costs` counts the weights of each, and `partition` splits the list so that
+the slowest stage is as fast as possible.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from mpcore.layers.embedding import TABLES
 from mpcore.layers.module import ParallelModule
@@ -167,61 +163,3 @@ def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
         )
         for root in modules
     ]
-
-
-def flop_costs(modules: Iterable[nn.Module], x: Tensor) -> list[float]:
-    """Count the floating-point operations of each module's forward while `x` passes through all modules in turn.
-
-    Backward needs twice as many in every module. On the meta device nothing is computed.
-
-    Args:
-        modules: called one after another, each with the result of the previous one.
-        x: the input of the first module.
-
-    Returns:
-        The number of operations of each module.
-    """
-    costs = []
-    for module in modules:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            x = module(x)
-        costs.append(float(counter.get_total_flops()))
-    return costs
-
-
-def measured_costs(modules: Sequence[nn.Module], x: Tensor, repeats: int = 5) -> list[float]:
-    """Measure the seconds of forward and backward of each module: the median of `repeats` runs after one warm-up.
-
-    Existing gradients of the parameters stay unchanged.
-
-    Args:
-        modules: called one after another, each with the result of the previous one.
-        x: the input of the first module.
-        repeats: the number of measured runs.
-
-    Returns:
-        The seconds of each module.
-    """
-    costs = []
-    for module in modules:
-        held = [(p, p.grad) for p in module.parameters()]
-        module.zero_grad()  # so that nothing is added into the gradients held
-        inputs = x.detach().requires_grad_(x.is_floating_point())
-        seconds, y = [], inputs
-        for _ in range(repeats + 1):
-            began = _now(inputs)
-            y = module(inputs)
-            if y.requires_grad:
-                y.backward(torch.ones_like(y))
-            seconds.append(_now(inputs) - began)
-        for parameter, grad in held:
-            parameter.grad = grad
-        costs.append(statistics.median(seconds[1:]))
-        x = y.detach()
-    return costs
-
-
-def _now(x: Tensor) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter()

@@ -338,10 +338,10 @@ class DiLoCo(torch.optim.Optimizer):
                     raise ValueError(f"{self.names[p]} of {where} is not finite: nothing was merged")
 
 
-class _State(MutableMapping):
+class _State(MutableMapping[Any, Any]):
     """The state of the inner optimizer and of the outer step as one; the outer slots have names of their own."""
 
-    def __init__(self, inner: MutableMapping, outer: dict[Tensor, dict[str, Tensor]]) -> None:
+    def __init__(self, inner: MutableMapping[Any, Any], outer: dict[Tensor, dict[str, Tensor]]) -> None:
         self.inner, self.outer = inner, outer
 
     def __getitem__(self, p: Tensor) -> dict[str, Any]:

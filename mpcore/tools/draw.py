@@ -81,7 +81,7 @@ def _lighten(colour: str, by: float) -> tuple[float, ...]:
     return tuple(c + (1 - c) * by for c in channels)
 
 
-def _legend(spans: Sequence[Span], patches: Any) -> list:
+def _legend(spans: Sequence[Span], patches: Any) -> list[Any]:
     there = {span.action.kind for span in spans}
     handles = [patches.Patch(color=COLOURS[kind], label=MEANINGS[kind]) for kind in COLOURS if kind in there]
     shades = sorted(set(_shades(spans).values()))
@@ -132,7 +132,7 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
     Path(path).write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def plot_losses(records: list[dict], path: Path) -> None:
+def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
     """Plot the training and validation loss over the tokens seen."""
     figures = matplotlib_part("figure")
     steps = [r for r in records if "loss" in r]

@@ -56,7 +56,7 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
     """
     reshard(model)
 
-    def plan() -> tuple[Source, list]:
+    def plan() -> tuple[Source, list[Any]]:
         source, items = open_hf(folder, spec=spec), []
         for held in held_by_model(model, mesh):
             name = held.name.removeprefix("model/")

@@ -247,7 +247,7 @@ class _AllGather(Function):
     """All-gather keys and values; gather them again in backward, so that only shards are kept."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict):
+    def forward(ctx, q, k, v, sinks, low, high, cp: Axis, runs: tuple[Runs, ...], options: dict[str, Any]):
         keys, values = (_as_rows(t, q.shape[0]) for t in _gather_keys(k, v, cp, runs))
         output, lse = attention(q, keys, values, bounds=(low, high), **options)
         if sinks is not None:

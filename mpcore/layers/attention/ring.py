@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -112,7 +113,7 @@ class _RingAttention(Function):
     """Ring attention: each step sends the next block while the current block is computed."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, low, high, ring: _Ring, options: dict):
+    def forward(ctx, q, k, v, sinks, low, high, ring: _Ring, options: dict[str, Any]):
         wide = torch.promote_types(q.dtype, torch.float32)
         shapes, rank, merged = _Shapes(k, v), ring.axis.rank, None
         held = shapes.pack(k, v)

@@ -228,7 +228,7 @@ class Router(ParallelModule, RandomModule):
         found = (self._parameters[name] for name in ("expert_bias", "fractions"))
         return [parameter for parameter in found if parameter is not None]
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> Router:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
         """Convert the module like torch, but keep `statistics` in fp32: bfloat16 would lose their small steps."""
         kept = [parameter.data for parameter in self.statistics]
         super()._apply(fn, recurse)

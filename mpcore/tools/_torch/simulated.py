@@ -38,8 +38,8 @@ class Job(Protocol):
         table: the collectives that some ranks of a group have not yet entered.
     """
 
-    table: dict[tuple, Any]
-    boxes: dict[tuple, Any]
+    table: dict[tuple[Any, ...], Any]
+    boxes: dict[tuple[Any, ...], Any]
 
     def wait(self, ready: Callable[[], bool], polls: bool = False, inside: object = None) -> None:
         """Let other ranks run until `ready()` is true."""
@@ -270,7 +270,7 @@ class SimulatedGroup(PythonGroup):
         super().__init__(options)
         self.job: Any = _here.job
 
-    def _meet(self, kind: str, x: Tensor | None, part: Any, compute: Callable[[list], None]) -> _Work:
+    def _meet(self, kind: str, x: Tensor | None, part: Any, compute: Callable[[list[Any]], None]) -> _Work:
         """Enter the next collective of the group with this rank's input.
 
         The last rank computes all results in place. Ranks may use different CUDA streams.

@@ -170,7 +170,9 @@ def _spread(values: Sequence[float | None]) -> float:
     return max(abs(x - y) for x, y in combinations(finite, 2))
 
 
-def _distances(a: Curves, b: Curves, band: Mapping[tuple[str, str], Mapping[int, float]], width: float) -> Iterable:
+def _distances(
+    a: Curves, b: Curves, band: Mapping[tuple[str, str], Mapping[int, float]], width: float
+) -> Iterable[Outside]:
     """Yield each number of both runs with its distance, divided by the band's half width."""
     for (kind, tensor), curve in band.items():
         other = b[kind, tensor]

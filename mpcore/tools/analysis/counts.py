@@ -78,7 +78,7 @@ class CommunicationCounter(TorchDispatchMode):
             self.by_group.setdefault(axis.group_name, name)
             self.by_ranks.setdefault(self.ranks_of[name], name)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # only fake tensors call it, eight times per operator
             return device_of(args[0])
         out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class CommunicationCounter(TorchDispatchMode):
             self._count(func, args, kwargs or {}, out)
         return out
 
-    def _count(self, func: Any, args: Sequence, kwargs: dict, out: Any) -> None:
+    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         name = func.overloadpacket.__name__
         kind = next((kind for begin, kind in _KINDS.items() if name.strip("_").startswith(begin)), None)
         if kind is None:  # wait_tensor, monitored_barrier_
@@ -95,7 +95,7 @@ class CommunicationCounter(TorchDispatchMode):
         sizes = [sum(x.nbytes for x in tensors_in(tree)) for tree in (*args, out) if not isinstance(tree, str)]
         self.add(self._axis(group, args), kind, max(sizes))
 
-    def _axis(self, group: dist.ProcessGroup | None, args: Sequence) -> str:
+    def _axis(self, group: dist.ProcessGroup | None, args: Sequence[Any]) -> str:
         name = group.group_name if group is not None else next((x for x in reversed(args) if isinstance(x, str)), "")
         if name in self.by_group:
             return self.by_group[name]

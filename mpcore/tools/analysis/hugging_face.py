@@ -58,7 +58,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
             recompute=Recompute(args.recompute), compile=None)  # fmt: skip
     shape, width = (args.micro_batch, args.seq_len), model.config.get_text_config().hidden_size
 
-    def inputs(i: int) -> tuple[tuple, dict[str, Any]]:
+    def inputs(i: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if plan.stages_of(mesh.pp.rank)[i] == 0:
             return (torch.empty(shape, dtype=torch.long),), {}
         return (torch.empty((*shape, width), dtype=precision.param_dtype),), {}

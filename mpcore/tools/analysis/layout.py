@@ -43,6 +43,7 @@ from mpcore.tools.analysis.work import (
 
 ROUNDS = 4
 """Micro-batches a pipeline rank of a shortened schedule: time and memory of more follow from it."""
+Sizes = dict[str, int]
 Enter = Callable[[], AbstractContextManager[tuple[Mesh, LayoutSpec]]]
 
 
@@ -63,7 +64,7 @@ class Layout:
         axes: the ranks of each axis that this rank is on.
     """
 
-    sizes: dict[str, int]
+    sizes: Sizes
     arguments: tuple[str, ...]
     micro_batches: int
     short: Schedule
@@ -137,7 +138,7 @@ class Counter:
     def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:
         self.build, self.stands_for_gpu, self.share = build, stands_for_gpu, share
         self._memo: dict[Any, tuple[MicroBatchMemory, StepMemory, int]] = {}
-        self._slopes: dict[Any, tuple[MicroBatchMemory, StepMemory, int, dict[str, int]]] = {}
+        self._slopes: dict[Any, tuple[MicroBatchMemory, StepMemory, int, Sizes]] = {}
         self._stages: dict[Any, tuple[MicroBatchMemory, StepMemory]] = {}
 
     def rank(self, arguments: Sequence[str] = (), rank: int = 0, **sizes: Any) -> DryRunCounts:
@@ -205,7 +206,9 @@ class Counter:
         stages = tuple(kept for kept, _ in counted)
         return _layout(outline, sizes, arguments, stages, held, axes)
 
-    def _stage(self, outline: LayoutSpec, sizes: dict, index: int, enter: Enter) -> tuple[MicroBatchMemory, StepMemory]:
+    def _stage(
+        self, outline: LayoutSpec, sizes: Sizes, index: int, enter: Enter
+    ) -> tuple[MicroBatchMemory, StepMemory]:
         """Count a stage from a few of its blocks."""
         pattern, by_kind = _pattern(outline, index), dict[Any, list[int]]()
         for block in outline.blocks[index]:
@@ -216,15 +219,15 @@ class Counter:
         return self._stages[known]
 
     def _extrapolate(
-        self, outline: LayoutSpec, sizes: dict, index: int, pattern: tuple[bool, ...], by_kind: dict[Any, list[int]],
-        enter: Enter,
+        self, outline: LayoutSpec, sizes: Sizes, index: int, pattern: tuple[bool, ...],
+        by_kind: dict[Any, list[int]], enter: Enter,
     ) -> tuple[MicroBatchMemory, StepMemory]:  # fmt: skip
         """Run the stage with a few blocks of each kind, and add what the other blocks would add."""
         few = outline.few
         base = sorted(block for blocks in by_kind.values() for block in blocks[:few])
         found = self._run(outline, sizes, index, pattern, base, enter)
         terms: list[tuple[int, tuple[MicroBatchMemory, StepMemory]]] = []
-        raised: list[dict[str, int]] = []
+        raised: list[Sizes] = []
         for kind, blocks in by_kind.items():
             if len(blocks) <= few:
                 continue
@@ -246,7 +249,7 @@ class Counter:
         return kept, combine([(factor, held) for factor, (_, held) in terms])
 
     def _run(
-        self, outline: LayoutSpec, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
+        self, outline: LayoutSpec, sizes: Sizes, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
     ) -> tuple[MicroBatchMemory, StepMemory]:
         """Run a stage with these blocks, or return the cached result of an equal stage."""
         dp, short = sizes.get("dp", 1), outline.short(ROUNDS)
@@ -261,7 +264,7 @@ class Counter:
         return kept, _resharded(outline, held, counted, dp)
 
     def _key(
-        self, outline: LayoutSpec, sizes: dict, index: int, pattern: tuple[bool, ...], blocks: list[int],
+        self, outline: LayoutSpec, sizes: Sizes, index: int, pattern: tuple[bool, ...], blocks: list[int],
         shared: bool = False,
     ) -> Any:  # fmt: skip
         """Return everything that the counts of a stage depend on, as a key of the cache.
@@ -276,7 +279,7 @@ class Counter:
         kinds = tuple(outline.kind(block) for block in blocks)
         return outline.key, mesh, dp > 1 if self.share else dp, pp > 1, place, pattern, kinds
 
-    def _whole(self, arguments: list[str], sizes: dict, ranks: Sequence[int], outline: LayoutSpec | None) -> Layout:
+    def _whole(self, arguments: list[str], sizes: Sizes, ranks: Sequence[int], outline: LayoutSpec | None) -> Layout:
         """Count a layout by running every stage of every pipeline rank in full."""
         found: list[DryRunCounts] = []
         for rank in ranks:
@@ -293,7 +296,7 @@ class Counter:
         return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
 
 
-def _growth(more: MicroBatchMemory, is_split: bool) -> dict[str, int]:
+def _growth(more: MicroBatchMemory, is_split: bool) -> Sizes:
     """Return how much each peak of a stage grows per further block.
 
     `more` is what one more block added to a short stage. Forward holds the most at its end, so each block adds its
@@ -325,11 +328,11 @@ def _pattern(outline: LayoutSpec, index: int) -> tuple[bool, ...]:
 
 def _layout(
     outline: LayoutSpec,
-    sizes: dict,
+    sizes: Sizes,
     arguments: Sequence[str],
     stages: tuple[MicroBatchMemory, ...],
     held: Sequence[StepMemory],
-    axes: dict,
+    axes: dict[str, tuple[int, ...]],
 ) -> Layout:
     short, m = outline.short(ROUNDS), outline.micro_batches
     shorter = None if short.micro_batches == m else outline.short(ROUNDS - 1)

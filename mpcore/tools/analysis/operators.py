@@ -69,7 +69,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.tally = OperatorCounts()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         if func.is_view or packet in _FREE or func.namespace in _COMMUNICATION:
@@ -97,7 +97,7 @@ class Operators(TorchDispatchMode):
         return out
 
 
-def _pairs(name: str, args: tuple) -> tuple[int, int]:
+def _pairs(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
     """Return the number of (query, key) pairs of all heads in a call of attention, and of those that the mask leaves.
 
     Bounds of masks have no values in a dry run. So half of the pairs are counted. This is exact for causal masks if the

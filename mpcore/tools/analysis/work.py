@@ -46,7 +46,7 @@ class Work:
 
     stages: Sequence[nn.Module]
     plan: Schedule
-    inputs: Callable[[int], tuple[tuple, dict[str, Any]]]
+    inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
     loss: Callable[[Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
     autocast: torch.dtype | None = None
@@ -101,7 +101,7 @@ def make_work(
             compile=None)  # fmt: skip
     plan = build_schedule("1f1b", 1, micro_batches)
 
-    def made(_: int) -> tuple[tuple, dict[str, Any]]:
+    def made(_: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(torch.empty_like(x) if isinstance(x, Tensor) else x for x in inputs), {}
 
     return Work([model], plan, made, loss, optimizer, autocast=precision.autocast_dtype)

@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.replicas import compare_replicas
@@ -28,7 +29,7 @@ class Faults:
     """
 
     def __init__(
-        self, mesh: Mesh, records: list[dict], out: Path, *, max_skips: int, check_replicas: int, check_speed: int
+        self, mesh: Mesh, records: list[Any], out: Path, *, max_skips: int, check_replicas: int, check_speed: int
     ) -> None:
         self.mesh, self.check_replicas, self.check_speed = mesh, check_replicas, check_speed
         self.skips = Skips(max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
@@ -37,7 +38,7 @@ class Faults:
             if entry.get("loss") is not None:  # null: a step that was skipped
                 self.spikes.score(entry["loss"])
 
-    def after(self, entry: dict, samples: range, run: Run, stragglers: Stragglers) -> list[str]:
+    def after(self, entry: dict[str, Any], samples: range, run: Run, stragglers: Stragglers) -> list[str]:
         """Check a step.
 
         Args:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mpcore.checkpoint.schema import read_lines
 
@@ -25,7 +26,7 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
 
-    def add(self, entry: dict) -> None:
+    def add(self, entry: dict[str, Any]) -> None:
         """Write the waiting lines and this one.
 
         Args:
@@ -47,12 +48,12 @@ class MetricsWriter:
         self.waiting = b""
 
 
-def read_line(line: str) -> dict:
+def read_line(line: str) -> dict[str, Any]:
     """Read a line of JSON. The values NaN and Infinity, which Python writes but JSON doesn't have, become None."""
     return json.loads(line, parse_constant=lambda _: None)
 
 
-def read_records(path: Path, steps: int) -> list[dict]:
+def read_records(path: Path, steps: int) -> list[dict[str, Any]]:
     """Read the records that an earlier run wrote of its first `steps` steps."""
     if steps == 0 or not path.is_file():
         return []

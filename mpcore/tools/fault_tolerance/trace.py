@@ -286,7 +286,7 @@ def _entered(rank: int, call: Call, logs: dict[int, Log]) -> str:
     return f"rank {rank} entered {_called(call, logs[rank])}"
 
 
-def form_of(call: Call) -> tuple:
+def form_of(call: Call) -> tuple[Any, ...]:
     """Return what must be the same on all ranks that enter a collective: kind, dtype and, for some kinds, shape."""
     return (call.kind, call.dtype, call.shape if call.kind in _EQUAL_SHAPES else ())
 

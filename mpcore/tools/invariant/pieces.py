@@ -9,6 +9,7 @@ sequence parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class _Own(Function):
         return x.clone(memory_format=torch.contiguous_format)  # no view, whose hook `fully_shard` would lose
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         return own(dy)
 
 
@@ -139,7 +140,7 @@ class ColumnProduct(Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, blocks: tuple[int, ...]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, blocks: tuple[int, ...]
     ) -> Tensor:
         whole = own(x if dim is None else gather(x, tp, dim))
         ctx.save_for_backward(whole, weight)
@@ -147,7 +148,7 @@ class ColumnProduct(Function):
         return _spread(whole, weight, bias, tp, blocks)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         refuse_second_derivative("a linear layer on a virtual degree")
         (x, weight), (tp, _, blocks), wanted = ctx.saved_tensors, ctx.how, ctx.needs_input_grad
         dys = cut_pieces(flat_tokens(dy), 1, pieces(tp), blocks)
@@ -164,13 +165,13 @@ class RowProduct(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, tp: Axis, dim: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: Axis, dim: int | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.dim = tp, dim
         return _tree_product(x, weight.t(), tp, dim)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         refuse_second_derivative("a linear layer on a virtual degree")
         x, weight = ctx.saved_tensors
         whole = own(dy if ctx.dim is None else gather(dy, ctx.tp, ctx.dim))

@@ -153,7 +153,7 @@ def shrink_model(config: Any, full: dict[str, int], small: dict[str, int], stage
     c, tp, T = config, small["tp"], full["tp"]
     width = 16 if args.fp8 else 8
 
-    def kind(heads: int, kv: int, cp: int, tp: int) -> tuple:
+    def kind(heads: int, kv: int, cp: int, tp: int) -> tuple[Any, ...]:
         enough = args.cp_kind != "alltoall" or heads // tp >= cp
         return enough, heads % tp == 0, kv % tp == 0, kv < tp, tp % kv == 0, heads == kv, heads == tp
 
@@ -206,7 +206,7 @@ def shrink_experts(moe: Any, full: dict[str, int], small: dict[str, int], width:
     )  # fmt: skip
 
 
-def nearest(want: tuple, candidates: Iterable[Any], kind: Callable[[Any], tuple]) -> Any:
+def nearest(want: tuple[Any, ...], candidates: Iterable[Any], kind: Callable[[Any], tuple[Any, ...]]) -> Any:
     """Return the first candidate that agrees with `want` in the most facts."""
     return max(candidates, key=lambda c: sum(a == b for a, b in zip(kind(c), want, strict=True)))
 

@@ -81,7 +81,7 @@ class FiniteCheck(TorchDispatchMode):
 
         return end
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Sequence = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = [x for x in written_arguments(func, args, kwargs) if isinstance(x, Tensor)]
         overwrites = func.overloadpacket.__name__ in ("copy_", "fill_", "zero_") or "out" in overload_name(func)
@@ -93,7 +93,7 @@ class FiniteCheck(TorchDispatchMode):
         return output
 
     def _judge(
-        self, func: OpOverload, given: list, written: list, spoiled: list, bad: list[Tensor], output: Any
+        self, func: OpOverload, given: list[Any], written: list[Any], spoiled: list[Any], bad: list[Tensor], output: Any
     ) -> None:
         """Allow a value that isn't finite, or raise."""
         name, own = func.overloadpacket.__name__, {id(x) for x in written}

@@ -108,12 +108,12 @@ class _Job:
 
     def __init__(self, size: int) -> None:
         self.size, self.turns = size, Turns(size, self._stuck)
-        self.table: dict[tuple, Any] = {}
-        self.boxes: dict[tuple, Any] = {}
+        self.table: dict[tuple[Any, ...], Any] = {}
+        self.boxes: dict[tuple[Any, ...], Any] = {}
         self.meshes: list[Mesh | None] = [None] * size
         self.threads: list[threading.Thread] = []
         self.groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in range(size)]
-        self.calls: list[deque[list]] = [
+        self.calls: list[deque[list[Any]]] = [
             deque(maxlen=_KEPT) for _ in range(size)
         ]  # [Call, whether it came back, modules]
         self.waits_in: list[object] = [None] * size  # the entry of `calls`, or the text, that a rank waits in
@@ -134,7 +134,7 @@ class _Job:
     def changed(self) -> None:
         self.turns.changed()
 
-    def enters(self, group: SimulatedGroup, number: int, kind: str, x: Tensor | None, first: Any) -> list:
+    def enters(self, group: SimulatedGroup, number: int, kind: str, x: Tensor | None, first: Any) -> list[Any]:
         rank = group.ranks[group.place]
         role = "world" if group.group_desc in ("default_pg", "undefined") else group.group_desc.removeprefix("mpcore ")
         self.groups[rank].setdefault(group.group_name, (role, group.ranks))

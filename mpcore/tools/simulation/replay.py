@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -27,7 +28,7 @@ from mpcore.tools.simulation.nonfinite import FiniteCheck, NonFiniteError
 from mpcore.tools.simulation.ranks import simulate
 from mpcore.tools.simulation.turns import RankError
 
-Watch = Callable[[Sequence[nn.Module], str], AbstractContextManager]
+Watch = Callable[[Sequence[nn.Module], str], AbstractContextManager[Any]]
 Program = Callable[[Path, int], "tuple[int, Callable[[Watch], object]]"]
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not all(v.equal for v in verdicts))
 
 
-def find(name: str) -> tuple:
+def find(name: str) -> tuple[Any, ...]:
     """Return the builder, the batch and the loss for `package.module:build`. The loss may be None."""
     module_name, _, function = name.partition(":")
     build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
@@ -55,7 +56,7 @@ def find(name: str) -> tuple:
     return build, batch(), getattr(sys.modules[module_name], "loss", None)
 
 
-def _hugging_face(path: str, changes: list[str]) -> tuple:
+def _hugging_face(path: str, changes: list[str]) -> tuple[Any, ...]:
     """Return the builder, the batch and the loss of a Hugging Face model."""
     fields = {}
     for change in changes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from mpcore.training.loss_check import SHARDED
 from mpcore.training.replica_check import first_names, without_sequence_parallel
 
 
-def explained(error: Exception, model: nn.Module, loss: Callable, layout: Layout) -> str:
+def explained(error: Exception, model: nn.Module, loss: Callable[..., Any], layout: Layout) -> str:
     """Return an error's message in one line, with the layer whose forward was running, and a likely cause."""
     message = " ".join(str(error).split("\n"))
     names = {module: name for name, module in named_modules(model)}

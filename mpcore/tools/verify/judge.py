@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,7 +235,7 @@ class Judge:
         return "no module's own output is off: look at the model's forward itself"
 
     def _off_rank(
-        self, layout: Layout, seen: RankRecord, got: Tensor, want: Tensor, own: float, runs: tuple
+        self, layout: Layout, seen: RankRecord, got: Tensor, want: Tensor, own: float, runs: tuple[Any, ...]
     ) -> tuple[float, bool]:
         """Compare with the parts of the unsharded tensor that this rank may hold: the smallest difference counts."""
         offs = (self._off(got, part, own) for part in parts(layout, seen, want, got.shape, runs))

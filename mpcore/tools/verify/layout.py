@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 NORMALIZE = (
     "Normalize where each rank has all features: before the column-parallel layer, after the row-parallel one, or "
@@ -60,7 +61,7 @@ def parse_layout(name: str) -> Layout:
         >>> parse_layout("dp2tp2zero3").size
         4
     """
-    options: dict = {}
+    options: dict[str, Any] = {}
     position = 0
     while position < len(name):
         match = _TOKEN.match(name, position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,9 @@ def parts(
     yield from parts or shards(layout, seen, rows, shape, runs)
 
 
-def shards(layout: Layout, seen: RankRecord, rows: Tensor, shape: torch.Size, runs: tuple) -> Iterator[Tensor]:
+def shards(
+    layout: Layout, seen: RankRecord, rows: Tensor, shape: torch.Size, runs: tuple[Any, ...]
+) -> Iterator[Tensor]:
     if runs and sum(end - start for start, end in runs) == shape[-1] and runs[-1][1] <= rows.shape[-1]:
         declared = torch.cat([rows.narrow(-1, start, end - start) for start, end in runs], -1)
         if declared.shape == shape:

@@ -68,7 +68,9 @@ class Pool:
         )
         self.store: Any = None  # where the ranks of all worlds meet
 
-    def __call__(self, size: int, check: Callable, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list:
+    def __call__(
+        self, size: int, check: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
         """Call `check(*args, **kwargs)` on ranks 0 .. size - 1, and return the results in rank order."""
         if size > self.most:
             raise ValueError(f"{size} ranks of a pool of {self.most}: make it with most={size} or more")
@@ -81,7 +83,7 @@ class Pool:
         connections = [connection for _, connection in workers]
         for rank, connection in enumerate(connections):
             connection.send((rank, size, store, check, args, kwargs))
-        results: list = [None] * size
+        results: list[Any] = [None] * size
         errors: dict[int, str] = {}
         gone = False
         waiting = dict(zip(connections, range(size), strict=True))

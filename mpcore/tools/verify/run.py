@@ -315,7 +315,7 @@ def listen(model: nn.Module, seen: RankRecord) -> list[dict[Call, Tensor]]:
         forwards.append({})
         inside, state = True, torch.get_rng_state()
 
-    def keep(name: str) -> Callable:
+    def keep(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             nonlocal inside, state
             tensors = (x for x in pytree.leaves(output) if isinstance(x, Tensor))
