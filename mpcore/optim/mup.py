@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.embedding import TABLES
 from mpcore.layers.module import Init, ParallelModule, fill
-from mpcore.mesh.agreement import gather_objects
+from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import owners, sharding_of
 from mpcore.sharding.local import is_dtensor
@@ -111,17 +111,18 @@ def apply_mup(
         [0.01, 0.0025, 0.01]
     """
     stages, bases = ([each] if isinstance(each, nn.Module) else list(each) for each in (model, base))
-    if len(stages) != len(bases):
-        raise ValueError(f"the model has {len(stages)} stages on this rank, the base model {len(bases)}")
     named: dict[str, Kind] = dict(kinds or {})
     factors: dict[str, float] = {}
-    for stage, narrow in zip(stages, bases, strict=True):
-        _check_attention(stage, narrow)
-        factors |= _scale(stage, narrow, named)
-    if (unknown := named.keys() - factors.keys()) and mesh.pp.size == 1:
+    with raising_together():
+        if len(stages) != len(bases):
+            raise ValueError(f"the model has {len(stages)} stages on this rank, the base model {len(bases)}")
+        for stage, narrow in zip(stages, bases, strict=True):
+            _check_attention(stage, narrow)
+            factors |= _scale(stage, narrow, named)
+    found = gather_objects(factors, mesh.pp.group)
+    if unknown := named.keys() - {name for each in found for name in each}:
         raise ValueError(f"kinds names {sorted(unknown)}, which are none of the model's parameters")
-    found = gather_objects([*dict.fromkeys(factors.values())], mesh.pp.group)
-    return Mup(factors, tuple(sorted({1.0, *(x for each in found for x in each)}, reverse=True)))
+    return Mup(factors, tuple(sorted({1.0, *(x for each in found for x in each.values())}, reverse=True)))
 
 
 class _Scaled:

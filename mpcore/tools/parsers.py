@@ -327,7 +327,7 @@ def plan(argv: Sequence[str] = ()) -> Parser:
 def _sizes(text: str) -> list[int]:
     sizes = [int(size) for size in text.split(",")]
     if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{min(sizes)} is no size of an axis")
+        raise argparse.ArgumentTypeError(f"{min(sizes)} is smaller than 1")
     return sizes
 
 

@@ -1,6 +1,7 @@
 """muP: rules of the paper's table 3 by hand, one training on every layout, and activations that keep their size."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,22 @@ def attention(width: int) -> nn.Module:
 def test_refusals(make, named: list[str]) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
         apply_mup(make(16), make(8))
+
+
+def refusals_of_stages(mesh: mp.Mesh) -> list[str]:
+    found, build = [], Own if mesh.pp.rank == 0 else partial(nn.Linear, 8)
+    for kinds in (None, {"matrix": "hidden", "matrx": "hidden"}):
+        with pytest.raises(ValueError, match=r"matri?x") as caught:
+            apply_mup(build(16), build(8), mesh, kinds)
+        found.append(str(caught.value))
+    return found
+
+
+def test_refusals_of_one_stage_reach_all() -> None:
+    first, second = simulate(refusals_of_stages, pp=2)
+    assert first == second
+    assert "matrix of Own" in first[0]
+    assert "matrx" in first[1]
 
 
 def test_neighbours() -> None:
