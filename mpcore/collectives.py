@@ -326,6 +326,76 @@ class _AllToAllRows(Function):
         return _AllToAllRows.apply(dy, ctx.axis, ctx.receive, ctx.send), None, None, None
 
 
+class Flying:
+    """A collective between `start` and `finish`. The gradient flows through `token`, the input, to `start`."""
+
+    def __init__(self, kind: str, axis: Axis, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
+        self.kind, self.axis, self.send, self.receive = kind, axis, list(send), list(receive)
+        self.token: Tensor = torch.Tensor()
+        self.pending: Tensor | None = None  # None: `token` is the result
+        self.waits = False  # for the dual, which is the gradient of `token`
+
+    def run(self, x: Tensor) -> Tensor:
+        """Run the collective at once, with autograd."""
+        if self.kind == "all_to_all_rows":
+            return all_to_all_rows(x, self.axis, self.send, self.receive)
+        return (all_gather if self.kind == "all_gather" else reduce_scatter)(x, self.axis, 0)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Start it without autograd, and return the pending result."""
+        if self.kind == "all_to_all_rows":
+            return _call(_ops.all_to_all_single.default, x.contiguous(), self.receive, self.send, _group(self.axis))
+        return (start_all_gather if self.kind == "all_gather" else start_reduce_scatter)(x, self.axis)
+
+    def dual(self) -> Flying:
+        """Return the collective of backward."""
+        other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(self.kind, self.kind)
+        return Flying(other, self.axis, self.receive, self.send)
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, flying: Flying) -> Tensor:
+        ctx.flying, flying.pending = flying, flying.begin(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return wait(dy) if ctx.flying.waits else dy, None
+
+
+class _Finish(Function):
+    @staticmethod
+    def forward(ctx, token: Tensor, flying: Flying) -> Tensor:
+        ctx.flying, pending, flying.pending = flying, flying.pending, None
+        assert pending is not None
+        return wait(pending)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        ctx.flying.waits = not torch.is_grad_enabled()  # a second derivative needs the graph of the dual
+        dual = ctx.flying.dual()
+        return dual.begin(dy) if ctx.flying.waits else dual.run(dy), None
+
+
+def start(kind: str, x: Tensor, axis: Axis, send: Sequence[int] = (), receive: Sequence[int] = ()) -> Flying:
+    """Start a collective, so that other work runs beside it. In backward, its dual runs beside that work's backward.
+
+    `kind` is "all_gather" or "reduce_scatter", of equal shards of dimension 0, or "all_to_all_rows" with its sizes. In
+    compiled code, and with sums in a fixed order, it has ended when this returns.
+    """
+    flying = Flying(kind, axis, send, receive)
+    at_once = _alone(axis) or torch.compiler.is_compiling() or axis.sums is not None
+    flying.token = flying.run(x) if at_once else _Start.apply(x, flying)
+    return flying
+
+
+def finish(flying: Flying) -> Tensor:
+    """Return the result of a collective that `start` started."""
+    token, flying.token = flying.token, torch.Tensor()  # the graph holds `flying`, which must not hold the graph
+    return token if flying.pending is None else _Finish.apply(token, flying)
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """I -> R. Return the input; backward all-reduces the gradient. Megatron's f."""
     return x if _alone(axis) or not torch.is_grad_enabled() else _Copy.apply(x, axis)

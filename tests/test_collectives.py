@@ -187,10 +187,20 @@ def check_second_order():
     close(dx.detach(), 9 * x.detach() ** 2, "first derivative")
     (ddx,) = torch.autograd.grad(dx.sum(), x)
     close(ddx, 18 * x.detach(), "second derivative")
+    for name in ("all_gather", "reduce_scatter", "all_to_all_rows"):
+        found = []
+        for f in (FUNCTIONS[f"started {name}"], lambda x, a, name=name: c.Flying(name, a, [2, 2], [2, 2]).run(x)):
+            (dx,) = torch.autograd.grad((f(x**2, axis) ** 2).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(dx.sin().sum(), x)[0])
+        close(*found, f"second derivative of started {name}")
 
 
 def test_gradients_of_gradients_and_a_shard_of_the_wrong_length(ranks):
     ranks(2, check_second_order)
+
+
+def even(x, axis):
+    return [len(x) // axis.size] * axis.size
 
 
 FUNCTIONS = {
@@ -198,6 +208,9 @@ FUNCTIONS = {
     "gather": lambda x, a: c.gather(x, a, 1), "all_gather": lambda x, a: c.all_gather(x, a, 1),
     "reduce_scatter": lambda x, a: c.reduce_scatter(x, a, 1), "all_to_all": lambda x, a: c.all_to_all(x, a, 0, 1),
     "all_to_all_rows": lambda x, a: c.all_to_all_rows(x, a),
+    "started all_gather": lambda x, a: c.finish(c.start("all_gather", x, a)),
+    "started reduce_scatter": lambda x, a: c.finish(c.start("reduce_scatter", x, a)),
+    "started all_to_all_rows": lambda x, a: c.finish(c.start("all_to_all_rows", x, a, *2 * [even(x, a)])),
 }  # fmt: skip
 
 
@@ -258,7 +271,7 @@ def check_inputs_kept(dtype):
             contiguous = f(before.contiguous(), axis)
             assert torch.equal(y, contiguous), f"{name} of {layout} input"
             assert y.dtype == dtype
-            expected = {"copy": 2.0, "all_gather": 2.0, "reduce_scatter": 1.0}.get(name, 1.0)
+            expected = {"copy": 2.0, "all_gather": 2.0, "reduce_scatter": 1.0}.get(name.split()[-1], 1.0)
             assert torch.equal(leaf.grad, torch.full_like(leaf, expected)), f"gradient of {name} of {layout} input"
 
 

@@ -15,6 +15,7 @@ EXPOSED = {
     "tensor parallel, tp 2": (4, 8), "the same with sequence parallel": (12, 16),
     "tensor parallel, `overlap_communication`": (6, 12), "sequence parallel, `overlap_communication`": (6, 16),
     "ring attention on cp 2": (6, 8), "1F1B on pp 2": (13, 5),
+    "experts on ep 2, one shared": (10, 14),
 }  # fmt: skip
 
 

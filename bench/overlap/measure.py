@@ -26,6 +26,7 @@ class Measured(NamedTuple):
 def measure(index: int, overlaps: bool, product: float, latency: float, steps: int = STEPS) -> Measured:
     """In a rank: the medians over a few steps, after two that begin everything."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # decides which rank's experts get more tokens
     begin(f"{index} {overlaps}")
     step = MODES[index].build()
     seconds, waits = [], []

@@ -105,6 +105,6 @@ MODES = [
     Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, as a ring",
          partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
-    Mode("experts on ep 2, one shared", "nothing: see docs/decisions.md", experts),
+    Mode("experts on ep 2, one shared", "the shared expert computes beside both all-to-alls, in both passes", experts),
     Mode("1F1B on pp 2", "sends beside the work of other micro-batches", pipeline),
 ]  # fmt: skip

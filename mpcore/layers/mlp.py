@@ -78,7 +78,11 @@ class ParallelMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]. The hidden activations are [..., F/tp]."""
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., F/tp], the input of `down`."""
+        return self.activation(self.up(x))
 
 
 def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:

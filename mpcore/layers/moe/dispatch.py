@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mpcore._torch.values import has_values
-from mpcore.collectives import all_gather, all_reduce, all_to_all_rows, reduce_scatter
+from mpcore.collectives import Flying, all_gather, all_reduce, finish, reduce_scatter, start
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.mesh.axis import Axis
 
@@ -55,6 +55,23 @@ class Bound(NamedTuple):
         return self.with_each(lambda rows: rows * factor)
 
 
+class Sent(NamedTuple):
+    """Tokens on their way to their experts."""
+
+    x: Flying
+    route: Flying
+    rows: int | None  # of this rank's experts; None: the host does not know them yet
+    row: Tensor | None = None  # of each choice in the buffer of an all-to-all
+    needed: tuple[Tensor, Tensor, int] | None = None  # what `AllToAll._note` takes
+
+
+class Returned(NamedTuple):
+    """Outputs of experts on their way back; `row` as in `Sent`."""
+
+    y: Flying
+    row: Tensor | None = None
+
+
 class AllGather:
     """All-gather the tokens over ep x etp, and reduce-scatter the outputs. The host reads nothing from the device."""
 
@@ -63,7 +80,7 @@ class AllGather:
         self.peers, self.local = ep.size * etp.size, num_experts // ep.size
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None, run: Experts) -> Tensor:
-        """Map tokens [N, D] to [N, D], the weighted sum of each token's expert outputs.
+        """Map tokens [N, D] to [N, D], the weighted sum of each token's expert outputs: the three methods in turn.
 
         Args:
             x: [N, D], this rank's tokens.
@@ -72,13 +89,25 @@ class AllGather:
             room: the largest number of these N tokens that one expert takes; None: no limit.
             run: `run(rows, counts)`, which computes this rank's experts.
         """
+        return self.receive(self.compute(self.send(x, experts, weights, room), run))
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None) -> Sent:
+        """Start to send tokens to their experts; work between the methods runs beside the messages."""
         route = _route(experts, weights)
-        for axis in (self.etp, self.ep):
-            x, route = all_gather(x, axis, 0), all_gather(route, axis, 0)
+        x, route = all_gather(x, self.etp, 0), all_gather(route, self.etp, 0)
+        _, rows = self._worst(len(x) // self.etp.size, room)
+        return Sent(start("all_gather", x, self.ep), start("all_gather", route, self.ep), rows)
+
+    def compute(self, sent: Sent, run: Experts) -> Returned:
+        """Compute the experts of the tokens that arrived, and start to send the outputs back."""
+        x, route = finish(sent.x), finish(sent.route)
         row, counts = self._rows_here(route)
-        _, rows = self._worst(len(x) // self.peers, room)
-        y = self._run(x, route, row, counts, rows, run)
-        return reduce_scatter(reduce_scatter(y, self.ep, 0), self.etp, 0)
+        y = self._run(x, route, row, counts, sent.rows or 0, run)
+        return Returned(start("reduce_scatter", y, self.ep))
+
+    def receive(self, returned: Returned) -> Tensor:
+        """Return the outputs [N, D] of this rank's tokens."""
+        return reduce_scatter(finish(returned.y), self.etp, 0)
 
     def _worst(self, tokens: int, room: int | None) -> tuple[int, int]:
         """Return the largest possible number of rows sent to a rank, and of rows for its experts."""
@@ -123,33 +152,39 @@ class AllToAll(AllGather):
         self.bound = bound
         self.shares = torch.tensor(bound.sent, dtype=torch.float64, device=device)
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None, run: Experts) -> Tensor:
-        """See `AllGather.__call__`."""
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None) -> Sent:
+        """See `AllGather.send`. Arrived rows are [etp x ep x slots, C]; empty slots are zero."""
         N, ep, route = len(x), self.ep.size, _route(experts, weights)
         owner = experts // self.local  # ep: nobody
         again = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(-1)  # an earlier choice brings the token there
         row, counts = moe_rows(torch.where(again, ep, owner), ep)
         send, slots, rows = self._sizes(counts, N, room)
-        receive = [send[self.ep.rank]] * ep
+        sizes = send, [send[self.ep.rank]] * ep
         firsts = torch.stack([counts.cumsum(0) - counts, slots.cumsum(0) - slots, slots])
-        first, start, size = F.pad(firsts, (0, 1))[:, owner]  # of each choice: in `row`, in the buffer
+        first, begin, size = F.pad(firsts, (0, 1))[:, owner]  # of each choice: in `row`, in the buffer
         place = row - first
-        row = torch.where((row >= 0) & (place < size), start + place, -1)
+        row = torch.where((row >= 0) & (place < size), begin + place, -1)
+        flying = [start("all_to_all_rows", moe_permute(t, row, sum(send)), self.ep, *sizes) for t in (x, route)]
+        needed = (counts, slots, N) if room is None and rows is not None else None
+        return Sent(flying[0], flying[1], rows, row, needed)
 
-        def sent(tokens: Tensor) -> Tensor:
-            """[N, C] -> [etp x ep x slots, C], the rows that all peers sent to this rank; empty slots are zero."""
-            arrived = all_to_all_rows(moe_permute(tokens, row, sum(send)), self.ep, send, receive)
-            return all_gather(arrived, self.etp, 0)
-
-        x, route = sent(x), sent(route)
-        here, loads = self._rows_here(route)
+    def compute(self, sent: Sent, run: Experts) -> Returned:
+        """See `AllGather.compute`."""
+        x, route = (all_gather(finish(t), self.etp, 0) for t in (sent.x, sent.route))
+        (here, loads), rows = self._rows_here(route), sent.rows
         if rows is None:
             rows = int(loads.sum())
-        elif room is None:
-            self._note(counts, loads.sum(), slots, rows, N)
+        elif sent.needed is not None:
+            counts, slots, tokens = sent.needed
+            self._note(counts, loads.sum(), slots, rows, tokens)
             loads = loads.cumsum(0, dtype=loads.dtype).clamp(max=rows).diff(prepend=loads.new_zeros(1))
         y = reduce_scatter(self._run(x, route, here, loads, rows, run), self.etp, 0)
-        return moe_unpermute(all_to_all_rows(y, self.ep, receive, send), row)
+        return Returned(start("all_to_all_rows", y, self.ep, sent.x.receive, sent.x.send), sent.row)
+
+    def receive(self, returned: Returned) -> Tensor:
+        """See `AllGather.receive`."""
+        assert returned.row is not None
+        return moe_unpermute(finish(returned.y), returned.row)
 
     def _sizes(self, counts: Tensor, tokens: int, room: int | None) -> tuple[list[int], Tensor, int | None]:
         """Return the slots per rank on the host, the slots on the device, and the rows of this rank's experts.

@@ -169,12 +169,16 @@ class ParallelMoE(ParallelLayer):
         weights = routing.weights
         if routing.loss is not None:  # attached to the weights, not to y: torch.compile would return a wrong view of y
             weights = _WithLoss.apply(weights, routing.loss)
-        y = self.dispatcher(tokens, routing.experts, weights, room, self.experts)
+        sent = self.dispatcher.send(tokens, routing.experts, weights, room)  # the shared experts compute meanwhile
+        hidden = None if self.shared is None else self.shared.hidden(x)
+        returned = self.dispatcher.compute(sent, self.experts)
+        shared = None if self.shared is None else self.shared.down(hidden)
+        y = self.dispatcher.receive(returned)
         if split:
             y = collectives.gather(y, self.tp, 0)[: ordered.shape[:2].numel()]
         B, T, _ = ordered.shape
         y = rearrange(y, "(b t) d -> t b d" if self.sequence_dim == 0 else "(b t) d -> b t d", b=B, t=T)
-        return y if self.shared is None else y + self.shared(x)
+        return y if shared is None else y + shared
 
     def _places(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> Places:
         B, T, _ = x.shape
