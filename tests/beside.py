@@ -18,11 +18,8 @@ TESTS = Path(__file__).parent
 ASKS = "test_kernels_in_the_interpreter"  # which waits for them
 INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
-    ".": ("checkpoint_checksum", "cross_replica_hash", "floors",
-          "notebooks", "plan", "replay"),
-    "examples": ("data", "latent_attention", "prepare", "tokenizer"),
-    "laws": ("pairs", "steps"),
-    "layers": ("rope",),
+    ".": ("checkpoint_checksum", "cross_replica_hash", "floors", "notebooks", "plan", "replay"),
+    "examples": ("data", "latent_attention", "prepare", "tokenizer"), "laws": ("pairs", "steps"), "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }  # fmt: skip
 RANKS = {

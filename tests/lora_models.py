@@ -162,15 +162,9 @@ def same_losses(got: list[float], want: list[float]) -> None:
 
 
 LAYOUTS = {
-    "alone": (1, {}, {}),
-    "tp2": (2, {"tp": 2}, {}),
-    "dp2": (2, {}, {"data": mp.Zero(0), "micro_batches": 2}),
-    "zero1": (2, {}, {"data": mp.Zero(1)}),
-    "zero2": (2, {}, {"data": mp.Zero(2), "micro_batches": 2}),
-    "zero3": (2, {}, {"data": mp.Zero(3), "recompute": "full"}),
-    "tp2 zero3": (4, {"tp": 2}, {"data": mp.Zero(3)}),
-    "ep2": (2, {"ep": 2}, {"data": mp.Zero(0)}),
-    "tp2 ep2": (4, {"tp": 2, "ep": 2}, {"data": mp.Zero(1)}),
-    "tp2 ep2 etp1": (2, {"tp": 2, "ep": 2, "etp": 1}, {}),
-    "ep2 zero3": (4, {"ep": 2}, {"data": mp.Zero(3)}),
-}
+    "alone": (1, {}, {}), "tp2": (2, {"tp": 2}, {}), "dp2": (2, {}, {"data": mp.Zero(0), "micro_batches": 2}),
+    "zero1": (2, {}, {"data": mp.Zero(1)}), "zero2": (2, {}, {"data": mp.Zero(2), "micro_batches": 2}),
+    "zero3": (2, {}, {"data": mp.Zero(3), "recompute": "full"}), "tp2 zero3": (4, {"tp": 2}, {"data": mp.Zero(3)}),
+    "ep2": (2, {"ep": 2}, {"data": mp.Zero(0)}), "tp2 ep2": (4, {"tp": 2, "ep": 2}, {"data": mp.Zero(1)}),
+    "tp2 ep2 etp1": (2, {"tp": 2, "ep": 2, "etp": 1}, {}), "ep2 zero3": (4, {"ep": 2}, {"data": mp.Zero(3)}),
+}  # fmt: skip

@@ -21,16 +21,8 @@ from mpcore.tools.simulation import simulate
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 
 __all__ = [
-    "BEFORE_2_13",
-    "CRASHES",
-    "Pool",
-    "RankError",
-    "RepeatingPool",
-    "mesh",
-    "on_ranks",
-    "start_pool",
-    "strict_memory",
-]
+    "BEFORE_2_13", "CRASHES", "Pool", "RankError", "RepeatingPool", "mesh", "on_ranks", "start_pool", "strict_memory",
+]  # fmt: skip
 
 BEFORE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # docs/decisions.md says what differs
 
@@ -64,9 +56,8 @@ def strict_memory() -> None:
 
 # What half of the tests need in a rank, and what takes a rank long to import.
 PRELOAD = (
-    "mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain", "examples.gpt.generate", "tests.pool",
-    "pytest", "hypothesis", "matplotlib.pyplot", "torch._functorch.aot_autograd",
-    "transformers.models.llama.modeling_llama",
+    "mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain", "examples.gpt.generate", "tests.pool", "pytest",
+    "hypothesis", "matplotlib.pyplot", "torch._functorch.aot_autograd", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 

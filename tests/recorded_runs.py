@@ -29,24 +29,19 @@ LIMITS = "--set moe.capacity_factor=0.7 --set moe.aux_loss=none moe.bias_rate=0.
 
 # name: (ranks, flags); of several commands the later ones go on from what the earlier ones saved.
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one process": (1, ("",)),
-    "tied, learned positions": (1, ("--preset gpt2 --set tie_embeddings=true",)),
-    "accumulation": (1, ("--micro-batch 1 --set clip=0.05",)),
-    "muon": (1, ("--optimizer muon --set lr_schedule=wsd",)),
+    "one process": (1, ("",)), "tied, learned positions": (1, ("--preset gpt2 --set tie_embeddings=true",)),
+    "accumulation": (1, ("--micro-batch 1 --set clip=0.05",)), "muon": (1, ("--optimizer muon --set lr_schedule=wsd",)),
     "adamw with bf16 moments": (2, ("--tp 2 --optimizer adamw-bf16",)),
     "fp16 with a scale": (2, ("--tp 2 --dtype float16",)),
     "bf16 autocast": (2, ("--dp 2 --dtype bfloat16 --set autocast=true --zero 0",)),
     "bf16": (2, ("--dp 2 --dtype bfloat16 --zero 0",)),
-    "fp8": (2, ("--tp 2 --fp8 --d-model 256 --d-ff 512 --heads 2 --layers 1",)),
-    "tp 2": (2, ("--tp 2",)),
+    "fp8": (2, ("--tp 2 --fp8 --d-model 256 --d-ff 512 --heads 2 --layers 1",)), "tp 2": (2, ("--tp 2",)),
     "tp 3, sequence parallel": (3, ("--tp 3 --micro-batch 4 --heads 6 --d-model 24 --seq-len 18 --sequence-parallel",)),
     "tp 4, more ranks than KV heads": (4, ("--tp 4 --micro-batch 4 --sequence-parallel",)),
-    "dp 2, ZeRO-0": (2, ("--dp 2 --zero 0",)),
-    "dp 4, ZeRO-1": (4, ("--dp 4 --zero 1",)),
+    "dp 2, ZeRO-0": (2, ("--dp 2 --zero 0",)), "dp 4, ZeRO-1": (4, ("--dp 4 --zero 1",)),
     "tp 2 x dp 2, ZeRO-2": (4, ("--tp 2 --dp 2 --zero 2",)),
     "tp 2 x dp 2, ZeRO-3": (4, ("--tp 2 --dp 2 --micro-batch 4 --zero 3 --recompute full",)),
-    "HSDP": (4, ("--dp 4 --zero 3 --set replicate=2",)),
-    "pp 2, 1f1b": (2, ("--pp 2 --set tie_embeddings=true",)),
+    "HSDP": (4, ("--dp 4 --zero 3 --set replicate=2",)), "pp 2, 1f1b": (2, ("--pp 2 --set tie_embeddings=true",)),
     "pp 2, interleaved": (2, ("--pp 2 --schedule interleaved --virtual-stages 2",)),
     "pp 2 x dp 2, zb": (4, ("--pp 2 --dp 2 --schedule zb --zero 2",)),
     "pp 2, zbv": (2, ("--pp 2 --schedule zbv --set tie_embeddings=true",)),
@@ -60,7 +55,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "latent attention": (2, ("--preset tiny-mla --tp 2",)),
     "DiLoCo": (4, ("--workers 2 --tp 2 --local-steps 2 --set fragments=2",)),
     "resume on another layout": (4, ("--tp 2 --pp 2 --set exit_step=2 --resume auto", "--dp 4 --zero 3 --resume auto")),
-}
+}  # fmt: skip
 KV_FREE = ("--preset tiny-mla",)  # these have no KV heads to choose
 
 

@@ -43,14 +43,7 @@ def test_rows_are_saved_and_compared_by_the_time_of_the_device(tmp_path):
     assert "Performance has regressed" in shown, shown
 
 
-def test_a_run_that_is_cut_short_prints_its_table(tmp_path):
-    status, shown = run_bench(tmp_path, FAKE_SIGTERM="1")
-    assert status == 2, shown
-    assert "3 tests" in shown, shown
-    assert "0.80x" in shown, shown
-
-
-@pytest.mark.parametrize("file", RESULTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", RESULTS[-1:], ids=lambda path: path.stem)
 def test_committed_results_can_be_compared(tmp_path, file):
     command = [sys.executable, "-m", "pytest_benchmark", "compare", str(file), "--columns=median"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +20,7 @@ from bench.planner.fit import (
     scalars_of,
     with_scalars,
 )
-from bench.planner.rows import flops_of, read_row, read_rows, read_run
+from bench.planner.rows import read_row, read_rows
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine, load_machine
@@ -85,75 +84,6 @@ def test_gradients_of_two_bytes_need_less_memory():
     layout = replace(candidates()[0].layout, stages=(kept,), held=(held,))
     assert layout.fullest[1] == 50 + 100 + 400
     assert layout.with_gradients(2).fullest[1] == 50 + 50 + 200
-
-
-def test_a_row_is_the_same_from_json_and_from_csv(tmp_path):
-    row = {**ROW, "sequence_parallel": True, "zero": 0, "stages_per_rank": 2, "set": "mine"}
-    (tmp_path / "rows.json").write_text(json.dumps([row]))
-    with open(tmp_path / "rows.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [*row, "cp"])
-        writer.writeheader()
-        writer.writerow(row)
-    (one,), (other,) = (read_rows(tmp_path / name) for name in ("rows.json", "rows.csv"))
-    assert one == other
-    assert one.sizes == {"tp": 2, "cp": 1, "pp": 1, "ep": 1, "dp": 4}
-    text = " ".join(one.arguments)
-    assert text.startswith("--layers 4 --d-model 32 --global-batch 8 --sequence-parallel --zero 0")
-    assert text.endswith("--virtual-stages 2 --schedule interleaved")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seconds": "fast"}, "8B.*: seconds is 'fast', no number above 0"),
-        ({"seconds": -1}, "seconds is -1, no number above 0"),
-        ({"seconds": None}, "give one of the columns seconds and tflops, not 0"),
-        ({"tflops": 100}, "give one of the columns seconds and tflops, not 2"),
-        ({"seconds": None, "tflops": 100}, "tflops need the columns seq_len, vocab_size"),
-        ({"gpus": 7}, "7 gpus are not a multiple of tp x pp x cp = 2"),
-        ({"dp": 8}, "8 gpus are not tp x pp x cp x dp = 16"), ({"tp": "two"}, "tp is 'two', no integer from 1"),
-        ({"tp": 1.5}, "tp is 1.5, no integer from 1"), ({"global_batch": 16}, "gives global_batch a second time"),
-        ({"attention": "flash"}, "attention 'flash' is none of fused, unfused"),
-    ],
-)  # fmt: skip
-def test_a_wrong_row_names_its_column(changes, message, tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([ROW, {**ROW, **changes}]))
-    with pytest.raises(ValueError, match=rf"rows.json, row 2.*{message.removeprefix('8B.*: ')}"):
-        read_rows(path)
-
-
-def test_files_that_hold_no_rows_are_refused(tmp_path):
-    for content, message in (("{", "can't be read"), ("[]", "no list of at least one row"), ("[1]", "is a int")):
-        (tmp_path / "rows.json").write_text(content)
-        with pytest.raises(ValueError, match=message):
-            read_rows(tmp_path / "rows.json")
-    (tmp_path / "rows.json").write_text(json.dumps([ROW]))
-    with pytest.raises(ValueError, match="no machine; give --machine"):
-        main([str(tmp_path / "rows.json")])
-    bad = {**ROW, "machine": "h100", "hidden": 33}
-    (tmp_path / "rows.json").write_text(json.dumps([bad]))
-    with pytest.raises(ValueError, match="8B: d_model 33 is not a multiple of heads 4"):
-        main([str(tmp_path / "rows.json")])
-
-
-def test_tflops_are_seconds_by_megatrons_formula():
-    """A trillion parameters: 163 TFLOP/s a GPU on 3,072 (Narayanan et al. 2021, table 1)."""
-    shape = {"layers": 128, "d_model": 25600, "seq_len": 2048, "vocab_size": 51200, "global_batch": 3072}
-    assert flops_of(shape, "recomputed") == pytest.approx(5.139e19, rel=1e-3)
-    row = read_row({**shape, "gpus": 3072, "tp": 8, "pp": 64, "recompute": "full", "tflops": 163})
-    assert row.seconds == pytest.approx(102.6, rel=1e-3)
-
-
-def test_a_run_is_a_row(tmp_path):
-    steps = [{"loss": 1.0, "seconds": s} for s in (9.0, 8.0, 1.0, 2.0, 3.0)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    (tmp_path / "config.json").write_text(json.dumps({"run": {"tp": 2, "dp": 2, "layers": 4, "lr": 0.1, "zero": 1}}))
-    row = read_run(tmp_path)
-    assert (row.seconds, row.sizes["dp"], row.arguments) == (2.0, 2, ("--zero", "1", "--layers", "4"))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(steps[0]))
-    with pytest.raises(ValueError, match="no step with seconds after the first 2"):
-        read_run(tmp_path)
 
 
 def test_the_command_fits_writes_and_tests(tmp_path, capsys):

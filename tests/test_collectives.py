@@ -11,19 +11,16 @@ from mpcore import collectives as c
 from mpcore.layers.linear_ops import Product
 from mpcore.tools.invariant.sums import TreeSums, tree_sum
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [4, 8, 10, 3, 7]
 
 
-@pytest.mark.parametrize(
-    ("length", "size", "unit", "sizes"),
-    [
-        (10, 4, 1, [3, 3, 2, 2]), (8, 4, 1, [2, 2, 2, 2]), (3, 4, 1, [1, 1, 1, 0]), (0, 2, 1, [0, 0]), (7, 1, 1, [7]),
-        (12, 2, 4, [8, 4]), (8, 3, 4, [4, 4, 0]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("length", "size", "unit", "sizes"), [
+    (10, 4, 1, [3, 3, 2, 2]), (8, 4, 1, [2, 2, 2, 2]), (3, 4, 1, [1, 1, 1, 0]), (0, 2, 1, [0, 0]), (7, 1, 1, [7]),
+    (12, 2, 4, [8, 4]), (8, 3, 4, [4, 4, 0]),
+])  # fmt: skip
 def test_longer_shards_come_first_and_follow_each_other(length, size, unit, sizes):
     assert c.shard_sizes(length, size, unit) == sizes
     ends = list(itertools.accumulate(sizes))
@@ -35,18 +32,17 @@ def test_a_tree_adds_neighbours_first():
     """Terms of which every other order of adding gives another sum."""
     big = 2.0**54
     for terms, want in (
-        ([1.0], 1.0),
-        ([1.0, 2.0], 3.0),
+        ([1.0], 1.0), ([1.0, 2.0], 3.0),
         ([big, 1.0, -big, 1.0], 0.0),  # in turn: 1
-        ([big, -big, 1.0, 1.0], 2.0),
-        ([1.0, 1.0, big, -big, 1.0, 1.0, -big, big], 4.0),
-    ):
+        ([big, -big, 1.0, 1.0], 2.0), ([1.0, 1.0, big, -big, 1.0, 1.0, -big, big], 4.0),
+    ):  # fmt: skip
         assert tree_sum(torch.tensor(x, dtype=torch.float64) for x in terms).item() == want
     with pytest.raises(ValueError, match="zip"):
         tree_sum(torch.ones(3))
 
 
-def check_plain():
+@on_ranks(3)
+def test_what_has_no_gradient_gives_what_plain_torch_gives():
     """What has no gradient: each operation, messages to one rank and to none, and a sum in place."""
     axis = mesh(tp=3).tp
     terms = per_rank(axis, (6, 2))
@@ -70,11 +66,8 @@ def check_plain():
         close(c.reduce(mine, axis), stack.sum(0), "reduce without gradients")
 
 
-def test_what_has_no_gradient_gives_what_plain_torch_gives(ranks):
-    ranks(3, check_plain)
-
-
-def check_virtual():
+@on_ranks(4)
+def test_a_virtual_axis_sums_in_the_tree_of_its_ranks():
     """Terms whose sum shows the order: the tree of ranks, whole and in shards, and the gradient of a gather."""
     axis = dataclasses.replace(mesh(tp=4).tp, sums=TreeSums(4))
     big = 2.0**54
@@ -90,10 +83,6 @@ def check_virtual():
         c.all_gather(part, axis, 1, length).backward(mine)
         assert torch.equal(part.grad, shard(want, axis, 1))
         assert torch.equal(c.all_reduce(mine[1], axis, "max"), torch.full((length,), big, dtype=torch.float64))
-
-
-def test_a_virtual_axis_sums_in_the_tree_of_its_ranks(ranks):
-    ranks(4, check_virtual)
 
 
 def shard(full, axis, dim):
@@ -167,17 +156,18 @@ def check_adjoint(axis, length, dim):
         close(left, right, f"adjointness of {name}")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_every_function_gives_what_plain_torch_gives_on_the_whole(ranks, size):
     ranks(size, check_all, check_values)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_every_backward_is_the_adjoint_of_its_forward(ranks, size):
     ranks(size, check_all, check_adjoint)
 
 
-def check_second_order():
+@on_ranks(2)
+def test_gradients_of_gradients_and_a_shard_of_the_wrong_length():
     axis = mesh(tp=2).tp
     with pytest.raises(ValueError, match=r"length 3, but rank \d of the tp axis of size 2 holds \d of 9"):
         c.gather(torch.zeros(3, 2), axis, 0, 9)
@@ -193,10 +183,6 @@ def check_second_order():
             (dx,) = torch.autograd.grad((f(x**2, axis) ** 2).sum(), x, create_graph=True)
             found.append(torch.autograd.grad(dx.sin().sum(), x)[0])
         close(*found, f"second derivative of started {name}")
-
-
-def test_gradients_of_gradients_and_a_shard_of_the_wrong_length(ranks):
-    ranks(2, check_second_order)
 
 
 def even(x, axis):
@@ -252,17 +238,17 @@ def test_rows_are_exchanged(ranks):
     ranks(3, check_uneven_rows)
 
 
-def check_inputs_kept(dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(2)
+def test_pitfall_02_03_inputs_are_never_written_and_strides_do_not_matter(dtype):
     """PITFALLS 2 and 3: odd strides in, the right values out, and the input as it was."""
     axis = mesh(tp=2).tp
     base = whole(5 + axis.rank, (4, 6), dtype)
     for name, f in FUNCTIONS.items():
         for layout, x in {
-            "transposed": base.t(),
-            "expanded": base[:1].expand(4, 6),
-            "strided": base.repeat(2, 2)[::2, ::2],
+            "transposed": base.t(), "expanded": base[:1].expand(4, 6), "strided": base.repeat(2, 2)[::2, ::2],
             "plain": base,
-        }.items():
+        }.items():  # fmt: skip
             before = x.clone()
             leaf = x.detach().requires_grad_()
             y = f(leaf, axis)
@@ -275,12 +261,8 @@ def check_inputs_kept(dtype):
             assert torch.equal(leaf.grad, torch.full_like(leaf, expected)), f"gradient of {name} of {layout} input"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pitfall_02_03_inputs_are_never_written_and_strides_do_not_matter(ranks, dtype):
-    ranks(2, check_inputs_kept, dtype)
-
-
-def check_branches():
+@on_ranks(2)
+def test_pitfall_01_a_branch_beside_copy_keeps_its_gradient():
     """PITFALL 1: v + copy(a) must leave v's gradient alone."""
     axis = mesh(tp=2).tp
     v, a = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -290,11 +272,8 @@ def check_branches():
     assert a.grad.tolist() == [4.0] * 3
 
 
-def test_pitfall_01_a_branch_beside_copy_keeps_its_gradient(ranks):
-    ranks(2, check_branches)
-
-
-def check_async_branches():
+@on_ranks(2)
+def test_pitfall_01_a_branch_beside_an_overlapped_linear_keeps_its_gradient():
     """PITFALL 1 again, through the layers that start their collective early."""
     axis = mesh(tp=2).tp
     weight = torch.eye(3, dtype=torch.float64)
@@ -308,11 +287,8 @@ def check_async_branches():
     assert a.grad.eq(4).all()
 
 
-def test_pitfall_01_a_branch_beside_an_overlapped_linear_keeps_its_gradient(ranks):
-    ranks(2, check_async_branches)
-
-
-def check_interleaved():
+@on_ranks(2)
+def test_pitfall_42_two_collectives_under_way_at_once():
     """PITFALL 42: two collectives under way at once keep their results apart."""
     axis = mesh(tp=2).tp
     a, b = whole(1 + axis.rank, (4, 3)), whole(11 + axis.rank, (4, 3))
@@ -320,10 +296,6 @@ def check_interleaved():
     second, first = c.wait(second), c.wait(first)
     close(first, whole(1, (4, 3)) + whole(2, (4, 3)), "first")
     close(second, whole(11, (4, 3)) + whole(12, (4, 3)), "second")
-
-
-def test_pitfall_42_two_collectives_under_way_at_once(ranks):
-    ranks(2, check_interleaved)
 
 
 def test_size_one_returns_the_input_itself():
@@ -357,7 +329,8 @@ def test_what_has_no_gradient_refuses_an_input_that_needs_one(ranks):
         ranks(size, check_without_gradient, size)
 
 
-def check_compiles():
+@on_ranks(2)
+def test_all_trace_under_fullgraph():
     axis = mesh(tp=2).tp
     x = whole(1, (4, 6), torch.float32)
 
@@ -369,7 +342,3 @@ def check_compiles():
     torch.compiler.reset()
     torch.compile(total, fullgraph=True, backend="aot_eager")(compiled).backward()
     close(compiled.grad, eager.grad, "compiled", 1e-6)
-
-
-def test_all_trace_under_fullgraph(ranks):
-    ranks(2, check_compiles)

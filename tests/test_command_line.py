@@ -14,20 +14,15 @@ import mpcore.__main__ as command
 from mpcore.tools.command_line import Parser, did_you_mean, find_object, reports_errors
 
 
-@pytest.mark.parametrize(
-    ("word", "known", "said"),
-    [
-        ("--zer", ["--tp", "--zero"], "; did you mean --zero?"),
-        ("--zer", ["--tp", "--pp"], ""),
-        ("", ["a"], ""),
-        ("word", [], ""),
-        ("--vocab-size", ["--local-steps"], ""),  # alike in their dashes
-        ("llama3-8c", ["llama3-70b", "llama3-8b"], "; did you mean llama3-8b?"),
-        ("llama3-9b", ["llama3-70b", "llama3-8b"], ""),  # another size is no slip
-        ("llama-8b", ["llama3-8b"], "; did you mean llama3-8b?"),  # a number more may be one
-        ("tests", ["test", "tests_", "tess"], "; did you mean tests_?"),
-    ],
-)
+@pytest.mark.parametrize(("word", "known", "said"), [
+    ("--zer", ["--tp", "--zero"], "; did you mean --zero?"), ("--zer", ["--tp", "--pp"], ""), ("", ["a"], ""),
+    ("word", [], ""),
+    ("--vocab-size", ["--local-steps"], ""),  # alike in their dashes
+    ("llama3-8c", ["llama3-70b", "llama3-8b"], "; did you mean llama3-8b?"),
+    ("llama3-9b", ["llama3-70b", "llama3-8b"], ""),  # another size is no slip
+    ("llama-8b", ["llama3-8b"], "; did you mean llama3-8b?"),  # a number more may be one
+    ("tests", ["test", "tests_", "tess"], "; did you mean tests_?"),
+])  # fmt: skip
 def test_the_nearest_word_is_named_if_it_has_the_same_numbers(word, known, said):
     assert did_you_mean(word, known) == said
     assert did_you_mean(word, iter(known)) == said
@@ -97,17 +92,12 @@ def test_flags_are_parsed_in_full(capsys):
     assert (known.layers, rest) == (3, ["--lay", "5", "word"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--layer", "5"], "unknown --layer; did you mean --layers?"),
-        (["--layer=5"], "unknown --layer=5; did you mean --layers?"),
-        (["--nothing-like-it"], "unknown --nothing-like-it"),
-        (["--kind", "tow"], "argument --kind: 'tow' is none of one, two; did you mean two?"),
-        (["--many", "3"], "argument --many: 3 is none of 1, 2"),
-        (["--layers"], "argument --layers: expected one argument"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--layer", "5"], "unknown --layer; did you mean --layers?"),
+    (["--layer=5"], "unknown --layer=5; did you mean --layers?"), (["--nothing-like-it"], "unknown --nothing-like-it"),
+    (["--kind", "tow"], "argument --kind: 'tow' is none of one, two; did you mean two?"),
+    (["--many", "3"], "argument --many: 3 is none of 1, 2"), (["--layers"], "argument --layers: expected one argument"),
+])  # fmt: skip
 def test_a_wrong_word_ends_with_2_and_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as status:
         parser().parse_args(words)
@@ -138,7 +128,7 @@ def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys
     assert Path(sys.argv[0]).name == "mpcore"
 
 
-@pytest.mark.parametrize("name", ["replay-workers", "documents"])
+@pytest.mark.parametrize("name", ["documents"])
 def test_the_installed_command_finds_the_program_of_this_folder(name, tmp_path):
     script = Path(sys.executable).with_name("mpcore")
     done = subprocess.run([script, name, tmp_path], cwd=Path(__file__).parent.parent, capture_output=True, text=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from examples.gpt.pretrain import Trainer, parse
-from mpcore.__main__ import main
 from mpcore.gradients import gradient_of
-from mpcore.tools.analysis.compare import Curves, compare_runs, read_curves
+from mpcore.tools.analysis.compare import Curves, compare_runs
 from tests.oracles.runs import MOE, build, flags_of
 from tests.pool import mesh
 
@@ -28,14 +25,10 @@ def norms_of_layout(words: list[str], sizes: dict[str, int]) -> dict[str, dict[s
     return found[0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "flags", "case"),
-    [
-        ({"tp": 2, "dp": 2}, "--zero 3 --sequence-parallel", CASE),
-        ({"pp": 2, "tp": 2}, "", CASE),
-        ({"ep": 2, "dp": 4}, "--zero 1", {**MOE, "global_batch": 4, "micro_batch": 1}),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "flags", "case"), [
+    ({"tp": 2, "dp": 2}, "--zero 3 --sequence-parallel", CASE), ({"pp": 2, "tp": 2}, "", CASE),
+    ({"ep": 2, "dp": 4}, "--zero 1", {**MOE, "global_batch": 4, "micro_batch": 1}),
+])  # fmt: skip
 def test_norms_of_tensors_are_those_of_one_process_on_every_layout(ranks, sizes, flags, case):
     words = [*flags_of(case), *flags.split()]
     dense = norms_of_layout_alone(case)
@@ -98,74 +91,14 @@ def curves(
 TWINS = [curves(lambda step: 1.0), curves(lambda step: -1.0), curves(lambda step: float(step % 2))]
 
 
-@pytest.mark.parametrize(
-    ("b", "told"),
-    [
-        (curves(lambda step: 9.0), None),
-        (curves(lambda step: -9.0 if step == 4 else 0.0), None),
-        (curves(lambda step: 11.0 if step > 6 else 0.0), "step 7, weight of w: 1 and 1.000011"),
-        (curves(loss=lambda step: 2.0 if step < 9 else 2.0 + 1e-9), "step 9, loss: 2 and 2"),
-        (curves(loss=lambda step: None if step == 3 else 2.0), "step 3, loss: 2 and not finite"),
-    ],
-)
-def test_the_first_number_outside_of_the_band_is_named(b, told):
-    verdict = compare_runs(curves(), b, TWINS)
-    assert (verdict.count, verdict.steps) == (20, 10)
-    if told is None:
-        assert verdict.first is None
-        assert "rounding: 20 numbers of 10 steps lie within the band of 3 twins" in str(verdict)
-        assert verdict.nearest == pytest.approx(0.9)
-    else:
-        assert told in str(verdict)
-        assert str(verdict).startswith("NOT rounding")
-
-
-def test_a_step_that_twins_skip_too_is_no_difference():
-    def skips(at: int) -> Curves:
-        return curves(loss=lambda step: None if step == at else 2.0)
-
-    assert compare_runs(skips(3), curves(), [skips(3), curves()]).first is None
-    assert compare_runs(skips(3), skips(3), [skips(3), skips(3)]).first is None
-    assert compare_runs(curves(), skips(3), [curves(), curves()]).first is not None
-
-
-@pytest.mark.parametrize(
-    ("b", "twins", "message"),
-    [
-        (curves(), TWINS[:1], "1 twins don't show how far rounding goes: give at least 2"),
-        ({("loss", ""): {0: 1.0}}, TWINS, "the first run has the weight of w, the second has not"),
-        (curves(), [{}, {}], "have no recorded step in common"),
-    ],
-)
+@pytest.mark.parametrize(("b", "twins", "message"), [
+    (curves(), TWINS[:1], "1 twins don't show how far rounding goes: give at least 2"),
+    ({("loss", ""): {0: 1.0}}, TWINS, "the first run has the weight of w, the second has not"),
+    (curves(), [{}, {}], "have no recorded step in common"),
+])  # fmt: skip
 def test_what_cant_be_compared_is_refused(b, twins, message):
     with pytest.raises(ValueError, match=message):
         compare_runs(curves(), b, twins)
-
-
-def write(folder: Path, found: Curves) -> str:
-    folder.mkdir()
-    steps = range(10)
-    lines = [{"step": step, "loss": found["loss", ""][step], "grad_norm": 1.0, "lr": 0.1} for step in steps]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    tensors = [{"step": step, "gradient": {}, "weight": {"w": found["weight", "w"][step]}} for step in steps]
-    (folder / "tensors.jsonl").write_text("\n".join(map(json.dumps, tensors)))
-    return str(folder)
-
-
-def test_the_command_reads_the_folders_of_runs(tmp_path, capsys):
-    a, same = write(tmp_path / "a", curves()), write(tmp_path / "b", curves(lambda step: 0.5))
-    other = write(tmp_path / "c", curves(lambda step: 50.0))
-    twins = ["--twins", *(write(tmp_path / f"t{i}", twin) for i, twin in enumerate(TWINS))]
-    assert read_curves(Path(a))["weight", "w"] == curves()["weight", "w"]
-    assert main(["compare", a, same, *twins]) == 0
-    assert "rounding: 40 numbers" in capsys.readouterr().out
-    assert main(["compare", a, other, *twins]) == 1
-    assert "NOT rounding: step 0, weight of w" in capsys.readouterr().out
-    assert main(["compare", a, same]) == 2
-    told = capsys.readouterr().err
-    assert all(f"--config {a}/config.json --set twin={i} --out {a}-twin-{i}" in told for i in range(1, 5))
-    assert main(["compare", a, str(tmp_path / "none"), *twins]) == 2
-    assert "name the --out folder of a run" in capsys.readouterr().err
 
 
 TRAINED = {"steps": 8, "warmup": 10, "global_batch": 4, "micro_batch": 2, "clip": 0.3, "dtype": "float32"}

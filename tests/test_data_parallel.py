@@ -34,7 +34,6 @@ from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, guard_optimizer, reduce_gradients
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.layers import linear_log_prob, materialize, update_routers
-from mpcore.mesh.build import build_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.fsdp import BroadcastAllGather, ExchangeReduceScatter
@@ -47,9 +46,8 @@ from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from tests.equality import close
-from tests.oracles.linear_loss import linear_log_prob_reference
 from tests.placement import placements
-from tests.pool import BEFORE_2_13, mesh
+from tests.pool import BEFORE_2_13, mesh, on_ranks
 from tests.quick import some
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
@@ -163,10 +161,8 @@ def check_gradients(sizes: dict, zero: int, schedule: str, **options) -> None:
 @pytest.mark.parametrize("tied", some(True, of=[True, False]))
 @pytest.mark.parametrize(
     ("schedule", "zero"),
-    some(
-        ("zbv", 3), ("zb", 2), ("1f1b", 1), ("1f1b", 0),
-        of=itertools.product(("1f1b", "zb", "zbv", "interleaved", "dualpipev"), STAGES),
-    ),
+    some(("zbv", 3), ("zb", 2), ("1f1b", 1), ("1f1b", 0),
+         of=itertools.product(("1f1b", "zb", "zbv", "interleaved", "dualpipev"), STAGES)),
 )  # fmt: skip
 def test_pitfall_14_24_30_33_every_zero_stage_in_every_kind_of_pipeline_gives_the_dense_gradients(
     ranks, schedule, zero, tied
@@ -183,10 +179,8 @@ OVER_DATA = [({"tp": 2, "dp": 2}, "1f1b", 1), ({"dp": 4}, "1f1b", 1), ({"dp": 4}
 
 @pytest.mark.parametrize(
     ("sizes", "schedule", "replicate", "zero"),
-    some(
-        (*OVER_DATA[0], 0), (*OVER_DATA[0], 3), (*OVER_DATA[3], 2),
-        of=[(*case, zero) for case in OVER_DATA for zero in STAGES[case[2] - 1 :]],
-    ),
+    some((*OVER_DATA[0], 0), (*OVER_DATA[0], 3), (*OVER_DATA[3], 2),
+         of=[(*case, zero) for case in OVER_DATA for zero in STAGES[case[2] - 1 :]]),
     ids=str,
 )  # fmt: skip
 def test_pitfall_24_30_every_zero_stage_gives_the_dense_gradients(ranks, sizes, schedule, replicate, zero):
@@ -243,10 +237,8 @@ SENT = [({"dp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, 
 
 @pytest.mark.parametrize(
     ("sizes", "schedule", "zero"),
-    some(
-        *((*SENT[0], zero) for zero in STAGES), (*SENT[1], 2), (*SENT[2], 1),
-        of=[(*case, zero) for case in SENT for zero in STAGES],
-    ),
+    some(*((*SENT[0], zero) for zero in STAGES), (*SENT[1], 2), (*SENT[2], 1),
+         of=[(*case, zero) for case in SENT for zero in STAGES]),
     ids=str,
 )  # fmt: skip
 def test_each_stage_of_zero_sends_what_the_theory_says(ranks, sizes, schedule, zero):
@@ -291,37 +283,6 @@ def check_held(zero: int) -> None:
         assert local_tensor(p.grad).shape[0] == math.ceil(p.shape[0] / 2) or zero == 0 or on.data.rank == 1
 
 
-def gradients(sizes: dict, zero: int, micro_batches: int, dtype: torch.dtype, **options) -> dict[str, Tensor]:
-    run = Run(mesh(**sizes), zero, micro_batches=micro_batches, dtype=dtype, **options)
-    run.step()
-    return run.gradients()
-
-
-ALIKE = [
-    ({"dp": 2}, 1, STAGES), ({"dp": 2, "pp": 2}, 4, [0, 1]), ({"dp": 4}, 4, [2, 3]), ({"dp": 2}, 4, [0, 1]),
-    ({"dp": 2}, 4, [2, 3]), ({"dp": 4}, 1, [1, 2, 3]), ({"dp": 2, "pp": 2}, 4, [2, 3]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("sizes", "micro_batches", "alike", "dtype"),
-    some(
-        *((*case, torch.float64) for case in ALIKE[:2]),
-        of=[(*case, dtype) for case in ALIKE for dtype in (torch.float64, torch.float32)],
-    ),
-    ids=str,
-)
-def test_pitfall_34_zero_stages_agree_bitwise_where_the_order_of_the_sum_allows(
-    ranks, sizes, micro_batches, alike, dtype
-):
-    """Two ranks: a + b = b + a. Four: an all-reduce's order differs. Micro-batches: 2 and 3 sum over ranks first."""
-    want, *others = (ranks(math.prod(sizes.values()), gradients, sizes, z, micro_batches, dtype) for z in alike)
-    for zero, other in zip(alike[1:], others, strict=True):
-        for mine, theirs in zip(other, want, strict=True):
-            for name, grad in mine.items():
-                assert torch.equal(grad, theirs[name]), f"{name} of zero {zero} and {alike[0]}"
-
-
 class Part(nn.Module):
     """A unit with parameters of every odd kind; what `use` names takes part in the loss."""
 
@@ -356,7 +317,11 @@ class Parts(nn.Module):
         return self.root(x, use)
 
 
-def check_odd(zero: int, replicate: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "replicate"), some((0, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]), ids=str
+)
+@on_ranks(4)
+def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(zero: int, replicate: int) -> None:
     """PITFALLS 33, 34: which parameters a rank uses is random, by rank, step and micro-batch."""
     on = mesh(dp=4)
     whole, model = Parts(), Parts()
@@ -387,13 +352,6 @@ def check_odd(zero: int, replicate: int) -> None:
         for name, p in model.named_parameters():
             close(over_data(p, on, declared[name]), wanted[name].detach(), f"{name} after step {step}")
     assert placements(model, on)["root.scalar"].state == 1
-
-
-@pytest.mark.parametrize(
-    ("zero", "replicate"), some((0, 1), (3, 1), of=[(0, 1), *itertools.product((1, 2, 3), (1, 2))]), ids=str
-)
-def test_pitfall_33_34_43_frozen_unused_empty_scalar_and_tiny_parameters(ranks, zero, replicate):
-    ranks(4, check_odd, zero, replicate)
 
 
 def check_evaluations(zero: int) -> None:
@@ -434,51 +392,6 @@ def check_evaluations(zero: int) -> None:
         for name, p in model.named_parameters():
             close(over_data(p, on, declared[name]), wanted[name].detach(), name)
         evaluated()
-
-
-class Outer(nn.Module):
-    """A part of its own, and twice one that others may hold too."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.part = inner, Part()
-
-    def forward(self, x: Tensor, use: set[str]) -> Tensor:
-        return self.part(self.inner(self.inner(x, use), use), use)
-
-
-class Nested(nn.Module):
-    """Units that hold one block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = Parts()
-        self.units = nn.ModuleList([Outer(inner), Outer(inner)])
-
-    def forward(self, x: Tensor, use: set[str]) -> Tensor:
-        for unit in self.units:
-            x = unit(x, use)
-        return x
-
-
-def check_blocks(zero: int) -> None:
-    on = mesh(dp=2)
-    whole, model = Nested(), Nested()
-    inner = model.units[0].inner
-    units = [*model.units, inner.blocks[1]]
-    shard_data_parallel(model, on, [model, *units, inner, *units], zero=zero)  # outer ones first, and twice
-    for rank in range(2):
-        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-        use = {"plain", "other", "tiny", "scalar"}
-        whole(x, use).sum().backward()
-        if rank == on.data.rank:
-            model(x, use).sum().backward()
-    reduce_gradients(model)
-    declared, wanted = shardings(model), dict(whole.named_parameters())
-    for name, p in model.named_parameters():
-        if wanted[name].grad is not None:
-            assert p.grad is not None
-            close(over_data(p.grad, on, declared[name]), wanted[name].grad, name)
 
 
 def check_statistics(zero: int) -> None:
@@ -673,7 +586,13 @@ def check_gradients_of(model: Chain, on: Mesh, steps: list[int], what: str) -> N
         close(over_data(p.grad, on, declared[name]), whole.get_parameter(name).grad, f"{what}: {name}", TOLERANCE)
 
 
-def check_given_up(zero: int, replicate: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("zero", "replicate", "how"),
+    some((1, 1, "raised"), (2, 1, "skipped"), (3, 1, "abandoned"), (2, 2, "abandoned"), (3, 2, "raised"),
+         of=itertools.product((1, 2, 3), (1, 2), ("abandoned", "skipped", "raised"))),
+)  # fmt: skip
+@on_ranks(4)
+def test_nothing_is_left_of_a_step_given_up(zero: int, replicate: int, how: str) -> None:
     for group in [[0, 3], [0]]:  # torch names the groups of a cut axis after the number of groups that a rank is in
         dist.new_group(group)
     on = mesh(dp=4)
@@ -702,17 +621,6 @@ def check_given_up(zero: int, replicate: int, how: str) -> None:
         check_gradients_of(model, on, [4, 5], how)
         forget()
         assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("zero", "replicate", "how"),
-    some(
-        (1, 1, "raised"), (2, 1, "skipped"), (3, 1, "abandoned"), (2, 2, "abandoned"), (3, 2, "raised"),
-        of=itertools.product((1, 2, 3), (1, 2), ("abandoned", "skipped", "raised")),
-    ),
-)  # fmt: skip
-def test_nothing_is_left_of_a_step_given_up(ranks, zero, replicate, how):
-    ranks(4, check_given_up, zero, replicate, how)
 
 
 def check_between(zero: int) -> None:
@@ -776,37 +684,6 @@ def check_outputs(zero: int) -> None:
         assert all(map(is_dtensor, model.parameters()))
 
 
-class Scores(nn.Module):
-    """What a model of RL returns: the log-probability of each token, and the entropy."""
-
-    def __init__(self, score) -> None:
-        super().__init__()
-        g = torch.Generator().manual_seed(7)
-        self.score = score
-        self.body, self.head = nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 7, bias=False, dtype=torch.float64)
-        for p in self.parameters():
-            nn.init.normal_(p, generator=g)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.score(self.body(x).tanh(), self.head.weight, torch.arange(len(x)))
-
-
-def check_scores(zero: int) -> None:
-    on = mesh(dp=2)
-    model = Scores(lambda *given: linear_log_prob(*given, chunk_rows=1))
-    dense = Scores(linear_log_prob_reference)
-    shard_data_parallel(model, on, [model.body], zero=zero)
-    log_prob, entropy = model(rows(0, on.data.rank))
-    (log_prob.mul_(2) * entropy.div_(2)).sum().backward()  # what is returned may be written to
-    reduce_gradients(model)
-    for rank in range(2):
-        log_prob, entropy = dense(rows(0, rank))
-        (log_prob * entropy).sum().backward()
-    declared = shardings(model)
-    for name, p in model.named_parameters():
-        close(over_data(p.grad, on, declared[name]), dense.get_parameter(name).grad, name, TOLERANCE)
-
-
 def check_first(zero: int) -> None:
     """Inference mode, and a block alone, before the model's first forward; a second derivative."""
     on = mesh(dp=2)
@@ -847,18 +724,15 @@ def check_old_optimizers(zero: int) -> None:
         reduce_gradients(model)
 
 
-def check_each(check: Callable[[int], None], stages: list[int]) -> None:
+@pytest.mark.parametrize(("check", "stages"), [
+    (check_gathered_once, [1, 3]), (check_held, STAGES), (check_evaluations, STAGES), (check_statistics, [1, 3]),
+    (check_added, STAGES), (check_between, [1, 3]), (check_outputs, [1, 3]),
+    (check_first, [1, 3]), (check_old_optimizers, [1, 3]),
+], ids=lambda x: getattr(x, "__name__", None))  # fmt: skip
+@on_ranks(2)
+def test_two_data_ranks(check: Callable[[int], None], stages: list[int]) -> None:
     for zero in stages:
         check(zero)
-
-
-@pytest.mark.parametrize(("check", "stages"), [
-    (check_gathered_once, [1, 3]), (check_held, STAGES), (check_evaluations, STAGES), (check_blocks, STAGES),
-    (check_statistics, [1, 3]), (check_added, STAGES), (check_between, [1, 3]), (check_outputs, [1, 3]),
-    (check_scores, [1, 3]), (check_first, [1, 3]), (check_old_optimizers, [1, 3]),
-], ids=lambda x: getattr(x, "__name__", None))  # fmt: skip
-def test_two_data_ranks(ranks, check, stages):
-    ranks(2, check_each, check, stages)
 
 
 class Mixed(nn.Module):
@@ -873,7 +747,9 @@ class Mixed(nn.Module):
         return self.gain * self.moe(x)
 
 
-def check_mixed() -> None:
+@pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")
+@on_ranks(2)
+def test_torchs_foreach_steps_refuse_shards_beside_whole_parameters() -> None:
     on = mesh(dp=2, ep=2)
     model = Mixed(on)
     shard_data_parallel(model, on)
@@ -897,11 +773,6 @@ def check_mixed() -> None:
     step(model.parameters(), foreach=True)
 
 
-@pytest.mark.skipif(BEFORE_2_13, reason="experts with zero need torch 2.13")
-def test_torchs_foreach_steps_refuse_shards_beside_whole_parameters(ranks):
-    ranks(2, check_mixed)
-
-
 def changed(change: Callable[[Parts], None]) -> Parts:
     model = Parts()
     change(model)
@@ -916,7 +787,8 @@ def narrow(model: Parts) -> None:
     model.blocks[0].tiny.data = model.blocks[0].tiny.data.float()
 
 
-def check_refused() -> None:
+@on_ranks(4)
+def test_what_cant_be_had_is_refused_on_every_rank_before_anything_changes() -> None:
     on = mesh(dp=4)
     bf16, half, other = torch.bfloat16, {"param_dtype": torch.bfloat16}, nn.Linear(2, 2)
     tables = Parts()
@@ -978,17 +850,3 @@ def check_refused() -> None:
     model = Parts()
     assert shard_data_parallel(model, Mesh(), model.blocks, zero=3) is model
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def test_what_cant_be_had_is_refused_on_every_rank_before_anything_changes(ranks):
-    ranks(4, check_refused)
-
-
-def test_an_attribute_of_the_models_own_called_data_parallel_is_left_alone():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].data_parallel = True
-    assert shard_data_parallel(model, build_mesh(device_type="cpu")) is model
-    set_gradient_sync(model[0], last=True)
-    with gathered(model[0]):
-        model(torch.ones(1, 4)).sum().backward()
-    assert model[0].data_parallel is True

@@ -39,10 +39,7 @@ from mpcore.kernels.fp8_matmul import fp8_matmul, fp8_matmul_reference
 from mpcore.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy as linear_ce
-from mpcore.kernels.linear_cross_entropy import (
-    linear_cross_entropy_rows,
-    linear_log_prob,
-)
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy_rows, linear_log_prob
 from mpcore.kernels.moe_permute import moe_unpermute, moe_unpermute_reference
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -134,10 +131,8 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     ),
     "PositionEmbedding": (partial(made, mp.PositionEmbedding, T, D), {"init": (normal(1.0), normal(0.5))}),
     "GroupedLinear": (
-        partial(
-            made, mp.layers.GroupedLinear, 2, D, 6, ep=mp.Axis(), shard=cut(6, mp.Axis(), 1), x=draw(5, D),
-            call={"counts": torch.tensor([3, 2])},
-        ),
+        partial(made, mp.layers.GroupedLinear, 2, D, 6, ep=mp.Axis(), shard=cut(6, mp.Axis(), 1), x=draw(5, D),
+                call={"counts": torch.tensor([3, 2])}),
         {"init": (uniform(D**-0.5), normal(1.0))},
     ),
     "LayerNorm": (partial(made, mp.LayerNorm, D), {"eps": (1e-5, 1e-2), "bias": (True, False)}),
@@ -161,10 +156,8 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         {**HEAD_OPTIONS, "q_lora_rank": (None, 6), "bias": (False, True), "norm_eps": (1e-6, 0.1)},
     ),
     "TransformerBlock": (
-        partial(
-            made, mp.TransformerBlock, nn.Identity(), nn.Identity(), nn.Identity(), nn.Identity(),
-            call={"samples": torch.arange(B)},
-        ),
+        partial(made, mp.TransformerBlock, nn.Identity(), nn.Identity(), nn.Identity(), nn.Identity(),
+                call={"samples": torch.arange(B)}),
         {"dropout": (0.0, 0.5)},
     ),
     "RotaryEmbedding": (

@@ -17,15 +17,10 @@ import torch
 
 import mpcore as mp
 from mpcore import collectives
-from mpcore.kernels import _dispatch, _self_test
+from mpcore.kernels import _dispatch
 from mpcore.mesh.build import build_mesh
 from mpcore.tools import doctor
-from mpcore.tools.doctor import (
-    Finding,
-    check_kernels,
-    check_launch,
-    versions,
-)
+from mpcore.tools.doctor import Finding, check_launch, versions
 
 
 def test_versions_devices_and_back_ends_are_listed(monkeypatch):
@@ -100,26 +95,6 @@ def machine(monkeypatch: Any, gpu: bool, triton: bool = True, interprets: bool =
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(_dispatch, "HAS_TRITON", triton)
     monkeypatch.setattr(_dispatch, "INTERPRETING", interprets)
-
-
-@pytest.mark.parametrize(
-    ("there", "found"),
-    [
-        ({"gpu": False, "triton": False}, [("kernels", "skipped")]),
-        ({"gpu": True, "triton": False}, [("kernels", "FAILED")]),
-        ({"gpu": False}, [("kernels", "skipped")]),
-        ({"gpu": False, "interprets": True}, [("kernel a", "cpu"), ("kernel b", "skipped"), ("kernel c", "cpu")]),
-        ({"gpu": True}, [("kernel a", "cuda"), ("kernel b", "cuda"), ("kernel c", "cuda")]),
-        ({"gpu": True, "interprets": True}, [("kernel a", "cuda"), ("kernel b", "cuda"), ("kernel c", "cuda")]),
-    ],
-)
-def test_kernels_are_checked_where_triton_can_run_them(there, found, monkeypatch):
-    machine(monkeypatch, **there)
-    monkeypatch.setattr(_self_test, "TESTS", {"a": 1, "b": 2, "c": 3})
-    monkeypatch.setattr(_self_test, "IN_FP8", ("b",))
-    monkeypatch.setattr(doctor, "check_kernel", lambda name, device: Finding(f"kernel {name}", device))
-    assert [(f.name, f.state) for f in check_kernels()] == found
-    assert all(f.detail for f in check_kernels() if f.state in ("FAILED", "skipped"))
 
 
 def errors(monkeypatch: Any) -> list[dict[str, float]]:

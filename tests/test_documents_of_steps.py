@@ -13,7 +13,7 @@ import torch
 
 from examples.gpt.arguments import parse
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, WithoutDocuments
-from examples.gpt.pretrain import Trainer, main
+from examples.gpt.pretrain import Trainer
 from examples.gpt.samples import Blend, Corpora, TokenSamples, read_without, split_documents, split_samples
 from mpcore import Mesh
 from mpcore.sharding import full_state_dict
@@ -58,16 +58,6 @@ def test_the_pieces_of_a_sample_are_its_tokens(tmp_path):
             tokens = [files[piece.corpus][piece.document][piece.first :][: piece.count] for piece in pieces]
             assert np.concatenate(tokens).tolist() == samples.sample(index).tolist()
             assert not {piece.document for piece in pieces if piece.corpus == two} & {0, 7, 8, 39}
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("web", "line 1: 'web' is not"), ("# none\nother 3", "line 2: 'other 3' is not"), ("web -1", "'web -1' is not")],
-)
-def test_a_file_of_documents_that_is_wrong_is_named(content, words, tmp_path):
-    (tmp_path / "drop").write_text(content)
-    with pytest.raises(ValueError, match=words):
-        read_without(str(tmp_path / "drop"), ["web", "code"])
 
 
 def test_documents_that_are_left_out_are_not_there(tmp_path):
@@ -162,20 +152,6 @@ def test_ten_corrupt_documents_of_ten_thousand_are_named_on_four_layouts(tmp_pat
     assert named == set(corrupt) & set(split_documents(10_000)[0].tolist())
 
 
-def test_what_cannot_be_read_is_said(tmp_path, capsys):
-    assert which_text.main([str(tmp_path)]) == 2
-    assert "config.json" in capsys.readouterr().err
-    prefix = write(tmp_path / "c", texts(40))
-    assert main([*TINY.split(), "--data", prefix, "--eval-every", "0", "--out", str(tmp_path / "run")]) == 0
-    capsys.readouterr()
-    assert which_text.main([str(tmp_path / "run"), "--steps", "9"]) == 2
-    assert "step 9 has no record: there are steps 0 to 3" in capsys.readouterr().err
-    assert which_text.main([str(tmp_path / "run"), "--steps", "2", "--most", "1"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{prefix} ")
-    assert "# step 2, sample 8, tokens " in out
-
-
 def record(step: int, loss: float | None = 1.0) -> dict:
     """Of two samples of five tokens a step."""
     return {"step": step, "loss": loss, "samples": [2 * step, 2 * step + 1], "tokens": 10 * (step + 1)}
@@ -204,9 +180,3 @@ def test_a_run_has_the_samples_that_its_records_say(tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "val_loss": 1}\n')
     with pytest.raises(ValueError, match="has no step with its samples"):
         which_text.Text(tmp_path / "run", PROGRAM)
-
-
-def test_spikes_and_skipped_steps_are_listed(tmp_path):
-    losses = [1.0 + 0.01 * (i % 2) for i in range(60)] + [9.0, None, 1.0]
-    text = which_text.Text(run_of(tmp_path / "run", [record(i, loss) for i, loss in enumerate(losses)]), PROGRAM)
-    assert text.spikes() == [60, 61]

@@ -14,7 +14,7 @@ from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Axis
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.sync import finish_gradients, set_gradient_sync
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 
 class Model(nn.Module):
@@ -67,7 +67,9 @@ def gradients(alone: int, dtype: torch.dtype, steps: int = 2) -> tuple[dict[str,
     return {name: gradient_of(p) for name, p in model.named_parameters()}, within
 
 
-def check_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_sums_within_backward_have_the_bits_of_sums_after_it(dtype: torch.dtype) -> None:
     want, late = gradients(2**18, dtype)
     got, within = gradients(1, dtype)
     assert (len(late), len(within)) == (0, 6), "all trained ones, also those without a gradient"
@@ -80,17 +82,13 @@ def check_bits(dtype: torch.dtype) -> None:
         assert expected is None or torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_sums_within_backward_have_the_bits_of_sums_after_it(ranks, dtype):
-    ranks(2, check_bits, dtype)
-
-
 def doubled(p: Tensor) -> None:
     """Twice the gradient: what a user hooks."""
     p.grad.mul_(2)
 
 
-def check_all_within() -> None:
+@on_ranks(2)
+def test_only_the_last_micro_batch_sums_and_no_step_is_taken_before_all_is_summed() -> None:
     m = mesh(dp=2)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     with mock.patch.object(overlap, "ALONE", 5):
@@ -121,11 +119,8 @@ def check_all_within() -> None:
         assert torch.equal(*both)
 
 
-def test_only_the_last_micro_batch_sums_and_no_step_is_taken_before_all_is_summed(ranks):
-    ranks(2, check_all_within)
-
-
-def check_raised() -> None:
+@on_ranks(2)
+def test_a_step_given_up_after_a_backward_that_raised_on_one_rank_leaves_nothing() -> None:
     """Rank 0's last backward raises half-way: both ranks give the step up, and the next one is right."""
     m = mesh(dp=2)
     want = gradients(2**18, torch.float64, steps=1)[0]
@@ -148,7 +143,3 @@ def check_raised() -> None:
         reduce_gradients(model)
     for name, p in model.named_parameters():
         assert p.grad is want[name] or torch.equal(p.grad, want[name]), name
-
-
-def test_a_step_given_up_after_a_backward_that_raised_on_one_rank_leaves_nothing(ranks):
-    ranks(2, check_raised)

@@ -482,8 +482,7 @@ def plan(dice: random.Random) -> str:
 
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "corpus": corpus, "blend": blend, "packed": packed, "ramp": ramp, "slices": slices, "layout": layout,
-    "launch": launch, "schedule": schedule, "partition": cut_blocks, "command": command, "config": config,
-    "plan": plan,
+    "launch": launch, "schedule": schedule, "partition": cut_blocks, "command": command, "config": config, "plan": plan,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from mpcore import Axis, parallelize
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 hf = pytest.importorskip("transformers")
@@ -60,7 +60,9 @@ def tp_axis():
     return mesh(tp=torch.distributed.get_world_size()).tp
 
 
-def check_greedy(name):
+@pytest.mark.parametrize("name", some("llama", "gemma3", "gpt2", "phi3", of=FAMILIES))
+@on_ranks(2)
+def test_64_greedy_tokens_with_a_cache_are_those_of_the_dense_model(name):
     dense = build(name)
     sharded = parallelize(copy.deepcopy(dense), PLANS.get(name, "auto"), tp_axis())
     given = prompt(
@@ -77,11 +79,6 @@ def check_greedy(name):
     assert mine == (heads if name == "phi3" else heads // 2)  # Phi-3's own plan gathers its fused projection
     static = sharded.generate(**given, max_new_tokens=9, do_sample=False, cache_implementation="static")
     assert torch.equal(static, want.sequences[:, : 7 + 9])
-
-
-@pytest.mark.parametrize("name", some("llama", "gemma3", "gpt2", "phi3", of=FAMILIES))
-def test_64_greedy_tokens_with_a_cache_are_those_of_the_dense_model(ranks, name):
-    ranks(2, check_greedy, name)
 
 
 def refused(call):

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh
 from mpcore import collectives as c
-from mpcore.pipeline.messages import post
-from mpcore.pipeline.schedules import Action
-from mpcore.tools.analysis import CommunicationClock
-from mpcore.tools.analysis.__main__ import main
-from mpcore.tools.analysis.counts import CommunicationCounter, block_bytes
-from mpcore.tools.analysis.dry_run import dry_run, pretend
-from mpcore.tools.command_line import find_object
+from mpcore.tools.analysis.counts import CommunicationCounter
+from mpcore.tools.analysis.dry_run import dry_run
 from tests.pool import mesh
 from tests.quick import some
 
@@ -112,26 +102,6 @@ def test_the_plan_counts_what_the_run_sends(ranks, request, sizes, flags):
             assert real[rank].get(key, (0, 0))[1] == size, key
 
 
-@pytest.mark.parametrize(
-    ("recompute", "dropout"),
-    some(("none", True), ("full", False), of=itertools.product(("none", "selective", "full"), (False, True))),
-)
-def test_a_block_sends_what_megatron_counts_and_sequence_parallel_the_same(recompute, dropout):
-    flags = ["--layers", "3", "--seq-len", "32", "--dropout", str(0.1 * dropout), "--recompute", recompute]
-    volumes = {}
-    for sp in (False, True):
-        sizes = {"tp": 4, "pp": 3, "dp": 1}  # rank 4 is of the middle stage, which is one block alone
-        plan = dry_run(build, [*flags, "--sequence-parallel"] if sp else flags, 4, **sizes)
-        got = {kind: count.bytes for (axis, kind), count in plan.ledger.counts.items() if axis == "tp"}
-        want = block_bytes(2 * 32 * 128 * 4, sequence_parallel=sp, recompute=recompute, dropout=dropout)
-        norms = 4 * (2 * 128 + 2) if sp else 0  # summed once a step, each with a flag that it is there
-        assert got.pop("all_reduce", 0) - norms == 8 * want.pop("all_reduce", 0)
-        assert got == {kind: 8 * size for kind, size in want.items()}
-        volumes[sp] = plan.ledger.volume("tp") - 2 * norms
-    again = recompute == "full" and not dropout  # full recomputation stops before the last sum, whose gather is cheaper
-    assert volumes[True] == volumes[False] or again
-
-
 def check_every_kind() -> dict:
     on = mesh(tp=2)
     x = torch.ones(4, 2)
@@ -161,53 +131,3 @@ def test_every_kind_is_counted_once_whoever_calls_it(ranks):
             ("tp", "all_reduce"): (3, 96), ("tp", "all_gather"): (2, 128), ("tp", "reduce_scatter"): (2, 64),
             ("tp", "all_to_all"): (1, 32), ("tp", "broadcast"): (1, 32), "volume": 448, "all": 448,
         }  # fmt: skip
-
-
-LATE = 0.1
-
-
-def check_clock() -> list[float]:
-    """The seconds that this rank waits for what rank 1 begins late, in each way to communicate."""
-    on, x = mesh(tp=2), torch.ones(2)
-    unit: Any = fully_shard(torch.nn.Linear(2, 2), mesh=on.device_mesh["tp"])
-    other = 1 - on.tp.rank
-    ways = [
-        lambda: c.all_reduce(x, on.tp), lambda: c.wait(c.start_all_gather(x, on.tp)),
-        lambda: torch.autograd.grad(c.copy(w, on.tp).sum(), w),
-        lambda: post(dist.irecv if other else dist.isend, [x.clone()], on.tp, other, Action("RECV_F", 0, 0)).wait(),
-        lambda: dist.barrier(group=on.tp.group), lambda: (unit(x), unit.reshard()),
-    ]  # fmt: skip
-    w, seconds, before = x.clone().requires_grad_(), [], (c._wait, dist.Work.wait)
-    for way in ways:
-        way()
-        with CommunicationClock() as clock:
-            time.sleep(LATE * on.tp.rank)
-            way()
-        seconds.append(clock.seconds)
-    assert (c._wait, dist.Work.wait) == before
-    return seconds
-
-
-def test_the_clock_of_communication_measures_waits_of_every_kind(ranks):
-    early, late = ranks(2, check_clock)
-    assert all(0.8 * LATE < seconds < 10 for seconds in early), early
-    assert sum(late) < LATE * len(late) / 2, late
-
-
-def test_the_command_plans_thousands_of_ranks_and_says_what_is_wrong(capsys):
-    flags = ["--preset", "llama3-70b", "--layers", "4", "--seq-len", "1024", "--global-batch", "8192"]
-    main(["ledger", "examples.gpt.plan:build", "--tp", "8", "--pp", "4", "--dp", "1024", "--rank", "9000", *flags])
-    out = capsys.readouterr().out
-    assert "tp              8 all_reduce" in out
-    assert "dp           1024 all_gather" in out
-    assert not dist.is_initialized()
-    for words, message in [
-        (["examples.gpt.plan:nothing"], "has no nothing: write package.module:name"),
-        (["examples.gpt.plan:build", "--tp", "3", "--heads", "2"], "smaller than the tp size 3"),
-    ]:
-        assert main(["ledger", *words]) == 2
-        assert message in capsys.readouterr().err
-    assert find_object("examples.gpt.plan:build") is build
-    with pretend(2), pytest.raises(ValueError, match=r"torch\.distributed is running"), pretend(2):
-        pass
-    assert CommunicationCounter(Mesh()).table() == str(CommunicationCounter())

@@ -11,23 +11,12 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.checkpoint import latest
-from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
+from mpcore.interop.lora import add_lora, merge_lora, merged_state_dict
 from mpcore.interop.lora.layers import LoRALayer
 from mpcore.pipeline import partition
 from tests.equality import close, full_gradients
-from tests.lora_models import (
-    ALPHA,
-    LAYOUTS,
-    RANK,
-    V,
-    batch,
-    dense_losses,
-    fill,
-    same_losses,
-    start,
-    train,
-)
-from tests.pool import mesh
+from tests.lora_models import ALPHA, LAYOUTS, RANK, V, dense_losses, fill, same_losses, start, train
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 IN, OUT = 10, 9
@@ -140,49 +129,6 @@ def staged(
     return mp.prepare(model, on, loss=loss, initialize=True, **given)
 
 
-STAGES = {
-    "tp2 sequence": (2, {"tp": 2}, {"sequence_parallel": True}), "tp3": (3, {"tp": 3}, {}),
-    "pp2": (2, {"pp": 2}, {"micro_batches": 2}), "pp2 zb": (2, {"pp": 2}, {"micro_batches": 2, "schedule": "zb"}),
-    "tp2 sequence zero3": (4, {"tp": 2}, {"sequence_parallel": True, "data": mp.Zero(3)}),
-}  # fmt: skip
-
-
-def check_stages(layout: str, want: list[float], folder: Path, saved: dict[str, Tensor]) -> None:
-    _, sizes, told = STAGES[layout]
-    run = staged(sizes, **told)
-    same_losses(train(run), want)
-    with run.parameters() as model:
-        save_lora(model, folder, run.mesh)
-    again = staged(sizes, **told)
-    with again.parameters() as model:
-        load_lora(model, folder, again.mesh)
-    share = run.share(4)
-    text = [tuple(x[share.start : share.stop] for x in batch(50))]
-    same_losses([again.evaluate(text)], [run.evaluate(text)])
-    if run.mesh.job.rank == 0:
-        from safetensors.torch import load_file
-
-        found = load_file(folder / "adapter_model.safetensors")
-        assert found.keys() == saved.keys()
-        for key, value in saved.items():
-            close(found[key], value, key, 1e-9)
-
-
-def alone() -> tuple[list[float], dict[str, Tensor]]:
-    """The same in one process, for the layouts to be compared with; it begins as they do."""
-    run = staged({})
-    losses = train(run)
-    factors = {f"base_model.model.{n}": p.detach() for n, p in run.model.named_parameters() if p.requires_grad}
-    return losses, factors
-
-
-@pytest.mark.parametrize("layout", some("pp2 zb", "tp2 sequence zero3", of=STAGES))
-def test_sequence_parallel_and_pipelines_train_and_save_the_same(ranks, tmp_path, layout):
-    losses, saved = alone()
-    assert losses[-1] < losses[0]
-    ranks(STAGES[layout][0], check_stages, layout, losses, tmp_path / "adapter", saved)
-
-
 def check_bfloat16(zero: int, folder: Path) -> None:
     """Frozen parameters have no master and no state, and a checkpoint resumes the run bit for bit."""
     told = {"precision": "bfloat16", "data": mp.Zero(zero), "dtype": torch.float32}
@@ -203,7 +149,8 @@ def test_in_bfloat16_a_run_resumes_and_what_is_frozen_has_no_state(ranks, tmp_pa
     ranks(4 if zero else 2, check_bfloat16, zero, tmp_path / "checkpoints")
 
 
-def check_dropout() -> None:
+@on_ranks(2)
+def test_dropout_draws_the_masks_of_the_unsharded_model() -> None:
     """Under one seed the masks are those of the unsharded model."""
     for sequence in (False, True):
         check_masks(sequence)
@@ -225,10 +172,6 @@ def check_masks(sequence: bool) -> None:
         whole = results[0][:, part]
         assert not torch.equal(net.eval()(x[:, part]), y)
     close(results[1], whole, "output")
-
-
-def test_dropout_draws_the_masks_of_the_unsharded_model(ranks):
-    ranks(2, check_dropout)
 
 
 def test_pitfall_65_a_product_that_leaves_the_adapter_out_is_refused():

@@ -32,7 +32,7 @@ from tests.lora_models import (
     token_loss,
     train,
 )
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 
 def check_saved(name: str, layout: str, folder: Path) -> None:
@@ -250,7 +250,8 @@ def test_pitfall_57_weights_trained_beside_adapters_are_not_left_out_in_silence(
         load_lora(mlp(), folder)
 
 
-def check_sharded_over_data() -> None:
+@on_ranks(2)
+def test_a_model_that_is_sharded_over_data_is_refused() -> None:
     on = mesh()
     run = start("llama", {}, data=mp.Zero(3))
     with pytest.raises(ValueError, match=r"is sharded over data: take mpcore.interop.lora.merged_state_dict"):
@@ -258,10 +259,6 @@ def check_sharded_over_data() -> None:
     model = mp.parallel.shard_data_parallel(mlp(), on, (), zero=3)
     with pytest.raises(ValueError, match="is sharded over data already: add adapters before prepare"):
         add_lora(model, targets="0")
-
-
-def test_a_model_that_is_sharded_over_data_is_refused(ranks):
-    ranks(2, check_sharded_over_data)
 
 
 def test_all_linear_leaves_the_head_out_and_what_is_added_is_all_that_is_trained():

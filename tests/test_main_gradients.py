@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from mpcore import (
     ColumnParallelLinear,
@@ -33,7 +32,7 @@ from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model
-from tests.pool import BEFORE_2_13, mesh
+from tests.pool import mesh, on_ranks
 from tests.test_gradients import draw
 
 
@@ -173,41 +172,6 @@ def test_frozen_parameters_have_none(frozen):
     assert torch.equal(x.grad, layer.weight.sum(0).expand(2, 3))
 
 
-def test_what_asks_for_gradients_gets_them_and_nothing_is_added():
-    layer = main_gradients(ColumnParallelLinear(3, 4))
-    x = draw(1, 2, 3).float().requires_grad_()
-    want = torch.nn.functional.linear(x, layer.weight, layer.bias)
-    for asked in ([layer.weight], [layer.bias, x], [x]):
-        got = torch.autograd.grad(layer(x).square().sum(), asked)
-        for a, b in zip(got, torch.autograd.grad(want.square().sum(), asked, retain_graph=True), strict=True):
-            close(a, b, "gradient", 1e-6)
-        assert gradient_of(layer.weight) is None
-    layer(x).square().sum().backward(inputs=[x])
-    assert gradient_of(layer.weight) is None
-    layer(x).square().sum().backward(inputs=[layer.weight])
-    assert gradient_of(layer.bias) is None
-    close(gradient_of(layer.weight), torch.autograd.grad(want.square().sum(), layer.weight)[0], "weight", 1e-6)
-
-
-@pytest.mark.skipif(BEFORE_2_13, reason="stage_backward_weight fails at functions written in Python")
-def test_a_backward_in_two_passes_adds_once():
-    """As zero-bubble pipelines run it: the input's gradient first, later the weights'."""
-    torch.manual_seed(1)
-    model = nn.Sequential(ColumnParallelLinear(3, 4), nn.Tanh(), RowParallelLinear(4, 2)).double()
-    dense = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    dense.load_state_dict(model.state_dict())
-    main_gradients(model)
-    for step in range(2):
-        x = draw(step, 5, 3).requires_grad_()
-        y = model(x)
-        dx, groups = stage_backward_input([y], [y.detach()], [x], iter(model.parameters()))
-        close(dx[0], torch.autograd.grad(dense(x), x, y.detach())[0], "input")
-        stage_backward_weight(iter(model.parameters()), groups)
-        dense(x).backward(y.detach())
-        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-            close(gradient_of(p), q.grad, "weight")
-
-
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, offload_optimizer], ids=["here", "offloaded"])
 def test_an_optimizer_that_reads_grad_alone_refuses_main_gradients(wrap):
     model = main_gradients(ColumnParallelLinear(3, 4))
@@ -222,7 +186,8 @@ def test_an_optimizer_that_reads_grad_alone_refuses_main_gradients(wrap):
     assert not torch.equal(model.weight, before)
 
 
-def check_refused():
+@on_ranks(2)
+def test_what_fully_shard_accumulates_is_left_to_it():
     m = mesh(dp=2)
     model = shard_data_parallel(ColumnParallelLinear(4, 4), m)
     with pytest.raises(ValueError, match="weight is sharded over data: its gradients accumulate in fully_shard's"):
@@ -230,7 +195,3 @@ def check_refused():
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=m.data.group)
     with pytest.raises(ValueError, match="DistributedDataParallel sums no main gradients"):
         main_gradients(wrapped)
-
-
-def test_what_fully_shard_accumulates_is_left_to_it(ranks):
-    ranks(2, check_refused)

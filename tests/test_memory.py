@@ -11,33 +11,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from examples.gpt.plan import build
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import (
-    Axis,
     ColumnParallelLinear,
     Mesh,
-    RowParallelLinear,
     VocabParallelEmbedding,
-    build_mesh,
     vocab_parallel_cross_entropy,
 )  # fmt: skip
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
-from mpcore.parallel.recompute import kept_bytes
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.analysis.__main__ import main
-from mpcore.tools.analysis.dry_run import Work, dry_run, pretend
+from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
 from tests.pool import BEFORE_2_13, mesh
 from tests.quick import some
-from tests.theory import layer_activation_bytes
 
-FLAGS = [
-    "--layers", "4", "--d-model", "64", "--heads", "4", "--d-ff", "96", "--seq-len", "64", "--global-batch", "16",
-]  # fmt: skip
+FLAGS = ["--layers", "4", "--d-model", "64", "--heads", "4", "--d-ff", "96", "--seq-len", "64", "--global-batch", "16"]
 MOE = "--preset tiny-moe --set moe.d_ff=24"
 LAYOUTS: list[tuple[dict[str, int], list[str]]] = [(sizes, text.split()) for sizes, text in [
     ({}, ""), ({}, "--recompute full --dropout 0.1"), ({}, "--recompute selective --dtype float64"),
@@ -170,46 +162,6 @@ def test_a_plan_with_replicas_shards_over_the_ranks_of_a_group(zero):
 def dropout(x: Tensor) -> Tensor:
     """With a mask of bytes, as on a GPU; torch's own on a CPU keeps one of x's dtype."""
     return torch.native_dropout(x, 0.1, True)[0]
-
-
-class PaperLayer(nn.Module):
-    """A layer of Korthikanti's GPT: softmax kept, dropouts keep a byte for each element, all else is 16 bits."""
-
-    def __init__(self, width: int, heads: int, tp: Axis, sp: bool) -> None:
-        super().__init__()
-        like = {"tp": tp, "sequence_parallel": sp, "sequence_dim": 0, "device": "meta", "dtype": torch.bfloat16}
-        self.heads = heads // tp.size
-        self.norms = nn.ModuleList([nn.LayerNorm(width, device="meta", dtype=torch.bfloat16) for _ in range(2)])
-        self.qkv = ColumnParallelLinear(width, 3 * width, regather=True, **like)
-        self.out = RowParallelLinear(width, width, **like)
-        self.up = ColumnParallelLinear(width, 4 * width, regather=True, **like)
-        self.down = RowParallelLinear(4 * width, width, **like)
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        weights = dropout((q @ k.transpose(1, 2)).softmax(-1))
-        return weights @ v
-
-    def forward(self, x: Tensor) -> Tensor:
-        s, b, _ = (y := self.qkv(self.norms[0](x))).shape
-        q, k, v = (t.reshape(s, b * self.heads, -1).transpose(0, 1) for t in y.chunk(3, -1))
-        y = self.core(q, k, v).transpose(0, 1).reshape(s, b, -1)
-        x = x + dropout(self.out(y))
-        return x + dropout(self.down(F.gelu(self.up(self.norms[1](x)))))
-
-
-@pytest.mark.parametrize(("t", "sp"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
-def test_korthikantis_formulas(t, sp):
-    s, b, h, a = 64, 2, 128, 8
-    with pretend(t):
-        on = build_mesh(tp=t, device_type="cpu")
-        layer = PaperLayer(h, a, on.tp, sp)
-        x = torch.empty(s // t if sp else s, b, h, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        counted = kept_bytes(layer, ((x,), {}))
-        want = layer_activation_bytes(s, b, h, a, tp=t, sequence_parallel=sp)
-        # norms keep a mean and a deviation of each token besides, "small" in the paper
-        assert want <= counted <= want + 4 * 4 * s * b * 2
-        full = kept_bytes(layer, ((x,), {}), "full")
-        assert full * (t if sp else 1) == layer_activation_bytes(s, b, h, a, recompute="full")
 
 
 def test_real_ids_are_not_read_by_the_layers_of_a_dry_run():

@@ -46,8 +46,7 @@ def test_the_plan_found_trains_as_the_whole_model(ranks, name, layout):
     ("qkv of feature, kind, head", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(18, unit=1)}),
     ("qkv of groups", {"blocks.0": LocalSizes(("kv",)), "blocks.0.w": Colwise(unit=24)}),
     ("two kv heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}),
-    ("gate and up", {"blocks.*.wi": Colwise(blocks=2)}),
-    ("gate and up in turns", {"blocks.*.wi": Colwise(unit=2)}),
+    ("gate and up", {"blocks.*.wi": Colwise(blocks=2)}), ("gate and up in turns", {"blocks.*.wi": Colwise(unit=2)}),
 ])  # fmt: skip
 def test_packings_whose_names_say_nothing_are_found(name, plan):
     said = found(name).plan

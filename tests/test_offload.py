@@ -7,20 +7,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from examples.gpt.pretrain import Trainer, parse
 from mpcore import Mesh, full_state_dict, load_full_state_dict, vocab_parallel_cross_entropy
-from mpcore.checkpoint import diff, save, step_path
+from mpcore.checkpoint import save, step_path
 from mpcore.layers import materialize
 from mpcore.memory_footprint import StorageTracker
 from mpcore.optim.adamw import AdamW
@@ -30,7 +28,6 @@ from mpcore.parallel.offload import offload_activations, offload_optimizer, offl
 from mpcore.parallel.recompute import recompute
 from mpcore.sharding.local import local_tensor
 from tests.pool import BEFORE_2_13, mesh
-from tests.quick import some
 
 CONFIG = GPTConfig(vocab_size=31, seq_len=8, layers=4, d_model=12, heads=3, d_ff=16, dropout=0.2)
 EACH = ["optimizer", "activations", "parameters"]
@@ -121,104 +118,6 @@ FLAGS = [
     "--layers", "2", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
     "--dropout", "0.1", "--lr", "1e-2", "--warmup", "1",
 ]  # fmt: skip
-
-
-def check_example(sizes: dict, offload: list[str], flags: list[str]) -> None:
-    results = []
-    for what in (["none"], offload):
-        trainer = Trainer(parse([*FLAGS, *flags, "--offload", *what]), mesh(**sizes))
-        records = [trainer.step() for i in range(3)]
-        trainer.evaluate()
-        with trainer.run.parameters():
-            results.append((records, {n: p.clone() for n, p in full_state_dict(trainer.model).items()}))
-    assert results[0][0] == results[1][0]
-    for name, want in results[0][1].items():
-        assert torch.equal(results[1][1][name], want), name
-
-
-@pytest.mark.parametrize(
-    ("sizes", "offload", "flags"),
-    some(
-        ({"dp": 2}, ["optimizer", "activations"], ["--zero", "3", "--recompute", "full", "--optimizer", "adamw-bf16"]),
-        (
-            {"tp": 2},
-            EACH,
-            ["--preset", "tiny-moe", "--set", "moe.d_ff=8", "--set", "moe.aux_loss=none", "moe.bias_rate=0.001"],
-        ),
-        of=[
-            ({"tp": 2}, EACH, ["--recompute", "selective", "--sequence-parallel"]),
-            ({"pp": 2}, EACH, ["--schedule", "1f1b", "--dtype", "bfloat16"]),
-            (
-                {"pp": 2},
-                ["parameters"],
-                ["--preset", "tiny-moe", "--set", "moe.d_ff=8", "--set", "moe.aux_loss=global"],
-            ),
-        ],
-    ),
-    ids=str,
-)
-def test_the_example_trains_bitwise_the_same(ranks, sizes, offload, flags):
-    ranks(2, check_example, sizes, offload, flags)
-
-
-def test_a_checkpoint_goes_into_an_offloaded_run_and_out_of_it(tmp_path):
-    """Its states lie where the loader puts them, its parameters are written behind the optimizer's back."""
-    flags = [*FLAGS, "--steps", "4", "--eval-every", "0", "--out", str(tmp_path / "out")]
-    whole = Trainer(parse([*FLAGS, "--steps", "4", "--out", str(tmp_path / "whole")]), mesh())
-    want = [whole.step()["loss"] for i in range(4)]
-    first = Trainer(parse([*flags, "--offload", *EACH]), mesh())
-    got = [first.step()["loss"] for i in range(2)]
-    first.checkpoints.save()
-    second = Trainer(parse([*flags, "--resume", "auto", "--offload", *EACH]), mesh())
-    got += [second.step()["loss"] for i in (2, 3)]
-    assert got == want
-    assert second.run.offloaded is not None
-    second.run.load(step_path(second.checkpoints.path, 2))  # with states and parameters that are in use
-    assert [second.step()["loss"] for i in (2, 3)] == want[2:]
-
-
-def two_steps(out: Path, sizes: dict, *flags: str, resume: str = "auto") -> list[float]:
-    """The losses of two more steps, and a checkpoint after them."""
-    args = parse([*FLAGS, "--micro-batch", "1", "--dtype", "float64", "--out", str(out), "--resume", resume, *flags])
-    t = Trainer(args, mesh(**sizes))
-    losses = [t.step()["loss"] for _ in range(2)]
-    t.checkpoints.save()
-    if t.checkpoints.saving is not None:
-        t.checkpoints.saving.wait()
-    return losses
-
-
-def check_saved(root: Path, sizes: dict, flags: list[str]) -> None:
-    away = [*flags, "--offload", "optimizer"]
-    saves = ([], ["--set", "async_save=true"])
-    want = [two_steps(root / "here", sizes, *flags, *save) for save in saves]
-    assert [two_steps(root / "away", sizes, *away, *save) for save in saves] == want
-    dist.barrier()  # one worker saves no later for another
-    for saved in (root / "here").glob("**/step-*"):
-        assert not diff(saved, root / "away" / saved.relative_to(root / "here"))
-    if "worlds" not in sizes:
-        path, optimizer = step_path(root / "away" / "checkpoints", 2), flags[flags.index("--optimizer") :][:2]
-        losses = two_steps(root / "other", {"tp": 2}, *optimizer, resume=str(path))
-        assert losses == pytest.approx(want[1], rel=1e-10)
-
-
-SAVED = [({"dp": 2}, zero, optimizer, []) for zero in "0123" for optimizer in ("adamw", "adamw-bf16")]
-SAVED += [({"worlds": 2, "dp": 2}, zero, "adamw", ["--local-steps", "3"]) for zero in "13"]
-SHORT = [SAVED[2]]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "zero", "optimizer", "flags"),
-    [case if case in SHORT else pytest.param(*case, marks=pytest.mark.slow) for case in SAVED],
-    ids=str,
-)
-def test_an_offloaded_run_saves_what_one_without_does_on_every_rank_of_data(
-    ranks, tmp_path, sizes, zero, optimizer, flags
-):
-    """Its states are local tensors of the host, where the parameter is sharded over data."""
-    workers = ["--workers", str(sizes["worlds"])] if "worlds" in sizes else []
-    flags = ["--zero", zero, "--optimizer", optimizer, *workers, *flags]
-    ranks(math.prod(sizes.values()), check_saved, tmp_path, sizes, flags)
 
 
 def check_written() -> None:
@@ -377,35 +276,6 @@ def test_parameters_that_are_elsewhere_are_refused_by_name(tmp_path):
             call()
         with offload.here():
             call()
-
-
-@pytest.mark.parametrize("compiled", ["first", "last", "whole"])
-def test_what_is_compiled_around_offloading_leaves_it_alone(compiled):
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
-
-    results = []
-    for elsewhere in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(block(), block(), block())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for each in model if elsewhere and compiled == "first" else ():
-            each.compile(backend="eager")
-        moved = offload_parameters(list(model), optimizer) if elsewhere else None
-        for each in model if elsewhere and compiled == "last" else ():
-            each.compile(backend="eager")
-        run = torch.compile(model, backend="eager") if elsewhere and compiled == "whole" else model
-        for _ in range(3):
-            with offload_activations(min_bytes=64) if elsewhere else nullcontext():
-                run(torch.full((8, 32), 0.5)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with moved.here() if moved else nullcontext():
-            results.append([p.detach().clone() for p in model.parameters()])
-    torch._dynamo.reset()
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
 
 
 def test_what_cant_be_had_is_refused():

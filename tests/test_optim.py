@@ -16,14 +16,10 @@ from examples.gpt.model import GPT
 from mpcore import AdamW, Axis, Mesh, Muon, decay_groups, parallelize
 from mpcore.checkpoint import load, save
 from mpcore.checkpoint.pieces import like
-from mpcore.gradients import grad_norm
 from mpcore.gradients.accumulate import mark_reduced
 from mpcore.interop.parallelize import Colwise
 from mpcore.layers import ColumnParallelEmbedding, materialize
-from mpcore.layers.fused_linear import GateUpParallelLinear, QKVParallelLinear
 from mpcore.optim.adamw import logical_indices
-from mpcore.optim.muon import orthogonalize
-from mpcore.optim.schedules import SCHEDULES, cosine, linear, wsd
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer
 from mpcore.sharding import shardings
@@ -48,8 +44,7 @@ def muon(model, on, **options):
 
 
 KINDS = {
-    "adamw": adamw,
-    "adamw-bf16": partial(adamw, state_dtype=torch.bfloat16, seed=3),
+    "adamw": adamw, "adamw-bf16": partial(adamw, state_dtype=torch.bfloat16, seed=3),
     "adamw no masters": partial(adamw, masters=False, seed=3), "muon": muon,
     "muon-bf16": partial(muon, state_dtype=torch.bfloat16),
 }  # fmt: skip
@@ -174,72 +169,6 @@ def test_bfloat16_moments_follow_float32_ones_and_would_stall_without_chance():
     got, want = a.state[model.weight]["exp_avg_sq"].float(), b.state[exact.weight]["exp_avg_sq"]
     assert got.mean().item() == pytest.approx(want.mean().item(), rel=0.01)
     assert nearest.item() < 0.9 * want.mean().item()
-
-
-def test_rounding_depends_on_seed_name_and_step():
-    def moments(seed, name, steps=1):
-        model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False)})
-        optimizer, (p,) = AdamW(model, 0.0, seed=seed, state_dtype=torch.bfloat16), model.parameters()
-        for _ in range(steps):
-            optimizer.state[p].pop("exp_avg", None)
-            optimizer.state[p]["exp_avg"] = torch.zeros(32, 32, dtype=torch.bfloat16)
-            optimizer.state[p].setdefault("exp_avg_sq", torch.zeros(32, 32, dtype=torch.bfloat16))
-            optimizer.state[p].setdefault("step", torch.zeros(()))
-            p.grad = torch.full((32, 32), math.pi)
-            optimizer.step()
-        return optimizer.state[p]["exp_avg"]
-
-    same, *others = (moments(*case) for case in [(0, "a"), (1, "a"), (0, "b"), (0, "a", 2)])
-    assert torch.equal(same, moments(0, "a"))
-    for other in others:
-        assert 0.2 < (same != other).float().mean() < 0.8
-
-
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_muon_is_torchs(adjust):
-    shapes = [(5, 9), (9, 5), (6, 6)]
-    torch.manual_seed(2)
-    ours = nn.ParameterList(torch.randn(s) for s in shapes)
-    theirs = nn.ParameterList(p.detach().clone() for p in ours)
-    for nesterov in (True, False):
-        a = Muon(ours, 0.02, 0.1, adjust_lr_fn=adjust, ns_dtype=torch.bfloat16, nesterov=nesterov)
-        b = torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn=adjust, nesterov=nesterov)
-        for step in range(3):
-            for model, optimizer in ((ours, a), (theirs, b)):
-                give_gradients(model, step, torch.float32)
-                optimizer.step()
-        for p, q in zip(ours, theirs, strict=True):
-            close(p.detach(), q.detach(), "parameter", 2e-3)  # both in bfloat16, in another order
-
-
-def test_newton_schulz_against_the_singular_value_decomposition():
-    """The quintic acts on each singular value for itself, and leaves the singular vectors."""
-    coefficients, steps = (3.4445, -4.7750, 2.0315), 5
-    for shape in [(6, 9), (9, 6), (7, 7), (2, 4, 3)]:
-        x = draw(sum(shape), *shape)
-        u, s, v = torch.linalg.svd(x, full_matrices=False)
-        s = s / s.norm(dim=-1, keepdim=True)
-        for _ in range(steps):
-            s = coefficients[0] * s + coefficients[1] * s**3 + coefficients[2] * s**5
-        close(orthogonalize(x, coefficients, steps), u @ torch.diag_embed(s) @ v, f"{shape}", 1e-10)
-        assert 0.5 < s.min() <= s.max() < 1.3
-
-
-def test_muon_takes_fused_projections_apart():
-    """Q, K, V and gate, up in one parameter step as if each were one of its own."""
-    for layer, sizes in [
-        (QKVParallelLinear(6, 4, 2, 3, bias=False, dtype=torch.float64), (12, 6, 6)),
-        (GateUpParallelLinear(6, 5, bias=False, dtype=torch.float64), (5, 5)),
-    ]:
-        parts = nn.ParameterList(p.clone() for p in layer.weight.detach().split(sizes))
-        fused, apart = Muon(layer, 0.1), Muon(parts, 0.1)
-        for step in range(2):
-            give_gradients(layer, step, torch.float64)
-            for p, grad in zip(parts, layer.weight.grad.split(sizes), strict=True):
-                p.grad = grad.clone()
-            fused.step()
-            apart.step()
-        close(layer.weight.detach(), torch.cat([p.detach() for p in parts]), type(layer).__name__)
 
 
 def test_a_checkpoint_of_muon_knows_its_matrices(tmp_path):
@@ -403,39 +332,6 @@ def check_places():
         assert local_tensor(p).shape == want.shape
 
 
-def test_matrices_decay_and_vectors_do_not():
-    model = small()
-    first, second = decay_groups(model, 0.3)
-    assert [p.dim() for p in first["params"]] == [2, 2]
-    assert [p.dim() for p in second["params"]] == [1, 1, 1, 1]
-    assert (first["weight_decay"], second["weight_decay"]) == (0.3, 0.0)
-    optimizer = AdamW(model, 0.1, weight_decay=0.3)
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    for p, old in zip(model.parameters(), before, strict=True):
-        close(p.detach(), old * (1 - 0.03) if p.dim() > 1 else old, "decayed alone", 1e-6)
-
-
-def test_frozen_unused_empty_and_scalar_parameters_work():
-    for kind in KINDS.values():
-        shapes = {"frozen": (2, 3), "unused": (2, 3), "used": (2, 3), "empty": (0, 3), "scalar": ()}
-        model = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
-        model["frozen"].requires_grad_(False)
-        model.last = False
-        optimizer = kind(model, Mesh())
-        for name in ("empty", "scalar", "used"):
-            model[name].grad = torch.ones_like(model[name])
-        for _ in range(2):
-            optimizer.step()
-        assert torch.equal(model["frozen"], torch.ones(2, 3))
-        assert torch.equal(model["unused"], torch.ones(2, 3))
-        assert (model["used"] < 1).all()
-        assert model["scalar"] < 1
-        assert grad_norm(model, Mesh()).item() == pytest.approx(math.sqrt(7))
-
-
 def test_what_is_refused():
     half, first, frozen = AdamW(small(torch.bfloat16), masters=False), Muon(small()), small()
     half.model.append(nn.Linear(2, 2, dtype=torch.float16))
@@ -460,16 +356,6 @@ def test_what_is_refused():
         with pytest.raises(error, match=message):
             call()
     assert [len(optimizer.param_groups) for optimizer in (half, first, later)] == [2, 3, 3]
-
-
-def test_parameters_and_modules_may_be_excluded():
-    model = small()
-    for exclude in ([model[0]], list(model[0].parameters())):
-        first, second = decay_groups(model, 0.3, exclude)
-        held = {id(p) for p in (*first["params"], *second["params"])}
-        assert held == {id(p) for p in model.parameters()} - {id(p) for p in model[0].parameters()}
-        muon = Muon(model, exclude=exclude).param_groups[0]["params"]
-        assert {id(p) for p in muon} == {id(p) for p in first["params"]}
 
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
@@ -514,26 +400,3 @@ def check_other_layout(kind) -> None:
 ])  # fmt: skip
 def test_optimizers_on_ranks(ranks, size, check, args):
     ranks(size, check, *args)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_warm_up_alike_and_end_at_the_floor(name):
-    rate = partial(SCHEDULES[name], steps=50, warmup=8, lr=0.3, floor=0.2)
-    assert [rate(i) for i in range(8)] == [0.3 * (i + 1) / 8 for i in range(8)]
-    assert rate(8) == 0.3
-    assert rate(50) == rate(1000) == pytest.approx(0.06, rel=1e-12)
-    assert all(rate(i + 1) <= rate(i) for i in range(8, 60))
-    assert SCHEDULES[name](0, steps=10) == 1.0
-
-
-def test_schedules_are_their_formulas():
-    for step, done in ((8, 0.0), (29, 0.5), (39.5, 0.75)):
-        assert cosine(step, steps=50, warmup=8) == pytest.approx(
-            0.1 + 0.9 * math.cos(math.pi * done / 2) ** 2, rel=1e-12
-        )
-        assert linear(step, steps=50, warmup=8) == pytest.approx(1 - 0.9 * done, rel=1e-12)
-    assert [wsd(i, steps=50, warmup=8) for i in (8, 20, 40)] == [1.0, 1.0, 1.0]
-    assert wsd(45, steps=50, warmup=8) == pytest.approx(0.55, rel=1e-12)
-    assert wsd(45, steps=50, decay=5, floor=0.0) == 1.0
-    assert wsd(48, steps=50, decay=4, floor=0.0) == 0.5
-    assert wsd(10, steps=12, warmup=10, decay=6, floor=0.0) == 1.0

@@ -12,7 +12,7 @@ from mpcore.interop.parallelize.context import serve_context
 from mpcore.tools.simulation import RankError
 from tests import families
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 hf = pytest.importorskip("transformers")
 
@@ -125,7 +125,8 @@ def test_a_plan_is_found_that_splits_the_tokens_where_it_is_right():
     assert "CodeGenForCausalLM" in left[""]
 
 
-def check_refusals():
+@on_ranks(2)
+def test_what_a_part_of_the_tokens_cannot_give_is_refused():
     """What a rank's tokens can't give is refused on every rank."""
     on = mesh(cp=2)
     ids = torch.arange(1, 9).repeat(2, 1)
@@ -149,10 +150,6 @@ def check_refusals():
     model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"dropout 0\.1"):
         model.train()(mine["input_ids"])
-
-
-def test_what_a_part_of_the_tokens_cannot_give_is_refused(ranks):
-    ranks(2, check_refusals)
 
 
 def cut_after_cp(on):

@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
-from mpcore import Axis, Mesh, vocab_parallel_cross_entropy
+from mpcore import Mesh, vocab_parallel_cross_entropy
 from mpcore.collectives import all_reduce
 from mpcore.gradients import grad_norm, reduce_gradients
 from mpcore.layers import materialize
@@ -115,29 +114,3 @@ def check_forward(sizes: dict) -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_pitfall_35_forward_through_stages_with_changing_shapes(ranks, stages):
     ranks(stages, check_forward, {"pp": stages})
-
-
-def check_too_few() -> None:
-    on = mesh(pp=2)
-    with pytest.raises(ValueError, match="1 micro-batches are fewer than the pp size 2"):
-        Pipeline(build(on), on, 1, lambda y, t: y.sum())
-    five = Mesh(pp=Axis(5, 0, None, "pp"))
-    with pytest.raises(ValueError, match="4 layers are fewer than the pp size 5"):
-        GPT(GPTConfig(**CONFIG), five, device="meta")
-
-
-def test_too_few_micro_batches_or_layers_are_refused(ranks):
-    ranks(2, check_too_few)
-
-
-def check_names() -> list[str]:
-    return [name for name, _ in build(mesh(pp=dist.get_world_size()), tie_embeddings=True).named_parameters()]
-
-
-def test_stages_hold_the_whole_model_under_its_own_names(ranks):
-    stages = ranks(3, check_names)
-    whole = [name for name, _ in build(Mesh(), tie_embeddings=True).named_parameters()]
-    assert set().union(*stages) == set(whole)
-    assert sorted(itertools.chain(*stages)) == sorted([*whole, "embedding.weight"]), (
-        "only the tied table is there twice"
-    )

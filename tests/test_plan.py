@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from examples.gpt import plan as gpt_plan
-from examples.gpt.config import GPTConfig
 from examples.gpt.plan import build as build_gpt
-from examples.gpt.plan import check_mesh, given_blocks, least_bytes, parse
-from mpcore import Axis, ColumnParallelLinear, Mesh, RowParallelLinear
+from examples.gpt.plan import least_bytes, parse
+from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis import plan
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
-from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine, save_machine
-from mpcore.tools.analysis.plan import main, what_if
+from mpcore.tools.analysis.machine import Machine, load_machine
+from mpcore.tools.analysis.plan import main
 from mpcore.tools.analysis.rate_errors import NAMES as SCALARS
 from mpcore.tools.analysis.rate_errors import NOISE, errors_of
-from mpcore.tools.analysis.search import Estimate, choices
+from mpcore.tools.analysis.search import Estimate
 from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.analysis.work import make_work
-from mpcore.tools.parsers import PROFILES, profile_names
 from mpcore.training.policies import Zero
 
 B, D, M = 8, 64, 4  # samples of a micro-batch, width, micro-batches
 BUILD = "tests.test_plan:build"
-RECORDS = Path(__file__).parent.parent / "bench" / "planner"
 PRODUCT = 2 * B * D * D
 NOTHING = {"hbm": 1e30, "e_gemm": 1.0, "tau": 0.0, "node_latency": 0.0, "latency": 0.0}
 FREE = {**NOTHING, "node_bandwidth": 1e30, "bandwidth": 1e30}  # only products take time
@@ -206,26 +200,6 @@ def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
-def test_flags_of_the_planner():
-    changed = what_if(machine(), ["memory=141e9", "hbm=2x"])
-    assert (changed.memory, changed.hbm) == (141e9, 2e30)
-    assert given_blocks("1,3,2", 6, 3) == [range(1), range(1, 4), range(4, 6)]
-    mesh = Mesh(cp=Axis(8, levels=(Axis(2), Axis(4))))
-    check_mesh(parse(["--set", "cp_inner=4"]), mesh)
-    assert list(choices([])) == [()]
-    on, zeros = ("--sequence-parallel",), [("--zero", "1"), ("--zero", "3")]
-    assert list(choices(["zero=1,3", "sequence-parallel=off,on"])) == [(*z, *s) for z in zeros for s in ((), on)]
-    for call, message in [
-        *((partial(lambda flag: list(choices([flag])), w), "form") for w in ("zero", "zero=", "=1", "zero=1,,3")),
-        (partial(what_if, machine(), ["memory=much"]), "memory=2x or memory=NUMBER"),
-        (partial(given_blocks, "1,3", 6, 3), "--stage-blocks 1,3 are 4 blocks of 2 stages, not 6 of 3"),
-        (partial(check_mesh, parse(["--set", "cp_inner=2"]), mesh), "cp_inner 2 .* has 4"),
-        (partial(dry_run, build_gpt, ["--global-batch", "8", "--workers", "3"], 0), "--global-batch 8 .* --workers 3"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     (["--world", "4", "--memory", "1e-9"], "no layout fits"), (["--world", "4", "--tp", "3"], "no mesh of these sizes"),
     (["--world", "4", "--refuse"], "no layout could be counted: "), (["--world", "4", "--vary", "zero"], "of the form"),
@@ -298,19 +272,6 @@ def test_a_row_with_memory_to_spare_and_few_axes_is_chosen(monkeypatch, capsys, 
     assert f"\nchoose row {chosen}: " in capsys.readouterr().out
 
 
-def test_a_lower_bound_counts_what_waits_for_backward_in_the_width_it_is_kept_in():
-    """[tokens, features] of a block: float32, 16 bits where products are, or FP8."""
-    config = GPTConfig(vocab_size=16, seq_len=1, layers=1, d_model=16, heads=1)
-
-    def waiting(flags: str) -> int:
-        args = parse(["--recompute", "full", "--micro-batch", "1", *flags.split()])
-        long, short = (least_bytes(args, replace(config, seq_len=n), Mesh(), 1, 1) for n in (8192, 4096))
-        return long - short
-
-    width = {"float32": 4, "float16": 2, "bfloat16": 2, "bfloat16 --set autocast=true": 2, "bfloat16 --fp8": 1}
-    assert {flags: waiting(f"--dtype {flags}") for flags in width} == {k: n * 4096 * 16 for k, n in width.items()}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "bfloat16 --set autocast=true", "bfloat16 --fp8"])
 def test_what_is_counted_is_no_less_than_the_lower_bound(dtype, monkeypatch):
     """A layout is ruled out by the bound alone. Weights in bfloat16 have masters; float16 is autocast."""
@@ -319,16 +280,6 @@ def test_what_is_counted_is_no_less_than_the_lower_bound(dtype, monkeypatch):
     flags = "--layers 4 --d-model 64 --heads 4 --seq-len 64 --global-batch 8 --micro-batch 1 --recompute full --dtype "
     most = dry_run(build_gpt, [*flags.split(), *dtype.split()], 0, True, tp=1, cp=1, pp=1, ep=1, dp=1).most
     assert 0.85 * most < bounds[-1] <= most
-
-
-@pytest.mark.parametrize("name", [*profile_names(), RECORDS / "jean-zay.json", RECORDS / "this-cpu.json"])
-def test_each_value_of_a_profile_has_a_source(name, tmp_path):
-    found = load_machine(name)
-    content = json.loads((PROFILES / f"{name}.json" if isinstance(name, str) else name).read_text())
-    assert set(content["values"]) == set(NUMBERS)
-    assert all(entry["source"] for entry in content["values"].values())
-    save_machine(found, tmp_path / "again.json")
-    assert load_machine(tmp_path / "again.json") == found
 
 
 MIXTURE = ["--experts", "4", "--set", "moe.top_k=2", "--layers", "1", "--d-model", "16", "--heads", "4", "--d-ff", "16"]

@@ -15,7 +15,7 @@ from mpcore.interop.parallelize import Colwise, Experts, Hidden, LocalSizes, Rep
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
 from tests import families
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.test_parallelize import MODELS, OWN_PLAN, T5_PLAN, VOCAB, hf
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -132,7 +132,8 @@ def test_a_plan_that_leaves_most_of_the_model_whole_says_so():
     assert str(summary).endswith(f"-> {sum(p.nbytes for p in model.parameters()):,} bytes on this rank")
 
 
-def check_refusal():
+@on_ranks(2)
+def test_every_rank_refuses_and_the_first_forward_tries_what_could_not_be_guessed():
     axis = mesh(tp=2).tp
     model, plan = changed(*BROKEN["gpt2, one block"][:2])
     with pytest.raises(ValueError, match=r"^transformer\.h\.0\.attn\.c_proj returns other values on 2 ranks"):
@@ -162,10 +163,6 @@ class Two(nn.ModuleList):
 
     def forward(self, x, more):
         return self[1](more["whole"]) + self[0](x).sum()
-
-
-def test_every_rank_refuses_and_the_first_forward_tries_what_could_not_be_guessed(ranks):
-    ranks(2, check_refusal)
 
 
 def test_arguments_may_be_given_and_parts_left_out():

@@ -7,17 +7,7 @@ import torch
 
 from mpcore.random import dropout, generator, philox, random_words, stream_key
 
-# The known answers of Random123 (kat_vectors, philox4x32 10): counter, key, result; the first word first.
-KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-]
 WORD = 2**32
-
-
-def words(text):
-    return [int(word, 16) for word in text.split()]
 
 
 def plain_philox(key, counter):
@@ -34,14 +24,6 @@ def plain_philox(key, counter):
 
 def plain_word(key, sample, token, feature):
     return plain_philox(key, [feature // 4, token, sample % WORD, sample // WORD])[feature % 4]
-
-
-@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
-def test_philox_gives_the_published_answers(counter, key, result):
-    low, high = words(key)
-    got = philox(high * WORD + low, *(torch.tensor([word]) for word in words(counter)))
-    assert [int(word) for word in got] == words(result)
-    assert plain_philox(high * WORD + low, words(counter)) == words(result)
 
 
 def test_philox_is_the_integer_implementation_everywhere():
@@ -77,15 +59,6 @@ def test_dropout_of_nothing_is_nothing():
     x = torch.ones(2, 3, 4)
     assert dropout(x, 0.0, key=1, samples=torch.arange(2)) is x
     assert dropout(x[:0], 0.5, key=1, samples=torch.arange(0)).shape == (0, 3, 4)
-
-
-def test_words_are_uniform():
-    drawn = random_words(stream_key(0, "x"), torch.arange(64), torch.arange(64), range(64)).flatten()
-    n = drawn.numel()
-    for shift in (0, 4, 12, 20, 28):  # each of 16 values of four bits as often: chi-squared, 15 degrees
-        counts = torch.bincount((drawn >> shift) & 15, minlength=16).double()
-        statistic = ((counts - n / 16).square() / (n / 16)).sum().item()
-        assert statistic < 15 + 5 * 30**0.5
 
 
 def test_pitfall_20_no_two_places_of_a_grid_share_a_stream():

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import time
 from collections import Counter
 from contextlib import nullcontext
-from types import MethodType
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
 from mpcore.pipeline.schedules import NAMES, default_placement, default_virtual_stages
 from mpcore.sharding.local import local_tensor
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 4, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
@@ -115,18 +112,16 @@ def test_pitfall_22_under_every_schedule(ranks, name):
     ranks(2, check_bitwise, {"pp": 2}, name)
 
 
-def check_every_schedule(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(4)
+def test_pitfall_22_under_every_schedule_on_shards(name: str) -> None:
     check_bitwise({"pp": 2, "tp": 2}, name, sp=True, layers=8)
     check_bitwise({"pp": 2, "dp": 2}, name, half=True, layers=8, every=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_pitfall_22_under_every_schedule_on_shards(ranks, name):
-    ranks(4, check_every_schedule, name)
-
-
-def check_collectives() -> None:
+@on_ranks(2)
+def test_selective_repeats_no_collective_and_full_only_those_whose_result_backward_needs() -> None:
     """Dropout saves a mask behind the last sum over tp, so the block is run to its end; without, to before that."""
     on, blocks, micro_batches = mesh(tp=2), 4, 2
     for options, fewer in (({}, 0), ({"dropout": 0.0}, 1)):
@@ -140,11 +135,9 @@ def check_collectives() -> None:
     assert more == dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), 2 * micro_batches * blocks)
 
 
-def test_selective_repeats_no_collective_and_full_only_those_whose_result_backward_needs(ranks):
-    ranks(2, check_collectives)
-
-
-def check_bytes(sp: bool, dropout: float) -> None:
+@pytest.mark.parametrize(("sp", "dropout"), [(False, 0.0), (True, 0.2)])
+@on_ranks(2)
+def test_what_is_kept_is_what_the_formula_says(sp: bool, dropout: float) -> None:
     on = mesh(tp=2)
     config = GPTConfig(**{**CONFIG, "d_model": 16, "d_ff": 18, "heads": 4, "dropout": dropout})
     (stage,) = build_stages(config, on, [range(4)], [0], device="meta", dtype=torch.float64, sequence_parallel=sp)
@@ -171,11 +164,6 @@ def check_bytes(sp: bool, dropout: float) -> None:
             assert more == 0 or (kind == "selective" and 0 < more <= 9), f"{kind}: {what} {more} elements more"
         del y
     assert kept_bytes(block, example, "selective") < kept_bytes(block, example, "none")
-
-
-@pytest.mark.parametrize(("sp", "dropout"), [(False, 0.0), (True, 0.2)])
-def test_what_is_kept_is_what_the_formula_says(ranks, sp, dropout):
-    ranks(2, check_bytes, sp, dropout)
 
 
 def test_ranks_choose_and_refuse_together(ranks):
@@ -389,56 +377,6 @@ def results(model: nn.Module) -> tuple[list[Tensor], int]:
 
 def equal(got: list[Tensor], want: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def patch(model: nn.Module) -> None:
-    old = model.forward
-    model.forward = MethodType(lambda self, x: 10 * old(x) + self[0].bias.sum(), model)
-
-
-@pytest.mark.parametrize("kind", ["selective", "full"])
-def test_a_forward_set_on_the_block_is_called_recomputed_and_given_back(kind):
-    """Set before `recompute`, or on top of it; and by any number of changes of the kind."""
-    plain, patched = small(), small()
-    patch(patched)
-    want, tanhs = results(patched)
-    assert not torch.equal(want[0], results(plain)[0][0])
-    own = patched.forward
-    for each in (kind, "full", kind):
-        recompute([patched], each)
-        got, again = results(patched)
-        assert equal(got, want)
-        assert again > tanhs
-    recompute([patched], "none")
-    assert patched.forward is own
-    recompute([plain], kind)
-    patch(plain)  # wraps what is recomputed
-    for each in ("as it is", kind, "none"):
-        if each in KINDS:
-            recompute([plain], each)
-        got, again = results(plain)
-        assert equal(got, want)
-        assert (again > tanhs) == (each != "none")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputed_block_is_pickled_and_copied(kind):
-    """The twin has parameters of its own, recomputes as the block does, and can be told otherwise."""
-    model = small()
-    recompute([model], kind)
-    want, tanhs = results(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    twins = [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
-    with torch.no_grad():
-        model[0].weight.zero_()
-    for twin in twins:
-        got, again = results(twin)
-        assert equal(got, want)
-        assert again == tanhs == (2 if kind == "none" else 4)
-        recompute([twin], "none")
-        assert results(twin)[1] == 2
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import mpcore as mp
 from examples import own_model
 from mpcore._torch.compile import eagerly
 from mpcore._torch.distributed import mesh_caches
-from mpcore.collectives import all_gather, all_reduce
-from mpcore.tools.simulation import DeadlockError, RankError, turns
+from mpcore.collectives import all_reduce
+from mpcore.tools.simulation import RankError
 from tests.examples import test_layouts as example
 from tests.pool import Simulated
 from tests.quick import some
@@ -58,13 +55,9 @@ def numbers(result: dict) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    some(
-        "tp 2, sequence parallel",
-        "ZeRO-3 x tp, recompute",
-        "pp 2 x tp 2",
-        of=[name for name, (size, *_) in training.LAYOUTS.items() if size > 1],
-    ),
-)
+    some("tp 2, sequence parallel", "ZeRO-3 x tp, recompute", "pp 2 x tp 2",
+         of=[name for name, (size, *_) in training.LAYOUTS.items() if size > 1]),
+)  # fmt: skip
 def test_prepared_layouts_have_the_numbers_of_real_processes(ranks, name):
     """Sequence parallel, ZeRO-0 to 3, HSDP, offload and pipelines."""
     size, sizes, told = training.LAYOUTS[name]
@@ -151,38 +144,6 @@ def test_each_rank_has_its_own_random_state_and_the_caller_keeps_its_own():
     assert mp.simulate(draw, False, tp=2) == [alone, alone]
 
 
-def test_breakpoint_calls_stop_rank_after_rank(monkeypatch):
-    seen = []
-    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append(dist.get_rank()))
-
-    def work(mesh: mp.Mesh) -> None:
-        breakpoint()
-        all_reduce(torch.ones(1), mesh.tp)
-
-    mp.simulate(work, tp=4)
-    assert sorted(seen) == [0, 1, 2, 3]
-
-
-def test_each_line_says_which_rank_printed_it(capsys):
-    def talk(mesh: mp.Mesh) -> None:
-        print("first\nsecond")
-        all_reduce(torch.ones(1), mesh.tp)
-        print("done")
-
-    print("before")
-    mp.simulate(talk, tp=2)
-    print("after")
-    first, *lines, last = capsys.readouterr().out.splitlines()
-    assert (first, last) == ("before", "after")
-    assert sorted(lines) == [f"rank {rank}: {word}" for rank in range(2) for word in ("done", "first", "second")]
-
-
-def waits_in_a_layer(mesh: mp.Mesh) -> None:
-    model = torch.nn.Sequential(torch.nn.Identity(), mp.RowParallelLinear(4, 4, tp=mesh.tp))
-    if mesh.tp.rank == 0:
-        model(torch.ones(1, 2))
-
-
 def test_an_error_names_its_rank_and_stops_the_others():
     ended = []
 
@@ -202,75 +163,6 @@ def test_an_error_names_its_rank_and_stops_the_others():
     assert sorted(ended) == [0, 1, 2, 3]
     assert mp.simulate(lambda mesh: mesh.tp.rank, tp=2) == [0, 1]  # nothing is left of it
     assert not dist.is_initialized()
-
-
-def forgets(mesh: mp.Mesh) -> None:
-    if mesh.tp.rank != 1:
-        all_reduce(torch.ones(2, 3), mesh.tp)
-
-
-def differs(mesh: mp.Mesh) -> None:
-    all_reduce(torch.ones(4), mesh.tp)
-    all_reduce(torch.ones(4), mesh.tp) if mesh.tp.rank == 0 else all_gather(torch.ones(4), mesh.tp, 0)
-
-
-def skips_one_of_two(mesh: mp.Mesh) -> None:
-    if mesh.tp.rank == 0:
-        all_reduce(torch.ones(4), mesh.tp)  # forgotten on rank 1, whose next call has the same form
-    all_reduce(torch.ones(4), mesh.tp)
-
-
-class Sums(nn.Module):
-    def __init__(self, tp: mp.Axis, skips: bool = False) -> None:
-        super().__init__()
-        self.tp, self.skips = tp, skips
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.skips else all_reduce(x, self.tp)
-
-
-def skips_in_a_layer(mesh: mp.Mesh) -> None:
-    skips = [mesh.tp.rank == 1 and i == 1 for i in range(3)]
-    nn.Sequential(*(Sums(mesh.tp, skip) for skip in skips))(torch.ones(4))
-    all_reduce(torch.ones(2), mesh.tp)  # of another form, and rank 1 is here while rank 0 is in the last layer
-
-
-def circle(mesh: mp.Mesh) -> None:
-    for axis in (mesh.tp, mesh.dp) if mesh.world.rank in (0, 3) else (mesh.dp, mesh.tp):
-        all_reduce(torch.ones(1), axis)
-
-
-def polls(mesh: mp.Mesh) -> None:
-    if mesh.tp.rank == 0:
-        mp.mesh.agreement.check_same("answer", "42")
-
-
-def waits_for_a_message(mesh: mp.Mesh) -> None:
-    if mesh.tp.rank == 0:
-        dist.recv(torch.zeros(1), 1)
-
-
-@pytest.mark.parametrize(("work", "sizes", "words"), [
-    (forgets, {"tp": 3}, r"rank 0 entered all_reduce\(tp\) of \[2, 3\] float32 at tests/test_simulation.py:\d+ while "
-                         r"rank 1 never did"),
-    (differs, {"tp": 2}, r"disagree about call 2: rank 0 entered all_reduce\(tp\).* while rank 1 entered "
-                         r"_all_gather_base\(tp\) of \[4\]"),
-    (skips_one_of_two, {"tp": 2}, r"(?s)rank 1 never did.*made at different places is call 1: rank 0 entered .* at "
-                                  r"tests/test_simulation.py:\d+ while rank 1 entered"),
-    (skips_in_a_layer, {"tp": 2}, r"(?s)disagree about call 3.*made at different places is call 2: rank 0 entered "
-                                  r"[^\n]*, in 1 while rank 1 entered [^\n]*, in 2\n"),
-    (circle, {"tp": 2, "dp": 2}, r"wait in a circle: rank 0 waits in all_reduce\(tp\).* for rank 1, rank 1 waits"),
-    (polls, {"tp": 2}, r"rank 1 waits for nobody while others wait"),
-    (waits_for_a_message, {"tp": 2}, r"rank 0: waits at .* in receiving from rank 1"),
-    (waits_in_a_layer, {"tp": 2}, r"rank 0: waits in all_reduce\(tp\) .* at layers/linear\w*.py:\d+, .* in 1"),
-])  # fmt: skip
-def test_a_deadlock_is_explained_at_once(monkeypatch, work, sizes, words):
-    assert turns.PATIENCE_S < 5
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.5)
-    began = time.monotonic()
-    with pytest.raises(DeadlockError, match=words):
-        mp.simulate(work, **sizes)
-    assert time.monotonic() - began < 5
 
 
 def test_what_runs_without_graphs_on_ranks_leaves_the_callers_compiler_on():

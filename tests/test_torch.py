@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
 
 import mpcore as mp
 from mpcore._torch import (
@@ -26,8 +23,6 @@ from mpcore._torch import (
     fsdp,
     fsdp_wrap,
     functional,
-    module,
-    optim,
     pipelining,
     pytree,
     storage,
@@ -86,22 +81,6 @@ def test_a_node_runs_where_its_gradient_is_asked_for():
     assert answers == [[True, False, True], [False, True, True]]
 
 
-def test_hooks_of_tensors():
-    x = torch.ones(2, requires_grad=True)
-    assert not (autograd.has_gradient_hooks(x))
-    assert not (autograd.has_accumulation_hooks(x))
-    gone = x.register_hook(lambda grad: None)
-    assert (autograd.has_gradient_hooks(x), autograd.has_accumulation_hooks(x)) == (True, False)
-    gone.remove()
-    first = x.register_post_accumulate_grad_hook(lambda x: None)
-    assert (autograd.has_gradient_hooks(x), autograd.has_accumulation_hooks(x)) == (False, True)
-    second = x.register_post_accumulate_grad_hook(lambda x: None)
-    assert [autograd.has_last_accumulation_hook(x, handle) for handle in (first, second)] == [False, True]
-    second.remove()
-    assert [autograd.has_last_accumulation_hook(x, handle) for handle in (first, second)] == [True, False]
-    assert not autograd.has_last_accumulation_hook(torch.ones(2), first)
-
-
 def test_a_backward_without_checks_is_torchs():
     def graph():
         x = torch.linspace(1, 2, 4).requires_grad_()
@@ -121,21 +100,6 @@ def test_a_backward_without_checks_is_torchs():
     assert answers == [False]
 
 
-def test_float64_stands_for_float32():
-    x = torch.linspace(0, 1, 3, dtype=torch.float64)
-    with dispatch.Float64() as mode:
-        assert x.float().dtype == torch.float64
-        assert mode.casts == 1
-        assert x.to(torch.float32, copy=True).dtype == torch.float64
-        assert mode.casts == 2
-        assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64
-        assert torch.ones(2, dtype=torch.int64).float().dtype == torch.float64
-        assert x.bfloat16().dtype == torch.bfloat16
-        assert torch.equal(x + 1, 1 + x)
-    assert mode.casts == 2  # of float64 tensors alone
-    assert torch.empty(2, dtype=torch.float32).dtype == torch.float32
-
-
 @pytest.mark.parametrize(("operator", "args", "kwargs", "written", "name"), [
     (aten.add.Tensor, ("x", "y"), {}, [], "Tensor"), (aten.add_.Tensor, ("x", "y"), {}, ["x"], "Tensor"),
     (aten.add.out, ("x", "y"), {"out": "z"}, ["z"], "out"),
@@ -148,21 +112,6 @@ def test_float64_stands_for_float32():
 def test_which_arguments_an_operator_writes_to(operator, args, kwargs, written, name):
     assert dispatch.written_arguments(operator, args, kwargs) == written
     assert dispatch.overload_name(operator) == name
-
-
-def test_the_stance_is_torchs_and_may_be_put_back():
-    plain = compile.stance()
-    assert plain.stance == "default"
-    with torch.compiler.set_stance("force_eager"):
-        assert compile.stance().stance == "force_eager"
-    with compile.eagerly():
-        forced = compile.stance()
-        assert forced.stance == "force_eager"
-    compile.set_stance(forced)
-    assert torch._dynamo.eval_frame._stance is forced
-    compile.set_stance(None)
-    assert compile.stance().stance == "default"
-    compile.set_stance(plain)
 
 
 def test_eagerly_and_uncompiled_functions_make_no_graph():
@@ -190,25 +139,6 @@ def test_each_block_may_have_two_graphs(before, blocks, after):
         compile.allow_graphs(blocks)
         found = torch._dynamo.config.recompile_limit, torch._dynamo.config.allow_unspec_int_on_nn_module
     assert found == (after, True)
-
-
-def test_hooks_of_an_optimizer_and_of_modules():
-    optimizer, called = torch.optim.SGD([torch.ones(1)], 0.1), []
-    optimizer.register_step_pre_hook(lambda *given: called.append(("pre", *given)))
-    optimizer.register_step_post_hook(lambda *given: called.append(("post", *given)))
-    optim.call_pre_hooks(optimizer)
-    optim.call_post_hooks(optimizer)
-    assert called == [("pre", optimizer, (), {}), ("post", optimizer, (), {})]
-    optim.drop_hooks(optimizer)
-    optim.call_pre_hooks(optimizer)
-    optimizer.step()
-    assert len(called) == 2
-    kinds = {"forward_hook": True, "forward_pre_hook": True, "full_backward_hook": True, "state_dict_pre_hook": False}
-    for kind, has in kinds.items():
-        layer = nn.Linear(2, 2)
-        assert not module.has_hooks(layer)
-        getattr(layer, f"register_{kind}")(lambda *_: None)
-        assert module.has_hooks(layer) is has
 
 
 def test_lists_containers_and_memory_of_tensors():
@@ -297,20 +227,6 @@ def test_groups_are_shared_by_role_and_destroyed_with_their_last_user():
         assert members == (None if outside else ([0, 2], "one"))
         assert destroyed == [False, False, False, True, False]
         assert not alive
-
-
-def test_parameters_of_their_own_mesh_are_sharded_over_its_last_dimension():
-    if not fsdp_wrap.SEVERAL_MESHES:
-        pytest.skip("torch before 2.13 has one mesh a unit")
-    fake.start_fake_world(4, 1)
-    try:
-        flat = fsdp_wrap.placement_on(DeviceMesh("cpu", torch.arange(4))).mesh_info
-        assert (type(flat).__name__, flat.shard_mesh_dim, flat.shard_mesh_size) == ("FSDPMeshInfo", 0, 4)
-        both = fsdp_wrap.placement_on(DeviceMesh("cpu", torch.arange(4).view(2, 2))).mesh_info
-        assert (type(both).__name__, both.shard_mesh_dim, both.replicate_mesh_dim) == ("HSDPMeshInfo", 1, 0)
-        assert fsdp_wrap.placement_on(DeviceMesh("cpu", torch.arange(4))).placement is None
-    finally:
-        dist.destroy_process_group()
 
 
 def test_several_meshes_and_dataclasses_are_torchs_since_2_13():
@@ -500,12 +416,8 @@ def every_collective():
 
     stacked = torch.stack(x)
     for op, want in (
-        ("SUM", stacked.sum(0)),
-        ("AVG", stacked.mean(0)),
-        ("MAX", x[2]),
-        ("MIN", x[0]),
-        ("PRODUCT", stacked.prod(0)),
-    ):
+        ("SUM", stacked.sum(0)), ("AVG", stacked.mean(0)), ("MAX", x[2]), ("MIN", x[0]), ("PRODUCT", stacked.prod(0)),
+    ):  # fmt: skip
         dist.all_reduce(y := x[rank].clone(), getattr(dist.ReduceOp, op))
         is_(f"all_reduce {op}", [y], [want])
     for op, want in (("BAND", 7 & 14 & 28), ("BOR", 7 | 14 | 28), ("BXOR", 7 ^ 14 ^ 28)):
@@ -598,87 +510,9 @@ def test_sizes_that_two_ranks_do_not_share_are_told():
         mp.simulate(unequal, 0, ranks=2)
 
 
-def test_small_questions_to_autograd():
-    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
-    pairs = [(lambda x, i=i: (i, x), lambda held: held[1]) for i in range(2)]
-    with torch.autograd.graph.saved_tensors_hooks(*pairs[0]), torch.autograd.graph.saved_tensors_hooks(*pairs[1]):
-        assert autograd.saved_tensor_hooks() == pairs[1]
-    with autograd.keeps_version(z := torch.ones(2)):
-        z.add_(1)
-        y.add_(1)
-    assert (z._version, y._version) == (0, 1)
-    with autograd.below_autograd():
-        assert not (x * 2).requires_grad
-    assert (x * 2).requires_grad
-
-
-def test_caches_that_hold_meshes_are_found_and_cleared(monkeypatch):
-    @functools.lru_cache
-    def kept(x):
-        return x
-
-    @functools.lru_cache
-    def foreign(x):
-        return x
-
-    kept.__module__ = "torch.distributed.tensor"
-    assert any(cached is kept for cached in distributed.mesh_caches())
-    assert not any(cached is foreign for cached in distributed.mesh_caches())
-    kept(1)
-    cleared = []
-    monkeypatch.setattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: cleared.append(1))
-    distributed.forget_meshes([kept])
-    assert cleared == [1]
-    assert kept.cache_info().currsize == 0
-    assert distributed.loaded_caches() is distributed.loaded_caches()
-    before = distributed.loaded_caches()
-    sys.modules["torch.distributed.of_a_test"] = SimpleNamespace()
-    try:
-        assert distributed.loaded_caches() is not before
-    finally:
-        del sys.modules["torch.distributed.of_a_test"]
-
-
-def test_before_2_13_zeros_stand_for_a_gradient_that_is_missing():
-    """Not for a parameter that was never gathered, that is frozen, or whose gradient is held elsewhere."""
-    one = torch.ones(2)
-    parameters = [held(), held(grad=one), held(trains=False), held(made=False)]
-    for reduces, first in ((True, [0.0, 0.0]), (False, None)):
-        group = Group(*parameters, reduces=reduces)
-        parameters[0]._unsharded_param.grad = None
-        state = SimpleNamespace(_fsdp_param_group=group)
-        fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda state=state: state))
-        group.post_backward("arguments of a hook")
-        ((zeros, kept, *others),) = group.ended
-        assert (None if zeros is None else zeros.tolist()) == first
-        assert kept is one
-        assert others == [None, None]
-    nothing = SimpleNamespace(_fsdp_param_group=None)
-    fsdp.reduce_unused(SimpleNamespace(_get_fsdp_state=lambda: nothing))
-
-
 def test_a_simulated_world_of_one():
     assert mp.simulate(one_rank, ranks=1) == [[[0, 1, 2]] * 11]
     assert dist.Backend.backend_capability["simulated"] == ["cpu", "cuda"]
-
-
-class Group:
-    """A unit's parameters before torch 2.13, as far as the reduction of zeros looks at them."""
-
-    def __init__(self, *parameters, reduces=True):
-        self.fsdp_params, self.reduce_grads, self.ended = parameters, reduces, []
-        self._partial_reduce_output = None
-
-    def post_backward(self):
-        self.ended.append([None if p._unsharded_param is None else p._unsharded_param.grad for p in self.fsdp_params])
-
-
-def held(*, made=True, trains=True, grad=None, accumulated=None):
-    whole = nn.Parameter(torch.ones(2), requires_grad=trains) if made else None
-    if grad is not None:
-        whole.grad = grad
-    sharded = SimpleNamespace(grad=None)
-    return SimpleNamespace(_unsharded_param=whole, unsharded_accumulated_grad=accumulated, sharded_param=sharded)
 
 
 def one_rank():

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore import AdamW, Axis, ColumnParallelLinear, Dropout, Mesh, ParallelMLP, ParallelMoE, RMSNorm, Zero, prepare
+from mpcore import AdamW, Axis, ColumnParallelLinear, Mesh, ParallelMLP, ParallelMoE, RMSNorm, Zero, prepare
 from mpcore import collectives as c
-from mpcore.experimental import DiLoCo
 from mpcore.gradients import (
     clip_gradients,
     drop_gradients,
@@ -20,38 +19,14 @@ from mpcore.gradients import (
     main_gradients,
     reduce_gradients,
 )
-from mpcore.layers import materialize, seed_dropout
+from mpcore.layers import materialize
 from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.optim import LossScaler
 from mpcore.parallel import convert_to_fp8, shard_data_parallel
 from mpcore.sharding.declare import Sharding, cut
 from tests.equality import close
-from tests.pool import mesh
-
-
-class BertAttention(nn.Module):
-    """As in BERT: `key` is a layer, and `fp8` and `mode` are this model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
-        self.dropout, self.fp8, self.mode, self.tally = Dropout(0.5), "mine", "mine", 7
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.query(x) + self.key(x) + self.value(x), torch.arange(len(x)))
-
-
-def test_a_layer_called_key_is_no_random_stream():
-    model = nn.Sequential(BertAttention())
-    key = model[0].key
-    for seed in (lambda: seed_dropout(model, 1), lambda: materialize(model, 1)):
-        seed()
-        assert model[0].key is key
-        assert model[0].dropout.key is not None
-    model(torch.ones(2, 3, 4)).sum().backward()
-    reduce_gradients(model)
-    assert grad_norm(model, Mesh()) > 0
+from tests.pool import mesh, on_ranks
 
 
 def test_fp8_converts_the_blocks_and_no_head_whatever_it_is_called():
@@ -63,21 +38,6 @@ def test_fp8_converts_the_blocks_and_no_head_whatever_it_is_called():
     assert not any(model[name].product == Fp8Product() for name in names)
     with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
         convert_to_fp8(model["unembed"])
-
-
-def test_digits_in_names_say_nothing_about_blocks():
-    """Fragments follow the blocks that are given: block 1 is called "0", and a head "7"."""
-    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("7", "1", "0")})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    blocks = [model["1"], model["0"]]
-    merges = DiLoCo(optimizer, model, Mesh(), 2, lr=1.0, momentum=0.0, fragments=2, blocks=blocks)
-    merges.step()  # takes the anchors
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1.0)
-    first, second = merges.merge(1), merges.merge(2)
-    assert (first.fragment, second.fragment) == (0, 1)
-    assert (round(first.norm**2), round(second.norm**2)) == (8, 4), "two layers of 4 weights, then one"
 
 
 class OwnExperts(ParallelModule):
@@ -162,7 +122,10 @@ FORGOTTEN = (
 )
 
 
-def check_forgotten(main: bool, how: str) -> None:
+@pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("how", ["grad_norm", "clip_gradients", "unscale", "AdamW", "guarded"])
+@on_ranks(2)
+def test_a_forgotten_reduction_is_refused_and_nothing_else(main: bool, how: str) -> None:
     m = mesh(tp=2)
     model = Norms(m.tp)
     if main:
@@ -198,12 +161,6 @@ def check_forgotten(main: bool, how: str) -> None:
                 use()
         forget()
         use()
-
-
-@pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("how", ["grad_norm", "clip_gradients", "unscale", "AdamW", "guarded"])
-def test_a_forgotten_reduction_is_refused_and_nothing_else(ranks, how, main):
-    ranks(2, check_forgotten, main, how)
 
 
 def check_forgotten_over(zero: int) -> None:

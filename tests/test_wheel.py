@@ -9,9 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
-import mpcore as mp
 from tests.test_floors import LIBRARY, ROOT
 from tests.test_readme import PRINTED, PROGRAM
 
@@ -58,14 +56,6 @@ def test_the_wheel_holds_every_module_and_three_profiles(wheel):
     assert names - modules == {"mpcore/py.typed", *profiles}
 
 
-def test_the_source_distribution_builds_the_same_wheel(wheel, tmp_path):
-    source = build("build_sdist", tmp_path)
-    shutil.unpack_archive(source, tmp_path)
-    again = call("build_wheel", tmp_path, tmp_path / source.name.removesuffix(".tar.gz"))
-    found = [{name: file.read(name) for name in file.namelist()} for file in map(zipfile.ZipFile, (wheel, again))]
-    assert found[0] == found[1]
-
-
 def test_readmes_program_runs_with_the_wheel_alone(wheel, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel]
     subprocess.run(install, check=True, capture_output=True, timeout=120)
@@ -75,28 +65,3 @@ def test_readmes_program_runs_with_the_wheel_alone(wheel, tmp_path):
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == (PRINTED, 0), done.stderr
-
-
-@pytest.mark.parametrize("address", ["", "https://example.org/them/mpcore"])
-def test_no_link_of_the_description_is_relative(address, tmp_path):
-    metadata = (build("prepare_metadata_for_build_wheel", tmp_path, address) / "METADATA").read_text()
-    assert not [target for target in links(metadata) if not target.startswith(("https://", "#"))]
-    known = [target for target in links(metadata) if target.startswith("https://example.org")]
-    assert len(known) == (len(links((ROOT / "README.md").read_text())) - 1 if address else 0)
-    for target in known:
-        assert (ROOT / re.sub(rf"{address}/(raw|blob)/[^/]+/|#.*", "", target)).is_file(), target
-    assert f"\nVersion: {mp.__version__}\n" in metadata
-    assert metadata.count(f"Project-URL: Repository, {address}") == bool(address)
-
-
-def test_the_workflows_call_targets_that_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    flows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
-    steps = [step for flow in flows for job in flow["jobs"].values() for step in job["steps"]]
-    called = {
-        target
-        for step in steps
-        for words in re.findall(r"\bmake ([a-z -]+)", step.get("run", ""))
-        for target in words.split()
-    }
-    assert {"check", "quick", "wheel"} <= called <= targets

@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpcore.tools.analysis.compare import (
-    LEAST,
-    NEAR,
-    WIDTH,
-    Curves,
-    Outside,
-    compare_runs,
-    make_band,
-    read_curves,
-)
+from mpcore.tools.analysis.compare import LEAST, NEAR, WIDTH, Curves, Outside, compare_runs, make_band, read_curves
 
 LOSS = ("loss", "")
 

@@ -264,8 +264,7 @@ def test_a_rank_of_a_pretended_mesh_has_its_place_and_leaves_no_world():
 
 @pytest.mark.parametrize(("rank", "sizes", "message"), [
     (0, {"tp": 0}, "tp 0 is smaller than 1"), (0, {"etp": -1}, "etp -1 is smaller than 1"),
-    (-1, {"tp": 2}, "rank -1 is not from 0 to 1,"),
-    (12, {"tp": 2, "cp": 3, "dp": 2}, "rank 12 is not from 0 to 11,"),
+    (-1, {"tp": 2}, "rank -1 is not from 0 to 1,"), (12, {"tp": 2, "cp": 3, "dp": 2}, "rank 12 is not from 0 to 11,"),
     (4, {"pp": 2, "dp": 2, "ep": 2}, "rank 4 is not from 0 to 3,"),
 ])  # fmt: skip
 def test_a_mesh_without_the_rank_is_refused(rank, sizes, message):

@@ -41,15 +41,12 @@ def test_adapters_alone_are_trained(tmp_path):
     assert found.optimizer < 2 * count  # of all weights: 12 bytes each
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"architectures": ["Mine"]}, r"names the architectures \['Mine'\]"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, more than 1024"),
-        ({"attn_implementation": "org/kernel"}, "code on the Hub"),
-        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "trust_remote_code"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"architectures": ["Mine"]}, r"names the architectures \['Mine'\]"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, more than 1024"),
+    ({"attn_implementation": "org/kernel"}, "code on the Hub"),
+    ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}, "trust_remote_code"),
+])  # fmt: skip
 def test_a_folder_without_a_model_or_with_code_is_refused(tmp_path, fields, words):
     config(tmp_path)
     path = tmp_path / "config.json"

@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.planner.rows import (
-    ALIASES,
-    OWN,
-    PLANNED,
-    TARGET,
-    Row,
-    flops_of,
-    read_row,
-    read_rows,
-    read_run,
-)
+from bench.planner.rows import ALIASES, OWN, PLANNED, TARGET, Row, flops_of, read_row, read_rows, read_run
 
 ALONE = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1}
 
@@ -61,8 +51,7 @@ def test_a_column_is_a_flag_of_the_target(value, words):
 @pytest.mark.parametrize(("columns", "words"), [
     ({"virtual_stages": 2}, "--virtual-stages 2 --schedule interleaved"),
     ({"virtual_stages": 2, "schedule": "zb"}, "--virtual-stages 2 --schedule zb"), ({"virtual_stages": 1}, ""),
-    ({"virtual_stages": "1"}, ""),
-    ({"virtual_stages": 1, "schedule": "zb"}, "--schedule zb"),
+    ({"virtual_stages": "1"}, ""), ({"virtual_stages": 1, "schedule": "zb"}, "--schedule zb"),
     ({"vp": "3"}, "--virtual-stages 3 --schedule interleaved"),
 ])  # fmt: skip
 def test_several_stages_a_rank_are_interleaved_unless_a_schedule_is_named(columns, words):
@@ -82,9 +71,8 @@ def test_data_ranks_are_those_that_are_left(columns, dp):
     ({"gpus": 16, "tp": 2, "dp": 4}, "16 gpus are not tp x pp x cp x dp = 8"),
     ({"tp": True}, "tp is True, no integer from 1"), ({"tp": 0}, "tp is 0, no integer from 1"),
     ({"tp": "nan"}, "tp is 'nan', no integer from 1"), ({"tp": [2]}, "tp is .2., no integer from 1"),
-    ({"gpus": 1.5}, "gpus is 1.5, no integer from 1"),
-    ({"gradient_bytes": 0}, "gradient_bytes is 0, no integer"), ({"seconds": 0}, "seconds is 0, no number above 0"),
-    ({"seconds": True}, "seconds is True, no number above 0"),
+    ({"gpus": 1.5}, "gpus is 1.5, no integer from 1"), ({"gradient_bytes": 0}, "gradient_bytes is 0, no integer"),
+    ({"seconds": 0}, "seconds is 0, no number above 0"), ({"seconds": True}, "seconds is True, no number above 0"),
     ({"seconds": "inf"}, "seconds is 'inf', no number above 0"),
     ({"seconds": "nan"}, "seconds is 'nan', no number above 0"),
     ({"seconds": [1]}, "seconds is .1., no number above 0"),

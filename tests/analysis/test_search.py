@@ -15,17 +15,7 @@ from mpcore.tools.analysis.layout import Layout, TooLargeError
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.rate_errors import NOISE, errors_of
-from mpcore.tools.analysis.search import (
-    IDLE,
-    Estimate,
-    choices,
-    consider,
-    frontier,
-    meshes,
-    ranked,
-    search,
-    useful,
-)
+from mpcore.tools.analysis.search import IDLE, Estimate, choices, consider, frontier, meshes, ranked, search, useful
 from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
@@ -84,12 +74,6 @@ def test_a_varied_flag_has_each_of_its_values(vary, want):
 def test_a_varied_flag_of_another_form_is_refused(wrong):
     with pytest.raises(ValueError, match="isn't of the form"):
         list(choices([wrong]))
-
-
-@pytest.mark.parametrize("axis", ["tp", "cp_inner", "cp-inner", "--etp"])
-def test_an_axis_is_not_varied(axis):
-    with pytest.raises(ValueError, match=rf"the planner's own flags: --{axis.strip('-').replace('_', '-')} 1,2"):
-        list(choices([f"{axis}=1,2"]))
 
 
 @pytest.mark.parametrize(("flag", "axes"), [("schedule", "pp"), ("virtual-stages", "pp"), ("sequence-parallel", "tp"),
@@ -214,22 +198,8 @@ def test_the_frontier_are_layouts_that_none_beats_in_both():
     assert [(e.step, e.memory) for e in front] == [(1, 400), (2.5, 399), (3, 50), (5, 49)]
 
 
-def test_the_flags_of_a_layout_are_those_of_its_mesh_and_its_own():
-    e = Estimate({"tp": 2, "cp": 4, "pp": 1, "cp_inner": 2, "etp": 1}, ("--zero", "3"))
-    assert e.flags == "--tp 2 --cp 4 --cp-inner 2 --zero 3"
-    assert Estimate({}, ()).flags == ""
-    blank = Estimate({}, ())
-    assert (blank.memory, blank.seconds, blank.spread, blank.refused, blank.bound) == (0, None, 0, "", False)
-    assert blank.errors == ()
-
-
 def test_the_error_of_a_difference_is_that_of_what_the_steps_do_not_share():
     slow, fast = (Estimate({}, (), 1, Seconds(s), errors=e) for s, e in ((3.0, (0.5, 0.1)), (2.0, (0.5, 0.14))))
     assert slow.slower(fast) == (pytest.approx(0.5), pytest.approx(1.5 * (0.04**2 + 2 * 0.03**2) ** 0.5))
     with pytest.raises(ValueError, match="zip"):
         slow.slower(replace(fast, errors=(0.1,)))
-
-
-@pytest.mark.parametrize(("memory", "refused", "fits"), [(900, "", True), (901, "", False), (0, "no", False)])
-def test_a_layout_fits_with_the_reserve(memory, refused, fits):
-    assert Estimate({}, (), memory, refused=refused).fits(MACHINE) == fits

@@ -29,9 +29,6 @@ def inject(kind: str, trainer: pretrain.Trainer, step: int) -> None:
         sys.exit(0)
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "drift":
-        with torch.no_grad():
-            local_tensor(trainer.stages[-1].norm.weight)[3] *= 1 + 1e-3
     elif kind == "nan":
         with torch.no_grad():  # from this step on, whatever is fed
             local_tensor(trainer.stages[-1].norm.weight)[3] = torch.nan
@@ -42,21 +39,14 @@ def main() -> None:
     kind, rank, at, *flags = sys.argv[1:]
     restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
     mine = read_launch(os.environ).rank == int(rank) and restarts == ["0", "0"]
-    real_step, real_batch = pretrain.Trainer.step, pretrain.Trainer.batch
+    real_step = pretrain.Trainer.step
 
     def step(self: pretrain.Trainer) -> dict[str, float]:
         if mine and self.run.step == int(at):
             inject(kind, self, self.run.step)
         return real_step(self)
 
-    def batch(self: pretrain.Trainer, *args: object) -> tuple:
-        if mine and kind == "slow":
-            time.sleep(0.05)
-        return real_batch(self, *args)  # type: ignore[arg-type]
-
-    pretrain.Trainer.step, pretrain.Trainer.batch = step, batch  # type: ignore[method-assign]
-    if mine and kind == "late":
-        time.sleep(1000)
+    pretrain.Trainer.step = step  # type: ignore[method-assign]
     pretrain.leave(pretrain.main(flags))
 
 

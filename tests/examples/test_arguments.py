@@ -70,18 +70,15 @@ def test_a_run_begins_again_with_its_own_config(tmp_path):
     assert (args.steps, args.keep, args.moe, args.model) == (5, 2, {"every": 2}, {"tie_embeddings": True})
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[a]\nkv-heads = 1\n[b]\nkv_heads = 1", "--kv-heads is given twice"),
-        ("[moe]\nz_los = 1.0", "unknown z_los; did you mean z_loss?"),
-        ("min_lr = 'low'", "min_lr = 'low' is no float"), ("[model]\nqk_norm = 1", "model.qk_norm = 1 is no bool"),
-        ("lr_schedule = 'sine'", "lr_schedule: 'sine' is none of"), ("betas = 0.9", "betas = 0.9 is no list"),
-        ("betas = ['a', 'b']", "betas = 'a' is no float"), ("tp = false", "tp = false is no value of --tp"),
-        ("balance = 'bias'", "balance is no field any more: set moe.aux_loss and moe.bias_rate"),
-        ("steps = 'many'", "argument --steps"), ("steps 7", "line 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("[a]\nkv-heads = 1\n[b]\nkv_heads = 1", "--kv-heads is given twice"),
+    ("[moe]\nz_los = 1.0", "unknown z_los; did you mean z_loss?"), ("min_lr = 'low'", "min_lr = 'low' is no float"),
+    ("[model]\nqk_norm = 1", "model.qk_norm = 1 is no bool"),
+    ("lr_schedule = 'sine'", "lr_schedule: 'sine' is none of"), ("betas = 0.9", "betas = 0.9 is no list"),
+    ("betas = ['a', 'b']", "betas = 'a' is no float"), ("tp = false", "tp = false is no value of --tp"),
+    ("balance = 'bias'", "balance is no field any more: set moe.aux_loss and moe.bias_rate"),
+    ("steps = 'many'", "argument --steps"), ("steps 7", "line 1"),
+])  # fmt: skip
 def test_errors_of_a_file_name_it_and_what_is_wrong(text, sentence, tmp_path, capsys):
     words = written(tmp_path, text)
     with pytest.raises(SystemExit):

@@ -44,29 +44,25 @@ def checked(flags: str, config: GPTConfig | None = None, **sizes: int) -> tuple[
     return check(args, config or model_config(args, 257), mesh_of(*sizes.items())), args
 
 
-@pytest.mark.parametrize(
-    ("flags", "sizes", "micro_batches"),
-    [
-        ("--set min_lr=0.003", {}, 8), ("--set min_lr=0", {}, 8), ("--recompute budget=0.5", {}, 8),
-        ("--set profile=3:3", {}, 8), ("--set twin=1 --experts 4", {}, 8),
-        ("--experts 4 --set moe.aux_loss=micro_batch", {}, 8),
-        ("--set twin=1 --experts 4 --set moe.aux_loss=none", {}, 8), ("--set twin=1", {}, 8),
-        ("--set no_save=true", {}, 8), ("--save-every 2", {}, 8), ("--compile eager", {}, 8), ("--compile", {}, 8),
-        ("--offload none none", {}, 8), ("--offload optimizer activations", {}, 8),
-        ("--offload activations --optimizer muon", {}, 8), ("--offload parameters --zero 0", {"dp": 2}, 4),
-        ("--offload parameters --zero 3", {"tp": 2}, 8), ("--offload optimizer --zero 3", {"dp": 2}, 4),
-        ("--ep 2 --experts 4", {"dp": 2, "ep": 2}, 4), ("--experts 4", {"dp": 2, "etp": 1}, 4),
-        ("--d-model 256 --d-ff 256 --fp8", {"tp": 2}, 8), ("--preset gpt2 --seq-len 1024", {}, 8),
-        ("--preset gpt2 --seq-len 5", {}, 8), ("--preset tiny --seq-len 9999", {}, 8), ("", {"tp": 4}, 8),
-        ("--global-batch 8", {"pp": 4}, 4), ("--global-batch 2 --schedule gpipe", {"pp": 2}, 1),
-        ("--cp-kind alltoall", {"cp": 4}, 8), ("--cp-kind alltoall", {"cp": 2, "tp": 2}, 8),
-        ("--cp-kind two-level --set cp_inner=2", {"cp": 4, "cp_inner": 2}, 8),
-        ("--seq-len 1 --sequence-parallel", {}, 8), ("--seq-len 7", {"tp": 2}, 8), ("--seq-len 12", {"cp": 3}, 8),
-        ("--seq-len 8 --sequence-parallel", {"cp": 2, "tp": 2}, 8), ("--global-batch 24", {"dp": 4}, 3),
-        ("--global-batch 24", {"dp": 2, "worlds": 3}, 2), ("--global-batch 12 --micro-batch 3", {}, 4),
-        ("--workers 2 --local-steps 3 --set fragments=3", {"worlds": 2}, 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "sizes", "micro_batches"), [
+    ("--set min_lr=0.003", {}, 8), ("--set min_lr=0", {}, 8), ("--recompute budget=0.5", {}, 8),
+    ("--set profile=3:3", {}, 8), ("--set twin=1 --experts 4", {}, 8),
+    ("--experts 4 --set moe.aux_loss=micro_batch", {}, 8), ("--set twin=1 --experts 4 --set moe.aux_loss=none", {}, 8),
+    ("--set twin=1", {}, 8), ("--set no_save=true", {}, 8), ("--save-every 2", {}, 8), ("--compile eager", {}, 8),
+    ("--compile", {}, 8), ("--offload none none", {}, 8), ("--offload optimizer activations", {}, 8),
+    ("--offload activations --optimizer muon", {}, 8), ("--offload parameters --zero 0", {"dp": 2}, 4),
+    ("--offload parameters --zero 3", {"tp": 2}, 8), ("--offload optimizer --zero 3", {"dp": 2}, 4),
+    ("--ep 2 --experts 4", {"dp": 2, "ep": 2}, 4), ("--experts 4", {"dp": 2, "etp": 1}, 4),
+    ("--d-model 256 --d-ff 256 --fp8", {"tp": 2}, 8), ("--preset gpt2 --seq-len 1024", {}, 8),
+    ("--preset gpt2 --seq-len 5", {}, 8), ("--preset tiny --seq-len 9999", {}, 8), ("", {"tp": 4}, 8),
+    ("--global-batch 8", {"pp": 4}, 4), ("--global-batch 2 --schedule gpipe", {"pp": 2}, 1),
+    ("--cp-kind alltoall", {"cp": 4}, 8), ("--cp-kind alltoall", {"cp": 2, "tp": 2}, 8),
+    ("--cp-kind two-level --set cp_inner=2", {"cp": 4, "cp_inner": 2}, 8), ("--seq-len 1 --sequence-parallel", {}, 8),
+    ("--seq-len 7", {"tp": 2}, 8), ("--seq-len 12", {"cp": 3}, 8),
+    ("--seq-len 8 --sequence-parallel", {"cp": 2, "tp": 2}, 8), ("--global-batch 24", {"dp": 4}, 3),
+    ("--global-batch 24", {"dp": 2, "worlds": 3}, 2), ("--global-batch 12 --micro-batch 3", {}, 4),
+    ("--workers 2 --local-steps 3 --set fragments=3", {"worlds": 2}, 4),
+])  # fmt: skip
 def test_what_goes_together_is_taken(flags, sizes, micro_batches):
     assert checked(flags, **sizes)[0] == micro_batches
 
@@ -126,16 +122,13 @@ def test_a_bitwise_step_has_one_micro_batch_a_leaf():
     assert (micro_batches, args.micro_batch) == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sizes", "fits"),
-    [
-        ("--set replicate=1 --zero 0", {"dp": 1}, True), ("--set replicate=2", {"dp": 8}, True),
-        ("--set replicate=4 --zero 3", {"dp": 8}, True), ("--set replicate=2", {"dp": 2, "cp": 2}, True),
-        ("--set replicate=2 --zero 0", {"dp": 8}, False), ("--set replicate=3", {"dp": 8}, False),
-        ("--set replicate=8", {"dp": 8}, False), ("--set replicate=2", {"dp": 2}, False),
-        ("--set replicate=4", {"dp": 8, "ep": 4}, False), ("--set replicate=2", {"dp": 8, "ep": 4}, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "sizes", "fits"), [
+    ("--set replicate=1 --zero 0", {"dp": 1}, True), ("--set replicate=2", {"dp": 8}, True),
+    ("--set replicate=4 --zero 3", {"dp": 8}, True), ("--set replicate=2", {"dp": 2, "cp": 2}, True),
+    ("--set replicate=2 --zero 0", {"dp": 8}, False), ("--set replicate=3", {"dp": 8}, False),
+    ("--set replicate=8", {"dp": 8}, False), ("--set replicate=2", {"dp": 2}, False),
+    ("--set replicate=4", {"dp": 8, "ep": 4}, False), ("--set replicate=2", {"dp": 8, "ep": 4}, True),
+])  # fmt: skip
 def test_replicas_divide_the_data_ranks_and_leave_something_to_shard(flags, sizes, fits):
     args, mesh = parse(flags.split()), mesh_of(*sizes.items())
     if fits:
@@ -173,28 +166,15 @@ def test_recomputation_and_profiles_are_read():
             profiled_steps(word)
 
 
-@pytest.mark.parametrize(
-    ("flags", "each", "inner"),
-    [
-        ("--cp 8", 8, None),
-        ("--cp 8 --cp-kind two-level", 8, 4),
-        ("--cp 8 --cp-kind two-level", 2, 2),
-        ("--cp 8 --cp-kind two-level", 1, 1),
-        ("--cp 8 --cp-kind two-level --tp 4", 8, 2),
-        ("--cp 6 --cp-kind two-level", 4, 3),
-        ("--cp 6 --cp-kind two-level", 2, 2),
-        ("--cp 1 --cp-kind two-level", 8, 1),
-        ("--cp 2 --cp-kind two-level", 8, 1),
-        ("--cp 8 --cp-kind two-level --set cp_inner=8", 2, 8),
-        ("--cp 8 --cp-kind two-level --set cp_inner=1", 2, 1),
-        ("--cp 8 --set cp_inner=2", 8, "cp_inner 2 is of --cp-kind two-level, not of zigzag"),
-        (
-            "--cp 8 --cp-kind two-level --set cp_inner=3",
-            8,
-            "cp_inner 3 does not divide --cp 8: sub-groups have one size",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "each", "inner"), [
+    ("--cp 8", 8, None), ("--cp 8 --cp-kind two-level", 8, 4), ("--cp 8 --cp-kind two-level", 2, 2),
+    ("--cp 8 --cp-kind two-level", 1, 1), ("--cp 8 --cp-kind two-level --tp 4", 8, 2),
+    ("--cp 6 --cp-kind two-level", 4, 3), ("--cp 6 --cp-kind two-level", 2, 2), ("--cp 1 --cp-kind two-level", 8, 1),
+    ("--cp 2 --cp-kind two-level", 8, 1), ("--cp 8 --cp-kind two-level --set cp_inner=8", 2, 8),
+    ("--cp 8 --cp-kind two-level --set cp_inner=1", 2, 1),
+    ("--cp 8 --set cp_inner=2", 8, "cp_inner 2 is of --cp-kind two-level, not of zigzag"),
+    ("--cp 8 --cp-kind two-level --set cp_inner=3", 8, "cp_inner 3 does not divide --cp 8: sub-groups have one size"),
+])  # fmt: skip
 def test_a_sub_group_of_cp_lies_in_a_node(flags, each, inner):
     if isinstance(inner, str):
         with pytest.raises(ValueError, match=re.escape(inner)):
@@ -228,28 +208,19 @@ def moe_config(flags: str, preset: MoEConfig | None) -> MoEConfig | None:
 LEARNED = MoEConfig(experts=4, aux_loss=None, bias_rate=0.5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "preset", "changed"),
-    [
-        ("", None, None),
-        ("", MoEConfig(experts=5), {}),
-        ("--experts 0", MoEConfig(), None),
-        ("--experts 0", None, None),
-        ("--experts 3", None, {"experts": 3}),
-        ("--set moe.experts=3", None, {"experts": 3}),
-        ("--experts 3", MoEConfig(top_k=1), {"experts": 3}),
-        ("--set moe.top_k=1", MoEConfig(), {"top_k": 1}),
-        ("--experts 6 --set moe.top_k=3 moe.z_loss=0.2 moe.dispatch=all_to_all", None,
-         {"experts": 6, "top_k": 3, "z_loss": 0.2, "dispatch": "all_to_all"}),
-        ("--set moe.aux_loss=micro_batch", MoEConfig(), {"aux_loss": "micro_batch"}),
-        ("--set moe.aux_loss=sequence moe.bias_rate=0", LEARNED,
-         {"aux_loss": "sequence", "bias_rate": 0.0, "bias": True}),
-        ("--set moe.aux_loss=none moe.bias_rate=0.001", MoEConfig(), {"aux_loss": None, "bias_rate": 0.001}),
-        ("--set moe.bias_rate=0", LEARNED, {"bias_rate": 0.0, "bias": True}),
-        ("--set moe.bias_rate=0 moe.bias=false", LEARNED, {"bias_rate": 0.0, "bias": False}),
-        ("--set moe.bias_rate=0.25", LEARNED, {"bias_rate": 0.25}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "preset", "changed"), [
+    ("", None, None), ("", MoEConfig(experts=5), {}), ("--experts 0", MoEConfig(), None), ("--experts 0", None, None),
+    ("--experts 3", None, {"experts": 3}), ("--set moe.experts=3", None, {"experts": 3}),
+    ("--experts 3", MoEConfig(top_k=1), {"experts": 3}), ("--set moe.top_k=1", MoEConfig(), {"top_k": 1}),
+    ("--experts 6 --set moe.top_k=3 moe.z_loss=0.2 moe.dispatch=all_to_all", None,
+     {"experts": 6, "top_k": 3, "z_loss": 0.2, "dispatch": "all_to_all"}),
+    ("--set moe.aux_loss=micro_batch", MoEConfig(), {"aux_loss": "micro_batch"}),
+    ("--set moe.aux_loss=sequence moe.bias_rate=0", LEARNED, {"aux_loss": "sequence", "bias_rate": 0.0, "bias": True}),
+    ("--set moe.aux_loss=none moe.bias_rate=0.001", MoEConfig(), {"aux_loss": None, "bias_rate": 0.001}),
+    ("--set moe.bias_rate=0", LEARNED, {"bias_rate": 0.0, "bias": True}),
+    ("--set moe.bias_rate=0 moe.bias=false", LEARNED, {"bias_rate": 0.0, "bias": False}),
+    ("--set moe.bias_rate=0.25", LEARNED, {"bias_rate": 0.25}),
+])  # fmt: skip
 def test_fields_change_the_mixture_of_experts(flags, preset, changed):
     want = None if changed is None else dataclasses.replace(preset or MoEConfig(), **changed)
     assert moe_config(flags, preset) == want

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gpt.arguments import parse
-from examples.gpt.config import GPTConfig
-from examples.gpt.model import GPT
-from examples.gpt.plan import build
-from examples.gpt.setup import check
-from mpcore import Mesh, full_state_dict
-from mpcore.layers import seed_dropout
-from mpcore.parallel.compile import compile_blocks
+from mpcore import full_state_dict
 from tests.pool import mesh
 
 FLAGS = [
@@ -79,51 +72,8 @@ def test_compiled_blocks_train_to_the_bit(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_blocks_with_dropout_share_two_graphs():
-    from torch._dynamo import config
-    from torch._dynamo.utils import counters
-
-    made = GPT(GPTConfig(layers=5, d_model=16, heads=4, d_ff=24, seq_len=8, dropout=0.3), dtype=torch.float64)
-    seed_dropout(made, 3)
-    ids, samples = torch.arange(16).view(2, 8), torch.arange(2)
-    wanted = made(ids, samples)
-    wanted_gradients = torch.autograd.grad(wanted.sum(), list(made.parameters()))
-    torch._dynamo.reset()
-    counters.clear()
-    with config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=2):
-        compile_blocks([*made.blocks.values()], "aot_eager")
-        found = made(ids, samples)
-        found_gradients = torch.autograd.grad(found.sum(), list(made.parameters()))
-    assert counters["stats"]["unique_graphs"] == 2
-    torch._dynamo.reset()
-    for got, want in zip((found, *found_gradients), (wanted, *wanted_gradients), strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LAYOUTS)[1:])
 def test_compiled_blocks_of_every_kind_train_to_the_bit(ranks, name, tmp_path):
     exact = "--zero 0 --dtype bfloat16" not in LAYOUTS[name][1]  # a compiled product's gradient is rounded first
     first, last = check_layout(ranks, name, str(tmp_path), tolerance=0.0 if exact else 1e-3)
     assert 0 < first == last
-
-
-@pytest.mark.slow
-def test_what_inductor_makes_of_blocks_trains_alike(ranks, tmp_path):
-    check_layout(ranks, "tp2-pp2-selective", str(tmp_path), "inductor", 1e-10)
-
-
-def test_an_unknown_backend_and_a_plan_are_refused():
-    with pytest.raises(ValueError, match=r"compile backend 'fast' is none of torch's, such as .*inductor"):
-        check(parse(["--compile", "fast"]), GPTConfig(), Mesh())
-    with pytest.raises(ValueError, match="--compile is not counted here"):
-        build(Mesh(), ["--compile"])
-
-
-def test_each_of_many_blocks_may_have_two_graphs(monkeypatch):
-    """Beyond torch's limit, a block would run uncompiled."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    compile_blocks([torch.nn.Linear(2, 2) for _ in range(20)], "eager")
-    assert torch._dynamo.config.recompile_limit == 40
-    compile_blocks([torch.nn.Linear(2, 2)], "eager")
-    assert torch._dynamo.config.recompile_limit == 40

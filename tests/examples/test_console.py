@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.gpt.arguments import parse
-from examples.gpt.checkpoints import Checkpoints, Stop
+from examples.gpt.checkpoints import Checkpoints
 from examples.gpt.policies import Ramp, learning_rate, long_warmup, lr_schedule
 from mpcore import Axis, Mesh
 from mpcore.tools.fault_tolerance import faults as faults
@@ -16,15 +16,11 @@ from mpcore.tools.fault_tolerance import faults as faults
 FIRST, SECOND = Mesh(), Mesh(world=Axis(2, 1), job=Axis(2, 1))
 
 
-@pytest.mark.parametrize(
-    ("flags", "warning"),
-    [
-        ("--steps 21", ""),
-        ("--steps 20", "--warmup 20 is not below --steps 20: "),
-        ("--steps 24 --lr-decay-steps 16", "--warmup 20 is not below --lr-decay-steps 16: "),
-        ("--steps 16 --lr-decay-steps 24", ""),
-    ],
-)
+@pytest.mark.parametrize(("flags", "warning"), [
+    ("--steps 21", ""), ("--steps 20", "--warmup 20 is not below --steps 20: "),
+    ("--steps 24 --lr-decay-steps 16", "--warmup 20 is not below --lr-decay-steps 16: "),
+    ("--steps 16 --lr-decay-steps 24", ""),
+])  # fmt: skip
 def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_named(flags, warning):
     args = parse(flags.split())
     assert long_warmup(args).startswith(warning)
@@ -34,48 +30,6 @@ def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_named(flags, warning
         assert rates == pytest.approx([0.95 * args.lr, args.lr, args.lr, 0.1 * args.lr])
 
 
-class Ranks:
-    """The wishes of other ranks."""
-
-    def __init__(self, *granted: str) -> None:
-        self.granted, self.asked = set(granted), []
-
-    def after_step(self, step: int, **wishes: bool) -> set[str]:
-        self.asked.append((step, wishes))
-        return self.granted
-
-
-def stop_of(*granted: str, due: Any = None, workers: bool = False) -> tuple[Stop, Any]:
-    merges = SimpleNamespace(due=lambda step: due if step == 3 else None)
-    observers = [SimpleNamespace(joins_worlds=True, optimizer=merges)] if workers else []
-    run: Any = SimpleNamespace(mesh=FIRST, step=2, observers=observers)
-    told: list[str] = []
-    made = Stop(run, SimpleNamespace(failed=False, tell_failed=lambda: told.append("failed")))  # type: ignore[arg-type]
-    made.wishes = Ranks(*granted)  # type: ignore[assignment]
-    return made, told
-
-
-def test_a_run_stops_when_any_rank_was_asked():
-    made, told = stop_of()
-    assert (made.after_step(), made.stopped, told) == (False, False, [])
-    made.ask()
-    made.checkpoints.failed = True  # type: ignore[misc]
-    made.after_step()
-    made.asked, made.signals = False, SimpleNamespace(asked=True)  # type: ignore[assignment]
-    made.after_step()
-    made.signals = SimpleNamespace(asked=False)  # type: ignore[assignment]
-    made.after_step()
-    asked = [
-        (2, {"stop": stop, "failed": failed})
-        for stop, failed in ((False, False), (True, True), (True, True), (False, True))
-    ]
-    assert made.wishes.asked == asked  # type: ignore[attr-defined]
-    made, told = stop_of("stop")
-    assert (made.after_step(), made.stopped, told) == (True, True, [])
-    made, told = stop_of("failed")
-    assert (made.after_step(), told) == (False, ["failed"])
-
-
 def checkpoints_of(flags: str = "") -> Any:
     made: Any = Checkpoints.__new__(Checkpoints)
     made.args, made.setup = parse(flags.split()), SimpleNamespace(ramp=Ramp(8, 8))
@@ -83,14 +37,11 @@ def checkpoints_of(flags: str = "") -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("flags", "due"),
-    [
-        ("--steps 6", [5]), ("--steps 6 --set no_save=true", []), ("--steps 6 --save-every 2", [1, 3, 5]),
-        ("--steps 5 --save-every 2", [1, 3, 4]), ("--steps 6 --save-every 1", [0, 1, 2, 3, 4, 5]),
-        ("--steps 6 --save-every 0", [5]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "due"), [
+    ("--steps 6", [5]), ("--steps 6 --set no_save=true", []), ("--steps 6 --save-every 2", [1, 3, 5]),
+    ("--steps 5 --save-every 2", [1, 3, 4]), ("--steps 6 --save-every 1", [0, 1, 2, 3, 4, 5]),
+    ("--steps 6 --save-every 0", [5]),
+])  # fmt: skip
 def test_checkpoints_are_due_as_often_as_asked_and_at_the_end(flags, due):
     made = checkpoints_of(flags)
     assert [step for step in range(made.args.steps) if made.is_due(step)] == due

@@ -3,14 +3,12 @@ import os
 import pickle
 import struct
 import sysconfig
-import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.gpt import indexed_dataset
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import TokenSamples, permute, split_documents, split_samples
@@ -85,17 +83,6 @@ def test_written_documents_are_read_back(tmp_path, dtype, lengths):
     with pytest.raises(IndexError, match=f"document {len(lengths)} of {len(lengths)}"):
         dataset[len(lengths)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
-def test_reading_in_chunks_changes_nothing(tmp_path, monkeypatch, chunk):
-    idx = golden_index(1, [2, 0, 1, 3, 0, 1], [0, 2, 2, 3, 6, 6], [0, 0, 2, 3, 3, 5, 6, 6])
-    prefix = pair(tmp_path, idx, bytes([1, 2, 3, 4, 9, 6, 7]))
-    monkeypatch.setattr(indexed_dataset, "_CHUNK", chunk)
-    dataset = IndexedDataset(prefix)
-    assert [document.tolist() for document in dataset] == [[], [1, 2], [3], [], [4, 9, 6], [7], []]
-    with pytest.raises(ValueError, match=r"largest token id 9 .* of 9, at token 1 of document 4 \(token 4 of"):
-        dataset.check_tokens(9)
 
 
 GOOD = (4, [2, 1], [0, 8], [0, 1, 2])
@@ -180,29 +167,6 @@ def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("fails", ["fsync", "replace", "second replace", "write"])
-def test_a_fault_while_closing_leaves_nothing(tmp_path, monkeypatch, fails):
-    calls = itertools.count()
-
-    def failing(name, at):
-        real = getattr(os, name)
-
-        def call(*args):
-            if next(calls) == at:
-                raise OSError(28, "No space left on device")
-            return real(*args)
-
-        monkeypatch.setattr(os, name, call)
-
-    if fails == "write":
-        monkeypatch.setattr(IndexedDatasetWriter, "_write_index", lambda *_: os.write(-1, b""))
-    else:
-        failing(fails.split()[-1], 1 if fails.startswith("second") else 0)
-    with pytest.raises(OSError, match=r"No space|Bad file"):
-        write(tmp_path / "c", [[1]])
-    assert files(tmp_path) == []
-
-
 def test_a_kill_at_any_moment_leaves_no_mismatched_pair(tmp_path, monkeypatch):
     """Stops the writer before each change of a name, as a kill would, without any cleaning up."""
 
@@ -283,12 +247,6 @@ def test_permute_is_a_bijection(size):
         assert sorted(permute(i, size, seed=seed, epoch=epoch) for i in range(size)) == list(range(size))
 
 
-def test_permute_refuses_an_index_outside_the_range():
-    for index, size in ((-1, 5), (5, 5), (0, 0)):
-        with pytest.raises(ValueError, match=rf"index {index} is not in \[0, {size}\)"):
-            permute(index, size, seed=0, epoch=0)
-
-
 def test_permute_is_frozen():
     """A change of these numbers changes the data order of every run that resumes."""
     assert [permute(i, 10, seed=0, epoch=0) for i in range(10)] == [7, 1, 5, 4, 3, 8, 2, 6, 9, 0]
@@ -305,54 +263,6 @@ def corpus(tmp_path_factory):
     lengths = [3, 0, 1, 40, 0, 0, 7, 1, 1, 25, 0]
     documents = [rng.integers(0, 60000, n, np.uint16) for n in lengths]
     return IndexedDataset(write(tmp_path_factory.mktemp("corpus") / "c", documents, "uint16"))
-
-
-CHOICES = [None, [0, 3, 6], [9, 3], list(range(11)), [4, 1, 9, 5, 0, 10], [3, 3]]
-
-
-@pytest.mark.parametrize("seq_len", [1, 2, 5, 24])
-@pytest.mark.parametrize("documents", CHOICES, ids=str)
-def test_windows_in_order_cover_the_stream(corpus, seq_len, documents):
-    stream = np.concatenate([corpus[i] for i in (range(11) if documents is None else documents)]).astype(int)
-    samples = TokenSamples(corpus, seq_len, seed=0, documents=documents, shuffle=False)
-    assert samples.num_tokens == len(stream)
-    assert len(samples) == (len(stream) - 1) // seq_len
-    inputs = np.concatenate([samples.sample(i)[:-1] for i in range(len(samples))])
-    targets = np.concatenate([samples.sample(i)[1:] for i in range(len(samples))])
-    covered = len(samples) * seq_len
-    np.testing.assert_array_equal(inputs, stream[:covered])
-    np.testing.assert_array_equal(targets, stream[1 : covered + 1])
-    assert len(stream) - (covered + 1) < seq_len
-    np.testing.assert_array_equal(samples.sample(len(samples)), samples.sample(0))
-
-
-@pytest.mark.parametrize("seq_len", [1, 3, 10])
-@pytest.mark.parametrize("documents", CHOICES, ids=str)
-def test_every_epoch_visits_every_window_once_in_an_order_of_its_own(corpus, seq_len, documents):
-    ordered = TokenSamples(corpus, seq_len, seed=0, documents=documents, shuffle=False)
-    shuffled = TokenSamples(corpus, seq_len, seed=0, documents=documents)
-    n = len(shuffled)
-    windows = sorted(tuple(ordered.sample(i)) for i in range(n))
-    epochs = [[tuple(shuffled.sample(e * n + i)) for i in range(n)] for e in range(3)]
-    for visited in epochs:
-        assert sorted(visited) == windows
-    if n > 5:
-        other = TokenSamples(corpus, seq_len, seed=1, documents=documents)
-        orders = [*epochs, [tuple(other.sample(i)) for i in range(n)]]
-        assert all(a != b for a, b in itertools.combinations(orders, 2))
-
-
-def test_samples_memory_does_not_grow_with_the_tokens(tmp_path):
-    dataset = IndexedDataset(write(tmp_path / "c", [np.zeros(4_000_000, np.uint8)], "uint8"))
-    tracemalloc.start()
-    try:
-        samples = TokenSamples(dataset, 1, seed=0)
-        for index in range(0, 10**7, 10**6):
-            samples.sample(index)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 100_000
 
 
 def test_samples_say_what_is_wrong(corpus):
@@ -414,16 +324,6 @@ def test_of_a_single_document_the_end_is_held_out(tokens, seq_len, seed):
     assert held_out.num_tokens == max(tokens // 20, seq_len + 1)
     streams = [samples.dataset[0] for samples in (train, held_out)]
     np.testing.assert_array_equal(np.concatenate(streams), text)
-
-
-@pytest.mark.parametrize("documents", [2, 11, 300])
-def test_documents_are_dealt_out_as_split_documents_says(documents):
-    """Whatever the seed is: a run that begins with another's weights is not evaluated on what that one trained on."""
-    dataset = _Lists([np.full(40, i) for i in range(documents)])
-    for samples, ids, seed in zip(split_samples(dataset, 5, seed=3), split_documents(documents), (3, 0), strict=True):
-        assert samples is not None
-        want = TokenSamples(dataset, 5, seed=seed, documents=ids)
-        np.testing.assert_array_equal(samples.batch(range(9))[1], want.batch(range(9))[1])
 
 
 def test_too_little_text_says_of_which_part_and_the_way_out():

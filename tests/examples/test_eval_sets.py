@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from matplotlib.figure import Figure
 
 from examples.gpt.arguments import parse
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.samples import open_eval_sets
-from mpcore.tools.draw import plot_losses
 from tests.pool import mesh
 
 FLAGS = [
@@ -50,28 +48,10 @@ def test_named_sets_are_recorded_beside_the_held_out_part_alike_on_every_layout(
     assert len({found[0]["val_loss"], *found[0]["val_losses"].values()}) == 3
 
 
-def test_the_picture_has_a_line_for_each_set(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, part, **_: figures.append(self) or part.touch())
-    steps = [{"step": i, "loss": 2.0 - i, "tokens": 8 * i} for i in range(2)]
-    sets = [{"step": 0, "val_loss": 3.0}, {"step": 1, "val_loss": 2.0, "val_losses": {"web": 1.0, "code": 4.0}}]
-    plot_losses([*steps, *sets], tmp_path / "loss.png")
-    (axes,) = figures[0].axes
-    lines = {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines}
-    assert lines["held out"] == [(0, 3.0), (8, 2.0)]
-    assert axes.get_title(loc="left") == "held-out loss: lowest 2.000 after 8 tokens, 2.000 at the end"
-    assert (lines["web"], lines["code"]) == ([(8, 1.0)], [(8, 4.0)])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "held out", "web", "code"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["code"], "eval_data code: give NAME=PREFIX"), (["=code"], "eval_data =code: give NAME=PREFIX"),
-        (["a={code}", "a={code}"], "names a twice"), (["a={web}"], "--data names it too"),
-        (["a={web}-missing"], "missing"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    (["code"], "eval_data code: give NAME=PREFIX"), (["=code"], "eval_data =code: give NAME=PREFIX"),
+    (["a={code}", "a={code}"], "names a twice"), (["a={web}"], "--data names it too"), (["a={web}-missing"], "missing"),
+])  # fmt: skip
 def test_sets_that_cannot_be_measured_are_refused(words, message, tmp_path):
     web, code = write(tmp_path / "web", 3), write(tmp_path / "code", 90)
     with pytest.raises((ValueError, OSError), match=message):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
-from examples.gpt import generate as module
-from examples.gpt.generate import _draw, generate, main
+from examples.gpt.generate import _draw, generate
 from examples.gpt.tokenizer import ByteTokenizer
-from mpcore import Axis, Mesh
+from mpcore import Mesh
 from mpcore.random import generator
 
 
@@ -77,24 +74,6 @@ def test_an_empty_prompt_begins_a_document_and_its_end_ends_the_text():
     assert ended.startswith("\x7f")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "changes", "prompt", "more"),
-    [
-        (Mesh(), {}, "abc", 0),
-        (Mesh(tp=Axis(4)), {}, "abc", 0),
-        (Mesh(tp=Axis(2)), {"sequence_parallel": True}, "abc", 1),
-        (Mesh(tp=Axis(4)), {"sequence_parallel": True}, "abc", 1),
-        (Mesh(tp=Axis(3)), {"sequence_parallel": True}, "abc", 0),
-        (Mesh(tp=Axis(5)), {"sequence_parallel": True}, "abc", 2),
-    ],
-)
-def test_a_window_is_padded_to_the_ranks_that_cut_it_and_the_padding_is_masked(mesh, changes, prompt, more):
-    pipeline = Pipeline()
-    with mock.patch.object(module, "gather", side_effect=lambda logits, *of: logits):
-        assert text(prompt, pipeline, model_of(**changes), mesh, new_tokens=1, temperature=0) == "abcd"
-    assert pipeline.asked == [([97, 98, 99] + [0] * more, [True] * 3 + [False] * more)]
-
-
 def test_a_token_is_drawn_by_its_probability():
     logits = torch.tensor([0.0, 2.0, 1.0])
     assert _draw(logits, 0, torch.Generator()) == 1
@@ -117,24 +96,3 @@ def test_the_seed_draws_the_text_and_the_same_seed_the_same():
         one[ids[-1] + 1] = 5.0
         ids.append(_draw(one, 0.8, draws))
     assert text("a", seed=3, new_tokens=2) == ByteTokenizer().decode(ids)
-
-
-def command(*words: str) -> int:
-    """The status, of a model of 256 tokens."""
-    names = ("open_checkpoint", "tokenizer_of_checkpoint")
-    with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as parts:
-        parts["open_checkpoint"].return_value = (None, None, SimpleNamespace(vocab_size=256))
-        parts["tokenizer_of_checkpoint"].return_value = "byte"
-        return main(["--checkpoint", "there", *words])
-
-
-def test_the_command_refuses_what_cannot_be(capsys):
-    for words, message in (
-        (("--temperature", "-0.5"), "--temperature -0.5 is no number from 0"),
-        (("--temperature", "nan"), "--temperature nan is no number from 0"),
-        (("--temperature", "inf"), "--temperature inf is no number from 0"),
-        (("--new-tokens", "-1"), "--new-tokens -1 is smaller than 0"),
-        ((), "the tokenizer has 257 tokens, the model 256"),
-    ):
-        assert command(*words) == 2
-        assert capsys.readouterr().err == f"python -m examples.gpt.generate: error: {message}\n"

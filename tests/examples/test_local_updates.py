@@ -15,10 +15,7 @@ from mpcore.checkpoint import checkpoints, inspect, step_path
 from mpcore.collectives import all_reduce
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.analysis.dry_run import dry_run
-from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import TINY, trainer
-from tests.examples.test_pretrain_command import command
-from tests.examples.test_survival_runs import finish, start
 from tests.quick import some
 
 FLAGS = ["--dtype", "float64", "--dropout", "0.1", "--micro-batch", "1", "--global-batch", "4"]
@@ -148,33 +145,6 @@ def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(r
         assert steps == [saved[worker]]
 
 
-def save_in_background(out: str) -> list[int]:
-    t = trainer(
-        *FLAGS,
-        *MERGES,
-        "--layers",
-        "3",
-        "--global-batch",
-        "6",
-        "--out",
-        out,
-        "--set",
-        "async_save=true",
-        worlds=2,
-        pp=3,
-    )
-    t.step()
-    t.checkpoints.save()
-    assert t.checkpoints.saving is not None
-    t.checkpoints.saving.wait()
-    return [inspect(path).step for path in checkpoints(t.checkpoints.path, t.mesh)]
-
-
-@pytest.mark.slow
-def test_three_stages_save_in_the_background(eight_ranks, tmp_path):
-    assert eight_ranks(6, save_in_background, str(tmp_path), timeout=60) == [[1]] * 6
-
-
 def offload(out: str, *flags: str) -> list[float]:
     t = trainer(*FLAGS, *MERGES, "--zero", "0", "--out", out, *flags, worlds=2)
     return [t.step()["loss"] for _ in range(4)]
@@ -283,46 +253,3 @@ def test_the_plan_of_memory_counts_what_merges_need(ranks, zero, momentum):
 
 def read(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_the_command_leaves_a_folder_for_each_worker(tmp_path):
-    flags = ["--steps", "4", "--eval-every", "2", "--set", "eval_samples=4", "--save-every", "2", "--micro-batch", "1"]
-    result = command(*flags, "--workers", "2", "--local-steps", "2", "--out", str(tmp_path), ranks=2)
-    assert result.returncode == 0, result.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["worker-0", "worker-1"]
-    records = [read(tmp_path / f"worker-{worker}") for worker in range(2)]
-    for worker, mine in enumerate(records):
-        folder = tmp_path / f"worker-{worker}"
-        names = sorted(p.name for p in folder.iterdir())
-        assert names == [".lock", "checkpoints", "config.json", "loss.png", "metrics.jsonl"]
-        assert [r["step"] for r in mine if "loss" in r] == [0, 1, 2, 3]
-        merges = [(r["step"], r["merge"]) for r in mine if "merge" in r]
-        assert [step for step, _ in merges] == [1, 3]
-        assert all(-1 <= merge["agreement"] <= 1 and len(merge["norms"]) == 2 for _, merge in merges)
-        assert [inspect(path).step for path in checkpoints(folder / "checkpoints")] == [4, 2]
-    for a, b in zip(*records, strict=True):
-        assert a.get("merge") == b.get("merge")
-        assert a.get("val_loss") == b.get("val_loss")  # of one model, just merged
-        assert "loss" not in a or a["loss"] != b["loss"]
-    assert result.stdout.count("mesh of") == 1
-    assert result.stdout.count("world 0 of 2: mesh of 1 ranks") == 1
-    assert result.stdout.count("--- a sample") == 1
-    assert "worker 1: after 2 steps: validation loss" in result.stderr + result.stdout
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_started_again_and_the_run_ends_as_if_it_had_not_been(tmp_path):
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    flags = ["--steps", "7", "--save-every", "2", "--dropout", "0.1", "--workers", "2", "--local-steps", "3"]
-    status, _, stderr = finish(start(*flags, "--out", str(whole)))
-    assert status == 0, stderr
-    status, stdout, stderr = finish(
-        start(*flags, "--out", str(again), fault=("kill", 1, 5), torchrun=("--max-restarts", "2"))
-    )
-    assert status == 0, stderr
-    assert "worker 0 resumed after step 4, from sample 16" in stdout
-    for worker in ("worker-0", "worker-1"):
-        mine, wanted = ([{k: v for k, v in r.items() if k not in MEASURED} for r in read(out / worker)]
-                        for out in (again, whole))  # fmt: skip
-        assert mine == wanted

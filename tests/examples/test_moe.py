@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mpcore import Axis, Mesh, full_state_dict
+from mpcore import full_state_dict
 from mpcore.layers import materialize
 from mpcore.pipeline import Pipeline
 from tests.equality import close
@@ -41,13 +41,11 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
     for kind, flags, (aux, rate), there in (
         ("bias", ["--set", "moe.aux_loss=sequence", "moe.bias_rate=0"], ("sequence", 0.0), {bias}),
         ("bias", ["--set", "moe.aux_loss=global", "moe.bias_rate=0"], ("global", 0.0), {bias, fractions}),
-        ("bias", ["--set", "moe.bias_rate=0"], (None, 0.0), {bias}),
-        ("bias", [], (None, 0.05), {bias}),
+        ("bias", ["--set", "moe.bias_rate=0"], (None, 0.0), {bias}), ("bias", [], (None, 0.05), {bias}),
         ("global", ["--set", "moe.aux_loss=none", "moe.bias_rate=0.001"], (None, 0.001), {bias}),
-        ("global", ["--set", "moe.aux_loss=none"], (None, 0.0), set()),
-        ("global", [], ("global", 0.0), {fractions}),
+        ("global", ["--set", "moe.aux_loss=none"], (None, 0.0), set()), ("global", [], ("global", 0.0), {fractions}),
         ("sequence", ["--set", "moe.aux_loss=global"], ("global", 0.0), {fractions}),
-    ):
+    ):  # fmt: skip
         path, state = begun[kind]
         capsys.readouterr()
         t = trainer("--init-from", path, *flags, "--out", str(tmp_path / "new"))
@@ -68,30 +66,6 @@ def test_a_run_from_any_checkpoint_balances_as_its_flags_say(tmp_path, capsys):
         assert bool(moved) == (rate > 0)
     with pytest.raises(ValueError, match=r"shared.up.weight: in the checkpoint, but not in the model"):
         trainer("--init-from", begun["sequence"][0], "--set", "moe.shared_experts=0", "--out", str(tmp_path / "new"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"top_k": 1}, {"top_k": 2}, {"normalize": False}, {"groups": 2}, {"groups": 2, "top_groups": 1},
-     {"bias_rate": 0.1}, {"bias": True}, {"bias_rate": 0.1, "bias": False}],
-    ids=str,
-)  # fmt: skip
-def test_the_layer_has_every_axis_of_the_mesh_and_what_the_description_spells_out(options):
-    from examples.gpt.config import GPTConfig, Layout, MoEConfig
-    from examples.gpt.hf import describe
-    from examples.gpt.model import mixture_of_experts
-
-    sizes = {"tp": 2, "ep": 4, "etp": 3, "cp": 5, "data": 6}
-    axes = Mesh(**{name: Axis(size=size, role=name) for name, size in sizes.items()})
-    moe = MoEConfig(experts=4, **options)
-    config = GPTConfig(d_model=8, heads=2, d_ff=12, moe=moe)
-    layer = mixture_of_experts(config, moe, Layout(axes, device="meta"))
-    router = layer.router
-    assert {"tp": router.tp, "ep": layer.ep, "etp": layer.etp, "cp": router.cp, "data": router.data} == {
-        name: getattr(axes, name) for name in sizes
-    }
-    built = {"normalize": router.normalizes, "top_groups": router.top_groups, "bias": router.expert_bias is not None}
-    assert built == {name: describe(config)["moe"][name] for name in built}
 
 
 def check_text(sizes: dict, **options) -> torch.Tensor:

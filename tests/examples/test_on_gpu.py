@@ -26,9 +26,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "--tp 2 --sequence-parallel --pp 2 --zero 1": {"tp": 2, "pp": 2, "dp": 2},
 }  # fmt: skip
 ALONE = (
-    "--recompute full", "--recompute selective", "--offload optimizer", "--offload activations",
-    "--offload parameters", "--offload optimizer activations parameters", "--compile", "--set",
-    "document_masking=true",
+    "--recompute full", "--recompute selective", "--offload optimizer", "--offload activations", "--offload parameters",
+    "--offload optimizer activations parameters", "--compile", "--set", "document_masking=true",
 )  # fmt: skip
 
 

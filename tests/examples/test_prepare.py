@@ -1,20 +1,12 @@
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from examples.gpt import prepare as module
 from examples.gpt.indexed_dataset import IndexedDataset
 from examples.gpt.prepare import main, prepare
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer
-
-ROOT = Path(__file__).parents[2]
 
 
 def texts(prefix, tokenizer=None):
@@ -105,18 +97,14 @@ def test_training_a_tokenizer(tmp_path, inputs):
     assert output(tmp_path) == ["c.bin", "c.idx", "d.bin", "d.idx"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "cut', "not JSON: Unterminated string"), ('["text"]', "must be a JSON object, but this is list"),
-        ('{"body": "b", "id": 1}', "no key 'text'; keys are 'body', 'id'; choose one with --json-key"),
-        ("{}", "no key 'text'; keys are none"), ('{"text": 5}', "'text' must be text, but is int"),
-        ('{"text": null}', "'text' must be text, but is NoneType"),
-        (r'{"text": "\ud800"}', "not UTF-8 text: surrogates not allowed"), ("[" * 100_000, "not JSON: "),
-        ('{"text": ' + "1" * 5000 + "}", "not JSON: "),
-    ],
-    ids=lambda value: value[:12],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"text": "cut', "not JSON: Unterminated string"), ('["text"]', "must be a JSON object, but this is list"),
+    ('{"body": "b", "id": 1}', "no key 'text'; keys are 'body', 'id'; choose one with --json-key"),
+    ("{}", "no key 'text'; keys are none"), ('{"text": 5}', "'text' must be text, but is int"),
+    ('{"text": null}', "'text' must be text, but is NoneType"),
+    (r'{"text": "\ud800"}', "not UTF-8 text: surrogates not allowed"), ("[" * 100_000, "not JSON: "),
+    ('{"text": ' + "1" * 5000 + "}", "not JSON: "),
+], ids=lambda value: value[:12])  # fmt: skip
 @pytest.mark.parametrize("tokenizer", ["byte", "train"])
 def test_a_malformed_line_is_named_and_leaves_nothing(tmp_path, line, message, tokenizer):
     path = jsonl(tmp_path / "in.jsonl", {"text": "fine"}, "", line, {"text": "fine"})
@@ -179,42 +167,3 @@ def test_what_was_asked_for_is_checked_first(tmp_path, inputs):
         prepare([tmp_path / "bad.jsonl"], out, force=True)
     assert out.with_suffix(".bin").read_bytes() == before
     assert output(tmp_path) == ["c.bin", "c.idx"]
-
-
-def test_a_tokenizer_that_leaves_its_vocabulary_is_caught(tmp_path, inputs, monkeypatch):
-    class Wrong(ByteTokenizer):
-        vocab_size = 98
-
-    monkeypatch.setattr(module, "load_tokenizer", lambda *_: Wrong())
-    with pytest.raises(ValueError, match=r"b\.txt: token id 256 .* 98"):
-        prepare([inputs / "b.txt"], tmp_path / "out" / "c")
-    assert output(tmp_path) == []
-
-
-def test_a_terminated_process_leaves_nothing(tmp_path):
-    source = tmp_path / "long.jsonl"
-    source.write_text('{"text": "some words of a document"}\n' * 400_000)
-    (tmp_path / "out").mkdir()
-    command = [sys.executable, "-m", "examples.gpt.prepare", "--input", source, "--out", tmp_path / "out" / "c"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        # Once it has bytes, the block that removes it has begun.
-        while not any(path.stat().st_size for path in (tmp_path / "out").iterdir()) and process.poll() is None:
-            time.sleep(0.01)
-        assert [name[-8:] for name in output(tmp_path)] == [".tmp.bin"]
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
-    finally:
-        process.kill()
-        process.wait()
-    assert output(tmp_path) == []
-
-
-def test_a_fault_after_training_leaves_no_tokenizer(tmp_path, inputs, monkeypatch):
-    def failing(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "encode_document", failing)
-    with pytest.raises(OSError, match="No space left"):
-        prepare([inputs], tmp_path / "out" / "c", tokenizer="train", vocab_size=280)
-    assert output(tmp_path) == []

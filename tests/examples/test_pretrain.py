@@ -61,15 +61,11 @@ def test_a_step_waits_for_the_device_once(flags, monkeypatch):
     assert sum(x.is_floating_point() for x in lists) == 1  # integers, the experts' counts, only references read
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPTConfig(d_model=24, heads=2, head_dim=16, kv_heads=1),
-        GPTConfig(d_model=24, heads=2, tie_embeddings=True, positions="learned", norm="layer", bias=True),
-        GPTConfig(d_model=24, heads=2, latent=LatentConfig(v_head_dim=20)),
-    ],
-    ids=["untied, wide heads", "tied, learned positions", "latent"],
-)
+@pytest.mark.parametrize("config", [
+    GPTConfig(d_model=24, heads=2, head_dim=16, kv_heads=1),
+    GPTConfig(d_model=24, heads=2, tie_embeddings=True, positions="learned", norm="layer", bias=True),
+    GPTConfig(d_model=24, heads=2, latent=LatentConfig(v_head_dim=20)),
+], ids=["untied, wide heads", "tied, learned positions", "latent"])  # fmt: skip
 def test_flops_of_a_token_are_those_of_its_products(config):
     """A table that is looked up, and heads that aren't d_model wide together (torchtitan #280, open-instruct #1096)."""
     model, T = GPT(config, device="meta"), config.seq_len

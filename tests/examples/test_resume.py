@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-import pytest
 
 from examples.gpt import checkpoints as resume
 from examples.gpt.arguments import parse
@@ -95,15 +92,3 @@ def test_a_folder_gets_the_configuration_and_the_records_of_earlier_steps(tmp_pa
     (tmp_path / "d" / "checkpoints").mkdir(parents=True)
     assert opened(tmp_path / "d", lead=False) == []
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["checkpoints"]
-
-
-def test_a_folder_with_another_run_is_refused(tmp_path):
-    there = (Path("out/step-8"),)
-    message = "out/step-8 is there: --resume auto goes on from it, another --out begins anew"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        opened(tmp_path, found=there)
-    opened(tmp_path, "--resume auto", found=there)
-    opened(tmp_path, first=8, found=there)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=re.escape(f"--out {tmp_path / 'file'} can't be written: ")):
-        opened(tmp_path / "file")

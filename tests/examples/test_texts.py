@@ -19,18 +19,15 @@ def write(prefix: Path, *documents: Any) -> str:
     return str(prefix)
 
 
-@pytest.mark.parametrize(
-    ("weights", "counts"),
-    [
-        ([1], [10_000]), ([1, 1], [5000, 5000]),
-        ([1, 1, 1], [3334, 3333, 3333]),  # the first of equal remainders
-        ([2, 2, 2], [3334, 3333, 3333]),
-        ([1, 2, 4], [1429, 2857, 5714]),  # 1428.57, 2857.14, 5714.29
-        ([1, 9999], [1, 9999]), ([1] * 7, [1429] * 4 + [1428] * 3),
-        ([1, 2, 4] * 9, [159, 318, 635] + [159, 317, 635] * 8),  # 158.73, 317.46, 634.92: one is left
-        ([0.7, 0.3], [7000, 3000]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("weights", "counts"), [
+    ([1], [10_000]), ([1, 1], [5000, 5000]),
+    ([1, 1, 1], [3334, 3333, 3333]),  # the first of equal remainders
+    ([2, 2, 2], [3334, 3333, 3333]),
+    ([1, 2, 4], [1429, 2857, 5714]),  # 1428.57, 2857.14, 5714.29
+    ([1, 9999], [1, 9999]), ([1] * 7, [1429] * 4 + [1428] * 3),
+    ([1, 2, 4] * 9, [159, 318, 635] + [159, 317, 635] * 8),  # 158.73, 317.46, 634.92: one is left
+    ([0.7, 0.3], [7000, 3000]),
+])  # fmt: skip
 def test_shares_are_rounded_by_the_largest_remainders(weights, counts):
     assert counts_of_period(weights) == counts
 

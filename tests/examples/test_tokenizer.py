@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.gpt import tokenizer as module
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log, and the cat on the dog", "naïve café, 猫と犬"]
@@ -54,24 +53,6 @@ def test_a_document_that_quotes_the_end_of_document_does_not_end_there(trained):
     text = "a <|endoftext|> b"
     assert trained.end_of_document not in trained.encode(text)
     assert trained.decode(trained.encode(text)) == text
-
-
-def test_a_failed_training_leaves_no_file(tmp_path, monkeypatch):
-    def texts():
-        yield "some text"
-        raise RuntimeError("disk gone")
-
-    def failing(*_):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(RuntimeError, match="disk gone"):
-        train_tokenizer(texts(), 300, tmp_path / "t.json")
-    with pytest.raises(ValueError, match="vocab_size 256 is below 257"):
-        train_tokenizer(TEXTS, 256, tmp_path / "t.json")
-    monkeypatch.setattr(module.os, "replace", failing)
-    with pytest.raises(OSError, match="No space left"):
-        train_tokenizer(TEXTS, 300, tmp_path / "t.json")
-    assert list(tmp_path.iterdir()) == []
 
 
 def _write(path, vocabulary, added=()):

@@ -132,15 +132,13 @@ def run_adamw(dtype: torch.dtype, moments: torch.dtype, master: bool, key: int |
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "column sum": lambda: run_column_sum(4096),
-    "rms_norm D=1000 bf16": lambda: run_rms_norm(1000),
+    "column sum": lambda: run_column_sum(4096), "rms_norm D=1000 bf16": lambda: run_rms_norm(1000),
     "rms_norm D=4096 bf16": lambda: run_rms_norm(4096),
     "rms_norm D=4096 bf16 residual": lambda: run_rms_norm(4096, residual=True),
     "rms_norm D=5120 bf16": lambda: run_rms_norm(5120),
     "rms_norm D=8192 fp32 residual": lambda: run_rms_norm(8192, torch.float32, residual=True),
     "rms_norm D=16384 bf16 residual": lambda: run_rms_norm(16384, residual=True),
-    "layer_norm D=1000 bf16": lambda: run_layer_norm(1000),
-    "layer_norm D=4096 bf16": lambda: run_layer_norm(4096),
+    "layer_norm D=1000 bf16": lambda: run_layer_norm(1000), "layer_norm D=4096 bf16": lambda: run_layer_norm(4096),
     "layer_norm D=5120 bf16 residual": lambda: run_layer_norm(5120, residual=True),
     "layer_norm D=8192 fp32 residual": lambda: run_layer_norm(8192, torch.float32, residual=True),
     "layer_norm D=12288 bf16 residual": lambda: run_layer_norm(12288, residual=True),
@@ -167,18 +165,16 @@ CASES: dict[str, Callable[[], None]] = {
     "rope 32+8 heads of 128 bf16 norm": lambda: run_rope(32, 8, 128, 128, norm=True),
     "rope 12+12 heads of 64 bf16 norm interleaved": lambda: run_rope(12, 12, 64, 64, norm=True, interleaved=True),
     "rope 25+1 heads of 80 fp32 partial 32 norm": lambda: run_rope(25, 1, 80, 32, norm=True, dtype=torch.float32),
-    "attention K=64 bf16": lambda: run_attention(64),
-    "attention K=80 fp16": lambda: run_attention(80, torch.float16),
+    "attention K=64 bf16": lambda: run_attention(64), "attention K=80 fp16": lambda: run_attention(80, torch.float16),
     "attention K=128 bf16": lambda: run_attention(128),
     "attention K=128 bf16 bounds": lambda: run_attention(128, bounds=True),
     "attention K=128 bf16 softcap": lambda: run_attention(128, softcap=30.0),
-    "attention K=256 bf16": lambda: run_attention(256),
-    "attention K=32 bf16": lambda: run_attention(32),
+    "attention K=256 bf16": lambda: run_attention(256), "attention K=32 bf16": lambda: run_attention(32),
     "attention K=192 V=128 bf16": lambda: run_attention(192, V=128),
     "attention K=64 fp32": lambda: run_attention(64, torch.float32),
     "moe_permute D=4096 K=8 E=64 bf16": lambda: run_moe_permute(4096, 8, 64),
     "moe_permute D=2000 K=2 E=8 fp32": lambda: run_moe_permute(2000, 2, 8, torch.float32),
-}
+}  # fmt: skip
 # For what multiplies e4m3.
 FP8_TARGETS = ("sm_90", "sm_100")
 FP8_CASES: dict[str, Callable[[], None]] = {

@@ -18,14 +18,11 @@ def tanh_gelu(z):
     return z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "formula"),
-    [
-        (swiglu, {}, lambda z: z / (1 + torch.exp(-z))), (geglu, {}, tanh_gelu),
-        (geglu, {"approximate": "none"}, exact_gelu), (gelu, {}, tanh_gelu),
-        (gelu, {"approximate": "none"}, exact_gelu), (relu_squared, {}, lambda z: z.clamp(min=0) ** 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "options", "formula"), [
+    (swiglu, {}, lambda z: z / (1 + torch.exp(-z))), (geglu, {}, tanh_gelu),
+    (geglu, {"approximate": "none"}, exact_gelu), (gelu, {}, tanh_gelu), (gelu, {"approximate": "none"}, exact_gelu),
+    (relu_squared, {}, lambda z: z.clamp(min=0) ** 2),
+])  # fmt: skip
 def test_the_reference_is_the_formula(function, options, formula):
     z = X.double()
     wanted = formula(z[..., :4]) * z[..., 4:] if function in GATED else formula(z)
@@ -47,13 +44,10 @@ def test_the_reference_runs_under_torchs_own_autograd(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"x": X.long()}, "x is torch.int64"), ({"x": X[0, 0, 0]}, "x is a scalar"),
-        ({"impl": "triton"}, "impl='triton', but x is on cpu"), ({"impl": "fast"}, "impl 'fast' is none of"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"x": X.long()}, "x is torch.int64"), ({"x": X[0, 0, 0]}, "x is a scalar"),
+    ({"impl": "triton"}, "impl='triton', but x is on cpu"), ({"impl": "fast"}, "impl 'fast' is none of"),
+])  # fmt: skip
 def test_bad_input(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(**{"x": X} | arguments)

@@ -48,19 +48,16 @@ def test_dtypes_that_go_together(x, other):
         check_inputs(*given)
 
 
-@pytest.mark.parametrize(
-    ("given", "columns", "message"),
-    [
-        ((X[0, 0],), {}, "^x is a scalar; it needs at least one dimension$"),
-        ((X, X[0]), {}, r"^residual has shape \(3,\), but x has \(2, 3\)$"),
-        ((X,), {"weight": X[0, :2]}, r"^weight has shape \(2,\), but the last dimension of x is 3$"),
-        ((X,), {"weight": X}, r"^weight has shape \(2, 3\), but the last dimension of x is 3$"),
-        ((X,), {"weight": None, "bias": X[:, 0]}, r"^bias has shape \(2,\), but the last dimension of x is 3$"),
-        ((X, X.to("meta")), {}, "^residual is on meta, but x is on cpu$"),
-        ((X,), {"bias": X[0].to("meta")}, "^bias is on meta, but x is on cpu$"),
-        ((X, X), {"weight": X[0], "bias": None}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "columns", "message"), [
+    ((X[0, 0],), {}, "^x is a scalar; it needs at least one dimension$"),
+    ((X, X[0]), {}, r"^residual has shape \(3,\), but x has \(2, 3\)$"),
+    ((X,), {"weight": X[0, :2]}, r"^weight has shape \(2,\), but the last dimension of x is 3$"),
+    ((X,), {"weight": X}, r"^weight has shape \(2, 3\), but the last dimension of x is 3$"),
+    ((X,), {"weight": None, "bias": X[:, 0]}, r"^bias has shape \(2,\), but the last dimension of x is 3$"),
+    ((X, X.to("meta")), {}, "^residual is on meta, but x is on cpu$"),
+    ((X,), {"bias": X[0].to("meta")}, "^bias is on meta, but x is on cpu$"),
+    ((X, X), {"weight": X[0], "bias": None}, None),
+])  # fmt: skip
 def test_inputs_beside_x(given, columns, message):
     if message is None:
         check_inputs(*given, **columns)
@@ -85,14 +82,11 @@ def test_shapes_are_spelled_by_letters():
             check_shapes(**given)
 
 
-@pytest.mark.parametrize(
-    ("ids", "size", "ignored", "found"),
-    [
-        ([0, 4], 5, None, None), ([0, 5], 5, None, 5), ([-1, 4], 5, None, -1), ([-1, 9], 5, None, -1),
-        ([-100, 4], 5, -100, None), ([-100, 5], 5, -100, 5), ([-100, -1], 5, -100, -1), ([-100], 5, None, -100),
-        ([7, 4], 5, 7, None), ([-100, 0], 1, -100, None), ([], 5, None, None), ([4], 4, None, 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ids", "size", "ignored", "found"), [
+    ([0, 4], 5, None, None), ([0, 5], 5, None, 5), ([-1, 4], 5, None, -1), ([-1, 9], 5, None, -1),
+    ([-100, 4], 5, -100, None), ([-100, 5], 5, -100, 5), ([-100, -1], 5, -100, -1), ([-100], 5, None, -100),
+    ([7, 4], 5, 7, None), ([-100, 0], 1, -100, None), ([], 5, None, None), ([4], 4, None, 4),
+])  # fmt: skip
 def test_an_id_outside_of_the_vocabulary(ids, size, ignored, found):
     assert outside(torch.tensor(ids, dtype=torch.int64), size, ignored) == found
     assert outside(torch.tensor(ids, dtype=torch.int64).to("meta"), size, ignored) is None
@@ -159,11 +153,10 @@ def test_a_backward_adds_where_it_accumulates_all_gradients():
     assert main_grad_state(p) is GradientState.EMPTY
 
 
-@pytest.mark.parametrize(
-    "main",
-    [torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(3, device="meta"), torch.zeros(6)[::2],
-     torch.zeros(3).bfloat16()],
-)  # fmt: skip
+@pytest.mark.parametrize("main", [
+    torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(3, device="meta"), torch.zeros(6)[::2],
+    torch.zeros(3).bfloat16(),
+])  # fmt: skip
 def test_a_place_of_another_kind_is_refused(main):
     p, x = parameter(3), torch.ones(3, requires_grad=True)
     p.main_grad = main

@@ -10,8 +10,6 @@ import compile_table
 import pytest
 import triton
 
-from mpcore.kernels import _rows
-
 GOLDEN = json.loads(compile_table.GOLDEN.read_text())
 CASES = [(target, case) for target in compile_table.TARGETS for case in compile_table.cases_of(target)]
 
@@ -52,30 +50,6 @@ def compiled(request):
 )
 def test_compiles_to_the_golden_facts(compiled, target, case):
     check(target, case, compiled(target, case))
-
-
-def test_a_changed_kernel_has_another_source(monkeypatch):
-    """`test_each_case_has_its_recorded_facts` relies on it: code, constants, options and target all count."""
-
-    def source(target="sm_90"):
-        return compile_table.source_of(target, "column sum")
-
-    known, launch = source(), _rows.launch
-    assert source() == known != source("sm_80")
-    with monkeypatch.context() as patch:
-        patch.setattr(_rows, "launch", lambda *args, **options: launch(*args, **options | {"num_warps": 8}))
-        assert source() != known
-    with monkeypatch.context() as patch:
-        patch.setitem(compile_table.CASES, "column sum", lambda: compile_table.run_column_sum(4095))
-        assert source() != known
-    kernel = _rows._sum_partials_kernel
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "_src", kernel._src.replace("    which =", '    """Finish."""\n    which ='))
-        assert source() == known
-    for which in (kernel, _rows._store_sum):  # which it calls
-        with monkeypatch.context() as patch:
-            patch.setattr(which, "_src", which._src.replace("mask=", "cache_modifier='.cg', mask="))
-            assert source() != known
 
 
 def test_the_table_is_the_golden_file():

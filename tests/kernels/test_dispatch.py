@@ -18,49 +18,6 @@ def runs_triton(impl, x, **how):
     return _dispatch.runs_triton(impl, x, "rms_norm", **how)
 
 
-class CudaTensor:
-    """What the choice looks at, without the device."""
-
-    is_cuda, device = True, torch.device("cuda", 0)
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cuda_tensor_takes_triton_where_it_is_there(dtype, monkeypatch):
-    monkeypatch.setattr(_self_test, "passes", lambda *_: True)
-    assert runs_triton(None, CudaTensor(dtype))
-    assert runs_triton("triton", CudaTensor(dtype))
-    assert not runs_triton("reference", CudaTensor(dtype))
-    monkeypatch.setattr(_dispatch, "HAS_TRITON", False)
-    with pytest.raises(ValueError, match="needs the triton package: pip install triton"):
-        runs_triton(None, CudaTensor(dtype))
-    with use_kernels("reference"):
-        assert not runs_triton(None, CudaTensor(dtype))
-
-
-@pytest.mark.parametrize(
-    ("impl", "x", "message"),
-    [
-        ("cuda", X, "impl 'cuda' is none of"),
-        ("triton", X, "x is on cpu"),
-        ("triton", CudaTensor(torch.float64), "no torch.float64 kernel"),
-    ],
-)
-def test_a_request_that_cannot_be_met_says_why(impl, x, message):
-    with pytest.raises(ValueError, match=message):
-        runs_triton(impl, x)
-
-
-def test_the_interpreter_runs_kernels_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(_dispatch, "INTERPRETING", True)
-    assert runs_triton("triton", X)
-    assert not runs_triton(None, X)  # it is slow; only an explicit request goes there
-    with pytest.raises(ValueError, match="x is on meta"):
-        runs_triton("triton", X.to("meta"))
-
-
 def test_a_backward_that_is_differentiated_is_refused():
     with torch.no_grad():
         refuse_second_derivative("gelu")

@@ -76,12 +76,10 @@ CASES = {
     "rms_norm": lambda: (of(rms_norm), {"x": draw(M, D), "weight": draw(D)}),
     "rms_norm of wide rows": lambda: (of(rms_norm), {"x": draw(300, 16384), "weight": draw(16384)}),
     "layer_norm": lambda: (
-        of(layer_norm),
-        {"x": draw(M, D), "weight": draw(D), "bias": draw(D), "residual": draw(M, D)},
+        of(layer_norm), {"x": draw(M, D), "weight": draw(D), "bias": draw(D), "residual": draw(M, D)},
     ),
     "layer_norm of wide rows": lambda: (
-        of(layer_norm),
-        {"x": draw(300, 12288), "weight": draw(12288), "bias": draw(12288)},
+        of(layer_norm), {"x": draw(300, 12288), "weight": draw(12288), "bias": draw(12288)},
     ),
     "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D)}), "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D)}),
     "gelu": lambda: (of(gelu), {"x": draw(M, D)}), "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D)}),
@@ -91,8 +89,7 @@ CASES = {
         {"x": draw(M, 256), "weight": draw(V, 256)},
     ),
     "linear_log_prob": lambda: (
-        of(linear_log_prob, target=numbers(V, M), chunk_rows=M // 2),
-        {"x": draw(M, 256), "weight": draw(V, 256)},
+        of(linear_log_prob, target=numbers(V, M), chunk_rows=M // 2), {"x": draw(M, 256), "weight": draw(V, 256)},
     ),
     "rope": lambda: (
         of(rope, cos=draw(T, 32, dtype=F32), sin=draw(T, 32, dtype=F32)),

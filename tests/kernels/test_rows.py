@@ -10,11 +10,7 @@ from mpcore.kernels._rows import (
     MAX_ROWS,
     as_rows,
     by_heads,
-    ceil_div,
-    contiguous,
     count_rows,
-    flat_tiles,
-    next_power_of_2,
     row_tile,
     sum_partials,
 )
@@ -28,12 +24,6 @@ def test_a_tile_covers_the_row_with_few_idle_lanes(D, elements_per_thread, eleme
     assert D <= main + tail < (2 * D if D < 128 else 4 / 3 * D) + 1
     assert 1 <= num_warps <= 16
     assert main * block_m <= max(elements, main)
-
-
-@pytest.mark.parametrize(("D", "lanes"), [(4096, 4096), (5120, 5120), (12288, 12288), (1000, 1024), (11008, 12288)])
-def test_model_widths_waste_little(D, lanes):
-    main, tail, *_ = row_tile(D, 32)
-    assert main + tail == lanes
 
 
 def test_strided_rows_are_seen_in_place():
@@ -59,40 +49,19 @@ def test_more_rows_than_a_kernel_counts_are_refused():
     assert count_rows(x[1:]) == MAX_ROWS
 
 
-def test_helpers_of_sizes():
-    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1023, 1024, 1025)] == [1, 2, 4, 4, 8, 1024, 1024, 2048]
-    assert [ceil_div(a, 4) for a in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    assert as_rows(None) == (None, 0)
-    x = torch.empty(4, 3)
-    same, none, copy = contiguous(x, None, x.t())
-    assert (same is x, none, copy.stride()) == (True, None, (4, 1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "tile"),
-    [
-        ((1, 32), (1, 0, 64, 1)),  # at most 64 rows, at least a warp
-        ((8, 32), (8, 0, 64, 1)),
-        ((100, 32), (128, 0, 32, 4)),  # below 128 columns one masked tile
-        ((127, 32), (128, 0, 32, 4)), ((128, 32), (128, 0, 32, 4)), ((129, 32), (128, 1, 32, 4)),
-        ((192, 32), (128, 64, 32, 4)),
-        ((193, 32), (256, 0, 16, 4)),  # a tail as wide as the main part is one tile of both
-        ((4096, 32), (4096, 0, 1, 4)), ((5120, 32), (4096, 1024, 1, 4)), ((8192, 32), (8192, 0, 1, 8)),
-        ((1024, 16), (1024, 0, 4, 8)), ((4096, 16, 8192), (4096, 0, 2, 16)),
-        ((16384, 16), (16384, 0, 1, 16)),  # at most 16 warps
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "tile"), [
+    ((1, 32), (1, 0, 64, 1)),  # at most 64 rows, at least a warp
+    ((8, 32), (8, 0, 64, 1)),
+    ((100, 32), (128, 0, 32, 4)),  # below 128 columns one masked tile
+    ((127, 32), (128, 0, 32, 4)), ((128, 32), (128, 0, 32, 4)), ((129, 32), (128, 1, 32, 4)),
+    ((192, 32), (128, 64, 32, 4)),
+    ((193, 32), (256, 0, 16, 4)),  # a tail as wide as the main part is one tile of both
+    ((4096, 32), (4096, 0, 1, 4)), ((5120, 32), (4096, 1024, 1, 4)), ((8192, 32), (8192, 0, 1, 8)),
+    ((1024, 16), (1024, 0, 4, 8)), ((4096, 16, 8192), (4096, 0, 2, 16)),
+    ((16384, 16), (16384, 0, 1, 16)),  # at most 16 warps
+])  # fmt: skip
 def test_rows_that_share_a_program_and_its_warps(arguments, tile):
     assert row_tile(*arguments) == tile
-
-
-@pytest.mark.parametrize(
-    ("columns", "tiles"),
-    [(1, (64, 4, 1)), (8, (64, 8, 1)), (31, (64, 32, 1)), (33, (32, 64, 1)), (100, (16, 128, 1)),
-     (2048, (1, 2048, 1)), (2049, (1, 2048, 2)), (14336, (1, 2048, 7))],
-)  # fmt: skip
-def test_a_flat_tile_has_2048_elements_at_most(columns, tiles):
-    assert flat_tiles(columns) == tiles
 
 
 def test_heads_are_named_with_their_strides_and_copied_only_where_a_head_has_gaps():

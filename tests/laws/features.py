@@ -108,28 +108,19 @@ FEATURES: dict[str, Feature] = {
     "sequence parallel": Feature(on={"sequence_parallel": True}),
     "LoRA": Feature(change=_add_lora, truth=_with_adapters),
     "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
-    "full recompute": _recompute("full"),
-    "selective recompute": _recompute("selective"),
-    "overlapped communication": Feature(change=_overlap),
-    "split backward": Feature(change=_split_backward),
-    "deepcopy": Feature(change=copy.deepcopy),
-    "frozen biases": Feature(change=_freeze_biases),
-    "unused parameter": Feature(change=_add_unused),
-    "parameter of one step": Feature(change=_add_sometimes),
-    "ZeRO-1": _zero(1),
-    "ZeRO-2": _zero(2),
-    "ZeRO-3": _zero(3),
-    "2 micro-batches": Feature(of_run={"micro_batches": 2}),
+    "full recompute": _recompute("full"), "selective recompute": _recompute("selective"),
+    "overlapped communication": Feature(change=_overlap), "split backward": Feature(change=_split_backward),
+    "deepcopy": Feature(change=copy.deepcopy), "frozen biases": Feature(change=_freeze_biases),
+    "unused parameter": Feature(change=_add_unused), "parameter of one step": Feature(change=_add_sometimes),
+    "ZeRO-1": _zero(1), "ZeRO-2": _zero(2), "ZeRO-3": _zero(3), "2 micro-batches": Feature(of_run={"micro_batches": 2}),
     "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
     "activation offload": Feature(of_run={"offload": mp.Offload(activations=True)}, kind="offload"),
     "parameter offload": Feature(of_run={"offload": mp.Offload(parameters=True)}, kind="offload"),
-    "resume": Feature(resumes=True),
-    "compile": Feature(of_run={"compile": mp.Compile("eager")}),
-}
+    "resume": Feature(resumes=True), "compile": Feature(of_run={"compile": mp.Compile("eager")}),
+}  # fmt: skip
 
 REFUSED = [
     {"LoRA", "invariant"}, {"invariant", "parameter offload"}, {"invariant", "compile"},
-    {"overlapped communication", "invariant"},
-    *({f"ZeRO-{stage}", "parameter offload"} for stage in (1, 2, 3)),
+    {"overlapped communication", "invariant"}, *({f"ZeRO-{stage}", "parameter offload"} for stage in (1, 2, 3)),
 ]  # fmt: skip
 """The pairs that are refused. All others are equal."""

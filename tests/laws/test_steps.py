@@ -29,24 +29,16 @@ from tests.oracles.training import build_optimizers, cross_entropy
 Row = Mapping[str, Any]
 pytestmark = pytest.mark.timeout(900)  # they run beside others, at the lowest priority
 FACTORS: dict[str, tuple] = {
-    "tp": (1, 2),
-    "sequence parallel": (False, True),
-    "context": ("none", "ring", "zigzag", "alltoall", "allgather"),
-    "schedule": ("none", *NAMES),
-    "dp": (1, 2, 4),
-    "zero": (0, 1, 2, 3),
-    "replicate": (1, 2),
+    "tp": (1, 2), "sequence parallel": (False, True), "context": ("none", "ring", "zigzag", "alltoall", "allgather"),
+    "schedule": ("none", *NAMES), "dp": (1, 2, 4), "zero": (0, 1, 2, 3), "replicate": (1, 2),
     "experts": ("none", "on tp", "on ep", "on ep, etp 1", "on ep, all-to-all"),
     "dtype": ("float64", "float32", "bfloat16", "autocast"),
-    "optimizer": ("AdamW", "torch's AdamW", "torch's SGD", "Muon"),
-    "micro-batches": (1, 2, 4),
-    "targets": ("all", "unequal", "empty"),
-    "tied": (False, True),
+    "optimizer": ("AdamW", "torch's AdamW", "torch's SGD", "Muon"), "micro-batches": (1, 2, 4),
+    "targets": ("all", "unequal", "empty"), "tied": (False, True),
     "frozen": ("nothing", "embedding", "norms", "first half"),
-    "unused": ("nothing", "always", "in half of the samples"),
-    "evaluated": (False, True),
+    "unused": ("nothing", "always", "in half of the samples"), "evaluated": (False, True),
     "numerics": ("plain", "invariant"),
-}
+}  # fmt: skip
 FIRST = {name: values[0] for name, values in FACTORS.items()}
 LIMIT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.2, "autocast": 0.2}
 """Largest relative error: of losses and norms, and of each weight's update beside the largest update."""
@@ -353,7 +345,7 @@ def pairs(row: Row) -> set[tuple]:
 
 
 OPEN: list[Row] = [
-    {**FIRST, "dp": 2, "zero": 1, "micro-batches": 2, "unused": "in half of the samples", "dtype": "autocast"},
+    {**FIRST, "dp": 2, "zero": 1, "micro-batches": 2, "unused": "in half of the samples", "dtype": "autocast"}
 ]
 """What is neither equal nor refused yet: a rank alone raises that a gradient is not summed."""
 

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,17 +12,13 @@ from mpcore import (
     LayerNorm,
     ParallelAttention,
     ParallelMLP,
-    ParallelMoE,
     RMSNorm,
     RotaryEmbedding,
     TransformerBlock,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from mpcore import collectives as c
-from mpcore.gradients import reduce_gradients
 from mpcore.layers import materialize
-from mpcore.sharding import shardings
 from tests.equality import FEWER_SIZES, close, full_gradients, same_model
 from tests.pool import mesh, on_ranks
 
@@ -83,14 +78,6 @@ class Model(nn.Module):
         return vocab_parallel_cross_entropy(logits, target, tp=self.tp, vocab_size=V, **options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_dense_is_two_residual_branches(kind):
-    block = build_block(kind).double()
-    x = draw(1, B, T, D)
-    h = x + block.attention(block.attention_norm(x))
-    close(block(x).detach(), (h + block.mlp(block.mlp_norm(h))).detach(), "y")
-
-
 def test_any_piece_can_be_replaced_and_arguments_reach_the_attention():
     class Scale(nn.Module):
         def forward(self, x, *, by):
@@ -99,38 +86,6 @@ def test_any_piece_can_be_replaced_and_arguments_reach_the_attention():
     block = TransformerBlock(Scale(), nn.Identity(), nn.Identity(), nn.Identity())
     x = draw(1, B, T, D)
     close(block(x, by=3.0), 8 * x, "y")
-
-
-def check_block(kind, sequence, dropout, frozen=False):
-    def build(**axes):
-        block = build_block(kind, dropout, sequence, **axes)
-        materialize(block, 11)  # the dropout's keys
-        if frozen:
-            block.attention.requires_grad_(False)
-            block.mlp.requires_grad_(False)
-        return block
-
-    def run(block):
-        tp = block.mlp.up.tp
-        x = draw(1, *((T, B, D) if sequence == 0 else (B, T, D))).requires_grad_()
-        y = block(x if sequence is None else c.split(x, tp, sequence), samples=torch.tensor([5, 9]))
-        y = y if sequence is None else c.gather(y, tp, sequence)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(build, run, tp=mesh(tp=torch.distributed.get_world_size()).tp)
-
-
-def check_blocks():
-    for kind, sequence, dropout in itertools.product(("llama", "gpt2"), (None, 0, 1), (0.0, 0.3)):
-        check_block(kind, sequence, dropout)
-    for kind, sequence in itertools.product(("llama", "gpt2"), (None, 1)):
-        check_block(kind, sequence, 0.0, frozen=True)
-
-
-@pytest.mark.parametrize("size", FEWER_SIZES)
-def test_pitfall_11_sharded_blocks_equal_dense_with_and_without_sequence_parallel(ranks, size):
-    ranks(size, check_blocks)
 
 
 def check_model(kind, sequence, tied, dropout, recompute):
@@ -168,23 +123,3 @@ def test_pitfall_22_recomputation_changes_no_bit():
     (loss, grads), (loss_again, grads_again) = runs
     assert torch.equal(loss, loss_again)
     assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
-
-
-def replicated_parameters():
-    """Gradients of what is replicated, as each rank holds them after the sum: they must be one."""
-    tp = mesh(tp=4).tp
-    model = materialize(Model(sequence=1, tp=tp), 5).double()
-    model(draw_ids(1, B, T), draw_ids(2, B, T)).backward()
-    reduce_gradients(model)
-    declared = shardings(model)
-    return {n: p.grad.tolist() for n, p in model.named_parameters() if not declared[n].shards}
-
-
-def test_pitfall_11_every_replica_holds_the_same_gradient(ranks):
-    first, *others = ranks(4, replicated_parameters)
-    assert len(first) == 2 * 4 + 1  # two norms and two qk-norms a block, and the last norm
-    assert all(other == first for other in others)
-
-
-def test_a_printed_mixture_tells_how_tokens_travel():
-    assert "dispatch=all_gather, ep=1, etp=1" in repr(ParallelMoE(4, 6, 2, 1))

@@ -25,7 +25,7 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
-from mpcore.layers import linear_log_prob, materialize
+from mpcore.layers import materialize
 from tests.equality import close, full_gradients
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh, on_ranks
@@ -142,43 +142,6 @@ def test_autocast_on_two_ranks_is_as_near_as_on_one(kind, sequence):
         assert two <= 2 * one
 
 
-@on_ranks(1, 2)
-def test_autocast_keeps_parameters_for_backward_and_no_copies():
-    """However many micro-batches are in flight, and whatever ZeRO-3 lets go of in between."""
-    tp = mesh(tp=torch.distributed.get_world_size()).tp
-    layers = {
-        "column": ColumnParallelLinear(64, 64, tp=tp),
-        "column, its input cut": ColumnParallelLinear(64, 64, tp=tp, sequence_parallel=True),
-        "row": RowParallelLinear(64, 64, tp=tp, input_is_parallel=False),
-    }
-    for name, layer in layers.items():
-        saved = []
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t)
-        with torch.autocast("cpu", torch.bfloat16), keep:
-            outs = [layer(draw(i, 2, 3, 64, dtype=torch.float32)) for i in range(3)]
-        weights = {t.untyped_storage().data_ptr(): t.dtype for t in saved if t.numel() >= layer.weight.numel()}
-        assert weights == {layer.weight.untyped_storage().data_ptr(): torch.float32}, name
-        torch.stack(outs).float().square().sum().backward()
-        assert layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
-
-
-def test_autocast_on_one_rank_has_second_derivatives():
-    """Of a gradient penalty, as near to float64 as torch's own linear, which sums both its terms in bfloat16."""
-    plain = nn.Linear(D, 6)
-    mine, exact = ColumnParallelLinear(D, 6), nn.Linear(D, 6, dtype=torch.float64)
-    grads = []
-    for layer in (exact, plain, mine):
-        layer.load_state_dict(plain.state_dict())
-        x = draw(1, 3, 2, D).to(layer.weight.dtype).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=layer is not exact):
-            y = layer(x)
-        (dx,) = torch.autograd.grad(y.to(x.dtype).square().sum(), x, create_graph=True)
-        dx.square().sum().backward()
-        grads.append(layer.weight.grad.double())
-    want, theirs, ours = grads
-    assert (ours - want).norm() <= 1.1 * (theirs - want).norm()
-
-
 def first_parameters(kind, tied, meta, seed=7):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     torch.manual_seed(int(torch.distributed.get_rank()))  # the global generator must not matter
@@ -275,52 +238,6 @@ def refuse(tensor, generator=None):
     raise TypeError("own")
 
 
-class Table(nn.Module):
-    """Angles that nothing else makes again, filled or replaced by its reset, beside a buffer of another's."""
-
-    def __init__(self, reset=None, kept=None):
-        super().__init__()
-        self.register_buffer("angles", torch.arange(4.0))
-        self.register_buffer("kept", kept)
-        self.norm = nn.BatchNorm1d(3, affine=False)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.reset = reset
-
-    def reset_parameters(self):
-        nn.init.ones_(self.scale)
-        if self.reset == "fill":
-            self.angles.copy_(torch.arange(4.0))
-        elif self.reset == "replace":
-            self.angles = torch.arange(4.0)
-
-
-@pytest.mark.parametrize("reset", ["fill", "replace"])
-def test_buffers_on_the_meta_device_are_filled_by_their_modules_reset_and_others_stay(reset):
-    kept = torch.tensor([3, 5])
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 4), Table(reset, kept), nn.MultiheadAttention(4, 2))
-    materialize(model, 1)
-    table = model[1]
-    assert torch.equal(table.angles, torch.arange(4.0))
-    assert torch.equal(table.kept, kept)
-    assert torch.equal(table.norm.running_var, torch.ones(3))
-    assert table.norm.num_batches_tracked == 0
-    assert not torch.cat([model[2].in_proj_bias, model[2].out_proj.bias]).any(), "as torch begins its attention"
-    assert torch.equal(model[0].weight, materialize(nn.Sequential(nn.Linear(3, 4)), 1)[0].weight)
-
-
-def test_buffers_that_nothing_fills_are_refused():
-    with torch.device("meta"):
-        model, bare = Table(), nn.Sequential(nn.Linear(2, 2), nn.Module())
-        bare[1].register_buffer("freqs", torch.ones(3))
-    words = r"(?s)no code gives the buffer angles .* or create the buffer with device=\"cpu\"\. .*self\.angles\.copy_\("
-    with pytest.raises(ValueError, match=words):
-        materialize(model, 1)
-    with pytest.raises(ValueError, match=r"no code gives the buffer 1\.freqs its first values"):
-        materialize(bare, 1)
-    assert bare[0].weight.is_meta
-
-
 class Collectives(TorchDispatchMode):
     """Counts the collectives that start, whoever starts them."""
 
@@ -387,26 +304,6 @@ def count_ends():
 def test_the_loss_makes_one_collective_forward_and_none_backward(ranks):
     for counts in ranks(2, count_ends):
         assert counts == [{REDUCE: 1}, {}, {GATHER: 1}, {REDUCE: 1}]  # backward: the head's input gradient
-
-
-def count_log_prob(sequence_parallel):
-    tp = mesh(tp=2).tp
-    head, target = ColumnParallelLinear(D, V, tp=tp), draw_ids(2, B, T)
-    x = draw(1, B, T // 2 if sequence_parallel else T, D, dtype=torch.float32).requires_grad_()
-    with Collectives() as forward:
-        found = linear_log_prob(
-            x, head.weight, target, tp=tp, vocab_size=V, sequence_parallel=sequence_parallel, chunk_rows=B * T // 3
-        )
-    with Collectives() as backward:
-        torch.stack(found).sum().backward()
-    return dict(forward.counts), dict(backward.counts)
-
-
-def test_log_probabilities_make_one_collective_a_chunk_and_none_backward(ranks):
-    for counts in ranks(2, count_log_prob, False):
-        assert counts == ({GATHER: 3}, {REDUCE: 1})  # backward: the input's gradient
-    for counts in ranks(2, count_log_prob, True):
-        assert counts == ({GATHER: 1 + 3}, {SCATTER: 1})
 
 
 def test_on_one_rank_there_is_no_collective():

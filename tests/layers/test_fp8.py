@@ -234,14 +234,6 @@ def test_every_tp_size_computes_the_same_products(ranks, size, sequence, regathe
     ranks(size, check_block, sequence, regather)
 
 
-def test_what_is_not_given_stays_whatever_its_name():
-    model = nn.ModuleDict({n: ColumnParallelLinear(4, 6) for n in ("up", "down", "unembed", "lm_head")})
-    convert_to_fp8([model.up, model.lm_head])
-    assert [name for name, layer in model.items() if layer.product == Fp8Product()] == ["up", "lm_head"]
-    with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
-        convert_to_fp8(model.unembed)
-
-
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_conversion_keeps_a_split_backward_and_other_layers(kind):
     layer, other = kind(4, 6), kind(4, 6)

@@ -18,7 +18,7 @@ from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 B, T, D, V = 2, 6, 4, 11
-SIZES = [1, 2, 3]
+SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 3]
 
 
 def draw(seed, *shape):
@@ -278,20 +278,17 @@ def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
     assert seen == [5, 5, 5]  # of at most 7, in three chunks
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"reduction": "average"}, "reduction 'average' is not"),
-        ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is not in \[0, 1\)"),
-        ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
-        ({"token_weight": torch.ones(3)}, r"token_weight \(3,\) and target \(4,\) differ in shape"),
-        ({"target": torch.tensor([1, 2])}, r"logits \(4, 5\) and target \(2,\) don't have the same tokens"),
-        ({"target": torch.tensor([1, 2, 5, 0])}, "token id 5 is outside the vocabulary of 5"),
-        ({"vocab_size": 6}, "logits have 5 columns, but rank 0 of the tp axis of size 1 holds 6"),
-        ({"weight": torch.ones(5, 3)}, r"x \(4, 2\), weight \(5, 3\), .* are not"),
-        ({"chunk_rows": -1}, "chunk_rows -1 is not positive"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"reduction": "average"}, "reduction 'average' is not"),
+    ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is not in \[0, 1\)"),
+    ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
+    ({"token_weight": torch.ones(3)}, r"token_weight \(3,\) and target \(4,\) differ in shape"),
+    ({"target": torch.tensor([1, 2])}, r"logits \(4, 5\) and target \(2,\) don't have the same tokens"),
+    ({"target": torch.tensor([1, 2, 5, 0])}, "token id 5 is outside the vocabulary of 5"),
+    ({"vocab_size": 6}, "logits have 5 columns, but rank 0 of the tp axis of size 1 holds 6"),
+    ({"weight": torch.ones(5, 3)}, r"x \(4, 2\), weight \(5, 3\), .* are not"),
+    ({"chunk_rows": -1}, "chunk_rows -1 is not positive"),
+])  # fmt: skip
 def test_bad_input(arguments, message):
     given = {"x": torch.ones(4, 2), "weight": torch.ones(5, 2), "target": torch.tensor([0, 1, 2, 4])}
     with pytest.raises(ValueError, match=message):

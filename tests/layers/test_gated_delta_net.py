@@ -34,16 +34,13 @@ def formula(x: Tensor, grad: Tensor, ends: list[int]) -> dict[str, Tensor | None
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in params.items()}}
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp", "context", "length", "chunk", "ends"),
-    [
-        (1, 1, "ring", 13, 4, []), (1, 1, "ring", 13, 64, [5, 6, 14, 20]), (2, 1, "ring", 12, 5, [3]),
-        (4, 1, "ring", 8, 3, []), (1, 2, "ring", 13, 3, []), (2, 2, "zigzag", 14, 3, [1, 2, 9, 20]),
-        (1, 3, "zigzag", 17, 2, [7, 18]), (1, 3, "ring", 4, 2, []),
-        (1, 4, "zigzag", 5, 2, []),  # runs that are shorter than the convolution, and empty ones
-        (1, 4, "two-level", 21, 4, [6, 30]), (1, 4, "alltoall", 19, 64, [9]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tp", "cp", "context", "length", "chunk", "ends"), [
+    (1, 1, "ring", 13, 4, []), (1, 1, "ring", 13, 64, [5, 6, 14, 20]), (2, 1, "ring", 12, 5, [3]),
+    (4, 1, "ring", 8, 3, []), (1, 2, "ring", 13, 3, []), (2, 2, "zigzag", 14, 3, [1, 2, 9, 20]),
+    (1, 3, "zigzag", 17, 2, [7, 18]), (1, 3, "ring", 4, 2, []),
+    (1, 4, "zigzag", 5, 2, []),  # runs that are shorter than the convolution, and empty ones
+    (1, 4, "two-level", 21, 4, [6, 30]), (1, 4, "alltoall", 19, 64, [9]),
+])  # fmt: skip
 def test_delta_net_equals_the_recurrence(tp, cp, context, length, chunk, ends):
     x, grad = draw(1, B, length, D), draw(2, B, length, D)
     want: dict = formula(x, grad, ends)

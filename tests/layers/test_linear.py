@@ -25,7 +25,7 @@ from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh, on_ranks
 
 IN, B, T = 6, 2, 12
-SIZES = [2, 3, 4]
+SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 
 
 def draw(seed, *shape):
@@ -157,29 +157,6 @@ def test_overlapped_communication_equals_dense(ranks, size):
     ranks(size, check_overlap, size)
 
 
-@pytest.mark.parametrize("sequence", [None, 0])
-@on_ranks(*SIZES)
-def test_a_residual_pair_used_twice_equals_dense(sequence):
-    """The usual pair, one bias each, and an input that several consumers share."""
-
-    class Pair(nn.Module):
-        def __init__(self, tp=Axis()):
-            super().__init__()
-            sp = {"sequence_parallel": sequence is not None, "sequence_dim": sequence or 0, "tp": tp}
-            self.up, self.down = ColumnParallelLinear(IN, 10, **sp), RowParallelLinear(10, IN, **sp)
-
-    def run(pair):
-        x = draw(1, T, IN).requires_grad_()
-        h = x if sequence is None else c.split(x, pair.up.tp, sequence)
-        h = h + pair.down(torch.tanh(pair.up(h)))
-        h = h + pair.down(torch.sin(pair.up(h)))  # weights used twice
-        y = h if sequence is None else c.gather(h, pair.up.tp, sequence)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(Pair, run, tp=tp_axis())
-
-
 @on_ranks(2)
 def test_pitfall_03_strided_inputs_and_expanded_gradients():
     tp = tp_axis()
@@ -187,11 +164,8 @@ def test_pitfall_03_strided_inputs_and_expanded_gradients():
     gathering = ColumnParallelLinear(IN, 10, tp=tp, sequence_parallel=True, sequence_dim=0).double()
     scattering = RowParallelLinear(10, 5, tp=tp, sequence_parallel=True, sequence_dim=0).double()
     for layer, width in (
-        (column, IN),
-        (gathering, IN),
-        (row, row.local_in_features),
-        (scattering, row.local_in_features),
-    ):
+        (column, IN), (gathering, IN), (row, row.local_in_features), (scattering, row.local_in_features),
+    ):  # fmt: skip
         for x in (draw(1, width, 4).t(), draw(1, 1, width).expand(4, width), draw(1, 8, 2 * width)[::2, ::2]):
             before = x.clone()
             results = []
@@ -204,52 +178,6 @@ def test_pitfall_03_strided_inputs_and_expanded_gradients():
             assert torch.equal(x, before)
             for got, want in zip(*results, strict=True):
                 close(got, want, type(layer).__name__)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@on_ranks(4)
-def test_half_precision_keeps_its_dtype_and_is_exact_where_it_can_be(dtype):
-    """Small integers are exact in 8 bits, so that half precision must agree to the bit: sums, biases and all."""
-    tp = tp_axis()
-    torch.manual_seed(0)
-
-    def integers(seed, *shape):
-        return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-    cases = [
-        (lambda **a: ColumnParallelLinear(IN, 10, gather_output=True, dtype=dtype, **a), IN, 10, None),
-        (lambda **a: RowParallelLinear(10, 4, input_is_parallel=False, dtype=dtype, **a), 10, 4, None),
-        (
-            lambda **a: ColumnParallelLinear(
-                IN, 10, gather_output=True, sequence_parallel=True, sequence_dim=0, dtype=dtype, **a
-            ),
-            IN, 10, "in",
-        ),
-        (
-            lambda **a: RowParallelLinear(
-                10, 4, input_is_parallel=False, sequence_parallel=True, sequence_dim=0, dtype=dtype, **a
-            ),
-            10, 4, "out",
-        ),
-    ]  # fmt: skip
-    for (build, inner, outer, sequence), overlap in itertools.product(cases, [False, True]):
-        dense, sharded = build(), build(tp=tp)
-        if overlap:
-            overlap_communication(sharded, smallest=1)
-        state = {"weight": integers(3, outer, inner), "bias": integers(4, outer)}
-        results = []
-        for layer in (dense, sharded):
-            load_full_state_dict(layer, state)
-            x = integers(1, 4, inner).requires_grad_()
-            y = layer(c.split(x, layer.tp, 0) if sequence == "in" else x)
-            y = c.gather(y, layer.tp, 0) if sequence == "out" else y
-            y.backward(integers(2, 4, outer))
-            reduce_gradients(layer)
-            grads = {n: layer.shardings[n].assemble(p.grad) for n, p in layer.named_parameters()}
-            results.append({"y": y.detach(), "dx": x.grad, **grads})
-        for name, want in results[0].items():
-            assert want.dtype == dtype
-            assert torch.equal(results[1][name], want), name
 
 
 @on_ranks(4)
@@ -303,29 +231,6 @@ def test_pitfall_16_gate_up_shards_never_mix_halves():
         assert layer.shardings["bias"].take(rows).tolist() == wanted[rank]
 
 
-def check_gate_up(hidden):
-    def run(layer):
-        x = draw(1, B, T, IN).requires_grad_()
-        gate, up = (c.gather(half, layer.tp, -1, hidden) for half in layer(x).chunk(2, dim=-1))
-        y = torch.cat([gate, up], -1)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(lambda **a: GateUpParallelLinear(IN, hidden, **a), run, tp=tp_axis())
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_gate_up_equals_dense(ranks, size):
-    for hidden in (12, 10):
-        ranks(size, check_gate_up, hidden)
-
-
-def test_gate_up_and_qkv_dense_are_torch_linear():
-    x = draw(1, B, T, IN)
-    for layer in (GateUpParallelLinear(IN, 5).double(), QKVParallelLinear(IN, 4, 2, 3).double()):
-        close(layer(x).detach(), F.linear(x, layer.weight, layer.bias).detach(), "y")
-
-
 @on_ranks(*SIZES)
 def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence():
     """After `gather` every rank does the same; after `all_gather` each does its part. Either way the dense gradient."""
@@ -346,7 +251,8 @@ def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence():
     close(c.all_reduce(w.grad, tp), dense_router.grad, "router gradient after all_gather")
 
 
-def check_refusals():
+@on_ranks(4)
+def test_inputs_that_do_not_fit_are_refused_before_any_collective():
     tp = tp_axis()
     row = RowParallelLinear(8, 5, tp=tp, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"sequence length 1021 is not a multiple of the tp size 4.*pad it to 1024"):
@@ -365,10 +271,6 @@ def check_refusals():
     ]:
         with pytest.raises(ValueError, match=numbers):
             layer(x)
-
-
-def test_inputs_that_do_not_fit_are_refused_before_any_collective(ranks):
-    ranks(4, check_refusals)
 
 
 def test_a_wrong_shape_is_said_with_the_name_of_its_layer():
@@ -456,9 +358,3 @@ def test_outputs_can_be_written_to_as_those_of_torch_linear(main):
         F.relu(y, inplace=True)
         assert torch.equal(y, want)
         y.sum().backward()
-
-
-def test_without_autocast_another_dtype_is_refused_as_by_torch():
-    for layer in (ColumnParallelLinear(8, 6), RowParallelLinear(8, 6), main_gradients(ColumnParallelLinear(8, 6))):
-        with pytest.raises(RuntimeError, match="dtype"):
-            layer(torch.ones(2, 4, 8, dtype=torch.bfloat16))

@@ -78,7 +78,7 @@ def check_norm(kind, sequence_parallel, sequence):
     same_model(build, run, tp=tp)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 def test_pitfall_11_norm_gradients_are_summed_under_sequence_parallel(ranks, size):
     for kind in ("rms", "layer", "layer without bias"):
         for sequence in (0, 1):

@@ -148,11 +148,8 @@ def test_logical_indices_are_places_in_the_whole_tensor():
 
     whole = torch.arange(24).view(2, 3, 4)
     for shards in (
-        (),
-        (cut(3, Axis(2, 1), 1),),
-        (cut(2, Axis(2, 1), 0), cut(4, Axis(2, 0), 2)),
-        (cut(4, Axis(3, 1), 2),),
-    ):
+        (), (cut(3, Axis(2, 1), 1),), (cut(2, Axis(2, 1), 0), cut(4, Axis(2, 0), 2)), (cut(4, Axis(3, 1), 2),),
+    ):  # fmt: skip
         sharding = Sharding((2, 3, 4), shards)
         assert places(sharding) == sharding.take(whole).flatten().tolist()
     assert places(Sharding(())) == [0]

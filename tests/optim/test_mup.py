@@ -16,12 +16,8 @@ from mpcore.sharding.state_dict import full_state_dict
 
 WIDTH = 96  # three times the base width; 6 heads
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp": 2},
-    "tp3": {"tp": 3},
-    "pp2": {"pp": 2},
-    "dp2": {"dp": 2},
-    "tp2pp2": {"tp": 2, "pp": 2},
-}
+    "tp2": {"tp": 2}, "tp3": {"tp": 3}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "tp2pp2": {"tp": 2, "pp": 2},
+}  # fmt: skip
 SCALED = {"qkv": (0.5, 1), "output": (0.5, 1), "up": (0.5, 1), "down": (0.5, 1), "head": (1, 1), "embedding": (0, 0)}
 
 
@@ -96,16 +92,12 @@ def attention(width: int) -> nn.Module:
     return mp.ParallelAttention(width, num_heads=2)
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (Tied, ["embedding.weight", "Untie", "by 0.5"]),
-        (Own, ["matrix", "Own", "kinds"]),
-        (attention, ["heads of 8 in place of 4", ".scale = 0.25"]),
-        (lambda width: nn.Linear(width, 4, device="meta"), ["weight", "0.707", "initialize=False"]),
-        (lambda width: nn.Sequential(*(nn.Linear(8, 8) for _ in range(width // 8))), ["1.bias", "width only"]),
-    ],
-)
+@pytest.mark.parametrize(("make", "named"), [
+    (Tied, ["embedding.weight", "Untie", "by 0.5"]), (Own, ["matrix", "Own", "kinds"]),
+    (attention, ["heads of 8 in place of 4", ".scale = 0.25"]),
+    (lambda width: nn.Linear(width, 4, device="meta"), ["weight", "0.707", "initialize=False"]),
+    (lambda width: nn.Sequential(*(nn.Linear(8, 8) for _ in range(width // 8))), ["1.bias", "width only"]),
+])  # fmt: skip
 def test_refusals(make, named: list[str]) -> None:
     with pytest.raises(ValueError, match=".*".join(map(re.escape, named))):
         apply_mup(make(16), make(8))

@@ -94,8 +94,7 @@ def mesh_of(size: int, edp: int | None = None, running: bool = True) -> Any:
 HALF = torch.bfloat16
 REFUSED: list[tuple[mp.Zero, Any, str]] = [
     (mp.Zero(0), mesh_of(4), ""), (mp.Zero(3), mesh_of(4), ""), (mp.Zero(1, 2), mesh_of(4), ""),
-    (mp.Zero(3, 2), mesh_of(4, 2), ""),
-    (mp.Zero(1, 3), mesh_of(4), "replicate 3 does not divide the data size 4"),
+    (mp.Zero(3, 2), mesh_of(4, 2), ""), (mp.Zero(1, 3), mesh_of(4), "replicate 3 does not divide the data size 4"),
     (mp.Zero(1, 0), mesh_of(4), "replicate 0 does not divide"), (mp.Zero(1, 2.0), mesh_of(4), "replicate 2.0 does not"),
     (mp.Zero(0, 2), mesh_of(4), "replicate 2 with zero 0 on 4 data ranks leaves nothing"),
     (mp.Zero(1, 4), mesh_of(4), "replicate 4 with zero 1 on 4 data ranks leaves nothing"),

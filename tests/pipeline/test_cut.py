@@ -92,12 +92,9 @@ def test_two_stages_train_as_one_process_and_each_resumes_the_others_checkpoint(
 def test_every_layout_trains_as_one_process(ranks, name):
     (want,) = ranks(1, train, name)
     for size, layout in (
-        (4, {"pp": 2, "tp": 2}),
-        (4, {"pp": 2, "dp": 2, "zero": 1}),
-        (4, {"pp": 4, "recompute": "full"}),
-        (2, {"pp": 2, "schedule": "interleaved"}),
-        (2, {"pp": 2, "schedule": "zbv"}),
-    ):
+        (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "dp": 2, "zero": 1}), (4, {"pp": 4, "recompute": "full"}),
+        (2, {"pp": 2, "schedule": "interleaved"}), (2, {"pp": 2, "schedule": "zbv"}),
+    ):  # fmt: skip
         same(ranks(size, train, name, **layout), want)
 
 

@@ -36,7 +36,7 @@ from mpcore.sharding import shardings
 from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.state_dict import full_tensor
 from tests.equality import close
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 CONFIG = {"vocab_size": 31, "seq_len": 8, "layers": 8, "d_model": 12, "heads": 3, "d_ff": 16, "dropout": 0.2}
@@ -267,10 +267,8 @@ def check_products(sizes: dict, name: str, sequence_parallel: bool) -> int:
 
 @pytest.mark.parametrize(
     ("name", "sizes", "sequence_parallel"),
-    some(
-        ("1f1b", {"pp": 2}, False), ("zb", {"pp": 2}, False), ("zb", {"pp": 2, "tp": 2}, True),
-        of=itertools.product(("1f1b", "zb"), ({"pp": 2}, {"pp": 2, "tp": 2}), (False, True)),
-    ),
+    some(("1f1b", {"pp": 2}, False), ("zb", {"pp": 2}, False), ("zb", {"pp": 2, "tp": 2}, True),
+         of=itertools.product(("1f1b", "zb"), ({"pp": 2}, {"pp": 2, "tp": 2}), (False, True))),
     ids=str,
 )  # fmt: skip
 def test_split_backward_takes_the_products_of_whole_backward(ranks, name, sizes, sequence_parallel):
@@ -523,17 +521,16 @@ OWN = ("aux", "more", "stats", "places", "turned", "summed", "named")
 SPLIT = ("plain", "split", "whole", "ids", "penalty", "shared", "late", "heads", "passed", "view")
 
 
-def check_all_own(cases: tuple[str, ...], name: str) -> None:
-    for case in cases:
-        check_own(case, name)
-
-
 @pytest.mark.parametrize(("name", "cases"), [
     pytest.param("1f1b", OWN, id="1f1b"), pytest.param("zbv", OWN + SPLIT, id="zbv"),
     *(pytest.param(n, OWN + SPLIT, id=n, marks=pytest.mark.slow) for n in ("zb", "dualpipev", "gpipe", "interleaved")),
 ])  # fmt: skip
-def test_own_models_get_the_dense_gradients_and_are_called_once_a_micro_batch(ranks, name, cases):
-    ranks(2, check_all_own, cases, name)
+@on_ranks(2)
+def test_own_models_get_the_dense_gradients_and_are_called_once_a_micro_batch(
+    cases: tuple[str, ...], name: str
+) -> None:
+    for case in cases:
+        check_own(case, name)
 
 
 class Broken(Own):
@@ -581,8 +578,7 @@ BROKEN = {
 
 LOSSES = {
     "NoneType": lambda y, t: None, "float": lambda y, t: 1.0, "tuple": lambda y, t: (y.sum(), 1),
-    r"a tensor of shape \(2, 6\)": lambda y, t: y * t,
-    "a tensor that needs no gradient": lambda y, t: y.sum().detach(),
+    r"a tensor of shape \(2, 6\)": lambda y, t: y * t, "a tensor that needs no gradient": lambda y, t: y.sum().detach(),
 }  # fmt: skip
 
 
@@ -650,7 +646,9 @@ def test_several_stages_on_one_rank_pass_tuples(case):
     check_own(case, "interleaved", 1)
 
 
-def check_unequal(name: str) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "zbv", pytest.param("interleaved", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_micro_batches_of_a_step_may_have_different_shapes(name: str) -> None:
     """Micro-batches of other lengths and numbers of samples, one of them of a single token: the dense losses' sum."""
     run = Run(mesh(pp=2), name, 4, 2 if name == "interleaved" else None, model={"layers": 4})
     shapes = [(2, 8), (1, 3), (3, 8), (1, 1)]
@@ -674,11 +672,6 @@ def check_unequal(name: str) -> None:
         run.pipeline.forward_backward(list(tokens), list(targets), samples=samples[0])
     with pytest.raises(ValueError, match="x is 3 tensors, and x is a list: give a list with one tensor for each of 4"):
         run.pipeline.forward_backward(list(tokens)[:3], list(targets), samples=list(samples))
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbv", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_micro_batches_of_a_step_may_have_different_shapes(ranks, name):
-    ranks(2, check_unequal, name)
 
 
 def check_broken(name: str) -> None:

@@ -9,14 +9,7 @@ import torch
 
 import mpcore as mp
 from mpcore.pipeline.makespan import resolve
-from mpcore.pipeline.messages import (
-    Meta,
-    receive_header,
-    receive_tensors,
-    send_header,
-    send_tensors,
-    sent_on,
-)
+from mpcore.pipeline.messages import Meta, receive_header, receive_tensors, send_header, send_tensors, sent_on
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
 

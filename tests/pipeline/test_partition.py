@@ -55,8 +55,7 @@ def test_equal_blocks_make_even_stages_and_extras_shorten_the_outer_ones():
 
 @pytest.mark.parametrize(("costs", "stages", "extra", "message"), [
     ([1.0] * 3, 4, 0.0, "3 blocks are fewer than the 4 stages"), ([], 1, 0.0, "0 blocks are fewer than the 1 stages"),
-    ([1.0], 0, 0.0, "0 stages: at least 1"),
-    ([1.0, -2.0], 1, 0.0, r"the cost -2\.0 of block 1 is not a finite number"),
+    ([1.0], 0, 0.0, "0 stages: at least 1"), ([1.0, -2.0], 1, 0.0, r"the cost -2\.0 of block 1 is not a finite number"),
     ([1.0, float("nan")], 1, 0.0, "the cost nan of block 1"), ([1.0, 1.0], 1, float("inf"), "the cost inf of last"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_the_numbers(costs, stages, extra, message):

@@ -7,18 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpcore.tools.preflight import (
-    FAILED,
-    OK,
-    SKIPPED,
-    Check,
-    Command,
-    Options,
-    Skip,
-    main,
-    read_command,
-    run_checks,
-)
+from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Command, Options, Skip, main, read_command, run_checks
 from mpcore.tools.preflight import checks as running
 from mpcore.tools.preflight import command as preflight
 from mpcore.tools.preflight.command import checks_of_model
@@ -26,8 +15,7 @@ from mpcore.tools.verify.pool import RankError
 
 
 @pytest.mark.parametrize(("words", "wanted"), [
-    ("python -m a.b", ("a.b", [], None, None)),
-    ("python --module a.b -m c", ("a.b", ["-m", "c"], None, None)),
+    ("python -m a.b", ("a.b", [], None, None)), ("python --module a.b -m c", ("a.b", ["-m", "c"], None, None)),
     ("torchrun --nproc_per_node 4 -m a", ("a", [], 4, 4)),
     ("torchrun --nnodes 2:6 --nproc-per-node=4 -m a", ("a", [], 24, 4)),
     ("torchrun --nnodes 3 -m a", ("a", [], None, None)),
@@ -45,8 +33,7 @@ def test_a_command_is_read_up_to_its_module(words, wanted):
 @pytest.mark.parametrize(("words", "message"), [
     ("", "^nothing starts no module"), ("python x.py", "^python x.py starts no module"),
     ("python -m", "^python -m starts no module"), ("python -m -x", "starts no module"), ("1a:b", "starts no module"),
-    ("a:b:c", "starts no module"),
-    ("torchrun --nproc-per-node auto -m a", "--nproc-per-node auto is no number"),
+    ("a:b:c", "starts no module"), ("torchrun --nproc-per-node auto -m a", "--nproc-per-node auto is no number"),
     ("srun -N x -m a", "-N x is no number"),
 ])  # fmt: skip
 def test_words_that_start_nothing_are_refused(words, message):

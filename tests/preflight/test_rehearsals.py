@@ -125,8 +125,7 @@ def refused(sentence: str) -> Any:
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
-    ({}, ""),
-    ({"losses": {0: 4.0, 1: 3.0 * (1 + 0.9e-8), 2: 2.0, 3: 1.0}}, ""),
+    ({}, ""), ({"losses": {0: 4.0, 1: 3.0 * (1 + 0.9e-8), 2: 2.0, 3: 1.0}}, ""),
     ({"losses": {0: 4.0, 1: 3.0 * (1 + 1.1e-8), 2: 2.0, 3: 1.0}}, "here: loss 3.000000033 of step 1 is not 3: why"),
     ({"losses": {0: 9.0, 1: 3.0, 2: 2.0, 3: 1.0}}, ""),  # of step 0, which isn't compared
     ({"losses": {0: 4.0, 1: 3.0, 2: 2.0, 3: math.nan}}, "here: loss nan of step 3 is not 1: why"),

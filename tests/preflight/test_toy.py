@@ -187,8 +187,7 @@ def test_a_sample_has_an_even_or_odd_number_of_parts_as_that_of_the_run(flags, s
 
 @pytest.mark.parametrize(("stages", "full", "given", "layers"), [
     (2, 4, {"layers": 8}, 2), (2, 4, {"layers": 9}, 3), (4, 8, {"layers": 16}, 4), (4, 8, {"layers": 9}, 5),
-    (1, 1, {"layers": 9}, 2),
-    (2, 4, {"layers": 8, "moe": MoEConfig(every=2, dense=1)}, 4),
+    (1, 1, {"layers": 9}, 2), (2, 4, {"layers": 8, "moe": MoEConfig(every=2, dense=1)}, 4),
     (2, 4, {"layers": 9, "moe": MoEConfig(every=2, dense=1)}, 3),
     (3, 3, {"layers": 9, "moe": MoEConfig(every=2, dense=5)}, 3), (2, 2, {"layers": 8, "moe": MoEConfig(every=2)}, 2),
     (1, 1, {"layers": 8, "moe": MoEConfig(every=4, dense=2)}, 3),
@@ -211,8 +210,7 @@ def test_tables_and_mlps_divide_over_tp_or_not():
 
 
 @pytest.mark.parametrize(("given", "ep", "changed"), [
-    ({}, 1, {"experts": 4}),
-    ({"experts": 64, "top_k": 1}, 2, {"experts": 4, "top_k": 1}),
+    ({}, 1, {"experts": 4}), ({"experts": 64, "top_k": 1}, 2, {"experts": 4, "top_k": 1}),
     ({"experts": 64, "top_k": 6}, 3, {"experts": 6, "top_k": 2}),
     ({"experts": 64, "groups": 8, "top_groups": 3}, 3, {"experts": 6, "groups": 2, "top_groups": 2}),
     ({"experts": 64, "groups": 8, "top_groups": 1}, 1, {"experts": 4, "groups": 2, "top_groups": 1}),

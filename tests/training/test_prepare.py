@@ -19,7 +19,7 @@ from mpcore.checkpoint import latest
 from mpcore.experimental import LocalUpdates
 from mpcore.pipeline import partition
 from mpcore.sharding import full_state_dict
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 V, D, T, LAYERS = 12, 8, 6, 4
 SAMPLES = 8
@@ -252,24 +252,17 @@ def step_of(run: mp.Run, *calls: str) -> None:
         does.get(call, getattr(run, call))()
 
 
-@pytest.mark.parametrize(
-    ("calls", "words"),
-    [
-        (
-            ["optimizer_step"],
-            "optimizer_step without gradients: the order of a step is forward_backward, clip_gradients",
-        ),
-        (["clip_gradients"], "clip_gradients without gradients: the order"),
-        (["finish_gradients"], "without gradients: the order"),
-        (["forward_backward"] * 2, "forward_backward while gradients wait .*to accumulate, prepare"),
-        (["forward_backward", "clip_gradients", "clip_gradients"], "finished or clipped already"),
-        (["forward_backward", "save"], "save while gradients wait for optimizer_step"),
-        (["forward_backward", "clip_gradients", "load"], "load while gradients wait"),
-        (["forward_backward", "evaluate"], "evaluate while gradients wait"),
-        (["forward_backward", "optimizer_step", "optimizer_step"], "optimizer_step without gradients"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("calls", "words"), [
+    (["optimizer_step"], "optimizer_step without gradients: the order of a step is forward_backward, clip_gradients"),
+    (["clip_gradients"], "clip_gradients without gradients: the order"),
+    (["finish_gradients"], "without gradients: the order"),
+    (["forward_backward"] * 2, "forward_backward while gradients wait .*to accumulate, prepare"),
+    (["forward_backward", "clip_gradients", "clip_gradients"], "finished or clipped already"),
+    (["forward_backward", "save"], "save while gradients wait for optimizer_step"),
+    (["forward_backward", "clip_gradients", "load"], "load while gradients wait"),
+    (["forward_backward", "evaluate"], "evaluate while gradients wait"),
+    (["forward_backward", "optimizer_step", "optimizer_step"], "optimizer_step without gradients"),
+], ids=lambda value: "-".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_a_wrong_order_is_refused_with_the_right_one(calls, words):
     run = start({})
     step_of(run, *calls[:-1])
@@ -348,20 +341,17 @@ def test_nobody_can_forget_to_reduce_gradients(ranks):
         assert got == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (partial(mp.Zero, 4), "zero stage 4 is none of 0, 1, 2 and 3"),
-        (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
-        (partial(mp.Precision, "fp8"), r"'fp8' is none of .*; for FP8 write Precision\('bfloat16', fp8=True\)"),
-        (partial(mp.Recompute, "some"), "recompute kind 'some' is unknown: it is one of 'none', 'selective', 'full'"),
-        (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
-        (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
-        (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
-        (partial(LocalUpdates, 2, fragments=3), "fragments 3 is not from 1 to the 2 steps between merges"),
-        (partial(LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
-    ],
-)
+@pytest.mark.parametrize(("made", "words"), [
+    (partial(mp.Zero, 4), "zero stage 4 is none of 0, 1, 2 and 3"),
+    (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
+    (partial(mp.Precision, "fp8"), r"'fp8' is none of .*; for FP8 write Precision\('bfloat16', fp8=True\)"),
+    (partial(mp.Recompute, "some"), "recompute kind 'some' is unknown: it is one of 'none', 'selective', 'full'"),
+    (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
+    (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
+    (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
+    (partial(LocalUpdates, 2, fragments=3), "fragments 3 is not from 1 to the 2 steps between merges"),
+    (partial(LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
+])  # fmt: skip
 def test_a_policy_refuses_what_it_cannot_mean(made, words):
     with pytest.raises(ValueError, match=words):
         made()
@@ -393,16 +383,12 @@ REFUSED: dict[int, list[tuple[dict[str, int], dict[str, Any], str]]] = {  # by t
         ({"pp": 2}, {"offload": PARAMETERS, "schedule": "zb"}, "schedule that splits backward"),
         ({"worlds": 2}, {}, r"build_mesh\(worlds=2\) without an observer that joins their models"),
         ({"dp": 2}, {"seed": None}, r"ranks 0 and 1 disagree about the arguments of prepare \(seed: 0 and 1\)"),
-        (
-            {"pp": 2}, {"blocks": [], "compile": mp.Compile("eager"), "offload": PARAMETERS, "data": mp.Zero(0)},
-            "blocks is empty, and offload of parameters and compile would do nothing",
-        ),
+        ({"pp": 2}, {"blocks": [], "compile": mp.Compile("eager"), "offload": PARAMETERS, "data": mp.Zero(0)},
+         "blocks is empty, and offload of parameters and compile would do nothing"),
     ],
     4: [
-        (
-            {"pp": 2, "worlds": 2}, {"observers": [LocalUpdates(2, fragments=2)]},
-            r"2 fragments on 2 pipeline ranks need the blocks' numbers",
-        )
+        ({"pp": 2, "worlds": 2}, {"observers": [LocalUpdates(2, fragments=2)]},
+         r"2 fragments on 2 pipeline ranks need the blocks' numbers")
     ],
 }  # fmt: skip
 
@@ -569,16 +555,14 @@ def of_cp(on: mp.Mesh) -> nn.Module:
 
 
 linear = partial(nn.Linear, 4, 4)
-IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on it, the words of the refusal
+IDLE: list[tuple[dict[str, int], Any, list[str]]] = [
+    # the mesh, the layers on it, the words of the refusal
     ({"tp": 2}, lambda on: [linear()], ["no parameter is sharded", "2 ranks of tp"]),
     ({"tp": 2, "pp": 2}, lambda on: [linear()], ["2 ranks of tp"]),
     ({"tp": 2}, lambda on: [Attends(on.tp)], []),  # collectives of one's own
     ({"tp": 2, "pp": 2}, lambda on: [mp.ColumnParallelLinear(4, 4, tp=on.tp) if on.pp.rank else linear()], []),
-    (
-        {"tp": 2},
-        lambda on: [mp.LayerNorm(4, tp=on.tp, sequence_parallel=True), mp.RowParallelLinear(4, 4, tp=on.tp)],
-        ["1 (LayerNorm) has sequence_parallel=True", "2 ranks of tp"],
-    ),
+    ({"tp": 2}, lambda on: [mp.LayerNorm(4, tp=on.tp, sequence_parallel=True), mp.RowParallelLinear(4, 4, tp=on.tp)],
+     ["1 (LayerNorm) has sequence_parallel=True", "2 ranks of tp"]),
     (
         {"tp": 2},
         lambda on: [
@@ -588,16 +572,10 @@ IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on
         [],
     ),
     ({"dp": 2, "ep": 2}, lambda on: [linear()], ["sharded over ep", "2 ranks"]),
-    (
-        {"dp": 2, "ep": 2},
-        lambda on: [llama("Qwen3Moe", num_experts=2, moe_intermediate_size=4)],
-        ["sharded over ep", "2 ranks"],
-    ),
-    (
-        {"dp": 2, "ep": 2},
-        lambda on: [experts(on, "ep"), experts(on)],
-        ["2 (ParallelMoE) was built with ep 1", "has ep 2"],
-    ),
+    ({"dp": 2, "ep": 2}, lambda on: [llama("Qwen3Moe", num_experts=2, moe_intermediate_size=4)],
+     ["sharded over ep", "2 ranks"]),
+    ({"dp": 2, "ep": 2}, lambda on: [experts(on, "ep"), experts(on)],
+     ["2 (ParallelMoE) was built with ep 1", "has ep 2"]),
     ({"dp": 2, "ep": 2}, lambda on: [experts(on, "ep")], []),
     ({"dp": 2, "etp": 2}, lambda on: [linear()], ["sharded over etp", "2 ranks"]),
     ({"cp": 2}, lambda on: [llama("Llama")], ["1 (LlamaForCausalLM) may mix tokens", "2 ranks of cp"]),
@@ -613,7 +591,7 @@ IDLE: list[tuple[dict[str, int], Any, list[str]]] = [  # the mesh, the layers on
     ({"cp": 2}, lambda on: [Attends(on.cp)], []),
     ({"cp": 2}, lambda on: [of_cp(on), linear(), attention(on, memory_dim=4)], []),
     ({"dp": 2}, lambda on: [Attends()], []),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "layers", "words"), IDLE)
@@ -736,7 +714,9 @@ class Half(nn.Module):
         return x
 
 
-def check_values_of_replicas(sizes: dict, zero: int) -> None:
+@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 0), ({"dp": 2}, 3)])
+@on_ranks(2)
+def test_kept_values_that_differ_between_replicas_are_refused(sizes: dict, zero: int) -> None:
     on = mesh(**sizes)
     name = "0.weight" if sizes.get("tp", 1) == 1 else "2.weight"
     for seeded in (True, False):
@@ -773,11 +753,6 @@ def check_a_table_of_two_stages() -> None:
         refused = pytest.raises(ValueError, match=r"replicas differ, as each rank made its own: .* table.weight")
         with contextlib.nullcontext() if alike else refused:
             mp.prepare(stages, on, initialize=False, micro_batches=2, **told)
-
-
-@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 0), ({"dp": 2}, 3)])
-def test_kept_values_that_differ_between_replicas_are_refused(ranks, sizes, zero):
-    ranks(2, check_values_of_replicas, sizes, zero)
 
 
 def check_names_of_stages() -> None:

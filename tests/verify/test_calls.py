@@ -143,8 +143,7 @@ TOLD = [
     (ranks("RuntimeError: b", "Trace\n  x\nValueError: a"), "ValueError: a"),
     (ranks("RuntimeError: b", "KeyError: c"), "KeyError: c"),
     (ranks("ValueError: a", "ValueError: b"), "ValueError: a"), (ranks(LATE, "RuntimeError: b"), "RuntimeError: b"),
-    (ranks(DIED, DIED), DIED),
-    (ranks("", f"{DIED} (SIGKILL)", "RuntimeError: closed"), f"rank 1: {DIED} (SIGKILL)"),
+    (ranks(DIED, DIED), DIED), (ranks("", f"{DIED} (SIGKILL)", "RuntimeError: closed"), f"rank 1: {DIED} (SIGKILL)"),
     (ranks("RuntimeError: closed", f"{DIED} (SIGSEGV)", f"{DIED} (SIGKILL)"), f"rank 1: {DIED} (SIGSEGV)"),
     (f"{DIED} (SIGKILL)", f"{DIED} (SIGKILL)"), (ranks(LATE), "not done in time: rank 0 in torch"),
 ]  # fmt: skip

@@ -51,8 +51,7 @@ WHOLE = torch.arange(8.0 * 6 * 10, dtype=torch.float64).view(8, 6, 10)
 TOKENS = torch.tensor([0, 2, 5])
 # layout, rank, shape, declared features, what it may hold
 PARTS: dict[str, tuple[str, RankRecord, tuple, tuple, list]] = {
-    "whole": ("tp2", seen(1), (8, 6, 10), (), [WHOLE]),
-    "its rows": ("dp4", seen(dp=2), (2, 6, 10), (), [WHOLE[4:6]]),
+    "whole": ("tp2", seen(1), (8, 6, 10), (), [WHOLE]), "its rows": ("dp4", seen(dp=2), (2, 6, 10), (), [WHOLE[4:6]]),
     "all rows without dp": ("tp2", seen(dp=0), (8, 6, 10), (), [WHOLE]),
     "its tokens": ("cp2", seen(cp=1, length=6, tokens=TOKENS), (8, 3, 10), (), [WHOLE[:, TOKENS]]),
     "rows and tokens": ("cp2dp2", seen(dp=1, length=6, tokens=TOKENS), (4, 3, 10), (), [WHOLE[4:, TOKENS]]),

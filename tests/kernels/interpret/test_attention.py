@@ -29,7 +29,7 @@ def test_errors_of_every_mask_over_many_blocks(name):
     check(draw(130), **mask(name, 130))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [F16])
 @pytest.mark.parametrize("name", ["causal", "full", "packed window", "bounds"])
 def test_errors_in_half_precision(name, dtype):
     check(draw(130, dtype=dtype), **mask(name, 130))
@@ -37,29 +37,24 @@ def test_errors_in_half_precision(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "T", "dtype"),
-    some(
-        *((name, 37, F32) for name in MASKS), *((name, 1, F32) for name in ("causal", "packed window", "bounds")),
-        of=[*((name, 1, F32) for name in MASKS), *((name, 37, BF16) for name in ("window", "packed", "packed full"))],
-    ),
+    some(*((name, 37, F32) for name in MASKS), *((name, 1, F32) for name in ("causal", "packed window", "bounds")),
+         of=[*((name, 1, F32) for name in MASKS), *((name, 37, BF16) for name in ("window", "packed", "packed full"))]),
 )  # fmt: skip
 def test_errors_of_short_rows(name, T, dtype):
     heads = {"H": 32, "groups": 16} if T == 1 else {"H": 4, "groups": 2}  # one row's error in the reference is luck
     check(draw(T, **heads, dtype=dtype), **mask(name, T))
 
 
-@pytest.mark.parametrize(("H", "groups"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("H", "groups"), [(6, 2)])
 def test_errors_of_grouped_heads_in_a_batch(H, groups):
     for name in ("causal", "bounds"):
         check(draw(37, H, groups, B=2, dtype=BF16), **mask(name, 37))
 
 
-@pytest.mark.parametrize(
-    ("K", "V", "dtype"),
-    [
-        *((K, V, F32) for K, V in ((80, 80), (96, 64), (64, 128), (128, 80), (256, 256), (6, 40), (32, 32))),
-        *((K, V, BF16) for K, V in ((32, 32), (64, 128), (128, 64), (192, 128), (256, 256))),
-    ],
-)
+@pytest.mark.parametrize(("K", "V", "dtype"), [
+    *((K, V, F32) for K, V in ((96, 64), (128, 80), (256, 256), (6, 40))),
+    *((K, V, BF16) for K, V in ((32, 32), (192, 128), (256, 256))),
+])  # fmt: skip
 def test_errors_of_every_head_dimension(K, V, dtype):
     heads = {"H": 8, "groups": 4} if K < 64 else {}  # the reference's error of few numbers is luck
     check(draw(37, K=K, V=V, dtype=dtype, **heads), **mask("window", 37))
@@ -112,7 +107,7 @@ def test_nothing_in_gives_nothing_out(B, T, H, keys):
         check({name: x.to(dtype) for name, x in inputs.items()}, causal=False)
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("softcap", [5.0])
 def test_pitfall_37_blocks_of_a_ring_make_the_whole_with_float32_lse(softcap):
     """Each block's backward pass, from the merged output and lse alone, is its term of the gradient."""
     inputs, blocks = draw(48, 4, 2, dtype=BF16), 6

@@ -40,14 +40,11 @@ def check_bits(x, layout="contiguous", **options):
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize(
-    ("M", "K", "dtype", "layout"),
-    [
-        (1, 127, BF16, "contiguous"), (129, 257, BF16, "strided rows"), (127, 129, F32, "strided columns"),
-        (1021, 33, F16, "contiguous"), (256, 128, F32, "strided rows"), (3, 1, BF16, "far rows"),
-        (0, 5, BF16, "contiguous"), (5, 0, BF16, "contiguous"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("M", "K", "dtype", "layout"), [
+    (1, 127, BF16, "contiguous"), (129, 257, BF16, "strided rows"), (127, 129, F32, "strided columns"),
+    (1021, 33, F16, "contiguous"), (256, 128, F32, "strided rows"), (3, 1, BF16, "far rows"),
+    (0, 5, BF16, "contiguous"), (5, 0, BF16, "contiguous"),
+])  # fmt: skip
 def test_quantized_bits(M, K, dtype, layout, square):
     check_bits(draw(M, K, dtype=dtype), layout, square=square)
 

@@ -28,7 +28,7 @@ def choices(T, K, E):
     return laws.drawn(torch.randint, -1, E + 1, (T, K), generator=torch.Generator().manual_seed(T))  # -1 and E are none
 
 
-@pytest.mark.parametrize(("T", "K", "E"), [(7, 2, 5), (300, 3, 20), (1100, 1, 8), (40, 8, 300), (5, 2, 1), (0, 2, 4)])
+@pytest.mark.parametrize(("T", "K", "E"), [(300, 3, 20), (1100, 1, 8), (40, 8, 300), (5, 2, 1), (0, 2, 4)])
 def test_rows(T, K, E):
     experts = choices(T, K, E)
     row, counts = moe_rows(experts, E, impl="triton")
