@@ -103,6 +103,7 @@ class Fields:
     param_dtype: str | None = None
     reduce_dtype: str = "float32"
     bitwise: int = 0
+    overlap: int = 0
     trace: bool = False
     token: str | None = None
     staleness: int | None = None
@@ -160,8 +161,8 @@ GONE = {
     "init_from_hf": "mpcore convert examples.gpt.hf:SPEC --from-hf DIR --to CKPT, then --init-from CKPT",
 }
 """Flags of version 0.2: the field that does it now, or what to do."""
-FROM_0 = ("bitwise", "experts", "moe.shared_experts", "warmup", "twin", "eval_every", "record_tensors", "save_every",
-          "max_skips", "check_replicas", "check_speed")  # fmt: skip
+FROM_0 = ("bitwise", "overlap", "experts", "moe.shared_experts", "warmup", "twin", "eval_every", "record_tensors",
+          "save_every", "max_skips", "check_replicas", "check_speed")  # fmt: skip
 FROM_1 = ("tp", "pp", "cp", "ep", "dp", "etp", "replicate", "cp_inner", "virtual_stages", "workers", "local_steps",
           "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "moe.top_k", "moe.d_ff", "moe.every",
           "seq_len", "steps", "lr_decay_steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples",

@@ -39,12 +39,10 @@ def residual_dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
-    """Return the policies of `prepare` that the flags ask for."""
+    """Return the policies of `prepare` that the flags ask for. Dropout draws from no generator of torch."""
     kind, budget = recompute_kind(args.recompute)
     if budget is None:
-        recompute = Recompute(
-            kind, args.recompute_every, preserve_rng_state=False
-        )  # the layers' dropout draws from no generator of torch
+        recompute = Recompute(kind, args.recompute_every, preserve_rng_state=False)
     else:
         calls = {block: call for stage in stages for block, call in block_calls(stage, args).items()}
         recompute = Recompute(

@@ -29,7 +29,7 @@ from examples.gpt.samples import Samples, permute, to_device
 from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.collectives import all_reduce
-from mpcore.layers import RouterStatistics
+from mpcore.layers import RouterStatistics, overlap_communication
 from mpcore.tools import invariant
 from mpcore.tools.analysis.communication import StepTimes
 from mpcore.tools.analysis.curves import TensorCurves, round_anew
@@ -51,6 +51,8 @@ class Trainer:
             sequence_parallel=args.sequence_parallel, context=args.cp_kind, device="meta",
             dtype=torch.float64 if args.dtype == "float64" else torch.float32, residual_dtype=residual_dtype(args),
         )  # fmt: skip
+        for stage in self.stages if args.overlap else ():
+            overlap_communication(stage, args.overlap)
         heads = [stage.head for stage in self.stages if stage.last]
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
