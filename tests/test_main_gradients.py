@@ -72,7 +72,7 @@ def check_model(sequence, tied):
         assert all(gradient_of(p) is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_pitfall_32_main_gradients_are_the_dense_ones_tied_or_not(ranks, size):
     for sequence, tied in ((None, True), (1, True), (1, False)):
         ranks(size, check_model, sequence, tied)

@@ -24,7 +24,6 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.layers import materialize
-from mpcore.layers.attention.sequence import KINDS
 from mpcore.pipeline.partition import partition
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.sharding import shardings
@@ -202,7 +201,7 @@ def check_layout(model: str, sizes: dict[str, int], options: dict[str, Any], wan
 SP = {"sp": True}
 LAYOUTS = [
     ("rope", {"tp": 3}, {}), ("rope", {"tp": 2}, {**SP, "compile": Compile("aot_eager")}),
-    *(("rope", {"cp": 2, **({"cp_inner": 2} if kind == "two-level" else {})}, {"kind": kind}) for kind in KINDS),
+    ("rope", {"cp": 2}, {"kind": "alltoall"}),
     ("rope", {"cp": 4, "cp_inner": 2}, {"kind": "two-level"}),
     ("four blocks", {"pp": 2}, {"schedule": "zbv", "virtual": 2}),
     ("rope", {"dp": 2}, {"zero": 3, "recompute": "full"}), ("learned", {"cp": 2, "tp": 2}, {"kind": "zigzag", **SP}),

@@ -150,12 +150,11 @@ def first_parameters(kind, tied, meta, seed=7):
     return {name: value.numpy() for name, value in full_state_dict(model).items()}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("gpt2", False)])
 def test_pitfall_21_first_parameters_are_bitwise_equal_at_every_size(ranks, kind, tied):
     """Uneven shards (10 hidden units, 21 words) and replicated KV heads (2 of 6) included."""
     want = {n: v.numpy() for n, v in full_state_dict(materialize(Model(kind, tied=tied), 7)).items()}
-    for size, meta in itertools.product((1, 2, 3, 4), (True, False)):
+    for size, meta in ((1, False), (2, True), (3, True), (3, False), (4, True)):
         for state in ranks(size, first_parameters, kind, tied, meta):
             assert state.keys() == want.keys()
             assert all((state[name] == want[name]).all() for name in want), (size, meta)
