@@ -43,7 +43,7 @@ from mpcore import vocab_parallel_cross_entropy as cross_entropy
 from mpcore.checkpoint import diff, inspect, latest, load, save, save_async, step_path, tensor_file, verify
 from mpcore.checkpoint import format as checkpoint_format
 from mpcore.checkpoint import saving as checkpoint_saving
-from mpcore.checkpoint.format import MANIFEST, read_manifest
+from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
 from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
@@ -668,6 +668,17 @@ def test_a_state_that_is_none_of_its_parameter_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"safetensors has no dtype for torch\.complex128"):
         save(tmp_path / "step", model, mesh=Mesh(), step=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_tiles_accepts_what_covers_a_shape_once_and_nothing_else():
+    assert tiles([()], ())
+    assert tiles([((0, 2), (0, 3)), ((2, 1), (0, 1)), ((2, 1), (1, 2))], (3, 3))
+    assert tiles([], (0, 3))
+    for boxes, shape in (
+        ([], ()), ([(), ()], ()), ([], (1,)), ([((0, 2),)], (3,)), ([((0, 2),), ((1, 2),)], (3,)),
+        ([((0, 3),), ((3, 1),)], (3,)), ([((0, 3),)] * 2, (3,)), ([((0, 0),), ((0, 3),)], (3,)),
+    ):  # fmt: skip
+        assert not tiles(boxes, shape), boxes
 
 
 def check_killed(root: str, victim: int, name: str, count: int, asynchronous: bool) -> None:
