@@ -27,7 +27,7 @@ class Tile(NamedTuple):
 
 # By kernel and head dimension: plain attention, then attention with bounds, a soft cap, padded heads or heads below 64.
 # The largest blocks that spill no registers and fit into shared memory with three stages: with two, each step of a loop
-# waits for copies that the step before began last (tests/kernels/test_machine_code.py). No GPU has timed them.
+# waits for copies that the step before began last (tests/kernels/machine_code.py). No GPU has timed them.
 _LARGE: dict[str, dict[Any, Any]] = {  # 227 KiB of shared memory: H100, B200
     "forward": {
         64: ((128, 128), (128, 64)),
