@@ -63,6 +63,7 @@ def test_a_good_run_is_finite_in_every_operator(runs, capsys, name):
         == f"step 3 and those before it, from the checkpoint on: finite on all {2 if name == 'context' else 4} ranks"
     )
     assert status == 0
+    assert "resumed after step 2" in replayed(capsys, runs[name], 2)[1], "a checkpoint of the step itself"
     assert sorted(runs[name].rglob("*")) == before  # nothing is written
 
 

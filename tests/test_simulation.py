@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,32 @@ def test_each_rank_has_its_own_random_state_and_the_caller_keeps_its_own():
     assert before[1] == random.getstate()
     (alone,) = mp.simulate(draw, False, tp=1)
     assert mp.simulate(draw, False, tp=2) == [alone, alone]
+
+
+def test_breakpoint_calls_stop_rank_after_rank(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: seen.append(dist.get_rank()))
+
+    def work(mesh: mp.Mesh) -> None:
+        breakpoint()
+        all_reduce(torch.ones(1), mesh.tp)
+
+    mp.simulate(work, tp=4)
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_each_line_says_which_rank_printed_it(capsys):
+    def talk(mesh: mp.Mesh) -> None:
+        print("first\nsecond")
+        all_reduce(torch.ones(1), mesh.tp)
+        print("done")
+
+    print("before")
+    mp.simulate(talk, tp=2)
+    print("after")
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == ("before", "after")
+    assert sorted(lines) == [f"rank {rank}: {word}" for rank in range(2) for word in ("done", "first", "second")]
 
 
 def test_an_error_names_its_rank_and_stops_the_others():

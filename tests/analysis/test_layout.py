@@ -132,6 +132,7 @@ def test_what_is_not_linear_is_run_in_full():
     assert layout.short == build_schedule("zb", 2, 2 * ROUNDS)
     one = counter.rank(arguments, 1, pp=2)
     assert (whole(one), one.ledger.counts) == (whole(found[1]), found[1].ledger.counts)
+    assert whole(counter.rank(arguments, pp=2)) == whole(found[0])
 
 
 def test_a_work_without_an_outline_is_run_in_full():
