@@ -1,13 +1,14 @@
 """attention without a GPU: the reference, bad input, and what would be launched; on a GPU also the kernels."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_gpu import calls, fake_gpu
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpcore.kernels.attention import attention, attention_backward, reference
+from mpcore.kernels.attention import attention, attention_backward, reference, tiles
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 
 T = 23
@@ -296,3 +297,46 @@ def test_nothing_is_launched_for_nothing(B, T, keys):
             ops.attention_forward(q, k, k, *options)
     assert launches == []
     assert (dq.shape, dk.shape, dv.shape, dq.any()) == (q.shape, k.shape, k.shape, False)
+
+
+def check_tiles(table):
+    """Powers of two from 16; what has bounds or padded heads has no larger tile, nor has a wider head."""
+    assert table.keys() == {"forward", "dkdv", "dq"}
+    for of_kernel in table.values():
+        sizes = []
+        assert list(of_kernel) in ([64, 128, 256], [64, 128, 256, (256, 128)])
+        for plain, masked in of_kernel.values():
+            for n in (*plain, *masked):
+                assert n in (16, 32, 64, 128)
+            assert math.prod(masked) <= math.prod(plain)
+            sizes.append((math.prod(plain), math.prod(masked)))
+        assert sizes[:3] == sorted(sizes[:3], reverse=True)
+
+
+TARGETS = {"sm_80": tiles._A100, "sm_90": tiles._LARGE, "sm_100": tiles._BLACKWELL, "gfx942": tiles._AMD}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_tile_is_whole_blocks_that_fit(target):
+    with fake_gpu(target):
+        found = tiles._tiles_of.__wrapped__(f"fake {target}")
+    assert found is TARGETS[target]
+    check_tiles(found)
+
+
+@pytest.mark.parametrize(
+    ("memory", "major", "hip", "table"),
+    [
+        (227, 9, None, "_LARGE"), (200, 9, None, "_LARGE"), (227, 10, None, "_BLACKWELL"),
+        (227, 12, None, "_BLACKWELL"), (199, 9, None, "_A100"),
+        (163, 8, None, "_A100"), (160, 8, None, "_A100"), (159, 8, None, "_SMALL"),
+        (99, 12, None, "_SMALL"), (64, 9, "6.4", "_AMD"), (227, 9, "6.4", "_AMD"),
+    ],
+)  # fmt: skip
+def test_which_table_a_gpu_has(memory, major, hip, table, monkeypatch):
+    found = SimpleNamespace(shared_memory_per_block_optin=memory * 1024, major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = tiles._tiles_of.__wrapped__(torch.device("cuda", 0))
+    assert found is getattr(tiles, table)
+    check_tiles(found)
