@@ -1,5 +1,8 @@
 """Models of transformers whose sequence is sharded over cp, and between layers over tp, train as on one process."""
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,6 @@ import mpcore as mp
 from mpcore import Axis, Recompute, Zero, parallelize, prepare, shard_sequence
 from mpcore.interop.parallelize import model_plan, suggest_plan
 from mpcore.interop.parallelize.context import serve_context
-from mpcore.tools.simulation import RankError
 from tests import families
 from tests.equality import close
 from tests.pool import mesh, on_ranks
@@ -22,6 +24,8 @@ SIZES |= {"pad_token_id": 0}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2,
+     moe_intermediate_size=12)),
     "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES, **MIXED, num_local_experts=4,
      num_experts_per_tok=2)),
     "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=0.2,
@@ -33,7 +37,7 @@ ROWS, T = 4, 16
 def build(name, seed=0):
     torch.manual_seed(seed)
     model = MODELS[name]()
-    if name == "gpt_oss":
+    if name in ("gpt_oss", "qwen3_moe"):
         model.set_experts_implementation("eager")
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
@@ -57,25 +61,35 @@ def token_loss(out, target):
     return F.cross_entropy(out.logits.flatten(0, 1), target.flatten(), reduction="sum")
 
 
-def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False):
-    """The losses of four steps."""
+def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False, steps=range(4), folder=None):
+    """The losses of some steps of a run, which begins and ends with a checkpoint if there is a folder."""
     on, model, batch = mesh(**sizes), build(name), batch_of(what)
     here = slice(on.dp.rank * ROWS // on.dp.size, (on.dp.rank + 1) * ROWS // on.dp.size)
     batch = {key: x[here] for key, x in batch.items()}
-    if on.tp.size > 1 or on.cp.size > 1:
+    if max(on.tp.size, on.cp.size, on.ep.size) > 1:
         plan = model_plan(model, on.tp.size, on.ep.size) | {"": "sequence_parallel"} if split else "auto"
         model = parallelize(model, plan, on.tp, ep=on.ep, etp=on.etp, cp=on.cp, context=kind)
         batch = shard_sequence(batch, on.cp, kind)
+    stages, blocks, schedule = mp.pipeline_stages(model, on, micro_batches=on.pp.size)
     run = prepare(
-        model, on, blocks=model.model.layers, loss=token_loss, initialize=False, data=Zero(zero),
+        stages, on, blocks=blocks, schedule=schedule, micro_batches=on.pp.size, loss=token_loss, initialize=False,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), recompute=Recompute(recompute),
+        data=Zero(zero),
     )  # fmt: skip
+    if steps.start:
+        run.load(folder / f"step-{steps.start:08}")
     found, x, target = [], batch.pop("x"), batch.pop("target")
+    for _ in steps:
+        run.forward_backward(x, target, **batch)
+        found.append(run.optimizer_step().loss)
+    if folder is not None:
+        run.save(folder)
+    return torch.tensor(found)
+
+
+def wide_losses(*args, **options):
     with families.wide():
-        for _ in range(4):
-            found.append(run.forward_backward(x, target, **batch))
-            run.optimizer_step()
-    return torch.stack(found)
+        return losses(*args, **options)
 
 
 @pytest.mark.parametrize(("size", "name", "what", "sizes", "options"), [
@@ -87,11 +101,24 @@ def losses(name, what, sizes, kind="ring", zero=0, recompute="none", split=False
     (4, "gpt_oss", "", {"tp": 2, "ep": 2, "dp": 2, "etp": 1}, {"split": True, "zero": 2}),
     (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
     (2, "gemma2", "", {"tp": 2}, {"split": True, "recompute": "full"}),
+    (4, "gemma2", "documents", {"cp": 2, "pp": 2}, {"kind": "zigzag", "recompute": "full"}),
+    (4, "qwen3_moe", "padding", {"tp": 2, "pp": 2}, {"split": True, "zero": 1}),
 ])  # fmt: skip
 def test_every_layout_trains_as_one_process_does(ranks, size, name, what, sizes, options):
-    (want,) = ranks(1, losses, name, what, {})
-    for got in ranks(size, losses, name, what, sizes, **options):
+    (want,) = ranks(1, wide_losses, name, what, {})
+    for got in ranks(size, wide_losses, name, what, sizes, **options):
         close(got, want, "losses", 1e-10)
+
+
+@pytest.mark.parametrize(("name", "resumed"), [("qwen3_moe", {"ep": 2, "dp": 4}), ("llama", {"dp": 4})])
+def test_a_run_of_30_steps_resumes_on_other_axes(tmp_path, name, resumed):
+    eight, options = {"tp": 2, "cp": 2, "pp": 2}, {"kind": "zigzag", "folder": tmp_path / "saved"}
+    with families.wide():
+        want = losses(name, "documents", {}, steps=range(30))
+        first = mp.simulate(partial(losses, name, "documents", eight, steps=range(15), **options), ranks=8)
+        last = mp.simulate(partial(losses, name, "documents", resumed, steps=range(15, 30), **options), ranks=4)
+    for got in (torch.cat(halves) for halves in itertools.product(first, last)):
+        close(got, want, "losses", 1e-9)
 
 
 @pytest.mark.parametrize(("family", "cp", "sp"), [
@@ -148,15 +175,6 @@ def test_what_a_part_of_the_tokens_cannot_give_is_refused():
     model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"dropout 0\.1"):
         model.train()(mine["input_ids"])
-
-
-def cut_after_cp(on):
-    mp.pipeline_stages(parallelize(build("llama"), cp=on.cp), on, micro_batches=2)
-
-
-def test_stages_of_a_model_with_a_sharded_sequence_are_refused():
-    with pytest.raises(RankError, match=r"was parallelized with cp 2, .* build the mesh with pp 1"):
-        mp.simulate(cut_after_cp, cp=2, pp=2)
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_it_changes():

@@ -388,6 +388,7 @@ DEFERRED = [
     ("gpt2", {"dp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2}),  # a tied table
     ("gemma2", {"pp": 2, "tp": 2}, mp.Zero(0), {"micro_batches": 4, "lora": True}),
     ("llama", {"dp": 4}, mp.Zero(3, replicate=2), {}),
+    ("llama", {"cp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2}),
 ]
 
 

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from mpcore._torch import fsdp
 from mpcore._torch.pytree import leaves
 from mpcore.interop.hugging_face.small import small_copy
+from mpcore.interop.parallelize.context import ShardedSequence
+from mpcore.layers.attention import sequence_index
 from mpcore.layers.initialize import deferred_reads
 from mpcore.mesh.agreement import raising_together
-from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.schedules import Schedule, find_schedule
 from mpcore.sharding.declarations import add_partial, shardings
@@ -111,6 +113,16 @@ def pipeline_stages(
         return Stages([chain[at] for at in mine], blocks, plan)
 
 
+def _sharded_sequence(model: nn.Module) -> ShardedSequence | None:
+    return vars(model).get("sharded_sequence")
+
+
+def _tokens_split(model: nn.Module) -> int:
+    """Return the number of ranks over which sequence parallelism shards the tokens between layers."""
+    sequence = _sharded_sequence(model)
+    return 1 if sequence is None else sequence.tp.size
+
+
 # --- what stands in for modules of other stages ----------------------------------------------------------------------
 
 
@@ -178,11 +190,14 @@ class _Stage(nn.Module):
     options: dict[str, Any]
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
-        ids = x
+        args, arguments, sequence = (x,), {**self.options, **arguments}, _sharded_sequence(self)
         if self.inlet is not None:
-            self.inlet.x, ids = x, torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+            tokens = x.shape[1] * _tokens_split(self)
+            self.inlet.x, args = x, (torch.zeros(x.shape[0], tokens, dtype=torch.long, device=x.device),)
         try:
-            return super().forward(ids, **{**self.options, **arguments})
+            if sequence is not None:
+                args, arguments = sequence(self, args, arguments)
+            return super().forward(*args, **arguments)
         except _HandedOnError as handed:
             return handed.x
         finally:
@@ -274,7 +289,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     def made(unit: nn.Module, given: Any, out: Any) -> None:
         if isinstance(out, Tensor):
             *outer, width = out.shape
-            sizes = dict(zip(ids.shape[::-1], (TOKENS, BATCH), strict=False))
+            sizes = {ids.shape[1] // _tokens_split(model): TOKENS, ids.shape[0]: BATCH}
             trace.shapes[names[unit]] = (*(sizes.get(size, size) for size in outer), width)
 
     handles = [m.register_forward_pre_hook(lambda m, given: calls.append(m)) for m in (*numbers, *units.values())]
@@ -350,11 +365,6 @@ def _check_whole(model: nn.Module) -> None:
         raise ValueError(
             f"{meta} has no values: cut a model that has, such as one of from_pretrained, to try its stages"
         )
-    if "sharded_sequence" in vars(model):
-        raise ValueError(
-            f"{type(model).__name__} was parallelized with {vars(model)['sharded_sequence']}, which its stages would "
-            f"not have: build the mesh with pp 1, or parallelize it over tp alone"
-        )
     if fsdp.units(model):
         raise ValueError("the model is sharded over data already: cut it first, prepare shards its stages")
 
@@ -397,15 +407,20 @@ def _ids(model: nn.Module) -> Tensor:
         raise ValueError(f"{type(model).__name__} has no table of ids: give ids [B, T] of a forward as example=")
     words: Any = getattr(getattr(model, "config", None), "vocab_size", None) or table.num_embeddings
     device = next(model.parameters()).device
-    return torch.randint(2, words, TRIED, generator=torch.Generator().manual_seed(6)).to(device)
+    samples, tokens = TRIED
+    shape = samples, tokens * _tokens_split(model)
+    return torch.randint(2, words, shape, generator=torch.Generator().manual_seed(6)).to(device)
 
 
 def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[str, Any]) -> Iterator[list[Tensor]]:
     """Yield the floating-point tensors that the chain of stages returns in evaluation, then those of padded samples."""
     masks: list[dict[str, Any]] = [{}]
-    if "attention_mask" in inspect.signature(model.forward).parameters:
+    sequence = _sharded_sequence(model)
+    if "attention_mask" in inspect.signature(model.forward).parameters and not (sequence and sequence.recurrent):
+        cp, kind = (sequence.cp, sequence.kind) if sequence else (Axis(name="cp"), "ring")
+        tokens = ids.shape[1] * cp.size
         masks.append(
-            {"attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([ids.shape[1] - 1]).to(ids), 0)}
+            {"attention_mask": (sequence_index(tokens, cp, kind, ids.device) < tokens - 1).long().expand_as(ids)}
         )
     training = [(m, m.training) for stage in stages for m in stage.modules()]
     try:

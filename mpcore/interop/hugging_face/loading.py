@@ -37,7 +37,7 @@ def from_pretrained(
     model_class: Any = None,
     **options: Any,
 ) -> Any:
-    """Load a Hugging Face model from a local folder, sharded over tp and ep. Call it on every rank.
+    """Load a Hugging Face model from a local folder, sharded over tp, ep and cp. Call it on every rank.
 
     Each rank creates the model on the meta device and calls `parallelize`. Then it reads its shards from the files. The
     result equals `parallelize` of the model that transformers' `from_pretrained` returns.
@@ -48,13 +48,13 @@ def from_pretrained(
 
     Args:
         folder: a local folder with config.json and safetensors files.
-        mesh: the mesh. The model is sharded over `mesh.tp`, and its experts over `mesh.ep`, on `mesh.device`.
+        mesh: the mesh. The model is sharded over `mesh.tp`, its experts over `mesh.ep`, its sequence over `mesh.cp`.
         plan: the plan (see `parallelize`).
         defer: leave the parameters on the meta device until `prepare(initialize=False)` reads them.
         dtype: the dtype of the parameters, except those that transformers keeps in float32; buffers have the dtype that
             transformers gives them. None: the dtype in config.json, or float32 if there is none.
         model_class: a class of transformers. None: the first class in `architectures` of config.json.
-        options: the arguments `check`, `example`, `skip` and `strict` of `parallelize`.
+        options: the arguments `context`, `check`, `example`, `skip` and `strict` of `parallelize`.
 
     Returns:
         The model, in evaluation mode, as transformers returns it. Call `train()` before you train it.
@@ -86,7 +86,7 @@ def from_pretrained(
     path = Path(folder)
     model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class))
     dense = together(mesh.world, lambda: dense_shape(model))
-    model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, data=mesh.data, **options)
+    model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, data=mesh.data, cp=mesh.cp, **options)
 
     def weights_of() -> Weights:
         held = held_tensors(model, mesh)

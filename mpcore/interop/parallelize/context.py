@@ -15,7 +15,6 @@ import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -124,74 +123,88 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
     for module in model.modules():
         if "config" in vars(module):
             module.cp, module.context = cp, kind  # type: ignore[assignment]  # read by `attend`
-    hook = partial(_show_full_sequence, cp=cp, kind=kind, documents=documents, tp=tp or Axis(name="tp"))
-    model.register_forward_pre_hook(partial(hook, recurrent=recurrent), with_kwargs=True)
-    vars(model)["sharded_sequence"] = f"cp {cp.size}" if cp.size > 1 else "'sequence_parallel'"
+    vars(model)["sharded_sequence"] = ShardedSequence(cp, kind, documents, tp or Axis(name="tp"), recurrent)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
 
 # --- the hook of the model's forward ----------------------------------------------------------------------------------
 
 
-def _show_full_sequence(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    cp: Axis,
-    kind: str,
-    documents: bool,
-    tp: Axis,
-    recurrent: str | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace positions and the padding mask by those of the full sequence. A forward pre-hook."""
-    parameters = inspect.signature(type(model).forward).parameters
-    names = list(parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {name: value for name, value in given.items() if value is not None}
-    _refuse_arguments(model, given, cp, tp)
-    tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
-    rows = tokens.shape[0]
-    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-    lengths = _lengths(tokens, position_ids, mask, cp)
-    if any(length % tp.size for length in lengths):
-        raise ValueError(
-            f"{', '.join(map(str, lengths))} tokens on the ranks of cp are not multiples of tp {tp.size}, which "
-            f"sequence parallelism needs: pad the rows, with attention_mask 0 and targets -100"
-        )
-    full = FullSequence(sum(lengths))
-    if mask is not None:
-        full.documents = _documents_of_padding(unshard_sequence(mask.bool(), cp, kind, 1, full.length))
-        if position_ids is None and full.documents is not None and not bool(full.documents[:, 0].all()):
+@dataclass(eq=False)
+class ShardedSequence:
+    """Replaces positions and the padding mask of a forward by those of the full sequence.
+
+    Attributes:
+        documents: whether the unsharded model keeps packed documents apart.
+        tp: the axis of sequence parallelism; size 1: none.
+        recurrent: the type of the layers that carry a state across tokens; None: there are none.
+    """
+
+    cp: Axis
+    kind: str
+    documents: bool
+    tp: Axis
+    recurrent: str | None
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the model's own forward."""
+        cp, kind, tp = self.cp, self.kind, self.tp
+        parameters = inspect.signature(getattr(type(model), "whole_class", type(model)).forward).parameters
+        names = list(parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if value is not None}
+        _refuse_arguments(model, given, cp, tp)
+        tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        rows = tokens.shape[0]
+        position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+        lengths = _lengths(tokens, position_ids, mask, cp)
+        if any(length % tp.size for length in lengths):
             raise ValueError(
-                "attention_mask hides the first tokens of a row, and models count positions there in two ways: give "
-                "position_ids too, or pad the ends of rows"
+                f"{', '.join(map(str, lengths))} tokens on the ranks of cp are not multiples of tp {tp.size}, which "
+                f"sequence parallelism needs: pad the rows, with attention_mask 0 and targets -100"
             )
-    elif position_ids is not None:
-        full.positions = unshard_sequence(position_ids.contiguous(), cp, kind, 1, full.length).expand(rows, -1)
-        steps = torch.diff(full.positions, prepend=full.positions[:, :1] - 1)
-        full.documents = (steps != 1).cumsum(-1)
-        if not documents and bool(full.documents.any()):
+        full = FullSequence(sum(lengths))
+        if mask is not None:
+            full.documents = _documents_of_padding(unshard_sequence(mask.bool(), cp, kind, 1, full.length))
+            if position_ids is None and full.documents is not None and not bool(full.documents[:, 0].all()):
+                raise ValueError(
+                    "attention_mask hides the first tokens of a row, and models count positions there in two ways: "
+                    "give position_ids too, or pad the ends of rows"
+                )
+        elif position_ids is not None:
+            full.positions = unshard_sequence(position_ids.contiguous(), cp, kind, 1, full.length).expand(rows, -1)
+            steps = torch.diff(full.positions, prepend=full.positions[:, :1] - 1)
+            full.documents = (steps != 1).cumsum(-1)
+            if not self.documents and bool(full.documents.any()):
+                raise ValueError(
+                    f"position_ids restart, and {type(model).__name__} doesn't keep packed documents apart in "
+                    f"transformers either: give one document in each row, with attention_mask for padding"
+                )
+        if self.recurrent and full.documents is not None and bool((full.documents != full.documents[:, :1]).any()):
             raise ValueError(
-                f"position_ids restart, and {type(model).__name__} doesn't keep packed documents apart in transformers "
-                f"either: give one document in each row, with attention_mask for padding"
+                f"attention_mask hides tokens or position_ids restart, and layers of the type {self.recurrent!r} carry "
+                f"their state across them with 'sequence_parallel': give one document in each row, padded at its end "
+                f"with targets -100, and no attention_mask"
             )
-    if recurrent and full.documents is not None and bool((full.documents != full.documents[:, :1]).any()):
-        raise ValueError(
-            f"attention_mask hides tokens or position_ids restart, and layers of the type {recurrent!r} carry their "
-            f"state across them with 'sequence_parallel': give one document in each row, padded at its end with "
-            f"targets -100, and no attention_mask"
-        )
-    shown = torch.ones(rows, full.length, dtype=torch.bool, device=tokens.device)
-    shown.full_sequence = full  # type: ignore[attr-defined]
-    given["attention_mask"] = shown
-    if tp.size > 1 and "inputs_embeds" in given:
-        given["inputs_embeds"] = collectives.split(given["inputs_embeds"], tp, 1)
-    elif tp.size > 1 and "inputs_embeds" in parameters:  # else some models would read T from the shape of input_ids
-        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))  # type: ignore[operator]
-    if position_ids is None:
-        given["position_ids"] = sequence_index(full.length, cp, kind, tokens.device)[None]
-    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        given["use_cache"] = False
-    return (), given
+        shown = torch.ones(rows, full.length, dtype=torch.bool, device=tokens.device)
+        shown.full_sequence = full  # type: ignore[attr-defined]
+        given["attention_mask"] = shown
+        if tp.size > 1 and "inputs_embeds" in given:
+            given["inputs_embeds"] = collectives.split(given["inputs_embeds"], tp, 1)
+        elif tp.size > 1 and "inputs_embeds" in parameters:  # else some models would read T from the shape of input_ids
+            given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids"))  # type: ignore[operator]
+        if position_ids is None:
+            given["position_ids"] = sequence_index(full.length, cp, kind, tokens.device)[None]
+        if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given["use_cache"] = False
+        return (), given
+
+
+def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model's `ShardedSequence`. A pipeline stage calls it itself, with the arguments of the full model."""
+    return None if hasattr(type(model), "whole_class") else vars(model)["sharded_sequence"](model, args, kwargs)
 
 
 def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:

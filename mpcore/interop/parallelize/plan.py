@@ -196,7 +196,7 @@ _LEFT_OUT: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_wit
 
 
 def model_plan(model: nn.Module, tp: int = 2, ep: int = 1) -> dict[str, str | Style]:
-    """Return the plan that a Hugging Face model carries, by full name patterns.
+    """Return the plan that a Hugging Face model carries, by full name patterns, as far as they match.
 
     It is the config's `base_model_tp_plan`, or the entry of `BASE_PLANS`, updated with the model's own `_tp_plan`.
 
@@ -219,6 +219,8 @@ def model_plan(model: nn.Module, tp: int = 2, ep: int = 1) -> dict[str, str | St
     plan = {prefix + pattern: style for pattern, style in base.items()} | (getattr(model, "_tp_plan", None) or {})
     if ep > 1 and tp == 1:
         plan = {pattern: style for pattern, style in plan.items() if is_experts(style)}
+    names = _names(model)
+    plan = {pattern: style for pattern, style in plan.items() if any(map(_regex(pattern).fullmatch, names))}
     if not plan:
         axis, sizes = ("ep", f", tp={tp}, ep={ep}") if ep > 1 else ("tp", "")
         other = ", or build the mesh with ep 1" if ep > 1 else ""
@@ -244,19 +246,14 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
 
     The sizes of tp and ep choose what the model's own plan names (`model_plan`).
     """
-    own = is_own(plan)
-    rules: Plan = model_plan(model, tp, ep) if plan is None or isinstance(plan, str) else plan
+    rules: Plan = model_plan(model, tp, ep) if is_own(plan) else plan  # pyright: ignore[reportAssignmentType]
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise ValueError(f"{lazy} has no shape yet: run the model once, on every rank alike, before parallelize")
-    kind, modules = type(model).__name__, dict(model.named_modules(remove_duplicate=False))
-    names = [*modules, *dict(model.named_parameters(remove_duplicate=False))]
+    kind, modules, names = type(model).__name__, dict(model.named_modules(remove_duplicate=False)), _names(model)
     chosen: dict[int, tuple[str, Target]] = {}
     for pattern in sorted(rules, key=lambda pattern: pattern.count("*")):
-        regex = re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
-        hits = [name for name in names if regex.fullmatch(name)]
-        if not hits and own:
-            continue
+        hits = list(filter(_regex(pattern).fullmatch, names))
         if hits and not modules.keys() & hits and is_experts(rules.get(pattern.rpartition(".")[0])):
             continue  # a pattern of parameters: the style of their module covers them
         style = _style(pattern, rules[pattern])
@@ -277,6 +274,15 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
     if not chosen:
         raise ValueError(f"the plan of {len(rules)} patterns matches no module of {kind}")
     return [target for _, target in chosen.values()]
+
+
+def _names(model: nn.Module) -> list[str]:
+    named = (model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False))
+    return [name for each in named for name, _ in each]
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]*"))
 
 
 def on_axes(styles: list[Target], ep: Axis, etp: Axis | None = None) -> list[Target]:
