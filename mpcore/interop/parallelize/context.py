@@ -25,8 +25,17 @@ from torch.overrides import TorchFunctionMode
 from mpcore import collectives
 from mpcore._torch.fake import is_fake
 from mpcore._torch.values import real_tensors
-from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments, plain_arguments
-from mpcore.interop.parallelize.prove import CannotCheckError, PlanTester, Run, compare, run, run_ranks, shapes_of
+from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments
+from mpcore.interop.parallelize.prove import (
+    CannotCheckError,
+    PlanTester,
+    Run,
+    compare,
+    plain_run,
+    run,
+    run_ranks,
+    shapes_of,
+)
 from mpcore.layers.attention import context_attention, document_ends, sequence_index, shard_sequence, unshard_sequence
 from mpcore.layers.attention.sequence import check_kind, order_of_runs, sequence_runs
 from mpcore.mesh.agreement import gather_objects
@@ -35,7 +44,7 @@ from mpcore.mesh.axis import Axis
 NAME = "mpcore"
 TENSORS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
 UNUSED = ("position_ids", "cache_position", "use_cache", "is_causal", "sliding_window", "output_attentions")
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 RECURRENT = {"linear_attention", "conv", "hybrid"}  # served under sequence parallelism, where they get all tokens
 LOCAL = 13  # tokens of a rank in the test: seldom another size of a model
 WAY_OUT = "build the mesh with cp 1 for this model: tp, ZeRO and pipelines serve it"
@@ -426,8 +435,7 @@ def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool 
             run(part, ((), dict(shard_sequence(given, axis, kind, dim=1))), found=runs[axis.rank])
 
     with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        whole = run(twin.model, plain_arguments(((), given | {"use_cache": False})), sharded=False)
-        twin.model.zero_grad()
+        whole = plain_run(twin, ((), given | {"use_cache": False}))
         if whole.error is not None:
             raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {whole.error}")
         run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)

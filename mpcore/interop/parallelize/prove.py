@@ -149,7 +149,7 @@ class PlanTester:
             data = [(arguments, first)]
             for rank in range(1, sizes.get("dp", 1)):  # other tokens on each data rank
                 rolled = map_tensors(lambda x, rank=rank: x.roll(rank, 0) if x.dim() > 1 else x, arguments)
-                data.append((rolled, _plain_run(twin, rolled)))
+                data.append((rolled, plain_run(twin, rolled)))
             runs = [Run() for _ in range(len(data) * size)]
 
             def rank_run(mesh: Mesh) -> None:
@@ -203,7 +203,7 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy,
         twin = None
         for arguments in [example] if example is not None else guesses(shapes):
             twin = twin or _twin(shapes, few)
-            found = _plain_run(twin, arguments)
+            found = plain_run(twin, arguments)
             finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
             if found.error is None and finite:
                 return twin, arguments, found
@@ -212,7 +212,7 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy,
     raise CannotCheckError(why)
 
 
-def _plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
+def plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
     """Run the unsharded twin, and leave no gradients in it."""
     try:
         with WithoutCollectives():

@@ -9,9 +9,8 @@ import torch
 
 from mpcore._torch.values import real_tensors
 from mpcore.interop.parallelize.context import LOCAL, LocalPositions, join_calls, serve_context, tokens_of_example
-from mpcore.interop.parallelize.model_copy import plain_arguments
 from mpcore.interop.parallelize.plan import Style, on_axes
-from mpcore.interop.parallelize.prove import Cut, PlanTester, Run, compare, run, run_ranks
+from mpcore.interop.parallelize.prove import Cut, PlanTester, Run, compare, plain_run, run, run_ranks
 from mpcore.mesh.axis import Axis
 
 
@@ -36,8 +35,7 @@ def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut:
             run(part, ((), dict(given)), found=runs[axis.rank])
 
     with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        whole = run(twin.model, plain_arguments(((), given | {"use_cache": False})), sharded=False)
-        twin.model.zero_grad()
+        whole = plain_run(twin, ((), given | {"use_cache": False}))
         run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)
         if not any(each.error for each in runs):
             calls = join_calls(runs, length, Axis(size, name="tp"), "ring")
