@@ -1,0 +1,61 @@
+"""An axis above 1 that a model or a call would not use is named by a ValueError, with the way out."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mpcore as mp
+from mpcore.interop.parallelize import SequenceParallel
+from mpcore.tools.simulation import RankError
+from tests import families
+from tests.test_parallelize_sequence import build, token_loss
+
+
+def run_of(model, on):
+    return mp.prepare(
+        model, on, blocks=model.model.layers, loss=token_loss, initialize=False,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+
+
+def prepared(name, *axes):
+    """Prepare a model of transformers that `parallelize` has sharded over these axes only."""
+    return lambda on: run_of(mp.parallelize(build(name), **{key: getattr(on, key) for key in axes}), on)
+
+
+CASES = {  # the sizes of the mesh, the call, and the two parts of the error: the axis, and the way out
+    "tp forgotten": ({"tp": 2}, lambda on: run_of(build("llama"), on), "2 ranks of tp", "tp=mesh.tp"),
+    "cp forgotten beside tp": ({"tp": 2, "cp": 2}, prepared("llama", "tp"), "cp", "cp=mesh.cp"),
+    "tp forgotten beside cp": ({"tp": 2, "cp": 2}, prepared("llama", "cp"), "2 ranks of tp", "tp=mesh.tp"),
+    "ep forgotten beside cp": ({"cp": 2, "ep": 2}, prepared("gpt_oss", "cp"), "2 ranks", "ep=mesh.ep"),
+    "ep of a dense model": ({"ep": 2}, prepared("llama", "ep"), "ep", "build the mesh with ep 1"),
+    "ep of a plan without experts": ({"tp": 2, "ep": 2}, lambda on: mp.parallelize(
+        build("gpt_oss"), {"model.embed_tokens": "vocab"}, on.tp, ep=on.ep), "2 ranks of ep", "ep_dispatch_experts"),
+    "ep of experts that the plan skips": ({"ep": 2}, lambda on: mp.parallelize(
+        build("qwen3_moe"), ep=on.ep, skip=("**.experts",)), "2 ranks of ep", "build the mesh with ep 1"),
+    "tp of a plan that replicates": ({"tp": 2}, lambda on: mp.parallelize(
+        build("llama"), {"model.norm": "replicate"}, on.tp), "2 ranks of tp", "build the mesh with tp 1"),
+    "cp of a family's own attention": ({"cp": 2}, lambda on: mp.parallelize(
+        families.build("bloom"), cp=on.cp), "cp 2", "build the mesh with cp 1"),
+    "cp of state-space layers": ({"cp": 2}, lambda on: mp.parallelize(
+        families.build("mamba2"), cp=on.cp), "cp 2", "build the mesh with cp 1"),
+    "sp of a part": ({"tp": 2}, lambda on: mp.parallelize(
+        build("llama"), {"model.layers.*": SequenceParallel(), "model.layers.*.mlp.down_proj": "rowwise"}, on.tp),
+     "sequence_parallel", "'': 'sequence_parallel'"),
+    "sp without sharded layers": ({"tp": 2}, lambda on: mp.parallelize(
+        build("llama"), {"": "sequence_parallel"}, on.tp), "2 ranks of tp", "name layers"),
+    "pp forgotten": ({"pp": 2}, lambda on: run_of(build("llama"), on),
+     "pipeline ranks 0 and 1", "pipeline_stages(model, mesh"),
+    "pp of a model without layers": ({"pp": 2}, lambda on: mp.pipeline_stages(
+        nn.Embedding(8, 8), on, micro_batches=2), "Embedding", "write its stages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_axis_without_effect_is_named(case):
+    sizes, call, axis, way_out = CASES[case]
+    with pytest.raises(RankError, match=f"ValueError: .*{axis}") as found:
+        mp.simulate(call, **sizes)
+    assert re.search(re.escape(way_out), str(found.value)), found.value
