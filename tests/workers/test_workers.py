@@ -276,7 +276,7 @@ def test_a_stranger_can_not_join_read_or_stop_a_run(tmp_path):
     first = Worker(folder=tmp_path, seconds=0.01, until=150)
     host, port = first.address.split(":")
     for token in (b"another token of sixteen bytes", b"", TOKEN[:-1]):
-        with pytest.raises((ValueError, OSError)):
+        with pytest.raises(ValueError, match="refused this secret"):
             connect(first.address, token, 3.0)
     with recorded(first.address) as (address, heard):
         channel = connect(address, TOKEN, 3.0)
@@ -292,12 +292,31 @@ def test_a_stranger_can_not_join_read_or_stop_a_run(tmp_path):
             with suppress(ConnectionError):
                 while part := stranger.recv(4096):
                     answer += part
-            assert len(answer) == 48, (data[:20], answer)  # the name of the protocol and a random number
+            said = answer[48:]  # after the name of the protocol and a random number: nothing, or the fixed refusal
+            assert len(answer) >= 48 and said in (b"", b"\xff" * 8), (data[:20], answer)
     idle = [socket.create_connection((host, int(port))) for _ in range(80)]  # more than may be silent at once
     for each in idle:
         each.close()
     finish(first)
     check(tmp_path, 150, [first])
+
+
+def test_a_worker_that_finds_no_run_says_why(caplog):
+    """At once if the secret is wrong or another program listens; else one line, and an error after the time-out."""
+    first, began = Worker(seconds=0.01, until=30), time.monotonic()
+    own = {"options": Options(timeout=60.0), "rule": Nesterov(), "until": 30, "about": ABOUT, "anchor": ANCHOR}
+    with pytest.raises(ValueError, match=f"{first.address}.* refused this secret"):
+        start(listen="127.0.0.1:0", token=b"another token of sixteen bytes", join=[first.address], **own)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400" + b" " * 99)).start()
+        with pytest.raises(ValueError, match=f"{address}.* is no worker"):
+            start(listen="127.0.0.1:0", token=TOKEN, join=[address], **own)
+    assert time.monotonic() - began < 10
+    with pytest.raises(ValueError, match=rf"1\.5 s: {address}"):
+        start(listen="127.0.0.1:0", token=TOKEN, join=[address], **{**own, "options": Options(timeout=1.5)})
+    assert f"1.5 s for a worker of the run: {address}" in caplog.text
+    finish(first)
 
 
 def test_a_message_that_is_changed_is_refused():

@@ -104,7 +104,8 @@ class Node:
                     beats = message["worker"]
                 channel.send(*self._answer(message, tensors))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            if not known:
+            if not known and channel is not None and isinstance(error, ValueError):
+                channel.refuse()
                 log.debug("a stranger was refused: %s", error)
         finally:
             if not known:

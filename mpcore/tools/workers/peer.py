@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mpcore.mesh.log import get_logger
 from mpcore.tools.workers.journal import FILE, read_lines, resume
 from mpcore.tools.workers.node import Node
 from mpcore.tools.workers.outer import Options, Outer, Tensors, new_run
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
+log = get_logger(__name__)
 _TRIES = 8  # of a question whose connection breaks
 
 
@@ -156,8 +158,8 @@ class Peer:
         Raises:
             ValueError: if nobody says to lead within so many seconds, or the tokens differ.
         """
-        until, asked = time.monotonic() + seconds, list[str]()
-        problem: Exception | None = None
+        until, asked, told = time.monotonic() + seconds, list[str](), False
+        problem, refused = list[str](), list[str]()
         while True:
             asked = asked or list(dict.fromkeys([self.node.address, *self.addresses]))
             address = asked.pop(0)
@@ -171,12 +173,19 @@ class Peer:
                 leader = answer.get("leader")
                 if leader and leader != address and leader not in self.addresses:
                     self.addresses.append(leader)
-            except (OSError, ValueError) as error:
-                problem = error
+            except ValueError as error:
+                refused.append(f"{address}: {error}")
+            except OSError as error:
+                problem.append(f"{address}: {error}")
             if not asked:
+                if refused and self.number < 0:  # a worker of the run rather looks for those that it knows
+                    raise ValueError("; ".join(refused))
+                found = "; ".join(problem + refused) or "none of the workers there leads"
                 if time.monotonic() > until:
-                    text = f"no worker leads the run, at {', '.join(self.addresses) or 'no address'}"
-                    raise ValueError(f"{text}, within {seconds:g} s ({problem}): see whether they run, and the token")
+                    raise ValueError(f"no worker of the run answered within {seconds:g} s: {found}")
+                if not told and self.number < 0:
+                    log.warning("wait at most %g s for a worker of the run: %s", seconds, found)
+                problem, refused, told = [], [], True
                 time.sleep(0.1)
 
     def _beat(self) -> None:

@@ -28,6 +28,7 @@ from mpcore.tools.workers.outer import Tensors
 _HELLO = b"mpcore workers 1"
 _STRANGER, _LIMIT = 2**12, 2**36  # bytes of a message: before the other end has signed one, and after
 _HANDSHAKE = 10.0  # seconds
+_REFUSAL = struct.pack("<Q", 2**64 - 1)  # in the place of a message's size: its sender isn't signed by this token
 
 Message = dict[str, Any]
 
@@ -80,7 +81,9 @@ class Channel:
         Raises:
             ValueError: if it is too long or damaged, or its signature is wrong: the tokens differ.
         """
-        (size,) = struct.unpack("<Q", self._read(8))
+        (size,) = struct.unpack("<Q", head := self._read(8))
+        if head == _REFUSAL and not self.received:
+            raise ValueError(f"the worker there refused this secret: give both the same {NAME}, or the same token file")
         limit = _LIMIT if self.received else _STRANGER
         if size > limit:
             raise ValueError(f"a message of {size} bytes came, at most {limit} are allowed")
@@ -98,6 +101,11 @@ class Channel:
         """Send a message and wait for its answer."""
         self.send(message, tensors)
         return self.receive()
+
+    def refuse(self) -> None:
+        """Tell the other end that its first message is not signed by this token. These bytes are always the same."""
+        with contextlib.suppress(OSError):
+            self.sock.sendall(_REFUSAL)
 
     def close(self) -> None:
         """Close the connection; a thread that waits for a message is woken."""
