@@ -1,7 +1,8 @@
 """Loss of workers that wait for nobody, beside synchronous merges, on a simulated clock: `python -m bench.workers`.
 
-Four workers train the model of docs/local_updates.md from 300 steps of data parallelism on. One of them is 4 times
-slower. Who hands in when follows from a clock that counts steps, so a row depends on no machine's speed.
+Workers train the model of docs/local_updates.md: by default four, of which one is 4 times slower, after 300 steps of
+data parallelism. `--begin 0 --seconds 1 1 --steps 400 --batch 8 --every 20` is its recipe of two shells. A clock that
+counts steps orders the updates, so a row depends on no machine's speed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from mpcore.tools.workers.rules import Rule, describe
 
 TINY = ["--layers", "2", "--d-model", "64", "--heads", "4", "--d-ff", "256", "--seq-len", "128", "--device", "cpu",
         "--eval-every", "0"]  # fmt: skip
-SECONDS = (1.0, 1.0, 1.0, 4.0)  # of a step of each worker
 ROWS: dict[str, tuple[str, bool, Rule]] = {
     "all, Nesterov": ("all", False, Nesterov()),
-    "none, average": ("none", False, Average(0.35)),
+    "all, average": ("all", False, Average()),
+    "none, average": ("none", False, Average()),
+    "none, average 1.4": ("none", False, Average(1.4)),
+    "none, Nesterov": ("none", False, Nesterov()),
     "none, delayed Nesterov": ("none", False, DelayedNesterov(lr=1.0, momentum=0.5)),
     "none, delayed Nesterov, dynamic": ("none", True, DelayedNesterov(lr=1.0, momentum=0.3)),
     "none, HeLoCo, dynamic": ("none", True, HeLoCo(0.3, 1.0, 0.5, 0.5, 1.0, lr=0.2)),
@@ -38,26 +41,29 @@ def trainer(folder: str, seed: int, *flags: str) -> Trainer:
 
 
 def trained(
-    start: Tensors, folder: str, seed: int, every: int, wait: str, dynamic: bool, rule: Rule
+    start: Tensors, folder: str, seed: int, args: argparse.Namespace, wait: str, dynamic: bool, rule: Rule
 ) -> dict[str, float]:
-    """Train steps 1200 to 2400, 4 samples each. Return the held-out loss of the anchor at the end and at clock 400."""
-    flags = ["--steps", "2400", "--warmup", "80", "--global-batch", "4"]
-    runs = [trainer(folder, seed, *flags) for _ in SECONDS]
+    """Train. Return the held-out loss of the anchor at the end, and at the clock when nobody waited for others."""
+    every, seconds, first = args.every, args.seconds, args.begin * 16 // args.batch
+    until, soon = first + args.steps, args.steps // len(args.seconds) * 4 // 3
+    flags = ["--steps", str(max(until, 2 * first)), "--warmup", str(320 // args.batch if first else 20)]
+    flags += ["--global-batch", str(args.batch)]
+    runs = [trainer(folder, seed, *flags) for _ in seconds]
     tensors, options = [RunTensors(each.run) for each in runs], Options(every=every, wait=wait, dynamic=dynamic)
-    outer = Outer({"rule": describe(rule), "first": 1200, "until": 2400}, start)
+    outer = Outer({"rule": describe(rule), "first": first, "until": until}, start)
     events, pending, clock, early = list[tuple[float, int]](), dict[int, tuple[Any, Tensors]](), 0.0, None
-    for worker in range(len(SECONDS)):
+    for worker in range(len(seconds)):
         outer.apply({"op": "join", "worker": worker, "address": ""})
 
     def lease(worker: int) -> None:
-        steps = outer.free_steps(max(int(every / SECONDS[worker]), 1) if dynamic else every)
+        steps = outer.free_steps(max(int(every / seconds[worker]), 1) if dynamic else every)
         if steps is not None:
             line = {"op": "lease", "worker": worker, "phase": 0, "steps": steps, "base": outer.version}
             outer.apply(line)
             tensors[worker].write(outer.anchor)
-            heapq.heappush(events, (clock + (steps[1] - steps[0]) * SECONDS[worker], worker))
+            heapq.heappush(events, (clock + (steps[1] - steps[0]) * seconds[worker], worker))
 
-    for worker in range(len(SECONDS)):
+    for worker in range(len(seconds)):
         lease(worker)
     while not outer.ended:
         clock, worker = heapq.heappop(events)
@@ -69,12 +75,14 @@ def trained(
         if len(pending) >= options.needed(len(outer.leases)):
             entries, updates = zip(*(pending[each] for each in sorted(pending)), strict=True)
             pending.clear()
-            outer.apply({"op": "update", "version": outer.version + 1, "updates": entries}, updates)
-            if early is None and clock >= 400:
+            workers = len(seconds) if rule.shares and wait != "all" else len(entries)
+            line = {"op": "update", "version": outer.version + 1, "updates": entries, "workers": workers}
+            outer.apply(line, updates)
+            if early is None and clock >= soon:
                 early = evaluated(folder, seed, flags, outer.anchor)
             for each in entries:
                 lease(each["worker"])
-    return {"loss": evaluated(folder, seed, flags, outer.anchor), "loss at 400": early or 0.0, "clock": clock}
+    return {"loss": evaluated(folder, seed, flags, outer.anchor), f"loss at {soon}": early or 0.0, "clock": clock}
 
 
 def evaluated(folder: str, seed: int, flags: Sequence[str], anchor: Tensors) -> float:
@@ -88,17 +96,19 @@ def main() -> None:
     """Print a row for each rule and seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[1.0, 1.0, 1.0, 4.0], help="of each one's step")
+    for name, default in {"begin": 300, "steps": 1200, "batch": 4, "every": 50}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=[*ROWS])
     args = parser.parse_args()
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            begun = trainer(folder, seed, "--steps", "600", "--global-batch", "16")
-            while begun.run.step < 300:
+            begun = trainer(folder, seed, "--steps", str(2 * args.begin or 1), "--global-batch", "16")
+            while begun.run.step < args.begin:
                 begun.step()
             start = RunTensors(begun.run).read()
             for name in args.rows:
-                found = trained(start, folder, seed, args.every, *ROWS[name])
+                found = trained(start, folder, seed, args, *ROWS[name])
                 print(json.dumps({"row": name, "seed": seed, "every": args.every, **found}), flush=True)
 
 

@@ -15,13 +15,15 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 from mpcore.tools.diloco import OUTER_SLOTS, DiLoCo, Merge, check_options
 from mpcore.tools.workers.elastic import ElasticWorker
 from mpcore.tools.workers.outer import Options
-from mpcore.tools.workers.rules import Nesterov, Rule
+from mpcore.tools.workers.rules import Average, Nesterov, Rule
 from mpcore.training.observers import Observer
 from mpcore.training.run import Run
 
+log = get_logger(__name__)
 _OF_JOBS = ("steps", "folder", "token", "data", "rule", "wait", "staleness", "dynamic", "timeout", "replicas",
             "update_dtype")  # fmt: skip
 
@@ -37,7 +39,7 @@ class LocalUpdates(Observer):
     Args:
         every: the number of steps between two merges of a parameter.
         lr, momentum, nesterov: options of the outer optimizer, which merges the workers. lr 1 and momentum 0 average
-            the parameters (Local SGD).
+            the parameters (Local SGD): the default for jobs that don't wait for all. None is otherwise 0.7 and 0.9.
         fragments: the number of parts of the model, which are merged in turn.
         listen: where this worker serves the others, host:port.
         join: host:port of a worker of the run, or several. The first worker of a run has none.
@@ -45,7 +47,7 @@ class LocalUpdates(Observer):
         folder: for the journal and the outer state of these workers, which `replay_runs` and a restart read.
         token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
         data: names the data. A worker with other data, another model, optimizer or option is refused.
-        rule: the outer rule (`mpcore.tools.workers`), instead of `Nesterov(lr, momentum, nesterov)`.
+        rule: the outer rule (`mpcore.tools.workers`), instead of `Average(lr)` or `Nesterov(lr, momentum, nesterov)`.
         wait, staleness, dynamic, timeout, replicas, update_dtype: of `mpcore.tools.workers.outer.Options`; wait None is
             "none". Worlds always wait for all.
 
@@ -68,8 +70,8 @@ class LocalUpdates(Observer):
     """
 
     every: int = 100
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float | None = None
+    momentum: float | None = None
     nesterov: bool = True
     fragments: int = 1
     listen: str | None = None
@@ -92,7 +94,12 @@ class LocalUpdates(Observer):
     slots: ClassVar[tuple[str, ...]] = OUTER_SLOTS
 
     def __post_init__(self) -> None:
-        check_options(self.every, self.lr, self.momentum, self.fragments)
+        averages = self.are_jobs and self.wait != "all" and not self.momentum
+        lr = (1.0 if averages else 0.7) if self.lr is None else self.lr
+        momentum = (0.0 if averages else 0.9) if self.momentum is None else self.momentum
+        check_options(self.every, lr, momentum, self.fragments)
+        self.lr, self.momentum = lr, momentum
+        self.outer_rule = self.rule or (Average(lr) if averages else Nesterov(lr, momentum, self.nesterov))
         names = ("every", "staleness", "dynamic", "timeout", "replicas", "update_dtype")
         self.options = Options(wait=self.wait or "none", **{name: getattr(self, name) for name in names})
         own = LocalUpdates.__dataclass_fields__  # those below are of jobs alone
@@ -103,6 +110,9 @@ class LocalUpdates(Observer):
             raise ValueError(
                 f"workers that are jobs got steps {self.steps} and {self.fragments} fragments: 1 or more, 1"
             )
+        rule = self.outer_rule
+        if self.are_jobs and self.options.wait == "none" and isinstance(rule, Nesterov) and rule.momentum > 0:
+            log.warning("%s can diverge with wait 'none': it adds up stale updates. The default is Average()", rule)
 
     @property
     def are_jobs(self) -> bool:
@@ -129,7 +139,7 @@ class LocalUpdates(Observer):
         self.run, self.begun = run, False
         if self.are_jobs:
             self.worker = ElasticWorker(
-                run, options=self.options, rule=self.rule or Nesterov(**options), until=self.steps, listen=self.listen,
+                run, options=self.options, rule=self.outer_rule, until=self.steps, listen=self.listen,
                 join=[self.join] if isinstance(self.join, str) else self.join, token=self.token, folder=self.folder,
             )  # fmt: skip
             return

@@ -140,6 +140,12 @@ def test_several_updates_of_one_outer_step_are_averaged():
     for name, x in outer.anchor.items():
         torch.testing.assert_close(x, want[name], rtol=1e-13, atol=1e-13)
     assert (outer.version, outer.done) == (1, 15)
+    start, g = tensors(0), tensors(4)
+    outer = started(Average(), anchor=start)
+    lease(outer, 0, 5)
+    outer.apply({**line_of(outer, 0, 0), "workers": 4}, [g])  # one update of four workers
+    for name, x in outer.anchor.items():
+        torch.testing.assert_close(x, start[name] - g[name] / 4, rtol=1e-13, atol=1e-13)
 
 
 def test_no_step_is_lost_or_trained_twice():

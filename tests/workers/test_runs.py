@@ -17,7 +17,7 @@ from examples.gpt.pretrain import Trainer, parse
 from mpcore import Axis, Mesh, build_mesh
 from mpcore.__main__ import main
 from mpcore.experimental import LocalUpdates, simulate
-from mpcore.tools.workers import Nesterov, command
+from mpcore.tools.workers import Average, Nesterov, command
 from mpcore.tools.workers.elastic import RunTensors, replay_runs
 from mpcore.tools.workers.journal import read_lines
 
@@ -142,7 +142,7 @@ def test_a_picture_shows_who_trains_waits_and_leaves():
     assert (moved, left) == ([4.0], {0: 6.0})
 
 
-def test_what_a_run_of_workers_refuses(tmp_path):
+def test_what_a_run_of_workers_refuses(tmp_path, caplog):
     with pytest.raises(ValueError, match="steps 0"):
         LocalUpdates(listen="127.0.0.1:0")
     with pytest.raises(ValueError, match="'some'"):
@@ -151,6 +151,10 @@ def test_what_a_run_of_workers_refuses(tmp_path):
         with pytest.raises(ValueError, match=f"{next(iter(alone))} are of workers"):
             LocalUpdates(**alone)
     LocalUpdates(wait="all")  # is what worlds do
+    for wait, given, rule in (("none", {}, Average()), ("quorum:2", {"lr": 0.5}, Average(0.5)), ("all", {}, Nesterov()),
+                              ("none", {"momentum": 0.9}, Nesterov())):  # fmt: skip
+        assert LocalUpdates(listen="127.0.0.1:0", steps=5, wait=wait, **given).outer_rule == rule
+    assert caplog.text.count("can diverge") == 1
     with pytest.raises(ValueError, match="--wait without --listen"):
         trainer(Mesh(), tmp_path, "--wait", "none")
     updates = LocalUpdates(listen="127.0.0.1:0", steps=5)

@@ -309,8 +309,9 @@ class Node:
         held = [self.pending[worker] for worker in sorted(self.pending)]
         self.pending = {}
         entries = [{**entry, "applied": limit is None or outer.version - entry["base"] <= limit} for entry, _ in held]
-        moved = any(entry["applied"] for entry in entries)
-        line = {"op": "update", "version": outer.version + moved, "updates": entries}
+        moved = sum(entry["applied"] for entry in entries)
+        workers = len(outer.members) if outer.rule.shares and self.options.wait != "all" else moved
+        line = {"op": "update", "version": outer.version + bool(moved), "updates": entries, "workers": workers}
         self._commit(line, [update for _, update in held])
 
     def _beat(self, message: Message, _: memoryview) -> Message:

@@ -6,7 +6,7 @@ JSON values, which the journal keeps. Whoever applies the same lines and updates
     begin   run, rule, first, until, about, anchor    the first line: the steps from first to below until
     join    worker, address                           a number is never used again
     lease   worker, phase, steps, base                the worker trains steps [first, last) from the anchor `base`
-    update  version, updates, anchor                  one outer step, of one update or of several (`wait`)
+    update  version, updates, anchor, workers         one outer step: the sum of its updates, divided by `workers`
     leave   worker, why                               its steps are handed out again
 """
 
@@ -215,24 +215,26 @@ class Outer:
             self.done += lease.last - lease.first
             applied.append((self.rule.weight(self.version - entry["base"]), place))
         if applied and updates:
-            step(self.rule, self.version, self.anchor, self.slots, [(w, updates[place]) for w, place in applied])
+            weighted = [(w, updates[place]) for w, place in applied]
+            step(self.rule, self.version, self.anchor, self.slots, weighted, line.get("workers", len(applied)))
         self.version = line["version"]
 
 
 def step(
     rule: Rule, number: int, anchor: Tensors, slots: Mapping[str, Tensors],
-    updates: Sequence[tuple[float, Mapping[str, Tensor]]],
+    updates: Sequence[tuple[float, Mapping[str, Tensor]]], workers: int,
 ) -> None:  # fmt: skip
-    """Move the anchor by the mean of weighted updates, in their order.
+    """Move the anchor by the sum of weighted updates, in their order, divided by a number of workers.
 
     Args:
         rule: the outer rule.
         number: the outer steps before this one.
         anchor, slots: the outer state, which changes.
         updates: pairs of a weight and the update's tensors, x_base - x_local.
+        workers: the number that divides their sum.
     """
     for name, x in anchor.items():
         g = torch.zeros_like(x)
         for weight, update in updates:
             g.add_(update[name].to(g.dtype), alpha=weight)
-        rule.step(x, {slot: held[name] for slot, held in slots.items()}, g.div_(len(updates)), number)
+        rule.step(x, {slot: held[name] for slot, held in slots.items()}, g.div_(workers), number)

@@ -1,8 +1,8 @@
 """Outer rules: how the updates of workers move the anchor.
 
-A rule sees one tensor at a time: the anchor x, its slots (such as a momentum), and the outer gradient g. g is what the
-worker's parameter lost since its anchor, x_base - x_local, weighted by `weight` and averaged over the updates of one
-outer step. All tensors of a rule have one shape and dtype, and change in place.
+A rule sees one tensor at a time: the anchor x, its slots (such as a momentum), and the outer gradient g. g is the sum
+of the updates x_base - x_local of one outer step, each times its `weight`, divided by the number of updates or of
+workers (`shares`). All tensors of a rule have one shape and dtype, and change in place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ class Rule:
 
     Attributes:
         slots: the names of the tensors that the rule keeps for each parameter. They begin as zeros.
+        shares: whether the updates of an outer step are summed and divided by the number of workers of the run, so that
+            each worker counts once, however many of them wait. Otherwise they are divided by the number of updates.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
+    shares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -44,10 +47,13 @@ class Rule:
 class Average(Rule):
     """Add `lr` times the mean update. With updates of all workers and lr 1: parameter averaging (Local SGD).
 
-    Source: Stich 2018, arXiv:1805.09767. If nobody waits, lr is the mixing weight of Xie et al. 2019, arXiv:1903.03934.
+    Source: Stich 2018, arXiv:1805.09767. If nobody waits, lr divided by the number of workers is the mixing weight of
+    Xie et al. 2019, arXiv:1903.03934.
     """
 
     lr: float = 1.0
+
+    shares: ClassVar[bool] = True
 
     def step(self, x: Tensor, slots: Mapping[str, Tensor], g: Tensor, number: int) -> None:
         """x <- x - lr g."""
@@ -63,6 +69,7 @@ class Nesterov(Rule):
     nesterov: bool = True
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
+    shares: ClassVar[bool] = True
 
     def step(self, x: Tensor, slots: Mapping[str, Tensor], g: Tensor, number: int) -> None:
         """m <- momentum m + g; x <- x - lr (g + momentum m)."""
