@@ -72,7 +72,7 @@ def trained(
             runs[worker].step()
         entry = {"worker": worker, "base": outer.leases[worker].base, "applied": True}
         pending[worker] = entry, tensors[worker].moved()
-        if len(pending) >= options.needed(len(outer.leases)):
+        if len(pending) >= options.needed(len(outer.leases), len(seconds)):
             entries, updates = zip(*(pending[each] for each in sorted(pending)), strict=True)
             pending.clear()
             workers = len(seconds) if rule.shares and wait != "all" else len(entries)

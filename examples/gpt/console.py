@@ -162,24 +162,27 @@ class Console:
 def on(args: argparse.Namespace) -> str:
     """Return how to train on after the last step, with the learning rate that the run ended with."""
     kept = lr_schedule(args)["lr_decay_steps"]
-    return f"the same command with --resume auto --steps {2 * args.steps} --lr-decay-steps {kept}"
+    more = f"--steps {2 * args.steps} --lr-decay-steps {kept}"
+    if args.listen or args.join:
+        return f"start workers in new folders (--out), each with --resume of this checkpoint and {more}"
+    return f"the same command with --resume auto {more}"
 
 
 class Lines:
     """Counts steps in lines of a log, one every few seconds."""
 
     def __init__(self, todo: range, steps: int) -> None:
-        self.todo, self.steps, self.shown = todo, steps, {}
+        self.first = self.step = todo.start
+        self.steps, self.shown = steps, {}
+        self.began = self.told = time.monotonic()
 
-    def __iter__(self) -> Iterator[int]:
-        began = told = time.monotonic()
-        for step in self.todo:
-            yield step
-            now = time.monotonic()
-            if now - told >= EVERY or step + 1 == self.steps:
-                told, left = now, (now - began) / (step + 1 - self.todo.start) * (self.steps - step - 1)
-                facts = "".join(f", {name} {value}" for name, value in self.shown.items())
-                print(f"step {step + 1} of {self.steps}{facts}, {left:.0f} s left", file=sys.stderr, flush=True)
+    def update(self, steps: int) -> None:
+        """Count more steps."""
+        self.step, now = self.step + steps, time.monotonic()
+        if now - self.told >= EVERY or self.step == self.steps:
+            self.told, left = now, (now - self.began) / max(self.step - self.first, 1) * (self.steps - self.step)
+            facts = "".join(f", {name} {value}" for name, value in self.shown.items())
+            print(f"step {self.step} of {self.steps}{facts}, {left:.0f} s left", file=sys.stderr, flush=True)
 
     def set_postfix(self, shown: dict[str, str]) -> None:
         """Set what the next line says."""

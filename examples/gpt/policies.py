@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from examples.gpt.arguments import DTYPES, Fields, flag
+from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from mpcore import Compile, Mesh, Offload, Precision, Recompute, Run, Zero
 from mpcore.experimental import LocalUpdates
@@ -66,6 +67,16 @@ def local_updates(run: Run) -> LocalUpdates | None:
 def worker_of(run: Run) -> LocalUpdates | None:
     """Return the observer of a run that is one worker of several jobs; None if it isn't."""
     return next((each for each in run.observers if isinstance(each, LocalUpdates) and each.are_jobs), None)
+
+
+def worker_settings(args: argparse.Namespace, config: GPTConfig) -> dict[str, str]:
+    """Return what workers that are jobs must share, by flag."""
+    fields = {
+        **asdict(config),
+        **{name: getattr(args, name) for name in ("optimizer", "betas", "weight_decay", "clip")},
+    }
+    experts = {f"moe.{name}": x for name, x in (fields.pop("moe") or {}).items() if name != "dispatch"}
+    return {flag(name): str(x) for name, x in {**fields, **experts, **lr_schedule(args)}.items()}
 
 
 def block_calls(stage: GPT, args: argparse.Namespace) -> dict[nn.Module, tuple[tuple[Tensor], dict[str, Any]]]:

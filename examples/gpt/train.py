@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from examples.gpt.checkpoints import Checkpoints, Stop
 from examples.gpt.config import GPTConfig
-from examples.gpt.console import Console
+from examples.gpt.console import Console, Lines
 from examples.gpt.dashboards import Profile
 from examples.gpt.model import GPT, build_stages
 from examples.gpt.policies import (
@@ -24,6 +24,7 @@ from examples.gpt.policies import (
     policies,
     residual_dtype,
     worker_of,
+    worker_settings,
 )
 from examples.gpt.samples import Samples, permute, to_device
 from examples.gpt.setup import profiled_steps, set_up
@@ -35,6 +36,9 @@ from mpcore.tools.analysis.communication import StepTimes
 from mpcore.tools.analysis.curves import TensorCurves, round_anew
 from mpcore.tools.fault_tolerance.faults import Faults, is_timed
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class Trainer:
@@ -66,7 +70,8 @@ class Trainer:
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
         if (worker := worker_of(self.run)) is not None:
             offset = self.checkpoints.first_sample - self.checkpoints.first_step * args.global_batch
-            worker.data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step, from sample {offset}"
+            data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step, from sample {offset}"
+            worker.data = {"data": data, **worker_settings(args, setup.config)}
             worker.begin()
         if args.twin and self.run.step == 0:
             round_anew(self.run, args.twin, getattr(torch, args.dtype))
@@ -128,13 +133,11 @@ class Trainer:
             documents.append(arguments.get("documents"))
         return self.run.evaluate(batches, documents=documents)
 
-    def steps(self, bar: Iterable[int], until: int) -> Iterator[int]:
+    def steps(self, bar: tqdm | Lines, until: int) -> Iterator[int]:
         """Yield the steps to train, and advance the bar. They jump if this job is one worker of several."""
-        shown = iter(bar)
-        while self.run.step < until:
-            next(shown, None)
-            yield self.run.step
-        next(shown, None)  # a bar that ends
+        while (step := self.run.step) < until:
+            yield step
+            bar.update(self.run.step - step)
 
     def train(self) -> bool:
         """Train all steps that are left. Return whether a signal stopped the run."""
@@ -142,7 +145,7 @@ class Trainer:
         with checkpoints.folder() as records, console.recording(self, records):
             faults = Faults(self.mesh, records, self.out, max_skips=args.max_skips,
                             check_replicas=args.check_replicas, check_speed=args.check_speed)  # fmt: skip
-            until = min(args.steps, args.exit_step or args.steps)
+            until, worker = min(args.steps, args.exit_step or args.steps), worker_of(self.run)
             bar = console.bar(range(self.run.step, until), args.steps)
             for step in self.steps(bar, until):
                 self.profile.before(step)
@@ -155,6 +158,9 @@ class Trainer:
                 for line in faults.after(entry, checkpoints.samples(step), self.run, self.stragglers):
                     console.tell(line)
                 console.record_merge(step, merge)
+                if worker is not None and worker.worker is not None:
+                    for line in worker.worker.news():
+                        console.tell(line)
                 if args.eval_every and ((step + 1) % args.eval_every == 0 or self.run.step == args.steps):
                     sets = {name: self.evaluate(samples) for name, samples in self.setup.eval_sets.items()}
                     console.record_evaluation(step, self.evaluate(), sets)

@@ -46,7 +46,8 @@ class LocalUpdates(Observer):
         steps: the steps of the run, over all workers that are jobs of their own.
         folder: for the journal and the outer state of these workers, which `replay_runs` and a restart read.
         token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
-        data: names the data. A worker with other data, another model, optimizer or option is refused.
+        data: names the data, or settings by name. A worker with other data, another model, optimizer or option is
+            refused, with the name and both values.
         rule: the outer rule (`mpcore.tools.workers`), instead of `Average(lr)` or `Nesterov(lr, momentum, nesterov)`.
         wait, staleness, dynamic, timeout, replicas, update_dtype: of `mpcore.tools.workers.outer.Options`; wait None is
             "none". Worlds always wait for all.
@@ -79,7 +80,7 @@ class LocalUpdates(Observer):
     steps: int = 0
     folder: str | os.PathLike[str] | None = None
     token: str | os.PathLike[str] | None = None
-    data: str = ""
+    data: str | Mapping[str, str] = ""
     rule: Rule | None = None
     wait: str | None = None
     staleness: int | None = None

@@ -119,7 +119,10 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     steps = [s for line in found for e in line.get("updates", ()) if e["applied"] for s in range(*e["steps"])]
     assert sorted(steps) == list(range(300))
     assert main(["replay-workers", str(tmp_path / "1")]) == 0
-    assert "the same bits" in capsys.readouterr().out
+    assert "step 300 of 300: the same bits" in capsys.readouterr().out
+    for text in ("this is worker 1 of the run", "worker 0 left", "leads", "step 300 of 300"):
+        assert text in outs[1]
+    assert [line["worker"] for line in read_lines(tmp_path / "0") if line["op"] == "join"] == [0, 1, 2]
     assert main(["replay-workers", str(tmp_path / "1"), "--picture", str(tmp_path / "run.svg")]) == 0
     assert (tmp_path / "run.svg").read_text().count("worker ") >= 3
     path = tmp_path / "1" / "journal.jsonl"
@@ -165,11 +168,12 @@ def test_what_a_run_of_workers_refuses(tmp_path, caplog):
     first = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0")
     address = worker_of(first.run).peer.node.address
     for flags, said in (
-        (["--d-model", "64"], "model is"),
+        (["--d-model", "64"], "--d-model is 64"),
         (["--seed", "1"], "data is"),
-        (["--lr", "1"], "optimizer is"),
+        (["--lr", "1"], "--lr is 1.0"),
+        (["--warmup", "7"], "--warmup is 7"),
     ):
-        with pytest.raises(ValueError, match=f"{said} .* here, and .* at the run"):
+        with pytest.raises(ValueError, match=f"{said}.* here, and .* at the run"):
             trainer(Mesh(), tmp_path / "1", "--join", address, *flags)
     worker_of(first.run).peer.close()
 

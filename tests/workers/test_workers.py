@@ -105,9 +105,11 @@ def check(folder, until, of=None, begun=0):
 @pytest.mark.parametrize("rule", [Nesterov(), DelayedNesterov(buffer=3)], ids=["nesterov", "delayed"])
 def test_workers_end_with_one_anchor_and_the_replay_has_its_bits(wait, rule, tmp_path):
     first = Worker(folder=tmp_path / "0", wait=wait, rule=rule)
-    others = [Worker([first.address], seconds, wait=wait, rule=rule) for seconds in (0.001, 0.004)]
+    options = {"wait": wait, "rule": rule}
+    others = [Worker([first.address], 0.003, folder=tmp_path / str(i), **options) for i in (1, 2)]
     finish(first, *others)
-    check(tmp_path / "0", 60, [first, *others])
+    for i in range(3):  # worker 2 keeps no replica, but the journal
+        check(tmp_path / str(i), 60, [first, *others])
 
 
 def test_waiting_for_all_is_diloco(tmp_path):
@@ -195,6 +197,23 @@ def test_workers_may_die_at_random_times(seed, tmp_path):
     last = [worker for worker in workers if not worker.dead]
     journals = [tmp_path / str(i) for i in range(len(workers)) if (tmp_path / str(i) / "journal.jsonl").is_file()]
     check(max(journals, key=lambda folder: len(read_lines(folder))), 1500, last)
+
+
+def test_fewer_workers_than_the_quorum_stop(tmp_path):
+    """As on the smaller side of a network split. The run goes on when another worker joins."""
+    options = {"wait": "quorum:2", "until": 200, "seconds": 0.005, "timeout": 2.0}
+    first = Worker(folder=tmp_path, **options)
+    others = [Worker([first.address], **options) for _ in range(2)]
+    wait_for(lambda: first.peer.phase > 1)
+    for each in others:
+        each.kill()
+    wait_for(lambda: len(first.peer.node.outer.members) == 1)
+    time.sleep(0.5)
+    version = first.peer.node.outer.version
+    time.sleep(1.0)
+    assert first.peer.node.outer.version == version
+    finish(first, Worker([first.address], **options))
+    check(tmp_path, 200, [first])
 
 
 def test_a_hung_worker_is_left_out_and_says_so(tmp_path):

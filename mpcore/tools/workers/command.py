@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +22,8 @@ from mpcore.tools.workers.journal import Replayed, read_lines
 from mpcore.tools.workers.outer import Line
 from mpcore.training.run import Run
 
+EVERY = 5.0
+"""Seconds between two lines of progress."""
 COLOURS = {"train": "#4477aa", "wait": "#ddaa33", "lost": "#ee6677"}
 MEANINGS = {"train": "trains", "wait": "waits", "lost": "steps of a worker that left, trained again by others"}
 
@@ -102,16 +106,27 @@ def replay_program(run: Path, program: str) -> Replayed:
     args.resume = "none" if args.resume == "auto" else args.resume  # else all workers began with this checkpoint
     args.dp = args.dp or 1
     arguments = module.mesh_arguments(args)
+    entries = [entry for line in read_lines(run) for entry in line.get("updates", ())]
+    steps = sum(last - first for first, last in (entry["steps"] for entry in entries))
 
     def play() -> Replayed:
         mesh, trainers = build_mesh(**arguments), dict[int, object]()
+        done, told = 0, time.monotonic()
 
         def make() -> Run:
             trainer = module.Trainer(args, mesh)
             trainers[id(trainer.run)] = trainer
             return trainer.run
 
-        return replay_runs(run, make, lambda one: trainers[id(one)].step())  # type: ignore[attr-defined]
+        def step(one: Run) -> None:
+            nonlocal done, told
+            trainers[id(one)].step()  # type: ignore[attr-defined]
+            done += 1
+            if mesh.world.rank == 0 and time.monotonic() > told + EVERY:
+                told = time.monotonic()
+                print(f"replayed {done} of {steps} steps", file=sys.stderr, flush=True)
+
+        return replay_runs(run, make, step)
 
     ranks = math.prod(arguments[axis] or 1 for axis in ("tp", "cp", "pp", "dp"))
     return simulate(play, ranks=ranks)[0]
@@ -129,7 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(read_lines(args.run), args.picture)
         return 0
     found = replay_program(args.run, args.program)
-    total = f"{found.updates} updates in {found.outer.version} outer steps"
+    outer = found.outer
+    total = f"{found.updates} updates in {outer.version} outer steps, to step {outer.done} of {outer.until}"
+    if not outer.ended:
+        print(f"{args.run} ends at step {outer.done} of {outer.until}: another worker's folder has the rest")
     if found.differing:
         print(f"{total}: {len(found.differing)} hashes differ, the first of {found.differing[0]}")
         return 1

@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,18 +153,26 @@ class ElasticWorker:
             about=about, anchor=anchor, first=run.step, join=join, folder=None if folder is None else Path(folder),
         )  # fmt: skip
 
-    def begin(self, data: str) -> None:
+    def news(self) -> list[str]:
+        """Return who joined, left and took over the lead since the last call, a text each; on rank 0."""
+        news = [] if self.peer is None else self.peer.news[:]
+        if self.peer is not None:
+            del self.peer.news[: len(news)]
+        return news
+
+    def begin(self, data: str | Mapping[str, str]) -> None:
         """Join the run, load the anchor, and set `run.step` to the first step of the first phase.
 
         A new run begins at `run.step`.
 
         Args:
-            data: names the data. All workers must have the same.
+            data: names the data, or settings by name. All workers must have the same.
 
         Raises:
             ValueError: on every rank, if this worker doesn't fit the run, or nobody answers.
         """
-        about, anchor = {**self.tensors.about(), "data": data}, self.tensors.read()
+        said = {"data": data} if isinstance(data, str) else data
+        about, anchor = {**said, **self.tensors.about()}, self.tensors.read()
 
         def work() -> int:
             self.peer = self.start(about, anchor)

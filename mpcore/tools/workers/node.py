@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpcore.mesh.log import get_logger
 from mpcore.tools.workers.journal import Journal
-from mpcore.tools.workers.outer import Line, Options, Outer, Tensors, digest, like
+from mpcore.tools.workers.outer import Line, Options, Outer, Tensors, check_settings, digest, like
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, split_address, unpack
 
 log = get_logger(__name__)
@@ -120,7 +120,7 @@ class Node:
     def _answer(self, message: Message, tensors: memoryview) -> tuple[Message, bytes]:
         kind = message.get("kind")
         handlers = {"who": self._who, "join": self._join, "take": self._take, "hand": self._hand, "beat": self._beat,
-                    "leave": self._leave, "state": self._state, "log": self._log}  # fmt: skip
+                    "leave": self._leave, "lines": self._lines, "state": self._state, "log": self._log}  # fmt: skip
         if kind == "hello":
             return {"number": self.number}, b""
         if kind not in handlers:
@@ -236,10 +236,7 @@ class Node:
     def _join(self, message: Message, _: memoryview) -> Message:
         with self.state:
             outer = self._led()
-            here, there = outer.begin["about"], message["about"]
-            for name in sorted(here.keys() | there.keys()):
-                if here.get(name) != there.get(name):
-                    raise ValueError(f"{name} is {there.get(name)} here, and {here.get(name)} at the run")
+            check_settings(message["about"], outer.begin["about"], "at the run")
             worker = outer.next_worker
             self.seen[worker] = 0, time.monotonic()
             self._commit({"op": "join", "worker": worker, "address": message["address"]})
@@ -304,7 +301,7 @@ class Node:
     def _merge(self) -> None:
         """Apply the updates that wait, if they are enough."""
         outer, limit = self._led(), self.options.staleness
-        if not self.pending or len(self.pending) < self.options.needed(len(outer.leases)):
+        if not self.pending or len(self.pending) < self.options.needed(len(outer.leases), len(outer.members)):
             return
         held = [self.pending[worker] for worker in sorted(self.pending)]
         self.pending = {}
@@ -319,7 +316,14 @@ class Node:
         if worker in self.seen and self.seen[worker][0] != message["progress"]:
             self.seen[worker] = message["progress"], time.monotonic()
         members = [[number, address] for number, address in [*outer.members.items()]]
-        return {"members": members, "leader": self.address, "term": self.term}
+        return {"members": members, "left": dict(outer.left), "leader": self.address, "term": self.term}
+
+    def _lines(self, message: Message, _: memoryview) -> Message:
+        """Return lines after the first `count`; from the first on if the last of those is another one here."""
+        self._member(message["worker"])
+        lines, count = self.journal.lines, message["count"]
+        begin = count if lines[:count][-1:] == message["last"] else 0
+        return {"begin": begin, "lines": lines[begin : begin + 1000]}
 
     def _leave(self, message: Message, _: memoryview) -> Message:
         with self.state:

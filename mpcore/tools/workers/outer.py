@@ -35,7 +35,8 @@ class Options:
 
     Attributes:
         every: the steps of a phase.
-        wait: "none": apply each update at once. "all", "quorum:k": apply the mean of all workers', or of k updates.
+        wait: "none": apply each update at once. "all", "quorum:k": apply the mean of all workers', or of k updates. A
+            run of fewer than k workers stops, so at most one side of a network split goes on with a majority.
         staleness: the most outer steps that an update may have missed; None: no limit. A staler one isn't applied.
         dynamic: whether slow workers take fewer steps, so that all need the same time (Liu et al. 2024, section 5).
         timeout: the seconds without a step after which a worker is left out.
@@ -63,10 +64,12 @@ class Options:
         if self.every < 1 or self.timeout <= 0 or self.replicas < 0 or self.save_every < 1:
             raise ValueError(f"one of {self} is out of range")
 
-    def needed(self, training: int) -> int:
-        """Return how many updates make an outer step, while `training` workers train."""
+    def needed(self, training: int, workers: int) -> int:
+        """Return how many updates make an outer step, while `training` of the workers train."""
         kind, _, count = self.wait.partition(":")
-        return {"none": 1, "all": training}.get(kind) or min(int(count), training)
+        if kind == "quorum":
+            return min(int(count), training) if workers >= int(count) else int(count)
+        return training if kind == "all" else 1
 
 
 class Lease(NamedTuple):
@@ -104,6 +107,15 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:32]
 
 
+def check_settings(here: Mapping[str, str], run: Mapping[str, str], where: str) -> None:
+    """Raise ValueError that names the first settings in which a worker differs from the run, with both values."""
+    names = [name for name in sorted(here.keys() | run.keys()) if here.get(name) != run.get(name)]
+    names = [name for name in names if name not in ("model", "optimizer")] or names  # a setting says more than a hash
+    if names:
+        told = [f"{name} is {here.get(name)} here, and {run.get(name)} {where}" for name in names[:3]]
+        raise ValueError("; ".join(told))
+
+
 def new_run(
     rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]
 ) -> Line:  # fmt: skip
@@ -126,6 +138,7 @@ class Outer:
         returned: ranges of steps that went back, because their worker left or its update was too stale.
         done: how many steps are in the anchor.
         members: the address of each worker, by number.
+        left: why workers left, by number.
         phases: how many updates each worker has handed in.
         leases: what each worker trains now.
     """
@@ -138,6 +151,7 @@ class Outer:
         self.counter = self.done = int(begin["first"])
         self.returned: list[tuple[int, int]] = []
         self.members: dict[int, str] = {}
+        self.left: dict[int, str] = {}
         self.phases: dict[int, int] = {}
         self.leases: dict[int, Lease] = {}
 
@@ -166,6 +180,7 @@ class Outer:
                 self._take(first, last)
         elif op == "leave":
             self.members.pop(worker)
+            self.left[worker] = line["why"]
             if worker in self.leases:
                 self._give_back(self.leases.pop(worker))
         elif op == "update":

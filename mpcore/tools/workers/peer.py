@@ -14,7 +14,7 @@ from torch import Tensor
 from mpcore.mesh.log import get_logger
 from mpcore.tools.workers.journal import FILE, read_lines, resume
 from mpcore.tools.workers.node import Node
-from mpcore.tools.workers.outer import Options, Outer, Tensors, new_run
+from mpcore.tools.workers.outer import Options, Outer, Tensors, check_settings, new_run
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
@@ -47,6 +47,7 @@ class Peer:
         progress: a counter of signs of life. The caller raises it at each step.
         waited: the seconds that it waited for others or the network.
         sent: the bytes of its updates.
+        news: who joined, left and took over the lead since the caller emptied this list: one text each.
     """
 
     def __init__(self, node: Node, addresses: Iterable[str]) -> None:
@@ -57,6 +58,7 @@ class Peer:
         self.update: bytes = b""
         self.channel: Channel | None = None
         self.left = threading.Event()
+        self.news, self.members, self.leader = list[str](), dict[int, str](), ""
 
     def join(self, about: Mapping[str, str]) -> None:
         """Join the run of the leader.
@@ -69,6 +71,7 @@ class Peer:
         else:
             answer, _ = self.ask({"kind": "join", "about": dict(about), "address": self.node.address})
             self.number = self.node.number = answer["worker"]
+        self.news.append(f"this is worker {self.number} of the run")
         Node.thread(self._beat)
 
     def take(self) -> Phase:
@@ -112,6 +115,8 @@ class Peer:
                 with self.node.state:
                     self.node.journal.save(self.node.outer)
         elif self.channel is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                self._copy_journal(self.channel)
             with contextlib.suppress(OSError, ValueError):  # the leader ends when it has heard it from the last worker
                 self.channel.ask({"kind": "leave", "worker": self.number})
         self.close()
@@ -191,7 +196,7 @@ class Peer:
     def _beat(self) -> None:
         """Tell the leader that this worker makes progress, and hear who else there is."""
         channel = None
-        while not self.left.wait(min(self.options.timeout / 8, 0.5)):
+        while not self.left.is_set():
             try:
                 channel = channel or self.find(self.options.timeout)
                 answer, _ = channel.ask({"kind": "beat", "worker": self.number, "progress": self.progress})
@@ -199,12 +204,45 @@ class Peer:
                     raise ConnectionError("it leads no longer")
                 known = [at for _, at in sorted(answer["members"]) if at != self.node.address]
                 self.addresses = list(dict.fromkeys([*known, *self.addresses]))[:256]
+                self._tell(dict(answer["members"]), answer["left"], answer["leader"])
+                self._copy_journal(channel)
             except (OSError, ValueError, KeyError):
                 if channel is not None:
                     channel.close()
                 channel = None
+            self.left.wait(min(self.options.timeout / 8, 0.5))
         if channel is not None:
             channel.close()
+
+    def _tell(self, members: dict[int, str], left: Mapping[int, str], leader: str) -> None:
+        numbers = {address: number for number, address in members.items()}
+        if not self.members:
+            others = ", ".join(str(number) for number in sorted(members) if number != self.number) or "none yet"
+            self.news.append(f"other workers: {others}")
+        else:
+            self.news += [f"worker {n} at {members[n]} joined" for n in sorted(members.keys() - self.members.keys())]
+            gone = sorted(self.members.keys() - members.keys())
+            self.news += [f"worker {n} left: {left.get(n, 'the run was started again')}" for n in gone]
+        if leader != self.leader:
+            self.news.append(f"worker {numbers.get(leader, '?')} at {leader} leads: it orders the updates")
+        self.members, self.leader = members, leader
+
+    def _copy_journal(self, channel: Channel) -> None:
+        """Get the lines that this worker's journal lacks. The leader sends them to its replicas by itself."""
+        journal, more = self.node.journal, self.node.journal.folder is not None
+        while more and self.node.outer is None:
+            count = len(journal.lines)
+            question = {"kind": "lines", "worker": self.number, "count": count, "last": journal.lines[-1:]}
+            answer, _ = channel.ask(question)
+            begin, more = answer["begin"], bool(answer["lines"])
+            with self.node.state:
+                if self.node.outer is not None or not more:
+                    return
+                if not begin:
+                    journal.replace(answer["lines"])
+                elif len(journal.lines) == count:
+                    for line in answer["lines"]:
+                        journal.append(line)
 
 
 def start(
@@ -251,9 +289,7 @@ def start(
             found = None if folder is None else resume(folder, anchor)
             begin = new_run(rule, first, until, said, anchor)
             outer, lines = found or (Outer(begin, anchor), [begin])
-            for name in sorted(said.keys() | outer.begin["about"].keys()):
-                if said.get(name) != (there := outer.begin["about"].get(name)):
-                    raise ValueError(f"{name} is {said.get(name)} here, and {there} in the run of {folder}")
+            check_settings(said, outer.begin["about"], f"in the run of {folder}")
             node.lead(outer, lines)
         peer.join(said)
     except BaseException:
