@@ -8,8 +8,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+import mpcore as mp
 from mpcore import Axis, parallelize, suggest_plan
 from mpcore.interop.parallelize import Colwise, Experts, Hidden, LocalSizes, Replicate, parallelize_summary
 from mpcore.interop.parallelize.model import GPT2_PLAN
@@ -144,12 +145,8 @@ def test_every_rank_refuses_and_the_first_forward_tries_what_could_not_be_guesse
     right = parallelize(Two(), {"0": "colwise_rep", "1": "rowwise_split_input"}, axis)
     assert right(torch.ones(3, 4), {"whole": torch.ones(3, 4)}).shape == (3, 4)
     wrapped = nn.parallel.DistributedDataParallel(right)
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] has given all ranks of tp 2 the shards of rank 0"):
+    with pytest.raises(ValueError, match=r"DistributedDataParallel over ranks \[0, 1\] takes ranks \[0, 1\] of tp 2"):
         wrapped(torch.ones(3, 4), {"whole": torch.ones(3, 4)})
-    taken = parallelize(Two(), {"0": "colwise_rep", "1": "rowwise_split_input"}, axis, check=False)
-    fully_shard(taken, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match=r"fully_shard over ranks \[0, 1\] takes ranks \[0, 1\] of tp 2"):
-        taken(torch.ones(3, 4), {"whole": torch.ones(3, 4)})
     single, _ = torch.distributed.new_subgroups_by_enumeration([[0], [1]])
     alone = nn.parallel.DistributedDataParallel(right, process_group=single)
     assert alone(torch.ones(3, 4), {"whole": torch.ones(3, 4)}).shape == (3, 4)
@@ -163,6 +160,33 @@ class Two(nn.ModuleList):
 
     def forward(self, x, more):
         return self[1](more["whole"]) + self[0](x).sum()
+
+
+WRAPPERS = {
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "FullyShardedDataParallel": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+    "fully_shard": fully_shard,
+    "fully_shard of layers": lambda model: ([fully_shard(layer) for layer in model], model)[1],
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@on_ranks(2)
+def test_pitfall_75_a_wrapper_over_tp_is_refused(name: str) -> None:
+    """Of bare layers, of a parallelized model, and of a run's model."""
+    on = mesh(tp=2)
+    bare = nn.Sequential(mp.ColumnParallelLinear(4, 6, tp=on.tp), mp.RowParallelLinear(6, 4, tp=on.tp))
+    plan = {"0": "colwise", "1": "rowwise"}
+    for model in (bare, parallelize(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), plan, on.tp)):
+        run = mp.prepare(
+            model, on, blocks=(), loss=lambda y, _: y.sum(), optimizer=mp.AdamW, initialize=False
+        ) if "Fully" in name else None  # fmt: skip
+        wrapped = WRAPPERS[name](model)
+        with pytest.raises(ValueError, match=rf"{name[:11]}\w* over ranks \[0, 1\] takes ranks \[0, 1\] of tp 2"):
+            wrapped(torch.ones(3, 4))
+        if run:
+            with pytest.raises(ValueError, match="replaced after prepare"):
+                run.forward_backward(torch.ones(3, 4), torch.ones(3))
 
 
 def test_arguments_may_be_given_and_parts_left_out():

@@ -163,7 +163,7 @@ def test_lists_containers_and_memory_of_tensors():
     assert storage.alive(weak) is None
 
 
-def test_names_stores_and_ddp_of_a_world(monkeypatch, fake_world):
+def test_names_and_stores_of_a_world(fake_world):
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (1, 2, "fake")
     world = dist.distributed_c10d._get_default_group()
     assert distributed.group_by_name(world.group_name).group_name == world.group_name
@@ -175,10 +175,6 @@ def test_names_stores_and_ddp_of_a_world(monkeypatch, fake_world):
     first = distributed.reserve_groups(3)
     assert (first, distributed.reserve_groups(1), distributed.reserve_groups(2)) == (10**9, 10**9 + 3, 10**9 + 4)
     assert distributed.clone_store().add("mpcore/groups", 0) == 6
-    assert distributed.ranks_of_running_ddp() == []
-    ddp = SimpleNamespace(process_group=dist.group.WORLD)
-    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", ddp)
-    assert distributed.ranks_of_running_ddp() == [0, 1]
 
 
 @dataclass

@@ -87,12 +87,6 @@ def as_group(x: object) -> dist.ProcessGroup | None:
         return None
 
 
-def ranks_of_running_ddp() -> list[int]:
-    """Return the ranks over which the running forward of a `DistributedDataParallel` replicates its model, or []."""
-    running: Any = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    return [] if running is None else dist.get_process_group_ranks(running.process_group)
-
-
 def group_count() -> int:
     """Return the number that torch puts into the name of the next process group. It must be the same on all ranks."""
     return dist.distributed_c10d._world.group_count

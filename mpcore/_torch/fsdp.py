@@ -33,19 +33,23 @@ def add_unit(model: nn.Module, unit: nn.Module) -> None:
     vars(model)["more_units"] = *vars(model).get("more_units", ()), unit
 
 
+def is_unit(module: nn.Module) -> bool:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def units(model: nn.Module) -> list[FSDPModule]:
     """Return the units of a model: those among its submodules, and those of `add_unit`."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    kind: type[FSDPModule] = fsdp.FSDPModule
-    return [module for module in (*model.modules(), *vars(model).get("more_units", ())) if isinstance(module, kind)]
+    found: list[Any] = [module for module in (*model.modules(), *vars(model).get("more_units", ())) if is_unit(module)]
+    return found
 
 
-def ranks_of_units(model: nn.Module) -> set[int]:
-    """Return the ranks over which the units of a model shard or replicate parameters."""
-    groups = [group for unit in units(model) for group in _groups(_state(unit))]
-    return {rank for group in groups for rank in group.mesh_info.mesh.mesh.flatten().tolist()}
+def ranks_of_units(units: Iterable[FSDPModule], layer: nn.Module | None = None) -> set[int]:
+    """Return the ranks over which units shard or replicate parameters: all of them, or those of one layer."""
+    held = [p for unit in units for group in _groups(_state(unit)) for p in group.fsdp_params]
+    meshes = {p.mesh_info.mesh for p in held if layer in (None, p._module_info.module)}
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    return {rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)}
 
 
 def renew_parameters(model: nn.Module) -> None:

@@ -1,9 +1,29 @@
-"""The hooks of a module. Checked with torch 2.11 and 2.13: no difference."""
+"""The hooks and the wrappers of a module. Checked with torch 2.11 and 2.13: no difference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
+from torch.distributed import get_process_group_ranks
+
+from mpcore._torch.fsdp import is_unit, ranks_of_units
 
 
 def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def remove_forward_pre_hook(module: nn.Module, hook: Callable[..., object]) -> None:
+    for key in [key for key, held in module._forward_pre_hooks.items() if held is hook]:
+        del module._forward_pre_hooks[key]
+
+
+def ranks_of_wrapper(module: Any, layer: nn.Module) -> dict[str, set[int]]:
+    """Return the ranks that DDP or FSDP takes for replicas of a layer, by its name; {} if `module` is neither."""
+    name = type(module).__name__
+    if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        groups = [module.process_group, getattr(module, "_inter_node_pg", None)]
+        return {name: {rank for group in groups if group is not None for rank in get_process_group_ranks(group)}}
+    return {"fully_shard": ranks_of_units([module], layer)} if is_unit(module) else {}

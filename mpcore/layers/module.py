@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from mpcore._torch.autograd import in_backward
+from mpcore._torch.module import ranks_of_wrapper, remove_forward_pre_hook
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import stream_key
 from mpcore.sharding.dcp import refuse_shards
@@ -144,16 +146,38 @@ def input_error(message: str) -> ValueError:
 
     The names come from the call stack, so a forward without an error costs nothing.
     """
-    calls: list[nn.Module] = []  # the innermost first
+    calls = [*dict.fromkeys(running_modules())]
+    names = (name for root in reversed(calls) for name, module in named_modules(root) if module is calls[0] and name)
+    name = next(names, "")
+    return ValueError(f"{message} (in layer {name})" if name else message)
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose forward is running, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            calls.append(module)
+            yield module
         frame = frame.f_back
-    names = (name for root in reversed(calls) for name, module in named_modules(root) if module is calls[0] and name)
-    name = next(names, "")
-    return ValueError(f"{message} (in layer {name})" if name else message)
+
+
+def refuse_wrapper(layer: ParallelModule, *_: object) -> None:
+    """Raise ValueError if DDP or FSDP takes ranks with other shards for replicas. A hook of the first forward."""
+    if torch.compiler.is_compiling():
+        return
+    remove_forward_pre_hook(layer, refuse_wrapper)
+    axes = {shard.axis for sharding in layer.shardings.values() for shard in sharding.shards if shard.axis.group}
+    wrappers: dict[str, set[int]] = {}
+    for module in reversed([*running_modules()] if axes else []):  # the innermost FSDP holds the layer
+        wrappers |= ranks_of_wrapper(module, layer)
+    for axis, (name, ranks) in itertools.product(axes, wrappers.items()):
+        both = sorted(ranks & {*torch.distributed.get_process_group_ranks(axis.group)})
+        if len(both) > 1:
+            raise input_error(
+                f"{name} over ranks {sorted(ranks)} takes ranks {both} of {axis.name} {axis.size}, which hold other "
+                f"shards, for replicas: build a new model and give it to mpcore.prepare, or wrap it over dp alone"
+            )
 
 
 def refuse_second_derivative(what: str) -> None:
@@ -231,6 +255,8 @@ class ParallelModule(ParallelLayer):
         self.shardings: dict[str, Sharding] = {}
         self.inits: dict[str, Init] = {}
         refuse_shards(self)
+        if torch.distributed.is_initialized():
+            self.register_forward_pre_hook(refuse_wrapper)
 
     def declare(
         self,

@@ -29,7 +29,8 @@ CHANGED = (
 class FirstStep(Observer):
     """Check the first step, and leave the run's observers after it."""
 
-    def __init__(self, mesh: Mesh, half: bool) -> None:
+    def __init__(self, tree: ModelTree, mesh: Mesh, half: bool) -> None:
+        self.parameters = tree.parameters
         self.loss_check, self.half = LossCheck(mesh), half
         self.replica_check: ReplicaCheck | None = None
         self.written: list[str] = []
@@ -40,6 +41,11 @@ class FirstStep(Observer):
         return lambda output, target: self.loss_check.call(loss, output, target)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        if [*map(id, ModelTree(run.model).parameters)] != [*map(id, self.parameters)]:
+            raise ValueError(
+                "parameters were added or replaced after prepare, and the optimizer holds the old ones: call add_lora "
+                "and the like before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
+            )
         check_targets(run.mesh, arguments["target"])
         self.loss_check.begin(tokens, run.pipeline.micro_batches)
         self.replica_check = ReplicaCheck(run.mesh, self.half) if self.loss_check.tokens else None

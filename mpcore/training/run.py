@@ -107,7 +107,7 @@ class Run:
         self.tree = ModelTree(model)
         self.bounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
-        self._first = FirstStep(mesh, half)
+        self._first = FirstStep(self.tree, mesh, half)
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), self._first]
         self.factor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._stepping = False

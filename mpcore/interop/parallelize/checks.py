@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpcore._torch.fake import is_fake
-from mpcore._torch.fsdp import ranks_of_units
+from mpcore._torch.fsdp import ranks_of_units, units
 from mpcore._torch.module import has_hooks
 from mpcore.interop.parallelize.layers import VocabShard
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Plan, Rowwise, Style, Target
@@ -106,7 +106,7 @@ def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = Fal
 
 def check_not_sharded_over_data(model: nn.Module) -> None:
     """Raise ValueError if `fully_shard` sharded a parameter first: it would keep the sizes of the unsharded layer."""
-    if ranks := ranks_of_units(model):
+    if ranks := ranks_of_units(units(model)):
         raise ValueError(
             f"fully_shard has sharded parameters over {len(ranks)} ranks already: call parallelize first, and then "
             f"shard_data_parallel or fully_shard"

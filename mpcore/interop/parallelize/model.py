@@ -12,15 +12,13 @@ Source: Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), section 3, for how 
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from mpcore._torch.distributed import ranks_are_threads, ranks_of_running_ddp
+from mpcore._torch.distributed import ranks_are_threads
 from mpcore._torch.fake import is_fake
-from mpcore._torch.fsdp import ranks_of_units
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.balance import BalanceLoss
@@ -42,9 +40,9 @@ from mpcore.interop.parallelize.prove import CannotCheckError, PlanTester, shape
 from mpcore.interop.parallelize.prove_sequence import prove_sequence
 from mpcore.interop.parallelize.sequence import shards_tokens
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
+from mpcore.layers.module import ParallelModule, refuse_wrapper, running_modules
 from mpcore.mesh.agreement import check_same, gather_objects
 from mpcore.mesh.axis import Axis, check_axis
-from mpcore.parallel.shared import state_of
 
 GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()} | {
     "lm_head": "colwise_gather_output"
@@ -179,9 +177,8 @@ def parallelize(
     shares_loss = ep.size * (etp or tp).size > tp.size or (data is not None and data.size > 1)  # other tokens elsewhere
     if sharding or shares_loss:
         guard_generate(model, *sharding)
-    for axis in sharding:
-        model.register_forward_pre_hook(partial(_refuse_ddp, axis))
-        model.register_forward_pre_hook(_RefuseFSDP(axis))
+    if sharding:
+        model.register_forward_pre_hook(_RefuseWrappers())
     if shares_loss:
         model.register_forward_hook(BalanceLoss(ep, data), with_kwargs=True)
     return model
@@ -210,39 +207,21 @@ def _check_owner(module: nn.Module) -> None:
         )
 
 
-def _refuse_ddp(axis: Axis, *_: Any) -> None:
-    """Raise if `DistributedDataParallel` has copied one rank's shards to other ranks. A forward pre-hook."""
-    if torch.compiler.is_compiling() or axis.group is None:
-        return
-    ranks = ranks_of_running_ddp()
-    if ranks and len({*ranks} & {*torch.distributed.get_process_group_ranks(axis.group)}) > 1:
-        other = "" if axis.role == "ep" else ", or wrap it with process_group=mesh.dp.group"
-        raise ValueError(
-            f"DistributedDataParallel over ranks {ranks} has given all ranks of {axis.name} {axis.size} the shards of "
-            f"rank {ranks[0]}: parallelize a new model, and give it to mpcore.prepare{other}. Trainer and accelerate "
-            f"wrap it over all ranks"
-        )
+class _RefuseWrappers:
+    """A forward pre-hook: if other modules call the model than before, such as DDP, the layers look for wrappers."""
 
+    def __init__(self) -> None:
+        self.calls: list[int] = []
 
-class _RefuseFSDP:
-    """Raises in the first forward if the caller's `fully_shard` takes ranks of the axis for replicas."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis, self.checked = axis, False
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        axis = self.axis
-        if self.checked or torch.compiler.is_compiling() or axis.group is None:
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
             return
-        self.checked = True
-        ranks = set() if state_of(module).units else ranks_of_units(module)  # shard_data_parallel has the right ranks
-        both = ranks & {*torch.distributed.get_process_group_ranks(axis.group)} if ranks else set()
-        if len(both) > 1:
-            raise ValueError(
-                f"fully_shard over ranks {sorted(ranks)} takes ranks {sorted(both)} of {axis.name} "
-                f"{axis.size}, which hold different shards, for replicas: parallelize a new model, and give it to "
-                f"mpcore.prepare"
-            )
+        calls = [id(module) for module in running_modules()]
+        if calls != self.calls:
+            for layer in model.modules():
+                if isinstance(layer, ParallelModule):
+                    layer.register_forward_pre_hook(refuse_wrapper)
+        self.calls = calls
 
 
 def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> list[Target]:
