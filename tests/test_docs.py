@@ -97,18 +97,46 @@ def test_a_page_has_the_losses_of_one_process_on_every_mesh(ranks, page, layouts
             assert found == pytest.approx(alone, rel=1e-5)
 
 
-def finetuning(folder: str, tp: int) -> tuple[list[float], torch.Tensor]:
-    with mock.patch.object(tempfile, "tempdir", folder):
+def finetuning(folder: str, tp: int) -> tuple[list[float], list[float], torch.Tensor]:
+    from accelerate.state import AcceleratorState
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    launched = {
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "WORLD_SIZE": f"{size}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    with mock.patch.object(tempfile, "tempdir", folder), mock.patch.dict(os.environ, launched):
         held = run_page("finetuning.md", tp=tp)
-    return held["losses"], held["dense"].up.weight.detach()
+        assert held["args"].world_size == size
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return held["losses"], held["logged"], held["dense"].up.weight.detach()
+
+
+def by_trainer(folder: str) -> list[float]:
+    """The losses of transformers' own Trainer on the page's model, data and order."""
+    with mock.patch.object(tempfile, "tempdir", folder):
+        held = run_page("finetuning.md")
+    torch.manual_seed(0)
+    model = held["LlamaForCausalLM"](held["config"])
+    plain = type("Plain", (held["Trainer"],), {"get_train_dataloader": held["RunTrainer"].get_train_dataloader})
+    plain.samples = 4
+    trainer = plain(model, held["args"], train_dataset=held["rows"])
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def test_the_page_on_finetuning_has_the_same_losses_and_weights_on_a_mesh(ranks, tmp_path):
-    ((alone, weight),) = ranks(1, finetuning, str(tmp_path), 1)
+    """Its Trainer has the losses of transformers' own."""
+    ((alone, logged, weight),) = ranks(1, finetuning, str(tmp_path), 1)
     assert alone[-1] < alone[0]
-    for size, tp in ((2, 1), (4, 2)):
-        for found, merged in ranks(size, finetuning, str(tmp_path), tp):
+    assert logged == pytest.approx(ranks(1, by_trainer, str(tmp_path))[0], rel=1e-5)
+    for size, tp in ((2, 1), (2, 2), (4, 2)):
+        for found, now, merged in ranks(size, finetuning, str(tmp_path), tp):
             assert found == pytest.approx(alone, rel=1e-5)
+            assert now == pytest.approx(logged, rel=1e-4)
             torch.testing.assert_close(merged, weight, rtol=1e-4, atol=1e-6)
 
 
