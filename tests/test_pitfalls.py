@@ -30,3 +30,10 @@ def test_every_number_in_a_tests_name_has_its_row():
     cited = {int(number) for name in NAMES for number in pitfalls(name)}
     assert len(cited) > 40
     assert not cited - ROWS.keys()
+
+
+def test_every_tool_has_its_test():
+    page = (PAGE.parent / "tools.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| .* \| `(?:.*::(\w+))?.*` \|$", page, re.M)
+    assert len(rows) > 25
+    assert not [tool for tool, test in rows if test not in NAMES]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import random
 import shutil
+import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import mpcore as mp
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import AdamW, ColumnParallelLinear, Mesh
@@ -28,6 +31,7 @@ from mpcore.checkpoint import diff, load, verify
 from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
 from mpcore.interop.dcp_files import import_dcp
+from mpcore.interop.torchtitan import load_torchtitan
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.checkpoint import main
 from tests.checkpoint.test_mutated_folders import mutate_bytes
@@ -247,3 +251,37 @@ def test_checkpoint_convert_refuses_what_is_damaged_or_leads_out(tmp_path):
         with suppress(ValueError, OSError):  # bytes of a tensor may change: DCP has no checksums
             import_dcp(folder, path)
             assert not verify(path)
+
+
+def titan(name: str, x: torch.Tensor, old: bool) -> tuple[str, torch.Tensor]:
+    """torchtitan's name and rows of a tensor of LlamaForCausalLM (`Llama3StateDictAdapter.from_hf`)."""
+    if "q_proj" in name or "k_proj" in name:
+        x = x.view(-1, 2, 4, x.shape[1]).transpose(1, 2).reshape(x.shape)  # heads of size 8
+    qkv = "attention" if old else "attention.qkv_linear"
+    names = {"self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+             "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "model.norm": "norm",
+             "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "tok_embeddings", "model.layers": "layers",
+             "lm_head": "output" if old else "lm_head"}  # fmt: skip
+    names |= {f"self_attn.{each}_proj": f"{qkv}.w{each}" for each in "qkv"}
+    for ours, theirs in names.items():
+        name = name.replace(ours, theirs)
+    return name, x
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["before 2026", "now"])
+@on_ranks(2)
+def test_a_checkpoint_of_torchtitan_loads_by_name(old: bool) -> None:
+    hf, on = pytest.importorskip("transformers"), mesh(tp=2)
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(vocab_size=12, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+                            num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    dense, model = (hf.LlamaForCausalLM(config).double() for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(dict(titan(*each, old) for each in dense.state_dict().items()), checkpoint_id=folder, no_dist=True)
+        mp.parallelize(model, tp=on.tp, check=False)
+        load_torchtitan(model, folder, 8, on)
+        same_bits(mp.full_state_dict(model), dense.state_dict())
+        os.unlink(f"{folder}/.metadata")
+        dcp.save({"norm.weight": torch.ones(32)}, checkpoint_id=folder, no_dist=True)
+        with pytest.raises(ValueError, match="lacks 20 tensors, such as "):
+            load_torchtitan(model, folder, 8, on)

@@ -71,6 +71,28 @@ def test_optimizers_of_torch_on_shards(name: str) -> None:
     assert (error > 1e-4) if name in OF_SHARDS else (error < 1e-12), error
 
 
+@pytest.mark.parametrize(
+    "name", ["AdamW8bit", *(pytest.param(x, marks=pytest.mark.slow) for x in ("AdamW4bit", "AdamWFp8"))]
+)
+@on_ranks(2, timeout=300.0)
+def test_low_bit_optimizers_of_torchao_on_shards(name: str) -> None:
+    """They quantize blocks of the flat shard: where its rows are multiples of a block they equal the dense model's."""
+    kind = getattr(pytest.importorskip("torchao.optim"), name)
+    for width, same in ((512, True), (192, False)):  # the rows of the second layer's shards have 256, and 96
+        torch.manual_seed(0)
+        dense = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
+        start, ours = copy.deepcopy(dense), mp.parallelize(copy.deepcopy(dense), PLAN, tp=mesh(tp=2).tp, check=False)
+        for model in (dense, ours):
+            optimizer = kind(model.parameters(), lr=0.01)
+            for step in range(3):
+                optimizer.zero_grad()
+                (model(torch.sin(torch.arange(512.0).view(8, 64) + step)) ** 2).sum().backward()
+                optimizer.step()
+        moved = sum((a - b).abs().sum().item() for a, b in zip(full(start), full(dense), strict=True))
+        error = sum((a - b).abs().sum().item() for a, b in zip(full(ours), full(dense), strict=True)) / moved
+        assert (error < 1e-4) if same else (error < 0.1), (width, error)
+
+
 def check_other_tools(folder: Path) -> None:
     on, dense = mesh(tp=2), net()
     made = lambda: mp.parallelize(net(), PLAN, tp=on.tp, check=False)  # noqa: E731

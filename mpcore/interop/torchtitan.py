@@ -1,0 +1,61 @@
+"""Read what torchtitan wrote for Llama 3: a folder of `torch.distributed.checkpoint` with names of its own.
+
+Source: torchtitan, `models/llama3/state_dict_adapter.py` (b5bcd76): its names, and the order of the rows of wq and wk.
+torchtitan rotates neighbors (2i, 2i + 1) of a head, transformers rotates (i, i + head_dim / 2).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from mpcore.interop.dcp import dcp_state_dict
+from mpcore.mesh.axis import Mesh
+from mpcore.sharding.local import is_dtensor
+
+_PARTS = {  # transformers, torchtitan
+    "model.embed_tokens.": "tok_embeddings.", "model.norm.": "norm.", "model.layers.": "layers.",
+    ".self_attn.q_proj.": ".attention.qkv_linear.wq.", ".self_attn.k_proj.": ".attention.qkv_linear.wk.",
+    ".self_attn.v_proj.": ".attention.qkv_linear.wv.", ".self_attn.o_proj.": ".attention.wo.",
+    ".mlp.gate_proj.": ".feed_forward.w1.", ".mlp.up_proj.": ".feed_forward.w3.", ".mlp.down_proj.":
+    ".feed_forward.w2.", ".input_layernorm.": ".attention_norm.", ".post_attention_layernorm.": ".ffn_norm.",
+}  # fmt: skip
+_BEFORE_2026 = {".attention.qkv_linear.": ".attention.", "lm_head.": "output."}
+
+
+@torch.no_grad()
+def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: int, mesh: Mesh = Mesh()) -> None:
+    """Load the weights of a torchtitan Llama 3 into a `LlamaForCausalLM`, sharded over tp or not, before `prepare`.
+
+    All ranks must call it. Each reads its own shards. DCP reads pickles, which may run code: trust the folder.
+
+    Args:
+        model: the model, after `parallelize`.
+        folder: a step of torchtitan's checkpoints, with `.metadata` in it.
+        head_dim: the size of one attention head.
+
+    Raises:
+        ValueError: if the folder lacks a tensor of the model, or ZeRO has sharded the model already.
+    """
+    state, stored = dcp_state_dict(model, mesh), dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    names: dict[str, str] = {}
+    for name in state:
+        new = _replace(name, _PARTS)
+        names[name] = new if new in stored else _replace(new, _BEFORE_2026)
+    missing = [theirs for theirs in names.values() if theirs not in stored]
+    if missing or any(map(is_dtensor, model.parameters())):
+        what = f"{folder} lacks {len(missing)} tensors, such as {missing[0]}" if missing else "ZeRO shards the model"
+        raise ValueError(f"{what}: give a Llama 3 of torchtitan and the model after parallelize, before prepare")
+    dcp.load({names[name]: tensor for name, tensor in state.items()}, checkpoint_id=folder, no_dist=True)
+    for name, p in model.named_parameters():
+        if names[name].endswith((".wq.weight", ".wk.weight")):  # each rank holds full heads
+            p.copy_(p.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(p.shape))
+
+
+def _replace(name: str, parts: dict[str, str]) -> str:
+    for old, new in parts.items():
+        name = name.replace(old, new)
+    return name
