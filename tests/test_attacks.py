@@ -83,6 +83,21 @@ with leave_together(mesh):
     collectives.all_reduce(torch.ones(3), mesh.tp)
 """
 
+# Two ranks whose collectives differ so that gloo lets both wait.
+WAITS = """
+import torch, mpcore
+from mpcore import collectives
+from mpcore.tools.fault_tolerance import leave_together
+mesh = mpcore.build_mesh(tp=2)
+collectives.all_reduce(torch.ones(1), mesh.tp)
+with leave_together(mesh):
+    print("group", "x", flush=True)
+    if mesh.tp.rank == FIRST:
+        EXTRA
+    for n in (6, 8):
+        collectives.all_reduce(torch.ones(n), mesh.tp)
+"""
+
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -290,6 +305,15 @@ def test_ranks_whose_collectives_differ_say_what_they_called_last():
     assert "its last collective was all_reduce(tp) of [2000006]" in text
     assert aborted == -signal.SIGABRT
     assert 'File "<string>", line 10 in <module>' in stack
+
+
+@pytest.mark.parametrize("extra", ["all_gather(torch.ones(5, 5), mesh.tp, 0)", "all_reduce(torch.ones(8), mesh.tp)"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_wait_in_different_collectives_are_ended_with_both_calls(extra, first):
+    for status, text in Job(WAITS.replace("EXTRA", f"collectives.{extra}").replace("FIRST", str(first))).end():
+        assert status == 70
+        assert f"rank {first} entered {extra[:10]}(tp) of" in text
+        assert f"rank {1 - first} entered all_reduce(tp) of [6]" in text
 
 
 def test_a_rank_that_ends_its_loop_early_is_named_with_its_step():

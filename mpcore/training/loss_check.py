@@ -137,7 +137,8 @@ def check_targets(mesh: Mesh, target: Any) -> None:
     Each rank would compute a part of another batch, and no shape or loss would show it.
     """
     held = [x for x in ([target] if isinstance(target, Tensor) else target) if isinstance(x, Tensor)]
-    mine = torch.tensor(float(sum(sketch(x, x.device)[0] for x in held)), dtype=torch.float64, device=mesh.device)
+    found = sum(float(sketch(x, x.device)[0]) + x.numel() for x in held)  # the count, if all targets are 0
+    mine = torch.tensor(float(found), dtype=torch.float64, device=mesh.device)
     error = None
     for axis in (mesh.tp, mesh.pp):
         most, least = all_reduce(torch.stack([mine, -mine]), axis, "max").tolist()

@@ -94,6 +94,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         V, (B, T + 1), generator=torch.Generator().manual_seed(1 + (wrong == "sampler") * mesh.job.rank)
     )
     mine = text if wrong == "share" else text[run.share(9 if wrong == "share of 9" else B)]
+    if wrong == "6 and 8":
+        mine = torch.zeros(6 + 2 * mesh.job.rank, T + 1, dtype=torch.int64)
     for _ in range(2):
         if wrong == "no backward":
             run.optimizer_step()
@@ -117,6 +119,7 @@ TP, DP, BOTH = {"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}
 MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("share", DP, "all 2 ranks of dp have the same samples.*run.share"),
     ("sampler", TP, "ranks of tp have different targets.*run.share"),
+    ("6 and 8", TP, "ranks of tp have different targets.*run.share"),
     ("sampler", BOTH, "ranks of tp have different targets.*run.share"),
     ("share of 9", DP, "9 samples a step are not a multiple of .* = 2: 10 are"),
     ("clip_grad_norm_", TP, "clip_grad_norm_, call run.clip_gradients"),

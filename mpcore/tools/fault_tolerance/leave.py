@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.failure import tell_launcher
 from mpcore.mesh.log import get_logger
 from mpcore.mesh.secret import printable, seal, unseal
-from mpcore.tools.fault_tolerance.trace import give_no_answer, last_call
+from mpcore.tools.fault_tolerance.trace import Log, explain, give_no_answer, last_call, read_log
 
 log = get_logger("mpcore.tools.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
@@ -35,6 +36,7 @@ _PEER = re.compile(
     r"Transport retry"
 )
 _CAUSE = "mpcore/cause"
+_STILL = 3  # polls after which a rank that stands at one place compares its collectives with others
 _EARLY = "without an error: let all ranks take the same number of steps"
 
 
@@ -48,6 +50,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     - A rank whose collective breaks because another rank failed prints the collective that it called last, if
       `record` recorded it, and one line that names the first failed rank. Ranks that call different collectives break
       so: a rank that gloo aborts prints its own stack.
+    - If ranks wait in different collectives over gloo, all ranks end within seconds and print both calls, each with its
+      shape, module and line. torch's recorder has them, also without `record`. NCCL needs a `Watchdog`.
     - A rank that calls `sys.exit(0)` inside the block counts as failed. Any other exit status is kept.
     - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
       example while it waits for its GPU, and names a rank of the same host whose process has ended. It also answers
@@ -75,6 +79,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         self.store: Any = None
         self.block, self.cause, self.is_host_done, self.host_early = 1, "", False, ""
         self.run: Any = None
+        self.watched, self.log = threading.get_ident(), Log(self.rank, {})
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
@@ -156,6 +161,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             self.store.add(f"mpcore/ended/{self.block}", 1)
 
     def _watch(self) -> None:
+        polls, at = 0, (0, 0)  # how often the watched thread was found at one place, and where
         try:
             processes = processes_of(self.store, near_ranks(self.rank, self.size))
             while not self.store.check([_CAUSE]):
@@ -166,6 +172,11 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                     self.store.set(f"mpcore/alive/{self.rank}", "")
                 if self.store.check([f"mpcore/ended/{self.block}/0"]):
                     self.host_early, self.is_host_done = self._early([0]), True
+                frame = sys._current_frames().get(self.watched)
+                polls, at = (polls + 1 if at == (now := (id(frame), frame.f_lasti if frame else 0)) else 0), now
+                if polls >= _STILL and (found := self._disagreement(polls == _STILL)):
+                    self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
+                    continue
                 if self.over.wait(self.grace / 2):
                     return
             self.cause = cause = _read_cause(self.store)
@@ -175,6 +186,21 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         if not self.over.wait(2 * self.grace):
             log.error("stopped, because %s", cause)
             os._exit(EXIT_PEER)
+
+    def _disagreement(self, begins: bool) -> str:
+        """Return which collective this rank and the first of a group entered in different forms, if both stand still."""
+        key = f"mpcore/stands/{self.block}/"
+        if begins:
+            log = read_log(self.mesh, getattr(self.run, "model", None), self.watched)
+            self.log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
+            self.store.set(f"{key}{self.rank}", seal(f"{key}{self.rank}", self.log.to_json().encode()))
+        for first in {ranks[0] for _, ranks in self.log.groups.values()} - {self.rank} if self.log.waiting else ():
+            if self.store.check([at := f"{key}{first}"]):
+                with suppress(ValueError):  # another process wrote it
+                    log = Log.from_json(unseal(at, self.store.get(at)).decode())
+                    if (found := explain([log, self.log], 0)).startswith("the ranks disagree"):
+                        return found
+        return ""
 
     def _own(self, error: BaseException) -> tuple[int, str]:
         """Print what failed on this rank; return the exit status and a one-line description."""
