@@ -36,7 +36,6 @@ _PEER = re.compile(
     r"Transport retry"
 )
 _CAUSE = "mpcore/cause"
-_STILL = 3  # polls after which a rank that stands at one place compares its collectives with others
 _EARLY = "without an error: let all ranks take the same number of steps"
 
 
@@ -51,7 +50,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
       `record` recorded it, and one line that names the first failed rank. Ranks that call different collectives break
       so: a rank that gloo aborts prints its own stack.
     - If ranks wait in different collectives over gloo, all ranks end within seconds and print both calls, each with its
-      shape, module and line. torch's recorder has them, also without `record`. NCCL needs a `Watchdog`.
+      shape, module and line. NCCL needs a `Watchdog`.
     - A rank that calls `sys.exit(0)` inside the block counts as failed. Any other exit status is kept.
     - A background thread polls the run's store twice per `grace`. It ends a rank whose main thread is blocked, for
       example while it waits for its GPU, and names a rank of the same host whose process has ended. It also answers
@@ -174,7 +173,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                     self.host_early, self.is_host_done = self._early([0]), True
                 frame = sys._current_frames().get(self.watched)
                 polls, at = (polls + 1 if at == (now := (id(frame), frame.f_lasti if frame else 0)) else 0), now
-                if polls >= _STILL and (found := self._disagreement(polls == _STILL)):
+                if polls > 2 and (found := self._disagreement(polls == 3)):
                     self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
                     continue
                 if self.over.wait(self.grace / 2):
@@ -188,14 +187,14 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             os._exit(EXIT_PEER)
 
     def _disagreement(self, begins: bool) -> str:
-        """Return which collective this rank and the first of a group entered in different forms, if both stand still."""
+        """Return which collective this rank and the first of a group entered differently, if both stand still."""
         key = f"mpcore/stands/{self.block}/"
         if begins:
             log = read_log(self.mesh, getattr(self.run, "model", None), self.watched)
             self.log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
             self.store.set(f"{key}{self.rank}", seal(f"{key}{self.rank}", self.log.to_json().encode()))
-        for first in {ranks[0] for _, ranks in self.log.groups.values()} - {self.rank} if self.log.waiting else ():
-            if self.store.check([at := f"{key}{first}"]):
+        for at in {f"{key}{ranks[0]}" for _, ranks in self.log.groups.values()} if self.log.waiting else ():
+            if self.store.check([at]):  # explain finds nothing between this rank's log and itself
                 with suppress(ValueError):  # another process wrote it
                     log = Log.from_json(unseal(at, self.store.get(at)).decode())
                     if (found := explain([log, self.log], 0)).startswith("the ranks disagree"):
