@@ -11,8 +11,10 @@ go on: jobs that the file has are skipped. `--device cpu` rehearses all of it on
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -194,7 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if all results are right, otherwise 1.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if "--train" in words:  # one of the ranks
+    if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its torchrun, also if that is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if "--train" in words:
         i = words.index("--train")
         return train(words[1], words[i + 1 :])
     parser = argparse.ArgumentParser(prog="python -m bench.multi_gpu", description=__doc__)

@@ -382,10 +382,11 @@ def start(kind: str, x: Tensor, axis: Axis, send: Sequence[int] = (), receive: S
     """Start a collective, so that other work runs beside it. In backward, its dual runs beside that work's backward.
 
     `kind` is "all_gather" or "reduce_scatter", of equal shards of dimension 0, or "all_to_all_rows" with its sizes. In
-    compiled code, and with sums in a fixed order, it has ended when this returns.
+    compiled code, with sums in a fixed order, and on a CPU except for rows, it has ended when this returns.
     """
     flying = Flying(kind, axis, send, receive)
     at_once = _alone(axis) or torch.compiler.is_compiling() or axis.sums is not None
+    at_once |= kind != "all_to_all_rows" and not x.is_cuda  # gloo's gathers corrupt the heap: docs/decisions.md
     flying.token = flying.run(x) if at_once else _Start.apply(x, flying)
     return flying
 

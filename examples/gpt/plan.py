@@ -214,7 +214,7 @@ def work(
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         alike = len({is_dtensor(p) for p in parameters}) == 1  # one operator for all is quicker to count
         made = torch.optim.AdamW(parameters, fused=alike, foreach=False)
-        slots = OUTER_SLOTS[: 1 + (merge_options(args).momentum > 0)]  # the second with momentum alone
+        slots = OUTER_SLOTS[: 1 + bool(merge_options(args).momentum)]  # the second with momentum alone
 
         def outer(*_: Any) -> None:
             for p in parameters:
