@@ -18,6 +18,7 @@ from mpcore import ColumnParallelLinear, Mesh, RowParallelLinear
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis import plan
+from mpcore.tools.analysis.__main__ import main as count
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import Machine, load_machine
@@ -55,7 +56,9 @@ class MLP(nn.Module):
 
 
 def build(mesh: Mesh, arguments: list[str]) -> Work:
-    """A stage is one MLP; `--schedule NAME`, `--refuse`, `--micro-batch N` times B."""
+    """A stage is one MLP; `--schedule NAME`, `--refuse`, `--break` (on tp 2), `--micro-batch N` times B."""
+    if "--break" in arguments and mesh.tp.size == 2:
+        raise RuntimeError("shape '[2, 3]' is invalid")
     if "--refuse" in arguments:
         raise ValueError(f"refused on {mesh.tp.size}")
     name = arguments[arguments.index("--schedule") + 1] if "--schedule" in arguments else "gpipe"
@@ -203,7 +206,7 @@ def test_the_command_prints_what_fits_and_draws_it(tmp_path, capsys):
 @pytest.mark.parametrize(("flags", "message"), [
     (["--world", "4", "--memory", "1e-9"], "no layout fits"), (["--world", "4", "--tp", "3"], "no mesh of these sizes"),
     (["--world", "4", "--refuse"], "no layout could be counted: "), (["--world", "4", "--vary", "zero"], "of the form"),
-    (["--world", "4", "--tp", "0"], "argument --tp: 0 is no size"), (["--world", "4", "--vary", "ep=1,2"], "--ep 1,2"),
+    (["--world", "4", "--tp", "0"], "argument --tp: 0 is smaller"), (["--world", "4", "--vary", "ep=1,2"], "--ep 1,2"),
     (["--world", "4", "--out", "plan.json"], "--out plan.json is no .png"), ([], "a target and --world are needed"),
     (["--world", "4", "--machine", "b200"], "b200 is none of a100-80"),
     (["--world", "1", "--explain", "2"], "--explain 2"),
@@ -212,6 +215,18 @@ def test_where_nothing_fits_it_says_so_and_fails(flags, message, capsys):
     with pytest.raises((ValueError, SystemExit)) as error:
         main([BUILD, *flags])
     assert message in f"{error.value} {capsys.readouterr().err}"
+
+
+def test_a_layout_whose_model_raises_is_one_of_those_refused(capsys):
+    main([BUILD, "--world", "4", "--break"])
+    told = capsys.readouterr().out
+    assert re.search(r"[1-9] refused: the model: shape '\[2, 3\]' is invalid", told)
+    assert "choose row" in told
+
+
+def test_memory_numbers_stages_as_the_pipeline_does(capsys):
+    count(["memory", BUILD, "--pp", "2", "--rank", "1"])
+    assert "stage 1: activations" in capsys.readouterr().out
 
 
 def test_a_row_is_explained_and_trained_by_the_commands_below_the_table(capsys):

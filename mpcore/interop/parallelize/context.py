@@ -213,7 +213,7 @@ class ShardedSequence:
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model's `ShardedSequence`. A pipeline stage calls it itself, with the arguments of the full model."""
-    return None if hasattr(type(model), "whole_class") else vars(model)["sharded_sequence"](model, args, kwargs)
+    return None if getattr(type(model), "whole_class", None) else vars(model)["sharded_sequence"](model, args, kwargs)
 
 
 def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:

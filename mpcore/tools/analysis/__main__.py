@@ -29,9 +29,9 @@ def _count(name: str, argv: list[str]) -> None:
     args = command.parse(getattr(parsers, name), argv)
     counter = Counter(find_object(args.target), not args.cpu)
     found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
-    print(memory.table(found) if name == "memory" else found.ledger.table(found.theory))
+    stage = args.tp * args.cp * args.dp  # ranks per pipeline rank
+    print(memory.table(found, args.rank // stage) if name == "memory" else found.ledger.table(found.theory))
     if name == "memory" and args.plot:
-        stage = args.tp * args.cp * args.dp  # ranks per pipeline stage
         column = range(args.rank % stage, stage * args.pp, stage)
         draw_memory([counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column], args.plot)
 

@@ -30,15 +30,15 @@ def unit_of(size: int) -> str:
     return next((name for name, unit in UNITS.items() if size >= unit / 10), "KiB")
 
 
-def table(found: DryRunCounts) -> str:
-    """Return a table with one line per kind of memory, all in one unit."""
+def table(found: DryRunCounts, pp: int = 0) -> str:
+    """Return a table of pipeline rank `pp` with one line per kind of memory, all in one unit."""
     name = unit_of(found.most)
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
     rows = {what: size for what, size in rows.items() if size or what != "gathered"}
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
     lines[-1] += "  at the peak; each line above is a peak of its own, so the lines can add up to more"
-    for i, stage in enumerate(found.stages):
+    for i, stage in zip(found.plan.stages_of(pp), found.stages, strict=True):
         data = stage.gathered + stage.unsummed
         more = f"; gathered parameters and unreduced gradients {data / unit:.3f} {name}" if data else ""
         lines.append(f"stage {i}: activations {stage.activations / unit:.3f} {name} per micro-batch{more}")

@@ -126,8 +126,8 @@ def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: C
         layout = counter.layout([*given, *own], machine.memory - machine.reserve, **sizes)
     except TooLargeError as error:
         return Estimate(sizes, own, error.least, bound=True)
-    except ValueError as error:
-        return Estimate(sizes, own, refused=str(error))
+    except (ValueError, RuntimeError) as error:  # the second is torch's: a forward that has wrong shapes on this mesh
+        return Estimate(sizes, own, refused=("the model: " if isinstance(error, RuntimeError) else "") + str(error))
     memory = layout.fullest[1]
     if memory + machine.reserve > machine.memory:
         return Estimate(sizes, own, memory)
