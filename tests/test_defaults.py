@@ -291,7 +291,7 @@ WHERE = {
 # What others take where an argument is left out; axes, which are of size 1 then, are left out.
 SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     experimental.LocalUpdates: {
-        "every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "listen": None, "join": (),
+        "every": 100, "lr": None, "momentum": None, "nesterov": True, "fragments": 1, "listen": None, "join": (),
         "steps": 0, "folder": None, "token": None, "data": "", "rule": None, "wait": None, "staleness": None,
         "dynamic": False, "timeout": 60.0, "replicas": 1, "update_dtype": "same",
     },

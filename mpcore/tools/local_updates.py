@@ -108,9 +108,7 @@ class LocalUpdates(Observer):
         if given and not self.are_jobs and (given != ["wait"] or self.wait != "all"):
             raise ValueError(f"{', '.join(given)} are of workers that are jobs of their own: give listen or join, too")
         if self.are_jobs and (self.steps < 1 or self.fragments > 1):
-            raise ValueError(
-                f"workers that are jobs got steps {self.steps} and {self.fragments} fragments: 1 or more, 1"
-            )
+            raise ValueError(f"worker jobs got steps {self.steps} and {self.fragments} fragments: 1 or more, 1")
         rule = self.outer_rule
         if self.are_jobs and self.options.wait == "none" and isinstance(rule, Nesterov) and rule.momentum > 0:
             log.warning("%s can diverge with wait 'none': it adds up stale updates. The default is Average()", rule)

@@ -255,20 +255,24 @@ def test_the_plan_that_a_model_carries():
     model = nn.ModuleDict({"model": Model(), "lm_head": nn.Linear(8, 5)})
     model.config = SimpleNamespace(base_model_tp_plan={"layers.*.q": "colwise", "gone.*": "rowwise"}, model_type="x")
     model.base_model_prefix = "model"
-    assert model_plan(model) == {"model.layers.*.q": "colwise", "model.gone.*": "rowwise"}
+    assert model_plan(model) == {"model.layers.*.q": "colwise"}, "what matches nothing is left out"
     model._tp_plan = {"lm_head": "colwise_rep"}
     assert model_plan(model)["lm_head"] == "colwise_rep"
     assert resolved(model, "auto").keys() == {"model.layers.0.q", "model.layers.1.q", "lm_head"}
     model.base_model_prefix = "transformer"
-    assert model_plan(model).keys() == {"layers.*.q", "gone.*", "lm_head"}
-    gpt2 = nn.ModuleDict({"wte": nn.Embedding(4, 4)})
+    assert model_plan(model).keys() == {"lm_head"}
+    names = {"attn": ("c_attn", "c_proj"), "mlp": ("c_fc", "c_proj")}
+    block = nn.ModuleDict({part: nn.ModuleDict({name: nn.Identity() for name in own}) for part, own in names.items()})
+    gpt2 = nn.ModuleDict({"wte": nn.Embedding(4, 4), "h": nn.ModuleList([block])})
     gpt2.config = SimpleNamespace(base_model_tp_plan=None, model_type="gpt2")
     plan = model_plan(gpt2)
     assert plan["h.*.attn"] == LocalSizes(("num_heads", "split_size"))
     assert plan["h.*.attn.c_attn"] == Colwise(blocks=3)
     assert len(plan) == 6
-    gpt2.config = SimpleNamespace(base_model_tp_plan={"a": "rowwise"}, model_type="apertus")
-    assert model_plan(gpt2) == {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce", "a": "rowwise"}
+    layer = nn.ModuleDict({"mlp": nn.ModuleDict({"act_fn": nn.ReLU()})})
+    apertus = nn.ModuleDict({"a": nn.Linear(4, 4), "layers": nn.ModuleList([layer])})
+    apertus.config = SimpleNamespace(base_model_tp_plan={"a": "rowwise"}, model_type="apertus")
+    assert model_plan(apertus) == {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce", "a": "rowwise"}
     assert [is_own(plan) for plan in ("auto", None, {}, {"a": "b"})] == [True, True, False, False]
 
 

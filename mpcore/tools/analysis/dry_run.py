@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpcore._torch.fake import NoValueError, fake_tensors, start_fake_world
+from mpcore._torch.module import remove_forward_pre_hook
 from mpcore._torch.storage import StorageWeakRef, alive
 from mpcore.gradients.accumulate import gradient_of, main_gradients
 from mpcore.gradients.reduce import reduce_gradients
 from mpcore.layers.initialize import _to_empty
+from mpcore.layers.module import refuse_wrapper
 from mpcore.memory_footprint import PeakTracker, StorageTracker, storage_bytes
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
@@ -187,6 +189,8 @@ def count_stages(
 ) -> tuple[list[MicroBatchMemory], StepMemory, CommunicationCounter]:
     """Run some stages for a few micro-batches, and the optimizer once."""
     held, ledger, owner = StepMemory(), CommunicationCounter(mesh), nn.ModuleList(work.stages)
+    for module in owner.modules():  # a check of the first forward, whose frames would hold inputs
+        remove_forward_pre_hook(module, refuse_wrapper)
     with fake_tensors(stands_for_gpu):
         if any(p.is_meta for p in owner.parameters()):
             _to_empty(owner, "cpu")
