@@ -61,11 +61,9 @@ def jobs(args: argparse.Namespace, folder: Path) -> Iterator[Job]:
     faults = {name: fault for fault, _, name in (given.partition(":") for given in args.inject)}
 
     def train(kind: str, name: str, ranks: int, flags: str) -> Job:
-        out = folder / f"{kind} {name}".replace(" ", "_").replace(",", "")
         command = (*TORCHRUN, str(ranks), "-m", "bench.multi_gpu", "--fault", faults.get(name, "none"))
-        words = f"--device {args.device} {flags} no_save=true" if "--set" in flags else f"{flags} --set no_save=true"
-        words = words if words.startswith("--device") else f"--device {args.device} {words}"
-        return Job(kind, name, (*command, "--train", *words.split(), "--out", str(out)), args.job_seconds)
+        words = f"--device {args.device} {flags} --set no_save=true".split()
+        return Job(kind, name, (*command, "--train", *words, "--out", str(_out(folder, kind, name))), args.job_seconds)
 
     def with_n(flags: str) -> str:
         return flags.format(n=args.ranks)
@@ -80,27 +78,38 @@ def jobs(args: argparse.Namespace, folder: Path) -> Iterator[Job]:
             words = f"{LARGE[args.device]} --dtype {dtype} --warmup 1 {with_n(flags)}"
             yield train("speed", f"{name} | plain {turn}", args.ranks, words)
             if field:
-                joint = " " if "--set" in words else " --set "
-                yield train("speed", f"{name} | {field.partition('=')[0]} {turn}", args.ranks, f"{words}{joint}{field}")
+                yield train("speed", f"{name} | {field.partition('=')[0]} {turn}", args.ranks, f"{words} --set {field}")
     command = (*TORCHRUN, str(args.ranks), "-m", "bench.multi_gpu", "--device", args.device, "--bandwidth", "{rows}")
     yield Job("bandwidth", "collectives", command, args.job_seconds)
 
 
+def _out(folder: Path, kind: str, name: str) -> Path:
+    return folder / f"{kind} {name}".replace(" ", "_").replace(",", "")
+
+
+def _truth(name: str) -> str:
+    """Return the name of the run on one GPU that an axis is compared with."""
+    return "one with experts" if name.startswith("ep") else "one"
+
+
+def _steps(out: Path) -> list[dict[str, Any]]:
+    path = out / "metrics.jsonl"
+    return [entry for entry in map(json.loads, path.open()) if "loss" in entry] if path.is_file() else []
+
+
 def judge(line: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Add what a job's run wrote: its losses, beside those of one GPU, or the median seconds of its last steps."""
-    out = folder / f"{line['job']} {line['name']}".replace(" ", "_").replace(",", "")
     if line["state"] != OK or line["job"] == "bandwidth":
         return line
-    steps = [entry for entry in map(json.loads, (out / "metrics.jsonl").open()) if "loss" in entry]
+    steps = _steps(_out(folder, line["job"], line["name"]))
     if line["job"] == "speed":
         return line | {"ms": 1e3 * statistics.median(entry["seconds"] for entry in steps[len(steps) // 3 :])}
     line |= {"losses": [entry["loss"] for entry in steps]}
     if line["name"].startswith("one"):
         return line
-    one = folder / ("equal_one_with_experts" if line["name"].startswith("ep") else "equal_one") / "metrics.jsonl"
-    if not one.is_file():
+    want = [entry["loss"] for entry in _steps(_out(folder, "equal", _truth(line["name"])))]
+    if not want:
         return line | {"state": FAILED, "why": "the run on one GPU is missing"}
-    want = [entry["loss"] for entry in map(json.loads, one.open()) if "loss" in entry]
     far = max((abs(a - b) / abs(b) for a, b in zip(line["losses"], want, strict=True)), default=1.0)
     wrong = not far <= BOUND
     return line | {"far": far} | ({"state": WRONG_RESULT, "why": f"a loss is off by {far:.1e}"} if wrong else {})
@@ -216,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     results, folder = Results(args.out / "results.jsonl"), args.out.resolve()
     chosen = [job for job in jobs(args, folder) if args.only in f"{job.kind} {job.name}"]
-    truths = [f"one{' with experts' * job.name.startswith('ep')}" for job in chosen]
+    truths = [_truth(job.name) for job in chosen]
     chosen = [job for job in jobs(args, folder) if job in chosen or job.name in truths]
     for i, job in enumerate(chosen):
         if not results.has(job):

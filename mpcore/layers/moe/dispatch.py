@@ -93,9 +93,8 @@ class AllGather:
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None) -> Sent:
         """Start to send tokens to their experts; work between the methods runs beside the messages."""
-        route = _route(experts, weights)
+        route, (_, rows) = _route(experts, weights), self._worst(len(x), room)
         x, route = all_gather(x, self.etp, 0), all_gather(route, self.etp, 0)
-        _, rows = self._worst(len(x) // self.etp.size, room)
         return Sent(start("all_gather", x, self.ep), start("all_gather", route, self.ep), rows)
 
     def compute(self, sent: Sent, run: Experts) -> Returned:
