@@ -43,8 +43,8 @@ class FirstStep(Observer):
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         if [*map(id, ModelTree(run.model).parameters)] != [*map(id, self.parameters)]:
             raise ValueError(
-                "parameters were added or replaced after prepare, and the optimizer holds the old ones: call add_lora "
-                "and the like before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
+                "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
+                "before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
             )
         check_targets(run.mesh, arguments["target"])
         self.loss_check.begin(tokens, run.pipeline.micro_batches)

@@ -29,7 +29,7 @@ def total_of(function):
     return lambda x, weight, target, **options: function(x, weight, target, SCALE[: len(x)].to(x), **options)
 
 
-# What each row has by itself, with its reference and options; ALL also has the sum.
+# The cases of single rows, each with its reference and options. ALL adds those of the sum.
 ROWS = [
     (linear_cross_entropy_rows, linear_cross_entropy_rows_reference, {}),
     (linear_cross_entropy_rows, linear_cross_entropy_rows_reference, OPTIONS),

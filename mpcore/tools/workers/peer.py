@@ -183,7 +183,7 @@ class Peer:
             except OSError as error:
                 problem.append(f"{address}: {error}")
             if not asked:
-                if refused and self.number < 0:  # a worker of the run rather looks for those that it knows
+                if refused and self.number < 0:  # one that has a number goes on to look for the others
                     raise ValueError("; ".join(refused))
                 found = "; ".join(problem + refused) or "none of the workers there leads"
                 if time.monotonic() > until:
