@@ -132,8 +132,7 @@ def report(lines: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     rows = [row for line in lines if line["job"] == "bandwidth" for row in line["rows"]]
     text += ["", "| collective | MB | ms | bus, GB/s |", "|---|---|---|---|"]
     text += [f"| {r['collective']} | {r['bytes'] / 1e6:.1f} | {r['ms']:.3f} | {r['bus']:.2f} |" for r in rows]
-    bad = [line for line in lines if line["state"] != OK]
-    text += [f"\n{line['job']} {line['name']}: {line['state']}, {line['why']}" for line in bad]
+    text += [f"\n{bad['job']} {bad['name']}: {bad['state']}, {bad['why']}" for bad in lines if bad["state"] != OK]
     return "\n".join(text) + "\n"
 
 
@@ -208,8 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its torchrun, also if that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if "--train" in words:
-        i = words.index("--train")
-        return train(words[1], words[i + 1 :])
+        return train(words[1], words[words.index("--train") + 1 :])
     parser = argparse.ArgumentParser(prog="python -m bench.multi_gpu", description=__doc__)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="GPUs (all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
