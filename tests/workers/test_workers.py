@@ -15,7 +15,7 @@ from mpcore.tools.workers import Average, DelayedNesterov, Nesterov
 from mpcore.tools.workers.journal import read_lines, replay
 from mpcore.tools.workers.outer import Options
 from mpcore.tools.workers.peer import start
-from mpcore.tools.workers.wire import Channel, connect, pack, read_token, unpack
+from mpcore.tools.workers.wire import Channel, connect, pack, read_token, split_address, unpack
 
 TOKEN = b"a token of at least sixteen bytes"
 ANCHOR = {"a": torch.zeros(3, 2, dtype=torch.float64), "b": torch.ones(4, dtype=torch.float64)}
@@ -175,6 +175,16 @@ def test_any_worker_may_die_and_others_come(tmp_path):
         assert time.monotonic() - began < 8.0 + 5 * 0.005 + 2.0  # the time-out, a phase, and slack
     finish(*workers)
     check(tmp_path / "4", 400, [worker for worker in workers if not worker.dead])  # it led last
+
+
+def test_a_worker_that_closed_answers_nobody():
+    """Not even over a connection that it accepted before: it would seem alive, and lead again."""
+    worker = Worker(until=10**6)
+    with socket.create_connection(split_address(worker.address)) as sock:
+        assert sock.recv(1, socket.MSG_PEEK)  # it waits for the rest of the handshake
+        worker.kill()
+        with pytest.raises(ConnectionError):
+            Channel(sock, TOKEN, False, 3.0).ask({"kind": "who"})
 
 
 @pytest.mark.slow

@@ -97,6 +97,8 @@ class Node:
             self.channels.add(channel)
             while True:
                 message, tensors = channel.receive()
+                if self.closed:  # the connection was accepted while this node closed
+                    return
                 if not known:
                     known = True
                     self.strangers.release()
@@ -246,8 +248,8 @@ class Node:
         outer = self._led()
         if worker not in outer.members:
             raise ValueError(
-                f"worker {worker} was left out of the run: it made no step for {self.options.timeout:g} s, or could "
-                f"not be reached. Start it again, and it joins under another number; or set a longer timeout"
+                f"worker {worker} was left out of the run: {outer.left.get(worker, 'the run never had it')}. Start it "
+                f"again, and it joins under another number; or set a timeout above {self.options.timeout:g} s"
             )
         return outer
 
@@ -371,7 +373,7 @@ class Node:
             lower = {n: at for n, at in [*self.outer.members.items()] if n < self.number}
             if not any(self._is_alive(worker, at) for worker, at in lower.items()):
                 with self.state:
-                    if not self.leading and self.outer is not None:
+                    if not self.leading and self.outer is not None and not self.closed:
                         self._begin_to_lead()
                         for worker in lower:
                             self._leave_out(worker, "it led the run, or would have, and did not answer")

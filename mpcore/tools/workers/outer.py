@@ -116,9 +116,7 @@ def check_settings(here: Mapping[str, str], run: Mapping[str, str], where: str) 
         raise ValueError("; ".join(told))
 
 
-def new_run(
-    rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]
-) -> Line:  # fmt: skip
+def new_run(rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
     """Return the line `begin` of a new run."""
     facts = {"rule": describe(rule), "first": first, "until": until, "about": dict(about), "anchor": digest(anchor)}
     return {"op": "begin", "run": secrets.token_hex(8), **facts, "at": round(time.time(), 3)}
