@@ -3,8 +3,10 @@
 from mpcore.experimental import LocalUpdates
 """
 
+from mpcore.layers.attention.gated import GatedAttention
 from mpcore.layers.gated_delta_net import DeltaCache, GatedDeltaNet, gated_delta_rule
 from mpcore.layers.moe.biased import BiasedExperts, BiasedGroupedLinear, clamped_swiglu
+from mpcore.layers.moe.replay import record_routing
 from mpcore.layers.multi_token import MultiTokenPrediction, shift_tokens
 from mpcore.optim.mup import Mup, apply_mup
 from mpcore.tools.coordinate_check import coordinate_check
@@ -18,6 +20,7 @@ __all__ = [
     "BiasedGroupedLinear",
     "DeltaCache",
     "DiLoCo",
+    "GatedAttention",
     "GatedDeltaNet",
     "LocalUpdates",
     "MultiTokenPrediction",
@@ -27,6 +30,7 @@ __all__ = [
     "coordinate_check",
     "gated_delta_rule",
     "make_invariant",
+    "record_routing",
     "shift_tokens",
     "simulate",
 ]

@@ -18,7 +18,14 @@ from torch.nn import functional as F
 
 import mpcore as mp
 from mpcore import collectives
-from mpcore.experimental import BiasedExperts, GatedDeltaNet, MultiTokenPrediction, clamped_swiglu, shift_tokens
+from mpcore.experimental import (
+    BiasedExperts,
+    GatedAttention,
+    GatedDeltaNet,
+    MultiTokenPrediction,
+    clamped_swiglu,
+    shift_tokens,
+)
 from mpcore.layers.attention.documents import document_ends
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
@@ -123,7 +130,10 @@ def _attention(
         seen = seen if window is None else seen & seen.triu(1 - window)
         seen = seen if mask is None else seen & mask
         scores = (q @ k.mT / math.sqrt(K)).masked_fill(~seen, -math.inf)
-        return _linear(p, (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), "output.")
+        y = (scores.softmax(-1) @ v).transpose(1, 2)
+        if "gate.weight" in p:
+            y = y * _linear(p, x, "gate.").sigmoid().unflatten(-1, (H, -1))
+        return _linear(p, y.flatten(2), "output.")
 
     return truth
 
@@ -286,8 +296,24 @@ def _scored(p: Params, x: Tensor) -> Tensor:
     return (losses + 0.01 * logits.logsumexp(-1).square() * (target >= 0)).unsqueeze(-1)
 
 
-def _experts(p: Params, x: Tensor) -> Tensor:
-    best, chosen = F.linear(x, p["router.weight"]).softmax(-1).topk(2, -1)
+def given(rows: int, tokens: int) -> Tensor:
+    """Experts [rows, tokens, 2] that no router would choose."""
+    return (torch.arange(tokens)[:, None] * 3 + torch.arange(2)).remainder(4).expand(rows, tokens, 2)
+
+
+class Given(mp.ParallelMoE):
+    """A mixture whose tokens go to experts that are given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        whole = x.shape[1] * (self.tp.size if self.sequence_parallel else 1)
+        return super().forward(x, experts=given(len(x), whole))
+
+
+def _experts(p: Params, x: Tensor, given: Callable[[int, int], Tensor] | None = None) -> Tensor:
+    scores = F.linear(x, p["router.weight"]).softmax(-1)
+    chosen = scores.topk(2, -1).indices if given is None else given(*x.shape[:2])
+    best = scores.gather(-1, chosen)
     best = best / best.sum(-1, keepdim=True)
     y = torch.zeros_like(x)
     for e in range(len(p["experts.gate_up.weight"])):
@@ -343,6 +369,10 @@ CASES: dict[str, Case] = {
                          _attention(2, window=3), **ON_THREE),
     "not causal": Case(lambda **on: mp.ParallelAttention(D, H, head_dim=K, causal=False, **on),
                        _attention(causal=False)),
+    "gated attention": Case(lambda **on: GatedAttention(D, H, 2, head_dim=K, rope=mp.RotaryEmbedding(K), **on),
+                            _attention(2, rope=True), refuses=("invariant",)),
+    "gated attention, uneven heads": Case(lambda **on: GatedAttention(D, H, head_dim=K, gate="head", **on),
+                                          _attention(), **ON_THREE),
     "documents": Case(lambda **on: Documents(D, H, head_dim=K, **on),
                       _attention(mask=DOCUMENTS[:, None] == DOCUMENTS), refuses=("invariant",)),
     "padding": Case(lambda **on: Padded(D, H, head_dim=K, **on), _attention(mask=SHOWN), refuses=("invariant",)),
@@ -372,6 +402,8 @@ CASES: dict[str, Case] = {
     "experts on ep": Case(_moe(), _experts, axes=("ep", "data"), mesh={"dp": 2, "ep": 2}, refuses=("invariant",)),
     "experts, all-to-all": Case(_moe(dispatch="all_to_all"), _experts, axes=("tp", "ep", "etp", "data"),
                                 mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
+    "experts, given": Case(lambda **on: Given(D, FF, num_experts=4, top_k=2, **on), partial(_experts, given=given),
+                           axes=("tp", "data"), refuses=("invariant",)),
     "biased experts": Case(_moe(**BIASED), _biased_experts, axes=("tp", "data"), refuses=("invariant",)),
     "biased experts, all-to-all": Case(_moe(dispatch="all_to_all", **BIASED), _biased_experts,
                                        axes=("tp", "ep", "etp", "data"), mesh={"tp": 2, "dp": 2, "ep": 2},

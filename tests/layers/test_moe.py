@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mpcore import Axis, Mesh, ParallelMLP, ParallelMoE, full_state_dict, load_full_state_dict
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
+from mpcore.experimental import record_routing
 from mpcore.gradients import drop_gradients, reduce_gradients
 from mpcore.layers import materialize, upcycle, update_routers
 from mpcore.layers.moe import DispatchBounds
@@ -21,6 +22,7 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.sync import set_gradient_sync
 from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
+from mpcore.tools.simulation import simulate
 from tests.equality import close, full_gradients
 from tests.layers.moe_oracle import oracle
 from tests.pool import mesh, on_ranks
@@ -175,6 +177,37 @@ def test_sequence_dim_0_exchanges_the_first_two_dimensions(ranks, sizes):
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda s: "x".join(f"{k}{v}" for k, v in s.items()) or "one rank")
 def test_every_layout_in_all_combinations(ranks, sizes):
     ranks(world(sizes), check_layout, sizes, None, timeout=600)
+
+
+@pytest.mark.parametrize("axes", [("tp",), ("tp", "cp"), ("ep", "data")], ids=str)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recorded_experts_are_those_of_one_process_and_are_used_again(axes, sequence_parallel):
+    """On each layout, also with padding; other experts than the router's are used as they are given."""
+    (x, mask), sizes = inputs("padded"), {"dp" if name == "data" else name: 2 for name in axes}
+    dense = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64)
+    load_full_state_dict(dense, weights({}, "plain"))
+    with record_routing(dense) as experts:
+        y = dense(x, mask=mask)
+    (chosen,) = experts[""]
+    other = (chosen + 1) % E
+    want = dense(x, mask=mask, experts=other)
+    assert not torch.allclose(y, want)
+
+    def part(m):
+        on = {name: getattr(m, name) for name in ("tp", "ep", "etp", "cp", "data")}
+        moe = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64, sequence_parallel=sequence_parallel, **on)
+        load_full_state_dict(moe, weights({}, "plain"))
+        here = [c._split(c._split(full, m.dp, 0), m.cp, 1) for full in (x, mask, chosen, other, want)]
+        given = c.split(here[0], m.tp, 1) if sequence_parallel else here[0]
+        with record_routing(moe) as experts:
+            moe(given, mask=here[1])
+        assert torch.equal(experts[""][0], here[2])
+        got = moe(given, mask=here[1], experts=here[3])
+        close(c.gather(got, m.tp, 1) if sequence_parallel else got, here[4], "y")
+        with pytest.raises(ValueError, match=r"\d, 1\)"):
+            moe(given, mask=here[1], experts=here[3][..., :1])
+
+    simulate(part, **sizes)
 
 
 @on_ranks(4)

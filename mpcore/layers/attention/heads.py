@@ -208,7 +208,11 @@ class HeadAttention(ParallelLayer):
             self._check_scores(x, mask, bias, whole)
             q, k, v = self.cross_heads(x, memory, cache)
         y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
-        return self.output(rearrange(y, "b t h v -> t b (h v)" if self.sequence_dim == 0 else "b t h v -> b t (h v)"))
+        return self.output(self.merge_heads(y, x))
+
+    def merge_heads(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the heads [B, T, H/tp, V] of the layer's input x as the output projection's input."""
+        return rearrange(y, "b t h v -> t b (h v)" if self.sequence_dim == 0 else "b t h v -> b t (h v)")
 
     def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:
         """Return B, and the number of tokens over all ranks of tp."""

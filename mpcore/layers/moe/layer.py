@@ -126,6 +126,7 @@ class ParallelMoE(ParallelLayer):
         mask: Tensor | None = None,
         positions: Tensor | None = None,
         loss_scale: Tensor | float | None = None,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] ([T, B, D] with `sequence_dim=0`); this rank's shard under sequence parallelism.
 
@@ -140,9 +141,12 @@ class ParallelMoE(ParallelLayer):
                 holds one contiguous run.
             loss_scale: the factor that multiplies the main loss's sum over tokens: a number, or [B]. Balance losses
                 need it in training: they are multiplied by the same factor, and backward adds their gradients.
+            experts: int64 [B, T, K], the experts of each token in place of the router's choice, as `record_routing`
+                returns them. The router's scores of these experts are their weights. T as in `mask`.
 
         Raises:
-            ValueError: before any communication, if shapes don't fit each other or the mask is not bool.
+            ValueError: before any communication, if shapes don't fit each other, the mask is not bool, or `experts`
+                are not int64.
         """
         if x.shape[-1] != self.dim:
             raise wrong_last(x, self.dim, "dim")
@@ -156,13 +160,14 @@ class ParallelMoE(ParallelLayer):
             raise input_error(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
         ordered = rearrange(x, "t b d -> b t d") if self.sequence_dim == 0 else x
         split = self.tp.size > 1 and not self.sequence_parallel
-        tokens, places = rearrange(ordered, "b t d -> (b t) d"), self._places(ordered, mask, positions)
+        tokens, places = rearrange(ordered, "b t d -> (b t) d"), self._places(ordered, mask, positions, experts)
         if split:  # every rank of tp has the same tokens: each keeps its shard
             short = -len(tokens) % self.tp.size
             tokens = collectives.split(F.pad(tokens, (0, 0, 0, short)), self.tp, 0)
             here = slice(self.tp.rank * len(tokens), (self.tp.rank + 1) * len(tokens))
             sequence, position, real = (F.pad(part, (0, short))[here] for part in places[:3])
-            places = places._replace(sequence=sequence, position=position, real=real)
+            given = None if places.experts is None else F.pad(places.experts, (0, 0, 0, short))[here]
+            places = places._replace(sequence=sequence, position=position, real=real, experts=given)
         routing = self.router(tokens, places, samples, loss_scale)
         capacity = self.router.capacity(places.length)
         room = None if capacity is None else min(len(tokens), capacity * places.sequences)
@@ -180,7 +185,7 @@ class ParallelMoE(ParallelLayer):
         y = rearrange(y, "(b t) d -> t b d" if self.sequence_dim == 0 else "(b t) d -> b t d", b=B, t=T)
         return y if shared is None else y + shared
 
-    def _places(self, x: Tensor, mask: Tensor | None, positions: Tensor | None) -> Places:
+    def _places(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, experts: Tensor | None) -> Places:
         B, T, _ = x.shape
         start, whole = (self.tp.rank * T, self.tp.size * T) if self.sequence_parallel else (0, T)
         if positions is None:
@@ -191,10 +196,16 @@ class ParallelMoE(ParallelLayer):
             mask = torch.ones(B, whole, dtype=torch.bool, device=x.device)
         if mask.shape != (B, whole):
             raise input_error(f"mask has shape {tuple(mask.shape)}, but this rank's sequences are {(B, whole)}")
+        K, given = self.router.top_k, None
+        if experts is not None:
+            if experts.shape != (B, whole, K) or experts.dtype != torch.int64:
+                was = f"{tuple(experts.shape)} of {experts.dtype}"
+                raise input_error(f"experts are {was}, but this rank's sequences need {(B, whole, K)} of torch.int64")
+            given = experts[:, start : start + T].reshape(-1, K)
         rows = torch.arange(B, device=x.device)[:, None].expand(B, T)
         position = positions[start : start + T].expand(B, T)
         real = mask[:, start : start + T].reshape(-1)
-        return Places(rows.reshape(-1), position.reshape(-1), real, B, self.cp.size * whole)
+        return Places(rows.reshape(-1), position.reshape(-1), real, B, self.cp.size * whole, given)
 
     def extra_repr(self) -> str:
         """Return the dispatch and the sizes of the axes."""

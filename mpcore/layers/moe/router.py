@@ -51,6 +51,7 @@ class Places(NamedTuple):
         real: bool [N], False for padding.
         sequences: the number of rows of the batch.
         length: the number of tokens of the full sequence, including padding.
+        experts: int64 [N, K], the experts of each token; None: the router chooses them.
     """
 
     sequence: Tensor
@@ -58,6 +59,7 @@ class Places(NamedTuple):
     real: Tensor
     sequences: int
     length: int
+    experts: Tensor | None = None
 
 
 class Routing(NamedTuple):
@@ -258,7 +260,7 @@ class Router(ParallelModule, RandomModule):
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = F.linear(self._jittered(x.to(wide), places, samples), self.weight.to(wide))
             scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
-            chosen = self._choose(scores.detach())
+            chosen = self._choose(scores.detach()) if places.experts is None else places.experts
             weights = scores.gather(-1, chosen)
             if self.normalizes:
                 weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
