@@ -32,7 +32,7 @@ TORCH, PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(mp.__file__)
 USER, LAYER = "/home/me/gpt/model.py", f"{PACKAGE}/layers/linear.py"
 INSIDE = [f"{TORCH}/nn/modules/module.py", f"{os.path.dirname(_torch.__file__)}/fsdp.py", "<string>", "<frozen x>",
           f"{PACKAGE}/collectives.py", f"{PACKAGE}/mesh/agreement.py", f"{PACKAGE}/pipeline/messages.py",
-          f"{PACKAGE}/tools/simulation/nonfinite.py", "module.py"]  # fmt: skip
+          f"{PACKAGE}/parallel/fsdp.py", f"{PACKAGE}/tools/simulation/nonfinite.py", "module.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", INSIDE)

@@ -47,14 +47,10 @@ _INSIDE = (
 )
 """Frames in these files don't say where a rank is."""
 _OURS = tuple(
-    os.path.join(_PACKAGE, *name)
-    for name in (
-        ("collectives.py",),
-        ("mesh", "agreement.py"),
-        ("pipeline", "messages.py"),
-        ("tools", "simulation", "nonfinite.py"),
-    )
-)
+    os.path.join(_PACKAGE, *name.split("/"))
+    for name in ("collectives.py", "mesh/agreement.py", "parallel/fsdp.py", "pipeline/messages.py",
+                 "tools/fault_tolerance/signals.py", "tools/simulation/nonfinite.py")
+)  # fmt: skip
 Rank = Annotated[int, range(2**20)]
 LIMIT = 2**24  # bytes of a log
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
