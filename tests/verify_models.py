@@ -18,6 +18,7 @@ from mpcore import (
     Mesh,
     ParallelAttention,
     ParallelMLP,
+    QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
@@ -256,6 +257,19 @@ class Swapped(nn.Module):
         return self.down(self.up(x).relu())
 
 
+class AllHeads(nn.Module):
+    """An attention whose heads are counted in the unsharded model, so that a rank's are narrower."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.qkv = QKVParallelLinear(WIDTH, HEADS, HEADS, WIDTH // HEADS, tp=mesh.tp)
+        self.output = RowParallelLinear(WIDTH, WIDTH, tp=mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
 class Moved(nn.Module):
     """A plain module computes with the weight of a parallel layer."""
 
@@ -282,7 +296,7 @@ class Broken(nn.Module):
         embedding = VocabParallelEmbedding(VOCAB, WIDTH, **sp)
         norm = RMSNorm(WIDTH, **forgotten)
         attention = ForgottenPartial if fault == "qk-norm" else ParallelAttention
-        self.attention = attention(WIDTH, HEADS, **sp)
+        self.attention = AllHeads(mesh) if fault == "heads" else attention(WIDTH, HEADS, **sp)
         self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
         nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
         mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared, "swapped": Swapped, "moved": Moved}

@@ -118,7 +118,9 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features/tp], or [..., out_features] with `gather_output`."""
         if x.shape[-1] != self.in_features:
-            raise wrong_last(x, self.in_features, "in_features")
+            is_share = abs(x.shape[-1] * self.tp.size - self.in_features) < self.tp.size > 1
+            hint = ": is it swapped with the RowParallelLinear?" if is_share else ""
+            raise wrong_last(x, self.in_features, "in_features", hint)
         dim = self.sequence_dim if self.sequence_parallel else None
         y = self.product.column(x, self.weight, self.bias, self.tp, dim, self.regather)
         return collectives.gather(y, self.tp, -1, self.out_features) if self.gather_output else y

@@ -77,6 +77,6 @@ def why_sizes(error: str, layout: Layout) -> str:
             "tp=mesh.tp and sequence_parallel=True for learned positions, and this rank's tokens of other operands"
         )
     return (
-        f". A rank holds {small} of the {large} features that a column-parallel layer shards: the other operand must "
-        "be sharded too"
+        f". A rank holds {small} of the {large} features that a column-parallel layer shards: shard the other operand "
+        "too, or make the layer an mp.RowParallelLinear if it is swapped"
     )
