@@ -184,7 +184,6 @@ def _inverse_root(x):
 
 @triton.jit
 def _store_stats(stats_ptr, rstd, mean, rows, M):
-    """Store rstd and the mean; a mean of `None` has no place."""
     tl.store(stats_ptr + rows, rstd, mask=rows < M)
     if mean is not None:
         tl.store(stats_ptr + M + rows, mean, mask=rows < M)

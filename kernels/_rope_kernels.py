@@ -50,7 +50,6 @@ def _load_gains(
 
 @triton.jit
 def _load_table(cos_ptr, sin_ptr, rows, live, T, BATCHED: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Load cosine and sine of each token."""
     where = rows if BATCHED else rows % T
     cols = tl.arange(0, BLOCK_R)[None, None, :]
     cos = tl.load(cos_ptr + where * HALF + cols, mask=live & (cols < HALF), other=0.0).to(tl.float32)

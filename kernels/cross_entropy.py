@@ -182,8 +182,6 @@ def cross_entropy_backward(
 
 
 class _Rows(NamedTuple):
-    """The inputs of the backward pass besides the logits, in the order of the operators."""
-
     target: Tensor
     stats: Tensor
     dloss: Tensor | None

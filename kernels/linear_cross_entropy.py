@@ -149,8 +149,6 @@ def rows_of_chunk(x: Tensor, columns: int, weight: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Head:
-    """How the logits are computed and read."""
-
     gather: Callable[[Tensor], Tensor] | None
     chunk_rows: int
     dtype: torch.dtype  # of the logits
@@ -274,8 +272,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _LinearRows(torch.autograd.Function):
-    """Compute the loss of each row, or log p and the entropy."""
-
     @staticmethod
     def forward(ctx, x, weight, target, head: _Head, log_prob: bool):
         stats = x.new_empty((4 + log_prob, x.shape[0]), dtype=torch.promote_types(x.dtype, torch.float32))

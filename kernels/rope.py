@@ -264,6 +264,5 @@ def _launch(
 
 
 def _tile(y: Tensor, q: Tensor, k: Tensor | None, elements: int) -> tuple[int, int]:
-    """Return tokens and heads of a program's tile."""
     block_h = min(8, next_power_of_2(max(q.shape[2], 1 if k is None else k.shape[2])))
     return max(1, min(64, elements // (block_h * next_power_of_2(y.shape[3])))), block_h

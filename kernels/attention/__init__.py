@@ -145,7 +145,6 @@ class _Attention(torch.autograd.Function):
 
 
 def _choose(impl: str | None, query: Tensor, value: Tensor) -> str:
-    """Return the implementation that runs, "triton" or "reference"."""
     dims = query.shape[3], value.shape[3]
     tiled = max(dims) <= WIDEST_HEAD
     if impl == "triton" and not tiled:

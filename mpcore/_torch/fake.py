@@ -122,7 +122,6 @@ class _Fake(FakeTensorMode):
 
 @cache
 def _is_kept(func: Any) -> bool:
-    """Return whether the results of an operator may be cached."""
     namespace = getattr(func, "namespace", "")
     if func.name() in _WRITE:
         return True

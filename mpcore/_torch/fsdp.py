@@ -199,7 +199,6 @@ def _state(unit: FSDPModule) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return the parameter groups of a unit."""
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13; torch names no version
         return state._fsdp_param_groups
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -237,7 +237,6 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _fits(value: Any, old: Any) -> bool:
-    """Return whether an option's value in a checkpoint may replace the one that the optimizer has."""
     if isinstance(old, tuple):
         return isinstance(value, list) and len(value) == len(old) and all(map(_fits, value, old))
     is_number = type(value) in (int, float)

@@ -54,8 +54,6 @@ _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of `save` besides the model and the optimizer."""
-
     path: Path
     mesh: Mesh
     step: int
@@ -90,8 +88,6 @@ class _Snapshot:
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of the manifest."""
-
     files: dict[str, FileRecord]
     tensors: dict[str, tuple[tuple[int, ...], str]]
     chunks: list[tuple[str, Chunk]]

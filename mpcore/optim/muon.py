@@ -175,7 +175,6 @@ class Muon(AdamW):
             held.copy_(weight)
 
     def _momentum(self, group: dict[str, Any], p: nn.Parameter, scale: Tensor | None) -> Tensor:
-        """Return the momentum to orthogonalize, sharded like the parameter."""
         state, grad = self._state(p, "momentum_buffer"), gradient_of(p)
         state["step"] += 1
         buffer = local_tensor(state["momentum_buffer"])

@@ -126,8 +126,6 @@ def apply_mup(
 
 
 class _Scaled:
-    """The first values of `init`, multiplied by a factor."""
-
     def __init__(self, init: Init, factor: float) -> None:
         self.init, self.factor = init, factor
 
@@ -217,7 +215,6 @@ def _kind(name: str, holders: list[nn.Module], inputs: float, outputs: float) ->
 
 
 def _std(module: nn.Module, leaf: str, p: Tensor) -> float | None:
-    """Return the standard deviation of a parameter's first values; None if nothing says them."""
     init = getattr(module, "inits", {}).get(leaf)
     if init is None:
         return None if p.is_meta else p.double().std(correction=0).item()

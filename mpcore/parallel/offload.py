@@ -124,8 +124,6 @@ def offload_optimizer(
 
 
 class _Step:
-    """Run the step of an offloaded optimizer."""
-
     def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
         self.copies, self.bucket_bytes = copies, bucket_bytes
         self.on_host: dict[nn.Parameter, nn.Parameter] = {}

@@ -164,7 +164,6 @@ class Pipeline:
                 raise ValueError(f"rank {rank} of the pipeline: {text}")
 
     def _cut(self, tensors: dict[str, Any]) -> list[MicroBatch]:
-        """Check a step's tensors and return its micro-batches."""
         M, as_lists = self.micro_batches, isinstance(tensors["x"], (list, tuple))
         if as_lists:
             for name, given in tensors.items():

@@ -141,8 +141,6 @@ class Executor:
 
 
 class _Step:
-    """Run one step, and hold the micro-batches and messages in flight."""
-
     def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
         self.of, self.micro_batches = executor, micro_batches
         self.held: dict[tuple[int, int], MicroBatchState] = defaultdict(MicroBatchState)

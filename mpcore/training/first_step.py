@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import is_dtensor
+from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
 from mpcore.training.replica_check import ReplicaCheck, sketch
@@ -31,10 +33,19 @@ class FirstStep(Observer):
 
     def __init__(self, tree: ModelTree, mesh: Mesh, half: bool) -> None:
         self.parameters = tree.parameters
-        self.loss_check, self.half = LossCheck(mesh), half
+        self.loss_check, self.half, self.mesh = LossCheck(mesh), half, mesh
         self.replica_check: ReplicaCheck | None = None
         self.written: list[str] = []
         self.changed = False
+
+    def attach(self, run: Run) -> None:
+        self.alike = self._alike()
+
+    def _alike(self) -> Tensor:
+        sums = [sketch(p.detach(), self.mesh.device)[0] for p in self.parameters]
+        total = sum(sums, torch.zeros((), dtype=torch.float64, device=self.mesh.device))
+        most, least = all_reduce(torch.stack([total, -total]), self.mesh.world, "max")
+        return most == -least
 
     def watch(self, loss: Loss) -> Loss:
         """Return the loss, checked in the first micro-batch of the first step."""
@@ -45,6 +56,12 @@ class FirstStep(Observer):
             raise ValueError(
                 "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
                 "before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
+            )
+        varied = (bool((x != x.flatten()[:1]).any()) for x in map(local_tensor, self.parameters))
+        if not run.offloaded and self._alike() > self.alike and any(varied):
+            raise ValueError(
+                "all ranks have the same weights, and had others after prepare: DistributedDataParallel(run.model) "
+                "sends rank 0's weights to all. Wrap nothing: the run sums the gradients"
             )
         check_targets(run.mesh, arguments["target"])
         self.loss_check.begin(tokens, run.pipeline.micro_batches)

@@ -93,7 +93,6 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
 
 
 def _holds(module: nn.Module, axis: Axis) -> bool:
-    """Return whether a module has the axis, or a mesh with it, in an attribute."""
     held = vars(module).values()
     return any((isinstance(x, Axis) and x.key == axis.key) or (isinstance(x, Mesh) and axis in vars(x).values())
                for x in held)  # fmt: skip

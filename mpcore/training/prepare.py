@@ -188,9 +188,9 @@ def prepare(
         made.state[p]["master"] = masters[p]
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(with_mesh(loss, mesh)), schedule, trace=trace)
-    for observer in observers:
-        observer.attach(run)
     run.observers += observers
+    for observer in run.observers:
+        observer.attach(run)
     if offload.parameters:
         run.offloaded = offload_parameters(held, made)
     return run
@@ -271,7 +271,6 @@ def _check_observers(observers: Sequence[Observer], mesh: Mesh, blocks: Any) -> 
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Raise ValueError if `optimizer` is not a function that makes an optimizer from the model."""
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     kind: Any = type(optimizer) if is_made else getattr(optimizer, "func", optimizer)  # the class within a partial
     name = kind.__name__ if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) else ""

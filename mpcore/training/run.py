@@ -434,11 +434,8 @@ class Run:
                 f"load got {path!r} and no path: mpcore.checkpoint.latest gives None where there is no checkpoint"
             )
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        for mine in options:
-            if (
-                "initial_lr" in mine
-            ):  # a scheduler of torch sets lr after each step: the checkpoint's is the next step's
-                del mine["lr"]
+        for mine in (each for each in options if "initial_lr" in each):
+            del mine["lr"]  # a scheduler of torch sets lr after each step: the checkpoint's is the next step's
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)
         for group, mine in zip(self.optimizer.param_groups, options, strict=True):

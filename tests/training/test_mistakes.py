@@ -36,6 +36,8 @@ class Net(nn.Module):
         self.down = mp.RowParallelLinear(4 * D, D, **sp)
         if wrong == "swapped":
             self.up, self.down = mp.RowParallelLinear(D, 4 * D, **sp), mp.ColumnParallelLinear(4 * D, D, **sp)
+        if wrong == "column":
+            self.down = mp.ColumnParallelLinear(4 * D, D, **sp)
         self.scale = nn.Parameter(torch.ones(1))
         self.head = mp.ColumnParallelLinear(D, V, bias=False, **sp)
         self.drop = nn.Dropout(0.2) if "nn.Dropout" in wrong else mp.Dropout(0.2 if "samples" in wrong else 0.0)
@@ -90,6 +92,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
                      micro_batches=2 if wrong == "/ micro-batches" else 1)  # fmt: skip
     if wrong == "nn.Dropout":
         torch.manual_seed(mesh.job.rank)
+    if wrong == "DDP after prepare":
+        nn.parallel.DistributedDataParallel(run.model)
     text = torch.randint(
         V, (B, T + 1), generator=torch.Generator().manual_seed(1 + (wrong == "sampler") * mesh.job.rank)
     )
@@ -135,6 +139,8 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("seeds", BOTH, "torch.manual_seed on all ranks.*embedding.weight over data"),
     ("nn.init", TP, "same shard of up.weight.*pass init="),
     ("swapped", TP, "8, but this rank's share of in_features 8 is 4: is it swapped"),
+    ("column", TP, "16, but in_features is 32: is it swapped with the RowParallelLinear"),
+    ("DDP after prepare", TP, "same weights.*DistributedDataParallel"),
     ("no tp", TP, "32, but this rank's share of in_features 32 is 16"), ("Axis", TP, "name='tp'"),
     ("add_partial", TP, r"scale is replicated.*add_partial\(module, 'scale', mesh.tp\)"),
     ("norm", TP, r"norm.*make it mp.LayerNorm\("), ("nn.Dropout", TP, "Use mpcore.Dropout, or call torch.manual_seed"),
