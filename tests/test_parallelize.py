@@ -29,6 +29,7 @@ from mpcore import (
 from mpcore.gradients import reduce_gradients
 from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Vocab, model_plan
+from mpcore.tools.simulation import RankError, simulate
 from tests.equality import close, full_gradients
 from tests.pool import mesh
 from tests.quick import some
@@ -267,8 +268,8 @@ def check_expert_training(zero, balance, **sizes):
     """Three steps of AdamW: losses, norms of gradients, and weights are those of one process."""
     on = mesh(**sizes)
     dense = build("qwen3 moe")
+    dense.config.output_router_logits = balance
     model = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp, data=on.data)
-    dense.config.output_router_logits = model.config.output_router_logits = balance
     trained = prepare(
         model, on, blocks=model.model.layers, loss=partial(balanced_loss, on.data.size), initialize=False,
         data=Zero(zero), optimizer=lambda model: AdamW(model, lr=1e-2),
@@ -292,11 +293,22 @@ def check_expert_training(zero, balance, **sizes):
         all_same(full_state_dict(whole), dense.state_dict(), "value after training")
     if balance and on.ep.size == 1 and on.data.rank == 0:  # a rank of data generates alone
         model.generate(ids[:1, :3], max_new_tokens=2, do_sample=False)
-        model(ids[:1, :3], output_router_logits=False)
     if balance and zero == 0 and on.data.size > 1:
         for what, arguments in {"labels=": {"labels": ids}, "return_dict=False": {"return_dict": False}}.items():
             with pytest.raises(ValueError, match=what):
                 model(ids, **arguments)
+
+
+def test_data_ranks_agree_on_the_balance_loss_before_they_sum_it():
+    def work(on, asked, argument):
+        model = build("qwen3 moe")
+        model.config.output_router_logits = asked and on.data.rank == 0
+        model = parallelize(model, data=on.data)
+        model(torch.ones(1, 2, dtype=torch.long), output_router_logits=argument and on.data.rank == 0)
+
+    for asked, argument in ((True, False), (False, True)):
+        with pytest.raises(RankError, match=r"ValueError: .*output_router_logits"):
+            simulate(partial(work, asked=asked, argument=argument), dp=2)
 
 
 TRAINED = [(size, zero, sizes, balance) for size, sizes in LAYOUTS for zero in range(4) for balance in (False, True)]

@@ -294,6 +294,13 @@ def test_pitfall_66_a_folder_that_holds_no_such_model_is_refused(tmp_path, damag
     assert not torch.nn.Linear(1, 1).weight.is_meta  # nothing is left as it was while the model was created
 
 
+def test_options_are_fields_of_the_config(tmp_path):
+    save_pretrained(quiet_build("mixtral"), tmp_path)
+    assert from_pretrained(tmp_path, output_router_logits=True)(torch.tensor([[1, 2]])).aux_loss is not None
+    with pytest.raises(ValueError, match=r"'num_expert' is neither an option .* nor a field"):
+        from_pretrained(tmp_path, num_expert=2)
+
+
 def test_pitfall_60_a_model_with_nan_is_not_written(tmp_path):
     model = quiet_build("llama")
     model.lm_head.weight.data[1, 2] = torch.inf

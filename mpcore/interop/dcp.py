@@ -43,7 +43,6 @@ class BoxedTensor(Tensor):
 
     @staticmethod
     def of(held: LocalTensor) -> BoxedTensor:
-        """Wrap a local tensor. No memory is copied."""
         boxed = held.tensor.new_zeros(()).expand(held.shape).as_subclass(BoxedTensor)
         boxed.held = held
         return boxed

@@ -129,7 +129,6 @@ class Source:
         return self.parts[chunk.key].box(self.files[chunk.file].whole(chunk.key))
 
     def forget(self, chunk: Chunk) -> None:
-        """Free the memory that reading a tensor used."""
         self.files[chunk.file].forget(chunk.key)
 
 
@@ -174,7 +173,6 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
 
 
 def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, name: str) -> str:
-    """Return a tensor's dtype. Raise ValueError if it is missing, has another shape, or isn't floating point."""
     if key not in where:
         raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
     path, header = source.folder / where[key], source.files[where[key]].header[key]
@@ -186,7 +184,6 @@ def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, n
 
 
 def _check_tie(source: Source, file: str) -> None:
-    """Raise ValueError if the folder has a head that differs from the embedding, although config.json ties them."""
     (chunk,) = source.entries["embedding.weight"].chunks
     head, table = source.files[file].whole("lm_head.weight"), source.files[chunk.file].whole(chunk.key)
     if head.shape != table.shape or head.dtype != table.dtype or checksum(raw(head)) != checksum(raw(table)):

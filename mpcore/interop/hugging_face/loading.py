@@ -54,7 +54,8 @@ def from_pretrained(
         dtype: the dtype of the parameters, except those that transformers keeps in float32; buffers have the dtype that
             transformers gives them. None: the dtype in config.json, or float32 if there is none.
         model_class: a class of transformers. None: the first class in `architectures` of config.json.
-        options: the arguments `context`, `check`, `example`, `skip` and `strict` of `parallelize`.
+        options: the arguments `context`, `check`, `example`, `skip` and `strict` of `parallelize`, and values of fields
+            of the config, such as `output_router_logits=True`.
 
     Returns:
         The model, in evaluation mode, as transformers returns it. Call `train()` before you train it.
@@ -62,7 +63,8 @@ def from_pretrained(
     Raises:
         ValueError: on every rank, if the folder doesn't exist (names on the Hub aren't accepted), transformers lacks
             the architecture, config.json names code of the folder or of the Hub, the weights are pickles or quantized,
-            a tensor is missing, has another shape or holds NaN or infinity, or `parallelize` raises.
+            a tensor is missing, has another shape or holds NaN or infinity, an option is neither of the two, or
+            `parallelize` raises.
 
     Note:
         - If config.json ties two weights and the files hold two different tensors, the weights are not tied, as in
@@ -84,7 +86,8 @@ def from_pretrained(
     """
     check_mesh(mesh)
     path = Path(folder)
-    model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class))
+    changes = {name: options.pop(name) for name in options.keys() - {"context", "check", "example", "skip", "strict"}}
+    model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class, changes))
     dense = together(mesh.world, lambda: dense_shape(model))
     model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, data=mesh.data, cp=mesh.cp, **options)
 
@@ -110,7 +113,9 @@ def from_pretrained(
     return model.eval()
 
 
-def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[str, TensorFile], dict[str, str]]:
+def _open(
+    path: Path, dtype: torch.dtype | None, kind: Any, changes: dict[str, Any]
+) -> tuple[Any, dict[str, TensorFile], dict[str, str]]:
     """Return the model with its parameters on the meta device, the open files, and the file name of each tensor."""
     if not path.is_dir():
         raise ValueError(
@@ -121,7 +126,7 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
     values, (files, where) = read_json(path / "config.json"), open_files(path)
     check_counts(path / "config.json", values, files)
     try:
-        return _make(path, transformers, dtype, kind, files, where), files, where
+        return _make(path, transformers, dtype, kind, changes, files, where), files, where
     except Exception as error:  # transformers raises any kind
         about = " ".join(str(error).split())
         if isinstance(error, ValueError) and str(path) in about:
@@ -130,11 +135,12 @@ def _open(path: Path, dtype: torch.dtype | None, kind: Any) -> tuple[Any, dict[s
 
 
 def _make(
-    path: Path, transformers: Any, dtype: torch.dtype | None, kind: Any, files: Mapping[str, TensorFile],
-    where: Mapping[str, str],
+    path: Path, transformers: Any, dtype: torch.dtype | None, kind: Any, changes: dict[str, Any],
+    files: Mapping[str, TensorFile], where: Mapping[str, str],
 ) -> Any:  # fmt: skip
-    """Return the model of a folder's config.json, with its parameters on the meta device."""
-    config = auto_config(path)
+    config = auto_config(path, **changes)
+    if unknown := sorted(name for name in changes if not hasattr(config, name)):
+        raise ValueError(f"{unknown[0]!r} is neither an option of parallelize nor a field of the config of {path}")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
     names = config.architectures or []
@@ -252,7 +258,6 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keys(path: Path, dense: Any, group: Group, where: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that a group's tensors have in these files. A tied weight may have any of its names."""
     keys = {}
     for key in group.files:
         found = _found(dense, key, where)

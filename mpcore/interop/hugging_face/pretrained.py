@@ -232,7 +232,6 @@ def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
 
 
 def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
-    """Return the state dict to save, on the meta device."""
     names, state = stored_names(dense), {}
     for name, x in dense.state_dict().items():
         if name not in held or held[name][1].shape != tuple(x.shape):
@@ -250,7 +249,6 @@ def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
 def _write(
     folder: Path, model: Any, likes: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
 ) -> None:
-    """Write the tensors of the generator, in the order of `likes`."""
     try:
         with new_folder(folder) as new:
             _write_configs(new, model)
@@ -269,7 +267,6 @@ def _write_configs(folder: Path, model: Any) -> None:
 
 
 def _logical(dense: Any, owned: list[_Owned]) -> Held:
-    """Return the tensors that the ranks hold together, without the adapters, under all their names, on "meta"."""
     found: Held = {}
     for each in owned:
         for name, (dtype, shape, _) in each.tensors.items():
@@ -301,7 +298,6 @@ def _repeated(order: list[str], owned: list[_Owned]) -> set[tuple[int, str]]:
 
 @torch.no_grad()
 def _send(held: pieces.LocalTensor, mesh: Mesh) -> None:
-    """Send this rank's boxes of a tensor to rank 0."""
     for box in held.boxes:
         for _, piece in pieces_of(box.start, box.of(held.tensor), held.tensor.itemsize, PIECE) if box.owned else ():
             dist.send(piece.to(mesh.device).contiguous(), group=mesh.world.group, group_dst=0)

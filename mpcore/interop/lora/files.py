@@ -224,7 +224,6 @@ def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held]]:
 
 
 def _held(model: nn.Module) -> dict[str, Held]:
-    """Return parameters and persistent buffers with their declarations, under all their names."""
     held: dict[str, Held] = {name: (x, sharding) for name, x, sharding in declarations(model)}
     held |= {name: (x, Sharding(tuple(x.shape))) for name, _, _, x in persistent_buffers(model)}
     return held | {name: held[first] for first, *others in all_names(model) for name in others}
@@ -251,7 +250,6 @@ def _targets(model: nn.Module, layers: Mapping[str, LoRALayer]) -> set[str]:
 
 
 def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[str, Held], mesh: Mesh) -> dict[str, Any]:
-    """Return the adapters' configuration as PEFT writes it. The ranks of pp join theirs."""
     mine = (
         _targets(model, layers),
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()},
@@ -274,7 +272,6 @@ def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[st
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the fields `_READ` of a configuration."""
     defaults: dict[str, Any] = {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}  # PEFT's
     try:
         said = json.loads(path.read_text())
@@ -296,7 +293,6 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _size(name: str, config: Mapping[str, Any]) -> tuple[int, float]:
-    """Return a layer's rank, and the alpha by which its adapter is scaled as alpha / rank."""
     ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
     return rank_and_alpha(name, config["r"], config["lora_alpha"], ranks, alphas, config["use_rslora"])
 
@@ -330,7 +326,6 @@ def _in_modules(name: str, modules: Sequence[str]) -> bool:
 
 
 def _check(name: str, layer: nn.Module, file: TensorFile, keys: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the factors in the file don't fit the layer, or the adapter that the layer has."""
     (n_in, n_out), (rank, alpha) = sizes_of(layer), _size(name, config)
     for leaf, want in (("lora_A", [rank, n_in]), ("lora_B", [n_out, rank])):
         found = file.header[keys[leaf]]["shape"]

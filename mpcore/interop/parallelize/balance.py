@@ -17,25 +17,40 @@ from mpcore.mesh.axis import Axis
 
 
 class BalanceLoss:
-    """A forward hook: make `aux_loss` this rank's share of the balance loss of all data ranks' tokens.
+    """Forward hooks: make `aux_loss` this rank's share of the balance loss of all data ranks' tokens.
 
-    The sum of the shares over `data` is the balance loss of the global batch, and so are their gradients. Within
-    `generate`, which reads no balance loss, it does nothing: ranks of `data` may generate alone.
+    The sum of the shares over `data` is the balance loss of the global batch, and so are their gradients. All ranks of
+    `data` sum in each forward, or in none. Within `generate`, which reads no balance loss, they do nothing: ranks of
+    `data` may generate alone.
 
     Args:
         data: the axis whose ranks have different tokens. None: unknown, and a balance loss is rejected.
+        asked: `output_router_logits` of the config on all ranks of `data`.
     """
 
-    def __init__(self, ep: Axis, data: Axis | None) -> None:
-        self.ep, self.data, self.checked = ep, data, False
+    def __init__(self, model: nn.Module, ep: Axis, data: Axis | None, asked: bool) -> None:
+        self.ep, self.data, self.asked, self.checked = ep, data, asked, False
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+        model.register_forward_hook(self, with_kwargs=True)
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ValueError for a forward in which the other ranks of `data` may sum, and this one not, or reverse."""
+        asked = _asks(model, args, kwargs)
+        ranks = self.data.size if self.data is not None else 1
+        if ranks > 1 and asked != self.asked and not vars(model).get("is_generating"):
+            raise ValueError(
+                f"output_router_logits is {asked} in this forward, and was {self.asked} in the config of all "
+                f"{ranks} data ranks, which sum the balance loss together: set it in the config, on all of "
+                f"them, before parallelize or by from_pretrained(.., output_router_logits={asked})"
+            )
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         config: Any = getattr(model, "config", None)
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs)
-        asked = given.arguments.get("output_router_logits")
-        asked = getattr(config, "output_router_logits", False) if asked is None else asked
-        lacks_loss = getattr(out, "aux_loss", None) is None and not (asked and isinstance(out, tuple))
-        if lacks_loss or vars(model).get("is_generating"):
+        returns = getattr(out, "aux_loss", None) is not None
+        if not returns and isinstance(out, tuple):
+            returns = _asks(model, args, kwargs)
+        if not returns or vars(model).get("is_generating"):
             return out
         if self.data is None:
             raise ValueError(
@@ -64,6 +79,12 @@ class BalanceLoss:
         both = all_reduce(torch.cat([counts, rows[None]]), self.data)
         out.aux_loss = experts * (both[:-1] / both[-1] * (sums / both[-1])).sum()
         return out
+
+
+def _asks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a forward is asked for the balance loss, by an argument or the config."""
+    asked = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("output_router_logits")
+    return bool(getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked)
 
 
 def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

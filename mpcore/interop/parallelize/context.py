@@ -217,7 +217,6 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:
-    """Raise ValueError for arguments whose result would depend on the tokens of this rank alone."""
     kind = type(model).__name__
     what = f"cp {cp.size}" if cp.size > 1 else f"sequence parallelism over tp {tp.size}"
     if "labels" in given and cp.size > 1:
@@ -327,7 +326,6 @@ def context_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **
 
 
 def _parts(mask_function: Any) -> Iterator[Any]:
-    """Yield the mask functions that `and_masks` of transformers joins."""
     if getattr(mask_function, "__qualname__", "") == "and_masks.<locals>.and_mask":
         for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
             yield from _parts(part)
@@ -479,7 +477,6 @@ def tokens_of_example(prover: PlanTester, length: int) -> tuple[ModelCopy, dict[
 
 
 def _joined(whole: Run, runs: list[Run], length: int, cp: Axis, kind: str) -> Run:
-    """Join the tensors of all ranks to those of the full sequence, and sum the gradients."""
 
     def of_all(parts: list[Tensor]) -> Tensor:
         return join_tokens(parts, length, cp, kind)

@@ -63,7 +63,6 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
 
 
 def _digest(*values: Any) -> str:
-    """Return a short hash of all tensors in `values`."""
     found = hashlib.sha256()
     for x in (x for x in leaves(values) if isinstance(x, Tensor)):
         found.update(repr((tuple(x.shape), x.dtype)).encode())

@@ -90,9 +90,10 @@ def parallelize(
             then names nothing but experts.
         etp: the axis over which each expert is sharded if ep is above 1, `mesh.etp`. None: tp.
         data: the axis whose ranks have different tokens, `mesh.data`, for a model that returns a balance loss
-            (`output_router_logits=True`): `aux_loss` is then this rank's share, and the sum of the shares over data is
-            the balance loss of all tokens. All ranks of data must run the same number of forwards, except within
-            `generate`. None: with ep, a model that returns a balance loss raises.
+            (`output_router_logits=True` in its config, on all ranks of data): `aux_loss` is then this rank's share, and
+            the sum of the shares over data is the balance loss of all tokens. All ranks of data must call
+            `parallelize`, and run the same number of forwards, except within `generate`. None: with ep, a model that
+            returns a balance loss raises.
         cp: the context-parallel axis, `mesh.cp`, for a model of transformers: its attention then exchanges keys over cp
             (docs/parallelize.md). Call `parallelize` on each of its ranks.
         context: the kind of context parallelism: "zigzag", "ring", "alltoall", "allgather" or "two-level". Shard each
@@ -141,6 +142,7 @@ def parallelize(
         check_axis(axis)
     axes = [axis for axis in (tp, ep, cp) if axis.size > 1]
     problem, swaps, styles, split = None, {}, [], False
+    asked = bool(getattr(getattr(module, "config", None), "output_router_logits", False))
     try:
         if axes:
             checks.check_not_sharded_over_data(module)
@@ -159,7 +161,8 @@ def parallelize(
             )
     except ValueError as error:
         problem = error
-    _agree({"error": problem and str(problem)}, axes)
+    others = [data] if data is not None and data.size > 1 else []
+    _agree({"error": problem and str(problem), "output_router_logits": asked}, axes + others)
     if problem is not None:
         raise problem
     if axes:
@@ -174,18 +177,17 @@ def parallelize(
     if cp.size > 1 or split:
         serve_context(model, cp, context, documents, tp if split else None)
     sharding = [axis for axis in (tp, ep) if axis.size > 1]
-    shares_loss = ep.size * (etp or tp).size > tp.size or (data is not None and data.size > 1)  # other tokens elsewhere
+    shares_loss = bool(others) or ep.size * (etp or tp).size > tp.size  # other tokens elsewhere
     if sharding or shares_loss:
         guard_generate(model, *sharding)
     if sharding:
         model.register_forward_pre_hook(_RefuseWrappers())
     if shares_loss:
-        model.register_forward_hook(BalanceLoss(ep, data), with_kwargs=True)
+        BalanceLoss(model, ep, data, asked)
     return model
 
 
 def _agree(value: dict[str, Any], axes: list[Axis]) -> None:
-    """Raise ValueError on every rank of these axes if a value differs between two of them."""
     problem = None
     for axis in axes:
         try:
@@ -230,7 +232,6 @@ def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> l
 
 
 def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target], tp: Axis, strict: bool) -> None:
-    """Warn if a plan leaves most of the model replicated; with `strict` raise ValueError."""
     nbytes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     cut = sharded_parameters(swaps, styles, tp)
     whole, total = sum(size for key, size in nbytes.items() if key not in cut), sum(nbytes.values())
@@ -309,7 +310,6 @@ def _cannot_try(why: str, strict: bool = False) -> None:
 
 
 def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, ep: Axis, example: Any, strict: bool) -> _Trial | None:
-    """Test the plan now. If no arguments are known yet, return the test that the first forward must run."""
     try:
         trial = _Trial(shapes_of(model), styles, tp, ep)
     except CannotCheckError as error:

@@ -290,7 +290,6 @@ def on_axes(styles: list[Target], ep: Axis, etp: Axis | None = None) -> list[Tar
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
-    """Return text that suggests names for a pattern without a match."""
     general = {name: re.sub(r"\b\d+\b", "*", name) for name in names if name}
     same = [name for name, each in general.items() if each == re.sub(r"\b\d+\b", "*", pattern)]
     near = difflib.get_close_matches(pattern, sorted(set(general.values())), 3, 0.4)

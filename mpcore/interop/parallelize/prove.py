@@ -104,7 +104,6 @@ class Mismatch(NamedTuple):
 
 
 def shapes_of(model: nn.Module) -> nn.Module:
-    """Copy a model before it is parallelized, for a `PlanTester`. The copy's parameters have no memory."""
     with real_tensors(), torch.device("cpu"):
         try:
             return shape_copy(model)
@@ -187,7 +186,6 @@ def _on_mesh(style: Style, mesh: Mesh) -> Style:
 
 
 def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
-    """Return the sum over data ranks of each parameter's gradient. Gradients of inputs are not summed."""
     found: dict[str, Tensor | None] = {}
     for name in gradients[0]:
         parts = [x for each in gradients if (x := each[name]) is not None]
@@ -197,7 +195,6 @@ def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | Non
 
 
 def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy, Arguments, Run]:
-    """Return the first twin and arguments that run, twins with few layers first."""
     said = []
     for few in (False,) if size_of(shapes) <= SMALL else (True, False):
         twin = None
@@ -370,7 +367,6 @@ def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> 
 
 
 def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest expected value."""
     if want.numel() == 0:
         return 0.0
     both = (got.double() - want.double()).abs()
@@ -409,7 +405,6 @@ def _gradient_departures(whole: Run, runs: list[Run], tolerance: float) -> Itera
 
 
 def _part_errors(want: Tensor, got: list[Tensor], cuts: list[Sharding | None], scale: float) -> Iterator[float]:
-    """Yield, for each rank's gradient, its difference from the right part of the logical gradient."""
     for x, sharding in zip(got, cuts, strict=True):
         part = want if sharding is None else sharding.take(want)
         yield _error(x, part, scale) if x.shape == part.shape else 1.0

@@ -289,7 +289,6 @@ def _flow(twin: ModelCopy, prover: PlanTester) -> _Flow:
 
 
 def _patterns(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the pattern or label of each module, and the modules of each label."""
     alike: dict[str, dict[tuple[type, type], list[str]]] = {}
     for name, module in model.named_modules():
         kind = type(model.get_submodule(name.rpartition(".")[0])), type(module)
@@ -304,7 +303,6 @@ def _patterns(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 
 def _pattern(model: nn.Module, name: str) -> str:
-    """Return a module's name with `*` for its index in a `ModuleList`."""
     said, owner = [], model
     for part in filter(None, name.split(".")):
         said.append("*" if isinstance(owner, nn.ModuleList) else part)
@@ -454,7 +452,6 @@ def _hidden_ways(shape: torch.Size, size: int) -> Iterator[Hidden]:
 
 
 def _ends(twin: ModelCopy, flow: _Flow) -> Iterator[Styles]:
-    """Yield plans for the token embedding, and for the layer that computes the logits."""
     sizes = {name: twin.model.get_parameter(f"{name}.weight").shape for name in flow.tables}
     rows = max((shape[0] for shape in sizes.values()), default=0)
     for name, shape in sizes.items():
@@ -465,7 +462,6 @@ def _ends(twin: ModelCopy, flow: _Flow) -> Iterator[Styles]:
 
 
 def _large(twin: ModelCopy, flow: _Flow) -> Iterator[Styles]:
-    """Yield plans that shard large linear layers separately, such as layers before a norm over all features."""
     sizes: Counter[str] = Counter()
     for name in flow.inputs:
         sizes[flow.patterns[name]] += twin.model.get_parameter(f"{name}.weight").numel()
