@@ -35,6 +35,8 @@ CASES = {  # the sizes of the mesh, the call, and the two parts of the error: th
         build("gpt_oss"), {"model.embed_tokens": "vocab"}, on.tp, ep=on.ep), "2 ranks of ep", "ep_dispatch_experts"),
     "ep of experts that the plan skips": ({"ep": 2}, lambda on: mp.parallelize(
         build("qwen3_moe"), ep=on.ep, skip=("**.experts",)), "2 ranks of ep", "build the mesh with ep 1"),
+    "etp forgotten": ({"tp": 2, "ep": 2, "mesh": {"etp": 1}}, prepared("qwen3_moe", "tp", "ep"),
+     "etp of size 2.* etp 1", "etp=mesh.etp"),
     "tp of a plan that replicates": ({"tp": 2}, lambda on: mp.parallelize(
         build("llama"), {"model.norm": "replicate"}, on.tp), "2 ranks of tp", "build the mesh with tp 1"),
     "cp of a family's own attention": ({"cp": 2}, lambda on: mp.parallelize(

@@ -139,7 +139,7 @@ def _make(
     files: Mapping[str, TensorFile], where: Mapping[str, str],
 ) -> Any:  # fmt: skip
     config = auto_config(path, **changes)
-    if unknown := sorted(name for name in changes if not hasattr(config, name)):
+    if unknown := sorted(name for name in changes if name not in config.to_dict()):
         raise ValueError(f"{unknown[0]!r} is neither an option of parallelize nor a field of the config of {path}")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")

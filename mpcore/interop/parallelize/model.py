@@ -88,7 +88,7 @@ def parallelize(
         ep: the axis over which the experts of `Experts` modules are sharded, `mesh.ep`. Tokens travel to their experts
             by an all-to-all, so all ranks of ep must run the same forwards. With tp 1 the plan that a model carries
             then names nothing but experts.
-        etp: the axis over which each expert is sharded if ep is above 1, `mesh.etp`. None: tp.
+        etp: the axis over which each expert is sharded, `mesh.etp`. None, or with ep 1 an axis above 1: tp.
         data: the axis whose ranks have different tokens, `mesh.data`, for a model that returns a balance loss
             (`output_router_logits=True` in its config, on all ranks of data): `aux_loss` is then this rank's share, and
             the sum of the shares over data is the balance loss of all tokens. All ranks of data must call

@@ -139,7 +139,7 @@ class Experts:
 
     def inner(self, tp: Axis) -> Axis:
         """Return the axis over which the hidden features are sharded."""
-        return tp if self.ep.size == 1 or self.etp is None else self.etp
+        return tp if self.etp is None or self.ep.size == 1 < self.etp.size else self.etp
 
 
 @dataclass(frozen=True)

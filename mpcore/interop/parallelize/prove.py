@@ -173,11 +173,11 @@ class PlanTester:
 
 def _mesh_sizes(styles: dict[str, Style], tp: int) -> dict[str, int]:
     """Return the sizes of the mesh on which a plan is tested. ep has the smallest size that says as much."""
-    experts = next((style for style in styles.values() if isinstance(style, Experts) and style.ep.size > 1), None)
+    experts = next((style for style in styles.values() if isinstance(style, Experts)), None)
     if experts is None:
         return {"tp": tp}
-    ep = next(size for size in range(2, experts.ep.size + 1) if experts.ep.size % size == 0)
-    etp = tp if experts.etp is None else experts.etp.size
+    ep = next((size for size in range(2, experts.ep.size + 1) if experts.ep.size % size == 0), 1)
+    etp = experts.inner(Axis(tp)).size
     return {"tp": tp, "ep": ep, "etp": etp, "dp": etp * ep // math.gcd(etp * ep, tp)}
 
 
