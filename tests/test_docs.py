@@ -141,7 +141,7 @@ def test_the_page_on_finetuning_has_the_same_losses_and_weights_on_a_mesh(ranks,
 
 
 # files that a page has the reader save
-PROGRAMS = {"launch.md": ("train",), "start.md": ("first", "layouts"), "verify.md": ("mine",)}
+PROGRAMS = {"launch.md": ("train",), "start.md": ("first",), "verify.md": ("mine",)}
 
 
 def commands() -> list:
@@ -438,10 +438,9 @@ def saved(request, tmp_path, monkeypatch):
     if page != "start.md":
         (tmp_path / f"{PROGRAMS[page][0]}.py").write_text("\n".join(blocks))
     else:
-        first, look, layouts = blocks
+        first, look = blocks
         (tmp_path / "first.py").write_text(first)
         (tmp_path / "look.py").write_text(look)
-        (tmp_path / "layouts.py").write_text(layouts)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("mpcore.tools.verify.Pool", lambda most: SimulatedPool())
@@ -490,7 +489,7 @@ def test_the_page_on_verify_shows_which_weights_have_other_initial_values(saved,
 
 
 @pytest.mark.parametrize("saved", ["start.md"], indirect=True)
-def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
+def test_the_first_hour_trains_and_resumes(saved, capsys):
     text = (DOCS / saved).read_text()
     shown = [list(map(float, losses.split())) for losses in re.findall(r"^step \d: (.*)", text, re.MULTILINE)]
     run_file("look.py")
@@ -502,11 +501,6 @@ def test_the_first_hour_trains_resumes_and_plans(saved, capsys):
     for found, expected in zip((begun, begun, begun, resumed), shown, strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
     assert all(f"`{name}`" in text for name in PRESETS)
-    planned = re.findall(r"^mpcore (plan|memory) (layouts:work .*)", text, re.MULTILINE)
-    assert [name for name, _ in planned] == ["plan", "memory"]
-    sizes = dict(re.findall(r"--(tp|dp) (\d)", planned[1][1]))
-    found = dry_run(find_object("layouts:work"), ["--zero", "3"], **{axis: int(n) for axis, n in sizes.items()})
-    assert found.parameters > 0
 
 
 def run_file(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels' modules have to call, from their docstrings and signatures: most of `docs/kernels.md`."""
+"""What the kernels' modules have to call, from their docstrings and signatures: `docs/kernels.md`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,25 @@ GRADIENTS = {
 HEAD = """\
 # Kernels
 
-## Functions
-
-Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`
-(`from mpcore.kernels import rms_norm` imports the module). The functions accept local tensors and don't communicate.
-On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On a GPU the first of these
-rules that applies chooses the implementation:
+Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`. The functions accept local tensors
+and don't communicate. On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On a GPU
+the first of these rules that applies chooses the implementation:
 
 1. The argument `impl="triton"` (for matrix products `impl="torch"`) or `impl="reference"` of the call.
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
    wrong.
-3. Defaults, each the fastest on the one GPU that has been measured, an H100, or within 2 % of the fastest. Plain
-   attention (causal or full, without a window, documents or a soft cap), grouped products and FP8 products use torch's
-   `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. All other operators use Triton. They are
-   memory-bound: a Triton kernel reads and writes each byte once, plain torch once per operator of the formula.
+3. Defaults, each the fastest on an H100, or within 2 % of the fastest. Plain attention (causal or full, without a
+   window, documents or a soft cap), grouped products and FP8 products use torch's `scaled_dot_product_attention`,
+   `grouped_mm` and, on Hopper, `scaled_mm`. All other operators use Triton.
 
-Before the first run on a new device, or with new versions of torch, Triton or mpcore, a kernel that `impl=` doesn't
-name is compared with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a
-kernel fails, plain torch replaces it, and one warning says what to report. `mpcore doctor` prints which implementations
-run, and runs all tests.
+On a new device, or with new versions of torch, Triton or mpcore, the first call of a kernel without `impl=` compares
+it with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a kernel fails, plain
+torch replaces it, and one warning says what to report. `mpcore doctor` runs all these tests, and prints which
+implementations run.
 
-Docstrings have shapes, dtypes and sources. `docs/records/2026-11-28_compiled_kernels.md` has what each kernel compiles
-to: registers, spills, shared memory and bytes moved. [Speed](speed.md) has times on an H100. Kernels also compute the
-gradients in the table; `-`: no gradient.
+Docstrings have shapes, dtypes and sources. [Speed](speed.md) has times on an H100.
+`docs/records/2026-11-28_compiled_kernels.md` has what each kernel compiles to, and what is not fused. The column
+*gradients of* lists the inputs whose gradients a kernel computes.
 
 | module | what it fuses | function | gradients of | options |
 |---|---|---|---|---|"""

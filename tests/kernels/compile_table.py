@@ -372,8 +372,8 @@ def write(what: str = "changed") -> None:
             for case, source in cases.items()
         }
     GOLDEN.write_text(json.dumps(document, indent=1) + "\n")
-    TABLE.write_text(table(document))
-    PAGE.write_text(api_table.table() + LEFT_OUT)
+    TABLE.write_text(table(document) + LEFT_OUT)
+    PAGE.write_text(api_table.table())
 
 
 def table(document: dict[str, Any]) -> str:
