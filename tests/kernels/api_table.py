@@ -26,8 +26,8 @@ HEAD = """\
 # Kernels
 
 Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`. The functions accept local tensors
-and don't communicate. On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On a GPU
-the first of these rules that applies chooses the implementation:
+and don't communicate. On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On
+a GPU the first of these rules that applies chooses the implementation:
 
 1. The argument `impl="triton"` (for matrix products `impl="torch"`) or `impl="reference"` of the call.
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
