@@ -7,13 +7,14 @@ gradient over programs adds the sum there and gives autograd nothing; references
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ._torch import engine_will_execute
+from ._torch import engine_will_execute, has_no_values, is_on_gpu
 
 
 class GradientState(IntEnum):
@@ -86,3 +87,34 @@ def take_main_grad(parameters: tuple[Tensor | None, ...] | None) -> tuple[Tensor
             )
         mark_main_grad(p, GradientState.LOCAL)
     return mains
+
+
+def add_or_return(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
+    """Return the gradient for autograd; or add it to the parameter's main gradient and return None."""
+    main = main_grad(parameter)
+    wanted = None if parameter is None or main is None else will_accumulate(parameter)
+    if parameter is None or main is None or wanted is None:
+        return gradient(None, *of)
+    if wanted:  # a zero-bubble pipeline runs backward in two passes: add in the pass that wants this gradient
+        gradient(main, *of)
+        mark_main_grad(parameter, GradientState.LOCAL)
+    return None
+
+
+def add_product(total: Tensor | None, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `total` + x y, in place, in `dtype`: no product is rounded to a narrower one. None stands for zeros."""
+    wide = is_on_gpu(x) and torch.version.hip is None  # elsewhere there is no product of another dtype
+    if total is None and (wide or x.dtype == dtype):
+        return torch.mm(x, y) if x.dtype == dtype else torch.mm(x, y, out_dtype=dtype)
+    if total is None:
+        total = x.new_zeros(x.shape[0], y.shape[1], dtype=dtype)
+    if x.dtype == dtype:
+        return torch.addmm(total, x, y, out=total)
+    if wide and (torch.compiler.is_compiling() or (has_no_values(x) and torch.__version__ < "2.12")):
+        return total.add_(torch.mm(x, y, out_dtype=dtype))  # torch 2.11 can't trace the sum of the next line
+    if wide:
+        return torch.addmm(total, x, y, out_dtype=dtype, out=total)
+    y = y.to(dtype)
+    for part, rows in zip(total.split(4096), x.split(4096), strict=True):  # some at a time are widened
+        torch.addmm(part, rows.to(dtype), y, out=part)
+    return total

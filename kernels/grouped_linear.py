@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._checks import check_shapes
 from ._dispatch import operator, refuse_second_derivative, runs_torch
+from ._main_grad import add_or_return, remember_main_grad
 from ._torch import has_no_values
 from .moe_permute import zero_rows
 
@@ -70,6 +71,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
+        (ctx.main,) = remember_main_grad(weight) or (None,)
         return _forward_op(x, weight.to(x.dtype), counts)
 
     @staticmethod
@@ -77,8 +79,13 @@ class _GroupedLinear(torch.autograd.Function):
         refuse_second_derivative("grouped_linear")
         x, weight, counts = ctx.saved_tensors
         dx = _forward_op(dy, weight.to(dy.dtype).transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-        dweight = _weight_op(dy, x, counts).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        dweight = add_or_return(ctx.main, _weight_gradient, dy, x, counts) if ctx.needs_input_grad[1] else None
+        return dx, None if dweight is None else dweight.to(weight.dtype), None
+
+
+def _weight_gradient(main: Tensor | None, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    dweight = _weight_op(dy, x, counts)
+    return dweight if main is None else main.add_(dweight)
 
 
 @operator(
@@ -105,9 +112,9 @@ def _weight_reference(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     lambda dy, x, counts, **_: 2 * x[0] * dy[1] * x[1],
 )  # fmt: skip
 def _weight_op(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    dweight = x.new_zeros((counts.shape[0], dy.shape[1], x.shape[1]))
+    dweight = x.new_empty((counts.shape[0], dy.shape[1], x.shape[1]))
     if has_no_values(x) or x.shape[0] == 0:
-        return dweight
+        return dweight.zero_()
     if not _fits(x, dweight):
         return _weight_reference(dy, x, counts)
     return F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=counts.cumsum(0, dtype=torch.int32))

@@ -28,9 +28,8 @@ from typing_extensions import Unpack
 
 from ._checks import check_shapes, outside
 from ._dispatch import refuse_second_derivative
-from ._main_grad import remember_main_grad, take_main_grad
+from ._main_grad import add_product, remember_main_grad, take_main_grad
 from ._rows import ceil_div
-from ._torch import has_no_values
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
 CHUNK_BYTES = 2**29
@@ -215,30 +214,11 @@ class _Head:
             if wanted[1] and x.shape[0] <= self.chunk_rows:
                 dweight = dz.t() @ part
             elif wanted[1]:
-                dweight = _add_product(dweight, dz.t(), part, torch.promote_types(dz.dtype, torch.float32))
+                dweight = add_product(dweight, dz.t(), part, torch.promote_types(dz.dtype, torch.float32))
             del dz  # before the next chunk's logits exist
         if wanted[1] and dweight is None:
             dweight = torch.zeros_like(weight)
         return dx, dweight
-
-
-def _add_product(total: Tensor | None, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `total` + x y, in place, in `dtype`: no product is rounded to a narrower one. None stands for zeros."""
-    wide = x.is_cuda and torch.version.hip is None  # elsewhere there is no product of another dtype
-    if total is None and (wide or x.dtype == dtype):
-        return torch.mm(x, y) if x.dtype == dtype else torch.mm(x, y, out_dtype=dtype)
-    if total is None:
-        total = x.new_zeros(x.shape[0], y.shape[1], dtype=dtype)
-    if x.dtype == dtype:
-        return torch.addmm(total, x, y, out=total)
-    if wide and (torch.compiler.is_compiling() or has_no_values(x)):
-        return total.add_(torch.mm(x, y, out_dtype=dtype))  # torch 2.11 can't trace the sum of the next line
-    if wide:
-        return torch.addmm(total, x, y, out_dtype=dtype, out=total)
-    y = y.to(dtype)
-    for part, rows in zip(total.split(4096), x.split(4096), strict=True):  # some at a time are widened
-        torch.addmm(part, rows.to(dtype), y, out=part)
-    return total
 
 
 def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

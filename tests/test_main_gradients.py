@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpcore import (
     ColumnParallelLinear,
@@ -17,6 +18,7 @@ from mpcore import (
     load_full_state_dict,
     simulate,
 )
+from mpcore._torch.fake import fake_tensors
 from mpcore.gradients import (
     clip_gradients,
     grad_norm,
@@ -140,6 +142,30 @@ def test_the_product_of_half_precision_is_not_rounded():
     close(layer.bias.main_grad, dy.float().sum(0), "bias", 1e-6)
     assert not torch.equal(layer.weight.main_grad, layer.weight.main_grad.bfloat16().float())
     simulate(check_gathered_product, tp=2)
+
+
+class Made(TorchDispatchMode):
+    """Dtype and shape of each tensor that an operator makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and not any(out is given for given in (*args, *(kwargs or {}).values())):
+            self.found.append((out.dtype, tuple(out.shape)))
+        return out
+
+
+def test_on_a_gpu_the_product_of_half_precision_adds_by_itself():
+    with fake_tensors(stands_for_gpu=True):
+        layer = main_gradients(ColumnParallelLinear(6, 5, dtype=torch.bfloat16))
+        y = layer(torch.empty(7, 6, dtype=torch.bfloat16))
+        with Made() as made:
+            y.backward(torch.empty_like(y))
+    assert layer.weight.grad_added_to_main_grad
+    assert (torch.float32, (5, 6)) not in made.found
 
 
 def check_gathered_product(on):

@@ -11,12 +11,11 @@ from torch.autograd import Function
 from mpcore._torch.autograd import will_run
 from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, wait
-from mpcore.kernels._main_grad import main_grad
+from mpcore.kernels._main_grad import add_or_return, main_grad
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8
 from mpcore.layers.linear_ops import (
     Product,
-    add_or_return,
     autocast_dtype,
     cast,
     column_sum,

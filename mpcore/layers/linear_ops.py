@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mpcore.kernels._main_grad import GradientState, main_grad, mark_main_grad, will_accumulate
-from mpcore.kernels._torch import is_on_gpu
+from mpcore.kernels._main_grad import add_or_return, add_product, main_grad
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
@@ -177,26 +176,8 @@ def flat_tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def add_or_return(parameter: Tensor | None, gradient: Callable[..., Tensor], *of: Tensor) -> Tensor | None:
-    """Return the gradient for autograd; or add it to the parameter's main gradient and return None."""
-    main = main_grad(parameter)
-    wanted = None if parameter is None or main is None else will_accumulate(parameter)
-    if parameter is None or main is None or wanted is None:
-        return gradient(None, *of)
-    if wanted:  # a zero-bubble pipeline runs backward in two passes: add in the pass that wants this gradient
-        gradient(main, *of)
-        mark_main_grad(parameter, GradientState.LOCAL)
-    return None
-
-
 def weight_product(main: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-    if main is None:
-        return dy.t() @ x
-    if dy.dtype == main.dtype:
-        return main.addmm_(dy.t(), x)
-    if is_on_gpu(dy):
-        return main.add_(torch.mm(dy.t(), x, out_dtype=main.dtype))
-    return main.addmm_(dy.t().to(main.dtype), x.to(main.dtype))
+    return dy.t() @ x if main is None else add_product(main, dy.t(), x, main.dtype)
 
 
 def column_sum(main: Tensor | None, dy: Tensor) -> Tensor:

@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, start_all_reduce, start_send, wait
-from mpcore.kernels._main_grad import main_grad
+from mpcore.kernels._main_grad import add_or_return, main_grad
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.linear_ops import (
     Product,
-    add_or_return,
     autocast_dtype,
     cast,
     column_backward,

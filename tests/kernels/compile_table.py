@@ -225,9 +225,9 @@ the logits | - |
 | AdamW with unscale, clip and stochastic rounding | `adamw_foreach`: one launch for all parameters of the same \
 dtypes | The norm of the gradient: the update needs it first. torch's `vector_norm` reads the gradients once |
 | addition of gradients to `main_grad` in float32 | Norms: the launch that adds up their partial sums. Column- and \
-row-parallel layers: in float32 the matrix product adds to `main_grad`; in half precision on a GPU a float32 \
-product, then an addition. Chunked linear cross-entropy: its sum over chunks, without rounding | Experts: autograd \
-accumulates their gradient, and mpcore then adds it to `main_grad` |
+row-parallel layers: the matrix product adds to `main_grad`, also from half precision on a GPU of Nvidia. Chunked \
+linear cross-entropy: its sum over chunks, without rounding | Experts and FP8: torch's `grouped_mm` and `scaled_mm` \
+add to nothing, so one pass adds their product |
 | FP8 quantization | `quantize_fp8`: 1 x 128 and 128 x 128 blocks; one read gives the rows and their transpose | One \
 scale per tensor: it needs a second pass, or the scale of the last step. MXFP8: no product in mpcore reads it, so no \
 test could prove it |

@@ -145,18 +145,27 @@ def test_what_torch_would_refuse_or_read_counts_for_is_the_reference(shape, dtyp
         grouped_linear(x, weight, counts, impl="torch")
 
 
-@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_gradients_of_grouped_products_are_made_where_they_are_wanted(wanted):
+@pytest.mark.parametrize(("wanted", "main"), [
+    ((True, True), None), ((True, False), None), ((False, True), None), ((True, True), 2.0),
+])  # fmt: skip
+def test_gradients_of_grouped_products_are_made_where_they_are_wanted(wanted, main):
+    """With a main gradient autograd gets none: the product is added, to what was there."""
     from mpcore.kernels import grouped_linear as module
 
     x, weight, counts = torch.randn(9, 4), torch.randn(3, 6, 4).double(), torch.tensor([2, 0, 5])
     leaves = x.clone().requires_grad_(wanted[0]), weight.clone().requires_grad_(wanted[1])
+    if main is not None:
+        leaves[1].main_grad = torch.full_like(weight, main)
     y = module._GroupedLinear.apply(*leaves, counts)
     dy = torch.randn(9, 6)
     assert (y.grad_fn.saved_tensors[0] is None) == (not wanted[1])
     y.backward(dy)
     dense = [t.double().requires_grad_() for t in (x, weight)]
     grouped_linear(*dense, counts).backward(dy.double())
+    if main is not None:
+        assert leaves[1].grad is None
+        assert leaves[1].grad_added_to_main_grad
+        leaves[1].grad = leaves[1].main_grad - main
     for leaf, other, want in zip(leaves, dense, wanted, strict=True):
         assert (leaf.grad is not None) == want
         if want:
