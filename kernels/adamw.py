@@ -233,25 +233,30 @@ def _tables(lists: list[list[Tensor]], keys: list[int]) -> tuple[Tensor, Tensor]
     addresses = [[x.data_ptr() for x in of] or [0] * len(params) for of in lists]
     last = [c.numel() for c in columns] or sizes
     firsts = [0, *itertools.accumulate(counts)][:-1]
-    numbers = [list(row) for row in zip(*addresses, sizes, last, keys or sizes, firsts, strict=True)]
-    kept = _kept(device, stream, _BLOCK, sizes)
-    if not kept:
-        kept[:] = _copy(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), device)[0], None, None, None
-    if kept[3] != numbers:
-        kept[1:] = *_copy(torch.tensor(numbers), device), numbers
+    numbers = tuple(zip(*addresses, sizes, last, keys or sizes, firsts, strict=True))
+    # A graph copies the host's table at each replay, and only then: other launches have a table of their own.
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    kept = [] if captured else _kept(device, stream, _BLOCK, sizes)
+    if not kept or kept[2] != numbers:
+        host = _host_table(numbers, device) if captured else _host_table.__wrapped__(numbers, device)
+        table = host.to(device, non_blocking=True)
+        counted = (table[:, 8] + _BLOCK - 1) // _BLOCK
+        tiles = kept[0] if kept else torch.repeat_interleave(counted, output_size=sum(counts))
+        kept[:] = tiles, table, numbers
     return kept[0], kept[1]
 
 
 @functools.lru_cache(_MOST_TABLES)
 def _kept(device: torch.device, stream: int, block: int, sizes: tuple[int, ...]) -> list[Any]:
-    """Return what `_tables` keeps: the tensor of each tile, the table on the device, on the host, and its numbers."""
+    """Return what `_tables` keeps: the tensor of each tile, the table on the device, and its numbers."""
     return []
 
 
-def _copy(x: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `x` on a device, and in pinned memory of the host: the host doesn't wait for the copy."""
-    pinned = x.pin_memory() if device.type == "cuda" else x
-    return pinned.to(device, non_blocking=True), pinned
+@functools.cache
+def _host_table(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return the table on the host, for a GPU in pinned memory: kept, as a graph reads it as long as it lives."""
+    table = torch.tensor(numbers)
+    return table.pin_memory() if device.type == "cuda" else table
 
 
 @triton.jit

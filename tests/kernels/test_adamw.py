@@ -1,6 +1,7 @@
 """adamw without a GPU: the reference, random rounding, bad input, and what would be launched. And with one."""
 
 import math
+import weakref
 
 import fake_gpu
 import laws
@@ -173,6 +174,25 @@ def test_the_optimizer_steps_all_its_parameters_in_one_launch(on_a_gpu):
     assert launch.arguments["scale_ptr"] == 0.5
 
 
+def test_a_captured_table_stays_and_is_no_other_launchs(on_a_gpu, monkeypatch):
+    """A graph copies the host's table when it is replayed: many other tables later, and never before."""
+    states = states_of([3000, 5])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    found = []
+    for capturing in (True, False, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        adamw_foreach(states, **OPTIONS)
+        found.append(on_a_gpu.pop().arguments["table_ptr"])
+    captured, second, third = found
+    assert captured is not second is third
+    assert torch.equal(captured, second)
+    table, values = weakref.ref(captured), captured.tolist()
+    del captured, found
+    for n in range(200):
+        adamw_foreach(states_of([n + 1]), **OPTIONS)
+    assert table().tolist() == values
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_on_a_gpu_it_is_the_reference_and_repeats(dtype):
@@ -190,11 +210,19 @@ def test_on_a_gpu_it_is_the_reference_and_repeats(dtype):
     graph, (p, g, m, v) = torch.cuda.CUDAGraph(), state(1000, device="cuda")
     row = now(device="cuda")
     adamw(p, g, m, v, row, **OPTIONS)
-    with torch.cuda.graph(graph):
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
         adamw(p, g, m, v, row, **OPTIONS)
-    graph.replay()
-    other = state(1000, device="cuda")
+    with torch.cuda.stream(stream):  # where the table is that only a replay fills
+        adamw(p, g, m, v, row, **OPTIONS)
+    torch.cuda.synchronize()
+    for n in range(200):  # other tables, and other numbers where the graph's was
+        adamw(*state(n + 1, device="cuda"), row, **OPTIONS)
+        torch.full((1024,), n).pin_memory()
     for _ in range(2):
+        graph.replay()
+    other = state(1000, device="cuda")
+    for _ in range(4):
         adamw(*other, row, **OPTIONS)
     assert torch.equal(other[0], p)
 
