@@ -28,10 +28,7 @@ COMMANDS = {
         "mpcore.tools.simulation.replay",
         "play a step of a run again, and name the first operator that isn't finite",
     ),
-    "coordinate-check": (
-        "mpcore.tools.coordinate_check",
-        "check that activations keep their size over widths",
-    ),
+    "coordinate-check": ("mpcore.tools.coordinate_check", "check that activations keep their size over widths"),
     "replay-workers": (
         "mpcore.tools.workers.command",
         "train a run of workers again in one process, and compare the bits; or draw it",

@@ -67,7 +67,6 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices don't go together, a mask has no meaning, or `impl` can't run here.
 
-
     Example:
         >>> query, key = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
         >>> output, lse = attention(query, key, key, window=3)

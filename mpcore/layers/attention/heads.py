@@ -265,7 +265,6 @@ class HeadAttention(ParallelLayer):
             raise input_error("this layer attends to x alone: build it with memory_dim, the width of `memory`")
         if memory is None:
             raise input_error(f"this layer makes keys and values of a `memory` [B, S, {self.memory_dim}]: give it")
-
         if cu_seqlens is not None:
             raise input_error("cu_seqlens packs documents of x, and `memory` has its own: give a mask [B, T, S]")
         (B, _), (rows, keys) = self._rows_and_tokens(x), self._rows_and_tokens(memory, "memory")

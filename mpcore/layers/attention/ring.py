@@ -183,11 +183,9 @@ class _Shapes:
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys: outputs [B, T, H, K], log-sum-exps [B, H, T] (-inf: no key seen)."""
-    total = torch.logaddexp(lse, other_lse)
-    finite = total.masked_fill(total == -torch.inf, 0)
-    weight, other_weight = (rearrange((t - finite).exp(), "b h t -> b t h 1") for t in (lse, other_lse))
-    return output * weight + other * other_weight, total
+    """Merge, in place, attention over two sets of keys: outputs [B, T, H, K], lse [B, H, T] (-inf: no key seen)."""
+    share = (other_lse - lse).sigmoid().masked_fill(other_lse == -torch.inf, 0)
+    return output.lerp_(other, rearrange(share, "b h t -> b t h 1")), torch.logaddexp(lse, other_lse)
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
