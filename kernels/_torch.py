@@ -38,6 +38,11 @@ def backward_runs() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def graph_is_kept() -> bool:
+    """Return whether another backward pass may follow the one that runs now (`retain_graph`)."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def mutated_arguments(op: Callable) -> list[int]:
     """Return the positions of the arguments that `op` mutates, as its schema declares them."""
     arguments = op._schema.arguments  # pyright: ignore[reportFunctionMemberAccess]

@@ -6,8 +6,8 @@
 For each chunk of rows, one product computes the logits, two kernels replace them in place by their gradient, and two
 products compute dx and add to dW. The forward pass computes the gradients, and the backward pass only multiplies them
 by dtotal. A loss, log p or entropy of each row has a gradient that only the backward pass knows, so there the logits of
-each chunk are computed again: four products. Several chunks sum dW in float32. If the logits of all tokens take no
-more memory than that sum and a chunk, one chunk is faster and takes no more.
+each chunk are computed again: four products. A single chunk is kept for it: three. Several chunks sum dW in float32. If
+the logits of all tokens take no more memory than that sum and a chunk, one chunk is faster and takes no more.
 
 Where the vocabulary is sharded over ranks, W holds this rank's rows and dx is one term of a sum over ranks. The forward
 pass calls `gather` to all-gather the statistics of each chunk, five numbers per row.
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ._checks import check_shapes, outside
+from ._checks import can_read, check_shapes, outside
 from ._dispatch import refuse_second_derivative
 from ._main_grad import add_product, remember_main_grad, take_main_grad
 from ._rows import ceil_div
+from ._torch import graph_is_kept
 from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
 
 CHUNK_BYTES = 2**29
@@ -99,10 +100,11 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-    """Compute the loss of each token for the logits `x @ weight.T`, which backward computes again.
+    """Compute the loss of each token for the logits `x @ weight.T`; backward computes those of several chunks again.
 
     Args:
-        x, weight, target, options: the parameters of `linear_cross_entropy`; the three tensors are saved for backward.
+        x, weight, target, options: the parameters of `linear_cross_entropy`; the three tensors are saved for backward,
+            and the logits if all tokens are one chunk.
 
     Returns:
         `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens.
@@ -116,7 +118,7 @@ def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **optio
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LogitOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, which backward computes again.
+    """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, as `linear_cross_entropy_rows`.
 
     Args:
         x, weight, target: the parameters of `linear_cross_entropy_rows`.
@@ -185,16 +187,14 @@ class _Head:
         stats = cross_entropy_stats(z, target, sum_logits=smoothed, entropy=entropy, **self.columns)
         return stats if self.gather is None else combine_stats(self.gather(stats))
 
-    def backward(
-        self, z: Tensor, target: Tensor, stats: Tensor, dloss: Tensor | None = None, **others: Tensor
-    ) -> Tensor:
-        """Overwrite the logits by their gradient, and return it."""
-        options = {**self.columns, **self.loss, **others}
-        return cross_entropy_backward(z, target, stats, dloss, in_place=True, **options)
+    def backward(self, z: Tensor, target: Tensor, stats: Tensor, in_place: bool = True, **given: Tensor) -> Tensor:
+        """Return the gradient of the logits: in place, unless they are kept."""
+        options = {"dloss": None, "in_place": in_place} | self.columns | self.loss | given
+        return cross_entropy_backward(z, target, stats, **options)
 
     def products(
         self, x: Tensor, weight: Tensor, target: Tensor, wanted: Sequence[bool],
-        gradient: Callable[[Tensor, slice], Tensor | None],
+        gradient: Callable[[Tensor, slice], Tensor | None], logits: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Return dx and dweight, each if wanted; `gradient(z, rows)` returns the gradient of the logits z of `rows`."""
         ignored = (target == self.loss["ignore_index"]).unsqueeze(1)
@@ -204,7 +204,7 @@ class _Head:
         for first in range(0, x.shape[0], self.chunk_rows):
             rows = slice(first, first + self.chunk_rows)
             part = x[rows].to(self.dtype)
-            dz = gradient(part @ narrow.t(), rows)
+            dz = gradient(part @ narrow.t() if logits is None else logits, rows)
             if dz is None:
                 continue
             if dx is not None:
@@ -222,8 +222,11 @@ class _Head:
 
 
 def _scaled(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `factor` d, rounded once to `dtype`, in one pass."""
-    return torch.mul(d, factor, out=torch.empty_like(d, dtype=dtype, memory_format=torch.contiguous_format))
+    """Return `factor` d, rounded once to `dtype`, in one pass: in place if this is the last backward pass."""
+    last = not graph_is_kept()
+    if last and can_read(factor) and factor == 1:
+        return d.to(dtype)
+    return torch.mul(d, factor, out=d if last and d.dtype == dtype else d.new_empty(d.shape, dtype=dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -234,7 +237,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         def gradient(z: Tensor, rows: slice) -> Tensor | None:
             stats = head.stats(z, target[rows])
             totals.append((loss_of_stats(stats, target[rows], **head.loss) * scale[rows]).sum())
-            return head.backward(z, target[rows], stats, scale[rows]) if any(wanted) else None
+            return head.backward(z, target[rows], stats, dloss=scale[rows]) if any(wanted) else None
 
         ctx.save_for_backward(*head.products(x, weight, target, wanted, gradient))
         ctx.dtypes, ctx.main = (x.dtype, weight.dtype), remember_main_grad(weight) if wanted[1] else None
@@ -255,12 +258,15 @@ class _LinearRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, target, head: _Head, log_prob: bool):
         stats = x.new_empty((4 + log_prob, x.shape[0]), dtype=torch.promote_types(x.dtype, torch.float32))
+        logits: list[Tensor] = []
 
         def keep(z: Tensor, rows: slice) -> None:
             stats[:, rows] = head.stats(z, target[rows], entropy=log_prob)
+            if x.shape[0] <= head.chunk_rows and any(ctx.needs_input_grad):
+                logits.append(z)
 
         head.products(x, weight, target, (False, False), keep)
-        ctx.save_for_backward(x, weight, target, stats)
+        ctx.save_for_backward(x, weight, target, stats, *logits)
         ctx.head, ctx.main = head, remember_main_grad(weight) if ctx.needs_input_grad[1] else None
         if log_prob:
             ctx.name, ctx.outputs = "linear_log_prob", ("dlog_prob", "dentropy")
@@ -271,13 +277,14 @@ class _LinearRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *given):
         refuse_second_derivative(ctx.name, "torch.log_softmax of the logits")
-        head, (x, weight, target, stats) = ctx.head, ctx.saved_tensors
+        head, (x, weight, target, stats, *logits) = ctx.head, ctx.saved_tensors
+        in_place = not logits or not graph_is_kept()
 
         def gradient(z: Tensor, rows: slice) -> Tensor:
             of_rows = {name: d[rows] for name, d in zip(ctx.outputs, given, strict=True)}
-            return head.backward(z, target[rows], stats[:, rows], **of_rows)
+            return head.backward(z, target[rows], stats[:, rows], in_place, **of_rows)
 
-        dx, dweight = head.products(x, weight, target, ctx.needs_input_grad, gradient)
+        dx, dweight = head.products(x, weight, target, ctx.needs_input_grad, gradient, *logits)
         (main,) = take_main_grad(ctx.main) or (None,)
         if main is not None:
             main.add_(dweight)

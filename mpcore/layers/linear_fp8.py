@@ -14,16 +14,7 @@ from mpcore.collectives import start_all_gather, wait
 from mpcore.kernels._main_grad import add_or_return, main_grad
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8
-from mpcore.layers.linear_ops import (
-    Product,
-    autocast_dtype,
-    cast,
-    column_sum,
-    flat_tokens,
-    gathered,
-    share,
-    start_sum,
-)
+from mpcore.layers.linear_ops import Product, autocast_dtype, cast, column_sum, flat_tokens, gathered, share, start_sum
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Sharding

@@ -160,7 +160,7 @@ def linear_cross_entropy(
     """Compute `vocab_parallel_cross_entropy(x @ weight.T, target)` chunk by chunk.
 
     The forward pass also computes the gradients, in three matrix products per chunk: the logits, the gradient of x and
-    the gradient of the weight. With reduction "none", backward computes the logits again: four products.
+    the gradient of the weight. With reduction "none", backward computes the logits of several chunks again.
 
     Args:
         x: [..., D], the same on every rank of tp; with `sequence_parallel` this rank's equal shard of the sequence.
@@ -199,7 +199,8 @@ def linear_log_prob(
 ) -> tuple[Tensor, Tensor]:
     """Compute `vocab_parallel_log_prob(x @ weight.T, target)` chunk by chunk.
 
-    Backward computes the logits of each chunk again, which costs one more matrix product than keeping them.
+    Backward computes the logits of several chunks again. Those of a single chunk are kept: pass a smaller `chunk_rows`
+    if many outputs wait for their backward.
 
     Args:
         x, weight, target, head: see `linear_cross_entropy`, which also raises the same errors.

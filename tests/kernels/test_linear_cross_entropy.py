@@ -127,21 +127,23 @@ def test_ranks_equal_the_whole(cuts):
 
 
 @pytest.mark.parametrize(("wanted", "products"), [((True, False), 2), ((False, True), 2), ((True, True), 3)])
+@pytest.mark.parametrize(("chunk_rows", "kept"), [(3, 0), (None, 1)])
 @pytest.mark.parametrize(("function", "reference", "options"), ROWS)
-def test_backward_of_rows_makes_the_logits_again_and_the_gradients_that_are_wanted(
-    function, reference, options, wanted, products
+def test_backward_of_rows_makes_the_logits_of_chunks_again_and_the_gradients_that_are_wanted(
+    function, reference, options, chunk_rows, kept, wanted, products
 ):
     leaves = [t.clone().requires_grad_(want) for t, want in zip((X, WEIGHT), wanted, strict=True)]
-    outputs = function(*leaves, TARGET, chunk_rows=3, **options)
+    outputs = function(*leaves, TARGET, chunk_rows=chunk_rows, **options)
     with FlopCounterMode(display=False) as counter:
         sum(outputs).sum().backward()
-    assert counter.get_total_flops() == products * 2 * N * V * D
+    assert counter.get_total_flops() == (products - kept) * 2 * N * V * D
 
 
+@pytest.mark.parametrize("chunk_rows", [3, None])
 @pytest.mark.parametrize(("function", "reference", "options"), ALL)
-def test_rows_may_be_walked_twice_but_have_no_second_derivative(function, reference, options):
+def test_rows_may_be_walked_twice_but_have_no_second_derivative(function, reference, options, chunk_rows):
     x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
-    outputs = function(x, weight, TARGET, chunk_rows=3, **options)
+    outputs = function(x, weight, TARGET, chunk_rows=chunk_rows, **options)
     total = sum(y.square().sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,)))
     first, second = (torch.autograd.grad(total, (x, weight), retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -152,6 +154,7 @@ def test_rows_may_be_walked_twice_but_have_no_second_derivative(function, refere
         match=r"no second derivative; use torch\.(log_softmax|nn\.functional\.cross_ent)",
     ):
         torch.autograd.grad(total, x, create_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(total, (x, weight))))
 
 
 @pytest.mark.parametrize(("function", "reference", "options"), ROWS)
