@@ -24,10 +24,10 @@ def share_of(mesh: Mesh, micro_batches: int, count: int) -> range:
     worlds, dp = mesh.worlds, mesh.dp
     parts = worlds.size * dp.size * micro_batches
     if count % parts:
-        raise ValueError(
-            f"{count} samples a step are not a multiple of worlds x dp x micro-batches = {worlds.size} x "
-            f"{dp.size} x {micro_batches} = {parts}: {-(-count // parts) * parts} are"
-        )
+        sizes = f"dp x micro-batches = {dp.size} x {micro_batches} = {parts}"
+        if worlds.size > 1:
+            sizes = f"worlds x dp x micro-batches = {worlds.size} x {dp.size} x {micro_batches} = {parts}"
+        raise ValueError(f"{count} samples a step are not a multiple of {sizes}: take {-(-count // parts) * parts}")
     size = count // (worlds.size * dp.size)
     first = (worlds.rank * dp.size + dp.rank) * size
     return range(first, first + size)

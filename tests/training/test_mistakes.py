@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(D)
         self.up = mp.ColumnParallelLinear(D, 4 * D, tp=mp.Axis() if wrong == "no tp" else mesh.tp,
                                           sequence_parallel=sp["sequence_parallel"])  # fmt: skip
-        self.down = mp.RowParallelLinear(4 * D, D, **sp)
+        self.down = mp.RowParallelLinear(4 * D, D, **sp if wrong != "no tp, row" else {})
         if wrong == "swapped":
             self.up, self.down = mp.RowParallelLinear(D, 4 * D, **sp), mp.ColumnParallelLinear(4 * D, D, **sp)
         if wrong == "column":
@@ -125,7 +125,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("sampler", TP, "ranks of tp have different targets.*run.share"),
     ("6 and 8", TP, "ranks of tp have different targets.*run.share"),
     ("sampler", BOTH, "ranks of tp have different targets.*run.share"),
-    ("share of 9", DP, "9 samples a step are not a multiple of .* = 2: 10 are"),
+    ("share of 9", DP, "9 samples a step are not a multiple of .* = 2: take 10"),
     ("clip_grad_norm_", TP, "clip_grad_norm_, call run.clip_gradients"),
     ("clip_grad_norm_", BOTH, "clip_grad_norm_, call run.clip_gradients"), ("mean", DP, "the loss is a mean"),
     ("/ tokens", TP, "the loss is a mean"), ("/ dp", DP, "0.5 times the cross-entropy.*divided by dp"),
@@ -141,7 +141,9 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("swapped", TP, "8, but this rank's share of in_features 8 is 4: is it swapped"),
     ("column", TP, "16, but in_features is 32: is it swapped with the RowParallelLinear"),
     ("DDP after prepare", TP, "same weights.*DistributedDataParallel"),
-    ("no tp", TP, "32, but this rank's share of in_features 32 is 16"), ("Axis", TP, "name='tp'"),
+    ("no tp", TP, "32, but this rank's share of in_features 32 is 16.* no tp"),
+    ("no tp, row", TP, r"\(8, 6, 16\) is 16, but in_features is 32: pass this layer tp=mesh.tp"),
+    ("Axis", TP, "name='tp'"),
     ("add_partial", TP, r"scale is replicated.*add_partial\(module, 'scale', mesh.tp\)"),
     ("norm", TP, r"norm.*make it mp.LayerNorm\("), ("nn.Dropout", TP, "Use mpcore.Dropout, or call torch.manual_seed"),
     ("samples", TP, "dropout 0.2 needs samples"), ("same samples", TP, "same samples as step 0.*run.samples"),

@@ -196,7 +196,7 @@ def test_each_data_rank_of_each_worker_has_consecutive_samples():
     found = mp.simulate(shares, {"worlds": 2, "dp": 2, "tp": 1}, 24, 3, ranks=4)
     assert found == [(6 * i, 6 * i + 6, "") for i in range(4)]
     assert mp.simulate(shares, {"tp": 2, "dp": 2}, 8, 2, ranks=4) == [(0, 4, "")] * 2 + [(4, 8, "")] * 2
-    said = "25 samples a step are not a multiple of worlds x dp x micro-batches = 2 x 2 x 3 = 12: 36 are"
+    said = "25 samples a step are not a multiple of worlds x dp x micro-batches = 2 x 2 x 3 = 12: take 36"
     assert mp.simulate(shares, {"worlds": 2, "dp": 2}, 25, 3, ranks=4) == [(0, 0, said)] * 4
 
 

@@ -458,6 +458,7 @@ def _advice(twin: ModelCopy, name: str, targets: list[Target], size: int, failed
     fused = [n for n in inside if styles[n] == Colwise()]
     if fused:
         said += f". Where {twin.names[fused[0]]} packs several projections, write Colwise(blocks=.., unit=..)"
+        said += "; a view by the model's number of heads must count this rank's: give the size of a head, and -1 heads"
     return said
 
 

@@ -172,7 +172,8 @@ def read_token(path: str | os.PathLike[str] | None) -> bytes:
         token = Path(path).read_bytes().strip()
     if len(token) < 16:
         where = NAME if path is None else path
-        raise ValueError(f"the token in {where} has {len(token)} bytes, at least 16 are needed: {how}")
+        found = f"has {len(token)} bytes, at least 16 are needed" if token or path is not None else "is not set"
+        raise ValueError(f"the token in {where} {found}: {how}")
     return token
 
 
