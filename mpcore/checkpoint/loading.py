@@ -94,8 +94,8 @@ def load(
 
     Raises:
         ValueError: on every rank and before any value changes, if a tensor is missing, unexpected, damaged, or has
-            another shape or dtype, or a weight is NaN or infinite. The message names each such tensor. On every rank
-            and after the values changed, if a file was written to while it was read.
+            another shape or dtype, a tensor holds NaN, or a weight infinity. The message names each such tensor. On
+            every rank and after the values changed, if a file was written to while it was read.
     """
     reshard(model)
     mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
@@ -122,8 +122,8 @@ def load(
         if problems:
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
             raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(printable(each[:1000]) for each in told))
-        model_items = [(item, tensors[item.name]) for item in mine.held if item.name.startswith("model/")]
-        check_weights(model_items, mine.files.tensor, weight_names(model), str(path))
+        items = [(item, tensors[item.name]) for item in mine.held]
+        check_weights(items, mine.files.tensor, weight_names(model), str(path))
 
     together(mesh.world, check)
     together(mesh.world, lambda: _read(mine, optimizer))
@@ -308,7 +308,7 @@ def fill(items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Ch
 def check_weights(
     items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor], weights: set[str], where: str
 ) -> None:
-    """Raise ValueError if this rank's parts of weights hold NaN or infinity in their chunks."""
+    """Raise ValueError if this rank's parts of tensors hold NaN, or those of weights infinity, in their chunks."""
 
     def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item

@@ -93,7 +93,7 @@ def weight_names(model: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def check_finite(tensors: Iterable[tuple[str, Tensor, bool]], where: str) -> None:
-    """Raise ValueError if a weight holds NaN or infinity, or a buffer holds NaN. A mask may hold infinity.
+    """Raise ValueError if a weight holds NaN or infinity, or another tensor NaN. A mask may hold infinity.
 
     Args:
         tensors: name, tensor, and whether it is a weight. A tensor of integers is not read, nor one on "meta".

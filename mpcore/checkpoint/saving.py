@@ -178,8 +178,8 @@ def save(
 
     Raises:
         ValueError: on every rank, if a rank can't write (full disk, read-only directory), if replicas differ, or if a
-            value can't be saved, or a weight is NaN or infinite. The checkpoint that was at `path` is unchanged, and no
-            partial checkpoint is left.
+            value can't be saved, a tensor holds NaN, or a weight infinity. The checkpoint that was at `path` is
+            unchanged, and no partial checkpoint is left.
 
     Note:
         - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
@@ -219,7 +219,8 @@ def save_async(
         The save in progress.
 
     Raises:
-        ValueError: on every rank, if the previous save failed, a value can't be saved, or a weight is NaN or infinite.
+        ValueError: on every rank, if the previous save failed, a value can't be saved, a tensor holds NaN, or a weight
+            infinity.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -257,13 +258,12 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request
     """Collect everything that this rank saves. JSON values are copied; tensors are copied if `copy` is True."""
     reshard(model)
     held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
-    weights = weight_names(model)
-    check_finite(
-        ((item.name, item.tensor, item.name in weights) for item in held), f"{request.path} isn't written"
-    )  # so that it never replaces a good one
     if optimizer is not None:
         held += held_by_optimizer(model, optimizer, request.mesh)
         groups = parameter_groups(model, optimizer)
+    weights = weight_names(model)
+    values = ((item.name, item.tensor, item.name in weights) for item in held)
+    check_finite(values, f"{request.path} isn't written")  # so that it never replaces a good one
     manifest = request.manifest(groups)
     tensors = {item.name: (item.shape, dtype_name(item.tensor.dtype)) for item in held}
     pieces = [(item, box, box.of(item.tensor)) for item in held for box in item.boxes]

@@ -114,6 +114,22 @@ def test_pitfall_60_weights_that_are_not_finite_are_neither_written_nor_read(tmp
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-1"]
 
 
+def test_pitfall_60_a_moment_that_is_nan_is_neither_written_nor_read(tmp_path):
+    net, on = nn.Linear(2, 2), mp.Mesh()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state[net.weight]["exp_avg_sq"][0, 1] = torch.inf  # an overflow that the weights survive
+    saving.save(tmp_path / "a", net, optimizer, mesh=on, step=1)
+    optimizer.state[net.weight]["exp_avg"][0, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"b isn't written: .*weight.* holds NaN"):
+        saving.save(tmp_path / "b", net, optimizer, mesh=on, step=1)
+    with mock.patch.object(saving, "check_finite"):
+        saving.save(tmp_path / "b", net, optimizer, mesh=on, step=1)
+    with pytest.raises(ValueError, match=r"weight.* holds NaN"):
+        loading.load(tmp_path / "b", net, optimizer, mesh=on)
+
+
 def test_a_save_in_the_background_has_the_values_of_its_moment(tmp_path, monkeypatch):
     go, real = threading.Event(), saving._write
     monkeypatch.setattr(saving, "_write", lambda *given: go.wait(10) and real(*given))
