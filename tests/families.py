@@ -74,7 +74,16 @@ ODD: dict[str, dict[str, Any]] = {  # sizes that one architecture has, or that m
     "nemotron": {"head_dim": 4, "num_key_value_heads": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [24, 24]},
-    "zamba": {"layer_types": ["linear_attention", "hybrid"]},
+    "zamba": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "hybrid", "hybrid"]},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 6, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 36, "moe_num_experts": 4, "moe_top_k": 2}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4,
+                                                                   "mrope_section": [1, 1, 0]}}},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_config": {"hidden_size_global": 48},
+            "decoder_config": {"hidden_size_global": 48}},
+    "gemma4": {"text_config": {"vocab_size_per_layer_input": 66, "hidden_size_per_layer_input": 8}},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 66,
+                     "laurel_rank": 4},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
@@ -142,9 +151,12 @@ def carriers() -> Iterator[str]:
 
 def shrunk(config: Any, family: str = "") -> dict[str, Any]:
     """Small sizes of a config."""
-    if hasattr(config, "allow_global_per_layer_attribute_access"):
-        config.allow_global_per_layer_attribute_access = True
-    return small.sizes_of(config, SIZES) | ODD.get(family, {})
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if hasattr(each, "allow_global_per_layer_attribute_access"):
+            each.allow_global_per_layer_attribute_access = True
+    sizes: dict[str, Any] = small.sizes_of(config, SIZES)
+    odd = {name: {**sizes[name], **v} if name in config.sub_configs else v for name, v in ODD.get(family, {}).items()}
+    return sizes | odd
 
 
 def build(family: str) -> nn.Module:

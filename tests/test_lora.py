@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.checkpoint import latest
+from mpcore.interop.hugging_face import hf_tensors
 from mpcore.interop.lora import add_lora, merge_lora, merged_state_dict
 from mpcore.interop.lora.layers import LoRALayer
 from mpcore.pipeline import partition
 from tests.equality import close, full_gradients
-from tests.lora_models import ALPHA, LAYOUTS, RANK, V, dense_losses, fill, same_losses, start, train
+from tests.lora_models import ALPHA, LAYOUTS, RANK, V, build, dense_losses, fill, same_losses, start, train
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
@@ -61,6 +62,12 @@ def check_training(name: str, layout: str, wanted: tuple[list[float], dict[str, 
         assert got.keys() == merged.keys()
         for key, value in merged.items():
             close(got[key], value, f"merged {key}", 1e-9)
+        dense = build(name)
+        dense.load_state_dict(merged)
+        exported, want = dict(hf_tensors(model, run.mesh, every_rank=True)), dict(hf_tensors(dense))
+        assert exported.keys() == want.keys()
+        for key, value in want.items():
+            close(exported[key], value, f"exported {key}", 1e-9)
         if run.mesh.data.size == 1 or told["data"].stage == 0:
             merge_lora(model)
             assert not any(isinstance(module, LoRALayer) for module in model.modules())
