@@ -8,11 +8,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mpcore import __version__, collectives
 from mpcore.__main__ import COMMANDS, main
 from mpcore.kernels import _self_test
+from mpcore.mesh.failure import report_failures
 from mpcore.tools import doctor
 from mpcore.tools.command_line import reports_errors
 from mpcore.tools.doctor import check_collectives, check_kernel
@@ -58,6 +59,23 @@ def test_torchrun_ends_with_what_failed(tmp_path, monkeypatch):
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=1, error_file=str(path))
     assert failure.message == "rank 3 failed: ValueError: no batch"
     assert failure.timestamp > 0
+
+
+def test_torchrun_prints_an_error_of_all_ranks_once_and_last(tmp_path, monkeypatch, capsys):
+    failures = {}
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for rank in (2, 0, 1):
+        path = tmp_path / str(rank) / "error.json"
+        path.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        report_failures(rank)
+        sys.excepthook(ValueError, ValueError("no batch"), None)
+        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(path))
+    told = str(ChildFailedError("train.py", dict(sorted(failures.items()))))
+    assert told.count("no batch") == 1
+    assert "rank 2 failed: ValueError: no batch (traceback: " in told.splitlines()[-2]
+    assert capsys.readouterr().err.count("no batch") == 0
+    assert "no batch" in Path(re.findall(r"traceback: (.*)\)", told)[0]).read_text(), "each rank's file has it"
 
 
 def test_the_page_on_commands_lists_all():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from examples.gpt.setup import check, model_config, stage_blocks
 from mpcore import Mesh
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
+from mpcore.pipeline.partition import split_sizes
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
 from mpcore.tools.analysis.counts import block_bytes
@@ -164,21 +164,17 @@ def least_bytes(args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_b
 
 def even_blocks(layers: int, stages: int) -> list[range]:
     """Return as many blocks for each stage."""
-    each, rest = divmod(layers, stages)
-    if rest:
+    if layers % stages:
         raise ValueError(f"--even-stages: {layers} layers are not a multiple of {stages} stages")
-    return [range(i * each, (i + 1) * each) for i in range(stages)]
+    return split_sizes([layers // stages] * stages, layers)
 
 
 def given_blocks(text: str, layers: int, stages: int) -> list[range]:
     """Return so many blocks for each stage."""
     counts = [int(count) for count in text.split(",")]
-    if (len(counts), sum(counts)) != (stages, layers) or min(counts) < 1:
-        raise ValueError(
-            f"--stage-blocks {text} are {sum(counts)} blocks of {len(counts)} stages, not {layers} of {stages}"
-        )
-    ends = list(itertools.accumulate(counts))
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    if len(counts) != stages:
+        raise ValueError(f"--stage-blocks {text} are {len(counts)} stages, not {stages}")
+    return split_sizes(counts, layers)
 
 
 def work(

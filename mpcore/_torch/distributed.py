@@ -51,8 +51,6 @@ def clone_store() -> Any:
 
 
 class _SecretStore(dist.PrefixStore):
-    """The store of a job whose ranks share a secret."""
-
     secret = b""
 
 

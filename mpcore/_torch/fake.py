@@ -152,7 +152,6 @@ def _form_of(out: Any, args: Any) -> tuple[Any, ...] | None:
 
 
 def _shares(storage: torch.UntypedStorage, tree: Any) -> bool:
-    """Return whether a tensor among the arguments has this storage."""
     if isinstance(tree, Tensor):
         return tree.untyped_storage()._cdata == storage._cdata
     return isinstance(tree, (list, tuple)) and any(_shares(storage, x) for x in tree)
