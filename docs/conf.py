@@ -32,7 +32,7 @@ suppress_warnings = ["ref.python"]  # a name that two packages export is one obj
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"
 default_role = "code"  # single backticks in docstrings
-exclude_patterns = ["_build", "records"]
+exclude_patterns = ["_build", "_templates", "records"]
 html_theme = "furo"
 html_title = "mpcore"
 html_show_sphinx = False
@@ -47,6 +47,15 @@ _address = re.search(
     re.MULTILINE,
 )
 html_baseurl = f"https://{_address[1].lower()}.github.io/{_address[2]}/" if _address else ""
+
+# the version switch: these pages, and the pages of each release before, at its tag
+templates_path = ["_templates"]
+_changes = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+_releases = re.findall(r"^## ([\d.]+)(?: \((?!unreleased).*)?$", _changes, re.MULTILINE)
+_tags = f"https://github.com/{_address[1]}/{_address[2]}/blob/v{{}}/docs/index.md" if _address else ""
+html_context = {
+    "versions": [(release, "")] + [(old, _tags.format(old)) for old in _releases if _tags and old != release]
+}
 
 PACKAGES = {
     "mpcore.training": "The front door",

@@ -128,13 +128,11 @@ def draw(found: Mapping[str, Coordinates], path: Path) -> None:
     figure = matplotlib_part("figure").Figure(figsize=(2.4 * len(found) + 2.2, 3.4), layout="constrained")
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)
     for panel, (layout, each) in zip(panels[0], found.items(), strict=True):
+        # a module returns what its last one returns: one line
         last = {tuple(steps[-1] for steps in sizes): name for name, sizes in reversed(each.sizes.items())}
-        for i, (values, name) in enumerate(
-            reversed(last.items())
-        ):  # a module returns what its last one returns: one line
-            panel.loglog(
-                each.widths, values, marker="o", markersize=3, label=name, color=f"C{i % 10}", ls="-:"[i // 10 % 2]
-            )
+        for i, (values, name) in enumerate(reversed(last.items())):
+            style = {"marker": "o", "markersize": 3, "color": f"C{i % 10}", "ls": "-:"[i // 10 % 2]}
+            panel.loglog(each.widths, values, label=name, **style)
         panel.set(title=layout, xlabel="width")
         panel.set_xticks(each.widths, [str(width) for width in each.widths])
         panel.minorticks_off()

@@ -259,7 +259,7 @@ def preflight() -> Parser:
 def memory(argv: Sequence[str] = ()) -> Parser:
     text = "Count the memory that a rank of any layout needs, on fake tensors: nothing is allocated."
     parser = _of_rank("mpcore memory", text, argv)
-    text = "draw what each rank of the pipeline holds, as .png, .svg or .pdf"
+    text = f"draw the same parts for each pipeline rank, as {' or '.join(PICTURES)}"
     parser.add_argument("--plot", metavar="FILE", help=text)
     return parser
 
@@ -272,7 +272,8 @@ def ledger(argv: Sequence[str] = ()) -> Parser:
 def _of_rank(prog: str, about: str, argv: Sequence[str]) -> Parser:
     """Return a parser of a target, the mesh and the rank."""
     example = f"{prog} examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024"
-    parser = Parser(prog=prog, description=about, examples=[example])
+    plot = [f"{example} --plot memory.png"] if prog == "mpcore memory" else []
+    parser = Parser(prog=prog, description=about, examples=[example, *plot])
     text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
     _add_target(parser, argv, f"{text}arguments")
     for name in ("tp", "cp", "pp", "ep", "dp"):

@@ -25,19 +25,12 @@ def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
             axes.bar(range(len(ranks)), sizes, 0.8, bottom, color=colour, label=kind, edgecolor="white", linewidth=0.5)
             bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
     totals = [found.most / UNITS[name] for found in ranks]  # not all parts are largest at the same time
-    axes.scatter(
-        range(len(ranks)),
-        totals,
-        marker="_",
-        s=(190 / max(len(ranks), 8)) ** 2,
-        color="#000000",
-        label="most at once",
-        zorder=3,
-    )
+    size = (190 / max(len(ranks), 8)) ** 2
+    axes.scatter(range(len(ranks)), totals, size, color="#000000", marker="_", label="total", zorder=3)
     kind, size = max(parts_of(ranks[fullest]).items(), key=lambda part: part[1])
     axes.set(xlabel="pipeline rank", ylabel=f"{name} of one GPU", xticks=range(0, len(ranks), -(-len(ranks) // 16)))
-    title = f"pipeline rank {fullest} holds most, {most / UNITS[name]:.1f} {name};\n"
-    axes.set_title(f"{title}largest part: {kind}, {size / most:.0%}", loc="left", fontsize=10)
+    title = f"the largest total is {most / UNITS[name]:.1f} {name}, of pipeline rank {fullest};\n"
+    axes.set_title(f"{title}its largest part: {kind}, {size / most:.0%}", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9, reverse=True)
     figure.savefig(path, dpi=150)

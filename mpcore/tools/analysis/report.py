@@ -16,8 +16,8 @@ from mpcore.tools.parsers import AXES
 
 COMPUTE = ("products", "attention")
 WORDS = {
-    "UNIT": "of the fullest rank, without the reserve",
-    "+-": "standard error of the step; most of it is common to all rows",
+    "UNIT": "total of the fullest rank, without the reserve",
+    "+-": "standard error of the step, mostly common to all rows",
     "slower": "than row 1, +- the standard error of this difference",
     "compute": "matrix products and attention",
     "not compute": "the three largest other parts; --explain ROW prints all parts",
@@ -87,6 +87,9 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend
         lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
     if fits and legend:
         lines.append(LEGEND.replace("UNIT", unit))
+    same = [f"{' '.join(more)} (row {i})" for i, e in enumerate(fits[:top], start=1) for more in e.same]
+    if same:
+        lines.append(f"left out, because memory and time are equal: {', '.join(same)}")
     waits = [(i, e.seconds.bubble / e.step) for i, e in enumerate(fits[:top], start=1) if e.seconds]
     for row, share in [each for each in waits if each[1] >= LARGE_BUBBLE][:1]:
         lines.append(f"row {row}: bubble {share:.0%}: {SMALLER_BUBBLE}")
@@ -120,7 +123,7 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     second, clock = _clock(e.step)
     unit = unit_of(int(e.memory))
     step, memory = e.step * clock, e.memory / UNITS[unit]
-    lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), {memory:.1f} {unit}"]
+    lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), total {memory:.1f} {unit}"]
     lines += [
         f"  {'compute: ' * (name in COMPUTE) + name:<20}{part * clock:>10.3f} {second} {part / e.step:>7.1%}  "
         f"{_meaning(name)}".rstrip()
@@ -151,7 +154,7 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> N
     axes.plot([e.memory / 2**30 for e in best], [e.step for e in best], color="#000000", linewidth=0.8, zorder=0)
     room = (machine.memory - machine.reserve) / 2**30
     axes.axvline(room, color="#000000", linestyle="--", linewidth=1)
-    axes.set(xlabel=f"memory of the fullest rank, GiB (room: {room:.1f})", ylabel="seconds of a step, estimated")
+    axes.set(xlabel=f"total of the fullest rank, GiB (room: {room:.1f})", ylabel="seconds of a step, estimated")
     axes.set_ylim(0, min(max(e.step for e in fits), 4 * fits[0].step) * 1.05)
     axes.legend(frameon=False, fontsize=9)
     rows = {fits.index(e) + 1: e for e in best}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpcore.tools.analysis.layout import Counter, TooLargeError
 from mpcore.tools.analysis.machine import Machine
@@ -27,6 +27,7 @@ class Estimate:
         memory: the bytes that the fullest rank holds, without the machine's reserve.
         bound: whether `memory` is only a lower bound. It was too large, so the layout wasn't counted.
         errors: the relative error of the step's seconds that one standard error of each of the machine's rates causes.
+        same: the arguments of other layouts on this mesh with this estimate. They have no row of their own.
         seconds: the parts of the step's seconds. None: the layout doesn't fit or is refused.
         spread: the relative standard error of the step's seconds.
         refused: why the layout is refused, or "".
@@ -40,6 +41,7 @@ class Estimate:
     refused: str = ""
     bound: bool = False
     errors: tuple[float, ...] = ()
+    same: tuple[tuple[str, ...], ...] = ()
 
     @property
     def step(self) -> float:
@@ -178,12 +180,14 @@ def _micro_batch(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
 def ranked(found: Sequence[Estimate], machine: Machine) -> list[Estimate]:
     """Sort estimates: those that fit by time, those that don't by memory, then the refused ones.
 
-    Of layouts on one mesh that fit and have equal estimates, only the first is kept.
+    Of layouts on one mesh that fit and have equal estimates, only the first is kept, with the others in its `same`.
     """
     unique: dict[object, Estimate] = {}
     for e in found:
         if e.fits(machine):
-            unique.setdefault((*e.sizes.items(), e.memory, e.step), e)
+            key = (*e.sizes.items(), e.memory, e.step)
+            first = unique.get(key)
+            unique[key] = e if first is None else replace(first, same=(*first.same, e.arguments))
     fits = sorted(unique.values(), key=lambda e: (round(e.step, 9), e.memory))
     large = sorted((e for e in found if not e.fits(machine) and not e.refused), key=lambda e: e.memory)
     return [*fits, *large, *(e for e in found if e.refused)]
