@@ -194,13 +194,16 @@ class _Head:
 
     def products(
         self, x: Tensor, weight: Tensor, target: Tensor, wanted: Sequence[bool],
-        gradient: Callable[[Tensor, slice], Tensor | None], logits: Tensor | None = None,
+        gradient: Callable[[Tensor, slice], Tensor | None], logits: Tensor | None = None, main: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """Return dx and dweight, each if wanted; `gradient(z, rows)` returns the gradient of the logits z of `rows`."""
+        """Return dx and dweight, each if wanted; `gradient(z, rows)` returns the gradient of the logits z of `rows`.
+
+        With `main`, dweight is added to it, and returned with what was there.
+        """
         ignored = (target == self.loss["ignore_index"]).unsqueeze(1)
         narrow = weight.to(self.dtype)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
-        dweight = None
+        dweight = main
         for first in range(0, x.shape[0], self.chunk_rows):
             rows = slice(first, first + self.chunk_rows)
             part = x[rows].to(self.dtype)
@@ -211,7 +214,7 @@ class _Head:
                 dx[rows] = dz @ narrow
             if wanted[1]:
                 part = part.masked_fill(ignored[rows], 0)  # 0 times NaN would be in dW
-            if wanted[1] and x.shape[0] <= self.chunk_rows:
+            if wanted[1] and main is None and x.shape[0] <= self.chunk_rows:
                 dweight = dz.t() @ part
             elif wanted[1]:
                 dweight = add_product(dweight, dz.t(), part, torch.promote_types(dz.dtype, torch.float32))
@@ -284,9 +287,6 @@ class _LinearRows(torch.autograd.Function):
             of_rows = {name: d[rows] for name, d in zip(ctx.outputs, given, strict=True)}
             return head.backward(z, target[rows], stats[:, rows], in_place, **of_rows)
 
-        dx, dweight = head.products(x, weight, target, ctx.needs_input_grad, gradient, *logits)
         (main,) = take_main_grad(ctx.main) or (None,)
-        if main is not None:
-            main.add_(dweight)
-            return dx, *[None] * 4
-        return dx, None if dweight is None else dweight.to(weight.dtype), *[None] * 3
+        dx, dweight = head.products(x, weight, target, ctx.needs_input_grad, gradient, *(logits or [None]), main)
+        return dx, None if dweight is main else dweight.to(weight.dtype), *[None] * 3  # `None`, or added to it

@@ -2,6 +2,7 @@
 
 import compile_table
 import pytest
+import step_bytes
 from test_compile import GOLDEN
 
 
@@ -25,3 +26,9 @@ def test_all_kernels_but_products_are_counted(moved):
     counted = {case.split()[0] for case, kernels in moved.items() if kernels}
     named = {case.split()[0] for case in moved}
     assert named - counted == {"attention", "column"}
+
+
+def test_no_pass_adds_a_weights_gradient_to_its_main_gradient():
+    """Only torch's grouped products need one (`docs/records/2026-11-29_step_bytes.md`)."""
+    added = {part: step_bytes.count(part)["add_"] for part in step_bytes.PARTS}
+    assert [part for part, size in added.items() if size > 2**20] == ["experts of 30B-A3B"]
