@@ -42,15 +42,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.de
 
 
 class _Fake(FakeTensorMode):
-    """torch's mode with two short cuts. An operator takes a third of the time.
-
-    - A view runs its meta kernel at once. torch would look for the result in a cache, and make the view from it.
-    - The results of operators that make new tensors are cached by the shapes and strides of the arguments. torch caches
-      only its own operators, and its keys have more parts.
+    """torch's mode, but a view runs its meta kernel at once, and more results are cached: a third of the time.
 
     Attributes:
-        results: by operator and arguments: whether there is one result, and the form of each. None: they can't be
-            cached. All modes share it, as torch's modes share theirs.
+        results: the form of each result, by operator and arguments. None: they can't be cached. All modes share it.
     """
 
     results: ClassVar[dict[object, tuple[Any, ...] | None]] = {}
@@ -85,7 +80,6 @@ class _Fake(FakeTensorMode):
         return out[0] if is_one else tuple(out)
 
     def _device_of(self, args: Sequence[Any]) -> torch.device | None:
-        """Return the one device of the tensors among the arguments. None: torch must look at them."""
         device = torch.device("cpu")
         first = None
         for x in args:
@@ -99,7 +93,6 @@ class _Fake(FakeTensorMode):
         return device
 
     def _key(self, tree: Any) -> Any:
-        """Return what an operator's result depends on, as a key. None: torch must look at the arguments."""
         if type(tree) is FakeTensor:
             if tree.fake_mode is not self or tree.constant is not None or tree.layout != torch.strided:
                 return None
@@ -129,10 +122,7 @@ def _is_kept(func: Any) -> bool:
 
 
 def _form_of(out: Any, args: Any) -> tuple[Any, ...] | None:
-    """Return whether an operator has one result, and the shape, stride, dtype and device of each.
-
-    None: a result isn't a new tensor that fills its storage.
-    """
+    """Return whether there is one result, and the form of each. None: one isn't a new tensor that fills its storage."""
     outs = out if isinstance(out, tuple) else (out,)
     seen = set()
     forms: list[tuple[Any, ...] | None] = []

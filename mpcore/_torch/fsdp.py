@@ -205,7 +205,6 @@ def _groups(state: Any) -> list[Any]:
 
 
 def _contexts(units: Iterable[FSDPModule]) -> Iterator[Any]:
-    """Yield the context that the units below one root share, for each root whose forward ran."""
     found = {id(context): context for context in (_state(unit)._state_ctx for unit in units)}
     return (context for context in found.values() if context.all_states)
 

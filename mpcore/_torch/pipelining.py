@@ -63,9 +63,6 @@ def _actions(rows: Sequence[Iterable[Cell]]) -> dict[int, list[Any]]:
 
 
 def _cells(row: Iterable[Any]) -> list[Cell]:
-    """Return a rank's actions.
-
-    An overlapped pair of actions becomes two, one after the other, as torch's runtime runs it.
-    """
+    """Return a rank's actions, an overlapped pair as two: torch's runtime runs them one after the other."""
     plain = [b for a in row if a is not None for b in (a.sub_actions or (a,))]
     return [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in plain]

@@ -3,24 +3,30 @@
 A checkpoint at PATH is written to `.NAME.mpcore-tmp` beside PATH and renamed when it is complete. An older checkpoint
 at PATH is first renamed to `.NAME.mpcore-old` and removed after that. So a complete checkpoint exists at every moment,
 even if the machine stops.
+
+In an object store (`Remote`) nothing is renamed. A checkpoint is written to PATH, or, if a complete one is there, to
+`.NAME.mpcore-old`. The manifest completes it; then the other one is removed, its manifest first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import socket
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mpcore.checkpoint.ranks import merged
+from mpcore.checkpoint.remote import Remote, as_path
 from mpcore.checkpoint.tensor_file import sync_folder
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
 
 log = get_logger("mpcore.checkpoint")
+P = TypeVar("P", bound=Path)
 _TEMPORARY, _OLD = ".mpcore-tmp", ".mpcore-old"
 LOCK = ".lock"
 """The name of the file that locks a folder."""
@@ -33,21 +39,27 @@ def step_path(root: str | os.PathLike[str], step: int) -> Path:
         root: the directory of checkpoints.
         step: the number of optimizer steps done.
     """
-    return Path(root) / f"step-{step:08d}"
+    return as_path(root) / f"step-{step:08d}"
 
 
-def temporary(path: Path) -> Path:
+def temporary(path: P) -> P:
     """Return the path where a checkpoint is written before it is complete."""
+    if isinstance(path, Remote):  # the one that `prepare` marked
+        return _old(path) if (_old(path) / LOCK).is_file() else path
     return path.with_name(f".{path.name}{_TEMPORARY}")
 
 
-def _old(path: Path) -> Path:
+def _old(path: P) -> P:
     return path.with_name(f".{path.name}{_OLD}")
 
 
+def is_complete(path: Path) -> bool:
+    """Return whether there is a checkpoint at `path`: its manifest is there."""
+    return (path / MANIFEST).is_file()
+
+
 def _has_successor(folder: Path) -> bool:
-    """Return whether this is an old checkpoint that was renamed, and its replacement exists."""
-    return folder.name.endswith(_OLD) and folder.with_name(folder.name[1 : -len(_OLD)]).exists()
+    return folder.name.endswith(_OLD) and is_complete(folder.with_name(folder.name[1 : -len(_OLD)]))
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -55,9 +67,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
     It is `path`, or the renamed old checkpoint if a save that would replace `path` was killed.
     """
-    path = Path(path)
-    old = _old(path)
-    return old if not path.exists() and (old / MANIFEST).is_file() else path
+    path = as_path(path)
+    return _old(path) if path.name and not is_complete(path) and is_complete(_old(path)) else path
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
@@ -65,8 +76,10 @@ def lock_folder(folder: Path) -> IO[str] | None:
 
     Returns:
         A file that holds the lock until it is closed. None: the lock belongs to another object of this process, or the
-        file system has no locks.
+        file system has no locks, as no object store has.
     """
+    if isinstance(folder, Remote):
+        return None
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     file, mine = os.fdopen(handle, "r+", errors="replace"), f"process {os.getpid()} on {socket.gethostname()}"
@@ -96,13 +109,17 @@ def prepare(path: Path) -> IO[str] | None:
     Raises:
         ValueError: if `path` exists and is not a checkpoint, or another process is saving it.
     """
+    if isinstance(path, Remote):
+        return _prepare_remote(path)
+    if "".join(path.parts[:1]).endswith(":"):
+        raise ValueError(f"{path} is a URL that became a local path: only run.save and run.load take URLs, as strings")
     path.parent.mkdir(parents=True, exist_ok=True)
     old, new = _old(path), temporary(path)
     if new.is_dir() and (left := lock_folder(new)):
         left.close()
     if old.is_dir() and not path.exists():
         os.rename(old, path)
-    if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not is_complete(path) and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there and is no checkpoint: it is not overwritten")
     for remains in (old, new):
         if remains.exists():
@@ -111,11 +128,41 @@ def prepare(path: Path) -> IO[str] | None:
     return lock_folder(new)
 
 
+def _prepare_remote(path: Remote) -> None:
+    """Remove the remains of a killed save, and mark the folder to write into by a lock file, which locks nothing."""
+    kept, new = resolve(path), _old(path) if is_complete(path) else path
+    for folder in (path, _old(path)):
+        if folder == kept and is_complete(folder):
+            (folder / LOCK).unlink(missing_ok=True)
+        elif folder.exists():
+            if not is_complete(folder) and not (folder / LOCK).is_file() and any(folder.iterdir()):
+                raise ValueError(f"{folder} is there and is no checkpoint: it is not overwritten")
+            _retract(folder).remove(LOCK)
+    new.mkdir()
+    (new / LOCK).write_bytes(b"")
+
+
+def _retract(folder: Remote) -> Remote:
+    """Mark a folder as remains, and make it no checkpoint."""
+    (folder / LOCK).write_bytes(b"")
+    (folder / MANIFEST).unlink(missing_ok=True)
+    return folder
+
+
 def publish(path: Path) -> None:
     """Rename a complete checkpoint to its final path.
 
     If an OSError is raised, the checkpoint before it is still there.
     """
+    if isinstance(path, Remote):
+        new = temporary(path)
+        other = _old(path) if new == path else path
+        remains = [_retract(other)] if is_complete(other) else []
+        with contextlib.suppress(OSError, RuntimeError):  # the checkpoint is there
+            for folder in remains:
+                folder.remove(LOCK)
+            (new / LOCK).unlink()
+        return
     new, old = temporary(path), _old(path)
     (new / LOCK).unlink(missing_ok=True)
     sync_folder(new)
@@ -132,7 +179,11 @@ def publish(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    shutil.rmtree(temporary(path), ignore_errors=True)
+    if not isinstance(path, Remote):
+        shutil.rmtree(temporary(path), ignore_errors=True)
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # of a store that can't be reached: the next save removes it
+        _retract(temporary(path)).remove(LOCK)
 
 
 def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]:
@@ -150,9 +201,9 @@ def checkpoints(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> list[Path]
     """
 
     def find() -> list[str]:
-        return [*map(str, _complete(Path(root)))] if mesh.world.rank == 0 else []
+        return [*map(str, _complete(as_path(root)))] if mesh.world.rank == 0 else []
 
-    return [*map(Path, merged(mesh.world, find, lambda found: found[0]))]
+    return [*map(as_path, merged(mesh.world, find, lambda found: found[0]))]
 
 
 def latest(root: str | os.PathLike[str], mesh: Mesh = Mesh()) -> Path | None:
@@ -192,12 +243,16 @@ def _complete(root: Path) -> list[Path]:
 def read_complete(folder: Path) -> Manifest:
     """Read a checkpoint's manifest and check that all files exist with the right size."""
     manifest = read_manifest(folder)
-    for name, record in (manifest.files | manifest.beside).items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        if path.stat().st_size != record.bytes:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, written were {record.bytes}")
+    records = manifest.files | manifest.beside
+    if isinstance(folder, Remote):
+        found = folder.sizes()
+    else:
+        found = {name: (folder / name).stat().st_size for name in records if (folder / name).is_file()}
+    for name, record in records.items():
+        if name not in found:
+            raise ValueError(f"{folder / name} is missing")
+        if found[name] != record.bytes:
+            raise ValueError(f"{folder / name} has {found[name]} bytes, written were {record.bytes}")
     return manifest
 
 
@@ -226,12 +281,19 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
     """
     if keep < 1:
         raise ValueError(f"keep {keep} is smaller than 1: the last checkpoint is never removed")
+    root, spare = as_path(root), spare and resolve(spare)
     for folder in checkpoints(root)[keep:]:
         if folder == spare or (keep_every and read_manifest(folder).step % keep_every == 0):
+            continue
+        if isinstance(folder, Remote):
+            _retract(folder).remove(LOCK)
             continue
         doomed = temporary(folder)  # renamed first: a half-removed one must not look damaged
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
-    for folder in Path(root).iterdir():
-        if folder.name.endswith(_TEMPORARY) or _has_successor(folder):
+    for folder in root.iterdir():
+        if isinstance(folder, Remote):
+            if _has_successor(folder) or ((folder / LOCK).is_file() and not is_complete(folder)):
+                _retract(folder).remove(LOCK)
+        elif folder.name.endswith(_TEMPORARY) or _has_successor(folder):
             shutil.rmtree(folder, ignore_errors=True)

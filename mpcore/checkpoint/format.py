@@ -30,6 +30,7 @@ from typing import Any, TypedDict
 import torch
 
 from mpcore.checkpoint.other_formats import other_format
+from mpcore.checkpoint.remote import Remote
 from mpcore.checkpoint.schema import Size, convert, read_json
 
 FORMAT, VERSION = "mpcore checkpoint", 2
@@ -148,10 +149,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest. It is the last file of a checkpoint: after it the checkpoint is complete."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     text = json.dumps(body | {"crc32": sign(body)}, allow_nan=False, indent=1)
-    write_synced(folder / MANIFEST, text.encode())
+    part = folder / (f".{MANIFEST}.part" if isinstance(folder, Remote) else MANIFEST)
+    write_synced(part, text.encode())
+    if isinstance(folder, Remote):  # some stores write a file bit by bit
+        part.rename(folder / MANIFEST)
 
 
 def write_synced(path: Path, data: bytes) -> None:
+    if isinstance(path, Remote):
+        path.write_bytes(data)
+        return
     with named_errors(path), open(path, "xb") as file:  # follows no link
         file.write(data)
         file.flush()
@@ -169,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"{folder} is no complete checkpoint of mpcore: {other}")
         why += f"; the newest in it is {newest}" if newest else ""
         raise ValueError(f"{folder} is no complete checkpoint: {why}")
-    body = read_json(path, _limit(folder), MANIFEST_LIMIT)
+    body = read_json(path, MANIFEST_LIMIT if isinstance(path, Remote) else _limit(folder), MANIFEST_LIMIT)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"{path} is not the manifest of an {FORMAT}")
     if body.get("version") != VERSION:

@@ -51,8 +51,6 @@ class Loaded(Manifest):
 
 @dataclass
 class _Plan:
-    """What a rank will read: the tensors to fill, the tensors that the checkpoint lacks, and the problems found."""
-
     files: Files
     held: list[LocalTensor] = field(default_factory=list)
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -145,7 +143,6 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
-    """Add a tensor to the plan, or note why it can't be read."""
     entry = plan.files.manifest.tensors.get(item.name)
     if entry is None:
         plan.missing.append(item.name)
@@ -161,7 +158,7 @@ def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
         try:
             for chunk in entry.chunks:  # opens the files: their headers are checked here
                 if any(_overlap(box.start, box.shape, chunk) is not None for box in item.boxes):
-                    plan.files[chunk.file].tensor(entry, chunk)
+                    plan.files[chunk.file].check(entry, chunk)
         except (ValueError, OSError) as error:
             plan.problems.append(str(error))
     plan.held.append(item)
@@ -252,11 +249,7 @@ def _matrices(blocks: list[int]) -> str:
 def _masters(
     manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the float32 master weights to read into, by parameter.
-
-    There are some only if the optimizer keeps master weights: one for each 16-bit parameter that the checkpoint holds
-    in float32.
-    """
+    """Return the float32 master weights to read into, one for each 16-bit parameter that is saved in float32."""
     if not getattr(optimizer, "masters", False):
         return {}
     assert optimizer is not None
@@ -270,7 +263,6 @@ def _masters(
 
 
 def _slot_like(old: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Return a tensor to read optimizer state into: the existing one if its shape and dtype fit, else a new one."""
     if isinstance(old, Tensor) and lies_as(old, parameter) and old.dtype == dtype:
         return old
     local = local_tensor(parameter).detach()
@@ -279,10 +271,7 @@ def _slot_like(old: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _share(tensors: dict[str, Entry], kinds: tuple[str, ...], rank: int, size: int) -> list[tuple[str, Entry, Chunk]]:
-    """Return the chunks whose bytes this rank checks.
-
-    The ranks together check every chunk, in the order of the files.
-    """
+    """Return the chunks whose bytes this rank checks; the ranks together check every chunk."""
     chunks = [(n, entry, chunk) for n, entry in tensors.items() if n.startswith(kinds) for chunk in entry.chunks]
     chunks.sort(key=lambda item: (item[2].file, item[2].key))
     total = sum(entry.size(chunk) for _, entry, chunk in chunks)
@@ -361,7 +350,6 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> list[tuple[int, int]] | None:
-    """Return the part of a box that a chunk holds, as (start, end) per dimension of the logical tensor, or None."""
     boxes = zip(start, shape, chunk.start, chunk.shape, strict=True)
     common = [(max(a, c), min(a + b, c + d)) for a, b, c, d in boxes]
     return common if all(a < b for a, b in common) else None

@@ -42,6 +42,7 @@ from mpcore.checkpoint.pieces import (
     weight_names,
 )
 from mpcore.checkpoint.ranks import merged, together
+from mpcore.checkpoint.remote import Remote, as_path
 from mpcore.checkpoint.schema import convert
 from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
 from mpcore.mesh.axis import Mesh
@@ -185,7 +186,7 @@ def save(
         - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
           torch's `clip_grad_norm_`.
     """
-    request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
+    request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
     _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=False)))
     return request.path
 
@@ -234,7 +235,7 @@ def save_async(
     """
     if after is not None:
         after.wait()
-    request = _Request(Path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
+    request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
     snapshot = together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=True))
     saving = Saving(request.path)
 
@@ -255,7 +256,6 @@ def save_async(
 
 
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, copy: bool) -> _Snapshot:
-    """Collect everything that this rank saves. JSON values are copied; tensors are copied if `copy` is True."""
     reshard(model)
     held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
     if optimizer is not None:
@@ -273,7 +273,6 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request
 
 
 def _write(snapshot: _Snapshot, line: str = "") -> int:
-    """Write the files of a snapshot on all ranks. Return their total size in bytes."""
     request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
     lead, began = world.rank == 0, time.perf_counter()
     lock = together(world, lambda: prepare(path) if lead else None, line)
@@ -300,7 +299,6 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
 
 
 def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
-    """Write the boxes that this rank owns, and compute checksums of the replicas that it holds."""
     tensors: dict[str, dict[str, Tensor]] = {}  # by file and key
     where: dict[tuple[str, str], tuple[str, Box]] = {}
     replicas = []
@@ -327,10 +325,7 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
 
 
 def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
-    """On rank 0, after all tensors are on the disk: write the small files and the manifest, and rename the checkpoint.
-
-    Returns the size of all files of tensors in bytes.
-    """
+    """On rank 0, once all tensors are written: write the other files and the manifest, and publish the checkpoint."""
     path = snapshot.request.path
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -367,7 +362,8 @@ def write_beside(folder: Path, files: Mapping[str, bytes]) -> dict[str, SmallFil
         check_inside(name)
         (folder / name).parent.mkdir(exist_ok=True)
         write_synced(folder / name, data)
-        sync_folder((folder / name).parent)
+        if not isinstance(folder, Remote):
+            sync_folder((folder / name).parent)
     return {name: SmallFile(len(data), zlib.crc32(data)) for name, data in files.items()}
 
 
@@ -385,7 +381,6 @@ def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
 
 
 def _merge(of_ranks: list[list[Group]]) -> list[Group] | None:
-    """Return the optimizer's parameter groups of all pipeline stages together, or None if there is no optimizer."""
     if not of_ranks:
         return None
     counts = sorted({len(groups) for groups in of_ranks})

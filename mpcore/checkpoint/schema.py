@@ -32,7 +32,7 @@ def read_json(path: Path, limit: int, objects: int = 2**20) -> Any:
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing")
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         data = file.read(min(limit, path.stat().st_size) + 1)  # a buffer of this many bytes is made
     if len(data) > limit:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, more than {limit}")

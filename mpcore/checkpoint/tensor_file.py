@@ -11,7 +11,7 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from mpcore.checkpoint.format import (
     named_errors,
     sizes,
 )
+from mpcore.checkpoint.remote import Remote
 from mpcore.checkpoint.schema import convert, load_json
 from mpcore.mesh.secret import printable
 
@@ -54,6 +55,18 @@ def write_tensors(
             be on the meta device. None: the values are those of `tensors`.
     """
     head, header, end = file_head(tensors)
+    if isinstance(path, Remote):
+        found: dict[str, int] = {}
+
+        def parts() -> Iterator[bytes | memoryview]:
+            yield head
+            for key in list(header)[1:]:
+                data = raw(tensors[key])
+                found[key] = checksum(data)
+                yield data
+
+        path.stream(parts())
+        return FileRecord(len(head) + end, zlib.crc32(head)), found
     with named_errors(path), open(path, "xb") as file:
         _write_at(file, head, 0)
         if sys.platform == "linux":  # a third less CPU time in the kernel, and a full disk raises at once
@@ -166,26 +179,39 @@ class TensorFile:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing")
-        with open(path, "rb") as file:
-            self.stamp, size = _stamp(file.fileno()), os.fstat(file.fileno()).st_size
-            if size < 8 or (record is not None and size != record.bytes):
-                written = "" if record is None else f", written were {record.bytes}"
-                raise ValueError(f"{path} has {size} bytes{written}")
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(HEADER_LIMIT, size - 8):
-                raise ValueError(
-                    f"{path} is damaged: a header of {length} bytes, in a file of {size} and at most {HEADER_LIMIT}"
-                )
-            text = file.read(length)
-            found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
-            if record is not None and found != record.header_crc32:
-                raise ValueError(
-                    f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
-                )
-            # A private mapping: torch needs a writable buffer, and writes to this one never reach the file.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._map: mmap.mmap | None = None
+        if isinstance(path, Remote):
+            self.stamp, size = _stamp(path), path.stat().st_size
+        else:
+            with open(path, "rb") as file:
+                self.stamp, size = _stamp(file.fileno()), os.fstat(file.fileno()).st_size
+                if size:  # A private mapping: torch needs a writable buffer, and writes to it never reach the file.
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if size < 8 or (record is not None and size != record.bytes):
+            written = "" if record is None else f", written were {record.bytes}"
+            raise ValueError(f"{path} has {size} bytes{written}")
+        (length,) = struct.unpack("<Q", self._read(0, 8))
+        if length > min(HEADER_LIMIT, size - 8):
+            raise ValueError(
+                f"{path} is damaged: a header of {length} bytes, in a file of {size} and at most {HEADER_LIMIT}"
+            )
+        text = bytes(self._read(8, 8 + length))
+        found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
+        if record is not None and found != record.header_crc32:
+            raise ValueError(
+                f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
+            )
         self._data = 8 + length
         self.header = read_header(text, size - self._data, str(path))
+
+    def _read(self, start: int, end: int) -> bytearray | memoryview:
+        """Return bytes of the file: a view of the mapping, or what a store sends."""
+        if isinstance(self.path, Remote):
+            return self.path.read(start, end)
+        assert self._map is not None
+        if self._map.size() < end:  # a read would end the process with SIGBUS
+            raise ValueError(f"{self.path} was cut to {self._map.size()} bytes after it was opened")
+        return memoryview(self._map)[start:end]
 
     def check(self, entry: Entry, chunk: Chunk) -> None:
         """Raise ValueError if the file lacks a chunk, or has it with another shape or dtype."""
@@ -207,18 +233,13 @@ class TensorFile:
         dtype, shape = DTYPES[found["dtype"]], found["shape"]
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
-        start = self._data + found["data_offsets"][0]
-        self._check_size(found["data_offsets"][1])
-        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
-
-    def _check_size(self, end: int) -> None:
-        if self._map.size() < self._data + end:  # a read would end the process with SIGBUS
-            raise ValueError(f"{self.path} was cut to {self._map.size()} bytes after it was opened")
+        start, end = (self._data + offset for offset in found["data_offsets"])
+        return torch.frombuffer(self._read(start, end), dtype=dtype).view(shape)
 
     def forget(self, key: str) -> None:
         """Free the memory that reading a tensor used. The tensor can be read again."""
         first, _, end = self._pages(key)
-        if end > first and sys.platform == "linux":
+        if self._map and end > first and sys.platform == "linux":
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def _pages(self, key: str) -> tuple[int, int, int]:
@@ -230,10 +251,9 @@ class TensorFile:
         """Read a chunk and return a description of its damage, or None if there is none."""
         self.check(entry, chunk)
         first, start, end = self._pages(chunk.key)
-        self._check_size(end - self._data)
-        if sys.platform == "linux":
+        if self._map and sys.platform == "linux":
             self._map.madvise(mmap.MADV_WILLNEED, first, end - first)
-        found = checksum(memoryview(self._map)[start:end])
+        found = checksum(memoryview(self._read(start, end)))
         if found == chunk.checksum:
             return None
         return f"{self.path}: {chunk.key} is damaged: its checksum is {found:08x}, written was {chunk.checksum:08x}"
@@ -258,13 +278,11 @@ def read_header(text: bytes, room: int, path: str) -> dict[str, Any]:
 
 
 def _stamp(file: Path | int) -> tuple[int, ...]:
-    """Return what changes when a file is replaced or written to."""
-    found = os.stat(file)
+    found = file.stat() if isinstance(file, Path) else os.fstat(file)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _fits(found: Any, room: int) -> bool:
-    """Return whether a header's entry is consistent and fits a file with `room` bytes of data."""
     try:
         start, end = sizes(found["data_offsets"])
         if len(found["shape"]) > DIMENSIONS:
@@ -315,7 +333,7 @@ class Files:
             try:
                 if not path.is_file():  # opening a pipe would wait for its writer
                     raise OSError("it is no file")
-                with open(path, "rb") as file:
+                with path.open("rb") as file:
                     data = file.read(record.bytes + 1)
             except OSError as error:
                 found.append(f"{path} can't be read: {error}")

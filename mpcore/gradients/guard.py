@@ -135,7 +135,6 @@ def _check_mixed(kind: str, group: dict[str, Any]) -> None:
 
 
 def _steps_together(group: dict[str, Any]) -> bool:
-    """Return whether torch takes its foreach or fused path, the default on a GPU."""
     said = group.get("foreach"), group.get("fused")
     return any(said) or ("foreach" in group and said == (None, None) and any(p.is_cuda for p in group["params"][:1]))
 

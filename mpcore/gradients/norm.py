@@ -125,11 +125,7 @@ def owned_tensors(
 
 
 def _held(tree: ModelTree, mesh: Mesh) -> list[tuple[str, nn.Parameter, Sharding, bool]]:
-    """Return the parameters to measure here: those without a replica on a lower rank of an axis other than data.
-
-    The last element of each tuple is True if this rank is the first on the parameter's data axis. The result is cached,
-    because all steps of a run use one tree and one mesh.
-    """
+    """Return the parameters to measure here, and whether this rank is the first on the data axis of each. Cached."""
     known = tree.derived.get(("held", id(mesh)))
     if known is None:
         held = []

@@ -159,7 +159,6 @@ def buckets(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Itera
 
 
 def _sent_elements(entry: _Entry) -> int:
-    """Return how many elements an entry sends: the same on every rank, even if shards are uneven."""
     _, parameter, shard = entry
     if shard is None:
         return local_tensor(parameter).numel()
@@ -173,10 +172,7 @@ def _reduce_pending(
     apart: Sequence[tuple[nn.Parameter, StartedAllReduce]],
     sharded: Sequence[tuple[nn.Parameter, bool]],
 ) -> None:
-    """All-reduce some gradients in one message, and drop those that no rank has.
-
-    The message also tells which ranks have the gradients of `apart`, and of `sharded`, which `fully_shard` has summed.
-    """
+    """All-reduce gradients in one message, which also tells which ranks have those of `apart` and `sharded`."""
     flags = [
         *((p, begun.here) for p, begun in apart),
         *sharded,

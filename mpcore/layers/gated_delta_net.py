@@ -345,10 +345,7 @@ def gated_delta_rule(
 def _scan(
     maps: Tensor, added: Tensor, counts: list[int], state: Tensor | None, runs: tuple[Runs, ...], cp: Axis
 ) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk [N, B, H, K, V] and that after the last one.
-
-    Chunk n changes the state to `maps[n] @ state + added[n]`. `counts` has the number of chunks of each run.
-    """
+    """Return the state before each chunk [N, B, H, K, V] and after the last: maps[n] @ state + added[n]."""
     if cp.size == 1:
         states = [torch.zeros_like(added[0]) if state is None else state.to(added.dtype)]
         for change, plus in zip(maps.unbind(), added.unbind(), strict=True):
@@ -381,7 +378,6 @@ def _scan(
 
 
 def _tokens_before(x: Tensor, reach: int, runs: tuple[Runs, ...], cp: Axis) -> list[Tensor]:
-    """Return, for each run of this rank, the `reach` tokens before it, [B, reach, C]; 0 before the first token."""
     most = max(map(len, runs))
 
     def last(of_rank: Runs) -> list[int]:  # the last tokens of each run, as many on each rank
@@ -398,7 +394,6 @@ def _tokens_before(x: Tensor, reach: int, runs: tuple[Runs, ...], cp: Axis) -> l
 
 
 def _shard_heads(tp: Axis, *parts: tuple[list[Run], int, int]) -> tuple[Shard, tuple[int, ...]]:
-    """Shard concatenated projections by heads: each part has the heads of each rank, their number and their width."""
     blocks = tuple(heads * width for _, heads, width in parts)
     starts = [start for start, _ in pairwise([0, *accumulate(blocks)])]
     runs = tuple(

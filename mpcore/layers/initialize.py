@@ -135,7 +135,6 @@ def read_deferred(stages: Sequence[nn.Module], model: nn.Module, mesh: Mesh, dty
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the method that fills a module's own parameters and buffers, or None."""
     names = ("reset_parameters", "_reset_parameters", *(() if any(module.children()) else ("init_weights",)))
     return next((reset for name in names if callable(reset := getattr(module, name, None))), None)
 

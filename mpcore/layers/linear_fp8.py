@@ -107,7 +107,6 @@ def _weight_product(
 
 
 def _wanted(ctx, which: int) -> bool:
-    """Return whether this backward pass needs the gradient of input `which`. A split backward runs two passes."""
     if not ctx.needs_input_grad[which] or not ctx.split:
         return ctx.needs_input_grad[which]
     return will_run(ctx.next_functions[which][0])

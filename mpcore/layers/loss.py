@@ -233,7 +233,6 @@ def _head(
     sequence_dim: int = 1,
     **columns: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Return the rows of the full sequence, the weight and the targets for the kernels, and the kernels' options."""
     check_axis(tp)
     if tp.sums is not None:
         raise ValueError(
@@ -277,8 +276,6 @@ def _check_loss(target: Tensor, reduction: str, label_smoothing: float, token_we
 
 @dataclass(frozen=True)
 class _Loss:
-    """The columns of the vocabulary that this rank holds, and the options of the loss."""
-
     tp: Axis
     size: int
     start: int
@@ -307,7 +304,6 @@ def _loss_of(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> _Loss:
-    """Return the loss for logits of this shape. Raise ValueError for logits of another shape, or bad targets."""
     check_axis(tp)
     *tokens, columns = shape
     if not 0 <= softcap < float("inf"):
@@ -334,7 +330,6 @@ def _loss_of(
 
 
 def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> Tensor:
-    """Return the divisor of a mean: the number (or weight) of the tokens that are not ignored, or 1 if that is 0."""
     counts = target != ignore_index
     if token_weight is None:
         return counts.sum().clamp(min=1)
@@ -417,7 +412,6 @@ _CACHED = 2**18
 
 
 def _in_pieces(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split [..., V], and tensors with as many tokens, by tokens; one piece on a GPU and under torch.compile."""
     whole = (logits.reshape(-1, logits.shape[-1]), *(x.view(-1, *x.shape[logits.dim() - 1 :]) for x in others))
     pieces = logits.is_cpu and not torch.compiler.is_compiling()
     count = max(1, _CACHED // logits.shape[-1] if pieces else len(whole[0]))
@@ -467,7 +461,6 @@ class _FusedCrossEntropy(Function):
 
 
 def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
-    """Return the columns of each term of the sum over the vocabulary, and the id of its first."""
     if how.tp.sums is None:
         return [(logits, how.start)]
     pieces = how.tp.sums.split(logits, how.tp, logits.dim() - 1, how.size)

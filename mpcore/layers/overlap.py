@@ -112,7 +112,6 @@ def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def _start_ring(x: Tensor, tp: Axis) -> Tensor:
-    """Start to send `x` to the next rank. `wait` returns that of the rank before, one-dimensional."""
     before = (tp.rank - 1) % tp.size
     receive = [x.numel() if rank == before else 0 for rank in range(tp.size)]
     return start_send(x.reshape(-1), tp, (tp.rank + 1) % tp.size, receive)
@@ -162,8 +161,6 @@ class _RingColumn(Function):
 
 
 class _RingRow(Function):
-    """`reduce_scatter(linear(x), dim)`."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.how = tp, dim, _, dtype = how
@@ -189,8 +186,6 @@ class _RingRow(Function):
 
 
 class _ChunkedRow(Function):
-    """`reduce(linear(x))`."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         tp, chunks, main, dtype = how

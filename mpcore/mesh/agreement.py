@@ -226,11 +226,7 @@ class Agreement:
                 self.store.delete_key(self._key(name, 1))
 
     def _hear(self, key: str) -> bytes:
-        """Wait for a key and return its value.
-
-        Polls the store, at most every second while a rank is late: a blocking wait would block the process's other
-        threads.
-        """
+        """Wait for a key by polling: a blocking wait would block the process's other threads."""
         began, limit, looked = time.monotonic(), self.store.timeout.total_seconds(), 0.0
         while not self.store.check([key]):
             waited = time.monotonic() - began
@@ -246,7 +242,6 @@ class Agreement:
         return self.store.get(key)
 
     def _dead(self, group: dist.ProcessGroup) -> list[int]:
-        """Return the ranks of this host that haven't come and whose process has ended."""
         late = [rank for rank in near_ranks(self.rank, self.size) if self.store.add(f"at/{rank}", 0) < self.number]
         processes = processes_of(default_store(), [dist.get_global_rank(group, rank) for rank in late])
         return [rank for rank, found in processes.items() if any(map(has_ended, found))]
@@ -321,7 +316,6 @@ def has_ended(process: str) -> bool:
 
 
 def _start(process: int) -> str:
-    """Return the start time of a process, or "" if it has ended and its parent hasn't asked for its status."""
     state, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return "" if state == "Z" else others[18]
 

@@ -177,10 +177,7 @@ def _new_axis(name: str, groups: list[list[int]], whole: dist.ProcessGroup | Non
 
 
 def _share(role: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """Return this rank's process group for a role.
-
-    It is the group that an earlier mesh created for the same role and ranks, or a new one.
-    """
+    """Return this rank's process group for a role and ranks, also one that an earlier mesh created."""
     if is_bound():
         return split_groups(groups, role)
     mine = [share_group(ranks, f"mpcore {role}") for ranks in groups]  # every rank takes part in every group

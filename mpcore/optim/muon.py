@@ -143,7 +143,6 @@ class Muon(AdamW):
     def _orthogonal_step(
         self, group: dict[str, Any], parameters: Sequence[nn.Parameter], axes: Sequence[Axis], scale: Tensor | None
     ) -> None:
-        """Update at most as many matrices as there are ranks to divide the work."""
         rank = 0
         for axis in axes:
             rank = rank * axis.size + axis.rank

@@ -197,7 +197,6 @@ def _scale(model: nn.Module, base: nn.Module, kinds: dict[str, Kind]) -> dict[st
 
 
 def _kind(name: str, holders: list[nn.Module], inputs: float, outputs: float) -> Kind:
-    """Return the kind of a matrix from the modules that hold it and the growth of its inputs and outputs."""
     tables = [isinstance(module, TABLES) for module in holders]
     if all(tables):
         return "input"
@@ -224,7 +223,6 @@ def _std(module: nn.Module, leaf: str, p: Tensor) -> float | None:
 
 
 def _check_attention(model: nn.Module, base: nn.Module) -> None:
-    """Raise if the scores of larger heads aren't scaled by 1 / size."""
     narrow = dict(base.named_modules())
     for name, module in model.named_modules():
         other = narrow.get(name)

@@ -47,8 +47,6 @@ _Event: TypeAlias = "torch.cuda.Event | None"  # None: the copy is done
 
 
 class _Copies:
-    """Copy tensors between a device and the host while the device computes."""
-
     def __init__(self, pin_memory: bool | None) -> None:
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True, but pinned memory needs a GPU and there is none: leave it out")
@@ -150,10 +148,7 @@ class _Step:
         optim.call_post_hooks(optimizer)
 
     def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
-        """Start to copy a parameter and its gradient to the host, and yield the events.
-
-        The parameter is copied too, because a checkpoint or a merge may have written to it.
-        """
+        """Copy a parameter, which others may have written to, and its gradient to the host. Yield the events."""
         mine = local_tensor(p.data)
         if p not in self.on_host:
             self.on_host[p] = nn.Parameter(self.copies.host(mine))
@@ -202,8 +197,6 @@ class _Step:
 
 
 class _Moved:
-    """Hold a storage that autograd saved: on the host, and on the device again while a tensor uses it."""
-
     def __init__(self, x: Tensor, copies: _Copies) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
         self.copies, self.device, self.version = copies, x.device, x._version
@@ -301,8 +294,6 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
 
 
 class _Swap:
-    """Hold the parameters of a block on the host, and on the device while the block needs them."""
-
     def __init__(self, block: nn.Module, copies: _Copies) -> None:
         self.copies, self.here = copies, True
         stay = router_statistics(block)

@@ -140,7 +140,6 @@ def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None
 
 
 def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a block's forward with recomputation: `own`, a forward assigned to this block, or its class's forward."""
     forward = partial(type(block).forward, block, **kwargs) if own is None else partial(own, **kwargs)
     setting: _Setting = block.__dict__[_SETTING]
     if setting.kind == "none" or not torch.is_grad_enabled():  # "none": a forward that was set over this one calls it
@@ -164,11 +163,7 @@ def _contexts(setting: _Setting, to_the_end: bool) -> tuple[AbstractContextManag
 
 
 class _AsInForward:
-    """In a recomputation give the modules the modes and the buffers that they had before the forward.
-
-    All values are kept, since batch norm and `buffer.data` write to buffers without a new version. The recomputation
-    writes to copies.
-    """
+    """In a recomputation give the modules the modes and the values of buffers that they had before the forward."""
 
     def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager[Any]) -> None:
         self.modes = [(module, module.training) for module in modules]
@@ -272,7 +267,6 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @contextmanager
 def _remember(kept: list[Any], to_the_end: bool) -> Iterator[None]:
-    """In this context run a block's forward; at its end add the results of products and collectives to `kept`."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
 

@@ -149,7 +149,6 @@ class Pipeline:
         return total
 
     def _raise_problems(self, meet: bool = True) -> None:
-        """Raise a stage's error on its rank and, if all ranks come here, on the others."""
         mine = self.executor.problems[0] if self.executor.problems else None
         texts: list[str | None] = [None]
         if meet:
@@ -189,7 +188,6 @@ class Pipeline:
         return [MicroBatch(each.pop("x"), each.pop("target"), each, key) for each, key in zip(rows, keys, strict=True)]
 
     def _checked_loss(self, output: Any, target: Tensor) -> Tensor:
-        """Return the loss in its own memory; raise ValueError if it is not a valid loss."""
         loss: Any = self.loss(output, target)
         is_ = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -206,11 +204,7 @@ class Pipeline:
 
     @contextmanager
     def _trained_as_built(self) -> Iterator[list[Exception]]:
-        """Run a step with the `requires_grad` of the first one, which other ranks rely on; refuse a change after it.
-
-        Yields:
-            The problem, if parameters were frozen or unfrozen since.
-        """
+        """Run a step with the `requires_grad` of the first one, on which other ranks rely. Yield what has changed."""
         if self.trained is None:
             self.trained = [(p, p.requires_grad) for stage in self.stages for p in stage.parameters()]
         changed = [(p, was) for p, was in self.trained if p.requires_grad != was]
@@ -294,7 +288,6 @@ class Pipeline:
 
 
 def _check_rows(tensors: dict[str, Any]) -> int:
-    """Return the number of rows, which all tensors of a batch must share."""
     x = tensors["x"]
     size = len(x) if isinstance(x, Tensor) and x.dim() else 0
     for name, tensor in tensors.items():

@@ -117,7 +117,6 @@ class Executor:
         self.one: Tensor | None = None
 
     def _arrivals(self, actions: Sequence[Action]) -> dict[Action, list[Action]]:
-        """Return, for each action, the messages to wait for: its input, and the sends that have arrived by then."""
         found = {}
         for action in actions:
             if action.kind in ("F", "B", "I"):
@@ -208,7 +207,6 @@ class _Step:
             self.messages[action] = post(transfer, tensors, self.of.pp, self.of.peers[action], action)
 
     def _await(self, action: Action) -> None:
-        """Wait for the input of an action, and release sent tensors that have arrived by then."""
         for message in self.of.arrivals[action]:
             if message in self.messages:
                 self.messages.pop(message).wait()
@@ -251,7 +249,6 @@ class _Step:
             self.outbox[Action("SEND_F", stage, m)] = outputs
 
     def _one(self, loss: Tensor) -> Tensor:
-        """Return the gradient of a loss, 1. It is made once per dtype."""
         if self.of.one is None or self.of.one.dtype != loss.dtype:
             self.of.one = torch.ones_like(loss)
         return self.of.one
@@ -311,7 +308,6 @@ class _Step:
             self._failed(error)
 
     def _send_back(self, stage: int, m: int, held: MicroBatchState, dxs: Sequence[Tensor | None]) -> None:
-        """Send the inputs' gradients to the previous stage, zeros for an input without a gradient."""
         if stage == 0:
             return
         grads = tuple(
@@ -338,14 +334,12 @@ class _Step:
 
 
 def _begin(held: MicroBatchState) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the gradient edges where backward begins, and their gradients; none if the forward failed."""
     pairs = [(end, grad) for end, grad in zip(held.ends, held.grads, strict=False) if end is not None]
     held.ends, held.grads = [], ()
     return [end for end, _ in pairs], [grad for _, grad in pairs]
 
 
 def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int, m: int) -> None:
-    """Raise ValueError if the next stage expects another number of outputs, or other shapes or dtypes."""
     if len(outputs) != len(metas):
         raise ValueError(
             f"stage {stage} returns {len(outputs)} outputs in micro-batch {m}, {len(metas)} in its first forward of "
@@ -365,7 +359,6 @@ def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int,
 
 
 def _one_by_one(plan: Schedule) -> Schedule:
-    """Return the plan of a single rank: all forwards of a micro-batch, then its backwards, then the next one."""
     up = range(plan.stages)
     row = [
         Action(kind, stage, m)

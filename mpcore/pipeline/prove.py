@@ -135,7 +135,6 @@ def _refuse_kinds(stage: int, micro_batch: int, there: list[str]) -> None:
 
 
 def _messages_of(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """Return the send and the receive that follow an action whose result another rank needs."""
     kind, stage, m = action
     other = stage + 1 if kind == "F" else stage - 1
     if kind == "W" or not 0 <= other < schedule.stages or schedule.rank_of[stage] == schedule.rank_of[other]:
@@ -198,13 +197,11 @@ def needs(schedule: Schedule, action: Action, named: bool) -> Iterator[Action]:
 
 
 def _backward(schedule: Schedule, stage: int, micro_batch: int) -> Action:
-    """Return the action that computes the gradient of a stage's input: B, or I if backward is split."""
     whole = Action("B", stage, micro_batch)
     return whole if whole in schedule.actions else whole._replace(kind="I")
 
 
 def _arrival(schedule: Schedule, source: Action, named: bool) -> Iterator[Action]:
-    """The result of `source` where it is needed: the receive, then the send of it, where messages have names."""
     messages = _messages_of(schedule, source) if named else ()
     yield from messages[::-1] or (source,)
 
@@ -234,7 +231,6 @@ def in_order(schedule: Schedule, named: bool) -> Iterator[tuple[int, Action, lis
 
 
 def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
-    """Return start and end of every action: each rank runs its actions in order, each as early as possible."""
     named = any(action.kind in MESSAGES for actions in schedule.ranks for action in actions)
     done: dict[Action, tuple[float, float]] = {}
     clock = [0.0] * len(schedule.ranks)
@@ -248,7 +244,6 @@ def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
 
 
 def _stuck(schedule: Schedule, done: set[Action], position: list[int], named: bool) -> str:
-    """Describe, for each blocked rank, the action, what it waits for, and where that is."""
     place = {a: (rank, i) for rank, actions in enumerate(schedule.ranks) for i, a in enumerate(actions)}
     waiting = []
     for rank, actions in enumerate(schedule.ranks):

@@ -135,7 +135,6 @@ def plain_name(name: str) -> str:
 
 
 def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Parameter, list[Place]]]:
-    """Yield each parameter with all modules that hold it, in the order of the modules."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     for prefix, module in modules:
         declared = declared_by(module)
@@ -154,10 +153,7 @@ def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Param
 
 
 def _joined(places: list[Place]) -> Sharding:
-    """Join the declarations of a tied parameter.
-
-    All modules must shard the parameter in the same way. The result has the partial axes of all the declarations.
-    """
+    """Join the declarations of a tied parameter, which must be sharded alike; the partial axes add up."""
     first = places[0].declared
     assert first is not None
     if len(places) == 1:

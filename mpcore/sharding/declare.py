@@ -76,7 +76,6 @@ class Shard:
 
 
 def _runs(places: Sequence[int | None]) -> Iterator[tuple[int, int, int]]:
-    """Yield the index, the value and the length of each run of consecutive values. None ends a run."""
     for _, found in itertools.groupby(enumerate(places), lambda pair: None if pair[1] is None else pair[1] - pair[0]):
         (index, place), *more = found
         if place is not None:

@@ -61,10 +61,7 @@ def is_first_replica(x: DTensor) -> bool:
 
 
 def _coordinate(x: DTensor) -> Sequence[int]:
-    """Return this rank's coordinate in the DTensor's mesh.
-
-    It does not read the mesh's groups: torch's caches may return a mesh whose groups were destroyed.
-    """
+    """Return this rank's coordinate. It does not read the mesh's groups: torch's caches may hold destroyed ones."""
     coordinate = x.device_mesh.get_coordinate()
     assert coordinate is not None
     return coordinate

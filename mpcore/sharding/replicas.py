@@ -73,10 +73,7 @@ def equal_shards(model: nn.Module, axis: Axis) -> list[str]:
 
 
 def _replicas(model: nn.Module, mesh: Mesh) -> list[tuple[Axis, list[tuple[str, Tensor | None]]]]:
-    """Return, for each axis, the tensors that are replicated over it. A tensor that this rank doesn't hold is None.
-
-    The order of the axes is the same on all ranks.
-    """
+    """Return the replicated tensors of each axis, in one order on all ranks. None: this rank doesn't hold it."""
     by_axis: dict[object, tuple[Axis, list[tuple[str, Tensor | None]]]] = {}
     for name, parameter, sharding in declarations(model):
         local = local_tensor(parameter).detach()
@@ -107,7 +104,6 @@ def _data_replicas(parameter: Tensor, data: Axis) -> dict[object, Axis]:
 
 
 def _shared_runs(shard: Shard, local: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the index ranges of a dimension that several ranks hold. The list is the same on all ranks of the axis."""
     holders = [{i for start, end in runs for i in range(start, end)} for runs in shard.runs]
     place = {i: at for at, i in enumerate(i for start, end in shard.mine for i in range(start, end))}
     runs: list[list[int]] = []

@@ -113,11 +113,7 @@ class LossCheck:
         raise_together(error, self.mesh.world)
 
     def _warn_of_factor(self, vocabulary: int) -> None:
-        """Warn if the cross-entropy of equal logits is off by a factor that is a number of ranks or micro-batches.
-
-        Args:
-            vocabulary: the sum of the logits' widths over tp.
-        """
+        """Warn if the cross-entropy of equal logits is off by a factor that is a number of ranks or micro-batches."""
         mesh = self.mesh
         sizes = {"tp": mesh.tp.size, "dp": mesh.dp.size, "dp x cp": mesh.data.size, "the world size": mesh.job.size}
         sizes["micro_batches"] = self.micro_batches

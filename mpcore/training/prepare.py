@@ -250,7 +250,6 @@ def lay_out(
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move a model with values to a device. A model on "meta" stays there, as in a dry run."""
     held = [*model.parameters(), *model.buffers()]
     if any(x.device.type != device.type for x in held) and not any(x.is_meta for x in held):
         model.to(device)
@@ -284,11 +283,7 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
-    """Raise ValueError if two pipeline ranks use one name for different parameters: both would draw the same values.
-
-    Raise it too if no rank has a parameter to train. If values are kept, raise the first only for two ranks with equal
-    sets of names: each was given the full model.
-    """
+    """Raise ValueError if pipeline ranks share a name, as they would draw the same values, or nothing is trained."""
     tied = {mesh.pp, mesh.ends}
     held = [each for stage in stages for each in declarations(stage)]
     own = list(dict.fromkeys(name for name, _, sharding in held if tied.isdisjoint(sharding.partial)))
@@ -314,7 +309,6 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 
 
 def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
-    """Raise ValueError if it is unclear whether to keep a model's values, or values are missing or too narrow."""
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
         raise ValueError("the model is wrapped in DistributedDataParallel: pass its module; the run sums the gradients")
     parameters = [each for stage in stages for each in stage.named_parameters()]

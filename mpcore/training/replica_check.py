@@ -59,11 +59,7 @@ class ReplicaCheck:
         raise_together(error, self.mesh.world)
 
     def _error(self, name: str, off: float, others: Sequence[str], norm: str, why: str = "") -> ValueError:
-        """Return the error of this rank's tp group. All ranks of the group call it.
-
-        Args:
-            norm: what the parameter's module should be, from `norms_of_shards`; "": it is no such norm.
-        """
+        """Return the error of this rank's tp group; `norm` is what the parameter's module should be, or ""."""
         mine = [state.numpy().tobytes() for state in (self.before, self.after)]
         before, after = map(set, zip(*gather_objects(mine, self.mesh.tp.group), strict=True))
         if why:

@@ -190,7 +190,6 @@ class Run:
         return self._loss
 
     def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
-        """Run forward and backward once, and return the summed loss; None: an observer wants them again."""
         moved = offload_activations() if self.offload.activations else nullcontext()
         with self._autocast(), moved:
             total: Tensor | None = self.pipeline.forward_backward(x, target, **arguments)

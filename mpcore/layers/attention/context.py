@@ -170,7 +170,6 @@ def packed_attention(
 
 
 def _own_heads(sinks: Tensor, axis: Axis) -> Tensor:
-    """Return the logits [H/n] of the heads that `_to_heads` gives this rank."""
     start, end = shard_range(sinks.shape[0], axis)
     return sinks[start:end]
 
@@ -199,12 +198,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, c
 
 
 def _as_rows(x: Tensor, rows: int) -> Tensor:
-    """Reshape [B, T, ...] to `rows` rows that hold the same tokens in the same order."""
     return x if x.shape[0] == rows else x.reshape(rows, x.shape[0] * x.shape[1] // rows, *x.shape[2:])
 
 
 def _packed(runs: Runs, rows: int, length: int) -> Runs:
-    """Return the runs of every row's tokens when `rows` rows of `length` tokens are concatenated."""
     return tuple((row * length + start, row * length + end) for row in range(rows) for start, end in runs)
 
 
@@ -214,7 +211,6 @@ def _at(bounds: Bounds, runs: Runs) -> Bounds:
 
 
 def _join(runs: Sequence[Runs]) -> Runs:
-    """Merge the runs of several ranks into one list. Adjacent runs become one."""
     joined: list[Run] = []
     for start, end in sorted(run for of_rank in runs for run in of_rank):
         if joined and joined[-1][1] == start:

@@ -109,12 +109,10 @@ class AllGather:
         return reduce_scatter(finish(returned.y), self.etp, 0)
 
     def _worst(self, tokens: int, room: int | None) -> tuple[int, int]:
-        """Return the largest possible number of rows sent to a rank, and of rows for its experts."""
         n, room = self.local, tokens if room is None else room
         return min(tokens, n * room), self.peers * min(tokens * min(self.top_k, n), n * room)
 
     def _rows_here(self, route: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row of each choice among those for this rank's experts, and the number of rows per expert."""
         experts = route[:, self.top_k :].detach().long() - 1
         return moe_rows(experts - self.ep.rank * self.local, self.local)
 
@@ -186,10 +184,7 @@ class AllToAll(AllGather):
         return moe_unpermute(finish(returned.y), returned.row)
 
     def _sizes(self, counts: Tensor, tokens: int, room: int | None) -> tuple[list[int], Tensor, int | None]:
-        """Return the slots per rank on the host, the slots on the device, and the rows of this rank's experts.
-
-        All ranks get the same slots. The rows are None if the host does not know them yet.
-        """
+        """Return the slots per rank on host and device, and the rows of this rank's experts; None: not yet known."""
         slots, rows = self._worst(tokens, room)
         if room is not None:
             return [slots] * self.ep.size, counts.new_full(counts.shape, slots), rows
@@ -205,7 +200,6 @@ class AllToAll(AllGather):
 
     @torch.no_grad()
     def _note(self, sent: Tensor, run: Tensor, slots: Tensor, rows: int, tokens: int) -> None:
-        """Record the rows that were needed. A recomputed forward needs the same rows and changes nothing."""
         over = (sent > slots).any() | (run > rows)
         mine = F.pad(run[None], (self.ep.rank, self.ep.size - self.ep.rank - 1))
         needed = torch.cat([sent, mine, over[None] * max(tokens, 1)]).double() / max(tokens, 1)

@@ -254,7 +254,6 @@ def check_replicas(model: nn.Module | ModelTree) -> None:
 
 
 def _mixtures(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module, list[Axis]]]:
-    """Yield the name, the module and the axes `MIXED` of each module that has them, such as a `ParallelMoE`."""
     for name, module in named_modules(model):
         axes: list[Any] = [vars(module).get(axis) for axis in MIXED]
         if all(isinstance(axis, Axis) for axis in axes):

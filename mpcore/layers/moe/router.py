@@ -285,7 +285,6 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the K best experts [N, K] of scores [N, E], best first. Ties go to the lower index."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias.to(scores.dtype)
         if self.top_groups < self.options.groups:
@@ -299,7 +298,6 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:
-        """Drop the choices of a full expert. Every rank of a sequence sees all its choices."""
         if self.options.capacity_factor is None:
             return experts
         E, K, n = self.num_experts, self.top_k, len(experts)
@@ -327,7 +325,6 @@ class Router(ParallelModule, RandomModule):
         places: Places,
         loss_scale: Tensor | float | None,
     ) -> Tensor | None:
-        """Return this rank's share of the balance losses, and add to the step's `tally`."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         E, real, rule = self.num_experts, places.real, self.options
@@ -359,7 +356,6 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _fractions(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Map this rank's choice counts [B, E] to [B, E], the fractions f for the tokens of each sequence."""
         if self.fractions is not None:
             return self.fractions.to(dtype).expand(len(counts), -1)
         if self.options.aux_loss == "sequence":
@@ -379,6 +375,5 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _as_fractions(counts: Tensor) -> Tensor:
-    """Divide each expert's number of choices by the mean over experts; return 1 if there are no choices."""
     mean = counts.double().mean(-1, keepdim=True)
     return torch.where(mean > 0, counts / mean, 1.0)
