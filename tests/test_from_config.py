@@ -23,17 +23,20 @@ if [ $2 ]; then ARGS+=(--seed 7 --untie-embeddings-and-output-weights); fi
 """
 FILES = {
     "a.sh": (SCRIPT, {"layers": 2, "tp": 2, "warmup": 5, "d_ff": 128, "norm_eps": 1e-5, "min_lr": 0.0,
-                      "betas": [0.9, 0.999], "bias": True, "positions": "learned", "dropout": 0.1}),
+                      "betas": [0.9, 0.999], "bias": True, "positions": "learned", "dropout": 0.1, "zero": 0}),
     "b.yaml": ("MODEL_ARGS:\n  --num-layers: 2\n  --weight-decay: 1e-2\n  --num-query-groups: 2\n",
                {"layers": 2, "weight_decay": 0.01, "activation": "gelu_tanh", "tie_embeddings": True}),
     "c.toml": ('[training]\nlocal_batch_size = 4\n[optimizer]\nlr = 1e-3\n',
                {"lr": 1e-3, "min_lr": 0.0, "lr_schedule": "linear", "dtype": "bfloat16", "zero": 3}),
     "d.yaml": ("model:\n  model_config: {hidden_size: 64}\nparallelism: {dp: 2, tp_mode: ALL_REDUCE}\n",
-               {"d_model": 64, "dp": 2, "sequence_parallel": False}),
+               {"d_model": 64, "dp": 2, "sequence_parallel": False, "warmup": 0, "min_lr": 8e-4}),
     "e.yml": ('{"num-layers": 2, "train_iters": 100, "pos_emb": "rotary", "gpt_j_residual": true}',
-              {"layers": 2, "positions": "rope", "warmup": 1, "min_lr": 0.0}),
+              {"layers": 2, "positions": "rope", "warmup": 1, "min_lr": 0.0, "zero": 0, "norm_eps": 1e-5}),
+    "g.yml": ("hidden_size: 4096\nactivation: swiglu\nnorm: rmsnorm\nintermediate_size: 32768\nmlp_multiple_of: 256\n",
+              {"d_ff": 11008, "norm_eps": 1e-8, "bias": True, "mlp_bias": True}),  # its llama2/7B.yml
+    "h.sh": ("if [ $1 ]; then A=(--adam-beta2 0.98); fi\nA=(--adam-beta2 .9 --lr-warmup-iters 7)\n", {"warmup": 7}),
     "f.json": ('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
-               {"zero": 2, "dtype": "bfloat16"}),
+               {"zero": 2, "dtype": "bfloat16", "clip": 0.0}),
 }  # fmt: skip
 
 

@@ -441,7 +441,6 @@ def _finish_stream(x: Tensor | None) -> None:
 
 
 def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduce tensors in rank order, in their own dtype."""
     first, *others = tensors
     kind = next(name for name in ("sum", "avg", *_OPERATIONS) if op == getattr(dist.ReduceOp, name.upper()))
     total = first.clone()

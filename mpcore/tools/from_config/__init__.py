@@ -53,7 +53,8 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
     "flag": lambda v, _: bool(v),
     "false": lambda v, _: not v,
     "not": lambda v, _: not v,
-    "one": lambda v, _: 1 if v else None,
+    "int": lambda v, _: int(bool(v)),
+    "lowest": lambda v, values: float(values["lr"] if v == "lr" else v),
     "three": lambda v, _: None if v == 1 else 3,
     "float": lambda v, _: float(v),
     "positive": lambda v, _: v if isinstance(v, int) and v > 0 else None,
@@ -73,7 +74,7 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
         float(v) * (values.get("lr-decay-iters") or values.get("lr_decay_iters") or values["steps"])
     ),
     "factor": lambda v, values: float(v) * float(values["lr"]),
-    "betas": lambda v, values: values["betas"],
+    "betas": lambda v, values: [float(each) for each in values["betas"]],
     "pair": lambda v, _: [float(each) for each in (v.split(",") if isinstance(v, str) else v)],
     "ramp": lambda v, _: [int(each) for each in (v if isinstance(v, list) else str(v).split())],
     "words": lambda v, _: v if isinstance(v, list) else str(v).split(),
@@ -88,7 +89,7 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
 }  # fmt: skip
 
 
-FLAGS = ("flag", "false", "not", "one", "swiglu", "squared_relu", "bfloat16", "float16")
+FLAGS = ("flag", "false", "not", "int", "swiglu", "squared_relu", "bfloat16", "float16")
 """Conversions of settings that are on or off."""
 
 
@@ -189,7 +190,8 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
     lists: dict[str, list[str]] = {"=": [], "~": [], "-": []}
     known = {key.replace("_", "-") if peer == "Megatron-LM" else key for row in rows(peer) for key in row.keys}
     steps = next((values[k] for k in ("train-iters", "train_iters", "training.steps") if k in values), None)
-    named: Values = {"lr": values.get("lr", values.get("optimizer.lr", 8e-4)), **({"steps": steps} if steps else {})}
+    rates = ("lr", "optimizer.lr", "optimizer.learning_rate_scheduler.learning_rate")
+    named: Values = {"lr": next((values[k] for k in rates if k in values), 8e-4), **({"steps": steps} if steps else {})}
     for row in rows(peer):
         found = [
             key for key in (k.replace("_", "-") if peer == "Megatron-LM" else k for k in row.keys) if key in values
@@ -201,8 +203,7 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
         source = f"{key} {value}" + ("" if found else ", its default")
         if row.how == "betas":
             named["betas"] = [
-                float(values.get(k, d))
-                for k, d in zip(row.keys, (0.9, 0.999 if peer == "Megatron-LM" else 0.95), strict=True)
+                values.get(k, d) for k, d in zip(row.keys, (0.9, 0.999 if peer == "Megatron-LM" else 0.95), strict=True)
             ]
         try:
             if "$" in str(value) and row.field:
@@ -235,8 +236,7 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
     if peer == "Megatron-LM":
         _megatron_defaults(values, fields, lists["~"])
     elif peer == "gpt-neox":
-        fields["bias"] = bool(values.get("use_bias_in_attn_linear", True))
-        lists["~"].append(f"biases -> bias = {json.dumps(fields['bias'])}: check those of the MLP and of norms")
+        _neox_model(values, fields, lists["~"])
     elif peer == "torchtitan":
         fields.setdefault("min_lr", 0.0)
     lists["-"] += [f"{key} {values[key]}: the table doesn't know it" for key in values if key not in known]
@@ -244,7 +244,6 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
 
 
 def _megatron_defaults(values: Values, fields: Values, differs: list[str]) -> None:
-    """Write what Megatron's model has where no flag says so."""
     gated = bool(values.get("swiglu"))
     if not gated and not values.get("squared-relu"):
         fields["activation"] = "gelu_tanh"
@@ -260,6 +259,20 @@ def _megatron_defaults(values: Values, fields: Values, differs: list[str]) -> No
         fields["mlp_bias"] = False
         differs.append("biases -> mlp_bias = false: experts have none here")
     differs.append("biases and tied embeddings -> bias, tie_embeddings: Megatron's defaults are true, here false")
+
+
+def _neox_model(values: Values, fields: Values, differs: list[str]) -> None:
+    name, eps = ("rms_norm_epsilon", 1e-8) if fields.get("norm") == "rms" else ("layernorm_epsilon", 1e-5)
+    made = {"norm_eps": float(values.get(name, eps))}
+    for field, key in {"bias": "use_bias_in_attn_linear", "mlp_bias": "use_bias_in_mlp"}.items():
+        made[field] = bool(values.get(key, True))
+    inner = values.get("intermediate_size") or (4 * values["hidden_size"] if "hidden_size" in values else None)
+    if isinstance(inner, int):
+        multiple = values.get("mlp_multiple_of", 1)
+        inner = int(inner * 2 / 3) // 2 if fields.get("activation") in ("swiglu", "geglu") else inner
+        made["d_ff"] = -(-inner // multiple) * multiple
+    fields |= made
+    differs += [f"{field} -> {json.dumps(value)}: computed as gpt-neox does" for field, value in made.items()]
 
 
 def toml(fields: Values) -> str:

@@ -15,7 +15,7 @@ context-parallel-size | | cp | = |
 expert-model-parallel-size | | ep | = |
 expert-tensor-parallel-size | | etp | = |
 sequence-parallel | | sequence_parallel:flag | = |
-use-distributed-optimizer | | zero:one | = |
+use-distributed-optimizer | false | zero:int | = |
 zero-stage | | zero | ~ | in BLOOM's scripts stage 0 goes with BF16_Optimizer, which shards the optimizer state itself: take zero = 1
 num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank | | | - | set --virtual-stages to the stages of a rank, and --schedule interleaved
 num-layers | | layers | = |
@@ -45,14 +45,14 @@ hidden-dropout | 0.1 | dropout:float | ~ | not after the embedding; other random
 attention-dropout | 0.1 | | - | set it to 0 there to compare: attention weights are never dropped here
 init-method-std | 0.02 | init_std:float | ~ | other random numbers; output projections have std / sqrt(2 layers) in both
 micro-batch-size | | micro_batch | = |
-global-batch-size | | global_batch | = |
+global-batch-size | data ranks x micro-batch-size | global_batch:positive | = |
 train-iters | | steps | = |
 train-samples lr-decay-samples lr-warmup-samples | | | - | counted in steps here: divide by --global-batch, and set steps, lr_decay_steps, warmup
 rampup-batch-size | | rampup_batch_size:ramp | ~ | the learning rate counts steps, not samples
 step-batch-size-schedule | | | - | set rampup_batch_size = [START, INCREMENT, SAMPLES]
 lr | | lr:float | = |
 min-lr | 0.0 | min_lr:float | = |
-lr-warmup-iters | | warmup | ~ | step i has lr (i + 1) / warmup; Megatron's first step has --lr-warmup-init
+lr-warmup-iters | 0 | warmup | ~ | step i has lr (i + 1) / warmup; Megatron's first step has --lr-warmup-init
 lr-warmup-fraction | | warmup:fraction | ~ | the share of lr-decay-iters, rounded; Megatron's first step has --lr-warmup-init
 lr-decay-iters | | lr_decay_steps | = |
 lr-decay-style | linear | lr_schedule:schedule | ~ | one step later than Megatron's, as its warm-up
@@ -139,8 +139,8 @@ tokens.micro_batch_size | | micro_batch | = |
 tokens.batch_accumulation_per_replica | | | ~ | set global_batch to it x micro_batch_size x dp
 tokens.train_steps | | steps | = |
 optimizer.learning_rate_scheduler.learning_rate | | lr:float | = |
-optimizer.learning_rate_scheduler.min_decay_lr | | min_lr:float | = |
-optimizer.learning_rate_scheduler.lr_warmup_steps | | warmup | ~ | shifted by a step
+optimizer.learning_rate_scheduler.min_decay_lr | lr | min_lr:lowest | = |
+optimizer.learning_rate_scheduler.lr_warmup_steps | 0 | warmup | ~ | shifted by a step
 optimizer.learning_rate_scheduler.lr_decay_style | linear | lr_schedule:schedule | ~ | shifted by a step
 optimizer.learning_rate_scheduler.lr_decay_steps | | | ~ | counted after the warm-up there: set lr_decay_steps to both
 optimizer.optimizer_factory.name | adamW | optimizer:optimizer | ~ | which parameters decay differs
@@ -152,7 +152,8 @@ optimizer.zero_stage | | zero | = |
 parallelism.dp | | dp | = |
 parallelism.tp | | tp | = |
 parallelism.pp | | pp | ~ | blocks are divided by cost
-parallelism.expert_parallel_size | | ep | = |
+parallelism.context_parallel_size | | cp | = |
+parallelism.expert_parallel_size | | ep | ~ | here the ranks of ep are a part of dp; nanotron counts them beside it
 parallelism.tp_mode | | sequence_parallel:reduce_scatter | = |
 general.seed | | seed | ~ | other random numbers
 """
@@ -169,8 +170,10 @@ pos_emb | learned | positions:positions | = |
 rotary_pct | 1.0 | rope_fraction:float | = |
 rotary_emb_base | 10000 | rope_base:float | = |
 norm | layernorm | norm:norm | = |
-activation | gelu | activation:act | ~ | the tanh form; a gated width may be rounded differently: set d_ff
-layernorm_epsilon rms_norm_epsilon | | norm_eps:float | = |
+activation | gelu | activation:act | ~ | the tanh form of GELU
+layernorm_epsilon rms_norm_epsilon | | | ~ | norm_eps is that of the norm, by default 1e-5 and 1e-8
+intermediate_size mlp_multiple_of | | | ~ | d_ff: with a gate a third of intermediate_size, rounded up
+use_bias_in_attn_linear use_bias_in_mlp | | | ~ | bias and mlp_bias; a LayerNorm always has one
 no_weight_tying | false | tie_embeddings:not | = |
 gpt_j_residual | | | - | attention and MLP in parallel: the example has no such block
 init_method output_layer_init_method | | | - | initial values differ: init_std is one number
@@ -186,11 +189,11 @@ optimizer.params.lr | | lr:float | = |
 optimizer.params.betas | 0.9,0.999 | betas:pair | = |
 optimizer.params.eps | 1e-8 | | ~ | eps is always 1e-8
 min_lr | 0.0 | min_lr:float | = |
-lr_decay_style | linear | lr_schedule:schedule | ~ | shifted by a step
+lr_decay_style | linear | lr_schedule:schedule | ~ | shifted by a step; a linear rate falls to 0 there, and is never below min_lr
 lr_decay_iters | | lr_decay_steps | = |
 warmup | 0.01 | warmup:fraction | ~ | a share of the steps, rounded
 train_iters | | steps | = |
-zero_optimization.stage | | zero | ~ | gradients are summed in float32 here
+zero_optimization.stage | 0 | zero | ~ | gradients are summed in float32 here
 fp16.enabled | | dtype:float16 | ~ | float32 weights, matrix products in float16
 bf16.enabled | | dtype:bfloat16 | ~ | weights in bfloat16 with float32 masters
 precision | | dtype:dtype | ~ | weights in bfloat16 with float32 masters
@@ -202,13 +205,13 @@ DEEPSPEED = """
 train_batch_size | | global_batch:positive | = |
 train_micro_batch_size_per_gpu | | micro_batch:positive | = |
 gradient_accumulation_steps | | | ~ | set global_batch to it x train_micro_batch_size_per_gpu x dp
-gradient_clipping | | clip:float | ~ | DeepSpeed divides by the norm + 1e-6
+gradient_clipping | 0.0 | clip:float | ~ | DeepSpeed divides by the norm + 1e-6; 0 clips nothing
 optimizer.type | | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW; which parameters decay differs
 optimizer.params.lr | | lr:float | = |
 optimizer.params.betas | 0.9,0.999 | betas:pair | = |
 optimizer.params.eps | 1e-8 | | ~ | eps is always 1e-8
 optimizer.params.weight_decay | 0.0 | weight_decay:float | ~ | which parameters decay differs
-scheduler.type | | | - | set lr_schedule: docs/training.md
+scheduler.type | the program's | | - | set lr_schedule and warmup: docs/training.md
 scheduler.params.warmup_num_steps | | warmup | ~ | DeepSpeed's warm-up is logarithmic by default
 scheduler.params.total_num_steps | | steps | ~ | the steps of the schedule
 zero_optimization.stage | 0 | zero | ~ | stage 0 with bf16 uses BF16_Optimizer, which shards the optimizer state: take zero = 1

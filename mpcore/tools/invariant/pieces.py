@@ -36,7 +36,6 @@ class _Own(Function):
 
 
 def _join(found: Sequence[Tensor], dim: int, blocks: Sequence[int] = ()) -> Tensor:
-    """Undo `cut_pieces`: concatenate the virtual shards."""
     if len(found) == 1:
         return found[0]
     if len(blocks) < 2:

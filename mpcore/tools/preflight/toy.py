@@ -91,7 +91,6 @@ def shrink(args: argparse.Namespace, config: Any, sizes: dict[str, int], micro_b
 
 
 def _experts_sizes(kept: dict[str, int], sizes: dict[str, int]) -> dict[str, int]:
-    """Add the sizes of the axes of experts."""
     data = kept["tp"] * kept["cp"] * kept["dp"]
     etp = kept["tp"] if sizes["etp"] == sizes["tp"] else min(sizes["etp"], 2)
     etp = etp if data % etp == 0 else 1

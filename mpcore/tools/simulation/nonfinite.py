@@ -149,7 +149,6 @@ def _caller() -> Any:
 
 
 def _micro_batch() -> int | None:
-    """Return the micro-batch of the pipeline action that is running."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith(_EXECUTOR) and "m" in frame.f_locals:

@@ -229,7 +229,6 @@ class _Job:
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame that isn't in the simulation's own files."""
     while frame is not None and (
         frame.f_code.co_filename.startswith(_HERE) or frame.f_code.co_filename == threading.__file__
     ):
@@ -238,7 +237,6 @@ def _outside(frame: FrameType | None) -> FrameType | None:
 
 
 def _running_modules(frame: FrameType | None) -> list[nn.Module]:
-    """Return the modules whose methods are running, the innermost first."""
     found = []
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
