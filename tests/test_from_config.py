@@ -73,6 +73,12 @@ def test_what_cannot_be_read_is_named(tmp_path, name, capsys):
     assert name in capsys.readouterr().err
 
 
+def test_a_file_of_nobody_is_refused(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text("MODEL_ARGS: a test\nTEST_TYPE: b\n")
+    assert main(["from-config", str(tmp_path / "x.yaml"), "--out", str(tmp_path / "o")]) == 2
+    assert "none of the file's 2 settings" in capsys.readouterr().err
+
+
 def test_a_megatron_flag_is_answered_with_the_command(capsys):
     with pytest.raises(SystemExit):
         parse(["--tensor-model-parallel-size", "2"])

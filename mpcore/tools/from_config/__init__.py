@@ -189,6 +189,8 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
     fields: Values = {}
     lists: dict[str, list[str]] = {"=": [], "~": [], "-": []}
     known = {key.replace("_", "-") if peer == "Megatron-LM" else key for row in rows(peer) for key in row.keys}
+    if not known & values.keys():
+        raise ValueError(f"none of the file's {len(values)} settings is one of {peer}'s")
     steps = next((values[k] for k in ("train-iters", "train_iters", "training.steps") if k in values), None)
     rates = ("lr", "optimizer.lr", "optimizer.learning_rate_scheduler.learning_rate")
     named: Values = {"lr": next((values[k] for k in rates if k in values), 8e-4), **({"steps": steps} if steps else {})}
