@@ -189,7 +189,7 @@ class _Head:
 
     def backward(self, z: Tensor, target: Tensor, stats: Tensor, in_place: bool = True, **given: Tensor) -> Tensor:
         """Return the gradient of the logits: in place, unless they are kept."""
-        options = {"dloss": None, "in_place": in_place} | self.columns | self.loss | given
+        options: dict[str, Any] = {"dloss": None, "in_place": in_place} | self.columns | self.loss | given
         return cross_entropy_backward(z, target, stats, **options)
 
     def products(

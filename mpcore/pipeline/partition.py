@@ -55,6 +55,7 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
 
 
 def _slowest(sums: list[float], stages: int) -> float:
+    """The least cost of the slowest stage. best[i]: of the first i blocks in the stages so far."""
     n = len(sums) - 1
     best = [math.inf] + [sums[i] for i in range(1, n + 1)]
     for stage in range(2, stages + 1):
@@ -68,6 +69,7 @@ def _slowest(sums: list[float], stages: int) -> float:
 
 
 def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
+    """Of the cuts whose stages all cost at most `slowest` the one with the least sum of squares."""
     found: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}  # of the first i blocks in the stages so far
     for stage in range(1, stages + 1):
         longer: dict[int, tuple[float, list[range]]] = {}
@@ -82,6 +84,12 @@ def _even_cut(sums: list[float], stages: int, slowest: float) -> list[range]:
                         longer[i] = total, [*found[j][1], range(j, i)]
         found = longer
     return found[len(sums) - 1][1]
+
+
+def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
+    if min(sizes, default=0) < 1 or sum(sizes) != blocks:
+        raise ValueError(f"stages of {list(sizes)} blocks hold {sum(sizes)}, not the model's {blocks}, none empty")
+    return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpcore.layers.moe import Experts
-from mpcore.pipeline.partition import parameter_costs, partition
+from mpcore.pipeline.partition import parameter_costs, partition, split_sizes
 
 
 def every_cut(n, stages):
@@ -61,6 +61,13 @@ def test_equal_blocks_make_even_stages_and_extras_shorten_the_outer_ones():
 def test_bad_input_is_refused_with_the_numbers(costs, stages, extra, message):
     with pytest.raises(ValueError, match=message):
         partition(costs, stages, last=extra)
+
+
+def test_explicit_sizes():
+    assert split_sizes([1, 3, 2], 6) == [range(0, 1), range(1, 4), range(4, 6)]
+    for sizes in ([1, 3], [7], [6, 0], [7, -1], []):
+        with pytest.raises(ValueError, match=rf"stages of \[.*\] blocks hold {sum(sizes)}, not the model's 6"):
+            split_sizes(sizes, 6)
 
 
 class Strange(nn.Module):
