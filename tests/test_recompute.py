@@ -321,7 +321,9 @@ def test_pitfall_22_evaluation_between_forward_and_backward(kind):
 
 
 class Codebook(nn.Module):
-    """Writes to buffers through `.data`, by assignment and in place."""
+    """Writes to buffers through `.data`, by assignment and in place, and counts in an attribute."""
+
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +338,8 @@ class Codebook(nn.Module):
         self.codes.data.lerp_(h.detach()[:3], 0.1)
         self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         self.calls += 1
-        return y * self.calls.item()
+        self.steps += 1
+        return y * self.calls.item() * self.steps
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])

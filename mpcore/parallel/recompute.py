@@ -6,8 +6,8 @@
                 and of collectives                               (its two products too)
 
 Losses, gradients and buffers are bitwise equal to those without recomputation. Dropout masks and routing are functions
-of their inputs. Each call of a block keeps copies of the block's buffers: the recomputation starts from these values,
-and what it writes to buffers is discarded.
+of their inputs. Each call of a block keeps copies of the block's buffers, and the numbers in attributes: the
+recomputation starts from these values, and what it writes to them is discarded.
 
 Full recomputation repeats the collectives of the block's forward except the last all-reduce over tp: 1 more all-reduce
 per block, in addition to 2 in forward and 2 in backward. Selective recomputation repeats none. With a split backward,
@@ -69,8 +69,8 @@ def recompute(
     recomputed, and the kind "none" restores it.
 
     Note:
-        - State other than the block's buffers, such as a counter in a Python attribute, is updated again by the
-          recomputation.
+        - State other than the block's buffers and the numbers in its modules' attributes, such as a list, is updated
+          again by the recomputation.
         - Use `nn.RReLU`, not `torch.nn.functional.rrelu`: recomputation recognizes the module only.
 
     Args:
@@ -163,19 +163,23 @@ def _contexts(setting: _Setting, to_the_end: bool) -> tuple[AbstractContextManag
 
 
 class _AsInForward:
-    """In a recomputation give the modules the modes and the values of buffers that they had before the forward."""
+    """In a recomputation give the modules the modes, numbers and buffers that they had before the forward.
+
+    All values are kept, since batch norm and `buffer.data` write to buffers without a new version. The recomputation
+    writes to copies.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager[Any]) -> None:
-        self.modes = [(module, module.training) for module in modules]
+        self.numbers = [(module, _numbers(module)) for module in modules]
         self.buffers = [(m, name, x) for m in modules for name, x in m._buffers.items() if x is not None]
         self.values = {buffer: _copy(buffer) for _, _, buffer in self.buffers}
         self.context = context
 
     def __enter__(self) -> None:
-        self.now = [(module, module.training) for module, _ in self.modes]
+        self.now = [(module, _numbers(module)) for module, _ in self.numbers]
         self.buffers_now = [(module, name, getattr(module, name)) for module, name, _ in self.buffers]
         copies = {buffer: _copy(value) for buffer, value in self.values.items()}
-        self._set(self.modes, [(module, name, copies[buffer]) for module, name, buffer in self.buffers])
+        self._set(self.numbers, [(module, name, copies[buffer]) for module, name, buffer in self.buffers])
         self.context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -183,12 +187,18 @@ class _AsInForward:
         self._set(self.now, self.buffers_now)
         del self.now, self.buffers_now
 
-    def _set(self, modes: list[tuple[nn.Module, bool]], buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
-        for module, training in modes:
-            if module.training != training:
-                module.training = training
+    def _set(self, numbers: list[tuple[nn.Module, Any]], buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
+        for module, held in numbers:
+            for name in _numbers(module).keys() - held.keys():
+                if hasattr(type(module), name):  # the first value is the class's
+                    del vars(module)[name]
+            vars(module).update(held)
         for module, name, buffer in buffers:
             module._buffers[name] = buffer
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    return {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
 
 
 def _copy(buffer: Tensor) -> Tensor:
