@@ -33,7 +33,7 @@ def shrink(fields: dict[str, Any]) -> tuple[dict[str, Any], int]:
         sizes["dp"] = sizes["ep"] = 1
     heads = 4 if fields.get("kv_heads", fields.get("heads")) != fields.get("heads") else 2
     small = {name: value for name, value in fields.items() if name not in ("data", "kv_heads", "head_dim", "replicate")}
-    small |= {name: size for name, size in sizes.items() if name != "dp"} | {"device": "cpu", "layers": 2}
+    small |= sizes | {"device": "cpu", "layers": 2}
     small |= {"d_model": 64, "d_ff": 96, "heads": heads, "seq_len": 64, "micro_batch": 1, "global_batch": 8, "steps": 3}
     small |= {"warmup": 1, "lr_decay_steps": 3, "eval_every": 0, "save_every": 0, "kv_heads": 2}
     small.pop("exit_step", None)

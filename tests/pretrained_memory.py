@@ -1,7 +1,8 @@
 """Measure the memory and the bytes read of a model of transformers: `python -m tests.pretrained_memory`.
 
 transformers saves a Llama with random bfloat16 weights, and for ep a Qwen3-MoE. Each layout reads it with
-`from_pretrained(defer=True)` and `prepare`, and writes it with `save_pretrained`. The peak is VmHWM of
+`from_pretrained(defer=True)` and `prepare`, writes it with `save_pretrained`, takes its tensors one by one from
+`hf_tensors`, and writes it with `torch.distributed.checkpoint`. The peak is VmHWM of
 /proc/self/status, less what the process held before, and less its shards: the bytes of its parameters and buffers. The
 bytes read are counted twice: those of the tensors that the ranks copied, and `read_bytes` of /proc/self/io, which the
 disk served after the files were dropped from the page cache.
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from torch.nn import functional as F
 
 import mpcore as mp
+from mpcore.interop.dcp import dcp_state_dict
+from mpcore.interop.hugging_face import hf_tensors
 from mpcore.sharding.local import local_tensor
 from tests.pool import mesh, start_pool
 
@@ -104,7 +108,16 @@ def measure(folder: str, out: str, axes: dict[str, int], zero: int) -> dict[str,
     gc.collect()
     before = forget_peak()
     mp.save_pretrained(run.model, out, layout)
-    return {"shards": shards, "read": loaded, "written": memory()[0] - before, "copied": sum(copied), "disk": served}
+    found = {"shards": shards, "read": loaded, "written": memory()[0] - before, "copied": sum(copied), "disk": served}
+    gc.collect()
+    before = forget_peak()
+    for _, tensor in hf_tensors(run.model, layout):
+        del tensor  # else the loop holds it while the next one is made
+    found["streamed"] = memory()[0] - before
+    gc.collect()
+    before = forget_peak()
+    dcp.save(dcp_state_dict(run.model, layout), checkpoint_id=f"{out}, DCP")
+    return found | {"DCP": memory()[0] - before}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.gradients import clip_gradients, grad_norm
+from mpcore.gradients import clip_gradients, grad_norm, guard_optimizer
 from tests.equality import close
 from tests.pool import mesh, on_ranks
 
@@ -63,8 +63,21 @@ def full(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_optimizers_of_torch_on_shards(name: str) -> None:
-    """Element-wise optimizers and schedulers equal the dense model; the others don't, as docs/tools.md says."""
-    dense, ours = net(), mp.parallelize(net(), PLAN, tp=mesh(tp=2).tp, check=False)
+    """Element-wise optimizers and schedulers equal the dense model. A run and `guard_optimizer` refuse the others."""
+    on = mesh(tp=2)
+    dense, ours = net(), mp.parallelize(net(), PLAN, tp=on.tp, check=False)
+    run = mp.prepare(
+        mp.parallelize(net(), PLAN, tp=on.tp, check=False), on, blocks=[], optimizer=OPTIMIZERS[name],
+        loss=lambda y, target: ((y - target) ** 2).sum(), initialize=False,
+    )  # fmt: skip
+    run.forward_backward(torch.ones(2, 4).double(), torch.zeros(2, 4).double())
+    if name in OF_SHARDS:
+        with pytest.raises(ValueError, match=rf"{name} computes each element .*\(3, 4\) .*mpcore.AdamW or mpcore.Muon"):
+            run.optimizer_step()
+        with pytest.raises(ValueError, match=name):
+            trained(run.model, lambda model: guard_optimizer(OPTIMIZERS[name](model), model))
+    else:
+        assert run.optimizer_step().taken
     for model in (dense, ours):
         trained(model, OPTIMIZERS[name])
     error = max((a - b).abs().max().item() for a, b in zip(full(dense), full(ours), strict=True))
