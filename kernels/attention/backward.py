@@ -47,8 +47,10 @@ def backward_op(grad, dlse, query, key, value, output, lse, *options) -> Iterato
         V=V, BLOCK_V=tiles.padded(V), BLOCK_M=32,
     )  # fmt: skip
     shared = tiles.arguments(query, value, scores) | by_heads(q=query, k=key, v=value, do=grad)
+    first, last = scores.queries(keys)
+    of_keys = {"first_ptr": first, "last_ptr": last, "dk_ptr": dk, "dv_ptr": dv}
     for name, kernel, written, count, of_batch in (
-        ("dkdv", _backward_keys_kernel, {"dk_ptr": dk, "dv_ptr": dv}, keys, groups),
+        ("dkdv", _backward_keys_kernel, of_keys, keys, groups),
         ("dq", _backward_queries_kernel, {"dq_ptr": dq}, T, H),
     ):
         tile = tiles.tile(name, query, value, scores)
@@ -84,7 +86,8 @@ def _rows_kernel(
 
 @triton.jit
 def _backward_keys_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, dk_ptr, dv_ptr, T, KEYS, H, GROUP, scale, size,
+    q_ptr, k_ptr, v_ptr, do_ptr, rows_ptr, low_ptr, high_ptr, first_ptr, last_ptr, dk_ptr, dv_ptr,
+    T, KEYS, H, GROUP, scale, size,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, do_batch, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -96,7 +99,7 @@ def _backward_keys_kernel(
     keys = start + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr + batch * k_batch + group.to(tl.int64) * k_head, keys, k_token, KEYS, K, BLOCK_K, True)
     v = load_rows(v_ptr + batch * v_batch + group.to(tl.int64) * v_head, keys, v_token, KEYS, V, BLOCK_V, True)
-    spans = query_spans(low_ptr, high_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
+    spans = query_spans(first_ptr, last_ptr, start, T, KEYS, MASK, BLOCK_M, BLOCK_N)
 
     dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)

@@ -49,6 +49,14 @@ class Scores(NamedTuple):
         low, high = _mask_bounds(query, key, causal, window, cu_seqlens, bounds)
         return Scores(low, high, causal, scale, softcap or 0.0)
 
+    def queries(self, keys: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return int32 `(first, last)`, each `[Tk]`: key j is seen by the queries first[j] <= i < last[j]."""
+        if self.low is None or self.high is None:
+            return None, None
+        index = torch.arange(keys, device=self.low.device, dtype=torch.int32)
+        first, last = (torch.searchsorted(b, index, right=True, out_int32=True) for b in (self.high, self.low))
+        return first, last
+
     @property
     def mask(self) -> str:
         """The kind of mask that kernels are compiled for."""
@@ -130,19 +138,6 @@ def _mask_bounds(
 
 
 @triton.jit
-def _first_query(bound_ptr, T, limit):
-    """Return the first query whose bound is at least `limit`, or T, by binary search: bounds never fall."""
-    first, last = 0, T
-    while first < last:
-        middle = (first + last) // 2
-        if tl.load(bound_ptr + middle) < limit:
-            first = middle + 1
-        else:
-            last = middle
-    return first
-
-
-@triton.jit
 def _whole_blocks(begin, inner, outer, end, BLOCK: tl.constexpr):
     """Round begin, inner and outer to whole blocks, so that from inner to outer the mask hides nothing."""
     begin = begin // BLOCK * BLOCK
@@ -165,12 +160,12 @@ def key_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
-def query_spans(low_ptr, high_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_spans(first_ptr, last_ptr, start, T, KEYS, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return begin, inner, outer and end for a block of keys, which the queries from inner to outer, or past T, see."""
     stop = tl.minimum(start + BLOCK_N, KEYS)
     if MASK == "bounds":
-        begin, inner = _first_query(high_ptr, T, start + 1), _first_query(high_ptr, T, stop)
-        outer, end = _first_query(low_ptr, T, start + 1), _first_query(low_ptr, T, stop)
+        begin, inner = tl.load(first_ptr + start), tl.load(first_ptr + stop - 1)
+        outer, end = tl.load(last_ptr + start), tl.load(last_ptr + stop - 1)
     elif MASK == "causal":
         begin, inner, outer, end = start, stop, T, T
     else:

@@ -185,9 +185,10 @@ def test_flops_of_linear_cross_entropy_are_counted_by_its_products():
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(x, weight, torch.zeros(6, dtype=torch.int64), torch.ones(6)).backward()
     assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 9
-    with FlopCounterMode(display=False) as counter:
-        sum(linear_log_prob(x, weight, torch.zeros(6, dtype=torch.int64))).sum().backward()
-    assert counter.get_total_flops() == 4 * 2 * 6 * 4 * 9
+    for chunk_rows, products in ((3, 4), (6, 3)):  # a single chunk of logits is kept
+        with FlopCounterMode(display=False) as counter:
+            sum(linear_log_prob(x, weight, torch.zeros(6, dtype=torch.int64), chunk_rows=chunk_rows)).sum().backward()
+        assert counter.get_total_flops() == products * 2 * 6 * 4 * 9
 
 
 @pytest.mark.parametrize(("change", "options", "message"), [
