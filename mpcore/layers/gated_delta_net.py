@@ -82,7 +82,6 @@ class GatedDeltaNet(ParallelModule):
     Note:
         - The logical rows of `in_proj` are [q | k | v | z | b | a], each ordered by head, and those of `conv_weight`
           [q | k | v]. Qwen3-Next stores the same rows by key head.
-        - Eleven parameters: six sizes, the norm's eps, and how tokens are sharded.
 
     Example:
         >>> layer = mpcore.experimental.GatedDeltaNet(16, 2, 4, key_dim=4, value_dim=8)
@@ -294,9 +293,6 @@ def gated_delta_rule(
 
     Returns:
         The outputs [B, T/cp, H, V], and the state [B, H, K, V] after this rank's last run.
-
-    Note:
-        - Ten parameters: the five inputs of the rule, where states begin, and how tokens lie on chunks and ranks.
 
     Example:
         >>> q, v, zeros = torch.ones(1, 2, 1, 1), torch.tensor([3.0, 5.0]).view(1, 2, 1, 1), torch.zeros(1, 2, 1)

@@ -66,7 +66,6 @@ def build_mesh(
             `device_type="cuda"` leaves a rank without a GPU.
 
     Note:
-        - The function has ten parameters: the sizes of the axes, the device, and how ranks meet.
         - It enables Python's faulthandler: a process that a signal such as SIGSEGV or SIGBUS ends prints its stack.
 
     Example:

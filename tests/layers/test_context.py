@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -323,10 +324,19 @@ def test_a_ring_meets_exactly_the_blocks_whose_keys_are_seen(kind, mask):
             assert ring.reach[j] == max((rank - j) % size for rank in range(size) if j in ring.reads[rank])
         low, high = key_bounds(T, **tensors(mask))
         for rank, j in itertools.product(range(size), range(size)):
-            a, b = ring.bounds(low[index[rank]], high[index[rank]], j)
-            local = torch.arange(len(index[j]))
-            assert torch.equal((local >= a[:, None]) & (local < b[:, None]), see[index[rank]][:, index[j]])
-            assert a.dtype == b.dtype == torch.int32
+            ring = replace(ring, axis=planned(size, rank))
+            first, keys, local = ring.mask(low[index[rank]], high[index[rank]], j)
+            found = torch.zeros(len(index[rank]), len(index[j]), dtype=torch.bool)
+            if "bounds" in local:
+                assert mask.keys() - {"causal"} or j not in ring.reads[rank]
+                a, b = local["bounds"]
+                assert a.dtype == b.dtype == torch.int32
+                local, found = torch.arange(len(index[j])), found[first:, :keys]
+                found |= (local >= a[:, None]) & (local < b[:, None])
+            else:  # a plain mask, causal in the rank's own block only
+                assert local["causal"] == (j == rank and not mask)
+                found[first:, :keys] = sees(T, local["causal"], None, None)[: len(found) - first, :keys]
+            assert torch.equal(found, see[index[rank]][:, index[j]])
 
 
 class Sent(TorchDispatchMode):

@@ -109,10 +109,6 @@ def context_attention(
     Raises:
         ValueError: before any communication, if `kind` can't shard this sequence or these heads.
 
-    Note:
-        - Thirteen parameters: q, k and v, how they are sharded, sinks, and the options of
-          `mpcore.kernels.attention.attention`.
-
     Example:
         >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
         >>> mpcore.layers.attention.context_attention(q, k, k, "zigzag", mpcore.Axis(name="cp"), window=3).shape

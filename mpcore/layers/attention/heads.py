@@ -181,9 +181,6 @@ class HeadAttention(ParallelLayer):
 
         Raises:
             ValueError: before any collective, if an argument doesn't fit x, this layer or cp.
-
-        Note:
-            - Nine parameters besides x: positions, masks and biases, and the cache.
         """
         past = 0 if cache is None else self._check_cache(x, cache, memory, cu_seqlens, length)
         if rotary is not None and (self.rope is None or memory is not None or self.memory_dim is not None):

@@ -50,9 +50,6 @@ class ParallelAttention(HeadAttention):
             `context` is unknown, missing, or can't shard these heads over cp; or if two options exclude each other: cp
             excludes alibi, sinks and memory_dim, and memory_dim excludes causal, rope and alibi.
 
-    Note:
-        - Twelve parameters: the sizes of the layer, and the options that change its scores.
-
     Example:
         >>> rope = mpcore.RotaryEmbedding(4)
         >>> attention = mpcore.ParallelAttention(16, num_heads=4, num_kv_heads=2, rope=rope)

@@ -10,9 +10,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore.kernels.attention import Bounds, attention, attention_backward
+from mpcore.kernels.attention import attention, attention_backward
 from mpcore.layers.attention.sequence import Runs, tokens_of
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
@@ -29,12 +30,14 @@ class _Ring:
         blocks: for each rank, the tokens of its block.
         reads: for each rank, the blocks with keys that its queries see, including its own block.
         reach: for each block, the number of ranks it is sent along the ring.
+        causal: whether the mask is causal or full; None: it has a window or documents.
     """
 
     axis: Axis
     blocks: tuple[Runs, ...]
     reads: tuple[frozenset[int], ...]
     reach: tuple[int, ...]
+    causal: bool | None
 
     @property
     def steps(self) -> int:
@@ -71,13 +74,21 @@ class _Ring:
         rank, far = self.axis.rank, self.reach[self.axis.rank]
         return parts[rank - 1], parts[(rank + far) % self.axis.size] if step == far > 0 else mine
 
-    def bounds(self, low: Tensor, high: Tensor, block: int) -> Bounds:
-        """Convert key bounds from indices in the full sequence to indices in a block."""
+    def mask(self, low: Tensor, high: Tensor, block: int) -> tuple[int, int, dict[str, Any]]:
+        """Return the first query that sees the block, how many of its keys are seen, and the mask between the two.
 
-        def place(bound: Tensor) -> Tensor:  # the number of tokens of the block before the bound
-            return torch.stack([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]]).sum(0, dtype=bound.dtype)
-
-        return place(low), place(high)
+        A causal mask shows to a run of queries either all or nothing of another rank's run of keys.
+        """
+        mine, keys = self.blocks[self.axis.rank], tokens_of(self.blocks[block])
+        if self.causal and block != self.axis.rank:
+            seen = [sum(b - a for a, b in self.blocks[block] if b <= start) for start, _ in mine]
+            if len({*seen} - {0}) == 1:
+                return tokens_of(mine[: seen.count(0)]), max(seen), {"causal": False}
+        elif self.causal is not None:
+            return 0, keys, {"causal": self.causal}
+        # of the block's tokens, those before each bound
+        before = ([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]] for bound in (low, high))
+        return 0, keys, {"bounds": tuple(torch.stack(of_runs).sum(0, dtype=low.dtype) for of_runs in before)}
 
 
 def ring_attention(
@@ -106,7 +117,7 @@ def ring_attention(
     )
     size = axis.size
     reach = tuple(max((rank - block) % size for rank in range(size) if block in reads[rank]) for block in range(size))
-    return _Ring(axis, blocks, reads, reach)
+    return _Ring(axis, blocks, reads, reach, causal if window is None and documents is None else None)
 
 
 class _RingAttention(Function):
@@ -119,8 +130,9 @@ class _RingAttention(Function):
             coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
             block = ring.block(rank, step)
             if ring.here(step) and block in ring.reads[rank]:
-                bounds = ring.bounds(low, high, block)
-                part = attention(q, *shapes.unpack(held), bounds=bounds, out_dtype=wide, **options)
+                first, keys, mask = ring.mask(low, high, block)
+                held_part = (t[:, :keys] for t in shapes.unpack(held))
+                part = attention(q[:, first:], *held_part, **mask, out_dtype=wide, **options)
                 merged = part if merged is None else merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself
@@ -143,10 +155,15 @@ class _RingAttention(Function):
             coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
             block, part = ring.block(rank, step), dq.new_empty(0)
             if ring.here(step) and block in ring.reads[rank]:
-                merged = {"output": output, "lse": lse, "bounds": ring.bounds(low, high, block), "out_dtype": wide}
-                dq_part, *grads = attention_backward(grad, q, *shapes.unpack(held), **merged, **ctx.options)
-                dq += dq_part
-                part = shapes.pack(*grads)
+                first, keys, mask = ring.mask(low, high, block)
+                held_part = (t[:, :keys] for t in shapes.unpack(held))
+                dq_part, *grads = attention_backward(
+                    grad[:, first:], q[:, first:], *held_part, output[:, first:], lse[..., first:], **mask,
+                    out_dtype=wide, **ctx.options,
+                )  # fmt: skip
+                dq[:, first:].add_(dq_part)
+                unseen = tokens_of(ring.blocks[block]) - keys
+                part = shapes.pack(*(F.pad(t, (0, 0, 0, 0, 0, unseen)) if unseen else t for t in grads))
             if step == 0:
                 mine = part
             else:
@@ -179,9 +196,12 @@ class _Shapes:
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge, in place, attention over two sets of keys: outputs [B, T, H, K], lse [B, H, T] (-inf: no key seen)."""
-    share = (other_lse - lse).sigmoid().masked_fill(other_lse == -torch.inf, 0)
-    return output.lerp_(other, rearrange(share, "b h t -> b t h 1")), torch.logaddexp(lse, other_lse)
+    """Add to attention over some keys, [B, T, H, K] and [B, H, T], that of the last queries over others, in place."""
+    first = lse.shape[2] - other_lse.shape[2]
+    share = (other_lse - lse[..., first:]).sigmoid().masked_fill(other_lse == -torch.inf, 0)
+    output[:, first:].lerp_(other, rearrange(share, "b h t -> b t h 1"))
+    lse[..., first:] = torch.logaddexp(lse[..., first:], other_lse)
+    return output, lse
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,9 +67,6 @@ class ParallelMoE(ParallelLayer):
     Raises:
         ValueError: if K is larger than E, ep does not divide E, F is smaller than etp, or a name is unknown.
 
-    Note:
-        - Thirteen parameters: four sizes, four choices, and five axes or initial values that only this layer has.
-
     Example:
         >>> moe = mpcore.ParallelMoE(8, 16, num_experts=4, top_k=2, aux_loss="sequence")
         >>> y = moe(torch.randn(2, 5, 8), loss_scale=1 / 10)  # 10 tokens in the step: the factor of the main loss
