@@ -341,13 +341,9 @@ def yardstick(unit: str, device: torch.device) -> tuple[Callable[[], object], fl
 
 
 def _measure(
-    kernel: Kernel,
-    functions: Mapping[str, Function],
-    shape: Shape,
-    dtype: torch.dtype,
-    which: str,
+    kernel: Kernel, functions: Mapping[str, Function], shape: Shape, dtype: torch.dtype, which: str,
     device: torch.device,
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
+) -> tuple[dict[str, Any], dict[str, list[float]]]:  # fmt: skip
     """The row of one shape, and the seconds of each provider."""
     copy, yardstick_cost = yardstick(kernel.unit, device)
     inputs = kernel.inputs(shape, dtype, device)
@@ -379,27 +375,17 @@ def _measure(
     for name in host.keys() & times.keys():
         low, middle, high = spread(times[name])
         providers[name] = {
-            "us": round(1e6 * middle, 2),
-            "us_p20": round(1e6 * low, 2),
-            "us_p80": round(1e6 * high, 2),
-            "rate": round(cost / middle / scale, 1),
-            "percent": round(100 * cost / middle / scale / best, 1),
+            "us": round(1e6 * middle, 2), "us_p20": round(1e6 * low, 2), "us_p80": round(1e6 * high, 2),
+            "rate": round(cost / middle / scale, 1), "percent": round(100 * cost / middle / scale / best, 1),
             "peak_mib": round(memory[name] / 2**20, 1 if cuda else 4),
-            "host_us": round(1e6 * host[name], 1) if cuda else round(1e6 * middle, 1),
-        }
+            "host_us": round(1e6 * (host[name] if cuda else middle), 1),
+        }  # fmt: skip
     row = {
-        "kernel": kernel.name,
-        "shape": label(shape),
-        "dtype": short(dtype),
-        "pass": which,
-        "unit": kernel.unit,
-        "cost": cost,
-        "clock": "device" if cuda else "host",
-        "yardstick": round(best, 1),
-        "gpu": gpu_state() if cuda else {},
+        "kernel": kernel.name, "shape": label(shape), "dtype": short(dtype), "pass": which, "unit": kernel.unit,
+        "cost": cost, "clock": "device" if cuda else "host", "yardstick": round(best, 1),
+        "gpu": gpu_state() if cuda else {}, "skipped": skipped,
         "providers": {name: providers[name] for name in functions if name in providers},
-        "skipped": skipped,
-    }
+    }  # fmt: skip
     return row, times
 
 

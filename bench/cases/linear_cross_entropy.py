@@ -7,11 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.protocol import Inputs, Kernel, Shape, always, compiled, imported
-from mpcore.kernels.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_rows,
-    linear_log_prob,
-)
+from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows, linear_log_prob
 
 SIZES = {
     "shapes": [{"M": 8192, "D": 4096, "V": v} for v in (128256, 32000)],
