@@ -2,8 +2,6 @@
 
 Importing Triton takes as long as importing all of mpcore, so only a launch imports it. Until then, `triton.jit` here is
 a stand-in that remembers the kernel, and `tl` is an empty name. Other modules import both from here.
-
-Triton has no structures to hold pointers, sizes, strides and constants, so a kernel has more than ten parameters.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ Blocks: DeepSeek-V3 (2024), arXiv:2412.19437, section 3.3.2; e4m3: Micikevicius 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -98,6 +99,11 @@ def require_fp8(device: torch.device) -> None:
             "e4m3 is for GPUs of compute capability 8.9 and above of NVIDIA, not for "
             f"{found.name} of compute capability {found.major}.{found.minor}; keep the layer in bfloat16"
         )
+    if found.major != 9:  # fp8_matmul.py
+        warnings.warn(
+            f"{found.name} multiplies no e4m3 in blocks: products convert factors to bfloat16 again, which moves 14 "
+            "bytes an element more than no FP8, and is slower", RuntimeWarning, stacklevel=3,
+        )  # fmt: skip
 
 
 def _empty(x: Tensor, square: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -29,9 +29,6 @@ class Muon(AdamW):
     gate and up, also of each expert), and for more than two dimensions each matrix of the last two. A plain `nn.Linear`
     is one matrix. A checkpoint stores the blocks, and a run that would resume with others is refused.
 
-    The class combines two optimizers, so it has more than ten arguments: those of torch's Muon and of AdamW, under the
-    same names.
-
     Args:
         model: the model, or this rank's pipeline stage. If you shard it over data, do so first.
         lr, weight_decay: learning rate and weight decay of both optimizers.

@@ -86,7 +86,6 @@ class _Ring:
                 return tokens_of(mine[: seen.count(0)]), max(seen), {"causal": False}
         elif self.causal is not None:
             return 0, keys, {"causal": self.causal}
-        # of the block's tokens, those before each bound
         before = ([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]] for bound in (low, high))
         return 0, keys, {"bounds": tuple(torch.stack(of_runs).sum(0, dtype=low.dtype) for of_runs in before)}
 
@@ -124,15 +123,15 @@ class _RingAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, low, high, ring: _Ring, options: dict[str, Any]):
         wide = torch.promote_types(q.dtype, torch.float32)
-        shapes, rank, merged = _Shapes(k, v), ring.axis.rank, None
+        options, shapes, rank, merged = {**options, "out_dtype": wide}, _Shapes(k, v), ring.axis.rank, None
         held = shapes.pack(k, v)
         for step in range(ring.steps + 1):
             coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
             block = ring.block(rank, step)
             if ring.here(step) and block in ring.reads[rank]:
                 first, keys, mask = ring.mask(low, high, block)
-                held_part = (t[:, :keys] for t in shapes.unpack(held))
-                part = attention(q[:, first:], *held_part, **mask, out_dtype=wide, **options)
+                k_part, v_part = (t[:, :keys] for t in shapes.unpack(held))
+                part = attention(q[:, first:], k_part, v_part, **mask, **options)
                 merged = part if merged is None else merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself
@@ -148,7 +147,7 @@ class _RingAttention(Function):
         """Send each block's gradients along the ring, one step behind the block, and finally to the block's rank."""
         refuse_second_derivative("context-parallel attention")
         q, k, v, sinks, output, lse, low, high = ctx.saved_tensors
-        ring, shapes, wide = ctx.ring, _Shapes(k, v), torch.promote_types(q.dtype, torch.float32)
+        ring, how, shapes, wide = ctx.ring, ctx.options, _Shapes(k, v), torch.promote_types(q.dtype, torch.float32)
         rank, held, dq = ring.axis.rank, shapes.pack(k, v), torch.zeros_like(q, dtype=wide)
         mine = flying = dq.new_empty(0)
         for step in range(ring.steps + 1):
@@ -156,11 +155,10 @@ class _RingAttention(Function):
             block, part = ring.block(rank, step), dq.new_empty(0)
             if ring.here(step) and block in ring.reads[rank]:
                 first, keys, mask = ring.mask(low, high, block)
-                held_part = (t[:, :keys] for t in shapes.unpack(held))
+                k_part, v_part = (t[:, :keys] for t in shapes.unpack(held))
                 dq_part, *grads = attention_backward(
-                    grad[:, first:], q[:, first:], *held_part, output[:, first:], lse[..., first:], **mask,
-                    out_dtype=wide, **ctx.options,
-                )  # fmt: skip
+                    grad[:, first:], q[:, first:], k_part, v_part, output[:, first:], lse[..., first:], **mask, **how
+                )
                 dq[:, first:].add_(dq_part)
                 unseen = tokens_of(ring.blocks[block]) - keys
                 part = shapes.pack(*(F.pad(t, (0, 0, 0, 0, 0, unseen)) if unseen else t for t in grads))
