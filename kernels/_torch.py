@@ -40,7 +40,8 @@ def backward_runs() -> bool:
 
 def graph_is_kept() -> bool:
     """Return whether another backward pass may follow the one that runs now (`retain_graph`)."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    running = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.compiler.is_compiling() or running._get_current_graph_task_keep_graph()
 
 
 def mutated_arguments(op: Callable) -> list[int]:

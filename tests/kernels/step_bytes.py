@@ -60,7 +60,7 @@ def head(rows: bool) -> tuple[nn.Module, Callable[..., Any]]:
     layer = mpcore.ColumnParallelLinear(4096, 128256, bias=False, **LIKE)
     x, target = draw(8192, 4096), torch.zeros(8192, dtype=torch.int64)
     if rows:
-        return layer, lambda: sum(linear_log_prob(x, layer.weight, target)).sum()
+        return layer, lambda: torch.stack(linear_log_prob(x, layer.weight, target)).sum()
     return layer, lambda: mpcore.linear_cross_entropy(x, layer.weight, target, reduction="sum")
 
 
