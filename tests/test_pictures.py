@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from bench.plots import compare
 from mpcore.__main__ import main
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import build_schedule
@@ -18,6 +20,7 @@ from mpcore.tools.verify.page import draw as draw_gradients
 from mpcore.tools.workers import command as workers
 
 figure = pytest.importorskip("matplotlib.figure")
+ROOT = Path(__file__).parents[1]
 GPT = ["examples.gpt.plan:build", "--preset", "tiny", "--seq-len", "64", "--global-batch", "16"]
 
 
@@ -49,7 +52,7 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
     assert axes.collections[0].get_label() == "total"
     assert {"gathered", "activations", "working set", "total"} <= shown.keys()
     for name, sizes in shown.items():
-        assert sizes == pytest.approx([table[name] for table in tables], abs=5e-4), name
+        assert sizes == pytest.approx([table[name] for table in tables], abs=5.1e-4), name
     assert all(size == 0 for table in tables for name, size in table.items() if name not in shown)
     total, rank = max((table["total"], i) for i, table in enumerate(tables))
     part, size = max(((s, n) for n, s in tables[rank].items() if n != "total"))[::-1]
@@ -59,7 +62,7 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
 
 
 def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
-    vary = ["--vary", "zero=1,2,3", "--vary", "micro-batch=1,4", "--out", str(tmp_path / "plan.svg")]
+    vary = ["--vary", "zero=1,2,3", "--vary", "micro-batch=1,4", "--top", "99", "--out", str(tmp_path / "plan.svg")]
     assert main(["plan", *GPT, "--world", "4", *vary]) == 0
     printed = capsys.readouterr().out
     rows = re.findall(r"^ +(\d+)((?: +\d+)+) +([\d.]+) +([\d.]+) +\d+%.*?( --.*)$", printed, re.M)
@@ -157,3 +160,18 @@ def test_the_bars_of_workers_are_what_their_journal_says(drawn, tmp_path):
     assert shown == [workers.MEANINGS[kind] for kind in ("wait", "train", "wait")]
     vertical, leaves = axes.lines
     assert (vertical.get_xdata()[0], list(leaves.get_xdata())) == (4.0, [6.0])
+
+
+def test_the_dots_of_peers_are_the_ratios_of_the_record(drawn, tmp_path):
+    entries = json.loads((ROOT / "bench/results/h100-80gb-hbm3_2026-11-26.json").read_text())["benchmarks"]
+    assert compare(entries, tmp_path / "peers.png")
+    axes = drawn[-1].axes[0]
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    shown = {(rows[int(y)], dots.get_label()): x for dots in axes.collections for x, y in dots.get_offsets()}
+    record = (ROOT / "docs/records/2026-11-26_speed.md").read_text()
+    found: dict[str, dict[str, float]] = {}
+    for kernel, shape, ratios in re.findall(r"^\| `(\w+)` \| ([^|]*) \|.*\| ([^|]*\*\*) \| NVIDIA H100", record, re.M):
+        found[f"{kernel}, {shape}"] = {
+            peer: float(x) for peer, x in re.findall(r"([\w .-]+): \*\*([\d.]+)\*\*", ratios)
+        }
+    assert shown == {(row, peer): x for row, each in found.items() for peer, x in each.items()}
