@@ -185,7 +185,9 @@ def fitting(step: float, memory: int, *arguments: str, **sizes: int) -> Estimate
 
 def test_of_equal_estimates_on_a_mesh_the_first_is_listed():
     a, b, c = fitting(1.0, 10, "a"), fitting(1.0, 10, "b"), fitting(1.0, 10, "c", dp=2)
-    assert ranked([a, b, c], MACHINE) == [a, c]
+    found = ranked([a, b, c], MACHINE)
+    assert found == [a, c]
+    assert [e.same for e in found] == [(("b",),), ()], "the table names what has no row"
     less, more = fitting(1.0, 9, "x"), fitting(1.0 + 1e-12, 8, "y")
     assert ranked([a, less, more], MACHINE) == [more, less, a], "equal to a nanosecond: the smaller comes first"
     large = [Estimate({}, (), 2000), Estimate({}, (), 2000)]

@@ -44,11 +44,6 @@ def _clock(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 0.1 else ("ms", 1e3)
 
 
-def _meaning(part: str) -> str:
-    """Return what a part of the step is, or "" if its name says it."""
-    return WORDS.get("AXIS sent" if part.endswith(" sent") else part, "")
-
-
 def why(seconds: Seconds) -> str:
     """Return text that names the largest parts of a step besides products and attention."""
     parts = [(name, part / seconds.step) for name, part in seconds.parts().items() if name not in COMPUTE]
@@ -126,7 +121,7 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     lines = [f"{step:.3f} {second} per step (standard error {e.spread:.0%}), total {memory:.1f} {unit}"]
     lines += [
         f"  {'compute: ' * (name in COMPUTE) + name:<20}{part * clock:>10.3f} {second} {part / e.step:>7.1%}  "
-        f"{_meaning(name)}".rstrip()
+        f"{WORDS.get('AXIS sent' if name.endswith(' sent') else name, '')}".rstrip()
         for name, part in e.seconds.parts().items()
         if part
     ]

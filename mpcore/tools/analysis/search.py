@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mpcore.tools.analysis.layout import Counter, TooLargeError
 from mpcore.tools.analysis.machine import Machine
@@ -41,7 +41,7 @@ class Estimate:
     refused: str = ""
     bound: bool = False
     errors: tuple[float, ...] = ()
-    same: tuple[tuple[str, ...], ...] = ()
+    same: tuple[tuple[str, ...], ...] = field(default=(), compare=False)
 
     @property
     def step(self) -> float:

@@ -27,7 +27,7 @@ from mpcore.pipeline.schedules import Schedule
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.work import MicroBatchMemory, PassWork, Sent
+from mpcore.tools.analysis.work import PassWork, Sent
 
 INSIDE = ("tp", "cp", "cp_outer", "cp_inner", "ep", "etp")
 """Axes that a micro-batch waits for. pp passes messages; the others carry gradients and parameters."""
@@ -90,7 +90,10 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
         True
     """
     stages = [
-        [_part(part, blocks * share, layout, machine, unfused) for part, share in _halves(kept)]
+        [
+            _part(part, blocks * share, layout, machine, unfused)  # each pass with its share of the host's time
+            for part, share in ((kept.middle.forward, 1 / 3), (kept.middle.backward, 2 / 3))
+        ]
         for kept, blocks in zip(layout.stages, layout.blocks, strict=True)
     ]
     forward = [sum(f.values()) for f, _ in stages]
@@ -115,11 +118,6 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
         sums["products"], sums["attention"], sums["operators"], exposed, bubble, sums["host"], stepping,
         cluster=(machine.cluster - 1) * (before + bubble + stepping),
     )  # fmt: skip
-
-
-def _halves(kept: MicroBatchMemory) -> tuple[tuple[PassWork, float], tuple[PassWork, float]]:
-    """Return forward and backward of a micro-batch in the middle of a step, each with its share of the host's time."""
-    return (kept.middle.forward, 1 / 3), (kept.middle.backward, 2 / 3)
 
 
 def _part(part: PassWork, blocks: float, layout: Layout, machine: Machine, unfused: bool) -> dict[str, float]:

@@ -103,7 +103,9 @@ class FiniteCheck(TorchDispatchMode):
         nan = any(bool(x.isnan().any()) for x in bad)
         if name in _EMPTY or (func.namespace in _COLLECTIVES and name != "wait_tensor") or "any" in excuses:
             excuse = "any"
-        elif not nan and ((not inputs and not written) or any(not math.isfinite(number) for number in _numbers(given))):
+        elif not nan and (
+            (not inputs and not written) or any(isinstance(x, float) and not math.isfinite(x) for x in _leaves(given))
+        ):
             excuse = "inf"
         elif not nan and "attention" in name and bad[0] is not output[0]:
             excuse = "inf"  # the log-sum-exp of a row that attends to no key
@@ -167,10 +169,6 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in _leaves(values) if type(x) in (Tensor, nn.Parameter)]
-
-
-def _numbers(values: Any) -> list[float]:
-    return [x for x in _leaves(values) if isinstance(x, float)]
 
 
 def _plain(x: Tensor) -> Tensor:
