@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def run(name: str) -> dict[str, Any]:
 def outputs(book: dict[str, Any]) -> list[list[str]]:
     """What each cell shows: its text, and `picture` for each picture."""
     return [
-        ["".join(each.get("text", "picture")) for each in cell.get("outputs", ())]
+        [re.sub(r"\d\.\de-1\d", "rounding", "".join(each.get("text", "picture"))) for each in cell.get("outputs", ())]
         for cell in book["cells"]
         if cell["cell_type"] == "code"
     ]
