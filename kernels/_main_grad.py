@@ -7,14 +7,15 @@ gradient over programs adds the sum there and gives autograd nothing; references
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ._torch import engine_will_execute, has_no_values, is_on_gpu
+from ._dispatch import operator
+from ._torch import engine_will_execute, is_on_gpu
 
 
 class GradientState(IntEnum):
@@ -110,11 +111,19 @@ def add_product(total: Tensor | None, x: Tensor, y: Tensor, dtype: torch.dtype) 
         total = x.new_zeros(x.shape[0], y.shape[1], dtype=dtype)
     if x.dtype == dtype:
         return torch.addmm(total, x, y, out=total)
-    if wide and (torch.compiler.is_compiling() or (has_no_values(x) and torch.__version__ < "2.12")):
-        return total.add_(torch.mm(x, y, out_dtype=dtype))  # torch 2.11 can't trace the sum of the next line
     if wide:
-        return torch.addmm(total, x, y, out_dtype=dtype, out=total)
+        _add_product_op(total, x, y)
+        return total
     y = y.to(dtype)
     for part, rows in zip(total.split(4096), x.split(4096), strict=True):  # some at a time are widened
         torch.addmm(part, rows.to(dtype), y, out=part)
     return total
+
+
+# torch 2.13 can't count the FLOPs of this sum, and torch 2.11 can't trace it; an operator of mpcore's has both
+@operator(
+    "add_product(Tensor(a!) total, Tensor x, Tensor y) -> ()", flops=lambda total, x, y, **_: 2 * x[0] * x[1] * y[1]
+)
+def _add_product_op(total: Tensor, x: Tensor, y: Tensor) -> Iterator[None]:
+    yield
+    torch.addmm(total, x, y, out_dtype=total.dtype, out=total)

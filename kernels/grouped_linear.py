@@ -79,13 +79,11 @@ class _GroupedLinear(torch.autograd.Function):
         refuse_second_derivative("grouped_linear")
         x, weight, counts = ctx.saved_tensors
         dx = _forward_op(dy, weight.to(dy.dtype).transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-        dweight = add_or_return(ctx.main, _weight_gradient, dy, x, counts) if ctx.needs_input_grad[1] else None
-        return dx, None if dweight is None else dweight.to(weight.dtype), None
 
+        def dweight(main: Tensor | None) -> Tensor:
+            return _weight_op(dy, x, counts).to(weight.dtype) if main is None else main.add_(_weight_op(dy, x, counts))
 
-def _weight_gradient(main: Tensor | None, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    dweight = _weight_op(dy, x, counts)
-    return dweight if main is None else main.add_(dweight)
+        return dx, add_or_return(ctx.main, dweight) if ctx.needs_input_grad[1] else None, None
 
 
 @operator(

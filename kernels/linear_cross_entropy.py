@@ -196,10 +196,7 @@ class _Head:
         self, x: Tensor, weight: Tensor, target: Tensor, wanted: Sequence[bool],
         gradient: Callable[[Tensor, slice], Tensor | None], logits: Tensor | None = None, main: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """Return dx and dweight, each if wanted; `gradient(z, rows)` returns the gradient of the logits z of `rows`.
-
-        With `main`, dweight is added to it, and returned with what was there.
-        """
+        """Return dx and dweight (added to `main`), each if wanted; `gradient(z, rows)` returns that of logits z."""
         ignored = (target == self.loss["ignore_index"]).unsqueeze(1)
         narrow = weight.to(self.dtype)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None

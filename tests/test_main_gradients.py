@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore import (
     ColumnParallelLinear,
@@ -162,8 +163,9 @@ def test_on_a_gpu_the_product_of_half_precision_adds_by_itself():
     with fake_tensors(stands_for_gpu=True):
         layer = main_gradients(ColumnParallelLinear(6, 5, dtype=torch.bfloat16))
         y = layer(torch.empty(7, 6, dtype=torch.bfloat16))
-        with Made() as made:
+        with Made() as made, FlopCounterMode(display=False) as counter:
             y.backward(torch.empty_like(y))
+    assert counter.get_total_flops() == 2 * 7 * 6 * 5
     assert layer.weight.grad_added_to_main_grad
     assert (torch.float32, (5, 6)) not in made.found
 

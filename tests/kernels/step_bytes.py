@@ -38,7 +38,9 @@ class Bytes(TorchDispatchMode):
         if op.namespace != "prim" and not op.is_view and not name.startswith(SILENT):
             given = [] if any(part in name for part in NO_READ) else args
             given = args[1:] if name == "copy_" else given
-            self.moved[name] += sum(x.nbytes for x in tree_leaves((given, outs)) if isinstance(x, Tensor))
+            written = zip(args, op._schema.arguments, strict=False) if outs is None else ()
+            every = given, outs, [x for x, argument in written if argument.is_write]
+            self.moved[name] += sum(x.nbytes for x in tree_leaves(every) if isinstance(x, Tensor))
         return outs
 
 

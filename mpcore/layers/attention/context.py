@@ -24,7 +24,6 @@ Zhao 2024 (arXiv:2405.07719) for two levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -135,7 +134,8 @@ def context_attention(
     if cp.size == 1 or kind == "alltoall":
         heads = q.shape[2]
         q, k, v = _to_heads(q, k, v, cp, length)
-        options["sinks"] = None if sinks is None else partial(_add_sinks, sinks=_own_heads(sinks, cp))
+        own = None if sinks is None else _own_heads(sinks, cp)
+        options["sinks"] = None if own is None else lambda y, lse: with_sinks(y, lse, own)[0].to(y.dtype)
         y = packed_attention(q, k, v, causal=causal, window=window, cu_seqlens=cu_seqlens, **options)
         return collectives.all_to_all(y, cp, 1, 2, heads)
 
@@ -168,10 +168,6 @@ def packed_attention(
 def _own_heads(sinks: Tensor, axis: Axis) -> Tensor:
     start, end = shard_range(sinks.shape[0], axis)
     return sinks[start:end]
-
-
-def _add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    return with_sinks(y, lse, sinks)[0].to(y.dtype)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, **scores: Any) -> Tensor:
