@@ -324,7 +324,7 @@ A_STEP = {"collectives", "gradients", "kernels", "layers", "optim", "parallel", 
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
 ON_CPU = {
     "mpcore.gradients.norm.clip_gradients": "as_tensor leaves a tensor where it is",
-    "mpcore.kernels.adamw._tables": "copied to the device through pinned memory",
+    "mpcore.kernels.adamw._host_table": "copied to the device through pinned memory",
     "mpcore.kernels.attention.reference._chunks": "the host chooses the chunks",
     "mpcore.parallel.fsdp._cut_axis": "numbers of ranks",
     "mpcore.parallel.shared.gather": "a stand-in for an input that is not read",
