@@ -69,8 +69,6 @@ dropout_add_reference = functools.partial(dropout_add, impl="reference")
 
 
 class _Mask(NamedTuple):
-    """Where the mask of dropout comes from: the arguments of `dropout_add`, with a signed key."""
-
     samples: Tensor | None
     tokens: Tensor | None
     p: float

@@ -357,11 +357,9 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Refuse a number that no run can have, whatever its other flags and its ranks are.
-
-    Raises:
-        ValueError: with the flag, its number, and the numbers that it may have.
-    """
+    """Raise ValueError for a number that no run can have, whatever its other flags and its ranks are."""
+    if "://" in args.out:
+        raise ValueError(f"--out {args.out} is a URL, and metrics need a local folder: run.save takes URLs")
     ranges: list[tuple[Sequence[str], Callable[[float], bool], str]] = [
         (FROM_0, lambda x: x >= 0, "smaller than 0"),
         (FROM_1, lambda x: x >= 1, "smaller than 1"),

@@ -24,6 +24,7 @@ from mpcore import Mesh, Run
 from mpcore.checkpoint import Loaded, Saving, checkpoints, inspect, latest, load, step_path
 from mpcore.checkpoint.folders import lock_folder
 from mpcore.checkpoint.format import read_manifest
+from mpcore.checkpoint.remote import as_path
 from mpcore.collectives import all_reduce
 from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 from mpcore.mesh import raise_together, raising_together
@@ -84,7 +85,7 @@ class Checkpoints:
             resume = resume if resume != "none" and not own else "auto"
         if resume == "none":
             return False
-        found = self.own() if resume == "auto" else [Path(resume)]
+        found = self.own() if resume == "auto" else [as_path(resume)]
         error, loaded, path = None, None, None
         while path := next(iter(self._common(found)), None):
             self._check(path, resume)

@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from mpcore.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mpcore.checkpoint.ranks import merged
-from mpcore.checkpoint.remote import Remote, as_path
+from mpcore.checkpoint.remote import Remote, as_path, check_local
 from mpcore.checkpoint.tensor_file import sync_folder
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import get_logger
@@ -111,9 +111,7 @@ def prepare(path: Path) -> IO[str] | None:
     """
     if isinstance(path, Remote):
         return _prepare_remote(path)
-    if "".join(path.parts[:1]).endswith(":"):
-        raise ValueError(f"{path} is a URL that became a local path: only run.save and run.load take URLs, as strings")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_local(path).parent.mkdir(parents=True, exist_ok=True)
     old, new = _old(path), temporary(path)
     if new.is_dir() and (left := lock_folder(new)):
         left.close()

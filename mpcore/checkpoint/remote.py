@@ -31,6 +31,12 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     return Remote(f"{protocol}:{':' if rest.startswith('/') else ''}", rest.strip("/"))
 
 
+def check_local(path: Path) -> Path:
+    if "".join(path.parts[:1]).endswith(":"):
+        raise ValueError(f"{path} is a URL that became a local path: only run.save and run.load take URLs, as strings")
+    return path
+
+
 class Remote(PosixPath):
     """A path in an object store, with the methods of `pathlib.Path` that checkpoints use.
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, check_inside, dtype_name, tiles, write_manifest
 from mpcore.checkpoint.pieces import Box, LocalTensor
+from mpcore.checkpoint.remote import check_local
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.schema import convert
 from mpcore.checkpoint.tensor_file import HEADER_LIMIT, TENSOR_LIMIT, Files, host_memory
@@ -130,7 +131,7 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
 
     A file `mpcore.json` beside it keeps the rest, such as step and config, for `import_dcp`.
     """
-    source, folder = resolve(path), Path(folder)
+    source, folder = resolve(path), check_local(Path(folder))
     manifest = read_complete(source)
     files = Files(source, manifest)
     check_new(folder)

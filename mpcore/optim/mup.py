@@ -135,7 +135,6 @@ class _Scaled:
 
 @torch.no_grad()
 def _scale(model: nn.Module, base: nn.Module, kinds: dict[str, Kind]) -> dict[str, float]:
-    """Scale the first values of a stage. Return the learning-rate factors."""
     narrow = {name: (module, leaf, p) for name, module, leaf, p in owners(base)}
     wide = {name: (module, leaf, p) for name, module, leaf, p in owners(model)}
     if narrow.keys() != wide.keys():

@@ -171,7 +171,6 @@ class _Step:
         bucket: list[nn.Parameter],
         options: dict[str, Any],
     ) -> None:
-        """Step a bucket by an optimizer of the same class and settings on the parameters' host copies."""
         inner: Any = type(optimizer).__new__(type(optimizer))
         inner.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
         inner.param_groups, inner.state = [{**group, "params": [self.on_host[p] for p in bucket]}], defaultdict(dict)

@@ -13,8 +13,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import mpcore as mp
+from examples.gpt.arguments import parse
 from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, save, verify
 from mpcore.checkpoint.remote import as_path
+from mpcore.interop.lora import add_lora, save_lora
 from tests.pool import on_ranks
 
 FAULTS = {"first": 0, "last": 0, "now": 0}  # the store's operations that fail, and the number of this one
@@ -181,3 +183,7 @@ def test_what_is_no_checkpoint_in_a_store_stays_and_a_damaged_one_is_named():
     for url, words in (("nowhere://a", "nowhere"), ("simplecache::s3://a/b", "chains"), (Path("s3://a/b"), "a URL")):
         with pytest.raises(ValueError, match=words):
             saved(url, 1)
+    with pytest.raises(ValueError, match="a URL"):
+        save_lora(add_lora(torch.nn.Sequential(net(0)), targets="0"), "s3://a/b")
+    with pytest.raises(ValueError, match="--out"):
+        parse(["--out", "s3://a/b"])

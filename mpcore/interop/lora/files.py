@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mpcore.checkpoint.format import write_synced
 from mpcore.checkpoint.pieces import check_finite
 from mpcore.checkpoint.ranks import together
+from mpcore.checkpoint.remote import check_local
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.interop.lora.adapters import (
     adapt,
@@ -77,7 +78,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         >>> sorted(path.name for path in folder.iterdir())
         ['adapter_config.json', 'adapter_model.safetensors']
     """
-    folder = Path(folder)
+    folder = check_local(Path(folder))
     reshard(model)
     layers, extra = together(mesh.world, lambda: _present(model))
     mine: dict[str, Tensor] = {}
