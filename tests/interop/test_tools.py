@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -84,13 +86,14 @@ def test_optimizers_of_torch_on_shards(name: str) -> None:
     assert (error > 1e-4) if name in OF_SHARDS else (error < 1e-12), error
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is missing")
 @pytest.mark.parametrize(
     "name", ["AdamW8bit", *(pytest.param(x, marks=pytest.mark.slow) for x in ("AdamW4bit", "AdamWFp8"))]
 )
 @on_ranks(2, timeout=300.0)
 def test_low_bit_optimizers_of_torchao_on_shards(name: str) -> None:
     """They quantize blocks of the flat shard: where its rows are multiples of a block they equal the dense model's."""
-    kind = getattr(pytest.importorskip("torchao.optim"), name)
+    kind = getattr(import_module("torchao.optim"), name)
     for width, same in ((512, True), (192, False)):  # the rows of the second layer's shards have 256, and 96
         torch.manual_seed(0)
         dense = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64))
