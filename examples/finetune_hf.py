@@ -1,11 +1,9 @@
 """Fine-tune a causal Hugging Face model with tensor parallelism, ZeRO and LoRA, on Python's standard library.
 
-    python -m examples.finetune_hf                                        # all weights of a small new model
-    python -m examples.finetune_hf --model runs/finetune/model --lora 8   # then an adapter on what it learned
-    torchrun --nproc-per-node 4 -m examples.finetune_hf --tp 2 --zero 3   # the same losses on any mesh
-    torchrun --nproc-per-node 4 -m examples.finetune_hf --tp 2 --pp 2 --micro-batches 2   # in two pipeline stages
-
-Nothing is downloaded: `--model` is a folder on this machine, and without it the model is made from a config.
+python -m examples.finetune_hf                                        # all weights of a small new model
+python -m examples.finetune_hf --model runs/finetune/model --lora 8   # then an adapter on what it learned
+torchrun --nproc-per-node 4 -m examples.finetune_hf --tp 2 --zero 3   # the same losses on any mesh
+torchrun --nproc-per-node 4 -m examples.finetune_hf --tp 2 --pp 2 --micro-batches 2   # in two pipeline stages
 """
 
 from __future__ import annotations
@@ -25,19 +23,23 @@ from examples.gpt.indexed_dataset import IndexedDataset
 from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import split_samples
 from examples.gpt.tokenizer import ByteTokenizer, load_tokenizer
+from mpcore.interop.hugging_face.extra_files import tokenizer_files
 from mpcore.interop.lora import add_lora, load_lora, save_lora
+from mpcore.sharding import local_tensor
+
+VOCABULARY = ByteTokenizer.vocab_size
 
 
 def load_model(folder: Path | None, mesh: mp.Mesh) -> nn.Module:
     """Open a folder of Hugging Face, whose values `prepare` reads, or make a small Llama, the same on every rank."""
     if folder is not None:
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} has no config.json: give the folder of a causal model of transformers")
-        return mp.from_pretrained(folder, mesh, defer=True)
+        model = mp.from_pretrained(folder, mesh, defer=True)
+        if not (folder / "tokenizer.json").is_file() and model.config.get_text_config().vocab_size != VOCABULARY:
+            raise ValueError(f"{folder} has no tokenizer.json: save the model's tokenizer there")
+        return model
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": ByteTokenizer.vocab_size}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes, **heads))
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": VOCABULARY, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, num_key_value_heads=2, **sizes))
     return mp.parallelize(model, tp=mesh.tp).to(mesh.device)  # by the plan that the model carries
 
 
@@ -48,7 +50,7 @@ def token_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
 
 def start(args: argparse.Namespace) -> mp.Run:
     """Lay the model out on a mesh, ready to train."""
-    mesh = mp.build_mesh(tp=args.tp, pp=args.pp, device_type=args.device)  # dp is what tp and pp leave of the world
+    mesh = mp.build_mesh(tp=args.tp, pp=args.pp, ep=args.ep, device_type=args.device)  # dp: what tp and pp leave
     model: Any = load_model(args.model, mesh)
     model.config.use_cache = False  # training keeps no keys and values
     if args.adapter is not None:
@@ -75,10 +77,9 @@ def finetune(args: argparse.Namespace) -> list[float]:
     tokenizer = load_tokenizer(vocabulary) if vocabulary.is_file() else ByteTokenizer()
     train_samples, held_out = split_samples(IndexedDataset(default_corpus(tokenizer=tokenizer)), args.seq_len, seed=0)
     assert held_out is not None
-    trained, every = (sum(p.numel() for p in run.model.parameters() if p.requires_grad or f) for f in (False, True))
-    first = mesh.job.rank == 0
-    if first:
-        print(f"trains {trained:,} of {every:,} parameters a rank")
+    if first := mesh.job.rank == 0:
+        sizes = [(local_tensor(p).numel(), p.requires_grad) for p in run.model.parameters()]
+        print(f"a rank trains {sum(n for n, on in sizes if on):,} of its {sum(n for n, _ in sizes):,} parameters")
 
     def batch(indices: range, samples=train_samples) -> tuple[Tensor, Tensor]:
         x, target = samples.batch(indices)
@@ -99,6 +100,8 @@ def finetune(args: argparse.Namespace) -> list[float]:
             save_lora(whole, args.out / "adapter", run.mesh)
         merged = mp.save_pretrained(whole, args.out / "model", run.mesh)  # with the adapter's product
     if first:
+        for name, content in tokenizer_files(args.model).items() if vocabulary.is_file() else ():
+            (merged / name).write_bytes(content)
         print(f"loss on held-out text {before:.4f} -> {after:.4f}")
         print(f"the model, for AutoModelForCausalLM.from_pretrained: {merged}")
         if adapts:
@@ -112,16 +115,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a causal Hugging Face model; without: a small new Llama")
-    parser.add_argument(
-        "--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank; 0: all weights"
-    )
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; 0: all weights")
     parser.add_argument("--adapter", type=Path, help="go on with the adapter in this folder, PEFT's or save_lora's")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel size, within the data ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages, of the decoder's layers")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO over the data ranks")
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and activations"
-    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights, activations")
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8, help="samples a step, over all ranks")

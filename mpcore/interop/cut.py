@@ -263,9 +263,8 @@ class _Trace:
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.Module]:
-    lists = {
-        n: m for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1
-    }
+    lists = {n: m for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m)}
+    lists = {n: m for n, m in lists.items() if len(m) > 1} or lists
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers to cut: write its stages yourself")

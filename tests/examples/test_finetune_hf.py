@@ -71,9 +71,22 @@ def test_what_is_there_is_not_overwritten_and_a_folder_without_a_model_is_refuse
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="model is there: give another --out"):
         run(corpus, f"--out {tmp_path}")
-    with pytest.raises(ValueError, match=r"has no config.json: give the folder of a causal model"):
+    with pytest.raises(ValueError, match=r"config.json is missing"):
         run(corpus, f"--model {tmp_path} --out {tmp_path}/new")
     assert not Path(tmp_path / "new").exists()
+
+
+def test_the_tokenizer_of_a_folder_is_used_and_stays_beside_the_weights(corpus, tmp_path):
+    from examples.gpt.tokenizer import train_tokenizer
+
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"has no tokenizer.json"):
+        run(corpus, f"--model {tmp_path}/base --out {tmp_path}/new")
+    train_tokenizer(["def f(x): return x"], 300, tmp_path / "base" / "tokenizer.json")
+    run(corpus, f"--model {tmp_path}/base --out {tmp_path}/new")
+    files = [(tmp_path / at / "tokenizer.json").read_bytes() for at in ("base", "new/model")]
+    assert files[0] == files[1]
 
 
 def test_the_loss_is_a_sum_in_float32():

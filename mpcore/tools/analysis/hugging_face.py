@@ -46,7 +46,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
     if samples % step:
         raise ValueError(f"--global-batch {samples} is not a multiple of micro-batch x dp = {step}")
     model = _model(args.hf)
-    parallelize(model, tp=mesh.tp, check=False)
+    parallelize(model, tp=mesh.tp, ep=mesh.ep, etp=mesh.etp, check=False)
     if args.lora:
         add_lora(model, rank=args.lora)
     model.read_values = lambda *_: 0  # as of from_pretrained(defer=True): the cut is tested on a small copy
