@@ -67,7 +67,7 @@ def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
     assert main(["plan", *GPT, "--world", "4", *vary]) == 0
     printed = capsys.readouterr().out
     rows = re.findall(r"^ +(\d+)((?: +\d+)+) +([\d.]+) +([\d.]+) +\d+%.*?( --.*)$", printed, re.M)
-    unit, clock = re.search(r"(\w)iB +step, (m?s)", printed).groups()
+    ((unit, clock),) = re.findall(r"(\w)iB +step, (m?s)", printed)
     per, tick = {"M": 2**10, "G": 1}[unit], {"ms": 1e3, "s": 1}[clock]
     table = {int(row): (float(size) / per, float(step) / tick) for row, _, size, step, _ in rows}
     axes = drawn[-1].axes[0]
@@ -76,7 +76,8 @@ def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
     for point in table.values():
         assert any(point == pytest.approx(other, abs=1e-4) for other in points), point
     labels = {int(text.get_text()): text.xy for text in axes.texts}
-    best = [int(n) for n in re.search(r"both faster and smaller than these: rows? (.*)", printed)[1].split(", ")]
+    (front,) = re.findall(r"both faster and smaller than these: rows? (.*)", printed)
+    best = [int(row) for row in front.split(", ")]
     assert sorted(labels) == best[:8]
     for row, at in labels.items():
         assert at == pytest.approx(table[row], abs=1e-4), row
