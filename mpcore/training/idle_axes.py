@@ -32,6 +32,9 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     modules = [each for stage in stages for each in named_modules(stage)]
     with raising_together():
         for name, module in modules:
+            tp = module.tp if isinstance(module, ParallelLayer) else mesh.tp
+            if tp.size > 1 and tp.role in ("pp", "dp", "data", "cp"):
+                raise ValueError(f"{_named(name, module)} was built with tp=mesh.{tp.role}: pass tp=mesh.tp")
             for axis in (mesh.cp, mesh.ep):
                 built = vars(module).get(axis.role)
                 sees_all = isinstance(module, HeadAttention) and module.memory_dim is not None  # of a full memory

@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.wrong, self.tp = wrong, mesh.tp
         self.embedding = mp.VocabParallelEmbedding(V, D, **sp)
         self.norm = nn.LayerNorm(D)
-        self.up = mp.ColumnParallelLinear(D, 4 * D, tp=mp.Axis() if wrong == "no tp" else mesh.tp,
+        self.up = mp.ColumnParallelLinear(D, 4 * D, tp={"no tp": mp.Axis(), "tp=mesh.dp": mesh.dp}.get(wrong, mesh.tp),
                                           sequence_parallel=sp["sequence_parallel"])  # fmt: skip
         self.down = mp.RowParallelLinear(4 * D, D, **sp if wrong != "no tp, row" else {})
         if wrong == "swapped":
@@ -143,7 +143,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("DDP after prepare", TP, "same weights.*DistributedDataParallel"),
     ("no tp", TP, "32, but this rank's share of in_features 32 is 16.* no tp"),
     ("no tp, row", TP, r"\(8, 6, 16\) is 16, but in_features is 32: pass this layer tp=mesh.tp"),
-    ("Axis", TP, "name='tp'"),
+    ("Axis", TP, "name='tp'"), ("tp=mesh.dp", BOTH, r"up \(ColumnParallelLinear\) was built with tp=mesh.dp"),
     ("add_partial", TP, r"scale is replicated.*add_partial\(module, 'scale', mesh.tp\)"),
     ("norm", TP, r"norm.*make it mp.LayerNorm\("), ("nn.Dropout", TP, "Use mpcore.Dropout, or call torch.manual_seed"),
     ("samples", TP, "dropout 0.2 needs samples"), ("same samples", TP, "same samples as step 0.*run.samples"),
