@@ -137,16 +137,3 @@ def calls(target: str = "sm_90", multiprocessors: int = 132) -> Iterator[list[Ca
                 if getattr(module, name, None) is getattr(_triton, name) and module is not _triton:
                     stack.enter_context(mock.patch.object(module, name, other))
         yield found
-
-
-class Empty(torch.autograd.Function):
-    """As many inputs and gradients as rms_norm's, and nothing else."""
-
-    @staticmethod
-    def forward(ctx, x, weight, residual, eps):
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *map(torch.empty_like, ctx.saved_tensors), None, None
