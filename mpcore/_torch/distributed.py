@@ -51,6 +51,8 @@ def clone_store() -> Any:
 
 
 class _SecretStore(dist.PrefixStore):
+    """The store of a job whose ranks share a secret."""
+
     secret = b""
 
 

@@ -80,6 +80,7 @@ class _Fake(FakeTensorMode):
         return out[0] if is_one else tuple(out)
 
     def _device_of(self, args: Sequence[Any]) -> torch.device | None:
+        """Return the one device of the tensors among the arguments. None: torch must look at them."""
         device = torch.device("cpu")
         first = None
         for x in args:
@@ -93,6 +94,7 @@ class _Fake(FakeTensorMode):
         return device
 
     def _key(self, tree: Any) -> Any:
+        """Return what an operator's result depends on, as a key. None: torch must look at the arguments."""
         if type(tree) is FakeTensor:
             if tree.fake_mode is not self or tree.constant is not None or tree.layout != torch.strided:
                 return None

@@ -51,6 +51,8 @@ class Loaded(Manifest):
 
 @dataclass
 class _Plan:
+    """What a rank will read: the tensors to fill, the tensors that the checkpoint lacks, and the problems found."""
+
     files: Files
     held: list[LocalTensor] = field(default_factory=list)
     masters: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -143,6 +145,7 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
+    """Add a tensor to the plan, or note why it can't be read."""
     entry = plan.files.manifest.tensors.get(item.name)
     if entry is None:
         plan.missing.append(item.name)

@@ -229,6 +229,7 @@ def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> lis
 
 
 def _over_data(name: str, tensor: DTensor, dims: list[list[Segment]]) -> tuple[list[list[Segment]], bool]:
+    """Clip the segments to this rank's shard of `fully_shard`."""
     for placement in tensor.placements:
         if not placement.is_replicate() and type(placement) is not Shard:  # torch's _StridedShard is a Shard too
             raise ValueError(f"{name} is placed as {placement}: only shards and replicas over data can be saved")

@@ -55,6 +55,8 @@ _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 @dataclass(frozen=True)
 class _Request:
+    """The arguments of `save` besides the model and the optimizer."""
+
     path: Path
     mesh: Mesh
     step: int
@@ -89,6 +91,8 @@ class _Snapshot:
 
 @dataclass(frozen=True)
 class _Part:
+    """One rank's part of the manifest."""
+
     files: dict[str, FileRecord]
     tensors: dict[str, tuple[tuple[int, ...], str]]
     chunks: list[tuple[str, Chunk]]
@@ -256,6 +260,7 @@ def save_async(
 
 
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, copy: bool) -> _Snapshot:
+    """Collect everything that this rank saves. JSON values are copied; tensors are copied if `copy` is True."""
     reshard(model)
     held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
     if optimizer is not None:
@@ -273,6 +278,7 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request
 
 
 def _write(snapshot: _Snapshot, line: str = "") -> int:
+    """Write the files of a snapshot on all ranks. Return their total size in bytes."""
     request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
     lead, began = world.rank == 0, time.perf_counter()
     lock = together(world, lambda: prepare(path) if lead else None, line)
@@ -299,6 +305,7 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
 
 
 def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
+    """Write the boxes that this rank owns, and compute checksums of the replicas that it holds."""
     tensors: dict[str, dict[str, Tensor]] = {}  # by file and key
     where: dict[tuple[str, str], tuple[str, Box]] = {}
     replicas = []
@@ -381,6 +388,7 @@ def _check_replicas(tensors: Mapping[str, Entry], parts: list[_Part]) -> None:
 
 
 def _merge(of_ranks: list[list[Group]]) -> list[Group] | None:
+    """Return the optimizer's parameter groups of all pipeline stages together, or None if there is no optimizer."""
     if not of_ranks:
         return None
     counts = sorted({len(groups) for groups in of_ranks})

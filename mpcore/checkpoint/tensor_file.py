@@ -283,6 +283,7 @@ def _stamp(file: Path | int) -> tuple[int, ...]:
 
 
 def _fits(found: Any, room: int) -> bool:
+    """Return whether a header's entry is consistent and fits a file with `room` bytes of data."""
     try:
         start, end = sizes(found["data_offsets"])
         if len(found["shape"]) > DIMENSIONS:

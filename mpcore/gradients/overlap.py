@@ -87,6 +87,7 @@ class OverlappedAllReduce:
             )
 
     def _find(self) -> None:
+        """Find the parameters and register hooks once; again if parameters were replaced or got more hooks."""
         if self.found and all(
             module._parameters.get(leaf) is p and has_last_accumulation_hook(p, hook)
             for (module, leaf, p, _), hook in zip(self.places, self.hooks, strict=True)

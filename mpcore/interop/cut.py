@@ -272,6 +272,7 @@ def _layers(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Any]]:
+    """Run the model once; return the trace of the call, and the outputs."""
     numbers, calls = {layer: i for i, layer in enumerate(layers.children())}, []
     units = dict(_units(model, layers))
     names = {module: name for name, module in units.items()}
@@ -340,6 +341,7 @@ def _enlarged(trace: _Trace, small: nn.Module, model: nn.Module) -> _Trace:
 
 
 def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules with parameters, except the layers."""
     for own, _ in model.named_parameters(recurse=False):
         raise ValueError(
             f"{prefix}{own} is a parameter beside the layers, and no stage is known to need it: make it the weight "
@@ -396,6 +398,7 @@ def _check_shared(
 
 
 def _ids(model: nn.Module) -> Tensor:
+    """Return random ids below the model's vocabulary size, to run the model on."""
     table = next((m for m in model.modules() if isinstance(getattr(m, "num_embeddings", None), int)), None)
     if table is None:
         raise ValueError(f"{type(model).__name__} has no table of ids: give ids [B, T] of a forward as example=")

@@ -100,6 +100,7 @@ class Model(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Return the sum of log-probabilities of each continuation, and whether each of its tokens is the likeliest."""
         texts = [(context + after)[-(self.max_length + 1) :] for _, context, after in requests]
         self._check(texts)
         if (longest := max((len(after) for *_, after in requests), default=0)) > self.max_length:

@@ -374,6 +374,7 @@ def _scan(
 
 
 def _tokens_before(x: Tensor, reach: int, runs: tuple[Runs, ...], cp: Axis) -> list[Tensor]:
+    """Return, for each run of this rank, the `reach` tokens before it, [B, reach, C]; 0 before the first token."""
     most = max(map(len, runs))
 
     def last(of_rank: Runs) -> list[int]:  # the last tokens of each run, as many on each rank
@@ -390,6 +391,7 @@ def _tokens_before(x: Tensor, reach: int, runs: tuple[Runs, ...], cp: Axis) -> l
 
 
 def _shard_heads(tp: Axis, *parts: tuple[list[Run], int, int]) -> tuple[Shard, tuple[int, ...]]:
+    """Shard concatenated projections by heads: each part has the heads of each rank, their number and their width."""
     blocks = tuple(heads * width for _, heads, width in parts)
     starts = [start for start, _ in pairwise([0, *accumulate(blocks)])]
     runs = tuple(

@@ -148,6 +148,7 @@ def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) 
 
 
 def _unfilled(name: str, module: nn.Module, leaf: str, what: str) -> ValueError:
+    """Make the error for a parameter or a buffer that nothing fills."""
     kind, full = type(module).__name__, name if what == "parameter" else f"{name}.{leaf}".lstrip(".")
     other = "" if what == "parameter" else ', or create the buffer with device="cpu"'
     fill = f"torch.nn.init.normal_(self.{leaf}, std=0.02)" if what == "parameter" else f"self.{leaf}.copy_(..)"

@@ -233,6 +233,7 @@ def _head(
     sequence_dim: int = 1,
     **columns: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Return the rows of the full sequence, the weight and the targets for the kernels, and the kernels' options."""
     check_axis(tp)
     if tp.sums is not None:
         raise ValueError(
@@ -276,6 +277,8 @@ def _check_loss(target: Tensor, reduction: str, label_smoothing: float, token_we
 
 @dataclass(frozen=True)
 class _Loss:
+    """The columns of the vocabulary that this rank holds, and the options of the loss."""
+
     tp: Axis
     size: int
     start: int
@@ -304,6 +307,7 @@ def _loss_of(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> _Loss:
+    """Return the loss for logits of this shape. Raise ValueError for logits of another shape, or bad targets."""
     check_axis(tp)
     *tokens, columns = shape
     if not 0 <= softcap < float("inf"):

@@ -161,6 +161,8 @@ class _RingColumn(Function):
 
 
 class _RingRow(Function):
+    """`reduce_scatter(linear(x), dim)`."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.how = tp, dim, _, dtype = how
@@ -186,6 +188,8 @@ class _RingRow(Function):
 
 
 class _ChunkedRow(Function):
+    """`reduce(linear(x))`."""
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         tp, chunks, main, dtype = how

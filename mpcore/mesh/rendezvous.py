@@ -59,6 +59,7 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
 
 
 def _share_secret(store: dist.Store, launch: Launch, name: str, until: float) -> bytes:
+    """Return the secret of a job whose ranks are all on this host."""
     ready, read = f"{name}/mpcore/secret", f"{name}/mpcore/read"
     if launch.rank == 0:
         secret = leave_secret(name)

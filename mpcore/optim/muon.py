@@ -140,6 +140,7 @@ class Muon(AdamW):
     def _orthogonal_step(
         self, group: dict[str, Any], parameters: Sequence[nn.Parameter], axes: Sequence[Axis], scale: Tensor | None
     ) -> None:
+        """Update at most as many matrices as there are ranks to divide the work."""
         rank = 0
         for axis in axes:
             rank = rank * axis.size + axis.rank
@@ -171,6 +172,7 @@ class Muon(AdamW):
             held.copy_(weight)
 
     def _momentum(self, group: dict[str, Any], p: nn.Parameter, scale: Tensor | None) -> Tensor:
+        """Return the momentum to orthogonalize, sharded like the parameter."""
         state, grad = self._state(p, "momentum_buffer"), gradient_of(p)
         state["step"] += 1
         buffer = local_tensor(state["momentum_buffer"])

@@ -126,6 +126,8 @@ def apply_mup(
 
 
 class _Scaled:
+    """The first values of `init`, multiplied by a factor."""
+
     def __init__(self, init: Init, factor: float) -> None:
         self.init, self.factor = init, factor
 
@@ -135,6 +137,7 @@ class _Scaled:
 
 @torch.no_grad()
 def _scale(model: nn.Module, base: nn.Module, kinds: dict[str, Kind]) -> dict[str, float]:
+    """Scale the first values of a stage. Return the learning-rate factors."""
     narrow = {name: (module, leaf, p) for name, module, leaf, p in owners(base)}
     wide = {name: (module, leaf, p) for name, module, leaf, p in owners(model)}
     if narrow.keys() != wide.keys():
@@ -196,6 +199,7 @@ def _scale(model: nn.Module, base: nn.Module, kinds: dict[str, Kind]) -> dict[st
 
 
 def _kind(name: str, holders: list[nn.Module], inputs: float, outputs: float) -> Kind:
+    """Return the kind of a matrix from the modules that hold it and the growth of its inputs and outputs."""
     tables = [isinstance(module, TABLES) for module in holders]
     if all(tables):
         return "input"
@@ -222,6 +226,7 @@ def _std(module: nn.Module, leaf: str, p: Tensor) -> float | None:
 
 
 def _check_attention(model: nn.Module, base: nn.Module) -> None:
+    """Raise if the scores of larger heads aren't scaled by 1 / size."""
     narrow = dict(base.named_modules())
     for name, module in model.named_modules():
         other = narrow.get(name)

@@ -183,6 +183,7 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
 
 
 def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
+    """Raise ValueError if one stage has a parameter in two units, or a unit has trained parameters of two dtypes."""
     seen: dict[nn.Parameter, tuple[str, nn.Module, nn.Module]] = {}
     units = set(blocks)
     for stage in stages:
@@ -214,6 +215,7 @@ def _stays_whole(parameter: Tensor, sharding: Sharding, mesh: Mesh, replicate: i
 
 
 def _declare_pending(stage: nn.Module, mesh: Mesh, which: Callable[[nn.Parameter], bool]) -> None:
+    """Declare the data axis of each parameter, and declare the gradients of some partial over it."""
     declared = shardings(stage)
     for name, module, leaf, parameter in list(owners(stage)):
         axis = declared[name].data_axis(mesh)

@@ -114,6 +114,8 @@ class BroadcastAllGather:
 
 
 class _NoView(torch.autograd.Function):
+    """Return the same values in the same memory, but not as a view."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         return x.detach()

@@ -47,6 +47,8 @@ _Event: TypeAlias = "torch.cuda.Event | None"  # None: the copy is done
 
 
 class _Copies:
+    """Copy tensors between a device and the host while the device computes."""
+
     def __init__(self, pin_memory: bool | None) -> None:
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True, but pinned memory needs a GPU and there is none: leave it out")
@@ -122,6 +124,8 @@ def offload_optimizer(
 
 
 class _Step:
+    """Run the step of an offloaded optimizer."""
+
     def __init__(self, copies: _Copies, bucket_bytes: int) -> None:
         self.copies, self.bucket_bytes = copies, bucket_bytes
         self.on_host: dict[nn.Parameter, nn.Parameter] = {}
@@ -171,6 +175,7 @@ class _Step:
         bucket: list[nn.Parameter],
         options: dict[str, Any],
     ) -> None:
+        """Step a bucket by an optimizer of the same class and settings on the parameters' host copies."""
         inner: Any = type(optimizer).__new__(type(optimizer))
         inner.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
         inner.param_groups, inner.state = [{**group, "params": [self.on_host[p] for p in bucket]}], defaultdict(dict)
@@ -196,6 +201,8 @@ class _Step:
 
 
 class _Moved:
+    """Hold a storage that autograd saved: on the host, and on the device again while a tensor uses it."""
+
     def __init__(self, x: Tensor, copies: _Copies) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
         self.copies, self.device, self.version = copies, x.device, x._version
@@ -293,6 +300,8 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
 
 
 class _Swap:
+    """Hold the parameters of a block on the host, and on the device while the block needs them."""
+
     def __init__(self, block: nn.Module, copies: _Copies) -> None:
         self.copies, self.here = copies, True
         stay = router_statistics(block)

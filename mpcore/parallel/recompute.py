@@ -140,6 +140,7 @@ def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None
 
 
 def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a block's forward with recomputation: `own`, a forward assigned to this block, or its class's forward."""
     forward = partial(type(block).forward, block, **kwargs) if own is None else partial(own, **kwargs)
     setting: _Setting = block.__dict__[_SETTING]
     if setting.kind == "none" or not torch.is_grad_enabled():  # "none": a forward that was set over this one calls it
@@ -277,6 +278,7 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @contextmanager
 def _remember(kept: list[Any], to_the_end: bool) -> Iterator[None]:
+    """In this context run a block's forward; at its end add the results of products and collectives to `kept`."""
     log = _Log()
     pack, unpack = saved_tensor_hooks()
 

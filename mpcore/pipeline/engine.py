@@ -149,6 +149,7 @@ class Pipeline:
         return total
 
     def _raise_problems(self, meet: bool = True) -> None:
+        """Raise a stage's error on its rank and, if all ranks come here, on the others."""
         mine = self.executor.problems[0] if self.executor.problems else None
         texts: list[str | None] = [None]
         if meet:
@@ -163,6 +164,7 @@ class Pipeline:
                 raise ValueError(f"rank {rank} of the pipeline: {text}")
 
     def _cut(self, tensors: dict[str, Any]) -> list[MicroBatch]:
+        """Check a step's tensors and return its micro-batches."""
         M, as_lists = self.micro_batches, isinstance(tensors["x"], (list, tuple))
         if as_lists:
             for name, given in tensors.items():
@@ -188,6 +190,7 @@ class Pipeline:
         return [MicroBatch(each.pop("x"), each.pop("target"), each, key) for each, key in zip(rows, keys, strict=True)]
 
     def _checked_loss(self, output: Any, target: Tensor) -> Tensor:
+        """Return the loss in its own memory; raise ValueError if it is not a valid loss."""
         loss: Any = self.loss(output, target)
         is_ = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -288,6 +291,7 @@ class Pipeline:
 
 
 def _check_rows(tensors: dict[str, Any]) -> int:
+    """Return the number of rows, which all tensors of a batch must share."""
     x = tensors["x"]
     size = len(x) if isinstance(x, Tensor) and x.dim() else 0
     for name, tensor in tensors.items():

@@ -117,6 +117,7 @@ class Executor:
         self.one: Tensor | None = None
 
     def _arrivals(self, actions: Sequence[Action]) -> dict[Action, list[Action]]:
+        """Return, for each action, the messages to wait for: its input, and the sends that have arrived by then."""
         found = {}
         for action in actions:
             if action.kind in ("F", "B", "I"):
@@ -140,6 +141,8 @@ class Executor:
 
 
 class _Step:
+    """Run one step, and hold the micro-batches and messages in flight."""
+
     def __init__(self, executor: Executor, micro_batches: Sequence[MicroBatch]) -> None:
         self.of, self.micro_batches = executor, micro_batches
         self.held: dict[tuple[int, int], MicroBatchState] = defaultdict(MicroBatchState)
@@ -308,6 +311,7 @@ class _Step:
             self._failed(error)
 
     def _send_back(self, stage: int, m: int, held: MicroBatchState, dxs: Sequence[Tensor | None]) -> None:
+        """Send the inputs' gradients to the previous stage, zeros for an input without a gradient."""
         if stage == 0:
             return
         grads = tuple(
@@ -340,6 +344,7 @@ def _begin(held: MicroBatchState) -> tuple[list[GradientEdge], list[Tensor]]:
 
 
 def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int, m: int) -> None:
+    """Raise ValueError if the next stage expects another number of outputs, or other shapes or dtypes."""
     if len(outputs) != len(metas):
         raise ValueError(
             f"stage {stage} returns {len(outputs)} outputs in micro-batch {m}, {len(metas)} in its first forward of "
@@ -359,6 +364,7 @@ def _check_promise(metas: Sequence[Meta], outputs: Sequence[Tensor], stage: int,
 
 
 def _one_by_one(plan: Schedule) -> Schedule:
+    """Return the plan of a single rank: all forwards of a micro-batch, then its backwards, then the next one."""
     up = range(plan.stages)
     row = [
         Action(kind, stage, m)

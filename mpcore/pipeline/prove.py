@@ -231,6 +231,7 @@ def in_order(schedule: Schedule, named: bool) -> Iterator[tuple[int, Action, lis
 
 
 def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
+    """Return start and end of every action: each rank runs its actions in order, each as early as possible."""
     named = any(action.kind in MESSAGES for actions in schedule.ranks for action in actions)
     done: dict[Action, tuple[float, float]] = {}
     clock = [0.0] * len(schedule.ranks)
@@ -244,6 +245,7 @@ def _run(schedule: Schedule, times: Times) -> dict[Action, tuple[float, float]]:
 
 
 def _stuck(schedule: Schedule, done: set[Action], position: list[int], named: bool) -> str:
+    """Describe, for each blocked rank, the action, what it waits for, and where that is."""
     place = {a: (rank, i) for rank, actions in enumerate(schedule.ranks) for i, a in enumerate(actions)}
     waiting = []
     for rank, actions in enumerate(schedule.ranks):

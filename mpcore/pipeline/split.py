@@ -18,6 +18,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class _Group:
+    """Hold leaves, such as parameters, and the operations on a path to an input from which backward reaches them."""
+
     nodes: list[Node]
     leaves: set[Node]
 
@@ -126,6 +128,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _children_first(roots: Sequence[Node]) -> Iterator[Node]:
+    """Yield all operations that a backward from `roots` reaches, each after its children."""
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
     while stack:

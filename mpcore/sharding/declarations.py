@@ -135,6 +135,7 @@ def plain_name(name: str) -> str:
 
 
 def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[nn.Parameter, list[Place]]]:
+    """Yield each parameter with all modules that hold it, in the order of the modules."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     for prefix, module in modules:
         declared = declared_by(module)

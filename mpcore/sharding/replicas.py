@@ -104,6 +104,7 @@ def _data_replicas(parameter: Tensor, data: Axis) -> dict[object, Axis]:
 
 
 def _shared_runs(shard: Shard, local: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the index ranges of a dimension that several ranks hold. The list is the same on all ranks of the axis."""
     holders = [{i for start, end in runs for i in range(start, end)} for runs in shard.runs]
     place = {i: at for at, i in enumerate(i for start, end in shard.mine for i in range(start, end))}
     runs: list[list[int]] = []

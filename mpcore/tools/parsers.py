@@ -270,6 +270,7 @@ def ledger(argv: Sequence[str] = ()) -> Parser:
 
 
 def _of_rank(prog: str, about: str, argv: Sequence[str]) -> Parser:
+    """Return a parser of a target, the mesh and the rank."""
     example = f"{prog} examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024"
     plot = [f"{example} --plot memory.png"] if prog == "mpcore memory" else []
     parser = Parser(prog=prog, description=about, examples=[example, *plot])

@@ -270,6 +270,7 @@ def _check_observers(observers: Sequence[Observer], mesh: Mesh, blocks: Any) -> 
 
 
 def _check_optimizer(optimizer: object) -> None:
+    """Raise ValueError if `optimizer` is not a function that makes an optimizer from the model."""
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     kind: Any = type(optimizer) if is_made else getattr(optimizer, "func", optimizer)  # the class within a partial
     name = kind.__name__ if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) else ""
@@ -309,6 +310,7 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 
 
 def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
+    """Raise ValueError if it is unclear whether to keep a model's values, or values are missing or too narrow."""
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
         raise ValueError("the model is wrapped in DistributedDataParallel: pass its module; the run sums the gradients")
     parameters = [each for stage in stages for each in stage.named_parameters()]

@@ -161,6 +161,7 @@ def architecture_of(config: Any, *, spec: ModelSpec, first: str | None = None) -
 
 
 def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelSpec) -> list[str]:
+    """Return the fields that an export to this architecture would change, with both values."""
     values, problems = _read(architecture, _write(architecture, wanted), "the export")
     try:
         got = _same_groups(_flat(spec.describe(spec.config(**values))))
@@ -213,6 +214,7 @@ class Fields:
 
 
 def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return mpcore's fields, and the problems found in the Hugging Face fields."""
     c, ours = Fields(values, where), dict(architecture.ours)
     for name, field in architecture.fields.items():
         value = c.take(name, None if field.alias else field.default)
@@ -245,6 +247,7 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
 
 
 def _write(architecture: Architecture, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Hugging Face fields for mpcore's flat fields."""
     values: dict[str, Any] = {"architectures": [architecture.class_name]}
     for name, field in architecture.fields.items():
         value = ours[field.ours.split()[0]]

@@ -108,6 +108,7 @@ def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
 
 
 def _read_files(folder: Path, sums: Mapping[str, int] | None = None) -> dict[str, bytes]:
+    """Read the files of a folder, by name. With `sums`, check each file against its CRC-32."""
     found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if sums is None:
         return found

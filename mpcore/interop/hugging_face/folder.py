@@ -173,6 +173,7 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
 
 
 def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, name: str) -> str:
+    """Return a tensor's dtype. Raise ValueError if it is missing, has another shape, or isn't floating point."""
     if key not in where:
         raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
     path, header = source.folder / where[key], source.files[where[key]].header[key]

@@ -138,6 +138,7 @@ def _make(
     path: Path, transformers: Any, dtype: torch.dtype | None, kind: Any, changes: dict[str, Any],
     files: Mapping[str, TensorFile], where: Mapping[str, str],
 ) -> Any:  # fmt: skip
+    """Return the model of a folder's config.json, with its parameters on the meta device."""
     config = auto_config(path, **changes)
     if unknown := sorted(name for name in changes if name not in config.to_dict()):
         raise ValueError(f"{unknown[0]!r} is neither an option of parallelize nor a field of the config of {path}")
@@ -258,6 +259,7 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keys(path: Path, dense: Any, group: Group, where: Mapping[str, str]) -> dict[str, str]:
+    """Return the names that a group's tensors have in these files. A tied weight may have any of its names."""
     keys = {}
     for key in group.files:
         found = _found(dense, key, where)

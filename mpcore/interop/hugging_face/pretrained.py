@@ -232,6 +232,7 @@ def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
 
 
 def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
+    """Return the state dict to save, on the meta device."""
     names, state = stored_names(dense), {}
     for name, x in dense.state_dict().items():
         if name not in held or held[name][1].shape != tuple(x.shape):
@@ -249,6 +250,7 @@ def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
 def _write(
     folder: Path, model: Any, likes: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
 ) -> None:
+    """Write the tensors of the generator, in the order of `likes`."""
     try:
         with new_folder(folder) as new:
             _write_configs(new, model)
@@ -267,6 +269,7 @@ def _write_configs(folder: Path, model: Any) -> None:
 
 
 def _logical(dense: Any, owned: list[_Owned]) -> Held:
+    """Return the tensors that the ranks hold together, without the adapters, under all their names, on "meta"."""
     found: Held = {}
     for each in owned:
         for name, (dtype, shape, _) in each.tensors.items():

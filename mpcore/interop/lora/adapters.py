@@ -301,6 +301,7 @@ def factor_prefix(weight: str, layer: LoRALayer) -> str:
 
 
 def _chosen(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+    """Return the layers that `targets` names, in the model's order."""
     layers = dict(linear_layers(model))
     if targets == ALL:
         head_of: Any = getattr(model, "get_output_embeddings", None)
@@ -340,6 +341,7 @@ def check_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return, for each layer that can't have an adapter, the reason."""
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     refused = {}
     grouped = {name: leaf for name, _, leaf in grouped_weights(model)}

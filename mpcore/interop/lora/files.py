@@ -251,6 +251,7 @@ def _targets(model: nn.Module, layers: Mapping[str, LoRALayer]) -> set[str]:
 
 
 def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[str, Held], mesh: Mesh) -> dict[str, Any]:
+    """Return the adapters' configuration as PEFT writes it. The ranks of pp join theirs."""
     mine = (
         _targets(model, layers),
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()},
@@ -273,6 +274,7 @@ def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[st
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Read the fields `_READ` of a configuration."""
     defaults: dict[str, Any] = {"lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}  # PEFT's
     try:
         said = json.loads(path.read_text())
@@ -327,6 +329,7 @@ def _in_modules(name: str, modules: Sequence[str]) -> bool:
 
 
 def _check(name: str, layer: nn.Module, file: TensorFile, keys: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    """Raise ValueError if the factors in the file don't fit the layer, or the adapter that the layer has."""
     (n_in, n_out), (rank, alpha) = sizes_of(layer), _size(name, config)
     for leaf, want in (("lora_A", [rank, n_in]), ("lora_B", [n_out, rank])):
         found = file.header[keys[leaf]]["shape"]

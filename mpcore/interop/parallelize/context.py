@@ -217,6 +217,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:
+    """Raise ValueError for arguments whose result would depend on the tokens of this rank alone."""
     kind = type(model).__name__
     what = f"cp {cp.size}" if cp.size > 1 else f"sequence parallelism over tp {tp.size}"
     if "labels" in given and cp.size > 1:
@@ -477,6 +478,7 @@ def tokens_of_example(prover: PlanTester, length: int) -> tuple[ModelCopy, dict[
 
 
 def _joined(whole: Run, runs: list[Run], length: int, cp: Axis, kind: str) -> Run:
+    """Join the tensors of all ranks to those of the full sequence, and sum the gradients."""
 
     def of_all(parts: list[Tensor]) -> Tensor:
         return join_tokens(parts, length, cp, kind)

@@ -188,6 +188,7 @@ def parallelize(
 
 
 def _agree(value: dict[str, Any], axes: list[Axis]) -> None:
+    """Raise ValueError on every rank of these axes if a value differs between two of them."""
     problem = None
     for axis in axes:
         try:
@@ -232,6 +233,7 @@ def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> l
 
 
 def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target], tp: Axis, strict: bool) -> None:
+    """Warn if a plan leaves most of the model replicated; with `strict` raise ValueError."""
     nbytes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     cut = sharded_parameters(swaps, styles, tp)
     whole, total = sum(size for key, size in nbytes.items() if key not in cut), sum(nbytes.values())
@@ -310,6 +312,7 @@ def _cannot_try(why: str, strict: bool = False) -> None:
 
 
 def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, ep: Axis, example: Any, strict: bool) -> _Trial | None:
+    """Test the plan now. If no arguments are known yet, return the test that the first forward must run."""
     try:
         trial = _Trial(shapes_of(model), styles, tp, ep)
     except CannotCheckError as error:

@@ -151,6 +151,7 @@ def guesses(model: nn.Module) -> Iterator[Arguments]:
 
 
 def _named(model: nn.Module, config: Any, ids: Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """Return arguments by the names that Hugging Face models use."""
     wanted = inspect.signature(model.forward).parameters
     named: dict[str, Any] = {}
     if config is None:

@@ -195,6 +195,7 @@ def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | Non
 
 
 def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy, Arguments, Run]:
+    """Return the first twin and arguments that run, twins with few layers first."""
     said = []
     for few in (False,) if size_of(shapes) <= SMALL else (True, False):
         twin = None
@@ -367,6 +368,7 @@ def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> 
 
 
 def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest expected value."""
     if want.numel() == 0:
         return 0.0
     both = (got.double() - want.double()).abs()

@@ -289,6 +289,7 @@ def _flow(twin: ModelCopy, prover: PlanTester) -> _Flow:
 
 
 def _patterns(model: nn.Module) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the pattern or label of each module, and the modules of each label."""
     alike: dict[str, dict[tuple[type, type], list[str]]] = {}
     for name, module in model.named_modules():
         kind = type(model.get_submodule(name.rpartition(".")[0])), type(module)
@@ -452,6 +453,7 @@ def _hidden_ways(shape: torch.Size, size: int) -> Iterator[Hidden]:
 
 
 def _ends(twin: ModelCopy, flow: _Flow) -> Iterator[Styles]:
+    """Yield plans for the token embedding, and for the layer that computes the logits."""
     sizes = {name: twin.model.get_parameter(f"{name}.weight").shape for name in flow.tables}
     rows = max((shape[0] for shape in sizes.values()), default=0)
     for name, shape in sizes.items():

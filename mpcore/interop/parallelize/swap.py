@@ -85,6 +85,7 @@ def _tied(model: nn.Module) -> Iterator[list[Place]]:
 
 
 def _check_tie(ends: list[Place], swaps: dict[int, Swap]) -> None:
+    """Raise ValueError if a tied weight would be sharded in two ways."""
     ends = [end for end in ends if id(end[1]) in swaps or isinstance(end[1], nn.Linear | nn.Embedding)]
     held = [(swaps.get(id(module), (module, module))[1], leaf, getattr(module, leaf)) for _, module, leaf in ends]
     cuts = [sharding_of(*place).shards for place in held]
@@ -213,6 +214,7 @@ def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
 
 
 def _shard_experts(module: nn.Module, style: Experts, tp: Axis) -> None:
+    """Shard the parameters of an experts module. Its own forward then computes with this rank's part of them."""
     ep, etp = style.ep, style.inner(tp)
     if ep.size == etp.size == 1:
         return

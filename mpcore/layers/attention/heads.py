@@ -212,6 +212,7 @@ class HeadAttention(ParallelLayer):
         return rearrange(y, "b t h v -> t b (h v)" if self.sequence_dim == 0 else "b t h v -> b t (h v)")
 
     def _rows_and_tokens(self, x: Tensor, name: str = "x") -> tuple[int, int]:
+        """Return B, and the number of tokens over all ranks of tp."""
         if x.dim() != 3:
             raise input_error(
                 f"{name} has {x.dim()} dimensions, but attention takes [B, T, D]: unsqueeze(0) one sequence, "
@@ -223,6 +224,7 @@ class HeadAttention(ParallelLayer):
     def _check_cache(
         self, x: Tensor, cache: KVCache, memory: Tensor | None, cu_seqlens: Tensor | None, length: int | None
     ) -> int:
+        """Return the number of tokens in the cache; raise ValueError if it can't take the new ones."""
         self._refuse_cache()
         if cu_seqlens is not None or length is not None:
             raise input_error("a cache has one sequence a row: give no cu_seqlens or length; pad, and give a mask")
@@ -241,6 +243,7 @@ class HeadAttention(ParallelLayer):
         bias: Tensor | None,
         past: int,
     ) -> int:
+        """Return T of the full sequence; raise ValueError if x or another argument doesn't fit it."""
         B, T = self._rows_and_tokens(x)
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
@@ -254,6 +257,7 @@ class HeadAttention(ParallelLayer):
         return past + T * self.cp.size if length is None else length
 
     def _memory_length(self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> int:
+        """Return S of the memory; raise ValueError if the memory doesn't fit x or the layer."""
         if self.memory_dim is None:
             raise input_error("this layer attends to x alone: build it with memory_dim, the width of `memory`")
         if memory is None:
@@ -269,6 +273,7 @@ class HeadAttention(ParallelLayer):
         return keys
 
     def _check_scores(self, x: Tensor, mask: Tensor | None, bias: Tensor | None, keys: int) -> None:
+        """Raise ValueError if a mask or a bias doesn't fit x and `keys` keys, or this layer does not support it."""
         B, T = self._rows_and_tokens(x)
         if self.impl is not None and (mask is not None or bias is not None):
             raise input_error(f"a mask or a bias goes through torch's attention: leave out impl {self.impl!r}")
@@ -338,6 +343,7 @@ class HeadAttention(ParallelLayer):
         mask: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
+        """Compute `core` with a mask, a bias or ALiBi, where a query does not simply see one run of keys."""
         if self.causal or cu_seqlens is not None:
             see = visible_keys(q.shape[0], length, q.device, cu_seqlens, self.causal, self.window)
             if self.cp.size == 1:

@@ -120,6 +120,8 @@ def ring_attention(
 
 
 class _RingAttention(Function):
+    """Ring attention: each step sends the next block while the current block is computed."""
+
     @staticmethod
     def forward(ctx, q, k, v, sinks, low, high, ring: _Ring, options: dict[str, Any]):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -178,6 +180,8 @@ class _RingAttention(Function):
 
 
 class _Shapes:
+    """Packs keys and values of some tokens in one flat tensor, with `unit` elements per token."""
+
     def __init__(self, k: Tensor, v: Tensor) -> None:
         (self.B, _, self.heads, self.K), self.V = k.shape, v.shape[-1]
         self.unit = self.B * self.heads * (self.K + self.V)

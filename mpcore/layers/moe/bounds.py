@@ -123,6 +123,7 @@ class DispatchBounds:
 
     @torch.no_grad()
     def _overflowed(self) -> bool:
+        """Return whether a buffer was too small on any rank, and set the sizes for the next attempt or step."""
         mesh = self.mesh
         zero = torch.zeros(1, dtype=torch.float64, device=mesh.device)
         found = [zero.expand(2 * each.ep.size + 1) if each.needed is None else each.needed for each in self.dispatches]

@@ -285,6 +285,7 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
+        """Return the K best experts [N, K] of scores [N, E], best first. Ties go to the lower index."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias.to(scores.dtype)
         if self.top_groups < self.options.groups:
@@ -298,6 +299,7 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:
+        """Drop the choices of a full expert. Every rank of a sequence sees all its choices."""
         if self.options.capacity_factor is None:
             return experts
         E, K, n = self.num_experts, self.top_k, len(experts)
@@ -325,6 +327,7 @@ class Router(ParallelModule, RandomModule):
         places: Places,
         loss_scale: Tensor | float | None,
     ) -> Tensor | None:
+        """Return this rank's share of the balance losses, and add to the step's `tally`."""
         if not (self.training and torch.is_grad_enabled()):
             return None
         E, real, rule = self.num_experts, places.real, self.options
@@ -356,6 +359,7 @@ class Router(ParallelModule, RandomModule):
 
     @torch.no_grad()
     def _fractions(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Map this rank's choice counts [B, E] to [B, E], the fractions f for the tokens of each sequence."""
         if self.fractions is not None:
             return self.fractions.to(dtype).expand(len(counts), -1)
         if self.options.aux_loss == "sequence":

@@ -407,6 +407,7 @@ def _count_messages(
     plan: Schedule, index: int, pp: int, received: Sequence[Tensor], sent: Sequence[Tensor], round_: MicroBatchWork,
     ledger: CommunicationCounter,
 ) -> None:  # fmt: skip
+    """Count the messages of a micro-batch with stages on other ranks."""
     for neighbour, tensors, forth, back in ((index - 1, received, "recv", "send"), (index + 1, sent, "send", "recv")):
         if not 0 <= neighbour < plan.stages or plan.rank_of[neighbour] == pp:
             continue

@@ -71,6 +71,7 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
 
 
 def _model(folder: Path) -> Any:
+    """Return the model of a folder's config.json on the meta device, in training mode."""
     transformers = transformers_module()
     values = read_json(folder / "config.json")
     check_counts(folder / "config.json", values, {})

@@ -209,6 +209,7 @@ class Counter:
     def _stage(
         self, outline: LayoutSpec, sizes: Sizes, index: int, enter: Enter
     ) -> tuple[MicroBatchMemory, StepMemory]:
+        """Count a stage from a few of its blocks."""
         pattern, by_kind = _pattern(outline, index), dict[Any, list[int]]()
         for block in outline.blocks[index]:
             by_kind.setdefault(outline.kind(block), []).append(block)
@@ -250,6 +251,7 @@ class Counter:
     def _run(
         self, outline: LayoutSpec, sizes: Sizes, index: int, pattern: tuple[bool, ...], blocks: list[int], enter: Enter
     ) -> tuple[MicroBatchMemory, StepMemory]:
+        """Run a stage with these blocks, or return the cached result of an equal stage."""
         dp, short = sizes.get("dp", 1), outline.short(ROUNDS)
         key = self._key(outline, sizes, index, pattern, blocks)
         if key not in self._memo:
@@ -278,6 +280,7 @@ class Counter:
         return outline.key, mesh, dp > 1 if self.share else dp, pp > 1, place, pattern, kinds
 
     def _whole(self, arguments: list[str], sizes: Sizes, ranks: Sequence[int], outline: LayoutSpec | None) -> Layout:
+        """Count a layout by running every stage of every pipeline rank in full."""
         found: list[DryRunCounts] = []
         for rank in ranks:
             with on_mesh(rank, **sizes) as mesh:

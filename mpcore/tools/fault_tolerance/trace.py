@@ -300,6 +300,7 @@ def _pending(log: Log) -> Call | None:
 
 
 def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]:
+    """Return the ranks that a waiting rank waits for."""
     call = _pending(log)
     if call is None or call.group not in log.groups:
         return []

@@ -246,6 +246,7 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
 
 
 def _megatron_defaults(values: Values, fields: Values, differs: list[str]) -> None:
+    """Write what Megatron's model has where no flag says so."""
     gated = bool(values.get("swiglu"))
     if not gated and not values.get("squared-relu"):
         fields["activation"] = "gelu_tanh"

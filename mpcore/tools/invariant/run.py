@@ -117,6 +117,7 @@ def _leaves_of_rank(mesh: Mesh, micro_batches: int) -> int:
 def _check_policies(
     precision: Precision, data: Zero, offload: Offload, schedule: str | Schedule, **options: Any
 ) -> None:
+    """Raise ValueError for policies without an invariant form."""
     if not (isinstance(data, Zero) and isinstance(offload, Offload)):
         return  # `mpcore.prepare` raises
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")

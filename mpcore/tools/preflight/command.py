@@ -135,6 +135,7 @@ def checks_of_model(target: str, flags: Sequence[str], options: Options, pool: P
 
 
 def _prepared(task: Task, layout: Layout):
+    """The model, prepared for this layout."""
     on = mesh(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
     model = build_model(task, on, layout)
     return prepare(

@@ -237,6 +237,7 @@ def _outside(frame: FrameType | None) -> FrameType | None:
 
 
 def _running_modules(frame: FrameType | None) -> list[nn.Module]:
+    """Return the modules whose methods are running, the innermost first."""
     found = []
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None

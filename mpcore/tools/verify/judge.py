@@ -242,6 +242,7 @@ class Judge:
         return min(offs, default=(math.inf, True))
 
     def _locate(self, layout: Layout, ranks: Sequence[RankRecord], output: Mismatch) -> Mismatch:
+        """Return the first module call whose output differs, or the output itself."""
         for (name, call), want in self.truth.outputs.items():
             own = self._own("outputs", (name, call))
             held = [seen for seen in ranks if (name, call) in seen.outputs]

@@ -288,6 +288,7 @@ class Node:
         return self.packed[1]
 
     def _hand(self, message: Message, tensors: memoryview) -> Message:
+        """Take a worker's update."""
         with self.state:
             outer, worker = self._member(message["worker"]), message["worker"]
             lease = outer.leases.get(worker)
@@ -300,6 +301,7 @@ class Node:
             return {}
 
     def _merge(self) -> None:
+        """Apply the updates that wait, if they are enough."""
         outer, limit = self._led(), self.options.staleness
         if not self.pending or len(self.pending) < self.options.needed(len(outer.leases), len(outer.members)):
             return
@@ -379,6 +381,7 @@ class Node:
         return {"leads": self.leading, "leader": self.leader, "term": self.term, "run": run}
 
     def _is_alive(self, worker: int, address: str) -> bool:
+        """Return whether a worker answers, and not a new process at its address."""
         try:
             channel = connect(address, self.token, self.options.timeout)
             answer, _ = channel.ask({"kind": "hello"})
