@@ -191,7 +191,7 @@ class _AsInForward:
     def _set(self, numbers: list[tuple[nn.Module, Any]], buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
         for module, held in numbers:
             for name in _numbers(module).keys() - held.keys():
-                if any(name in vars(kind) for kind in type(module).__mro__):  # the first value is the class's
+                if name in dir(type(module)):  # the first value is the class's
                     del vars(module)[name]
             vars(module).update(held)
         for module, name, buffer in buffers:
