@@ -164,6 +164,7 @@ def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
     """Raise ValueError for values that are not policies, or that exclude each other or don't fit the mesh."""
     for name, (kind, example) in POLICIES.items():
         if not isinstance(given[name], kind) and (given[name] is not None or name in ("data", "offload")):
+            example = example.replace("3", f"{given[name]}") if given[name] in (0, 1, 2) else example
             raise ValueError(f"{name} is {given[name]!r}, which is no {kind.__name__}: write {name}={example}")
     zero, offload = given["data"], given["offload"]
     zero.check(mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
@@ -36,6 +38,9 @@ from mpcore.training.phase import Phase
 from mpcore.training.policies import Offload, Precision
 from mpcore.training.rank_checks import check_steps, smallest_count
 from mpcore.training.samples import SampleCheck, share_of
+from mpcore.training.wrong_width import wrong_width
+
+log = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -192,7 +197,12 @@ class Run:
     def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
         moved = offload_activations() if self.offload.activations else nullcontext()
         with self._autocast(), moved:
-            total: Tensor | None = self.pipeline.forward_backward(x, target, **arguments)
+            try:
+                total: Tensor | None = self.pipeline.forward_backward(x, target, **arguments)
+            except (RuntimeError, ValueError) as error:
+                if (told := wrong_width(error, self.mesh)) is not None:
+                    raise told from error
+                raise
         for observer in self.observers:
             total = None if total is None else observer.after_backward(self, total)
         return total
@@ -404,7 +414,12 @@ class Run:
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         if path.parent not in self._locks:
             lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process
+            said = f"run.save waits for other ranks: all {self.mesh.world.size} must call it, not rank 0 alone"
+            waits = threading.Timer(10.0, log.warning, (said,))
+            waits.daemon = True
+            waits.start()
             self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
+            waits.cancel()
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)

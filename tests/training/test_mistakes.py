@@ -36,6 +36,8 @@ class Net(nn.Module):
         self.down = mp.RowParallelLinear(4 * D, D, **sp if wrong != "no tp, row" else {})
         if wrong == "swapped":
             self.up, self.down = mp.RowParallelLinear(D, 4 * D, **sp), mp.ColumnParallelLinear(4 * D, D, **sp)
+        if wrong == "plain row":
+            self.down = nn.Linear(4 * D, D)  # type: ignore[assignment]
         if wrong == "column":
             self.down = mp.ColumnParallelLinear(4 * D, D, **sp)
         self.scale = nn.Parameter(torch.ones(1))
@@ -141,6 +143,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("swapped", TP, "8, but this rank's share of in_features 8 is 4: is it swapped"),
     ("column", TP, "16, but in_features is 32: is it swapped with the RowParallelLinear"),
     ("DDP after prepare", TP, "same weights.*DistributedDataParallel"),
+    ("plain row", TP, "nn.Linear down: its input has 16 features, and in_features is 32.*RowParallelLinear"),
     ("no tp", TP, "32, but this rank's share of in_features 32 is 16.* no tp"),
     ("no tp, row", TP, r"\(8, 6, 16\) is 16, but in_features is 32: pass this layer tp=mesh.tp"),
     ("Axis", TP, "name='tp'"), ("tp=mesh.dp", BOTH, r"up \(ColumnParallelLinear\) was built with tp=mesh.dp"),

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.tools.verify import parse_layout
-from mpcore.tools.verify.errors import explained, why_sizes, wrong_width
+from mpcore.tools.verify.errors import explained, why_sizes
+from mpcore.training.wrong_width import wrong_width
 
 TP2 = mp.Axis(2, 0, name="tp")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpcore.tools.verify.layout import NORMALIZE, Layout
+from mpcore.tools.verify.layout import Layout
 from mpcore.tools.verify.parts import (
     close,
     is_affine_in_rows,
@@ -21,6 +21,7 @@ from mpcore.tools.verify.parts import (
     same_shape,
 )
 from mpcore.tools.verify.run import RankRecord
+from mpcore.training.wrong_width import NORMALIZE
 
 
 def why_parameter(layout: Layout, stage: str, name: str, held: Sequence[RankRecord], got: Tensor, want: Tensor) -> str:

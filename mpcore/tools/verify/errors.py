@@ -7,12 +7,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from mpcore.layers.norm import LayerNorm, RMSNorm
-from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import named_modules
-from mpcore.tools.verify.layout import NORMALIZE, Layout
+from mpcore.tools.verify.layout import Layout
 from mpcore.training.loss_check import SHARDED
 from mpcore.training.replica_check import first_names, without_sequence_parallel
 
@@ -37,32 +35,6 @@ def explained(error: Exception, model: nn.Module, loss: Callable[..., Any], layo
         built = f"Built without sequence_parallel=True: {first_names(forgotten, 5)}: pass it to every layer"
         return f"{message}{where}. {built}"
     return f"{message}{where}{why_sizes(message, layout)}"
-
-
-def wrong_width(error: Exception, mesh: Mesh) -> ValueError | None:
-    """Return an error that names the linear or the norm whose input is sharded over tp, or None for any other error."""
-    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    calls = [each for each in frames if isinstance(each.get("self"), nn.Module)]
-    module, x = (calls[-1]["self"], calls[-1].get("input", calls[-1].get("x"))) if calls else (None, None)
-    if mesh.tp.size == 1 or not isinstance(x, Tensor) or x.dim() == 0:
-        return None
-    package = "nn"
-    if type(module) is nn.Linear:
-        argument, features = "in_features", module.in_features
-        told = "make the layer a RowParallelLinear ('rowwise' in a plan)"
-    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        argument, features, told = "normalized_shape", module.normalized_shape[-1], NORMALIZE[0].lower() + NORMALIZE[1:]
-    elif isinstance(module, LayerNorm | RMSNorm):
-        package, argument, features, told = "mp", "dim", module.dim, NORMALIZE[0].lower() + NORMALIZE[1:]
-    else:
-        return None
-    if x.shape[-1] == features:
-        return None
-    names = (name for call in calls for name, each in named_modules(call["self"]) if each is module and name)
-    return ValueError(
-        f"{package}.{type(module).__name__} {next(names, '')}: its input has {x.shape[-1]} features, and {argument} is "
-        f"{features}. If the input is sharded over tp, as behind a ColumnParallelLinear, {told}"
-    )
 
 
 def why_sizes(error: str, layout: Layout) -> str:

@@ -52,6 +52,7 @@ class HuggingFaceModel:
     def __call__(self, mesh: Mesh) -> nn.Module:
         """Return the model, or this rank's stage of it, sharded by its own plan or by the plan of `suggest_plan`."""
         model = transformers_module("").AutoModelForCausalLM.from_config(self.config(), trust_remote_code=False)
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
         tp, ep = mesh.tp.size, mesh.ep.size
         if max(tp, ep) > 1:
             plan: Any = "auto"

@@ -6,10 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-NORMALIZE = (
-    "Normalize where each rank has all features: before the column-parallel layer, after the row-parallel one, or "
-    "behind gather_output=True"
-)
 _TOKEN = re.compile(r"(tp|cp|pp|dp|ep|zero|mb)(\d+)|(sp)")
 
 

@@ -23,7 +23,7 @@ from mpcore.sharding.declarations import declarations, named_modules, persistent
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.tools import invariant
-from mpcore.tools.verify.errors import explained, wrong_width
+from mpcore.tools.verify.errors import explained
 from mpcore.tools.verify.layout import Layout
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.policies import Zero
@@ -227,9 +227,6 @@ def run_step(task: Task, mesh: Mesh, layout: Layout) -> RankRecord:
         try:
             seen.loss = float(run.forward_backward(x, target, tokens=1, **batch))
         except (RuntimeError, ValueError, IndexError) as error:
-            told = wrong_width(error, mesh)
-            if told is not None:
-                raise told from error
             error.args = (explained(error, model, loss, layout),)
             raise
     seen.output = joined(returned) if returned else None
