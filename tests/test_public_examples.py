@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import pkgutil
@@ -49,18 +48,3 @@ def test_every_other_example_of_a_docstring_runs():
             for test in doctest.DocTestFinder().find(module, globs=names):
                 if test.name.removeprefix(f"{found.name}.") not in public:
                     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0, test.name
-
-
-@pytest.mark.parametrize("folder", ["mpcore", "kernels", "examples", "bench"])
-def test_a_function_with_more_than_ten_parameters_says_why(folder):
-    """Kernels excepted, which take every pointer and stride by itself."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        for owner in (node for node in ast.walk(tree) if hasattr(node, "body") and isinstance(node.body, list)):
-            for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
-                of = function.args
-                count = len(of.posonlyargs + of.args + of.kwonlyargs) - isinstance(owner, ast.ClassDef)  # less self
-                documented = [function, *([owner] if isinstance(owner, ast.ClassDef) else [])]
-                said = [ast.get_docstring(node) or "" for node in documented]
-                kernel = any("triton.jit" in ast.unparse(each) for each in function.decorator_list)
-                assert count <= 10 or kernel or "parameters" in "".join(said), f"{path}: {function.name} of {count}"

@@ -30,10 +30,10 @@ def test_the_clock_adds_the_waits_of_its_own_thread_and_leaves_nothing(monkeypat
         with clock as entered:
             assert entered is clock
             assert clock.seconds == 0
-            x = torch.ones(1)
+            x, began = torch.ones(1), time.perf_counter()
             assert collectives._wait(x) is x
             one = clock.seconds
-            assert LONG <= one < 10 * LONG
+            assert LONG <= one <= time.perf_counter() - began
             work_wait: Any = dist.Work.wait
             work_wait(x, 5.0)
             assert clock.seconds >= one + LONG

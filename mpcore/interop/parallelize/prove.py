@@ -460,7 +460,7 @@ def _advice(twin: ModelCopy, name: str, targets: list[Target], size: int, failed
     fused = [n for n in inside if styles[n] == Colwise()]
     if fused:
         said += f". Where {twin.names[fused[0]]} packs several projections, write Colwise(blocks=.., unit=..)"
-        said += "; a view by the model's number of heads must count this rank's: give the size of a head, and -1 heads"
+        said += "" if sizes else "; where a view counts heads, give it the size of a head and -1"
     return said
 
 

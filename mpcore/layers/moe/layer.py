@@ -182,7 +182,9 @@ class ParallelMoE(ParallelLayer):
         y = rearrange(y, "(b t) d -> t b d" if self.sequence_dim == 0 else "(b t) d -> b t d", b=B, t=T)
         return y if shared is None else y + shared
 
-    def _places(self, x: Tensor, mask: Tensor | None, positions: Tensor | None, experts: Tensor | None) -> Places:
+    def _places(
+        self, x: Tensor, mask: Tensor | None, positions: Tensor | None, experts: Tensor | None = None
+    ) -> Places:
         B, T, _ = x.shape
         start, whole = (self.tp.rank * T, self.tp.size * T) if self.sequence_parallel else (0, T)
         if positions is None:
