@@ -42,7 +42,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def outputs(book: dict[str, Any]) -> list[list[str]]:
-    """What each cell shows: its text, and `picture` for each picture."""
+    """Return what each cell shows: its text, and the word `picture` for each picture."""
     return [
         [re.sub(r"\d\.\de-1\d", "rounding", "".join(each.get("text", "picture"))) for each in cell.get("outputs", ())]
         for cell in book["cells"]

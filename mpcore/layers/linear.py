@@ -179,12 +179,12 @@ class RowParallelLinear(ParallelLinear):
                 raise wrong_last(x, self.in_features, "in_features")
             x = collectives.split(x, self.tp, -1)
         if x.shape[-1] != self.local_in_features:
-            what = f"this rank's share of in_features {self.in_features}"
-            whole = x.shape[-1] == self.in_features
-            hint = ": is it swapped with the ColumnParallelLinear, or has that no tp? Else input_is_parallel=False"
             if self.tp.size == 1 < self.in_features // max(x.shape[-1], 1):
-                what, whole, hint = "in_features", True, ": pass this layer tp=mesh.tp, as the layer before it has"
-            raise wrong_last(x, self.local_in_features, what, hint * whole)
+                hint = ": pass this layer tp=mesh.tp, as the layer before it has"
+                raise wrong_last(x, self.in_features, "in_features", hint)
+            what = f"this rank's share of in_features {self.in_features}"
+            hint = ": is it swapped with the ColumnParallelLinear, or has that no tp? Else input_is_parallel=False"
+            raise wrong_last(x, self.local_in_features, what, hint if x.shape[-1] == self.in_features else "")
         dim = self.sequence_dim if self.sequence_parallel else None
         return self.product.row(x, self.weight, self.bias, self.tp, dim)
 

@@ -7,8 +7,9 @@ import inspect
 import os
 import socket
 import threading
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -37,15 +38,22 @@ def guard_start(start: Callable[P, T]) -> Callable[P, T]:
             return start(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments.get("timeout")
         limit = dist.default_pg_timeout.total_seconds() if given is None else given
-        timer = threading.Timer(limit + GRACE_S, _end, (limit,))
-        timer.daemon = True
-        timer.start()
-        try:
+        with after_seconds(limit + GRACE_S, _end, limit):
             return start(*args, **kwargs)
-        finally:
-            timer.cancel()
 
     return guarded
+
+
+@contextmanager
+def after_seconds(seconds: float, call: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Call `call(*args)` in a thread if the block takes longer than this."""
+    timer = threading.Timer(seconds, call, args)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end(limit: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,6 +23,7 @@ from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.guard import after_seconds
 from mpcore.mesh.log import get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
@@ -415,11 +415,8 @@ class Run:
         if path.parent not in self._locks:
             lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process
             said = f"run.save waits for other ranks: all {self.mesh.world.size} must call it, not rank 0 alone"
-            waits = threading.Timer(10.0, log.warning, (said,))
-            waits.daemon = True
-            waits.start()
-            self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
-            waits.cancel()
+            with after_seconds(10.0, log.warning, said):
+                self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)

@@ -1,4 +1,4 @@
-"""What the kernels' modules have to call, from their docstrings and signatures: `docs/kernels.md`."""
+"""Make the table of functions in `docs/kernels.md`, from the docstrings and signatures of the kernels' modules."""
 
 from __future__ import annotations
 

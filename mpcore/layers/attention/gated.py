@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from mpcore.layers.attention.multi_head import ParallelAttention
@@ -54,6 +53,4 @@ class GatedAttention(ParallelAttention):
 
     def merge_heads(self, y: Tensor, x: Tensor) -> Tensor:
         """Return sigmoid(W_g x) times the heads."""
-        gate = torch.sigmoid(self.gate(x))
-        pattern = "t b (h k) -> b t h k" if self.sequence_dim == 0 else "b t (h k) -> b t h k"
-        return super().merge_heads(y * rearrange(gate, pattern, h=self.local_heads), x)
+        return super().merge_heads(y * self._to_heads(torch.sigmoid(self.gate(x)), self.gate.unit), x)

@@ -147,9 +147,9 @@ class ParallelAttention(HeadAttention):
         k, v = (k, v) if cache is None else cache.append(k, v)
         return q, k, v
 
-    def _to_heads(self, x: Tensor) -> Tensor:
+    def _to_heads(self, x: Tensor, width: int | None = None) -> Tensor:
         pattern = "t b (h k) -> b t h k" if self.sequence_dim == 0 else "b t (h k) -> b t h k"
-        return rearrange(x, pattern, k=self.head_dim)
+        return rearrange(x, pattern, k=width or self.head_dim)
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:
