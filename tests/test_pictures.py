@@ -67,20 +67,28 @@ def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
     assert main(["plan", *GPT, "--world", "4", *vary]) == 0
     printed = capsys.readouterr().out
     rows = re.findall(r"^ +(\d+)((?: +\d+)+) +([\d.]+) +([\d.]+) +\d+%.*?( --.*)$", printed, re.M)
-    ((unit, clock),) = re.findall(r"(\w)iB +step, (m?s)", printed)
-    per, tick = {"M": 2**10, "G": 1}[unit], {"ms": 1e3, "s": 1}[clock]
-    table = {int(row): (float(size) / per, float(step) / tick) for row, _, size, step, _ in rows}
+    ((unit, clock),) = re.findall(r"(\wiB) +step, (m?s)", printed)
+    table = {int(row): (float(size), float(step)) for row, _, size, step, _ in rows}
     axes = drawn[-1].axes[0]
-    points = [tuple(point) for dots in axes.collections for point in dots.get_offsets()]
-    assert len(points) == len(table)
-    for point in table.values():
-        assert any(point == pytest.approx(other, abs=1e-4) for other in points), point
+    assert f", {unit} (" in axes.get_xlabel()
+    assert f"step, {clock}," in axes.get_ylabel()
+    *dots, ring = axes.collections
+    points = [tuple(point) for each in dots for point in each.get_offsets()]
+    shown = [point for point in table.values() if point[1] <= 4 * table[1][1]]
+    left_out = re.findall(r"(\d+) slower layouts are not shown", axes.get_xlabel())
+    assert len(points) == len(shown)
+    assert left_out == [str(len(table) - len(shown))]
+    for point in shown:
+        assert any(point == pytest.approx(other, abs=0.051) for other in points), point
+    (chosen,) = re.findall(r"^choose row (\d+)", printed, re.M)
+    assert tuple(ring.get_offsets()[0]) == pytest.approx(table[int(chosen)], abs=0.051)
+    assert ring.get_label() == f"chosen: row {chosen}"
     labels = {int(text.get_text()): text.xy for text in axes.texts}
     (front,) = re.findall(r"both faster and smaller than these: rows? (.*)", printed)
     best = [int(row) for row in front.split(", ")]
     assert sorted(labels) == best[:8]
     for row, at in labels.items():
-        assert at == pytest.approx(table[row], abs=1e-4), row
+        assert at == pytest.approx(table[row], abs=0.051), row
     named = dict(re.findall(r"row (\d+): (.*)", axes.get_title(loc="left")))
     for row, *_, flags in rows:
         assert row not in named or named[row].endswith(flags.strip())

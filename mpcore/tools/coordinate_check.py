@@ -165,5 +165,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{layout}: the outputs of {name} differ from tp1's by a relative {worst:.1e}")
     if args.out:
         draw(found, args.out)
-        print(f"drew {args.out}")
+        print(f"wrote {args.out}")
     return 1 if wrong else 0

@@ -260,7 +260,7 @@ def memory(argv: Sequence[str] = ()) -> Parser:
     text = "Count the memory that a rank of any layout needs, on fake tensors: nothing is allocated."
     parser = _of_rank("mpcore memory", text, argv)
     text = f"draw the same parts for each pipeline rank, as {' or '.join(PICTURES)}"
-    parser.add_argument("--plot", metavar="FILE", help=text)
+    parser.add_argument("--plot", "--out", metavar="FILE", help=text)
     return parser
 
 
@@ -272,7 +272,7 @@ def ledger(argv: Sequence[str] = ()) -> Parser:
 def _of_rank(prog: str, about: str, argv: Sequence[str]) -> Parser:
     """Return a parser of a target, the mesh and the rank."""
     example = f"{prog} examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b --global-batch 1024"
-    plot = [f"{example} --plot memory.png"] if prog == "mpcore memory" else []
+    plot = [f"{example} --out memory.png"] if prog == "mpcore memory" else []
     parser = Parser(prog=prog, description=about, examples=[example, *plot])
     text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
     _add_target(parser, argv, f"{text}arguments")

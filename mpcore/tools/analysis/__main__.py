@@ -34,6 +34,7 @@ def _count(name: str, argv: list[str]) -> None:
     if name == "memory" and args.plot:
         column = range(args.rank % stage, stage * args.pp, stage)
         draw_memory([counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column], args.plot)
+        print(f"wrote {args.plot}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def table(found: DryRunCounts, pp: int = 0) -> str:
     name = unit_of(found.most)
     unit = UNITS[name]
     rows = parts_of(found) | {"total": found.most}
-    rows = {what: size for what, size in rows.items() if size or what != "gathered"}
+    rows = {what: size for what, size in rows.items() if size}
     lines = [f"{what:<12} {size / unit:>12.3f} {name}" for what, size in rows.items()]
     lines[-1] += "  at the peak; each line above is a peak of its own, so the lines can add up to more"
     for i, stage in zip(found.plan.stages_of(pp), found.stages, strict=True):

@@ -191,7 +191,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"what if {', '.join(args.what_if)}:")
         print(table(changed, other, min(args.top, 5), legend=False))
     if args.out and fits:
-        draw(found, machine, args.out)
+        draw(found, machine, args.out, row)
+        print(f"wrote {args.out}")
     if found and all(e.refused for e in found):
         raise ValueError(f"no layout could be counted: {found[0].refused}")
     if not fits:

@@ -133,34 +133,54 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str) -> None:
-    """Draw the layouts that fit: seconds per step over memory. The best layouts have the numbers of their rows."""
+def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row: int = 1) -> None:
+    """Draw the layouts that fit: time per step over memory, in the units and with the rows of the table.
+
+    A line joins the layouts that no other layout beats in both; up to eight of them have the numbers of their rows.
+
+    Args:
+        estimates: the layouts, as `search` returns them.
+        machine: the machine.
+        path: the file: .png, .svg or .pdf.
+        row: the chosen row, which gets a ring.
+    """
     fits = [e for e in estimates if e.fits(machine)]
     if not fits:
         raise ValueError("there is nothing to draw: no layout fits")
+    unit = unit_of(int(max(e.memory for e in fits)))
+    second, clock = _clock(fits[0].step)
+    shown = [e for e in fits if e.step <= 4 * fits[0].step]
+    at = {id(e): (e.memory / UNITS[unit], e.step * clock) for e in fits}
     figure = matplotlib_part("figure").Figure(figsize=(6, 6), layout="constrained")
     axes = figure.add_subplot()
-    for i, tp in enumerate(sorted({e.sizes["tp"] for e in fits})):
-        points = [e for e in fits if e.sizes["tp"] == tp]
-        x, y = [e.memory / 2**30 for e in points], [e.step for e in points]
+    for i, tp in enumerate(sorted({e.sizes["tp"] for e in shown})):
+        x, y = zip(*(at[id(e)] for e in shown if e.sizes["tp"] == tp), strict=True)
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         axes.scatter(x, y, s=22, color=colour, marker=marker, label=f"tp {tp}", alpha=0.7, linewidths=0)
-    best = frontier(estimates, machine)[:8]
-    axes.plot([e.memory / 2**30 for e in best], [e.step for e in best], color="#000000", linewidth=0.8, zorder=0)
-    room = (machine.memory - machine.reserve) / 2**30
-    axes.axvline(room, color="#000000", linestyle="--", linewidth=1)
-    axes.set(xlabel=f"total of the fullest rank, GiB (room: {room:.1f})", ylabel="seconds of a step, estimated")
-    axes.set_ylim(0, min(max(e.step for e in fits), 4 * fits[0].step) * 1.05)
-    axes.legend(frameon=False, fontsize=9)
+    best = [e for e in frontier(estimates, machine)[:8] if e in shown]
+    axes.plot(*zip(*(at[id(e)] for e in best), strict=True), color="#000000", linewidth=0.8, zorder=0)
+    ring = {"facecolor": "none", "edgecolor": "#000000", "linewidths": 1.2, "label": f"chosen: row {row}"}
+    axes.scatter(*([value] for value in at[id(fits[row - 1])]), s=120, **ring)
+    free = machine.memory - machine.reserve
+    room = free / UNITS[unit]
+    if room < 3 * max(x for x, _ in at.values()):  # further away it would push all points to one side
+        axes.axvline(room, color="#000000", linestyle="--", linewidth=1, label="room")
+    hidden = f"; {len(fits) - len(shown)} slower layouts are not shown" if len(fits) > len(shown) else ""
+    axes.set_xlabel(f"total of the fullest rank, {unit} (room: {free / 2**30:.1f} GiB){hidden}")
+    axes.set_ylabel(f"step, {second}, estimated")
+    axes.margins(x=0.1)
+    axes.set_ylim(0, max(e.step for e in shown) * 1.1 * clock)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     rows = {fits.index(e) + 1: e for e in best}
     names = "\n".join(textwrap.shorten(f"row {row}: {e.flags}", 75, placeholder=" ..") for row, e in rows.items())
-    axes.set_title(f"no layout is faster in less memory, on {machine.name}:\n{names}", loc="left", fontsize=9)
+    title = f"On {machine.name}, no other layout is both faster and smaller than"
+    axes.set_title(f"{title}\n{names}", loc="left", fontsize=9)
     figure.draw_without_rendering()  # so that labels can avoid each other
     taken: list[tuple[float, float]] = []
-    for row, e in rows.items():
-        x, y = axes.transData.transform((e.memory / 2**30, e.step))
+    for number, e in rows.items():
+        x, y = axes.transData.transform(at[id(e)])
         away = next(d for d in range(5, 500) if all(abs(x - a) > 22 or abs(y + d - b) > 18 for a, b in taken))
         taken.append((x, y + away))
-        axes.annotate(str(row), (e.memory / 2**30, e.step), xytext=(4, away * 72 / figure.dpi), fontsize=9,
+        axes.annotate(str(number), at[id(e)], xytext=(6, away * 72 / figure.dpi), fontsize=9,
                       textcoords="offset points", weight="bold")  # fmt: skip
     figure.savefig(path, dpi=150)

@@ -37,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(verdicts))
     if args.html:
         Path(args.html).write_text(page(f"{args.model or args.hf} under {len(verdicts)} layouts", verdicts))
+        print(f"wrote {args.html}")
     if args.plot:
         draw(verdicts, args.plot)
+        print(f"wrote {args.plot}")
     return int(not all(v.equal for v in verdicts))
 
 

@@ -142,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parsers.replay_workers().parse_args(argv)
     if args.picture:
         draw(read_lines(args.run), args.picture)
+        print(f"wrote {args.picture}")
         return 0
     found = replay_program(args.run, args.program)
     outer = found.outer
