@@ -112,13 +112,27 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     shapes = {name: sharding.shape for name, _, sharding in held}
     for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.values()}).items():
         if name not in given:
-            raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}")
+            known = {each for names in all_names(model) for each in names}
+            others = ", ".join(itertools.islice((each for each in state if each not in known), 3))
+            others = f"; it has names that the model hasn't: {others}" if others else ""
+            raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}{others}")
         if tuple(given[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
     for name, parameter, sharding in held:
         copy_part(parameter, sharding, given[name])
     for name, buffer in buffers.values():
         buffer.copy_(given[name])
+
+
+def refuse_full_tensors(model: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    """Raise ValueError if `load_state_dict` gets the logical tensor of a sharded parameter: a pre-hook of a module."""
+    for name, parameter, sharding in declarations(model):
+        x, here = state.get(prefix + name), tuple(local_tensor(parameter).shape)
+        if isinstance(x, Tensor) and not is_dtensor(x) and tuple(x.shape) == sharding.shape != here:
+            raise ValueError(
+                f"load_state_dict got all of {name}, shape {sharding.shape}, and this rank holds a shard of shape "
+                f"{here}: call mpcore.sharding.load_full_state_dict(model, state), which copies each rank's part"
+            )
 
 
 @torch.no_grad()

@@ -73,12 +73,18 @@ class FirstStep(Observer):
         self.loss_check.end(total / run.factor)
         if self.replica_check:
             self.replica_check.end()
-        self.written = _writes(run.tree) if run.mesh.world.size > 1 else []
+        self.written = _writes(run.tree)
         return total
 
     def before_reduce(self, run: Run) -> None:
-        """Warn if the caller changed gradients that the ranks have not summed yet."""
-        self.changed = bool(self.written) and self.written != _writes(run.tree)
+        """Raise if the caller dropped all gradients; warn if they were changed before the ranks have summed them."""
+        now = _writes(run.tree)
+        if {*self.written} != {*now} == {"None"}:
+            raise ValueError(
+                "zero_grad was called between forward_backward and optimizer_step, so no gradient is left: remove it. "
+                "run.optimizer_step drops the gradients of its step"
+            )
+        self.changed = run.mesh.world.size > 1 and self.written != now
         if self.changed and run.mesh.job.rank == 0:
             log.warning("%s, or replicas drift apart", CHANGED)
 

@@ -43,6 +43,7 @@ from mpcore.pipeline.schedules import Schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.replicas import compare_replicas, equal_shards
+from mpcore.sharding.state_dict import refuse_full_tensors
 from mpcore.training.idle_axes import check_axes
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.observers import Observer
@@ -246,6 +247,7 @@ def lay_out(
         masters = round_parameters(whole, precision.param_dtype)  # those that are no shards
     if compile is not None:
         compile_blocks(blocks, compile.backend)
+    whole.register_load_state_dict_pre_hook(refuse_full_tensors)
     return whole, masters
 
 

@@ -94,6 +94,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
                      micro_batches=2 if wrong == "/ micro-batches" else 1)  # fmt: skip
     if wrong == "nn.Dropout":
         torch.manual_seed(mesh.job.rank)
+    if wrong == "load_state_dict":
+        run.model.load_state_dict(mp.full_state_dict(run.model))
     if wrong == "DDP after prepare":
         nn.parallel.DistributedDataParallel(run.model)
     text = torch.randint(
@@ -110,6 +112,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         )
         if wrong == "clip_grad_norm_":
             nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+        if wrong == "zero_grad":
+            run.optimizer.zero_grad()
         if wrong == "all_reduce":
             for p in run.model.parameters():
                 if p.grad is not None:
@@ -151,6 +155,9 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("norm", TP, r"norm.*make it mp.LayerNorm\("), ("nn.Dropout", TP, "Use mpcore.Dropout, or call torch.manual_seed"),
     ("samples", TP, "dropout 0.2 needs samples"), ("same samples", TP, "same samples as step 0.*run.samples"),
     ("all_reduce", TP, "gradients were changed after forward_backward"),
+    *[("zero_grad", sizes, "remove it. run.optimizer_step drops") for sizes in ({}, TP, DP)],
+    ("load_state_dict", TP, "all of .*embedding.weight, shape .12, 8.*shard of shape .6, 8.*load_full_state_dict"),
+    ("load_state_dict", DP, "all of .*embedding.weight, shape .12, 8.*shard of shape .6, 8.*load_full_state_dict"),
     ("optimizer", TP, "a AdamW that exists already.*optimizer=lambda model"),
     ("loop", DP, "make the optimizer after shard_data_parallel"), ("step", DP, "call run.optimizer_step"),
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),
