@@ -146,7 +146,10 @@ def check_schedule(name: str, P: int, M: int, V: int) -> None:
         if value < 1:
             raise ValueError(f"{name} over {value} {what}: at least 1 is needed")
     if name in V_SHAPED and V != 2:
-        raise ValueError(f"{name} has exactly 2 virtual stages a rank, not {V}")
+        raise ValueError(
+            f"{name} has exactly 2 virtual stages a rank, not {V}: pass two stages on each rank, as "
+            f"pipeline_stages(.., schedule={name!r}) does: rank r of {P} has stages r and {2 * P - 1} - r"
+        )
     if name in ("naive", "gpipe", "1f1b") and V != 1:
         raise ValueError(f"{name} has one stage a rank, not {V}: interleaved, bfs and zb take more")
     needed = {"1f1b": P, "dualpipev": 2 * P}.get(name, 1)

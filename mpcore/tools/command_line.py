@@ -65,7 +65,7 @@ def find_object(name: str) -> Any:
         here = "; run the command in the folder of the clone" if module_name.startswith("examples.") else ""
         raise ValueError(f"{module_name or repr(name)} can't be imported: {problem}{here}") from problem
     if attribute not in vars(module):
-        public = [other for other in vars(module) if not other.startswith("_")]
+        public = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
         raise ValueError(
             f"{module_name} has no {attribute or 'name after the colon'}: write package.module:name"
             f"{did_you_mean(attribute, public)}"

@@ -47,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find(name: str) -> tuple[Any, ...]:
     """Return the builder, the batch and the loss for `package.module:build`. The loss may be None."""
     module_name, _, function = name.partition(":")
-    build, batch = (find_object(f"{module_name}:{what}") for what in (function or "build", "batch"))
+    build = find_object(f"{module_name}:{function or 'build'}")
+    batch = getattr(sys.modules[module_name], "batch", None)
+    if batch is None:
+        raise ValueError(
+            f"{module_name} has {function or 'build'}, and no batch: also write batch(), which returns a dict of "
+            f"the arguments of forward and the target, such as dict(tokens=tokens, target=target)"
+        )
     try:
         inspect.signature(batch).bind()
     except TypeError as missing:
