@@ -22,6 +22,7 @@ from mpcore.experimental import (
     BiasedExperts,
     GatedAttention,
     GatedDeltaNet,
+    Mamba2,
     MultiTokenPrediction,
     clamped_swiglu,
     shift_tokens,
@@ -151,6 +152,14 @@ class Documents(mp.ParallelAttention):
         return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
 
 
+class PackedMamba(Mamba2):
+    """A Mamba-2 layer within two documents."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
+
+
 class Padded(mp.ParallelAttention):
     """Attention with keys that are padding."""
 
@@ -199,6 +208,29 @@ class PackedDelta(GatedDeltaNet):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
+
+
+def mamba(p: Params, x: Tensor, groups: int = 2, starts: Tensor | None = None) -> Tensor:
+    """Mamba-2 token by token, with heads of width K and states of width 3; `starts` begin documents."""
+    heads, weight, outputs = len(p["A_log"]), p["conv_weight"], []
+    parts = _linear(p, x, "in_proj.").split([heads * K, heads * K + 6 * groups, heads], -1)
+    state, window = x.new_zeros(len(x), heads, 3, K), [torch.zeros_like(parts[1][:, 0])] * weight.shape[1]
+    for t in range(x.shape[1]):
+        if starts is not None and starts[t]:
+            state, window = torch.zeros_like(state), [torch.zeros_like(part) for part in window]
+        z, mixed, step = (part[:, t] for part in parts)
+        window = [*window[1:], mixed]
+        mixed = F.silu((torch.stack(window, -1) * weight).sum(-1) + p["conv_bias"])
+        v, k, q = mixed.split([heads * K, 3 * groups, 3 * groups], -1)
+        v = v.unflatten(-1, (-1, K))
+        k, q = (t.unflatten(-1, (-1, 3)).repeat_interleave(heads // groups, 1) for t in (k, q))
+        step = F.softplus(step + p["dt_bias"])
+        state = state * torch.exp(-p["A_log"].exp() * step)[..., None, None]
+        state = state + torch.einsum("bhn,bhp->bhnp", k, step[..., None] * v)
+        y = torch.einsum("bhnp,bhn->bhp", state, q) + p["D"][:, None] * v
+        y = (y * F.silu(z.unflatten(-1, (-1, K)))).flatten(1).unflatten(1, (groups, -1))
+        outputs.append(F.rms_norm(y, y.shape[-1:], eps=1e-5).flatten(1) * p["norm_weight"])
+    return _linear(p, torch.stack(outputs, 1), "output.")
 
 
 def _norm(p: Params, x: Tensor, at: str = "") -> Tensor:
@@ -380,6 +412,8 @@ CASES: dict[str, Case] = {
                              refuses=("invariant",)),
     "gated DeltaNet": Case(lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=5, **on), delta, refuses=("invariant",)),
     "gated DeltaNet, uneven": Case(lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=4, **on), delta, **ON_THREE),
+    "Mamba-2": Case(lambda **on: Mamba2(D, H, K, 3, 2, chunk=5, **on), mamba, refuses=("invariant",)),
+    "Mamba-2, uneven": Case(lambda **on: Mamba2(D, H, K, 3, chunk=4, **on), partial(mamba, groups=1), **ON_THREE),
     "rms norm": Case(
         lambda **on: nn.Sequential(mp.RMSNorm(D, **on), mp.ColumnParallelLinear(D, FF, False, **on)),
         lambda p, x: _linear(p, _norm(p, x, "0."), "1."), gives="features",
@@ -430,6 +464,8 @@ CASES: dict[str, Case] = {
             ("gated DeltaNet", lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=2, **on), delta, ("ring", "zigzag")),
             ("gated DeltaNet, documents", lambda **on: PackedDelta(D, 2, H, K, K, chunk=4, **on),
              lambda p, x: delta(p, x, starts=torch.arange(T) == 5), ("zigzag",)),
+            ("Mamba-2, documents", lambda **on: PackedMamba(D, H, K, 3, 2, chunk=4, **on),
+             lambda p, x: mamba(p, x, starts=torch.arange(T) == 5), ("ring", "zigzag")),
         )
         for kind in kinds
     },

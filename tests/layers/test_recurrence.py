@@ -1,4 +1,4 @@
-"""Gated DeltaNet: chunks, ranks and documents equal the recurrence token by token, and the layer is Qwen3-Next's."""
+"""Gated DeltaNet and Mamba-2 equal the recurrence token by token on all layouts, and transformers' layers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import mpcore as mp
-from mpcore.experimental import GatedDeltaNet, simulate
+from mpcore.experimental import GatedDeltaNet, Mamba2, simulate
 from mpcore.gradients import reduce_gradients
 from tests.equality import full_gradients
-from tests.laws.cases import K, delta
+from tests.laws.cases import K, delta, mamba
 
 B, D, KEYS, VALUES = 2, 6, 3, 6
 
@@ -19,21 +19,25 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def build(**options) -> GatedDeltaNet:
+def build(kind: str, **options) -> GatedDeltaNet | Mamba2:
     torch.manual_seed(0)
-    return GatedDeltaNet(D, KEYS, VALUES, K, K, dtype=torch.float64, **options)
+    if kind == "delta":
+        return GatedDeltaNet(D, KEYS, VALUES, K, K, dtype=torch.float64, **options)
+    return Mamba2(D, VALUES, K, 3, KEYS, dtype=torch.float64, **options)
 
 
-def formula(x: Tensor, grad: Tensor, ends: list[int]) -> dict[str, Tensor | None]:
+def formula(kind: str, x: Tensor, grad: Tensor, ends: list[int]) -> dict[str, Tensor | None]:
     """Outputs and gradients of documents of both rows; `ends` counts the tokens of the rows one after another."""
-    params = {name: p.detach().requires_grad_() for name, p in build().named_parameters()}
+    params = {name: p.detach().requires_grad_() for name, p in build(kind).named_parameters()}
     x = x.clone().requires_grad_()
     starts = [torch.isin(torch.arange(x.shape[1]) + row * x.shape[1], torch.tensor(ends)) for row in range(B)]
-    y = torch.cat([delta(params, x[row : row + 1], KEYS, starts[row]) for row in range(B)])
+    truth = delta if kind == "delta" else mamba
+    y = torch.cat([truth(params, x[row : row + 1], KEYS, starts[row]) for row in range(B)])
     y.backward(grad)
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in params.items()}}
 
 
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
 @pytest.mark.parametrize(("tp", "cp", "context", "length", "chunk", "ends"), [
     (1, 1, "ring", 13, 4, []), (1, 1, "ring", 13, 64, [5, 6, 14, 20]), (2, 1, "ring", 12, 5, [3]),
     (4, 1, "ring", 8, 3, []), (1, 2, "ring", 13, 3, []), (2, 2, "zigzag", 14, 3, [1, 2, 9, 20]),
@@ -41,15 +45,15 @@ def formula(x: Tensor, grad: Tensor, ends: list[int]) -> dict[str, Tensor | None
     (1, 4, "zigzag", 5, 2, []),  # runs that are shorter than the convolution, and empty ones
     (1, 4, "two-level", 21, 4, [6, 30]), (1, 4, "alltoall", 19, 64, [9]),
 ])  # fmt: skip
-def test_delta_net_equals_the_recurrence(tp, cp, context, length, chunk, ends):
+def test_chunks_equal_the_recurrence(kind, tp, cp, context, length, chunk, ends):
     x, grad = draw(1, B, length, D), draw(2, B, length, D)
-    want: dict = formula(x, grad, ends)
+    want: dict = formula(kind, x, grad, ends)
     cu_seqlens = torch.tensor(sorted({0, length, 2 * length, *ends})) if ends else None
 
     def rank() -> None:
         mesh = mp.build_mesh(tp=tp, cp=cp, device_type="cpu", **({"cp_inner": 2} if context == "two-level" else {}))
         sharded = tp > 1 and length % (2 * cp * tp) == 0
-        layer = build(tp=mesh.tp, cp=mesh.cp, context=context, chunk=chunk, sequence_parallel=sharded)
+        layer = build(kind, tp=mesh.tp, cp=mesh.cp, context=context, chunk=chunk, sequence_parallel=sharded)
         local, dy = (mp.shard_sequence(t, mesh.cp, context, dim=1) for t in (x, grad))
         here = slice(*mp.collectives.shard_range(local.shape[1], mesh.tp)) if sharded else slice(None)
         local = local[:, here].clone().requires_grad_()
@@ -66,8 +70,9 @@ def test_delta_net_equals_the_recurrence(tp, cp, context, length, chunk, ends):
     simulate(rank, ranks=tp * cp)
 
 
-def test_cache_continues_the_sequence():
-    layer, x = build(chunk=3), draw(1, B, 9, D)
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_cache_continues_the_sequence(kind):
+    layer, x = build(kind, chunk=3), draw(1, B, 9, D)
     cache = layer.new_cache(9)
     with torch.no_grad():
         parts = [layer(part, cache=cache) for part in x.split([2, 1, 5, 1], 1)]
@@ -92,6 +97,24 @@ def test_delta_net_is_that_of_qwen3_next(keys, values, length):
         ours.A_log.copy_(theirs.A_log)
         ours.dt_bias.copy_(theirs.dt_bias)
         ours.output.weight.copy_(theirs.out_proj.weight)
+    x = torch.randn(2, length, D)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "groups", "length"), [(4, 2, 13), (3, 1, 70)])
+def test_mamba2_is_that_of_transformers(heads, groups, length):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    config = transformers.Mamba2Config(
+        hidden_size=D, num_heads=heads, head_dim=D, expand=heads, state_size=5, n_groups=groups, chunk_size=16,
+        num_hidden_layers=1, use_bias=True,
+    )  # fmt: skip
+    theirs, ours = Mamba2Mixer(config, 0), Mamba2(D, heads, D, 5, groups, bias=True)
+    state = theirs.state_dict()
+    state |= {"conv_weight": state.pop("conv1d.weight")[:, 0], "conv_bias": state.pop("conv1d.bias")}
+    renamed = {"norm.weight": "norm_weight", "out_proj.weight": "output.weight", "out_proj.bias": "output.bias"}
+    ours.load_state_dict({renamed.get(name, name): value for name, value in state.items()})
     x = torch.randn(2, length, D)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
 
