@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from mpcore.checkpoint import folders
 from mpcore.checkpoint.format import Chunk, Entry
+from mpcore.checkpoint.store import Store
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.mesh import secret
 from mpcore.mesh.rendezvous import meet
@@ -242,7 +242,7 @@ def test_no_file_is_written_through_a_link(tmp_path):
     check_writable(out, 0)
     write_whole(out / "config.json", "{}")
     with pytest.raises(OSError, match="symbolic links"):
-        folders.lock_folder(out)
+        Store().lock(out)
     assert precious.read_text() == "mine"
     assert (out / "config.json").read_text() == "{}"
 

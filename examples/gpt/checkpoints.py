@@ -22,9 +22,8 @@ from examples.gpt.policies import learning_rate, local_updates, lr_schedule
 from examples.gpt.setup import Setup, about, other_dtype
 from mpcore import Mesh, Run
 from mpcore.checkpoint import Loaded, Saving, checkpoints, inspect, latest, load, step_path
-from mpcore.checkpoint.folders import lock_folder
 from mpcore.checkpoint.format import read_manifest
-from mpcore.checkpoint.remote import as_path
+from mpcore.checkpoint.remote import as_path, store_of
 from mpcore.collectives import all_reduce
 from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 from mpcore.mesh import raise_together, raising_together
@@ -186,7 +185,7 @@ class Checkpoints:
     def _write_config(self, stack: ExitStack) -> list[dict]:
         out = self.out
         out.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(lock_folder(out) or nullcontext())
+        stack.enter_context(store_of(out).lock(out) or nullcontext())
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
         records = read_records(out / "metrics.jsonl", self.first_step)

@@ -17,12 +17,10 @@ and computes no checksums.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -30,11 +28,11 @@ from typing import Any, TypedDict
 import torch
 
 from mpcore.checkpoint.other_formats import other_format
-from mpcore.checkpoint.remote import Remote
+from mpcore.checkpoint.remote import store_of
 from mpcore.checkpoint.schema import Size, convert, read_json
+from mpcore.checkpoint.store import MANIFEST
 
 FORMAT, VERSION = "mpcore checkpoint", 2
-MANIFEST = "manifest.json"
 MANIFEST_LIMIT, MANIFEST_LEAST = 2**30, 2**24  # bytes: about 5 million chunks; a smaller one is always read
 DIMENSIONS = 64  # torch's limit
 DTYPES = {
@@ -149,20 +147,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest. It is the last file of a checkpoint: after it the checkpoint is complete."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     text = json.dumps(body | {"crc32": sign(body)}, allow_nan=False, indent=1)
-    part = folder / (f".{MANIFEST}.part" if isinstance(folder, Remote) else MANIFEST)
-    write_synced(part, text.encode())
-    if isinstance(folder, Remote):  # some stores write a file bit by bit
-        part.rename(folder / MANIFEST)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    if isinstance(path, Remote):
-        path.write_bytes(data)
-        return
-    with named_errors(path), open(path, "xb") as file:  # follows no link
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    store_of(folder).write(folder / MANIFEST, text.encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -176,7 +161,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"{folder} is no complete checkpoint of mpcore: {other}")
         why += f"; the newest in it is {newest}" if newest else ""
         raise ValueError(f"{folder} is no complete checkpoint: {why}")
-    body = read_json(path, MANIFEST_LIMIT if isinstance(path, Remote) else _limit(folder), MANIFEST_LIMIT)
+    headers = store_of(folder).tensor_bytes(folder)  # each chunk of the manifest is in one, in some 100 bytes
+    limit = MANIFEST_LIMIT if headers is None else min(MANIFEST_LIMIT, max(MANIFEST_LEAST, 16 * headers))
+    body = read_json(path, limit, MANIFEST_LIMIT)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"{path} is not the manifest of an {FORMAT}")
     if body.get("version") != VERSION:
@@ -194,15 +181,6 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     return manifest
-
-
-def _limit(folder: Path) -> int:
-    """Return how large a manifest may be: each of its chunks is in the header of a file, in some 100 bytes."""
-    total = 0
-    for path in filter(Path.is_file, folder.glob("*.safetensors")):  # opening a pipe would wait for its writer
-        with open(path, "rb") as file:
-            total += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
-    return min(MANIFEST_LIMIT, max(MANIFEST_LEAST, 16 * total))
 
 
 def sign(body: Mapping[str, Any]) -> int:
@@ -267,13 +245,3 @@ def dtype_name(dtype: torch.dtype) -> str:
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"safetensors has no dtype for {dtype}")
     return DTYPE_NAMES[dtype]
-
-
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError that is raised in the block, such as for a full disk."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise

@@ -22,8 +22,9 @@ from mpcore.checkpoint.pieces import (
     parameter_groups,
     weight_names,
 )
-from mpcore.checkpoint.ranks import merged, together
-from mpcore.checkpoint.tensor_file import Files, host_memory, in_threads
+from mpcore.checkpoint.store import in_threads
+from mpcore.checkpoint.tensor_file import Files, host_memory
+from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.secret import printable
 from mpcore.sharding.declarations import declarations

@@ -1,19 +1,33 @@
 """Checkpoints in an object store: paths such as s3://bucket/run, read and written through fsspec.
 
-A store has no rename and no locks. So a save uploads the files to their final folder, and the manifest last, in one
-request: a folder without a manifest is no checkpoint. `folders.py` has the rules of a save that replaces a checkpoint.
+A store has no locks, and nothing is renamed but small files. A checkpoint is written to PATH, or, if a complete one is
+there, to `.NAME.mpcore-old`. The manifest completes it, in one request; then the other one is removed, its manifest
+first. A lock file, which locks nothing, marks a folder without a manifest as the remains of a save.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PosixPath
 from typing import Any
 
 import fsspec.core
+
+from mpcore.checkpoint.store import (
+    LOCK,
+    MANIFEST,
+    Block,
+    MappedFile,
+    Store,
+    check_unused,
+    has_successor,
+    is_complete,
+    old,
+    stamp,
+)
 
 _BLOCK = 2**26  # bytes that a stream takes at once: fsspec copies them
 
@@ -31,10 +45,9 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     return Remote(f"{protocol}:{':' if rest.startswith('/') else ''}", rest.strip("/"))
 
 
-def check_local(path: Path) -> Path:
-    if "".join(path.parts[:1]).endswith(":"):
-        raise ValueError(f"{path} is a URL that became a local path: only run.save and run.load take URLs, as strings")
-    return path
+def store_of(path: Path) -> Store[Any]:
+    """Return the operations on checkpoints where a path lies."""
+    return ObjectStore() if isinstance(path, Remote) else Store[Path]()
 
 
 class Remote(PosixPath):
@@ -148,3 +161,82 @@ class Remote(PosixPath):
             for part in map(memoryview, parts):
                 for start in range(0, len(part), _BLOCK):
                     file.write(part[start : start + _BLOCK])
+
+
+class ObjectStore(Store[Remote]):
+    """The operations on checkpoints of an object store."""
+
+    def temporary(self, path: Remote) -> Remote:
+        return old(path) if (old(path) / LOCK).is_file() else path  # the one that `prepare` marked
+
+    def lock(self, folder: Remote) -> None:
+        return None
+
+    def prepare(self, path: Remote) -> None:
+        is_replaced = is_complete(path)
+        kept = path if is_replaced or not is_complete(old(path)) else old(path)
+        for folder in (path, old(path)):
+            if folder == kept and is_complete(folder):
+                (folder / LOCK).unlink(missing_ok=True)
+            elif folder.exists():
+                is_ours = is_complete(folder) or (folder / LOCK).is_file()
+                check_unused(folder, not is_ours and any(folder.iterdir()))
+                self.remove(folder)
+        new = old(path) if is_replaced else path
+        new.mkdir()
+        (new / LOCK).write_bytes(b"")
+
+    def publish(self, path: Remote) -> None:
+        new = self.temporary(path)
+        other = old(path) if new == path else path
+        if is_replaced := is_complete(other):
+            self.retire(other)
+        with suppress(OSError, RuntimeError):  # the checkpoint is there
+            if is_replaced:
+                self.remove(other)
+            (new / LOCK).unlink()
+
+    def retire(self, folder: Remote) -> None:
+        (folder / LOCK).write_bytes(b"")
+        (folder / MANIFEST).unlink(missing_ok=True)
+
+    def is_remains(self, folder: Remote) -> bool:
+        return has_successor(folder) or ((folder / LOCK).is_file() and not is_complete(folder))
+
+    def remove(self, folder: Remote) -> None:
+        self.retire(folder)
+        folder.remove(LOCK)
+
+    def sizes(self, folder: Remote, names: Iterable[str]) -> dict[str, int]:
+        return folder.sizes()
+
+    def tensor_bytes(self, folder: Remote) -> None:
+        return None
+
+    def write(self, path: Remote, data: bytes) -> None:
+        part = path.with_name(f".{path.name}.part")  # some stores write a file bit by bit
+        part.write_bytes(data)
+        part.rename(path)
+
+    def write_blocks(self, path: Remote, size: int, blocks: Sequence[Block], threads: int) -> None:
+        path.stream(data() for _, data in sorted(blocks, key=lambda block: block[0]))
+
+    def open(self, path: Remote) -> MappedFile:
+        return RemoteFile(path)
+
+    def sync(self, folder: Remote) -> None:
+        pass
+
+
+class RemoteFile(MappedFile):
+    """A file in an object store: each read is a request."""
+
+    def __init__(self, path: Remote) -> None:
+        found = path.stat()
+        self.remote, self.stamp, self.size = path, stamp(found), found.st_size
+
+    def read(self, start: int, end: int) -> bytearray:
+        return self.remote.read(start, end)
+
+    def advise(self, start: int, end: int, needed: bool) -> None:
+        pass

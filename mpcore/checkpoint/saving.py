@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.distributed import ranks_are_threads
-from mpcore.checkpoint.folders import discard, prepare, prune, publish, temporary
+from mpcore.checkpoint.folders import prune
 from mpcore.checkpoint.format import (
     Chunk,
     Entry,
@@ -29,7 +29,6 @@ from mpcore.checkpoint.format import (
     dtype_name,
     tiles,
     write_manifest,
-    write_synced,
 )
 from mpcore.checkpoint.pieces import (
     Box,
@@ -41,15 +40,16 @@ from mpcore.checkpoint.pieces import (
     parameter_groups,
     weight_names,
 )
-from mpcore.checkpoint.ranks import merged, together
-from mpcore.checkpoint.remote import Remote, as_path
+from mpcore.checkpoint.remote import as_path, store_of
 from mpcore.checkpoint.schema import convert
-from mpcore.checkpoint.tensor_file import checksum, host_memory, in_threads, raw, sync_folder, write_tensors
+from mpcore.checkpoint.store import in_threads
+from mpcore.checkpoint.tensor_file import checksum, host_memory, raw, write_tensors
+from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.sharding.local import reshard
 
-log = get_logger("mpcore.checkpoint")
+log: Logger = get_logger("mpcore.checkpoint")
 _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 
@@ -281,7 +281,7 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
     """Write the files of a snapshot on all ranks. Return their total size in bytes."""
     request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
     lead, began = world.rank == 0, time.perf_counter()
-    lock = together(world, lambda: prepare(path) if lead else None, line)
+    lock = together(world, lambda: store_of(path).prepare(path) if lead else None, line)
     try:
         size = merged(
             world,
@@ -291,7 +291,7 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
         )
     except ValueError:
         if lead:
-            discard(path)
+            store_of(path).discard(path)
         raise
     finally:
         if lock is not None:
@@ -319,7 +319,8 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
         file = f"{kind}-{rank:05d}.safetensors"
         tensors.setdefault(file, {})[key] = tensor
         where[file, key] = held.name, box
-    folder = temporary(snapshot.request.path)
+    path = snapshot.request.path
+    folder = store_of(path).temporary(path)
     # All files at the same time: while one waits for the disk, another is filled.
     results = in_threads(lambda file: write_tensors(folder / file, tensors[file]), tensors)
     written = dict(zip(tensors, results, strict=True))
@@ -334,6 +335,8 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
 def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
     """On rank 0, once all tensors are written: write the other files and the manifest, and publish the checkpoint."""
     path = snapshot.request.path
+    store = store_of(path)
+    folder = store.temporary(path)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     for part in parts:
@@ -354,12 +357,12 @@ def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
             )
         tensors[name] = entry
     _check_replicas(tensors, parts)
-    beside = write_beside(temporary(path), snapshot.request.beside or {})
+    beside = write_beside(folder, snapshot.request.beside or {})
     files = {name: record for part in parts for name, record in part.files.items()}
     groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
     filled = replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors, beside=beside)
-    write_manifest(temporary(path), filled)
-    publish(path)
+    write_manifest(folder, filled)
+    store.publish(path)
     return sum(record.bytes for record in files.values())
 
 
@@ -368,9 +371,8 @@ def write_beside(folder: Path, files: Mapping[str, bytes]) -> dict[str, SmallFil
     for name, data in files.items():
         check_inside(name)
         (folder / name).parent.mkdir(exist_ok=True)
-        write_synced(folder / name, data)
-        if not isinstance(folder, Remote):
-            sync_folder((folder / name).parent)
+        store_of(folder).write(folder / name, data)
+        store_of(folder).sync((folder / name).parent)
     return {name: SmallFile(len(data), zlib.crc32(data)) for name, data in files.items()}
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import mmap
-import os
 import struct
 import sys
-import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from io import BufferedWriter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +26,14 @@ from mpcore.checkpoint.format import (
     FileRecord,
     Manifest,
     dtype_name,
-    named_errors,
     sizes,
 )
-from mpcore.checkpoint.remote import Remote
+from mpcore.checkpoint.remote import store_of
 from mpcore.checkpoint.schema import convert, load_json
+from mpcore.checkpoint.store import THREADS, in_threads, stamp
 from mpcore.mesh.secret import printable
 
-K = TypeVar("K")
-R = TypeVar("R")
 WORDS, ROWS = 1021, 63  # block size of `checksum`: a prime, and fewer rows than a disk sector has words
-THREADS = 4  # that read or write at the same time
 HEADER_LIMIT = 100_000_000  # bytes, the limit of the safetensors library
 TENSOR_LIMIT = 2**18  # of a file
 LARGE_PAGE = 2**21  # bytes
@@ -55,31 +50,17 @@ def write_tensors(
             be on the meta device. None: the values are those of `tensors`.
     """
     head, header, end = file_head(tensors)
-    if isinstance(path, Remote):
-        found: dict[str, int] = {}
+    sums: dict[str, int] = {}
 
-        def parts() -> Iterator[bytes | memoryview]:
-            yield head
-            for key in list(header)[1:]:
-                data = raw(tensors[key])
-                found[key] = checksum(data)
-                yield data
+    def data(key: str) -> memoryview:
+        found = raw(tensors[key] if read is None else read(key))
+        sums[key] = checksum(found)
+        return found
 
-        path.stream(parts())
-        return FileRecord(len(head) + end, zlib.crc32(head)), found
-    with named_errors(path), open(path, "xb") as file:
-        _write_at(file, head, 0)
-        if sys.platform == "linux":  # a third less CPU time in the kernel, and a full disk raises at once
-            os.posix_fallocate(file.fileno(), 0, len(head) + end)
-
-        def one(key: str) -> int:
-            data = raw(tensors[key] if read is None else read(key))
-            _write_at(file, data, len(head) + header[key]["data_offsets"][0])
-            return checksum(data)
-
-        sums = in_threads(one, tensors, THREADS if read is None else 1)
-        os.fsync(file.fileno())
-    return FileRecord(len(head) + end, zlib.crc32(head)), dict(zip(tensors, sums, strict=True))
+    blocks = [(len(head) + header[key]["data_offsets"][0], functools.partial(data, key)) for key in tensors]
+    threads = THREADS if read is None else 1
+    store_of(path).write_blocks(path, len(head) + end, [(0, lambda: head), *blocks], threads)
+    return FileRecord(len(head) + end, zlib.crc32(head)), sums
 
 
 def file_head(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Any], int]:
@@ -96,47 +77,6 @@ def file_head(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Any], int
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, header, end
-
-
-def _write_at(file: BufferedWriter, data: bytes | memoryview, offset: int) -> None:
-    view = memoryview(data)
-    while view.nbytes:  # one call writes 2 GiB at the most
-        done = os.pwrite(file.fileno(), view, offset)
-        view, offset = view[done:], offset + done
-
-
-def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = THREADS) -> list[R]:
-    """Call `work` on each item in several threads, for work that releases the GIL: file I/O, copies and zlib.
-
-    `concurrent.futures` isn't used because it accepts no work while the interpreter waits at exit for a background
-    save.
-    """
-    todo = list(items)
-    results: dict[int, R] = {}
-    errors: dict[int, Exception] = {}
-    numbers = iter(range(len(todo)))
-    lock = threading.Lock()
-
-    def run() -> None:
-        while not errors:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            try:
-                results[number] = work(todo[number])
-            except Exception as error:  # raised again below
-                errors[number] = error
-
-    helpers = [threading.Thread(target=run) for _ in range(min(threads, len(todo)) - 1)]
-    for helper in helpers:
-        helper.start()
-    run()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[min(errors)]
-    return [results[number] for number in range(len(todo))]
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -166,7 +106,7 @@ def checksum(data: memoryview) -> int:
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory: only the pages that are used are read.
+    """A safetensors file, of which only the parts that are used are read.
 
     Args:
         record: the file's record in the manifest. None: another library wrote the file.
@@ -179,39 +119,24 @@ class TensorFile:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing")
-        self._map: mmap.mmap | None = None
-        if isinstance(path, Remote):
-            self.stamp, size = _stamp(path), path.stat().st_size
-        else:
-            with open(path, "rb") as file:
-                self.stamp, size = _stamp(file.fileno()), os.fstat(file.fileno()).st_size
-                if size:  # A private mapping: torch needs a writable buffer, and writes to it never reach the file.
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.file = store_of(path).open(path)
+        size = self.file.size
         if size < 8 or (record is not None and size != record.bytes):
             written = "" if record is None else f", written were {record.bytes}"
             raise ValueError(f"{path} has {size} bytes{written}")
-        (length,) = struct.unpack("<Q", self._read(0, 8))
+        (length,) = struct.unpack("<Q", self.file.read(0, 8))
         if length > min(HEADER_LIMIT, size - 8):
             raise ValueError(
                 f"{path} is damaged: a header of {length} bytes, in a file of {size} and at most {HEADER_LIMIT}"
             )
-        text = bytes(self._read(8, 8 + length))
+        text = bytes(self.file.read(8, 8 + length))
         found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
         if record is not None and found != record.header_crc32:
             raise ValueError(
                 f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
             )
         self._data = 8 + length
-        self.header = read_header(text, size - self._data, str(path))
-
-    def _read(self, start: int, end: int) -> bytearray | memoryview:
-        """Return bytes of the file: a view of the mapping, or what a store sends."""
-        if isinstance(self.path, Remote):
-            return self.path.read(start, end)
-        assert self._map is not None
-        if self._map.size() < end:  # a read would end the process with SIGBUS
-            raise ValueError(f"{self.path} was cut to {self._map.size()} bytes after it was opened")
-        return memoryview(self._map)[start:end]
+        self.header: dict[str, Any] = read_header(text, size - self._data, str(path))
 
     def check(self, entry: Entry, chunk: Chunk) -> None:
         """Raise ValueError if the file lacks a chunk, or has it with another shape or dtype."""
@@ -233,27 +158,22 @@ class TensorFile:
         dtype, shape = DTYPES[found["dtype"]], found["shape"]
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
-        start, end = (self._data + offset for offset in found["data_offsets"])
-        return torch.frombuffer(self._read(start, end), dtype=dtype).view(shape)
+        return torch.frombuffer(self.file.read(*self._place(key)), dtype=dtype).view(shape)
 
     def forget(self, key: str) -> None:
         """Free the memory that reading a tensor used. The tensor can be read again."""
-        first, _, end = self._pages(key)
-        if self._map and end > first and sys.platform == "linux":
-            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+        self.file.advise(*self._place(key), needed=False)
 
-    def _pages(self, key: str) -> tuple[int, int, int]:
-        """Return three offsets in the file: the first page of a tensor, and the start and end of the tensor."""
+    def _place(self, key: str) -> tuple[int, int]:
+        """Return where a tensor begins and ends in the file."""
         start, end = (self._data + offset for offset in self.header[key]["data_offsets"])
-        return start - start % mmap.PAGESIZE, start, end
+        return start, end
 
     def problem(self, entry: Entry, chunk: Chunk) -> str | None:
         """Read a chunk and return a description of its damage, or None if there is none."""
         self.check(entry, chunk)
-        first, start, end = self._pages(chunk.key)
-        if self._map and sys.platform == "linux":
-            self._map.madvise(mmap.MADV_WILLNEED, first, end - first)
-        found = checksum(memoryview(self._read(start, end)))
+        self.file.advise(*self._place(chunk.key), needed=True)
+        found = checksum(memoryview(self.file.read(*self._place(chunk.key))))
         if found == chunk.checksum:
             return None
         return f"{self.path}: {chunk.key} is damaged: its checksum is {found:08x}, written was {chunk.checksum:08x}"
@@ -275,11 +195,6 @@ def read_header(text: bytes, room: int, path: str) -> dict[str, Any]:
     if end != room:
         raise ValueError(f"{path} is damaged: its tensors have {end} bytes, its data {room}")
     return header
-
-
-def _stamp(file: Path | int) -> tuple[int, ...]:
-    found = file.stat() if isinstance(file, Path) else os.fstat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _fits(found: Any, room: int) -> bool:
@@ -350,7 +265,7 @@ class Files:
         written after it.
         """
         for file in self._open.values():
-            if file.stamp != _stamp(file.path):
+            if file.file.stamp != stamp(file.path.stat()):
                 raise ValueError(f"{file.path} changed while it was read: load again, the values read are not safe")
 
     def assemble(self, name: str) -> Tensor:
@@ -372,12 +287,3 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
-
-
-def sync_folder(path: Path) -> None:
-    """Sync a directory's list of file names to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

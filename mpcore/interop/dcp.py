@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mpcore.checkpoint.pieces import Box, LocalTensor, held_by_model, held_by_optimizer, held_slot, masters_of
-from mpcore.checkpoint.ranks import merged
+from mpcore.mesh.agreement import merged
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import check_lies_on

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, check_inside, dtype_name, tiles, write_manifest
 from mpcore.checkpoint.pieces import Box, LocalTensor
-from mpcore.checkpoint.remote import check_local
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.schema import convert
+from mpcore.checkpoint.store import check_local
 from mpcore.checkpoint.tensor_file import HEADER_LIMIT, TENSOR_LIMIT, Files, host_memory
 from mpcore.interop.dcp import BoxedTensor
 from mpcore.interop.hugging_face.config import read_json

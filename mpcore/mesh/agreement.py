@@ -69,7 +69,7 @@ def raise_together(error: Exception | None, axis: Axis | None = None, line: str 
     Args:
         error: the exception of this rank. None: this rank did not fail.
         axis: the ranks that call this function. None: all ranks of the job.
-        line: a name for calls from a background thread (see `exchange`).
+        line: see `together`.
 
     Raises:
         ValueError: on every rank, with the message of the first rank that failed. On a rank that failed, the cause is
@@ -104,6 +104,39 @@ def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iter
     raise_together(error)
 
 
+def together(axis: Axis, work: Callable[[], T], line: str = "") -> T:
+    """Run `work` on every rank of an axis and wait for all ranks. If it fails on one rank, raise on all ranks.
+
+    Args:
+        axis: the ranks that call this function.
+        work: what this rank does.
+        line: a name for the calls of a background thread. Calls of different names are counted separately, so that a
+            background thread and the main thread can call this function in any order.
+
+    Raises:
+        ValueError: on every rank, with the message of the first rank that failed. On a rank that failed, the cause is
+            its own exception.
+    """
+    error, result = _try(work)
+    raise_together(error, axis, line)
+    return result
+
+
+def merged(axis: Axis, work: Callable[[], T], merge: Callable[[list[T]], R], line: str = "") -> R:
+    """Run `work` on every rank, merge the results on rank 0, and return the merged result on every rank.
+
+    Args:
+        axis, line: see `together`.
+        work: what this rank does. Its result has the types that `mpcore.mesh.secret.encode` takes.
+        merge: called on rank 0 with the results in rank order.
+
+    Raises:
+        ValueError: on every rank, if `work` failed on any rank or `merge` failed.
+    """
+    error, result = _try(work)
+    return exchange(error, result, axis.group, merge, line)
+
+
 def exchange(
     error: Exception | None,
     value: T,
@@ -118,8 +151,7 @@ def exchange(
         value: this rank's value, of the types that `mpcore.mesh.secret.encode` takes. Named tuples become tuples.
         group: the ranks. None: this process alone.
         merge: called on rank 0 with the values in rank order. The default returns all values, for small groups.
-        line: a name for the calls of a background thread. Calls of different names are counted separately, so that a
-            background thread and the main thread can call this function in any order.
+        line: see `together`.
 
     Returns:
         What `merge` returned on rank 0.
@@ -136,7 +168,9 @@ def exchange(
             raise ValueError(f"{answers[failed[0]][0]}{where}")
         error, result = _try(merge, [value for _, value in answers])
         if error is not None:
-            raise ValueError(f"{error} (on rank 0 of {len(answers)})" if len(answers) > 1 else str(error)) from error
+            raise ValueError(
+                f"{_say(error)} (on rank 0 of {len(answers)})" if len(answers) > 1 else _say(error)
+            ) from error
         return result
 
     answer = (_say(error), value)
@@ -165,7 +199,7 @@ class Agreement:
     ) -> None:
         self.prefix = prefix
         self.store, self.rank, self.size, self.what, self.group = store, rank, size, what, group
-        self.number = self.store.add(f"at/{self.rank}", 1)
+        self.number: Any = self.store.add(f"at/{self.rank}", 1)
 
     def same(self, text: str) -> bool:
         """Return whether all ranks have the same text. Each rank sends a hash."""
@@ -182,7 +216,7 @@ class Agreement:
         """Return what `merge` computes on rank 0 from the values of all ranks, or its error."""
         if self.rank:
             error, data = _try(encode, value)
-            self._put(f"of/{self.rank}", data if error is None else encode((str(error), None)))
+            self._put(f"of/{self.rank}", data if error is None else encode((_say(error), None)))
         if self.store.add(self._key("came"), 1) == self.size:
             self.store.set(self._key("full"), "")
             self._forget()
@@ -190,10 +224,12 @@ class Agreement:
             self._hear(self._key("full"))
             others = [decode(self._take(f"of/{rank}")) for rank in range(1, self.size)]
             error, result = _try(merge, [value, *others])
-            problem, data = _try(encode, (_say(error), result))
-            self._put("result", data if problem is None else encode((str(problem), None)))
-            return error or problem, result
-        told, result = decode(self._take("result", keep=True))
+            problem, data = _try(encode, (told := _say(error), result))
+            if problem is not None:
+                data = encode((told := _say(problem), None))
+            self._put("result", data)
+        else:
+            told, result = decode(self._take("result", keep=True))
         return None if told is None else ValueError(printable(told)), result
 
     def _name(self, name: str) -> str:
@@ -331,11 +367,11 @@ def _alone(group: dist.ProcessGroup) -> bool:
     return group.size() == 1 or not has_peers()
 
 
-def _try(work: Callable[[T], R], value: T) -> tuple[Exception | None, R]:
+def _try(work: Callable[..., R], *given: Any) -> tuple[Exception | None, R]:
     try:
-        return None, work(value)
+        return None, work(*given)
     except Exception as error:  # catch every error: the other ranks wait for the answer
-        return ValueError(_say(error)), None  # type: ignore[return-value]
+        return error, None  # type: ignore[return-value]
 
 
 def _say(error: Exception | None) -> str | None:

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from mpcore._torch.compile import eagerly
 from mpcore._torch.distributed import ranks_are_threads
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
-from mpcore.checkpoint.folders import lock_folder
-from mpcore.checkpoint.ranks import together
+from mpcore.checkpoint.remote import store_of
 from mpcore.collectives import all_reduce
 from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
 from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
+from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.guard import after_seconds
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
@@ -40,7 +40,7 @@ from mpcore.training.rank_checks import check_steps, smallest_count
 from mpcore.training.samples import SampleCheck, share_of
 from mpcore.training.wrong_width import wrong_width
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -105,12 +105,12 @@ class Run:
         self.model, self.stages, self.mesh, self.optimizer, self.seed = model, stages, mesh, optimizer, seed
         self.precision, self.offload = precision, offload
         scaled = precision.autocast_dtype == torch.float16
-        self.scaler = LossScaler(mesh, precision.first_loss_scale) if scaled else None
+        self.scaler: LossScaler | None = LossScaler(mesh, precision.first_loss_scale) if scaled else None
         self.step = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
-        self.tree = ModelTree(model)
-        self.bounds = DispatchBounds(self.tree, mesh)
+        self.tree: ModelTree = ModelTree(model)
+        self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
         self._first = FirstStep(self.tree, mesh, half)
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), self._first]
@@ -308,7 +308,7 @@ class Run:
         self._forget()
         for observer in self.observers:
             observer.dropped(self)
-        self.phase = Phase.IDLE
+        self.phase: Phase = Phase.IDLE
 
     def _forget(self) -> None:
         for module in (*self.stages, self.model):
@@ -347,7 +347,7 @@ class Run:
         held = list(batches)
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
-        self.factor = torch.ones_like(self.factor)
+        self.factor: Tensor = torch.ones_like(self.factor)
         last = self.pipeline.last_rank == self.mesh.pp.rank
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.evaluating():
@@ -416,7 +416,9 @@ class Run:
             lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process
             said = f"run.save waits for other ranks: all {self.mesh.world.size} must call it, not rank 0 alone"
             with after_seconds(10.0, log.warning, said):
-                self._locks[path.parent] = together(self.mesh.world, lambda: lock_folder(path.parent) if lead else None)
+                self._locks[path.parent] = together(
+                    self.mesh.world, lambda: store_of(path.parent).lock(path.parent) if lead else None
+                )
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)
@@ -459,5 +461,5 @@ class Run:
             self.scaler.load_state_dict(loaded.extra)
         for observer in self.observers:
             observer.load_state(loaded.extra)
-        self.step = loaded.step
+        self.step: int = loaded.step
         return loaded

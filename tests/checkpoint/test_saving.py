@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.checkpoint import folders, load, loading, report, saving, tensor_file
+from mpcore.checkpoint import folders, load, loading, report, saving
 from mpcore.checkpoint.folders import checkpoints, prune, read_complete, resolve
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, read_manifest
-from mpcore.checkpoint.tensor_file import TensorFile, in_threads, write_tensors
+from mpcore.checkpoint.store import Store, in_threads
+from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.tools import checkpoint as command
 
 FILE = "model-00000.safetensors"
@@ -197,7 +198,7 @@ def test_an_old_checkpoint_counts_until_its_successor_is_there(tmp_path):
     assert resolve(path) == old
     assert checkpoints(tmp_path) == [old]
     assert resolve(tmp_path / "none") == tmp_path / "none"
-    folders.prepare(path)
+    Store().prepare(path)
     assert path.is_dir()
     assert not old.exists()
     assert (tmp_path / ".c.mpcore-tmp").is_dir()
@@ -205,7 +206,7 @@ def test_an_old_checkpoint_counts_until_its_successor_is_there(tmp_path):
     (old / "manifest.json").write_text("{}")
     assert resolve(path) == path
     assert checkpoints(tmp_path) == [path], "it has a successor"
-    folders.prepare(path)
+    Store().prepare(path)
     assert not old.exists()
 
 
@@ -217,9 +218,9 @@ def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
     empty.mkdir()
     for there in (file, full):
         with pytest.raises(ValueError, match=f"{there} is there and is no checkpoint: it is not overwritten"):
-            folders.prepare(there)
-    folders.prepare(empty)
-    folders.prepare(tmp_path / "a" / "b" / "c")
+            Store().prepare(there)
+    Store().prepare(empty)
+    Store().prepare(tmp_path / "a" / "b" / "c")
     assert (tmp_path / "a" / "b" / ".c.mpcore-tmp").is_dir()
 
 
@@ -331,7 +332,7 @@ def test_values_may_be_read_one_by_one_in_the_order_of_the_keys(tmp_path):
 
 def test_a_write_goes_on_where_the_system_wrote_a_part(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(tensor_file.os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
     write_tensors(tmp_path / "f", {"a": torch.arange(9)})
     assert TensorFile(tmp_path / "f").whole("a").tolist() == [*range(9)]
 
@@ -520,8 +521,8 @@ def test_a_second_job_that_saves_into_a_folder_is_refused_by_name(tmp_path):
 
 
 def test_two_processes_that_write_one_checkpoint_are_told_apart(tmp_path):
-    held = folders.prepare(tmp_path / "c")  # a save in this process
-    text = "import sys, pathlib\nfrom mpcore.checkpoint import folders\nfolders.prepare(pathlib.Path(sys.argv[1]))"
+    held = Store().prepare(tmp_path / "c")  # a save in this process
+    text = "import sys, pathlib\nfrom mpcore.checkpoint.store import Store\nStore().prepare(pathlib.Path(sys.argv[1]))"
     other = subprocess.run([sys.executable, "-c", text, tmp_path / "c"], capture_output=True, text=True, check=False)
     assert f"is in use by 'process {os.getpid()} on " in other.stderr
     held.close()

@@ -18,9 +18,10 @@ from mpcore._torch.storage import address
 from mpcore.checkpoint.format import Chunk, Entry
 from mpcore.checkpoint.loading import copy_box
 from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model
-from mpcore.checkpoint.ranks import together
-from mpcore.checkpoint.tensor_file import THREADS, TensorFile, host_memory, in_threads
+from mpcore.checkpoint.store import THREADS, in_threads
+from mpcore.checkpoint.tensor_file import TensorFile, host_memory
 from mpcore.interop.hugging_face.stored import Group, stored_tensors
+from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh
 
 PIECE = 2**22  # bytes of a box that are copied at once

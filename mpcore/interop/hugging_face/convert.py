@@ -15,7 +15,6 @@ from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, write_manifest
 from mpcore.checkpoint.loading import check_weights, copy_box, fill
 from mpcore.checkpoint.pieces import held_by_model, weight_names
-from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
@@ -30,6 +29,7 @@ from mpcore.interop.hugging_face.writing import (
     write_json,
     write_weights,
 )
+from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import reshard
 

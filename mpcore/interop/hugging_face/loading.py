@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mpcore.checkpoint.other_formats import refuse_other_format
-from mpcore.checkpoint.ranks import together
 from mpcore.checkpoint.tensor_file import TensorFile
 from mpcore.interop.hugging_face.boxes import Weights
 from mpcore.interop.hugging_face.config import read_json
@@ -23,6 +22,7 @@ from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups
 from mpcore.interop.parallelize import parallelize
 from mpcore.interop.parallelize.plan import Plan
 from mpcore.layers.initialize import allocate
+from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.state_dict import all_names
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from mpcore.checkpoint import pieces
 from mpcore.checkpoint.pieces import check_finite, held_by_model
-from mpcore.checkpoint.ranks import merged, together
 from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.boxes import pieces as pieces_of
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
 from mpcore.interop.hugging_face.writing import SHARD_BYTES, check_new, new_folder, write_weights
 from mpcore.interop.lora.adapters import FACTORS, adapters_of, factor_names, factor_prefix, weight_with
 from mpcore.interop.lora.layers import is_transposed
+from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.pipeline.partition import join_stages
 from mpcore.sharding.declarations import declarations, persistent_buffers

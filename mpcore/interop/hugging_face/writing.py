@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mpcore.checkpoint.folders import discard, prepare, publish, temporary
-from mpcore.checkpoint.format import FileRecord, write_synced
+from mpcore.checkpoint.format import FileRecord
+from mpcore.checkpoint.remote import store_of
 from mpcore.checkpoint.tensor_file import write_tensors
 from mpcore.interop.hugging_face.folder import INDEX
 
@@ -26,12 +26,13 @@ def check_new(folder: Path) -> None:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends. After an error it is removed."""
-    prepare(path)
+    store = store_of(path)
+    store.prepare(path)
     try:
-        yield temporary(path)
-        publish(path)
+        yield store.temporary(path)
+        store.publish(path)
     except BaseException:
-        discard(path)
+        store.discard(path)
         raise
 
 
@@ -83,4 +84,4 @@ def write_files(
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    write_synced(path, f"{json.dumps(values, indent=2)}\n".encode())
+    store_of(path).write(path, f"{json.dumps(values, indent=2)}\n".encode())

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpcore.checkpoint.format import write_synced
 from mpcore.checkpoint.pieces import check_finite
-from mpcore.checkpoint.ranks import together
-from mpcore.checkpoint.remote import check_local
+from mpcore.checkpoint.remote import store_of
+from mpcore.checkpoint.store import check_local
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.interop.lora.adapters import (
     adapt,
@@ -30,7 +29,7 @@ from mpcore.interop.lora.adapters import (
     weight_name,
 )
 from mpcore.interop.lora.layers import GroupedAdapter, LoRALayer, factors, is_transposed, sizes_of
-from mpcore.mesh.agreement import gather_objects
+from mpcore.mesh.agreement import gather_objects, together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers
 from mpcore.sharding.declare import Sharding
@@ -111,7 +110,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
             os.replace(written, folder / TENSORS)
             text = json.dumps(config, indent=2)
             part = folder / f".{CONFIG}.{secrets.token_hex(4)}.tmp"
-            write_synced(part, f"{text}\n".encode())
+            store_of(part).write(part, f"{text}\n".encode())
             os.replace(part, folder / CONFIG)
 
     together(mesh.world, write_stage)
