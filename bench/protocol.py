@@ -1,4 +1,4 @@
-"""How a kernel is timed beside its peers: a module of `bench/cases` names inputs, functions and costs only.
+"""How a kernel is timed beside its peers: `bench/cases.py` names inputs, functions and costs only.
 
 Each function is checked first; a wrong one gets no number. Then all functions, and a copy or a matrix product as the
 yardstick, run in turn, round by round. Events on the device take the time. A turn makes several calls on rotating
@@ -12,6 +12,7 @@ Without CUDA the sizes are toys: the reference is timed beside the peers that ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import math
@@ -40,8 +41,10 @@ YARDSTICK_OF_CPU = 2**22, 256
 ROUNDS_OF_CPU, CALLS_OF_CPU = 15, 3
 SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 Shape = Mapping[str, int]
-Inputs = dict[str, Tensor]
+Inputs = dict[str, Any]
 Function = Callable[..., Any]
+Draw = Callable[[Shape, Mapping[str, Any]], Any]
+Peer = Callable[[Shape], Function]
 
 
 class NotHereError(Exception):
@@ -58,7 +61,8 @@ class Kernel:
 
     Args:
         name: as its file in `kernels/`.
-        inputs: makes tensors by name, `inputs(shape, dtype, device)`.
+        tensors: the inputs by name, each the names of its sizes (`"M 2F"`: random numbers of the case's dtype), or what
+            makes it of the shape and of `{"dtype": .., "device": ..}`; options that are no tensors, too.
         ours, reference: take the inputs by name, and return a tensor or a tuple.
         peers: by name, what returns such a function for a shape, or raises `ImportError` or `NotHereError`.
         cost: bytes or floating point operations of `(forward, forward+backward)`, by shape and bytes of an element.
@@ -73,10 +77,10 @@ class Kernel:
     """
 
     name: str
-    inputs: Callable[[Shape, torch.dtype, torch.device], Inputs]
+    tensors: Mapping[str, str | Draw]
     ours: Function
     reference: Function
-    peers: Mapping[str, Callable[[Shape], Function]]
+    peers: Mapping[str, Peer]
     cost: Callable[[Shape, int], tuple[float, float]]
     shapes: Sequence[Shape]
     toy: Shape
@@ -89,15 +93,35 @@ class Kernel:
     slack: int = 2
     random: bool = False
 
-    def providers(self) -> dict[str, Callable[[Shape], Function]]:
+    def inputs(self, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Inputs:
+        """Make the inputs by name."""
+        like: dict[str, Any] = {"dtype": dtype, "device": device}
+        return {
+            name: torch.randn([_size(word, shape) for word in made.split()], **like)
+            if isinstance(made, str)
+            else made(shape, like)
+            for name, made in self.tensors.items()
+        }
+
+    def providers(self) -> dict[str, Peer]:
         """Return ours and all peers by name."""
         return {OURS: always(self.ours), **self.peers}
+
+    def checked(self, shape: Shape) -> Shape:
+        """Return the sizes at which the check in float64 fits."""
+        return {name: min(size, self.check.get(name, size)) for name, size in shape.items()}
 
     def cases(self) -> list[tuple[Kernel, Shape, torch.dtype, str]]:
         """Return kernel, shape, dtype and pass of each measurement; those of the toy size without CUDA."""
         cuda = torch.cuda.is_available()
         shapes, dtypes = (self.shapes, self.dtypes) if cuda else ([self.toy], [torch.float32])
         return [(self, shape, dtype, which) for shape in shapes for dtype in dtypes for which in self.passes]
+
+
+def _size(word: str, shape: Shape) -> int:
+    """Return the size `M`, twice the size of `2F`, or the number itself."""
+    name = word.lstrip("0123456789")
+    return int(word.removesuffix(name) or 1) * (shape[name] if name else 1)
 
 
 def label(shape: Shape) -> str:
@@ -110,30 +134,34 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def always(function: Function) -> Callable[[Shape], Function]:
+def always(function: Function) -> Peer:
     """A peer that is there everywhere."""
     return lambda shape: function
 
 
-def compiled(function: Function) -> Callable[[Shape], Function]:
+def needs_cuda(make: Peer, why: str = "runs on CUDA only") -> Peer:
+    """A peer that is not there without CUDA."""
+
+    def checked(shape: Shape) -> Function:
+        if not torch.cuda.is_available():
+            raise NotHereError(why)
+        return make(shape)
+
+    return checked
+
+
+def compiled(function: Function) -> Peer:
     """`torch.compile` of a plain function, for static shapes."""
+    return needs_cuda(lambda shape: torch.compile(function, dynamic=False, fullgraph=True), "compiled for CUDA only")
+
+
+def imported(path: str, call: Function) -> Peer:
+    """`call(f, **inputs)`, where f, of the path `module:name`, can be imported and CUDA is there."""
 
     def make(shape: Shape) -> Function:
-        if not torch.cuda.is_available():
-            raise NotHereError("compiled for CUDA only")
-        return torch.compile(function, dynamic=False, fullgraph=True)
-
-    return make
-
-
-def imported(module: str, name: str, adapt: Callable[[Any], Function]) -> Callable[[Shape], Function]:
-    """`adapt(module.name)`, where the module can be imported and CUDA is there."""
-
-    def make(shape: Shape) -> Function:
-        found = getattr(importlib.import_module(module), name)
-        if not torch.cuda.is_available():
-            raise NotHereError("runs on CUDA only")
-        return adapt(found)
+        module, _, name = path.partition(":")
+        found = functools.partial(call, getattr(importlib.import_module(module), name))
+        return needs_cuda(always(found))(shape)
 
     return make
 
@@ -162,7 +190,7 @@ def measure(
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
-    checked = {**shape, **{name: min(size, shape[name]) for name, size in kernel.check.items()}}
+    checked = kernel.checked(shape)
     inputs = kernel.inputs(checked, dtype, device)
     bound = _bounds(kernel, inputs, which)
     functions, errors, skipped, wrong = {}, {}, {}, {}
@@ -229,9 +257,11 @@ def _why(error: Exception) -> str:
 
 def _leaves(kernel: Kernel, inputs: Inputs, which: str) -> Inputs:
     """Copies of the inputs, those with a gradient as leaves."""
-    copies = {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in inputs.items()}
-    for name, x in copies.items():
-        x.requires_grad_(which == BOTH and x.is_floating_point() and name not in kernel.constants)
+    copies = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, Tensor):
+            copies[name] = x = x.detach().clone(memory_format=torch.preserve_format)
+            x.requires_grad_(which == BOTH and x.is_floating_point() and name not in kernel.constants)
     return copies
 
 
@@ -259,7 +289,7 @@ def _call(function: Function, leaves: Inputs, which: str) -> Callable[[], tuple[
                 return _tuple(function(**leaves))
 
         return forward
-    wanted = [x for x in leaves.values() if x.requires_grad]
+    wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
     gradients: list[Tensor] = []
 
     def both() -> tuple[Tensor, ...]:
@@ -280,7 +310,7 @@ def _bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[Bound]:
     if not kernel.in_float64:
         exact = plain
     else:
-        wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
         exact = _call(kernel.reference, _leaves(kernel, wide, which), which)()
     bounds = []
     for truth, found in zip(exact, plain, strict=True):
@@ -356,7 +386,7 @@ def _measure(
             call = _call(function, _leaves(kernel, inputs, which), which)
             host[name] = _host_seconds(call) if cuda else 0.0
             memory[name] = _peak_bytes(call) if cuda else returned_bytes(call)
-            size = sum(x.nbytes for x in inputs.values()) + memory[name]
+            size = sum(x.nbytes for x in inputs.values() if isinstance(x, Tensor)) + memory[name]
             more = [_call(function, _leaves(kernel, inputs, which), which) for _ in range(1, buffers(size))]
             calls[name] = Rotating([call, *more])
         except Exception as error:  # such as out of memory, at the full size
