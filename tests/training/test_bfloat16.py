@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT, build_stages
-from examples.gpt.plan import build as build_gpt
 from mpcore import AdamW, Mesh, Muon, ParallelAttention, Precision, Zero, prepare
 from mpcore._torch import pytree
 from mpcore._torch.dispatch import TorchDispatchMode
@@ -23,7 +21,6 @@ from mpcore.pipeline.schedules import find_schedule
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.sharding.state_dict import full_tensor
-from mpcore.tools.analysis.dry_run import dry_run
 from tests.pool import mesh
 
 BF16 = torch.bfloat16
@@ -345,17 +342,3 @@ def test_a_checkpoint_has_the_weights_that_were_written_over_masters(tmp_path):
 def test_offload_changes_no_bit(offload):
     runs = build(), build(offload=mp.Offload(**offload))
     assert train(runs[0], 3) == train(runs[1], 3)
-
-
-def test_the_table_of_bytes_is_the_one_that_is_counted_and_megatrons_18_bytes_a_parameter():
-    page = (Path(__file__).parents[2] / "docs" / "records" / "2026-11-23_precision.md").read_text()
-    common = next(line for line in page.splitlines() if "`--layers" in line).split("`")[1]
-    run = "--zero 0 --recompute full"
-    found = dry_run(build_gpt, f"{common} {run}".split(), tp=2, pp=2, dp=2)
-    sent = [sum(c.bytes for (on, _), c in found.ledger.counts.items() if on == axis) for axis in ("tp", "dp")]
-    weights, gradients, state = found.parameters, found.gradients, found.optimizer
-    cells = (weights, gradients, state, found.peak, found.ledger.counts["pp", "send"].bytes, *sent)
-    assert f"| `{run}` | bfloat16 | {' | '.join(f'{cell:,}' for cell in cells)} |" in page
-    parameters = weights // 2
-    assert gradients == 4 * parameters
-    assert 0 <= state - 12 * parameters < 1000  # a step count of 4 bytes for each tensor

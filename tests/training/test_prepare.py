@@ -84,10 +84,14 @@ def batch(step: int, share: range) -> tuple[Tensor, Tensor]:
     return text[:, :-1], target
 
 
-def train(sizes: dict, **told: Any) -> dict[str, Any]:
+def train(sizes: dict, folder: str = "", **told: Any) -> dict[str, Any]:
     run = start(sizes, **told)
     results = []
     while run.step < STEPS:
+        if folder and run.step == 2:
+            run.save(folder)
+            run = start(sizes, **{**told, "seed": 7})
+            run.load(latest(folder, run.mesh) or "")
         mean = run.forward_backward(*batch(run.step, run.share(SAMPLES)))
         norm = run.clip_gradients(0.5)
         results.append(run.optimizer_step(lr=0.1 / (run.step + 1)))
@@ -122,26 +126,22 @@ def by_hand() -> dict[str, Any]:
         return {"losses": losses, "norms": norms, "val": float(mean(99)), "state": model.state_dict()}
 
 
-LAYOUTS: dict[str, tuple[int, dict, dict]] = {
-    "alone": (1, {}, {}),
-    "recompute": (1, {}, {"recompute": "full"}),
-    "compiled": (1, {}, {"compile": mp.Compile("aot_eager"), "recompute": "selective"}),
-    "tp 2, sequence parallel": (2, {"tp": 2}, {"sequence_parallel": True}),
-    "dp 2, offload": (2, {"dp": 2}, {"data": mp.Zero(0), "offload": mp.Offload(True, True, True)}),
-    "ZeRO-1": (2, {"dp": 2}, {"data": mp.Zero(1)}),
-    "ZeRO-2 x tp": (4, {"dp": 2, "tp": 2}, {"data": mp.Zero(2), "sequence_parallel": True}),
-    "ZeRO-3 x tp, recompute": (4, {"dp": 2, "tp": 2}, {"data": mp.Zero(3), "recompute": mp.Recompute("full", every=2)}),
-    "HSDP": (4, {"dp": 4}, {"data": mp.Zero(3, replicate=2), "micro_batches": 1}),
-    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "1f1b", "micro_batches": 4}),
-    "pp 2 x dp 2, zb": (4, {"pp": 2, "dp": 2}, {"schedule": "zb", "data": mp.Zero(2)}),
+LAYOUTS: dict[str, tuple[dict, dict]] = {  # tests/laws has all others; here with clipping, rates and an evaluation
+    "compiled": ({}, {"compile": mp.Compile("aot_eager"), "recompute": "selective"}),
+    "dp 2, offload": ({"dp": 2}, {"data": mp.Zero(0), "offload": mp.Offload(True, True, True)}),
+    "ZeRO-3 x tp, recompute": ({"dp": 2, "tp": 2}, {"data": mp.Zero(3), "recompute": mp.Recompute("full", every=2)}),
+    "ZeRO-2 x tp, sequence parallel": ({"dp": 2, "tp": 2}, {"data": mp.Zero(2), "sequence_parallel": True}),
+    "HSDP": ({"dp": 4}, {"data": mp.Zero(3, replicate=2), "micro_batches": 1}),
+    "pp 2 x dp 2, zb": ({"pp": 2, "dp": 2}, {"schedule": "zb", "data": mp.Zero(2)}),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_trains_as_plain_torch_does(ranks, name):
-    size, sizes, told = LAYOUTS[name]
+def test_every_layout_trains_as_plain_torch_does(ranks, tmp_path, name):
+    """Steps before and after a checkpoint, of one process and of the layout in turn."""
+    sizes, told = LAYOUTS[name]
     want = by_hand()
-    for got in ranks(size, train, sizes, **told):
+    for got in ranks(math.prod(sizes.values()), train, sizes, folder=str(tmp_path), **told):
         for key in ("losses", "norms", "val"):
             assert got[key] == pytest.approx(want[key], rel=1e-9), key
         for key, value in got["state"].items():
@@ -205,10 +205,8 @@ def train_branches(sizes: dict, save: str, load: str = "", **told: Any) -> dict[
         return {"losses": losses, "state": full_state_dict(model)}
 
 
-BRANCHED = {
-    **{f"ZeRO-{zero}": ({"dp": 2}, {"data": mp.Zero(zero)}) for zero in (0, 1, 3)},
+BRANCHED: dict[str, tuple[dict, dict]] = {
     "HSDP, ZeRO-2": ({"dp": 4}, {"data": mp.Zero(2, replicate=2)}),
-    "gathered in float64": ({}, {"data": mp.Zero(1, param_dtype=torch.float64)}),
     "pp 2 x dp 2": ({"pp": 2, "dp": 2}, {"data": mp.Zero(3)}),
     "pp 2 x dp 2, zb": ({"pp": 2, "dp": 2}, {"data": mp.Zero(1), "schedule": "zb"}),
 }
@@ -286,30 +284,6 @@ def test_a_step_can_be_given_up_also_after_a_forward_that_raised():
         assert torch.equal(p, q)
 
 
-def gradient_norms(sizes: dict) -> tuple[float, float]:
-    """Of a step whose caller forgets everything but the step itself."""
-    run = start(sizes, sequence_parallel=True)
-    run.forward_backward(*batch(0, run.share(SAMPLES)))
-    return run.optimizer_step()[:2]
-
-
-def sum_of_squares(y: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return y.to(dtype).square().sum()
-
-
-def test_a_loss_in_half_precision_is_warned_of_once(caplog):
-    told = {"blocks": [], "optimizer": mp.AdamW, "precision": "bfloat16", "initialize": True}
-    for name in ("bfloat16", "float32"):
-        squares = partial(sum_of_squares, dtype=getattr(torch, name))
-        run = mp.prepare(nn.Linear(2, 4), mp.Mesh(), loss=squares, **told)
-        for _ in range(2):
-            run.forward_backward(torch.ones(3, 2).bfloat16(), torch.zeros(3))
-            run.optimizer_step()
-    assert [record.getMessage() for record in caplog.records] == [
-        "the loss is torch.bfloat16, with three digits: give it logits.float()"
-    ]
-
-
 def warnings_of_clipping(sizes: dict, zero: int, by_torch: bool) -> list[str]:
     run, said = start(sizes, data=mp.Zero(zero)), []
     handler = logging.Handler()
@@ -333,12 +307,6 @@ def test_gradients_that_torch_clips_are_warned_of_once(ranks, sizes, zero):
         first, second = ranks(2, warnings_of_clipping, sizes, zero, True)
         assert second == []
         assert [message.count("call run.clip_gradients") for message in first] == [1]
-
-
-def test_nobody_can_forget_to_reduce_gradients(ranks):
-    (want,) = ranks(1, gradient_norms, {})
-    for got in ranks(2, gradient_norms, {"tp": 2}):
-        assert got == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize(("made", "words"), [
@@ -404,9 +372,8 @@ def test_policies_that_do_not_go_together_are_refused_on_every_rank(ranks, size)
     ranks(size, check_refused, size)
 
 
-@pytest.mark.parametrize("dtype", ["float64", torch.float64])
-def test_float64_needs_a_model_in_float64(dtype):
-    told = {"loss": None, "optimizer": lambda model: None, "initialize": False, "precision": mp.Precision(dtype)}
+def test_float64_needs_a_model_in_float64():
+    told = {"loss": None, "optimizer": mp.AdamW, "initialize": False, "precision": "float64"}
     with pytest.raises(ValueError, match=r"precision is float64, but weight is torch.float32: .*model.double\(\)"):
         mp.prepare(nn.Linear(2, 2), mp.Mesh(), blocks=[], **told)
 
@@ -436,30 +403,6 @@ def test_a_batch_without_a_token_has_no_loss_and_moves_nothing():
     result = run.optimizer_step()
     assert (result.loss, result.grad_norm, result.taken) == (0.0, 0.0, True)
     assert all(map(torch.equal, before, run.model.parameters()))
-
-
-def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
-    """Go on from the newest checkpoint there, train until so many steps are done, and save."""
-    run, losses = start(sizes, **told), []
-    found = latest(folder, run.mesh)
-    if found is not None:
-        assert run.load(found).step == run.step > 0
-    while run.step < steps:
-        run.forward_backward(*batch(run.step, run.share(SAMPLES)))
-        run.clip_gradients(0.5)
-        losses.append(run.optimizer_step().loss)
-    run.save(folder)
-    return losses
-
-
-def test_a_run_goes_on_from_a_checkpoint_of_another_layout(ranks, tmp_path):
-    (want,) = ranks(1, go_on, {}, str(tmp_path / "whole"), 5)
-    got: list[float] = []
-    folder = str(tmp_path / "parts")
-    for steps, (size, sizes, told) in enumerate([LAYOUTS["pp 2 x tp 2"], LAYOUTS["ZeRO-3 x tp, recompute"],
-                                                 LAYOUTS["dp 2, offload"], LAYOUTS["alone"]], 2):  # fmt: skip
-        got += ranks(size, go_on, sizes, folder, steps, **told)[0]
-    assert got == pytest.approx(want, rel=1e-9)
 
 
 def check_unequal(sizes: dict, zero: int) -> str:
@@ -691,13 +634,10 @@ def test_what_is_no_checkpoint_is_refused_with_the_newest_that_is_there(tmp_path
         run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
         run.optimizer_step()
         run.save(tmp_path)
-    assert small(None).load(latest(tmp_path) or "").step == 2
-    with pytest.raises(ValueError, match=r"has no manifest.json; the newest in it is .*/step-00000002"):
-        small(None).load(tmp_path)
-    with pytest.raises(ValueError, match=r"load got None and no path: mpcore.checkpoint.latest gives None where"):
-        run.load(latest(tmp_path / "empty"))
-    with pytest.raises(ValueError, match="empty"):
-        run.load(tmp_path / "empty")
+    for path, words in ((tmp_path, "the newest in it is .*/step-00000002"), (tmp_path / "empty", "empty"),
+                        (latest(tmp_path / "empty"), "load got None and no path")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            run.load(path)
 
 
 class Half(nn.Module):
