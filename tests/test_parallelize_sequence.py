@@ -177,6 +177,11 @@ def test_what_a_part_of_the_tokens_cannot_give_is_refused():
         model.train()(mine["input_ids"])
 
 
+def at_most_20(module, given):
+    if given[0].shape[1] > 20:
+        raise IndexError("more than 20 tokens")
+
+
 def test_a_model_that_cannot_be_served_is_refused_before_it_changes():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model, what in (
@@ -188,3 +193,8 @@ def test_a_model_that_cannot_be_served_is_refused_before_it_changes():
             serve_context(model, Axis(2, 0, name="cp"), "ring")
     with pytest.raises(ValueError, match=r"'model\.norm'"):
         parallelize(build("llama"), {"model.norm": "sequence_parallel"}, Axis(2, 0, name="tp"), check=False)
+    model = build("llama")
+    plan = model_plan(model, 2) | {"": "sequence_parallel"}
+    model.model.norm.register_forward_pre_hook(at_most_20)  # the test has 26 tokens, and 13 on a rank
+    with pytest.raises(ValueError, match="more than 20 tokens"):
+        parallelize(model, plan, Axis(2, 0, name="tp"), strict=True)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from mpcore.interop.parallelize import prove
-from mpcore.interop.parallelize.plan import Colwise, LocalSizes, Replicate, Rowwise
+from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Replicate, Rowwise
 from mpcore.interop.parallelize.prove import CannotCheckError, Mismatch, PlanTester, Run, run, shapes_of
 from mpcore.interop.parallelize.swap import cut_model
+from mpcore.mesh.axis import Axis
 
 X = torch.tensor([[1.0, -4.0], [2.0, 3.0]])
 
@@ -190,6 +191,15 @@ def test_what_cannot_be_tested_is_said():
             _ = PlanTester(shapes_of(Needs(out)), example).whole
     with pytest.raises(CannotCheckError, match=r"^no arguments of its forward are known$"):
         _ = PlanTester(shapes_of(nn.ReLU())).whole
+
+    class First(nn.Linear):
+        def forward(self, input):
+            if input[0, 0] != X[0, 0]:
+                raise IndexError("not the first rows")
+            return super().forward(input)
+
+    with pytest.raises(CannotCheckError, match=r"^not the first rows$"):  # the second data rank's rows
+        PlanTester(shapes_of(First(2, 2)), ((X,), {})).verdict({"": Experts(ep=Axis(2, role="ep"))}, 1, cut_model)
 
     class Held(nn.Module):
         def __init__(self):

@@ -434,9 +434,7 @@ def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool 
             run(part, ((), dict(shard_sequence(given, axis, kind, dim=1))), found=runs[axis.rank])
 
     with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        whole = plain_run(twin, ((), given | {"use_cache": False}))
-        if whole.error is not None:
-            raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {whole.error}")
+        whole = run_whole(twin, given)
         run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)
         if not any(each.error for each in runs):
             runs = [_joined(whole, runs, length, Axis(size, name="cp"), kind)]
@@ -475,6 +473,14 @@ def tokens_of_example(prover: PlanTester, length: int) -> tuple[ModelCopy, dict[
         raise CannotCheckError("no input_ids of its forward are known")
     given.pop("position_ids", None)
     return twin, {name: x[:, torch.arange(length) % x.shape[1]] for name, x in given.items()}
+
+
+def run_whole(twin: ModelCopy, given: dict[str, Tensor]) -> Run:
+    """Run the unsharded copy with these arguments by name."""
+    try:
+        return plain_run(twin, ((), given | {"use_cache": False}))
+    except CannotCheckError as error:
+        raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {error}") from error
 
 
 def _joined(whole: Run, runs: list[Run], length: int, cp: Axis, kind: str) -> Run:

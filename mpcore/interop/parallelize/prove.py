@@ -201,17 +201,20 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy,
         twin = None
         for arguments in [example] if example is not None else guesses(shapes):
             twin = twin or _twin(shapes, few)
-            found = plain_run(twin, arguments)
-            finite = found.outputs and all(x.isfinite().all() for x in found.outputs)
-            if found.error is None and finite:
-                return twin, arguments, found
-            said.append(_first_line(found.error) if found.error else "its output has no finite floats")
+            try:
+                return twin, arguments, plain_run(twin, arguments)
+            except CannotCheckError as error:
+                said.append(str(error))
     why = f"on a copy with random weights, {said[0]}" if said else "no arguments of its forward are known"
     raise CannotCheckError(why)
 
 
 def plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
-    """Run the unsharded twin, and leave no gradients in it."""
+    """Run the unsharded twin, and leave no gradients in it.
+
+    Raises:
+        CannotCheckError: if it fails, so that there is nothing to compare a sharded twin with.
+    """
     try:
         with WithoutCollectives():
             found = run(twin.model, plain_arguments(arguments), sharded=False)
@@ -220,6 +223,10 @@ def plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
     twin.model.zero_grad()
     for held in map(vars, twin.model.modules()):  # such as a weight that a hook of weight_norm computed
         held.update({k: x.detach() for k, x in held.items() if isinstance(x, Tensor) and not x.is_leaf})
+    if found.error is not None:
+        raise CannotCheckError(_first_line(found.error)) from found.error
+    if not found.outputs or not all(x.isfinite().all() for x in found.outputs):
+        raise CannotCheckError("its output has no finite floats")
     return found
 
 

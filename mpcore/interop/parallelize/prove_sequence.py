@@ -8,9 +8,16 @@ from dataclasses import replace
 import torch
 
 from mpcore._torch.values import real_tensors
-from mpcore.interop.parallelize.context import LOCAL, LocalPositions, join_calls, serve_context, tokens_of_example
+from mpcore.interop.parallelize.context import (
+    LOCAL,
+    LocalPositions,
+    join_calls,
+    run_whole,
+    serve_context,
+    tokens_of_example,
+)
 from mpcore.interop.parallelize.plan import Style, on_axes
-from mpcore.interop.parallelize.prove import Cut, PlanTester, Run, compare, plain_run, run, run_ranks
+from mpcore.interop.parallelize.prove import Cut, PlanTester, Run, compare, run, run_ranks
 from mpcore.mesh.axis import Axis
 
 
@@ -35,7 +42,7 @@ def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut:
             run(part, ((), dict(given)), found=runs[axis.rank])
 
     with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        whole = plain_run(twin, ((), given | {"use_cache": False}))
+        whole = run_whole(twin, given)
         run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)
         if not any(each.error for each in runs):
             calls = join_calls(runs, length, Axis(size, name="tp"), "ring")

@@ -170,7 +170,7 @@ def _verdict(prover: PlanTester, plan: Styles, tp: int, ep: int) -> str | None:
         targets = targets_of(prover.shapes, plan, tp, ep)
         check_plan(prover.shapes, targets, Axis(tp, name="tp"))
         return prover.verdict({name: style for name, _, style in targets}, tp, cut_model)
-    except ValueError as error:
+    except (ValueError, CannotCheckError) as error:
         return str(error)
     finally:
         twin.model.zero_grad()
