@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ from mpcore.layers.initialize import allocate
 from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.sharding.state_dict import all_names
+
+OPTIONS = inspect.signature(parallelize).parameters.keys() - {"module", "plan", "tp", "ep", "etp", "data", "cp"}
 
 
 def from_pretrained(
@@ -86,7 +89,7 @@ def from_pretrained(
     """
     check_mesh(mesh)
     path = Path(folder)
-    changes = {name: options.pop(name) for name in options.keys() - {"context", "check", "example", "skip", "strict"}}
+    changes = {name: options.pop(name) for name in options.keys() - OPTIONS}
     model, files, where = together(mesh.world, lambda: _open(path, dtype, model_class, changes))
     dense = together(mesh.world, lambda: dense_shape(model))
     model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, data=mesh.data, cp=mesh.cp, **options)
