@@ -31,10 +31,9 @@ from transformers.models.auto import modeling_auto as auto
 
 from mpcore.interop.hugging_face import small
 from mpcore.interop.parallelize import suggest_plan
-from mpcore.interop.parallelize.context import prove_context
 from mpcore.interop.parallelize.plan import Experts, Plan, SequenceParallel, is_experts, resolve
 from mpcore.interop.parallelize.prove import TOLERANCE, CannotCheckError, PlanTester, shapes_of
-from mpcore.interop.parallelize.prove_sequence import prove_sequence
+from mpcore.interop.parallelize.prove_sequence import prove_context, prove_sequence
 from mpcore.interop.parallelize.suggest import share_of, targets_of
 from mpcore.interop.parallelize.swap import cut_model
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mpcore.interop.parallelize import prove
+from mpcore.interop.parallelize.model_copy import ModelCopy
 from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Replicate, Rowwise
 from mpcore.interop.parallelize.prove import CannotCheckError, Mismatch, PlanTester, Run, run, shapes_of
 from mpcore.interop.parallelize.swap import cut_model
@@ -151,6 +152,16 @@ def test_verdicts_of_right_and_wrong_plans():
     with pytest.raises(ValueError, match="odd"):
         prover.verdict(two(Colwise(), LocalSizes(("odd",))), 2, refuse)
     assert all(p.grad is None for p in prover.whole[0].model.parameters())
+
+
+def test_experts_are_named_although_their_layers_run_as_often_as_experts_have_tokens():
+    model = nn.Sequential(nn.Sequential(nn.Identity()), nn.Identity())
+    twin = ModelCopy(model, {name: name for name, _ in model.named_modules()})
+    whole = Run(outputs=[X], calls=[("0.0", [X]), ("0.0", [X]), ("0", [X]), ("1", [X])])
+    part = Run(outputs=[X + 1], calls=[("0.0", [X]), ("0", [X + 1]), ("1", [X + 1])])
+    said = prove.compare(twin, whole, [part, part], [("0", model[0], Experts())], 1e-4)
+    assert said.startswith("0 returns other values on 2 ranks")
+    assert said.endswith("build_mesh(.., etp=1)")
 
 
 def test_a_forward_that_draws_in_evaluation_is_named():

@@ -11,34 +11,19 @@ keys: causal or full, a window, and documents. Packed documents, chunks and padd
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mpcore import collectives
 from mpcore._torch.fake import is_fake
-from mpcore._torch.values import real_tensors
-from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments
-from mpcore.interop.parallelize.prove import (
-    CannotCheckError,
-    PlanTester,
-    Run,
-    compare,
-    plain_run,
-    run,
-    run_ranks,
-    shapes_of,
-)
-from mpcore.layers.attention import context_attention, document_ends, sequence_index, shard_sequence, unshard_sequence
-from mpcore.layers.attention.sequence import check_kind, order_of_runs, sequence_runs
-from mpcore.mesh.agreement import gather_objects
+from mpcore.layers.attention import context_attention, document_ends, sequence_index, unshard_sequence
+from mpcore.layers.attention.sequence import check_kind
 from mpcore.mesh.axis import Axis
 
 NAME = "mpcore"
@@ -46,7 +31,6 @@ TENSORS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
 UNUSED = ("position_ids", "cache_position", "use_cache", "is_causal", "sliding_window", "output_attentions")
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 RECURRENT = {"linear_attention", "conv", "hybrid"}  # served under sequence parallelism, where they get all tokens
-LOCAL = 13  # tokens of a rank in the test: seldom another size of a model
 WAY_OUT = "build the mesh with cp 1 for this model: tp, ZeRO and pipelines serve it"
 
 
@@ -380,144 +364,3 @@ def attend(
         cu_seqlens=attention_mask.cu_seqlens, length=attention_mask.length, scale=scaling, softcap=softcap, sinks=s_aux,
     )  # fmt: skip
     return y, None
-
-
-# --- the proof --------------------------------------------------------------------------------------------------------
-
-
-def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, required: bool) -> bool:
-    """Test on the CPU of the axis's rank 0 whether cp serves a model. Return whether documents stay apart.
-
-    Raises:
-        ValueError: on every rank of the axis, if `required` and cp can't serve the model.
-    """
-    wrong, documents = None, True
-    try:
-        if axis.rank == 0:
-            prover = PlanTester(shapes_of(model), None if example is None else as_arguments(example))
-            wrong = prove_context(prover, kind)
-            documents = wrong is None and prove_context(prover, kind, documents=True) is None
-    except CannotCheckError as error:
-        wrong = (
-            f"parallelize can't test cp {axis.size} on this model: {error}. Give arguments of a forward as example=.., "
-            f"or compare a small model of the family yourself and say check=False"
-        )
-    except Exception as error:  # catch all: the other ranks wait for the result
-        wrong = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    wrong, documents = gather_objects((wrong, documents), axis.group)[0]
-    if wrong is not None and required:
-        raise ValueError(wrong)
-    return wrong is None and documents
-
-
-def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool = False) -> str | None:
-    """Compare a small random copy of a model with the same copy whose sequence is sharded over cp.
-
-    Args:
-        prover: the prover of the model before it is parallelized.
-        kind: the kind of context parallelism. "two-level" is tested as "zigzag", which has the same order.
-
-    Returns:
-        What is wrong, as text that names the first module that differs. None: nothing is wrong.
-    """
-    kind = "zigzag" if kind == "two-level" else kind
-    length = size * LOCAL + 1
-    twin, given = tokens_of_example(prover, length)
-    if documents:
-        given["position_ids"] = torch.arange(length).remainder(length // 2)[None]
-    runs = [Run() for _ in range(size)]
-
-    def rank_run(axis: Axis) -> None:
-        part = copy.deepcopy(twin.model)
-        serve_context(part, axis, kind)
-        with LocalPositions(collectives.shard_sizes(length, size)[axis.rank]):
-            run(part, ((), dict(shard_sequence(given, axis, kind, dim=1))), found=runs[axis.rank])
-
-    with real_tensors(), torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        whole = run_whole(twin, given)
-        run_ranks(lambda mesh: rank_run(mesh.tp), runs, tp=size)
-        if not any(each.error for each in runs):
-            runs = [_joined(whole, runs, length, Axis(size, name="cp"), kind)]
-        wrong = compare(twin, whole, runs, [], prover.tolerance)
-    if wrong is None:
-        return None
-    return f"{wrong.replace('on 1 ranks', f'on {size} ranks of cp')}. Where a module mixes tokens itself, {WAY_OUT}"
-
-
-class LocalPositions(TorchFunctionMode):
-    """Refuse models that number the tokens of a rank themselves, by `torch.arange` of their number.
-
-    Such positions may matter beyond the length of the test alone, as in Llama 4's scale of queries from position 8192.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        frame = inspect.currentframe()
-        caller = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
-        if func is torch.arange and made.numel() == self.tokens and not caller.startswith("mpcore."):
-            raise ValueError(f"it numbers the {self.tokens} tokens of a rank itself, by torch.arange")
-        return made
-
-
-def tokens_of_example(prover: PlanTester, length: int) -> tuple[ModelCopy, dict[str, Tensor]]:
-    """Return the copy of a model, and `length` tokens among the arguments that its forward accepts, by name."""
-    twin, (args, kwargs), _ = prover.whole
-    names = list(inspect.signature(type(twin.model).forward).parameters)[1:]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given = {name: x for name, x in given.items() if name in TENSORS and isinstance(x, Tensor)}
-    if not given.keys() & {"input_ids", "inputs_embeds"}:
-        raise CannotCheckError("no input_ids of its forward are known")
-    given.pop("position_ids", None)
-    return twin, {name: x[:, torch.arange(length) % x.shape[1]] for name, x in given.items()}
-
-
-def run_whole(twin: ModelCopy, given: dict[str, Tensor]) -> Run:
-    """Run the unsharded copy with these arguments by name."""
-    try:
-        return plain_run(twin, ((), given | {"use_cache": False}))
-    except CannotCheckError as error:
-        raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {error}") from error
-
-
-def _joined(whole: Run, runs: list[Run], length: int, cp: Axis, kind: str) -> Run:
-    """Join the tensors of all ranks to those of the full sequence, and sum the gradients."""
-
-    def of_all(parts: list[Tensor]) -> Tensor:
-        return join_tokens(parts, length, cp, kind)
-
-    gradients: dict[str, Tensor | None] = {}
-    for name, want in whole.gradients.items():
-        parts = [x for each in runs if (x := each.gradients.get(name)) is not None]
-        if name.startswith("input "):
-            gradients[name] = of_all(parts) if len(parts) == cp.size else want
-        else:
-            gradients[name] = torch.stack(parts).sum(0) if parts else None
-    outputs = [of_all(list(parts)) for parts in zip(*(each.outputs for each in runs), strict=False)]
-    calls = join_calls(runs, length, cp, kind)
-    return replace(runs[0], outputs=outputs, calls=calls, gradients=gradients, shardings={})
-
-
-def join_tokens(parts: list[Tensor], length: int, axis: Axis, kind: str) -> Tensor:
-    """Return the tensor [B, T, ..] of the full sequence, or the first rank's tensor if it is no shard of one."""
-    sizes = collectives.shard_sizes(length, axis.size)
-    if any(x.dim() < 2 or x.shape[1] != n for x, n in zip(parts, sizes, strict=True)):
-        return parts[0]
-    place = order_of_runs(sequence_runs(length, axis, kind), None).argsort()
-    return torch.cat(parts, 1).index_select(1, place)
-
-
-def join_calls(runs: list[Run], length: int, axis: Axis, kind: str) -> list[tuple[str, list[Tensor]]]:
-    """Return `Run.calls` of the full sequence; empty if the ranks called other modules."""
-    if any([name for name, _ in each.calls] != [name for name, _ in runs[0].calls] for each in runs):
-        return []
-    return [
-        (
-            same[0][0],
-            [join_tokens(list(parts), length, axis, kind) for parts in zip(*(x for _, x in same), strict=False)],
-        )
-        for same in zip(*(each.calls for each in runs), strict=True)
-    ]

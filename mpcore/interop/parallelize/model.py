@@ -22,7 +22,7 @@ from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.balance import BalanceLoss
-from mpcore.interop.parallelize.context import check_context, serve_context
+from mpcore.interop.parallelize.context import serve_context
 from mpcore.interop.parallelize.generation import guard_generate
 from mpcore.interop.parallelize.model_copy import Arguments, as_arguments
 from mpcore.interop.parallelize.plan import (
@@ -37,7 +37,7 @@ from mpcore.interop.parallelize.plan import (
     resolve,
 )
 from mpcore.interop.parallelize.prove import CannotCheckError, PlanTester, shapes_of
-from mpcore.interop.parallelize.prove_sequence import prove_sequence
+from mpcore.interop.parallelize.prove_sequence import check_context, prove_sequence
 from mpcore.interop.parallelize.sequence import shards_tokens
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
 from mpcore.layers.module import ParallelModule, refuse_wrapper, running_modules

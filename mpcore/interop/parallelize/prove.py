@@ -32,7 +32,7 @@ from mpcore.interop.parallelize.model_copy import (
     size_of,
     twin_of,
 )
-from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target
+from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target, Vocab
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, declare_anew, declared_by
 from mpcore.sharding.declare import Sharding
@@ -340,7 +340,8 @@ def compare(
     gradients = list(_gradient_departures(whole, runs, tolerance))
     if not any(outputs) and not gradients:
         return None
-    calls = next(_call_departures(whole, runs, tolerance), None)
+    inner = tuple(f"{name}." for name, _, style in targets if isinstance(style, Experts | Vocab))  # other tokens each
+    calls = next(_call_departures(whole, runs, tolerance, inner), None)
     first = calls or next(filter(None, outputs), None)
     if any(outputs) and first is not None:
         where = twin.names.get(first.name, first.name) or "the model itself"
@@ -385,13 +386,17 @@ def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
     return error if error == error else float("inf")
 
 
-def _call_departures(whole: Run, runs: list[Run], tolerance: float) -> Iterator[Mismatch]:
-    """Yield the modules whose output has the right shape but other values, in the order in which they ended."""
-    if any([name for name, _ in found.calls] != [name for name, _ in whole.calls] for found in runs):
+def _call_departures(whole: Run, runs: list[Run], tolerance: float, inside: tuple[str, ...] = ()) -> Iterator[Mismatch]:
+    """Yield the modules whose output has the right shape but other values, in the order in which they ended.
+
+    Modules whose names begin with `inside` are left out.
+    """
+    calls, *others = [[each for each in of.calls if not each[0].startswith(inside)] for of in (whole, *runs)]
+    if any([name for name, _ in other] != [name for name, _ in calls] for other in others):
         return
-    for at, (name, want) in enumerate(whole.calls):
+    for at, (name, want) in enumerate(calls):
         for i, x in enumerate(want):
-            got = [found.calls[at][1][i] for found in runs if len(found.calls[at][1]) == len(want)]
+            got = [other[at][1][i] for other in others if len(other[at][1]) == len(want)]
             if got and all(y.shape == x.shape for y in got):
                 mismatch = _departure(name, x, got, tolerance)
                 if mismatch is not None:
@@ -437,6 +442,8 @@ def _advice(twin: ModelCopy, name: str, targets: list[Target], size: int, failed
         return ""
     module, styles = twin.model.get_submodule(name), {name: style for name, _, style in targets}
     style, full = styles.get(name), twin.names[name]
+    if isinstance(style, Experts) and not failed and (style.etp is None or style.etp.size > 1):
+        return ". If it normalizes what an expert returns, each expert must be on one rank: build_mesh(.., etp=1)"
     if isinstance(module, nn.Linear) or isinstance(getattr(module, "nf", None), int):
         if not isinstance(style, Rowwise | Colwise):
             return f". If its input is sharded, write {full!r}: 'rowwise'"
