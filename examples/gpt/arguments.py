@@ -66,7 +66,7 @@ FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, with
         "global_batch": (16, "samples a step, over all ranks of all workers"),
         "micro_batch": (2, "samples a forward, on one rank"),
         "lr": (3e-3, "highest learning rate"),
-        "warmup": (20, "steps of linear warm-up"),
+        "warmup": (int, "steps of linear warm-up (default 20)"),
         "lr_decay_steps": (int, "steps until the rate reaches its lowest, where it stays (default: --steps)"),
         "optimizer": ("adamw", "adamw-bf16: moments in bfloat16, rounded at random; muon: for the blocks' matrices"),
         "recompute": ("none", "activations computed again in backward: none, selective (norms, activations, attention "
@@ -118,10 +118,15 @@ class Fields:
     without_documents: str | None = None
     end_of_document: str | None = None
     document_masking: bool = False
+    held_out: float = 0.05
     eval_data: list[str] = dataclasses.field(default_factory=list)
     rampup_batch_size: list[int] | None = None
     min_lr: float | None = None
     lr_schedule: str = "cosine"
+    warmup_share: float | None = None
+    warmup_samples: int | None = None
+    embedding_lr_scale: float = 1.0
+    eps: float = 1e-8
     betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -138,6 +143,7 @@ class Fields:
     keep: int | None = None
     async_save: bool = False
     exit_step: int | None = None
+    exit_minutes: float | None = None
     timeout: float = 600.0
     max_skips: int = 20
     check_replicas: int = 100
@@ -161,15 +167,16 @@ GONE = {
     "init_from_hf": "mpcore convert examples.gpt.hf:SPEC --from-hf DIR --to CKPT, then --init-from CKPT",
 }
 """Flags of version 0.2: the field that does it now, or what to do."""
-FROM_0 = ("bitwise", "overlap", "experts", "moe.shared_experts", "warmup", "twin", "eval_every", "record_tensors",
-          "save_every", "max_skips", "check_replicas", "check_speed")  # fmt: skip
+FROM_0 = ("bitwise", "overlap", "experts", "moe.shared_experts", "warmup", "warmup_samples", "twin", "eval_every",
+          "record_tensors", "save_every", "max_skips", "check_replicas", "check_speed")  # fmt: skip
 FROM_1 = ("tp", "pp", "cp", "ep", "dp", "etp", "replicate", "cp_inner", "virtual_stages", "workers", "local_steps",
           "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "moe.top_k", "moe.d_ff", "moe.every",
           "seq_len", "steps", "lr_decay_steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples",
           "keep", "exit_step", "recompute_every")  # fmt: skip
-NOT_NEGATIVE = ("lr", "min_lr", "weight_decay", "model.init_std", "moe.aux_coefficient", "moe.z_loss", "moe.bias_rate")
-POSITIVE = ("timeout", "outer_lr", "moe.routed_scale", "moe.capacity_factor", "first_loss_scale")
-SHARES = ("dropout", "outer_momentum", "moe.jitter", "betas")
+NOT_NEGATIVE = ("lr", "min_lr", "embedding_lr_scale", "eps", "weight_decay", "model.init_std", "moe.aux_coefficient",
+                "moe.z_loss", "moe.bias_rate")  # fmt: skip
+POSITIVE = ("timeout", "exit_minutes", "outer_lr", "moe.routed_scale", "moe.capacity_factor", "first_loss_scale")
+SHARES = ("dropout", "model.attention_dropout", "held_out", "warmup_share", "outer_momentum", "moe.jitter", "betas")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -375,6 +382,10 @@ def check_ranges(args: argparse.Namespace) -> None:
             for each in value if isinstance(value, list) else [value]:
                 if each is not None and not is_legal(each):
                     raise ValueError(f"{flag(name)} {each} is {fault}")
+    for names in (("warmup", "warmup_share", "warmup_samples"), ("warmup_samples", "rampup_batch_size")):
+        given = [f"{flag(name)} {value}" for name in names if (value := getattr(args, name)) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: give one of them")
     for name, count in (("betas", 2), ("rampup_batch_size", 3)):
         value = getattr(args, name)
         if value is not None and len(value) != count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -379,6 +380,7 @@ class Stop:
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
         self.run, self.checkpoints, self.updates = run, checkpoints, local_updates(run)
         self.signals: StopSignals | None = None
+        self.ends = time.monotonic() + 60 * (checkpoints.args.exit_minutes or math.inf)
         self.asked = self.stopped = False
         self.wishes = SharedRequests(run.mesh.world)
 
@@ -393,7 +395,8 @@ class Stop:
 
         Workers ask each other in the last step before a merge, because a merge waits for every worker.
         """
-        asked = self.asked or (self.signals is not None and self.signals.asked)
+        late = time.monotonic() >= self.ends
+        asked = self.asked or late or (self.signals is not None and self.signals.asked)
         granted = self.wishes.after_step(self.run.step, stop=asked, failed=self.checkpoints.failed)
         stop = "stop" in granted
         if "failed" in granted:

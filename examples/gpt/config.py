@@ -78,6 +78,7 @@ class GPTConfig:
     output_bias: bool | None = None  # of the attention's output projection
     mlp_bias: bool | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0.0  # of the attention weights, in training
     tie_embeddings: bool = False
     init_std: float = 0.02  # as in GPT-2
     moe: MoEConfig | None = None  # None: every MLP is dense
@@ -108,6 +109,8 @@ class GPTConfig:
                 f"rope_fraction {self.rope_fraction} needs positions 'rope' and no latent attention, which has "
                 f"dimensions of its own for RoPE"
             )
+        if self.attention_dropout and self.latent is not None:
+            raise ValueError(f"attention_dropout {self.attention_dropout} needs attention without latents: set it to 0")
         if self.moe is not None:
             self._check_moe(self.moe)
 

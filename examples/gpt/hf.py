@@ -29,7 +29,7 @@ def describe(config: GPTConfig) -> dict[str, Any]:
             "aux_coefficient": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
             "bias": c.moe.bias or (c.moe.bias is None and c.moe.bias_rate > 0),
         }
-    del values["bias"]  # the three biases above replace it
+    del values["bias"], values["attention_dropout"]  # the three biases above replace it; exports have no such dropout
     return values
 
 

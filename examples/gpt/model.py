@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from examples.gpt.config import GPTConfig, LatentConfig, Layout, MoEConfig
 from mpcore import (
@@ -34,6 +35,7 @@ from mpcore import (
 )
 from mpcore.collectives import shard_range
 from mpcore.layers import GroupedLinear, document_ends, document_positions
+from mpcore.layers.attention.documents import visible_keys
 from mpcore.layers.module import normal
 from mpcore.sharding import add_partial, owners
 
@@ -50,12 +52,46 @@ def build_attention(c: GPTConfig, layout: Layout, rope: RotaryEmbedding | None) 
     if c.latent is not None:
         return latent_attention(c, c.latent, layout, rope)
     qkv_bias, output_bias, _ = c.biases
-    return ParallelAttention(
+    kind = partial(DroppedAttention, c.attention_dropout, c.seq_len) if c.attention_dropout else ParallelAttention
+    return kind(
         c.d_model, c.heads, c.kv_heads, c.head_dim, bias=qkv_bias, output_bias=output_bias, rope=rope,
         qk_norm=c.qk_norm, norm_eps=c.eps, window=c.window, tp=layout.mesh.tp, cp=layout.mesh.cp,
         context=layout.context, sequence_parallel=layout.sequence_parallel, init=normal(c.init_std),
         output_init=normal(c.output_std), device=layout.device, dtype=layout.dtype,
     )  # fmt: skip
+
+
+class DroppedAttention(ParallelAttention):
+    """Causal attention that drops attention weights in training, with one mask on every layout. Needs O(T^2) memory.
+
+    Args:
+        p: probability of dropping a weight.
+        seq_len: T of the samples in training.
+        sizes, options: as of `ParallelAttention`.
+
+    Raises:
+        ValueError: if cp has more than one rank.
+    """
+
+    def __init__(self, p: float, seq_len: int, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        if self.cp.size > 1:
+            raise ValueError(f"attention_dropout {p} can't go with cp {self.cp.size}: take cp 1 and a larger tp")
+        self.dropout = Dropout(p, sharded_features=self.num_heads * seq_len, unit=seq_len, tp=self.tp)
+
+    def forward(self, x: Tensor, *, rows: Tensor | None = None, **others: Any) -> Tensor:
+        """[B, T, D] -> [B, T, D]. `rows`: [B] global sample index of each row; others: as of `ParallelAttention`."""
+        if not self.training:
+            return super().forward(x, **others)
+        q, k, v = self.heads(x, others["rotary"] if self.rope is not None else None)
+        B, T, H, K = q.shape
+        repeats = self.kv_repeats or [H // max(k.shape[2], 1)] * k.shape[2]
+        of = [i for i, count in enumerate(repeats) for _ in range(count)]  # the KV head of each query head
+        scores = torch.einsum("bqhk,bshk->bqhs", q, k[:, :, of]) * K**-0.5
+        see = visible_keys(B, T, x.device, others["cu_seqlens"], True, self.window).unsqueeze(2)
+        weights = F.softmax(scores.masked_fill(~see, -torch.inf), -1, dtype=torch.promote_types(q.dtype, torch.float32))
+        kept = self.dropout(weights.to(v.dtype).flatten(2), rows).unflatten(2, (H, T))
+        return self.output(self.merge_heads(torch.einsum("bqhs,bshk->bqhk", kept, v[:, :, of]), x))
 
 
 def build_mlp(c: GPTConfig, i: int, layout: Layout) -> nn.Module:
@@ -184,6 +220,8 @@ class GPT(nn.Module):
         """Yield each block of this stage with its keyword arguments, for tokens at `positions` of the sequence."""
         ends = None if documents is None else document_ends(documents)
         arguments: dict[str, Any] = {"samples": samples, "tokens": positions, "cu_seqlens": ends}
+        if self.config.attention_dropout:
+            arguments["rows"] = samples
         if self.rope is not None:
             where = positions if documents is None else self.positions(length, device, documents)
             where = torch.arange(length, device=device) if where is None else where

@@ -16,6 +16,7 @@ from examples.gpt.model import GPT
 from mpcore import Compile, Mesh, Offload, Precision, Recompute, Run, Zero
 from mpcore.experimental import LocalUpdates
 from mpcore.optim.adamw import AdamW
+from mpcore.optim.groups import decay_groups
 from mpcore.optim.muon import Muon
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.training.policies import RECOMPUTE_KINDS
@@ -73,7 +74,7 @@ def worker_settings(args: argparse.Namespace, config: GPTConfig) -> dict[str, st
     """Return what workers that are jobs must share, by flag."""
     fields = {
         **asdict(config),
-        **{name: getattr(args, name) for name in ("optimizer", "betas", "weight_decay", "clip")},
+        **{n: getattr(args, n) for n in ("optimizer", "betas", "eps", "embedding_lr_scale", "weight_decay", "clip")},
     }
     experts = {f"moe.{name}": x for name, x in (fields.pop("moe") or {}).items() if name != "dispatch"}
     return {flag(name): str(x) for name, x in {**fields, **experts, **lr_schedule(args)}.items()}
@@ -107,8 +108,11 @@ def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[
 
 def lr_schedule(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that the learning rate depends on, by name. A checkpoint stores them."""
-    given = {name: getattr(args, name) for name in ("lr_schedule", "lr", "min_lr", "warmup")}
-    return {**given, "lr_decay_steps": args.lr_decay_steps or args.steps}
+    steps, warmup = args.lr_decay_steps or args.steps, 20 if args.warmup is None else args.warmup
+    warmup = warmup if args.warmup_share is None else round(args.warmup_share * steps)
+    warmup = warmup if args.warmup_samples is None else round(args.warmup_samples / args.global_batch)
+    given = {name: getattr(args, name) for name in ("lr_schedule", "lr", "min_lr")}
+    return {**given, "warmup": warmup, "lr_decay_steps": steps}
 
 
 def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
@@ -121,21 +125,26 @@ def learning_rate(schedule: Mapping[str, Any], step: int) -> float:
 
 def long_warmup(args: argparse.Namespace) -> str:
     """Return a warning if the warm-up is not shorter than the schedule, otherwise ""."""
-    length, name = lr_schedule(args)["lr_decay_steps"], "--lr-decay-steps" if args.lr_decay_steps else "--steps"
-    if args.warmup < length:
+    schedule, name = lr_schedule(args), "--lr-decay-steps" if args.lr_decay_steps else "--steps"
+    length, warmup = schedule["lr_decay_steps"], schedule["warmup"]
+    if warmup < length:
         return ""
     return (
-        f"--warmup {args.warmup} is not below {name} {length}: the learning rate rises until step {args.warmup}, then "
+        f"--warmup {warmup} is not below {name} {length}: the learning rate rises until step {warmup}, then "
         "drops to min_lr in one step. Pass a smaller --warmup"
     )
 
 
-def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, heads: Sequence[nn.Module]) -> AdamW:
-    """Build the optimizer of --optimizer. Muon leaves the `heads` to AdamW."""
+def build_optimizer(args: argparse.Namespace, model: nn.Module, mesh: Mesh, ends: Sequence[nn.Module]) -> AdamW:
+    """Build the optimizer of --optimizer. The `ends` are token embeddings and heads; Muon leaves them to AdamW."""
     options: dict = {"lr": args.lr, "betas": tuple(args.betas), "weight_decay": args.weight_decay, "seed": args.seed}
+    options["eps"], scale = args.eps, args.embedding_lr_scale
     if args.optimizer == "muon":
         ns_dtype = torch.bfloat16 if args.dtype == "bfloat16" else None
-        return Muon(model, mesh=mesh, exclude=heads, ns_dtype=ns_dtype, **options)
+        return Muon(model, mesh=mesh, exclude=ends, ns_dtype=ns_dtype, **options)
+    if scale != 1:
+        tables = decay_groups(nn.ModuleList(ends), args.weight_decay)[0]
+        options["groups"] = [*decay_groups(model, args.weight_decay, ends), {**tables, "lr_scale": scale}]
     return AdamW(model, state_dtype=torch.bfloat16 if args.optimizer == "adamw-bf16" else None, **options)
 
 

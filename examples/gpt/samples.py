@@ -233,27 +233,28 @@ class _Excerpt:
 
 
 def split_samples(
-    dataset: Documents, seq_len: int, *, seed: int, evaluate: bool = True
+    dataset: Documents, seq_len: int, *, seed: int, evaluate: bool = True, held_out: float = 0.05
 ) -> tuple[TokenSamples, TokenSamples | None]:
     """Make training and held-out samples, with no token in both; `split_documents` chooses the documents of each.
 
     The seed draws only the order of the training samples. Runs with other seeds hold out the same documents, and their
-    held-out samples have one order. If there is one document, its end is held out: a twentieth of it, and at least one
+    held-out samples have one order. If there is one document, its end is held out: this share of it, and at least one
     sample.
 
     Args:
         dataset: the documents.
         seq_len, seed: as of `TokenSamples`.
         evaluate: False: a held-out part that is too short for a sample may be None.
+        held_out: share of the documents; 0: none.
 
     Raises:
         ValueError: a part is too short for a sample; the message names it.
     """
     parts: list[tuple[Documents, np.ndarray | None]]
-    parts = [(dataset, ids) for ids in split_documents(len(dataset))]
+    parts = [(dataset, ids) for ids in split_documents(len(dataset), held_out)]
     if len(dataset) == 1:
         tokens = int(dataset.lengths[0])
-        end = max(tokens - max(tokens // 20, seq_len + 1), 0)
+        end = max(tokens - max(int(tokens * held_out), seq_len + 1), 0) if held_out else tokens
         end = tokens if end <= seq_len and not evaluate else end
         parts = [(_Excerpt(dataset, 0, end), None), (_Excerpt(dataset, end, tokens), None)]
     found: list[TokenSamples] = []
@@ -403,6 +404,7 @@ class Corpora:
     Args:
         prefixes, weights: as `parse_sources` returns them.
         without: by prefix, numbers of documents that are left out.
+        held_out: as of `split_samples`.
 
     Attributes:
         about: facts of the data that must be the same when a run resumes.
@@ -417,9 +419,10 @@ class Corpora:
         prefixes: Sequence[str],
         weights: Sequence[float] | None,
         without: Mapping[str, Sequence[int]] | None = None,
+        held_out: float = 0.05,
     ) -> None:
         self.datasets: list[IndexedDataset | WithoutDocuments] = [IndexedDataset(prefix) for prefix in prefixes]
-        self.weights, without = weights, without or {}
+        self.weights, self.held_out, without = weights, held_out, without or {}
         self.datasets = [
             WithoutDocuments(data, without[data.prefix]) if isinstance(data, IndexedDataset) and data.prefix in without
             else data for data in self.datasets
@@ -434,6 +437,8 @@ class Corpora:
         if len(self.datasets) > 1:
             shares = ["once"] * len(self.datasets) if weights is None else counts_of_period(weights)
             self.about["blend"] = [[data.num_tokens, n] for data, n in zip(self.datasets, shares, strict=True)]
+        if held_out != 0.05:
+            self.about["held_out"] = held_out
         if without:
             self.about["without"] = {prefix: sorted(set(numbers)) for prefix, numbers in without.items()}
         self.files = file_versions(*(f"{prefix}{end}" for prefix in prefixes for end in (".idx", ".bin")))
@@ -448,7 +453,7 @@ class Corpora:
         both = []
         for data in self.datasets:
             try:
-                both.append(split_samples(data, seq_len, seed=seed, evaluate=evaluate))
+                both.append(split_samples(data, seq_len, seed=seed, evaluate=evaluate, held_out=self.held_out))
             except ValueError as problem:
                 raise problem if len(self.datasets) == 1 else ValueError(f"{data.prefix}: {problem}") from None
         if len(both) == 1:

@@ -87,7 +87,7 @@ def open_data(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Corpora, 
     """Open the corpora of `--data`, and those of eval_data by name."""
     prefixes, weights = parse_sources(args.data or [default_corpus(tokenizer=tokenizer)])
     without = read_without(args.without_documents, prefixes)
-    return Corpora(prefixes, weights, without), open_eval_sets(args.eval_data, prefixes)
+    return Corpora(prefixes, weights, without, args.held_out), open_eval_sets(args.eval_data, prefixes)
 
 
 def set_up(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None) -> Setup:
@@ -184,7 +184,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         raise ValueError(f"--preset {args.preset} and a model to begin with: the shape is that of {begin}")
     if begin:
         base = open_checkpoint(begin)[2]
-        free = {"dropout", "init_std"} | ({"seq_len"} if base.positions != "learned" else set())
+        free = {"dropout", "attention_dropout", "init_std"} | ({"seq_len"} if base.positions != "learned" else set())
         for name, value in changes.items():
             there = base.heads if name == "kv_heads" and base.kv_heads is None else getattr(base, name)
             if name not in free and value != there:
@@ -226,6 +226,8 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             f"twin {args.twin} deals the samples out in another order, which changes moe.aux_loss micro_batch by more "
             f"than rounding: take sequence or global"
         )
+    if args.embedding_lr_scale != 1 and args.optimizer == "muon":
+        raise ValueError(f"embedding_lr_scale {args.embedding_lr_scale} can't go with --optimizer muon: take adamw")
     if args.no_save and args.save_every:
         raise ValueError(f"no_save and --save-every {args.save_every}: give one of them")
     if args.compile is not None:

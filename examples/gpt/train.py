@@ -57,10 +57,10 @@ class Trainer:
         )  # fmt: skip
         for stage in self.stages if args.overlap else ():
             overlap_communication(stage, args.overlap)
-        heads = [stage.head for stage in self.stages if stage.last]
+        ends = [each for s in self.stages for name, each in s.named_children() if name in ("embedding", "head")]
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
-            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, heads),
+            loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, ends),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
             **policies(args, self.stages),
         )  # fmt: skip

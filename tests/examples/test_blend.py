@@ -100,6 +100,11 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
     assert other is not None
     assert all((other.sample(i) == held_out.sample(i)).all() for i in range(50)), "a seed chooses what is measured"
     assert len(train) + len(held_out) <= sum(d.num_tokens for d in data.datasets) // 8
+    third, rest = Corpora(prefixes, None, held_out=0.3).split(8, seed=0, evaluate=True)
+    assert rest is not None
+    assert len(rest) / (len(third) + len(rest)) == pytest.approx(0.3, abs=0.1)
+    assert Corpora(prefixes[:1], None, held_out=0.3).about == {"documents": 60, "tokens": 2400, "held_out": 0.3}
+    assert Corpora(prefixes, None, held_out=0).split(8, seed=0, evaluate=False)[1] is None
     assert data.about == {"documents": 120, "tokens": 4800, "blend": [[2400, 7500], [2400, 2500]]}
     assert Corpora(prefixes[:1], None).about == {"documents": 60, "tokens": 2400}
     short = write(tmp_path / "short", list(range(12)))

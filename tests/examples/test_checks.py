@@ -77,6 +77,10 @@ def test_what_goes_together_is_taken(flags, sizes, micro_batches):
         ("--set twin=2 --experts 4 --set moe.aux_loss=micro_batch", {}, "twin 2 deals the samples out in "
                                                                         "another order, which"),
         ("--set no_save=true --save-every 2", {}, "no_save and --save-every 2: give one of them"),
+        ("--set embedding_lr_scale=2 --optimizer muon", {}, "embedding_lr_scale 2.0 can't go with --optimizer muon"),
+        ("--set attention_dropout=0.1", {"cp": 2}, "attention_dropout 0.1 can't go with cp 2: take cp 1"),
+        ("--warmup 2 --set warmup_share=0.1", {}, "--warmup 2 and warmup_share 0.1: give one of them"),
+        ("--set warmup_samples=9 rampup_batch_size=1,1,6", {}, "warmup_samples 9 and rampup_batch_size [1, 1, 6]"),
         ("--compile nothing", {}, "compile backend 'nothing' is none of torch's"),
         ("--offload none optimizer", {}, "--offload none optimizer: none and others"),
         ("--offload optimizer --optimizer muon", {}, "--offload optimizer goes with --optimizer adamw or adamw-bf16"),

@@ -64,6 +64,7 @@ def test_a_configuration_reads_its_parts_from_a_checkpoint():
     ({"latent": LatentConfig(), "qk_norm": True}, "latent attention has no {'qk_norm': True}"),
     ({"latent": LatentConfig(), "qkv_bias": True}, "latent attention has no biases of one projection alone"),
     ({"latent": LatentConfig(), "output_bias": True}, "latent attention has no biases of one projection alone"),
+    ({"latent": LatentConfig(), "attention_dropout": 0.1}, "attention_dropout 0.1 needs attention without latents"),
     ({"moe": MoEConfig(experts=6), "bias": True}, "6 experts in the place of an MLP with biases"),
     ({"moe": MoEConfig(every=0)}, "moe every 0 is not between 1 and the 4 layers"),
     ({"moe": MoEConfig(every=5)}, "moe every 5 is not between 1 and the 4 layers"),

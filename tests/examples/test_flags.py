@@ -19,7 +19,7 @@ import torch
 from examples.gpt import pretrain, train
 from examples.gpt.console import PEAK_FLOPS, Console, mfu
 from examples.gpt.model import flops_of_token
-from examples.gpt.policies import merge_options, policies
+from examples.gpt.policies import lr_schedule, merge_options, policies
 from examples.gpt.pretrain import Trainer, main, parse
 from mpcore import Axis, Mesh
 from mpcore.sharding.local import local_tensor
@@ -99,6 +99,10 @@ def asks_of_prepare(flags: str, out: Path) -> Any:
 def asks_of_workers(flags: str, out: Path) -> str:
     """The options of workers that are jobs of their own."""
     return repr(merge_options(parse(arguments(flags))))
+
+
+def asks_of_rates(flags: str, out: Path) -> Any:
+    return lr_schedule(parse(flags.split()))
 
 
 def asks_of_model(flags: str, out: Path) -> Any:
@@ -246,6 +250,11 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "rampup_batch_size": (trains, "--micro-batch 1", "--set rampup_batch_size=1,1,6"),
     "micro_batch": (asks_of_prepare, "", "--micro-batch 1"), "lr": (trains, "", "--lr 0.01"),
     "min_lr": (trains, "--warmup 0", "--set min_lr=0.002"), "warmup": (trains, "", "--warmup 3"),
+    "warmup_share": (asks_of_rates, "", "--set warmup_share=0.5"),
+    "warmup_samples": (asks_of_rates, "", "--set warmup_samples=9"),
+    "embedding_lr_scale": (trains, "", "--set embedding_lr_scale=2"), "eps": (trains, "", "--set eps=0.1"),
+    "model.attention_dropout": (trains, "", "--set attention_dropout=0.1"),
+    "held_out": (trains, "", "--set held_out=0.5"), "exit_minutes": (leaves, SAVED, "--set exit_minutes=1e-9"),
     "lr_schedule": (trains, "--steps 8 --warmup 0", "--set lr_schedule=wsd"),
     "lr_decay_steps": (trains, "--warmup 0", "--lr-decay-steps 99"), "betas": (trains, "", "--set betas=0.8,0.9"),
     "optimizer": (trains, "", "--optimizer muon"), "weight_decay": (trains, "", "--set weight_decay=0.5"),

@@ -35,6 +35,7 @@ MODELS = {
     "latent muon": "--preset tiny-mla --heads 5 --optimizer muon",
     "latent experts": "--preset tiny-mla --heads 5 --experts 4 --set moe.d_ff=8",
     "fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --set eval_samples=3",
+    "dropped": "--kv-heads 2 --set tie_embeddings=true attention_dropout=0.2 embedding_lr_scale=0.3 held_out=0.3",
     "deep fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --layers 4",
 }
 TOLERANCE = {"float32": 1e-5, "tied float32": 1e-5, "muon": 1e-9, "bf16 moments": 1e-9, "fp8": 1e-9, "deep fp8": 1e-9}
@@ -49,6 +50,7 @@ CASES = [
     *(("gpt", {"dp": 4}, f"--zero {zero} --set replicate=2") for zero in "123"),
     *((name, {"tp": 2, "pp": 2}, "") for name in ("muon", "bf16 moments")), ("bf16 moments", {"tp": 2, "dp": 2}, ""),
     ("tied", {"cp": 2, "pp": 2}, "--cp-kind ring"), ("tied", {"cp": 2, "dp": 2}, "--zero 3"),
+    ("dropped", {"tp": 4}, "--sequence-parallel"), ("dropped", {"pp": 2, "dp": 2}, "--recompute full --zero 3"),
     *(("gpt", {"cp": 4}, f"--cp-kind {kind}") for kind in ("alltoall", "ring", "allgather")),
     ("gpt", {"cp": 4, "cp_inner": 2}, "--cp-kind two-level"), ("gpt", {"cp": 2, "tp": 2}, "--sequence-parallel"),
     ("tied", {"cp": 2, "tp": 2}, "--cp-kind alltoall --sequence-parallel"), ("gpt", {"cp": 2, "pp": 2}, ""),
@@ -74,7 +76,7 @@ CASES = [
 SHORT = [  # tests/recorded_runs.py has two ranks, HSDP, tp 4 and tp x dp, and FP8
     ("tied", {"tp": 2, "pp": 2, "dp": 1}, "--sequence-parallel"), ("muon", {"tp": 2, "dp": 2}, ""),
     ("tied", {"cp": 4}, "--cp-kind zigzag"), ("biased", {"tp": 2, "etp": 1}, "--micro-batch 2"),
-    ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""),
+    ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""), ("dropped", {"tp": 2, "pp": 2}, "--recompute full"),
     ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
     ("latent", {"tp": 2, "pp": 2}, "--sequence-parallel"),
 ]  # fmt: skip

@@ -92,8 +92,8 @@ def test_the_model_refuses_longer_samples_and_knows_its_positions():
 
 
 def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
-    def rate(flags: str, step: int) -> float:
-        args = parse(["--steps", "10", "--warmup", "2", *flags.split()])
+    def rate(flags: str, step: int, warmup: str = "--warmup 2") -> float:
+        args = parse(["--steps", "10", *warmup.split(), *flags.split()])
         return optimizer.learning_rate(optimizer.lr_schedule(args), step)
 
     assert [rate("--lr 0.5", step) for step in (0, 1)] == [0.25, 0.5]
@@ -104,6 +104,9 @@ def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
     assert rate("--lr 0.5 --set min_lr=0.25", 6) == pytest.approx(0.375)
     assert rate("--lr 0 --set min_lr=0", 5) == 0
     assert rate("--lr 0.5 --set lr_schedule=wsd", 7) == 0.5
+    for warmup in ("warmup_share=0.2", "warmup_samples=32"):  # of 16 a step
+        for step in range(12):
+            assert rate("--lr 0.5", step, f"--set {warmup}") == rate("--lr 0.5", step)
     assert rate("--lr 0.5 --lr-decay-steps 5", 5) == rate("--lr 0.5 --lr-decay-steps 5", 9) == pytest.approx(0.05)
 
 

@@ -82,8 +82,8 @@ class GPT:
         scaled = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
         return scaled * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
 
-    def drop(self, x: Tensor, name: str, call: Call) -> Tensor:
-        p = self.s.dropout
+    def drop(self, x: Tensor, name: str, call: Call, p: float | None = None) -> Tensor:
+        p = self.s.dropout if p is None else p
         if not call.training or p == 0:
             return x
         kept = words(self.s.seed, name, call.samples, *x.shape[1:]) >= int(p * 2**32)
@@ -98,7 +98,7 @@ class GPT:
         for i in range(self.s.layers):
             at = f"blocks.{i}"
             attend = self.latent_attention if self.s.preset == "tiny-mla" else self.attention
-            y = attend(self.norm(x, f"{at}.attention_norm"), f"{at}.attention")
+            y = attend(self.norm(x, f"{at}.attention_norm"), f"{at}.attention", call)
             x = x + self.drop(y, f"{at}.attention_dropout", call)
             y = self.norm(x, f"{at}.mlp_norm")
             mixed = self.s.experts and (i + 1) % self.s.moe_every == 0
@@ -108,7 +108,7 @@ class GPT:
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
-    def attention(self, x: Tensor, at: str) -> Tensor:
+    def attention(self, x: Tensor, at: str, call: Call) -> Tensor:
         B, T, D = x.shape
         H, G = self.s.heads, self.s.kv_heads or self.s.heads
         K = D // H
@@ -117,18 +117,20 @@ class GPT:
         if not self.s.learned_positions:
             q, k = turn(q), turn(k)
         k, v = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2)
-        return self.linear(self.attend(q, k, v), f"{at}.output")
+        return self.linear(self.attend(q, k, v, at, call), f"{at}.output")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, at: str, call: Call) -> Tensor:
         """[B, T, H, K] queries, keys, [B, T, H, W] values -> [B, T, H W]; a token sees itself and those before."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         scores = self.product(q, k.mT) / math.sqrt(q.shape[-1])
         T = scores.shape[-1]
         sees = torch.tensor([[key <= query for key in range(T)] for query in range(T)])
-        shares = scores.masked_fill(~sees, -math.inf).softmax(-1)
+        shares = scores.masked_fill(~sees, -math.inf).softmax(-1).transpose(1, 2)  # of a query, all heads' keys
+        shares = self.drop(shares.flatten(2), f"{at}.dropout", call, self.s.attention_dropout).view(shares.shape)
+        shares = shares.transpose(1, 2)
         return self.product(shares, v).transpose(1, 2).flatten(2)
 
-    def latent_attention(self, x: Tensor, at: str) -> Tensor:
+    def latent_attention(self, x: Tensor, at: str, call: Call) -> Tensor:
         B, T, _ = x.shape
         H, (_, rank, nope, rotary, width) = self.s.heads, LATENT
         q = self.norm(self.linear(x, f"{at}.q_down"), f"{at}.q_norm", "rms")
@@ -137,7 +139,8 @@ class GPT:
         kv = self.linear(self.norm(latent, f"{at}.kv_norm", "rms"), f"{at}.kv_up").view(B, T, H, nope + width)
         q = torch.cat([q[..., :nope], turn(q[..., nope:], neighbours=True)], -1)
         k_rope = turn(k_rope.view(B, T, 1, rotary), neighbours=True).expand(B, T, H, rotary)
-        return self.linear(self.attend(q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:]), f"{at}.output")
+        heads = self.attend(q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:], at, call)
+        return self.linear(heads, f"{at}.output")
 
     # --- feed-forward -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ class Settings:
     d_ff: int = 24
     seq_len: int = 12
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     tie_embeddings: bool = False
     experts: int = 0
     top_k: int = 2
@@ -46,6 +47,8 @@ class Settings:
     warmup: int = 2
     lr_schedule: str = "cosine"
     betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    embedding_lr_scale: float = 1.0
     optimizer: str = "adamw"
     weight_decay: float = 0.1
     clip: float = 1.0

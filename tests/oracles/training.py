@@ -63,10 +63,13 @@ def build_optimizers(s: Settings, w: Mapping[str, Tensor]) -> tuple[torch.optim.
                 found = whole if s.preset == "gpt2" and name.endswith("mlp.up.weight") else found
                 parts.append((trained.pop(name), found))
         muon = Muon(parts, s.weight_decay)
+    named = trained.keys() & {"embedding.weight", "head.weight"} if s.embedding_lr_scale != 1 else ()
+    ends = [trained.pop(name) for name in sorted(named)]
     matrices, vectors = ([p for p in trained.values() if (p.dim() > 1) is wide] for wide in (True, False))
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": s.weight_decay}]
     groups += [{"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=1e-8), muon
+    groups += [{"params": ends, "weight_decay": s.weight_decay, "times": s.embedding_lr_scale}]
+    return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps), muon
 
 
 def follow(
@@ -95,7 +98,7 @@ def follow(
     for step, (tokens, targets, samples) in enumerate(batches):
         lr, total, counts = rate(s, step), 0.0, {}
         for group in adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("times", 1)
         for micro in torch.arange(len(tokens)).split(s.micro_batch):  # the last may be short
             call = Call(samples[micro], training=True, fractions=fractions)
             loss = cross_entropy(model.logits(tokens[micro], call), targets[micro])
