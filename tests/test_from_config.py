@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import mpcore as mp
 from examples.gpt.arguments import parse
 from mpcore.__main__ import main
 from mpcore.tools.from_config import convert, read, rows
@@ -22,8 +24,9 @@ torchrun --nproc_per_node 2 pretrain_gpt.py ${ARGS[@]} --tensor-model-parallel-s
 if [ $2 ]; then ARGS+=(--seed 7 --untie-embeddings-and-output-weights); fi
 """
 FILES = {
-    "a.sh": (SCRIPT, {"layers": 2, "tp": 2, "warmup": 5, "d_ff": 128, "norm_eps": 1e-5, "min_lr": 0.0,
-                      "betas": [0.9, 0.999], "bias": True, "positions": "learned", "dropout": 0.1, "zero": 0}),
+    "a.sh": (SCRIPT, {"layers": 2, "tp": 2, "warmup_share": 0.05, "d_ff": 128, "norm_eps": 1e-5, "min_lr": 0.0,
+                      "warmup": None, "betas": [0.9, 0.999], "bias": True, "positions": "learned", "dropout": 0.1,
+                      "zero": 0, "attention_dropout": 0.1, "held_out": 0.031, "eps": 1e-8}),
     "b.yaml": ("MODEL_ARGS:\n  --num-layers: 2\n  --weight-decay: 1e-2\n  --num-query-groups: 2\n",
                {"layers": 2, "weight_decay": 0.01, "activation": "gelu_tanh", "tie_embeddings": True}),
     "c.toml": ('[training]\nlocal_batch_size = 4\n[optimizer]\nlr = 1e-3\n',
@@ -31,9 +34,16 @@ FILES = {
     "d.yaml": ("model:\n  model_config: {hidden_size: 64}\nparallelism: {dp: 2, tp_mode: ALL_REDUCE}\n",
                {"d_model": 64, "dp": 2, "sequence_parallel": False, "warmup": 0, "min_lr": 8e-4}),
     "e.yml": ('{"num-layers": 2, "train_iters": 100, "pos_emb": "rotary", "gpt_j_residual": true}',
-              {"layers": 2, "positions": "rope", "warmup": 1, "min_lr": 0.0, "zero": 0, "norm_eps": 1e-5}),
+              {"layers": 2, "positions": "rope", "warmup_share": 0.01, "min_lr": 0.0, "zero": 0, "norm_eps": 1e-5}),
     "g.yml": ("hidden_size: 4096\nactivation: swiglu\nnorm: rmsnorm\nintermediate_size: 32768\nmlp_multiple_of: 256\n",
               {"d_ff": 11008, "norm_eps": 1e-8, "bias": True, "mlp_bias": True}),  # its llama2/7B.yml
+    "i.sh": ("python x.py --train-samples 999 --lr-decay-samples 500 --lr-warmup-samples 90 --global-batch-size 10 "
+             "--lr 2e-4 --decoupled-lr 1e-4 --grad-reduce-in-bf16 --exit-duration-in-mins 9 --use-megatron-fsdp "
+             "--quick-geglu --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params "
+             "--adam-eps 1e-6\n",
+             {"steps": 99, "lr_decay_steps": 50, "warmup_samples": 90, "embedding_lr_scale": 0.5, "zero": 3,
+              "eps": 1e-6, "reduce_dtype": "bfloat16", "exit_minutes": 9.0}),
+    "j.toml": ("[parallelism]\nexpert_parallel_degree = 4\ntensor_parallel_degree = 2\n", {"ep": 4, "etp": 1, "tp": 2}),
     "h.sh": ("if [ $1 ]; then A=(--adam-beta2 0.98); fi\nA=(--adam-beta2 .9 --lr-warmup-iters 7)\n", {"warmup": 7}),
     "f.json": ('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
                {"zero": 2, "dtype": "bfloat16", "clip": 0.0}),
@@ -62,8 +72,18 @@ def test_traps_are_not_the_same(tmp_path):
     lists = convert(*read(tmp_path / "a.sh"))[1]
     for flag in ("norm-epsilon", "split", "eval-iters", "hidden-dropout", "lr-warmup-fraction", "clip-grad"):
         assert any(line.startswith(flag) for line in lists["~"])
-    for flag in ("new-flag", "attention-dropout", "data-path", "seed", "untie-embeddings"):
+    for flag in ("new-flag", "data-path", "seed", "untie-embeddings"):
         assert any(line.startswith(flag) for line in lists["-"])
+
+
+def test_gains_of_1_plus_w_take_the_same_steps():
+    norm, more = mp.RMSNorm(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    here, there = mp.AdamW(norm, lr=0.1, weight_decay=0.5), torch.optim.AdamW([more], lr=0.1, weight_decay=0.0)
+    for x in torch.randn(5, 3, 4, dtype=torch.float64):
+        norm(x).square().mul(x).sum().backward()
+        torch.nn.functional.rms_norm(x, (4,), 1 + more, 1e-6).square().mul(x).sum().backward()
+        [(each.step(), each.zero_grad()) for each in (here, there)]
+    torch.testing.assert_close(norm.weight, 1 + more, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ["x.toml", "x.json", "x.yaml", "x.txt"])

@@ -55,6 +55,9 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
     "not": lambda v, _: not v,
     "int": lambda v, _: int(bool(v)),
     "lowest": lambda v, values: float(values["lr"] if v == "lr" else v),
+    "strategy": lambda v, values: _choice(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3)(v, values)
+    if values.get("use-megatron-fsdp") else None,
+    "etp": lambda v, values: v if values.get("parallelism.expert_parallel_degree", 1) > 1 else None,
     "three": lambda v, _: None if v == 1 else 3,
     "float": lambda v, _: float(v),
     "positive": lambda v, _: v if isinstance(v, int) and v > 0 else None,
@@ -70,9 +73,9 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
     "dtype": _choice(bfloat16=_BF16, bf16=_BF16, float16=_FP16, fp16=_FP16, float32="float32", fp32="float32"),
     "act": _choice(gelu="gelu_tanh", swiglu="swiglu", geglu="geglu", relu="relu", silu="silu"),
     "recompute": _choice(full="full", selective="selective", none="none"),
-    "fraction": lambda v, values: round(
-        float(v) * (values.get("lr-decay-iters") or values.get("lr_decay_iters") or values["steps"])
-    ),
+    "batches": lambda v, values: None if "rampup-batch-size" in values else v // values["global-batch-size"],
+    "of_lr": lambda v, values: float(v) / float(values["lr"]),
+    "rest": lambda v, _: round(1 - (parts := [float(x) for x in str(v).split(",")])[0] / sum(parts), 6),
     "factor": lambda v, values: float(v) * float(values["lr"]),
     "betas": lambda v, values: [float(each) for each in values["betas"]],
     "pair": lambda v, _: [float(each) for each in (v.split(",") if isinstance(v, str) else v)],
@@ -89,6 +92,7 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
 }  # fmt: skip
 
 
+WARMUPS = {"warmup_share", "warmup_samples"}
 FLAGS = ("flag", "false", "not", "int", "swiglu", "squared_relu", "bfloat16", "float16")
 """Conversions of settings that are on or off."""
 
@@ -191,14 +195,13 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
     known = {key.replace("_", "-") if peer == "Megatron-LM" else key for row in rows(peer) for key in row.keys}
     if not known & values.keys():
         raise ValueError(f"none of the file's {len(values)} settings is one of {peer}'s")
-    steps = next((values[k] for k in ("train-iters", "train_iters", "training.steps") if k in values), None)
     rates = ("lr", "optimizer.lr", "optimizer.learning_rate_scheduler.learning_rate")
-    named: Values = {"lr": next((values[k] for k in rates if k in values), 8e-4), **({"steps": steps} if steps else {})}
+    named: Values = {"lr": next((values[k] for k in rates if k in values), 8e-4)}
     for row in rows(peer):
         found = [
             key for key in (k.replace("_", "-") if peer == "Megatron-LM" else k for k in row.keys) if key in values
         ]
-        if not found and not row.default:
+        if not found and (not row.default or (row.field == "warmup" and fields.keys() & WARMUPS)):
             continue
         key = found[0] if found else row.keys[0]
         value = values[key] if found else _number(row.default)
@@ -248,7 +251,7 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
 def _megatron_defaults(values: Values, fields: Values, differs: list[str]) -> None:
     """Write what Megatron's model has where no flag says so."""
     gated = bool(values.get("swiglu"))
-    if not gated and not values.get("squared-relu"):
+    if not any(values.get(name) for name in ("swiglu", "squared-relu", "quick-geglu")):
         fields["activation"] = "gelu_tanh"
         differs.append('activation -> "gelu_tanh": Megatron\'s fused GELU; unfused it is exact, "gelu"')
     if values.get("use-rotary-position-embeddings"):
@@ -269,7 +272,9 @@ def _neox_model(values: Values, fields: Values, differs: list[str]) -> None:
     made = {"norm_eps": float(values.get(name, eps))}
     for field, key in {"bias": "use_bias_in_attn_linear", "mlp_bias": "use_bias_in_mlp"}.items():
         made[field] = bool(values.get(key, True))
-    inner = values.get("intermediate_size") or (4 * values["hidden_size"] if "hidden_size" in values else None)
+    inner = values.get("intermediate_size") or (
+        int((values.get("expansion_factor") or 4) * values["hidden_size"]) if "hidden_size" in values else None
+    )
     if isinstance(inner, int):
         multiple = values.get("mlp_multiple_of", 1)
         inner = int(inner * 2 / 3) // 2 if fields.get("activation") in ("swiglu", "geglu") else inner

@@ -15,7 +15,8 @@ context-parallel-size | | cp | = |
 expert-model-parallel-size | | ep | = |
 expert-tensor-parallel-size | | etp | = |
 sequence-parallel | | sequence_parallel:flag | = |
-use-distributed-optimizer | false | zero:int | = |
+use-distributed-optimizer | false | zero:int | ~ | ZeRO-1; with --use-megatron-fsdp the next line says the stage
+data-parallel-sharding-strategy | | zero:strategy | ~ | counts with --use-megatron-fsdp alone
 zero-stage | | zero | ~ | in BLOOM's scripts stage 0 goes with BF16_Optimizer, which shards the optimizer state itself: take zero = 1
 num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank | | | - | set --virtual-stages to the stages of a rank, and --schedule interleaved
 num-layers | | layers | = |
@@ -32,37 +33,42 @@ rotary-percent | | rope_fraction:float | = |
 use-rope-scaling rope-scaling-factor | | | - | set rope_scaling as in the Hugging Face config of the model
 swiglu | | activation:swiglu | = |
 squared-relu | | activation:squared_relu | = |
+quick-geglu glu-linear-offset activation-func-clamp-value | | | - | the example has no such activation
 normalization | LayerNorm | norm:norm | = |
 norm-epsilon layernorm-epsilon | 1e-5 | norm_eps:float | = |
 qk-layernorm | | qk_norm:flag | ~ | an RMSNorm over each head; Megatron's is of the kind of --normalization
-apply-layernorm-1p | | | - | gains of 1 + w: use gains of w that begin at 1; weight decay does not pull them to 1
+apply-layernorm-1p | | | ~ | gains of w that begin at 1 take the same steps as 1 + w: no gain decays, here and there
 disable-bias-linear | | bias:false | = |
 add-qkv-bias | | qkv_bias:flag | = |
 untie-embeddings-and-output-weights | | tie_embeddings:false | = |
 make-vocab-size-divisible-by | 128 | | ~ | the vocabulary isn't padded: shards are uneven
 vocab-size | | | ~ | the tokenizer's size is taken
 hidden-dropout | 0.1 | dropout:float | ~ | not after the embedding; other random masks
-attention-dropout | 0.1 | | - | set it to 0 there to compare: attention weights are never dropped here
+attention-dropout | 0.1 | attention_dropout:float | ~ | other random masks; it needs O(T^2) memory, and neither cp nor [latent]
 init-method-std | 0.02 | init_std:float | ~ | other random numbers; output projections have std / sqrt(2 layers) in both
 micro-batch-size | | micro_batch | = |
 global-batch-size | data ranks x micro-batch-size | global_batch:positive | = |
 train-iters | | steps | = |
-train-samples lr-decay-samples lr-warmup-samples | | | - | counted in steps here: divide by --global-batch, and set steps, lr_decay_steps, warmup
+train-samples | | steps:batches | ~ | counted in steps of the global batch
+lr-decay-samples | | lr_decay_steps:batches | ~ | counted in steps of the global batch
+lr-warmup-samples | | warmup_samples | ~ | rounded to steps of the global batch
 rampup-batch-size | | rampup_batch_size:ramp | ~ | the learning rate counts steps, not samples
 step-batch-size-schedule | | | - | set rampup_batch_size = [START, INCREMENT, SAMPLES]
 lr | | lr:float | = |
+decoupled-lr | | embedding_lr_scale:of_lr | ~ | the lowest rate is scaled too, in place of --decoupled-min-lr
 min-lr | 0.0 | min_lr:float | = |
+lr-warmup-fraction | | warmup_share:float | ~ | rounded to steps; Megatron's first step has --lr-warmup-init
 lr-warmup-iters | 0 | warmup | ~ | step i has lr (i + 1) / warmup; Megatron's first step has --lr-warmup-init
-lr-warmup-fraction | | warmup:fraction | ~ | the share of lr-decay-iters, rounded; Megatron's first step has --lr-warmup-init
 lr-decay-iters | | lr_decay_steps | = |
 lr-decay-style | linear | lr_schedule:schedule | ~ | one step later than Megatron's, as its warm-up
 optimizer | adam | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW
 weight-decay | 0.01 | weight_decay:float | ~ | embeddings decay, as in Megatron; tensors of one dimension never do
 adam-beta1 adam-beta2 | 0.9 | betas:betas | = |
-adam-eps | 1e-8 | | ~ | eps is always 1e-8
+adam-eps | 1e-8 | eps:float | = |
 clip-grad | 1.0 | clip:float | ~ | Megatron divides by the norm + 1e-6
 bf16 | | dtype:bfloat16 | ~ | weights in bfloat16 with float32 masters; gradients are summed in float32
 fp16 | | dtype:float16 | ~ | float32 weights, matrix products in float16
+grad-reduce-in-bf16 | | reduce_dtype:bfloat16 | ~ | the sums over data ranks; micro-batches add in float32 here
 initial-loss-scale | | first_loss_scale:float | ~ | window and hysteresis are fixed
 loss-scale loss-scale-window hysteresis min-loss-scale | | | - | the loss scale adapts by rules of its own
 fp8-format fp8-recipe fp8-hybrid | | | - | --fp8 multiplies in e4m3 with a scale per 128 elements; other recipes have none
@@ -72,13 +78,14 @@ seed | 1234 | seed | ~ | other random numbers
 eval-interval | 1000 | eval_every | = |
 eval-iters | 100 | | ~ | batches there; set eval_samples to eval-iters x global-batch-size
 save-interval | | save_every | = |
+exit-duration-in-mins | | exit_minutes:float | ~ | counted from the end of the setup; then the run saves, and ends with status 75
 exit-interval | | exit_step | ~ | counts steps from the beginning of the run
 data-path | | data:words | ~ | shares are exact in every 10,000 samples; the order of samples differs
-split | 969,30,1 | | ~ | 5 % of the documents are held out
+split | 969,30,1 | held_out:rest | ~ | documents of all places, by a hash; the third part is held out too
 tokenizer-type tokenizer-model vocab-file merge-file | | | - | pass --tokenizer byte or a tokenizer.json
 reset-position-ids reset-attention-mask | | document_masking:flag | ~ | one field for both
 eod-mask-loss | | | - | the loss counts a document's last token
-mock-data | | | - | prepare a corpus of your own with examples.gpt.prepare
+mock-data | | | ~ | nothing to do: without data the run reads Python's library
 num-experts | | experts | = |
 moe-router-topk | 2 | moe.top_k:moe | ~ | with top-k 1 the score is not normalized, as with --moe-router-pre-softmax
 moe-ffn-hidden-size | | moe.d_ff:moe | = |
@@ -108,7 +115,7 @@ training.seed | | seed | ~ | other random numbers
 optimizer.name | AdamW | optimizer:optimizer | ~ | every parameter decays there, norms too
 optimizer.lr | 8e-4 | lr:float | = |
 optimizer.beta1 optimizer.beta2 | 0.9 | betas:betas | = |
-optimizer.eps | 1e-8 | | ~ | eps is always 1e-8
+optimizer.eps | 1e-8 | eps:float | = |
 optimizer.weight_decay | 0.1 | weight_decay:float | ~ | there norms decay too
 lr_scheduler.warmup_steps training.warmup_steps | 200 | warmup | ~ | docs/training.md has the formula
 lr_scheduler.decay_type | linear | lr_schedule:schedule | ~ | shifted by a step
@@ -117,8 +124,9 @@ lr_scheduler.min_lr_factor lr_scheduler.lr_min | 0.0 | min_lr:factor | = |
 parallelism.tensor_parallel_degree | | tp | ~ | torchtitan always shards the sequence, too: pass --sequence-parallel
 parallelism.pipeline_parallel_degree | | pp | ~ | blocks are divided by cost
 parallelism.context_parallel_degree | | cp | = |
-parallelism.expert_parallel_degree | | ep | = |
-parallelism.data_parallel_replicate_degree | | replicate | = |
+parallelism.expert_parallel_degree | | ep | ~ | of the ranks of dp, cp and, with etp 1, tp
+parallelism.expert_tensor_parallel_degree | 1 | etp:etp | ~ | 1 by default there; here it is tp
+parallelism.data_parallel_replicate_degree | | replicate | ~ | where nothing is sharded it is DDP: take zero = 0 and replicate = 1
 parallelism.data_parallel_shard_degree | -1 | zero:three | ~ | ZeRO-3; with pp torchtitan keeps parameters gathered, as --zero 2
 activation_checkpoint.mode | selective | recompute:recompute | ~ | the same numbers; other activations are kept
 """
@@ -132,6 +140,9 @@ model.model_config.intermediate_size | | d_ff | = |
 model.model_config.rms_norm_eps | | norm_eps:float | = |
 model.model_config.rope_theta | 10000.0 | rope_base:float | ~ | the default differs between nanotron's models
 model.model_config.tie_word_embeddings | | tie_embeddings:flag | = |
+model.model_config.moe_config.num_experts model.model_config.moe_config.top_k | | | - | set experts and [moe] by hand
+model.model_config.rope_interleaved | | | - | true rotates neighbours; the example rotates halves
+model.model_config._use_doc_masking | | document_masking:flag | ~ | positions restart in each document, too
 model.init_method.std | | init_std:float | ~ | other random numbers, and scales of output projections
 model.dtype | bfloat16 | dtype:dtype | ~ | weights in bfloat16 with float32 masters
 tokens.sequence_length | | seq_len | = |
@@ -145,7 +156,7 @@ optimizer.learning_rate_scheduler.lr_decay_style | linear | lr_schedule:schedule
 optimizer.learning_rate_scheduler.lr_decay_steps | | | ~ | counted after the warm-up there: set lr_decay_steps to both
 optimizer.optimizer_factory.name | adamW | optimizer:optimizer | ~ | which parameters decay differs
 optimizer.optimizer_factory.adam_beta1 optimizer.optimizer_factory.adam_beta2 | | betas:betas | = |
-optimizer.optimizer_factory.adam_eps | | | ~ | eps is always 1e-8
+optimizer.optimizer_factory.adam_eps | | eps:float | = |
 optimizer.weight_decay | | weight_decay:float | ~ | nanotron decays all parameters
 optimizer.clip_grad | | clip:float | ~ | torch divides by the norm + 1e-6
 optimizer.zero_stage | | zero | = |
@@ -160,6 +171,7 @@ general.seed | | seed | ~ | other random numbers
 
 NEOX = """
 model_parallel_size | | tp | = |
+sequence_parallel | | sequence_parallel:flag | = |
 pipe_parallel_size | | pp:positive | ~ | blocks are divided by cost; 0 is 1
 num_layers | | layers | = |
 hidden_size | | d_model | = |
@@ -170,15 +182,15 @@ pos_emb | learned | positions:positions | = |
 rotary_pct | 1.0 | rope_fraction:float | = |
 rotary_emb_base | 10000 | rope_base:float | = |
 norm | layernorm | norm:norm | = |
-activation | gelu | activation:act | ~ | the tanh form of GELU
+activation | gelu | activation:act | ~ | GELU is in its tanh form
 layernorm_epsilon rms_norm_epsilon | | | ~ | norm_eps is that of the norm, by default 1e-5 and 1e-8
-intermediate_size mlp_multiple_of | | | ~ | d_ff: with a gate a third of intermediate_size, rounded up
+intermediate_size expansion_factor mlp_multiple_of | | | ~ | d_ff: with a gate a third of it, rounded up
 use_bias_in_attn_linear use_bias_in_mlp | | | ~ | bias and mlp_bias; a LayerNorm always has one
 no_weight_tying | false | tie_embeddings:not | = |
 gpt_j_residual | | | - | attention and MLP in parallel: the example has no such block
 init_method output_layer_init_method | | | - | initial values differ: init_std is one number
 hidden_dropout | 0.0 | dropout:float | ~ | other random masks
-attention_dropout | 0.0 | | - | attention weights are never dropped
+attention_dropout | 0.0 | attention_dropout:float | ~ | other random masks
 train_micro_batch_size_per_gpu | | micro_batch:positive | = |
 train_batch_size | | global_batch:positive | = |
 gradient_accumulation_steps | | | ~ | set global_batch to it x train_micro_batch_size_per_gpu x dp
@@ -187,11 +199,11 @@ weight_decay | 0.1 | weight_decay:float | ~ | which parameters decay differs
 optimizer.type | | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW
 optimizer.params.lr | | lr:float | = |
 optimizer.params.betas | 0.9,0.999 | betas:pair | = |
-optimizer.params.eps | 1e-8 | | ~ | eps is always 1e-8
+optimizer.params.eps | 1e-8 | eps:float | = |
 min_lr | 0.0 | min_lr:float | = |
 lr_decay_style | linear | lr_schedule:schedule | ~ | shifted by a step; a linear rate falls to 0 there, and is never below min_lr
 lr_decay_iters | | lr_decay_steps | = |
-warmup | 0.01 | warmup:fraction | ~ | a share of the steps, rounded
+warmup | 0.01 | warmup_share:float | ~ | rounded to steps
 train_iters | | steps | = |
 zero_optimization.stage | 0 | zero | ~ | gradients are summed in float32 here
 fp16.enabled | | dtype:float16 | ~ | float32 weights, matrix products in float16
@@ -209,7 +221,7 @@ gradient_clipping | 0.0 | clip:float | ~ | DeepSpeed divides by the norm + 1e-6;
 optimizer.type | | optimizer:optimizer | ~ | Adam with decoupled weight decay, as AdamW; which parameters decay differs
 optimizer.params.lr | | lr:float | = |
 optimizer.params.betas | 0.9,0.999 | betas:pair | = |
-optimizer.params.eps | 1e-8 | | ~ | eps is always 1e-8
+optimizer.params.eps | 1e-8 | eps:float | = |
 optimizer.params.weight_decay | 0.0 | weight_decay:float | ~ | which parameters decay differs
 scheduler.type | the program's | | - | set lr_schedule and warmup: docs/training.md
 scheduler.params.warmup_num_steps | | warmup | ~ | DeepSpeed's warm-up is logarithmic by default
