@@ -67,10 +67,11 @@ def test_files_of_each_peer_become_a_run_that_the_example_accepts(tmp_path, name
         assert line.count(": ") == 0
 
 
-def test_traps_are_not_the_same(tmp_path):
+def test_pitfall_77_traps_are_not_the_same(tmp_path):
     (tmp_path / "a.sh").write_text(SCRIPT)
     lists = convert(*read(tmp_path / "a.sh"))[1]
-    for flag in ("norm-epsilon", "split", "eval-iters", "hidden-dropout", "lr-warmup-fraction", "clip-grad"):
+    flags = "norm-epsilon split use-distributed-optimizer min-lr eval-iters hidden-dropout lr-warmup-fraction clip-grad"
+    for flag in flags.split():
         assert any(line.startswith(flag) for line in lists["~"])
     for flag in ("new-flag", "data-path", "seed", "untie-embeddings"):
         assert any(line.startswith(flag) for line in lists["-"])

@@ -180,6 +180,9 @@ def test_what_is_no_checkpoint_in_a_store_stays_and_a_damaged_one_is_named():
     with pytest.raises(ValueError, match=f"{file} has {len(data) - 1} bytes, written were {len(data)}"):
         load(f"{root}/a", net(0), mesh=mp.Mesh())
     assert latest(root) is None
+
+
+def test_pitfall_76_a_url_is_never_a_local_folder():
     for url, words in (("nowhere://a", "nowhere"), ("simplecache::s3://a/b", "chains"), (Path("s3://a/b"), "a URL")):
         with pytest.raises(ValueError, match=words):
             saved(url, 1)

@@ -109,6 +109,25 @@ def test_low_bit_optimizers_of_torchao_on_shards(name: str) -> None:
         assert (error < 1e-4) if same else (error < 0.1), (width, error)
 
 
+@on_ranks(4)
+def test_ddp_over_dp() -> None:
+    """The gradient is the mean over dp, of each rank's part of the batch."""
+    on, dense, x = mesh(tp=2, dp=2), net(), torch.arange(16.0).view(4, 4).double()
+    ours = mp.parallelize(net(), PLAN, tp=on.tp, check=False)
+    wrapped = nn.parallel.DistributedDataParallel(ours, process_group=on.dp.group)
+    (dense(x) ** 2).mean().backward()
+    (wrapped(x[on.dp.rank :: 2]) ** 2).mean().backward()
+    for (name, p), grad in zip(dense.named_parameters(), full_grads(ours), strict=True):
+        close(grad, p.grad, name, 1e-12)
+
+
+def full_grads(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients, in the full shapes: they stand in for the parameters."""
+    with torch.no_grad():
+        [p.copy_(p.grad) for p in model.parameters() if p.grad is not None]
+    return full(model)
+
+
 def check_other_tools(folder: Path) -> None:
     on, dense = mesh(tp=2), net()
     made = lambda: mp.parallelize(net(), PLAN, tp=on.tp, check=False)  # noqa: E731
