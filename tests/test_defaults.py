@@ -303,7 +303,7 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.prepare: {
         "seed": 0, "initialize": None, "micro_batches": 1, "schedule": "1f1b", "data": mp.Zero(1),
         "precision": "float32", "recompute": "none", "offload": mp.Offload(), "compile": None, "observers": (),
-        "trace": False,
+        "overlap": False, "trace": False,
     },
     mp.Axis: {"size": 1, "rank": 0, "group": None, "name": "", "levels": None, "role": "", "sums": None},
     mp.build_mesh: {

@@ -30,7 +30,7 @@ from examples.gpt.samples import Samples, permute, to_device
 from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.collectives import all_reduce
-from mpcore.layers import RouterStatistics, overlap_communication
+from mpcore.layers import RouterStatistics
 from mpcore.tools import invariant
 from mpcore.tools.analysis.communication import StepTimes
 from mpcore.tools.analysis.curves import TensorCurves, round_anew
@@ -55,14 +55,12 @@ class Trainer:
             sequence_parallel=args.sequence_parallel, context=args.cp_kind, device="meta",
             dtype=torch.float64 if args.dtype == "float64" else torch.float32, residual_dtype=residual_dtype(args),
         )  # fmt: skip
-        for stage in self.stages if args.overlap else ():
-            overlap_communication(stage, args.overlap)
         ends = [each for s in self.stages for name, each in s.named_children() if name in ("embedding", "head")]
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
             loss=self.stages[-1].loss, optimizer=lambda model: build_optimizer(args, model, mesh, ends),
             seed=args.seed, micro_batches=setup.micro_batches, schedule=setup.plan, trace=args.trace,
-            **policies(args, self.stages),
+            overlap=args.overlap, **policies(args, self.stages),
         )  # fmt: skip
         self.model = self.run.model
         self.console = Console(mesh, self.out)

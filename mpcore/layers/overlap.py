@@ -33,7 +33,8 @@ from mpcore.layers.linear_ops import (
     weight_product,
 )
 from mpcore.layers.module import refuse_second_derivative
-from mpcore.mesh.axis import Axis
+from mpcore.mesh.agreement import gather_objects, raising_together
+from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import named_modules
 
 _ALONE = Axis()
@@ -96,13 +97,31 @@ def overlap_communication(model: nn.Module, smallest: int = SMALLEST) -> None:
         if type(base) not in (Product, OverlapProduct) or layer.tp.sums is not None:
             why = f"computes with {base}" if layer.tp.sums is None else "has invariant numerics"
             raise ValueError(
-                f"{name or 'the model'} {why}, whose communication can't be overlapped: leave out overlap_communication"
+                f"{name or 'the model'} {why}, whose communication can't be overlapped: leave out "
+                f"overlap_communication, or prepare's overlap"
             )
         return OverlapProduct(base.split_backward, smallest)
 
     changed = {layer: layer.product.change(partial(convert, name, layer)) for name, layer in layers.items()}
     for layer, product in changed.items():
         layer.product = product
+
+
+def overlap_stages(stages: Sequence[nn.Module], mesh: Mesh, smallest: int | bool) -> None:
+    """Call `overlap_communication` on each stage of this rank.
+
+    Raises:
+        ValueError: on every rank, if no stage of the pipeline has a parallel linear layer on tp > 1.
+    """
+    layers = [layer for stage in stages for layer in stage.modules() if isinstance(layer, ParallelLinear)]
+    if not any(gather_objects(any(layer.tp.size > 1 for layer in layers), mesh.pp.group)):
+        raise ValueError(
+            f"overlap={smallest} hides messages of parallel linear layers on tp > 1, and the model has none "
+            f"(tp {mesh.tp.size}, {len(layers)} such layers on this rank): leave out overlap"
+        )
+    with raising_together():
+        for stage in stages:
+            overlap_communication(stage, SMALLEST if smallest is True else smallest)
 
 
 def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:

@@ -29,6 +29,7 @@ from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import deferred_reads, materialize, read_deferred
 from mpcore.layers.module import as_module_list
+from mpcore.layers.overlap import overlap_stages
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.mesh.log import get_logger
@@ -74,6 +75,7 @@ def prepare(
     recompute: Recompute | str = "none",
     offload: Offload = Offload(),
     compile: Compile | None = None,
+    overlap: bool | int = False,
     observers: Iterable[Observer] = (),
     trace: bool = False,
 ) -> Run:
@@ -99,6 +101,8 @@ def prepare(
             `Schedule`.
         data: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
         precision, recompute, offload, compile: policies. Short forms: `precision="bfloat16"`, `recompute="full"`.
+        overlap: hide messages of tensor parallelism under products in forward too, in all parallel linear layers: see
+            `mpcore.layers.overlap_communication`. A number is the elements of its smallest message; True: 2^22.
         observers: look at each step (`mpcore.training.Observer`), after the observers that every run has.
         trace: record when each action of the pipeline runs.
 
@@ -132,11 +136,14 @@ def prepare(
     policies = {"data": data, "offload": offload, "compile": compile}
     told = (recompute.kind, recompute.every, recompute.budget)
     asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed, **policies}
+    asked["overlap"] = overlap
     asked["observers"] = [type(observer).__name__ for observer in observers]
     check_same("arguments of prepare", asked)
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
     with raising_together():
         check_policies(mesh, splits, **policies)
+        if overlap and precision.fp8:
+            raise ValueError(f"overlap={overlap} with fp8={precision.fp8}, whose products run whole: leave out one")
         _check_optimizer(optimizer)
         _check_values(stages, initialize, precision)
         modules = {module for stage in stages for module in stage.modules()}
@@ -152,6 +159,8 @@ def prepare(
 
     _check_names(stages, mesh, drawn=initialize is not False)
     check_axes(stages, mesh)
+    if overlap:
+        overlap_stages(stages, mesh, overlap)
     if initialize is False:  # must come before data parallelism shards the values
         with raising_together():
             joined = stages[0] if len(stages) == 1 else join_stages(stages)

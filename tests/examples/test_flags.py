@@ -109,10 +109,6 @@ def asks_of_model(flags: str, out: Path) -> Any:
     return seen(train, "build_stages", flags, lambda part: part.call_args.kwargs)
 
 
-def products(flags: str, out: Path) -> Any:
-    return [str(m.product) for m in Trainer(parse(arguments(flags)), Mesh()).model.modules() if hasattr(m, "product")]
-
-
 def asks_of_mesh(flags: str, out: Path) -> Any:
     """The sizes of axes, the device and the time limit that the command asks for."""
     with mock.patch.object(pretrain, "build_mesh", side_effect=AskedError) as part, contextlib.suppress(AskedError):
@@ -260,7 +256,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "optimizer": (trains, "", "--optimizer muon"), "weight_decay": (trains, "", "--set weight_decay=0.5"),
     "clip": (trains, "", "--set clip=0.1"), "recompute": (asks_of_prepare, "", "--recompute full"),
     "offload": (asks_of_prepare, "", "--offload activations"), "seed": (trains, "", "--seed 1"),
-    "bitwise": (sums_by, "", "--set bitwise=2"), "overlap": (products, "", "--set overlap=64"),
+    "bitwise": (sums_by, "", "--set bitwise=2"), "overlap": (asks_of_prepare, "", "--set overlap=64"),
     "dtype": (trains, "--dtype float32", "--dtype bfloat16"),
     "autocast": (asks_of_prepare, "--dtype bfloat16", "--set autocast=true"),
     "residual_dtype": (asks_of_model, "--dtype bfloat16", "--set residual_dtype=float32"),

@@ -25,7 +25,6 @@ import mpcore as mp
 from mpcore.interop.lora import add_lora
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.moe import GroupedLinear
-from mpcore.layers.overlap import overlap_communication
 from mpcore.tools import invariant
 from tests.laws.cases import Block, D
 
@@ -66,11 +65,6 @@ def _with_adapters(params: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _overlap(model: nn.Module) -> nn.Module:
-    overlap_communication(model, smallest=1)
-    return model
-
-
 def _freeze_biases(model: nn.Module) -> nn.Module:
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad and not name.endswith("bias"))
@@ -109,7 +103,7 @@ FEATURES: dict[str, Feature] = {
     "LoRA": Feature(change=_add_lora, truth=_with_adapters),
     "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
     "full recompute": _recompute("full"), "selective recompute": _recompute("selective"),
-    "overlapped communication": Feature(change=_overlap), "split backward": Feature(change=_split_backward),
+    "overlapped communication": Feature(of_run={"overlap": 1}), "split backward": Feature(change=_split_backward),
     "deepcopy": Feature(change=copy.deepcopy), "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused), "parameter of one step": Feature(change=_add_sometimes),
     "ZeRO-1": _zero(1), "ZeRO-2": _zero(2), "ZeRO-3": _zero(3), "2 micro-batches": Feature(of_run={"micro_batches": 2}),

@@ -123,6 +123,7 @@ def _check_policies(
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
     asked = {
         "FP8": precision.fp8, "autocast": precision.autocast_dtype is not None, "compile": options.get("compile"),
+        "overlap": options.get("overlap"),
         "a schedule that splits backward": splits,
         "replicate above 1": data.replicate > 1, "offload of parameters": offload.parameters,
         "a reduce_dtype other than float32": data.reduce_dtype != torch.float32,
