@@ -1,8 +1,8 @@
 """gloo over a link of known speed: a work ends when its bytes would have come over the link, and the host may sleep.
 
 A collective travels from the later of its starts on all ranks and the end of the one before in its group, and takes
-`latency + bytes / bandwidth` for the rank that sends the most. A message between two ranks travels from its start on
-the sender.
+`latency + bytes / bandwidth` for the rank that sends the most. A message between two ranks travels
+from the later of its starts on both, as gloo's do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUMBERS = 10**6  # of the collectives of one group: groups of the same ranks hav
 
 
 class Event(NamedTuple):
-    """One action of a rank's host: "compute", "start" and "send" have their seconds, "wait" has none.
+    """One action of a rank's host: "compute", "start" and "send" have their seconds, "receive" and "wait" none.
 
     The key of "compute" is the product's share of a whole one.
     """
@@ -214,13 +214,15 @@ class SlowGroup(PythonGroup):
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
         """Wait until the message would have come."""
         key, started = self._message(source, self.place, tag), torch.empty(1, dtype=torch.float64)
+        LINK.note("receive", key)
+        posted = time.monotonic()
         seconds = LINK.latency + sum(x.nbytes for x in tensors) / LINK.bandwidth
         with _disable_current_modes():
             told, inner = self.inner.recv([started], source, tag + TAGS), self.inner.recv(tensors, source, tag)
 
         def arrives() -> float:
             told.wait()
-            return float(started) + seconds
+            return max(float(started), posted) + seconds
 
         return _Work(inner, key, arrives)
 
@@ -249,18 +251,23 @@ def critical_path(ranks: Sequence[Sequence[Event]]) -> tuple[float, float]:
     clocks, waited, places = [0.0] * len(ranks), [0.0] * len(ranks), [0] * len(ranks)
     starts: dict[tuple, list[tuple[float, float]]] = defaultdict(list)  # of each rank, with the seconds of its bytes
     ends, free = dict[tuple, float](), defaultdict[tuple, float](float)
+    sent, received = dict[tuple, tuple[float, float]](), dict[tuple, float]()
     going = True
     while going:
         going = False
         for rank, events in enumerate(ranks):
             while places[rank] < len(events):
                 kind, key, seconds = events[places[rank]]
+                if kind == "wait" and key in sent and key in received:
+                    ends[key] = max(sent[key][0], received[key]) + sent[key][1]
                 if kind == "wait" and key not in ends:
                     break
                 if kind == "compute":
                     clocks[rank] += seconds
                 elif kind == "send":
-                    ends[key] = clocks[rank] + seconds
+                    sent[key] = clocks[rank], seconds
+                elif kind == "receive":
+                    received[key] = clocks[rank]
                 elif kind == "start":
                     starts[key].append((clocks[rank], seconds))
                     if len(starts[key]) == len(key[0]):

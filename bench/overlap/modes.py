@@ -81,11 +81,11 @@ def experts() -> Step:
     return layers(nn.Sequential(*mixtures), (1, ROWS, WIDTH))
 
 
-def pipeline() -> Step:
-    """Two stages under 1F1B."""
+def pipeline(schedule: str, stages: int) -> Step:
+    """Two linear layers a stage."""
     mesh = mp.build_mesh(pp=2, device_type="cpu")
-    stage = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-    run = Pipeline(stage, mesh, MICRO_BATCHES, squares)
+    held = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(stages)]
+    run = Pipeline(held, mesh, MICRO_BATCHES, squares, schedule)
     x = torch.ones(32 * MICRO_BATCHES, WIDTH)
     return lambda: run.forward_backward(x, x)
 
@@ -106,5 +106,7 @@ MODES = [
          partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
     Mode("experts on ep 2, one shared", "the shared expert computes beside both all-to-alls, in both passes", experts),
-    Mode("1F1B on pp 2", "sends beside the work of other micro-batches", pipeline),
+    Mode("1F1B on pp 2", "sends beside the work of other micro-batches", partial(pipeline, "1f1b", 1)),
+    Mode("GPipe on pp 2", "the same; receives are posted two computations early", partial(pipeline, "gpipe", 1)),
+    Mode("DualPipeV on pp 2", "sends beside the work of other micro-batches", partial(pipeline, "dualpipev", 2)),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Floor 4: run one rank's actions of a schedule, and hold in memory what is in flight and nothing else.
 
+- A receive is posted up to two computations before it is needed (`messages.receive_early`).
 - A receive buffer exists from the receive to the end of its micro-batch's backward.
 - What is sent is released when a later message shows that it has arrived (`messages.releases`).
 - A backward begins at gradient edges, so a stage's outputs are not held for it.
@@ -37,6 +38,7 @@ from mpcore.pipeline.messages import (
     input_of,
     peer_of,
     post,
+    receive_early,
     receive_header,
     releases,
     send_header,
@@ -110,6 +112,8 @@ class Executor:
         self.plan = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
         actions = self.plan.ranks[pp.rank]
         self.peers = {action: peer_of(self.plan, action) for action in actions if action.kind in MESSAGES}
+        # On a GPU all messages of a group share a stream: an early receive there would hold the sends behind it.
+        self.early = receive_early(self.plan, pp.rank) if pp.size > 1 and device.type == "cpu" else actions
         self.arrivals = self._arrivals(actions)
         self.last = {action.stage: action for action in actions if action.kind in ("B", "W")}
         self.shapes: dict[tuple[int, Any], tuple[Meta, ...]] = {}  # of the messages of a stage, by shape of batch
@@ -154,7 +158,9 @@ class _Step:
         run = {"F": self.forward, "B": self.backward, "I": self.backward_inputs, "W": self.backward_weights}
         run |= {"SEND_F": self.send_forward, "SEND_B": self.send_backward}
         run |= {"RECV_F": self.receive_forward, "RECV_B": self.receive_backward}
-        for action in self.of.plan.ranks[self.of.pp.rank]:
+        received = {(a.stage - 1, self.micro_batches[a.micro_batch].key) for a in self.of.peers if a.kind == "RECV_F"}
+        known = self.of.shapes.keys() >= received  # otherwise the host waits for headers, in the schedule's order
+        for action in self.of.early if known else self.of.plan.ranks[self.of.pp.rank]:
             kind, stage, m = action
             run[kind](action, stage, m)
         for message in self.messages.values():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpcore.mesh.axis import Axis
 from mpcore.pipeline.prove import other_end
-from mpcore.pipeline.schedules import Action, Schedule
+from mpcore.pipeline.schedules import COMPUTE, Action, Schedule
 
 _DTYPES = sorted({str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 
@@ -139,6 +139,27 @@ def peer_of(schedule: Schedule, message: Action) -> int:
 def input_of(action: Action) -> Action:
     """Return the receive whose result an F, B or I needs, if it comes from another rank."""
     return action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
+
+
+def receive_early(schedule: Schedule, rank: int) -> list[Action]:
+    """Return the actions of a rank with each receive posted up to two computations earlier.
+
+    A message travels once both ends are posted, and a rank that computes posts nothing. Two computations early, a
+    message that takes no longer than a forward is never held by its receiver. Receives from one rank keep their order,
+    and the gradient of an output is received after the output is sent.
+    """
+    row: list[Action] = []
+    for action in schedule.ranks[rank]:
+        at, left = len(row), 2
+        while action.kind.startswith("RECV") and at > 0:
+            before = row[at - 1]
+            left -= before.kind in COMPUTE
+            same = before.kind.startswith("RECV") and peer_of(schedule, before) == peer_of(schedule, action)
+            if left < 0 or same or before == action._replace(kind="SEND_F"):
+                break
+            at -= 1
+        row.insert(at, action)
+    return row
 
 
 def releases(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 import mpcore as mp
 from mpcore.pipeline.makespan import resolve
-from mpcore.pipeline.messages import Meta, receive_header, receive_tensors, send_header, send_tensors, sent_on
+from mpcore.pipeline.messages import (
+    Meta,
+    receive_early,
+    receive_header,
+    receive_tensors,
+    send_header,
+    send_tensors,
+    sent_on,
+)
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
 
@@ -72,6 +81,17 @@ def test_a_resolved_schedule_takes_as_long_as_its_proof_says(name):
     assert resolved.ranks == 3
     assert len(resolved.steps) == len(schedule.actions)
     assert all(needed < i for i, (*_, needed) in enumerate(resolved.steps))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_receiver_never_holds_a_message_that_takes_no_longer_than_a_forward(name):
+    for ranks, micro_batches in ((2, 4), (3, 6), (4, 8)):
+        schedule = build_schedule(name, ranks, micro_batches)
+        plan = schedule.with_messages
+        early = replace(plan, ranks=tuple(tuple(receive_early(plan, rank)) for rank in range(ranks)))
+        for message in (0.25, 1.0):
+            times = Times(1.0, 1.5, 0.5, message=message)
+            assert prove(early, times).makespan == prove(schedule, times).makespan  # this one's messages just travel
 
 
 def test_a_schedule_that_deadlocks_has_no_length():

@@ -169,18 +169,19 @@ def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> DryRunCount
     patterns = [tuple(split for split, _ in each) for each in rounds]
     stages, held, ledger = count_stages(work, list(zip(wanted, patterns, strict=True)), mesh, stands_for_gpu)
     times = [[time for _, time in each] for each in rounds]
-    return assemble(work.plan, mesh.pp.rank, stages, times, held, ledger, work.theory)
+    return assemble(work.plan, mesh.pp.rank, stages, times, held, ledger, work.theory, early=not stands_for_gpu)
 
 
 def assemble(
     plan: Schedule, rank: int, stages: list[MicroBatchMemory], times: list[list[int]], held: StepMemory,
     ledger: CommunicationCounter, theory: dict[tuple[str, str], int] | None = None,
+    early: bool = False,
 ) -> DryRunCounts:  # fmt: skip
     """Combine the counts of a rank's stages into those of its step: all micro-batches, and what follows the last."""
     rounds = [(t, r) for kept, each in zip(stages, times, strict=True) for t, r in zip(each, kept.rounds, strict=True)]
     sent = [(time, part.sent) for time, r in rounds for part in (r.forward, r.backward)]
     ledger.counts = combine([*sent, (1, held.sent)])
-    at_end, at_any_time = peak(plan, rank, stages)
+    at_end, at_any_time = peak(plan, rank, stages, early)
     return DryRunCounts(held, stages, times, at_end, at_any_time, ledger, theory or {}, plan)
 
 

@@ -164,7 +164,14 @@ class Counter:
             times = [[time for _, time in rounds_of(plan, index)] for index in mine]
             held = combine([(1, held) for _, held in counted])
             return assemble(
-                plan, mesh.pp.rank, [kept for kept, _ in counted], times, held, ledger, outline.theory(mine)
+                plan,
+                mesh.pp.rank,
+                [kept for kept, _ in counted],
+                times,
+                held,
+                ledger,
+                outline.theory(mine),
+                early=not self.stands_for_gpu,
             )
 
     def layout(self, arguments: Sequence[str] = (), room: float = math.inf, **sizes: Any) -> Layout:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpcore.pipeline.messages import releases
+from mpcore.pipeline.messages import receive_early, releases
 from mpcore.pipeline.schedules import Schedule
 from mpcore.tools.analysis.work import MicroBatchMemory
 
 
-def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory]) -> tuple[int, int]:
+def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory], early: bool = False) -> tuple[int, int]:
     """Return the most bytes that a pipeline rank holds besides its own parameters, gradients and optimizer state.
 
     The function goes through the rank's actions in the order in which `mpcore.pipeline.executor` runs them.
@@ -18,6 +18,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory]) -> tuple
         plan: the schedule.
         rank: the pipeline rank.
         stages: what each of its stages keeps.
+        early: whether receives are posted early, as on a CPU.
 
     Returns:
         The most bytes at the end of any forward, and the most at any time, while operators run.
@@ -37,7 +38,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory]) -> tuple
     freed: set[int] = set()
     held = most = ever = 0
     missing = sum(kept.made for kept in stages)  # gradients that don't exist yet: a step begins without them
-    for action in whole.ranks[rank]:
+    for action in receive_early(whole, rank) if early else whole.ranks[rank]:
         kind, stage, _ = action
         kept, before = of[stage], stage - 1 in of  # that stage's output is this stage's input, until its backward
         for send in released.get(action, ()):
