@@ -551,9 +551,9 @@ def quantize_row(name: str, columns: bool) -> Kernel:
 HOW, LR = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, 1e-3
 
 
-def step(*, impl: str | None = None, **state: Any) -> tuple[Tensor, ...]:
+def step(*, impl: str | None = None, scale: Tensor | None = None, **state: Any) -> tuple[Tensor, ...]:
     """In place; what has changed as the result."""
-    adamw.adamw_foreach([adamw.AdamWState(**state)], **HOW, impl=impl)
+    adamw.adamw_foreach([adamw.AdamWState(**state)], **HOW, scale=scale, impl=impl)
     return tuple(state[name] for name in ("param", "exp_avg", "exp_avg_sq", "master") if name in state)
 
 

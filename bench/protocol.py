@@ -103,6 +103,11 @@ class Kernel:
             for name, made in self.tensors.items()
         }
 
+    def differentiable(self, inputs: Inputs) -> list[Tensor]:
+        """Return the inputs that have a gradient."""
+        given = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in self.constants}
+        return [x for x in given.values() if x.is_floating_point()]
+
     def providers(self) -> dict[str, Peer]:
         """Return ours and all peers by name."""
         return {OURS: always(self.ours), **self.peers}
@@ -192,7 +197,7 @@ def measure(
     torch.manual_seed(0)
     checked = kernel.checked(shape)
     inputs = kernel.inputs(checked, dtype, device)
-    bound = _bounds(kernel, inputs, which)
+    bound = find_bounds(kernel, inputs, which)
     functions, errors, skipped, wrong = {}, {}, {}, {}
     for name, make in kernel.providers().items():
         if only is not None and name not in only:
@@ -200,7 +205,7 @@ def measure(
         try:
             function = make(checked)
             with poisoned():
-                errors[name] = _check(kernel, name, function, inputs, which, bound)
+                errors[name] = check_results(kernel, name, function, inputs, which, bound)
             functions[name] = function if checked == shape else make(shape)
         except Exception as error:
             if not (cuda or isinstance(error, ImportError | NotHereError | WrongError)):
@@ -241,12 +246,12 @@ def _at_full_size(
         if name == OURS:
             continue
         try:
-            truth = _call(function, _leaves(kernel, inputs, which), which)()
+            truth = pass_of(function, make_leaves(kernel, inputs, which), which)()
         except Exception:  # out of memory, most of all: `_measure` says so
             continue
         bounds = [(y, _rounding(y, y.dtype) if y.is_floating_point() else 0.0, y.dtype) for y in truth]
         with poisoned():
-            _check(kernel, name + " at full size", functions[OURS], inputs, which, bounds)
+            check_results(kernel, name + " at full size", functions[OURS], inputs, which, bounds)
         return name
     return "nothing at full size"
 
@@ -255,17 +260,18 @@ def _why(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _leaves(kernel: Kernel, inputs: Inputs, which: str) -> Inputs:
+def make_leaves(kernel: Kernel, inputs: Inputs, which: str) -> Inputs:
     """Copies of the inputs, those with a gradient as leaves."""
-    copies = dict(inputs)
-    for name, x in inputs.items():
-        if isinstance(x, Tensor):
-            copies[name] = x = x.detach().clone(memory_format=torch.preserve_format)
-            x.requires_grad_(which == BOTH and x.is_floating_point() and name not in kernel.constants)
+    copies = {
+        name: x.detach().clone(memory_format=torch.preserve_format) if isinstance(x, Tensor) else x
+        for name, x in inputs.items()
+    }
+    for x in kernel.differentiable(copies):
+        x.requires_grad_(which == BOTH)
     return copies
 
 
-def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -280,20 +286,20 @@ def _gradients_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _call(function: Function, leaves: Inputs, which: str) -> Callable[[], tuple[Tensor, ...]]:
+def pass_of(function: Function, leaves: Inputs, which: str) -> Callable[[], tuple[Tensor, ...]]:
     """Run a function once, outputs and gradients of its inputs as the result."""
     if which == FORWARD:
 
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                return _tuple(function(**leaves))
+                return as_tuple(function(**leaves))
 
         return forward
     wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
     gradients: list[Tensor] = []
 
     def both() -> tuple[Tensor, ...]:
-        outputs = _tuple(function(**leaves))
+        outputs = as_tuple(function(**leaves))
         if not gradients:
             gradients.extend(_gradients_of(outputs))
         return *(y.detach() for y in outputs), *torch.autograd.grad(outputs, wanted, gradients)
@@ -304,14 +310,14 @@ def _call(function: Function, leaves: Inputs, which: str) -> Callable[[], tuple[
 Bound = tuple[Tensor, float, torch.dtype]
 
 
-def _bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[Bound]:
+def find_bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[Bound]:
     """Each output and gradient of the reference, as exact as it can be; the error, and dtype, of one in the inputs'."""
-    plain = _call(kernel.reference, _leaves(kernel, inputs, which), which)()
+    plain = pass_of(kernel.reference, make_leaves(kernel, inputs, which), which)()
     if not kernel.in_float64:
         exact = plain
     else:
         wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
-        exact = _call(kernel.reference, _leaves(kernel, wide, which), which)()
+        exact = pass_of(kernel.reference, make_leaves(kernel, wide, which), which)()
     bounds = []
     for truth, found in zip(exact, plain, strict=True):
         if not found.is_floating_point():
@@ -326,12 +332,14 @@ def _rounding(truth: Tensor, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * truth.abs().max().item()
 
 
-def _check(kernel: Kernel, name: str, function: Function, inputs: Inputs, which: str, bounds: list[Bound]) -> float:
+def check_results(
+    kernel: Kernel, name: str, function: Function, inputs: Inputs, which: str, bounds: list[Bound]
+) -> float:
     """The largest error, as a multiple of the reference's; raises where it is too large.
 
     A peer may have results of another dtype, such as a loss in bfloat16, and then their rounding too.
     """
-    found = _call(function, _leaves(kernel, inputs, which), which)()
+    found = pass_of(function, make_leaves(kernel, inputs, which), which)()
     if len(found) != len(bounds):
         raise WrongError(f"{len(found)} results instead of {len(bounds)}")
     own = name.startswith(OURS)
@@ -383,11 +391,11 @@ def _measure(
     host, memory, skipped = {}, {}, {}
     for name, function in functions.items():
         try:
-            call = _call(function, _leaves(kernel, inputs, which), which)
+            call = pass_of(function, make_leaves(kernel, inputs, which), which)
             host[name] = _host_seconds(call) if cuda else 0.0
             memory[name] = _peak_bytes(call) if cuda else returned_bytes(call)
             size = sum(x.nbytes for x in inputs.values() if isinstance(x, Tensor)) + memory[name]
-            more = [_call(function, _leaves(kernel, inputs, which), which) for _ in range(1, buffers(size))]
+            more = [pass_of(function, make_leaves(kernel, inputs, which), which) for _ in range(1, buffers(size))]
             calls[name] = Rotating([call, *more])
         except Exception as error:  # such as out of memory, at the full size
             if name == OURS:

@@ -108,8 +108,8 @@ def check(name: str) -> Rows:
         torch.manual_seed(0)
         protocol.begin()
         inputs = kernel.inputs(checked, dtype, device)
-        bounds = protocol._bounds(kernel, inputs, which)
-        error = protocol._check(kernel, OURS, kernel.ours, inputs, which, bounds)
+        bounds = protocol.find_bounds(kernel, inputs, which)
+        error = protocol.check_results(kernel, OURS, kernel.ours, inputs, which, bounds)
         first, second = (_once(kernel, kernel.ours, inputs, which) for _ in range(2))
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             raise WrongError(f"{which}: two runs of the same inputs differ in their bits")
@@ -231,7 +231,7 @@ def planner(name: str) -> Rows:
 def _once(
     kernel: Kernel, function: Callable[..., Any], inputs: protocol.Inputs, which: str
 ) -> tuple[torch.Tensor, ...]:
-    return protocol._call(function, protocol._leaves(kernel, inputs, which), which)()
+    return protocol.pass_of(function, protocol.make_leaves(kernel, inputs, which), which)()
 
 
 def _kernel(name: str) -> Kernel:

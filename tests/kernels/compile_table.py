@@ -8,6 +8,7 @@ changed since, or with "all" every case. So a change of a kernel shows its cost 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -26,19 +27,14 @@ import traffic
 import triton
 import triton.language as tl
 from fake_gpu import TARGETS, Launch, fake_gpu
+from torch.overrides import TorchFunctionMode
 
-from mpcore.kernels import (  # noqa: F401, they define operators
-    _norm,
-    activation,
-    adamw,
-    attention,
-    cross_entropy,
-    dropout_add,
-    moe_permute,
-    quantize_fp8,
-    rope,
-)
+from mpcore.kernels import _dispatch, use_kernels
 from mpcore.kernels._rows import sum_partials
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # of bench, for the command
+from bench.cases import KERNELS
+from bench.protocol import BOTH, as_tuple
 
 GOLDEN = Path(__file__).with_name("golden_compile.json")
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -47,141 +43,130 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 ROWS = 64  # the rows are counted at run time; any number compiles to the same code
 DOCUMENTED_ROWS = 8192  # of the benches
 ops = torch.ops.mpcore
+empty = torch.empty
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {"fp32": F32, "bf16": BF16, "fp16": F16}
 
 
-def run_norm(D: int, dtype: torch.dtype, residual: bool, layer_norm: bool) -> None:
-    x, weight = torch.empty(ROWS, D, dtype=dtype), torch.empty(D, dtype=dtype)
-    bias, added, stats = weight if layer_norm else None, x if residual else None, torch.empty(1 + layer_norm, ROWS)
-    ops.norm_forward(x, weight, bias, added, layer_norm, 1e-6)
-    ops.norm_backward(x, added, x, weight, bias, None, None, stats, layer_norm)
+class Undrawn(TorchFunctionMode):
+    """Leave memory as it is in place of drawing numbers: nothing reads them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.randn, torch.rand):
+            return torch.empty(*args, **{name: x for name, x in kwargs.items() if name != "generator"})
+        return torch.zeros(args[1], dtype=torch.int64) if func is torch.randint else func(*args, **kwargs)
 
 
-def run_rms_norm(D: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> None:
-    run_norm(D, dtype, residual, layer_norm=False)
+def launch(case: str, kernel: str, more: Callable[[], dict[str, Any]], without: str, sizes: dict[str, int]) -> None:
+    """Run both passes of a row of `bench.cases` by Triton, of the dtype and the sizes in the name of the case."""
+    written = {name: int(size) for name, size in re.findall(r"(\w)=(\d+)", case)}
+    shape = {"M": ROWS, "B": 2, "T": ROWS // 2, "n": 4096, **sizes, **written}
+    dtype = next(DTYPES[word] for word in case.split() if word in DTYPES)
+    row = KERNELS[kernel]
+    with Undrawn():
+        inputs = {name: x for name, x in (row.inputs(shape, dtype, "cpu") | more()).items() if name != without}
+    wanted = [x.requires_grad_() for x in row.differentiable(inputs)] if BOTH in row.passes else []
+    with mock.patch.object(_dispatch, "INTERPRETING", True), use_kernels("triton"):
+        outputs = as_tuple(row.ours(**inputs))
+        if wanted:
+            torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
 
 
-def run_layer_norm(D: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> None:
-    run_norm(D, dtype, residual, layer_norm=True)
+def row(kernel: str, more: Callable[[], dict[str, Any]] = dict, without: str = "", **sizes: int) -> Any:
+    """A row of `bench.cases` with these sizes: with `more` inputs or other ones, and `without` one of them."""
+    return lambda case: functools.partial(launch, case, kernel, more, without, sizes)
 
 
-def run_activation(f: str, gated: bool, width: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    x = torch.empty(ROWS, width, dtype=dtype)
-    y = ops.activation_forward(x, f, gated)
-    ops.activation_backward(y, x, f, gated)
+def all_of_cross_entropy(softcap: float = 0.0) -> Any:
+    """With sums of logits, the entropy, and gradients of log-probabilities and entropy too."""
+
+    def run(case: str) -> None:
+        size, dtype = re.findall(r"V=(\d+) (\w+)", case)[0]
+        logits = torch.empty(ROWS, int(size), dtype=DTYPES[dtype])
+        target, of_row = torch.zeros(ROWS, dtype=torch.int64), torch.empty(ROWS)
+        stats = ops.cross_entropy_stats(logits, target, 0, -100, softcap, True, True)
+        ops.cross_entropy_backward(logits, target, stats, *[of_row] * 3, 0, -100, 1.0, 0.0, 0.0, softcap)
+
+    return lambda case: functools.partial(run, case)
 
 
-def run_cross_entropy(V: int, dtype: torch.dtype = torch.bfloat16, softcap: float = 0.0, every: bool = False) -> None:
-    logits, target, row = torch.empty(ROWS, V, dtype=dtype), torch.zeros(ROWS, dtype=torch.int64), torch.empty(ROWS)
-    optional = (row, row) if every else (None, None)
-    stats = ops.cross_entropy_stats(logits, target, 0, -100, softcap, every, every)
-    ops.cross_entropy_backward(logits, target, stats, row, *optional, 0, -100, 1.0, 0.0, 0.0, softcap)
+def column_sum(case: str) -> Callable[[], None]:
+    return lambda: sum_partials(empty(2, 264, 4096), empty(4096, dtype=BF16), empty(4096, dtype=BF16))
 
 
-def run_dropout_add(D: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False, first_feature: int = 0) -> None:
-    x, samples = torch.empty(4, ROWS // 4, D, dtype=dtype), torch.zeros(4, dtype=torch.int64)
-    added = torch.empty(D, dtype=dtype) if bias else None
-    y = ops.dropout_add_forward(x, x, added, samples, None, 0.1, 12345, first_feature, 1)
-    ops.dropout_add_backward(y, added, dtype, samples, None, 0.1, 12345, first_feature, 1)
+def moe_permute(case: str) -> Callable[[], None]:
+    """Rows, permuting, and its inverse both ways; the gradient of permuting is the inverse without weights."""
+
+    def run() -> None:
+        D, K, E = map(int, re.findall(r"=(\d+)", case))
+        x, weight = torch.empty(ROWS, D, dtype=DTYPES[case.split()[-1]]), torch.empty(ROWS, K)
+        row, _ = ops.moe_rows(torch.zeros(ROWS, K, dtype=torch.int64), E)
+        y = ops.moe_permute(x, row, ROWS * K)
+        ops.moe_unpermute(y, row, weight)
+        ops.moe_unpermute_backward(x, y, row, weight)
+
+    return run
 
 
-def run_rope(
-    H: int, KV: int, K: int, R: int, norm: bool = False, interleaved: bool = False, dtype: torch.dtype = torch.bfloat16
-) -> None:
-    qkv, table = torch.empty(2, ROWS // 2, H + 2 * KV, K, dtype=dtype), torch.empty(ROWS // 2, R // 2)
-    q, k, v = qkv.split([H, KV, KV], 2)
-    weights, inputs = (table.new_empty(K),) * 2 if norm else (None, None), (q, k) if norm else (None, None)
-    ops.rope_forward(q, k, table, table, *weights, 1e-6, interleaved)
-    ops.rope_backward(q, k, v, *inputs, table, table, *weights, 1e-6, interleaved)
+def adamw(without: str = "", **more: Any) -> Any:
+    """With a scale of gradients; moments in half precision where a key and places round them at random."""
+
+    def state() -> dict[str, Any]:
+        half = {name: empty(4096, dtype=BF16) for name in ("exp_avg", "exp_avg_sq")}
+        return {"scale": empty(())} | (half | {"place": (empty(64, dtype=torch.int64),) * 2, **more} if more else {})
+
+    return row("adamw", state, without)
 
 
-def run_attention(
-    K: int, dtype: torch.dtype = torch.bfloat16, bounds: bool = False, softcap: float = 0.0, V: int | None = None
-) -> None:
-    q, k, v = (torch.empty(2, 512, H, size, dtype=dtype) for H, size in ((8, K), (2, K), (2, V or K)))
-    bound = torch.empty(512, dtype=torch.int32) if bounds else None
-    options = (bound, bound, True, K**-0.5, softcap, "triton", None)
-    output, lse = ops.attention_forward(q, k, v, *options)
-    ops.attention_backward(output, None, q, k, v, output, lse, *options)
-
-
-def run_moe_permute(D: int, K: int, E: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    experts, x, weight = (
-        torch.zeros(ROWS, K, dtype=torch.int64),
-        torch.empty(ROWS, D, dtype=dtype),
-        torch.empty(ROWS, K),
+def gains(K: int, **tables: int) -> Callable[[], dict[str, Any]]:
+    """Gains of the norms of queries and keys, and tables of partial rotation."""
+    return lambda: (
+        {"q_weight": empty(K), "k_weight": empty(K)} | {name: empty(ROWS // 2, half) for name, half in tables.items()}
     )
-    row, _ = ops.moe_rows(experts, E)
-    y = ops.moe_permute(x, row, ROWS * K)
-    ops.moe_unpermute(y, row, weight)
-    ops.moe_unpermute_backward(x, y, row, weight)
 
 
-def run_quantize_fp8(K: int, square: bool, columns: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-    ops.quantize_fp8(torch.empty(ROWS, K, dtype=dtype), square, True, columns)
-
-
-def run_column_sum(D: int) -> None:
-    sum_partials(torch.empty(2, 264, D), torch.empty(D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16))
-
-
-def run_adamw(dtype: torch.dtype, moments: torch.dtype, master: bool, key: int | None) -> None:
-    param, moment = [torch.empty(4096, dtype=dtype)], [torch.empty(4096, dtype=moments)]
-    places, now = [torch.empty(64, dtype=torch.int64)] if key else [], [torch.empty(4, dtype=torch.float64)]
-    held = (now, [torch.empty(4096)] if master else [], places, places, torch.empty(()))
-    ops.adamw(param, param, moment, moment, *held, 0.9, 0.95, 1e-8, 0.1, [key] if key else [])
-
-
-CASES: dict[str, Callable[[], None]] = {
-    "column sum": lambda: run_column_sum(4096), "rms_norm D=1000 bf16": lambda: run_rms_norm(1000),
-    "rms_norm D=4096 bf16": lambda: run_rms_norm(4096),
-    "rms_norm D=4096 bf16 residual": lambda: run_rms_norm(4096, residual=True),
-    "rms_norm D=5120 bf16": lambda: run_rms_norm(5120),
-    "rms_norm D=8192 fp32 residual": lambda: run_rms_norm(8192, torch.float32, residual=True),
-    "rms_norm D=16384 bf16 residual": lambda: run_rms_norm(16384, residual=True),
-    "layer_norm D=1000 bf16": lambda: run_layer_norm(1000), "layer_norm D=4096 bf16": lambda: run_layer_norm(4096),
-    "layer_norm D=5120 bf16 residual": lambda: run_layer_norm(5120, residual=True),
-    "layer_norm D=8192 fp32 residual": lambda: run_layer_norm(8192, torch.float32, residual=True),
-    "layer_norm D=12288 bf16 residual": lambda: run_layer_norm(12288, residual=True),
-    "swiglu F=14336 bf16": lambda: run_activation("silu", True, 2 * 14336),
-    "swiglu F=1000 fp32": lambda: run_activation("silu", True, 2 * 1000, torch.float32),
-    "geglu F=16384 bf16": lambda: run_activation("gelu_tanh", True, 2 * 16384),
-    "gelu F=16384 bf16": lambda: run_activation("gelu_tanh", False, 16384),
-    "exact gelu F=16384 bf16": lambda: run_activation("gelu_none", False, 16384),
-    "relu_squared F=16384 bf16": lambda: run_activation("squared", False, 16384),
-    "cross_entropy V=128256 bf16": lambda: run_cross_entropy(128256),
-    "cross_entropy V=128256 bf16 all options": lambda: run_cross_entropy(128256, softcap=30.0, every=True),
-    "cross_entropy V=50257 bf16": lambda: run_cross_entropy(50257),
-    "cross_entropy V=50257 fp32 outputs": lambda: run_cross_entropy(50257, torch.float32, every=True),
-    "cross_entropy V=16032 fp32": lambda: run_cross_entropy(16032, torch.float32),
-    "adamw fp32": lambda: run_adamw(torch.float32, torch.float32, False, None),
-    "adamw bf16 master": lambda: run_adamw(torch.bfloat16, torch.float32, True, None),
-    "adamw bf16 master bf16 moments": lambda: run_adamw(torch.bfloat16, torch.bfloat16, True, 2**40 + 1),
-    "adamw bf16 bf16 moments": lambda: run_adamw(torch.bfloat16, torch.bfloat16, False, 2**40 + 1),
-    "dropout_add D=4096 bf16": lambda: run_dropout_add(4096),
-    "dropout_add D=4096 bf16 bias": lambda: run_dropout_add(4096, bias=True),
-    "dropout_add D=1000 fp32 bias from feature 2": lambda: run_dropout_add(1000, torch.float32, True, 2),
-    "rope 32+8 heads of 128 bf16": lambda: run_rope(32, 8, 128, 128),
-    "rope 32+8 heads of 128 bf16 interleaved": lambda: run_rope(32, 8, 128, 128, interleaved=True),
-    "rope 32+8 heads of 128 bf16 norm": lambda: run_rope(32, 8, 128, 128, norm=True),
-    "rope 12+12 heads of 64 bf16 norm interleaved": lambda: run_rope(12, 12, 64, 64, norm=True, interleaved=True),
-    "rope 25+1 heads of 80 fp32 partial 32 norm": lambda: run_rope(25, 1, 80, 32, norm=True, dtype=torch.float32),
-    "attention K=64 bf16": lambda: run_attention(64), "attention K=80 fp16": lambda: run_attention(80, torch.float16),
-    "attention K=128 bf16": lambda: run_attention(128),
-    "attention K=128 bf16 bounds": lambda: run_attention(128, bounds=True),
-    "attention K=128 bf16 softcap": lambda: run_attention(128, softcap=30.0),
-    "attention K=256 bf16": lambda: run_attention(256), "attention K=32 bf16": lambda: run_attention(32),
-    "attention K=192 V=128 bf16": lambda: run_attention(192, V=128),
-    "attention K=64 fp32": lambda: run_attention(64, torch.float32),
-    "moe_permute D=4096 K=8 E=64 bf16": lambda: run_moe_permute(4096, 8, 64),
-    "moe_permute D=2000 K=2 E=8 fp32": lambda: run_moe_permute(2000, 2, 8, torch.float32),
-}  # fmt: skip
+HEADS = {"T": 512, "H": 8, "Hkv": 2}
+CASES: dict[str, Callable[[], None]] = {case: make(case) for case, make in {
+    "column sum": column_sum, "rms_norm D=1000 bf16": row("rms_norm"), "rms_norm D=4096 bf16": row("rms_norm"),
+    "rms_norm D=4096 bf16 residual": row("add_rms_norm"), "rms_norm D=5120 bf16": row("rms_norm"),
+    "rms_norm D=8192 fp32 residual": row("add_rms_norm"), "rms_norm D=16384 bf16 residual": row("add_rms_norm"),
+    "layer_norm D=1000 bf16": row("layer_norm"), "layer_norm D=4096 bf16": row("layer_norm"),
+    "layer_norm D=5120 bf16 residual": row("layer_norm", lambda: {"residual": empty(ROWS, 5120, dtype=BF16)}),
+    "layer_norm D=8192 fp32 residual": row("layer_norm", lambda: {"residual": empty(ROWS, 8192)}),
+    "layer_norm D=12288 bf16 residual": row("layer_norm", lambda: {"residual": empty(ROWS, 12288, dtype=BF16)}),
+    "swiglu F=14336 bf16": row("swiglu"), "swiglu F=1000 fp32": row("swiglu"), "geglu F=16384 bf16": row("geglu"),
+    "gelu F=16384 bf16": row("gelu"), "exact gelu F=16384 bf16": row("gelu", lambda: {"approximate": "none"}),
+    "relu_squared F=16384 bf16": row("relu_squared"), "cross_entropy V=128256 bf16": row("cross_entropy"),
+    "cross_entropy V=128256 bf16 all options": all_of_cross_entropy(30.0),
+    "cross_entropy V=50257 bf16": row("cross_entropy"), "cross_entropy V=50257 fp32 outputs": all_of_cross_entropy(),
+    "cross_entropy V=16032 fp32": row("cross_entropy"), "adamw fp32": adamw("master"), "adamw bf16 master": adamw(),
+    "adamw bf16 master bf16 moments": adamw(key=2**40 + 1),
+    "adamw bf16 bf16 moments": adamw("master", key=2**40 + 1),
+    "dropout_add D=4096 bf16": row("dropout_add", without="bias"), "dropout_add D=4096 bf16 bias": row("dropout_add"),
+    "dropout_add D=1000 fp32 bias from feature 2": row("dropout_add", lambda: {"first_feature": 2}),
+    "rope 32+8 heads of 128 bf16": row("rope", H=32, Hkv=8, K=128),
+    "rope 32+8 heads of 128 bf16 interleaved": row("rope", lambda: {"interleaved": True}, H=32, Hkv=8, K=128),
+    "rope 32+8 heads of 128 bf16 norm": row("rope", gains(128), H=32, Hkv=8, K=128),
+    "rope 12+12 heads of 64 bf16 norm interleaved": row(
+        "rope", lambda: gains(64)() | {"interleaved": True}, H=12, Hkv=12, K=64),
+    "rope 25+1 heads of 80 fp32 partial 32 norm": row("rope", gains(80, cos=16, sin=16), H=25, Hkv=1, K=80),
+    "attention K=64 bf16": row("attention", **HEADS), "attention K=80 fp16": row("attention", **HEADS),
+    "attention K=128 bf16": row("attention", **HEADS),
+    "attention K=128 bf16 bounds": row("attention", lambda: {"bounds": (empty(512, dtype=torch.int32),) * 2}, **HEADS),
+    "attention K=128 bf16 softcap": row("attention", lambda: {"softcap": 30.0}, **HEADS),
+    "attention K=256 bf16": row("attention", **HEADS), "attention K=32 bf16": row("attention", **HEADS),
+    "attention K=192 V=128 bf16": row("attention", lambda: {"value": empty(2, 512, 2, 128, dtype=BF16)}, **HEADS),
+    "attention K=64 fp32": row("attention", **HEADS), "moe_permute D=4096 K=8 E=64 bf16": moe_permute,
+    "moe_permute D=2000 K=2 E=8 fp32": moe_permute,
+}.items()}  # fmt: skip
 # For what multiplies e4m3.
 FP8_TARGETS = ("sm_90", "sm_100")
-FP8_CASES: dict[str, Callable[[], None]] = {
-    "quantize_fp8 K=4096 bf16": lambda: run_quantize_fp8(4096, False, False),
-    "quantize_fp8 K=4096 bf16 both ways": lambda: run_quantize_fp8(4096, False, True),
-    "quantize_fp8 K=4096 fp32 square both ways": lambda: run_quantize_fp8(4096, True, True, torch.float32),
-}
+FP8_CASES: dict[str, Callable[[], None]] = {case: make(case) for case, make in {
+    "quantize_fp8 K=4096 bf16": row("quantize_fp8"),
+    "quantize_fp8 K=4096 bf16 both ways": row("quantize_fp8 both ways"),
+    "quantize_fp8 K=4096 fp32 square both ways": row("quantize_fp8 both ways", lambda: {"square": True}),
+}.items()}  # fmt: skip
 # Scalar registers, which go to lanes of vector registers: at every tile that was tried.
 SPILLS = {("gfx942", "attention K=128 bf16 softcap"): {"forward_kernel"}}
 if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread

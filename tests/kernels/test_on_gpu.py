@@ -6,17 +6,16 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels.activation import geglu, gelu, gelu_reference, relu_squared, swiglu, swiglu_reference
+from bench.cases import KERNELS
+from mpcore.kernels import use_kernels
+from mpcore.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
 from mpcore.kernels.attention import attention, attention_reference
-from mpcore.kernels.dropout_add import dropout_add
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
-from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 from mpcore.kernels.quantize_fp8 import quantize_fp8
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
-from mpcore.kernels.rope import rope
 from tests.kernels.interpret import test_cross_entropy as of_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -71,34 +70,30 @@ def eight_bits(x, weight, impl):
     return *held, fp8_matmul(a, b, impl=torchs(impl))
 
 
+def row(name, more=dict, **sizes):
+    """A row of `bench.cases` by Triton, with `more` inputs or other ones."""
+    kernel = KERNELS[name]
+    inputs = kernel.inputs(sizes, BF16, torch.get_default_device()) | more()
+    named = {name for name, x in inputs.items() if any(x is y for y in kernel.differentiable(inputs))}
+
+    def run(**leaves):
+        with use_kernels("triton"):
+            return kernel.ours(**inputs | leaves)
+
+    return run, {name: x for name, x in inputs.items() if name in named}
+
+
 # What runs, and the tensors that it differentiates, if any.
 CASES = {
-    "rms_norm": lambda: (of(rms_norm), {"x": draw(M, D), "weight": draw(D)}),
-    "rms_norm of wide rows": lambda: (of(rms_norm), {"x": draw(300, 16384), "weight": draw(16384)}),
-    "layer_norm": lambda: (
-        of(layer_norm), {"x": draw(M, D), "weight": draw(D), "bias": draw(D), "residual": draw(M, D)},
-    ),
-    "layer_norm of wide rows": lambda: (
-        of(layer_norm), {"x": draw(300, 12288), "weight": draw(12288), "bias": draw(12288)},
-    ),
-    "swiglu": lambda: (of(swiglu), {"x": draw(M, 2 * D)}), "geglu": lambda: (of(geglu), {"x": draw(M, 2 * D)}),
-    "gelu": lambda: (of(gelu), {"x": draw(M, D)}), "relu_squared": lambda: (of(relu_squared), {"x": draw(M, D)}),
+    "rms_norm": lambda: row("rms_norm", M=M, D=D), "rms_norm of wide rows": lambda: row("rms_norm", M=300, D=16384),
+    "layer_norm": lambda: row("layer_norm", lambda: {"residual": draw(M, D)}, M=M, D=D),
+    "layer_norm of wide rows": lambda: row("layer_norm", M=300, D=12288),
+    **{name: functools.partial(row, name, M=M, F=D) for name in ("swiglu", "geglu", "gelu", "relu_squared")},
     "cross_entropy": lambda: cross_entropy(M, V),
-    "linear_cross_entropy": lambda: (
-        of(linear_cross_entropy, target=numbers(V, M), scale=torch.ones(M), chunk_rows=M // 2),
-        {"x": draw(M, 256), "weight": draw(V, 256)},
-    ),
-    "linear_log_prob": lambda: (
-        of(linear_log_prob, target=numbers(V, M), chunk_rows=M // 2), {"x": draw(M, 256), "weight": draw(V, 256)},
-    ),
-    "rope": lambda: (
-        of(rope, cos=draw(T, 32, dtype=F32), sin=draw(T, 32, dtype=F32)),
-        {"q": draw(2, T, 8, 64), "k": draw(2, T, 2, 64), "q_weight": draw(64), "k_weight": draw(64)},
-    ),
-    "dropout_add": lambda: (
-        of(dropout_add, p=0.1, key=2**40, samples=torch.arange(3)),
-        {"x": draw(3, M // 3, D), "residual": draw(3, M // 3, D), "bias": draw(D)},
-    ),
+    **{name: functools.partial(row, name, lambda: {"chunk_rows": M // 2}, M=M, D=256, V=V)
+       for name in ("linear_cross_entropy", "linear_log_prob")},
+    "rope": lambda: row("rope", lambda: {"q_weight": draw(64), "k_weight": draw(64)}, B=2, T=T, H=8, Hkv=2, K=64),
+    "dropout_add": lambda: row("dropout_add", lambda: {"key": 2**40}, B=3, T=M // 3, D=D),
     "moe_permute and grouped_linear": lambda: mixture(304),
     "attention": lambda: (
         of(attention, window=T // 2),
@@ -111,7 +106,7 @@ CASES = {
 def passes(function, inputs):
     """Outputs, and gradients of half the sum of their squares."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    outputs = function(*leaves.values()) if len(leaves) == 1 else function(**leaves)
+    outputs = function(**leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     differentiable = [y for y in outputs if y.requires_grad]
     if not differentiable:
