@@ -22,14 +22,13 @@ from mpcore._torch.distributed import default_store
 from mpcore.checkpoint import load, save
 from mpcore.gradients import reduce_gradients
 from mpcore.layers import materialize, update_routers
-from mpcore.mesh.layout import mesh_ranks
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer, offload_parameters
 from mpcore.sharding.local import local_tensor, reshard
-from mpcore.tools.diloco import DiLoCo, Merge, _State
+from mpcore.tools.diloco import DiLoCo
 from tests.equality import close
-from tests.pool import Pool, mesh
-from tests.test_checkpoint import BATCH, CONFIG, Run, same_bits, size_of
+from tests.pool import Pool, mesh, on_ranks
+from tests.test_checkpoint import CONFIG, Run, same_bits, size_of
 
 DILOCO = {"every": 4, "lr": 0.7, "momentum": 0.9}
 PLAIN_MOMENTUM = {"every": 3, "lr": 0.5, "momentum": 0.8, "nesterov": False}
@@ -192,60 +191,6 @@ def test_workers_hold_the_same_bits_after_a_merge(ranks):
         same_bits(other, first)
 
 
-# --- what it is the same as -----------------------------------------------------------------------------------------
-
-
-def linear_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: range) -> None:
-    g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 64, 3, generator=g, dtype=torch.float64)[:, samples]
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def check_data_parallel():
-    on = mesh(worlds=2)
-    torch.manual_seed(0)
-    model, dense = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
-    dense.load_state_dict(model.state_dict())
-    ours = DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, on, every=1, lr=1.0, momentum=0.0)
-    theirs = torch.optim.SGD(dense.parameters(), lr=0.1)
-    for step in range(8):
-        linear_step(model, ours, range(8 * step + 4 * on.worlds.rank, 8 * step + 4 * on.worlds.rank + 4))
-        ours.merge(step + 1)
-        linear_step(dense, theirs, range(8 * step, 8 * step + 8))
-        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-            close(p.detach(), q.detach(), f"step {step}", 1e-14)
-
-
-def test_averaging_every_step_of_sgd_is_data_parallelism(ranks):
-    ranks(2, check_data_parallel)
-
-
-def check_agreement():
-    on = mesh(worlds=2)
-    found = []
-    for directions in ([[1.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [-1.0, 0.0]], [[0.0, 0.0]] * 2):
-        model = nn.Linear(2, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
-        model.weight.grad = torch.tensor([directions[on.worlds.rank]])
-        optimizer.step()
-        merged = optimizer.merge(1)
-        assert isinstance(merged, Merge)
-        found.append((merged.norm, merged.norms, merged.agreement))
-    return found
-
-
-def test_agreement_says_how_alike_workers_moved(ranks):
-    for found in ranks(2, check_agreement):
-        assert found == [
-            (1.0, (1.0, 1.0), 1.0), (pytest.approx(0.5**0.5), (1.0, 1.0), pytest.approx(0)), (0.0, (1.0, 1.0), -1.0),
-            (0.0, (0.0, 0.0), 1.0),
-        ]  # fmt: skip
-    assert Merge(1, 0, 2.0, (2.0,)).agreement == 1.0, "one worker with itself"
-
-
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -272,46 +217,6 @@ def test_nothing_is_sent_between_workers_between_merges(ranks, options):
         for step, of in enumerate(counts):
             due = (step + 1) % options["every"] in {n % options["every"] for n in first}
             assert [count > 0 for count in of] == [due, due], (step, of)
-
-
-# --- the mesh -------------------------------------------------------------------------------------------------------
-
-
-def check_mesh(sizes: dict):
-    on = mesh(**sizes)
-    where = [(axis, dist.get_process_group_ranks(getattr(on, axis).group) if getattr(on, axis).group else None)
-             for axis in ("tp", "pp", "dp", "data", "world", "worlds", "job")]  # fmt: skip
-    return dict(where), on.worlds.rank, on.world.rank, str(on).splitlines()[0]
-
-
-def test_each_worker_has_the_mesh_of_a_job_of_its_own(ranks):
-    alone = mesh_ranks(pp=2)
-    for rank, (where, worker, place, text) in enumerate(ranks(4, check_mesh, {"worlds": 2, "pp": 2})):
-        assert (worker, place) == divmod(rank, 2)
-        assert where["pp"] == [2 * worker + r for r in alone["pp"][0]]
-        assert where["world"] == [2 * worker, 2 * worker + 1]
-        assert where["worlds"] == [place, place + 2]
-        assert where["job"] == [0, 1, 2, 3]
-        assert text == f"world {worker} of 2: mesh of 2 ranks on cpu: pp 2 x dp 1 x cp 1 x tp 1"
-
-
-def test_one_worker_is_the_whole_job(ranks):
-    for where, worker, _, text in ranks(2, check_mesh, {"tp": 2}):
-        assert where["world"] == where["job"] == where["tp"] == [0, 1]
-        assert (worker, where["worlds"]) == (0, None)
-        assert text.startswith("mesh of 2 ranks")
-    on = Mesh()
-    assert (on.worlds.size, on.job.size) == (1, 1)
-
-
-def check_undivided():
-    for workers in (0, 3, True, 1.0):
-        with pytest.raises(ValueError, match=rf"worlds {workers} do not divide the job's 2 ranks into equal parts"):
-            mesh(worlds=workers)
-
-
-def test_workers_that_do_not_divide_the_job_are_refused(ranks):
-    ranks(2, check_undivided)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -374,7 +279,8 @@ def test_workers_begin_from_a_checkpoint_without_merges_and_a_run_without_from_t
     same_bits({name: x for name, x in again.full().items() if name.startswith("model/")}, merged)
 
 
-def check_state_dict():
+@on_ranks(2)
+def test_its_state_dict_goes_on_where_it_was():
     on = mesh(worlds=2)
     run, other = Worker(on, DILOCO), Worker(on, DILOCO)
     run.steps(0, 5)
@@ -382,33 +288,6 @@ def check_state_dict():
     other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     assert run.steps(5, 9) == other.steps(5, 9)
     same_bits(run.full(), other.full())
-
-
-def test_its_state_dict_goes_on_where_it_was(ranks):
-    ranks(2, check_state_dict)
-
-
-def test_a_state_dict_knows_its_parameters_where_one_is_frozen_since():
-    run, other = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
-    saved, loaded = (DiLoCo(torch.optim.SGD(model.parameters(), 0.1), model, Mesh()) for model in (run, other))
-    saved.begin()
-    other[0].requires_grad_(False)
-    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
-    for p, q in zip(run.parameters(), other.parameters(), strict=True):
-        assert torch.equal(loaded.outer[q]["outer_anchor"], p)
-
-
-def test_merges_until_counts_the_merges_of_all_fragments():
-    model = nn.Linear(2, 2)
-    for every, fragments in ((4, 1), (5, 3), (3, 3), (7, 2)):
-        optimizer = DiLoCo(
-            torch.optim.SGD(model.parameters()), model, Mesh(), every, fragments=fragments, blocks=[model]
-        )
-        count = 0
-        for step in range(1, 30):
-            count += optimizer.merge(step) is not None
-            assert optimizer.merges_until(step) == count
-        assert optimizer.merges_until(0) == 0
 
 
 # --- precision, buffers, frozen parameters --------------------------------------------------------------------------
@@ -517,7 +396,8 @@ def test_what_training_moves_without_gradients_is_averaged(ranks, balance, zero)
             close(after[name], (x + other_before[name]) / 2, name, 1e-6)
 
 
-def check_offloaded():
+@on_ranks(2)
+def test_parameters_may_lie_on_the_host():
     on = mesh(worlds=2)
     losses = []
     for offload in (False, True):
@@ -538,11 +418,8 @@ def check_offloaded():
     assert losses[:4] == losses[4:]
 
 
-def test_parameters_may_lie_on_the_host(ranks):
-    ranks(2, check_offloaded)
-
-
-def check_offloaded_masters():
+@on_ranks(4)
+def test_pitfall_34_masters_of_shards_may_lie_on_the_host():
     on = mesh(worlds=2, dp=2)
     found = []
     for offload in (lambda optimizer: optimizer, offload_optimizer):
@@ -562,68 +439,8 @@ def check_offloaded_masters():
     same_bits(found[1], found[0])
 
 
-def test_pitfall_34_masters_of_shards_may_lie_on_the_host(ranks):
-    ranks(4, check_offloaded_masters)
-
-
-def check_replicas(sizes: dict):
-    """Uneven shards put replicated vectors at other places of their messages on each rank."""
-    on = mesh(**sizes)
-    model = nn.Sequential(ColumnParallelLinear(6, 257, tp=on.tp, device="meta"), nn.Linear(257, 301, device="meta"))
-    materialize(model, 0)
-    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on, every=1)
-    g = torch.Generator().manual_seed(on.worlds.rank)
-    for p in model.parameters():
-        noise = torch.randn(302, 302, generator=g)
-        p.grad = noise.flatten()[: p.numel()].view_as(p) if p.dim() == 1 else noise[: p.shape[0], : p.shape[1]]
-    optimizer.step()
-    optimizer.merge(1)
-    return model[1].bias.detach()
-
-
-@pytest.mark.slow
-def test_replicas_within_a_worker_stay_the_same_bits(eight_ranks):
-    first, *others = eight_ranks(6, check_replicas, {"worlds": 3, "tp": 2})
-    assert all(torch.equal(first, other) for other in others)
-
-
-def check_places():
-    on = mesh(worlds=3)
-    model = nn.Linear(2, 2)
-    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, on)
-    g = torch.Generator().manual_seed(on.worlds.rank)
-    x, found = torch.randn(4001, generator=g), []
-    for before in (0, 1, 1000, 4001):
-        same = x.clone()
-        optimizer._average([torch.ones(before), same])
-        found.append(same)
-    return x, found
-
-
-def test_an_average_is_the_same_bits_wherever_it_lies_in_a_message(ranks):
-    own, found = zip(*ranks(3, check_places), strict=True)
-    close(found[0][0], torch.stack(own).mean(0), "the mean", 1e-6)
-    for each in found:
-        assert all(torch.equal(other, found[0][0]) for other in each)
-
-
-def check_momentum_later(folder: str):
-    on = mesh(worlds=2)
-    run = Worker(on, LOCAL_SGD)
-    run.steps(0, 3)
-    run.save(f"{folder}/{on.worlds.rank}", 3)
-    again = Worker(on, {**LOCAL_SGD, "momentum": 0.5})
-    again.load(f"{folder}/{on.worlds.rank}")
-    again.merges.begin()
-    again.steps(3, 5)
-    return again.merged is None
-
-
-def test_momentum_may_begin_later(ranks, tmp_path):
-    ranks(2, check_momentum_later, str(tmp_path))
-
-
-def check_unused(folder: str):
+@on_ranks(2)
+def test_a_parameter_that_was_never_used_is_no_obstacle(tmp_path):
     on = mesh(worlds=2)
 
     def build():
@@ -634,31 +451,15 @@ def check_unused(folder: str):
     model, optimizer = build()
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    save(f"{folder}/{on.worlds.rank}", model, optimizer, mesh=on, step=1)
+    save(f"{tmp_path}/{on.worlds.rank}", model, optimizer, mesh=on, step=1)
     model, optimizer = build()
-    load(f"{folder}/{on.worlds.rank}", model, optimizer, mesh=on)
+    load(f"{tmp_path}/{on.worlds.rank}", model, optimizer, mesh=on)
     optimizer.begin()
     assert optimizer.merge(2) is not None
 
 
-def test_a_parameter_that_was_never_used_is_no_obstacle(ranks, tmp_path):
-    ranks(2, check_unused, str(tmp_path))
-
-
-def check_other_histories():
-    on = mesh(worlds=2)
-    run = Worker(on, DILOCO)
-    run.steps(0, 4)
-    run.optimizer.state[next(run.model.parameters())]["outer_anchor"].add_(on.worlds.rank)
-    with pytest.raises(ValueError, match="after the last merge differs between workers 0 and 1 of 2"):
-        run.merges.begin()
-
-
-def test_workers_of_different_merges_are_refused_at_the_begin(ranks):
-    ranks(2, check_other_histories)
-
-
-def check_muon():
+@on_ranks(4)
+def test_any_optimizer_and_torchs_schedules_work_with_it():
     on = mesh(worlds=2, tp=2)
     model = materialize(nn.Sequential(ColumnParallelLinear(8, 8, tp=on.tp, bias=False, device="meta")), 0)
     optimizer = DiLoCo(Muon(model, mesh=on), model, on, every=1)
@@ -669,10 +470,6 @@ def check_muon():
     assert optimizer.merge(1) is not None
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.5e-3
     assert {"momentum_buffer", "outer_anchor"} <= optimizer.state[model[0].weight].keys()
-
-
-def test_any_optimizer_and_torchs_schedules_work_with_it(ranks):
-    ranks(4, check_muon)
 
 
 def test_parameters_that_join_later_are_stepped_and_merged():
@@ -694,27 +491,6 @@ def test_parameters_that_join_later_are_stepped_and_merged():
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every 0 is not at least one step"),
-        ({"every": 1.5}, "every 1.5 is not at least one step"),
-        ({"every": 4, "fragments": 5}, "fragments 5 is not from 1 to the 4 steps"),
-        ({"fragments": 0}, "fragments 0 is not from 1"),
-        ({"fragments": 2}, "fragments 2 are of blocks, and none are given"),
-        ({"lr": 0.0}, "outer lr 0.0 is not above 0"),
-        ({"lr": math.nan}, "outer lr nan is not above 0"),
-        ({"momentum": 1.0}, "momentum not from 0 to below 1|momentum 1.0 not from 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options, message):
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=message):
-        DiLoCo(torch.optim.SGD(model.parameters()), model, Mesh(), **options)
-    with pytest.raises(ValueError, match=r"parameter of shape \(2, 2\) is none of the model's"):
-        DiLoCo(torch.optim.SGD(nn.Linear(2, 2).parameters()), model, Mesh())
 
 
 def train_until_refused(what: str) -> None:
@@ -739,7 +515,8 @@ def train_until_refused(what: str) -> None:
             raise
 
 
-def check_refused() -> None:
+@on_ranks(4)
+def test_workers_that_differ_are_refused_on_all_ranks():
     for what, message in {
         "seed": r"0.weight differs between workers 0 and 1 of 2: begin all with one seed or one checkpoint",
         "shape": r"ranks 0 and 1 disagree about the model of each worker \(1.bias: .*\(3,\).* and .*\(4,\)",
@@ -749,10 +526,6 @@ def check_refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             train_until_refused(what)
-
-
-def test_workers_that_differ_are_refused_on_all_ranks(ranks):
-    ranks(4, check_refused)
 
 
 def check_empty():
@@ -770,33 +543,8 @@ def test_a_rank_may_hold_nothing(ranks):
     assert [0, 0] in ranks(4, check_empty)
 
 
-def test_one_worker_looks_ahead():
-    assert BATCH % 2 == 0
-    run = Worker(Mesh(), {"every": 1, "lr": 1.0, "momentum": 0.0})
-    plain = Run(Mesh())
-    assert run.steps(0, 4) == pytest.approx(plain.steps(0, 4), abs=1e-12)
-
-
-def test_the_state_of_both_optimizers_is_one_mapping():
-    a, b, c, d = torch.ones(4).unbind()
-    inner, outer = {a: {"step": 1}, b: {"step": 2}, d: {}}, {a: {"outer_anchor": a}, d: {"outer_anchor": d}}
-    state = _State(inner, outer)
-    assert list(state) == [a, b, d]
-    assert len(state) == 3
-    assert state[a] == {"step": 1, "outer_anchor": a}
-    assert (state[b], state[d]) == ({"step": 2}, {}), "what was never stepped has no anchor to save"
-    with pytest.raises(KeyError):
-        state[c]
-    state[c] = {"step": 3, "outer_anchor": c}
-    assert (inner[c], outer[c], state[c]) == ({"step": 3}, {"outer_anchor": c}, {"step": 3, "outer_anchor": c})
-    state[a] = {"step": 4}
-    assert (state[a], a in outer) == ({"step": 4}, False)
-    del state[c], state[d]
-    assert list(state) == [a, b]
-    assert _State({}, {d: {"outer_anchor": d}})[d] == {"outer_anchor": d}, "before the first step"
-
-
-def check_begin_after_forward():
+@on_ranks(2)
+def test_merges_may_begin_after_a_forward_that_gathered_parameters():
     on = mesh(worlds=1, dp=2)
     model = nn.Linear(4, 4, dtype=torch.float64)
     shard_data_parallel(model, on, zero=2)
@@ -805,7 +553,3 @@ def check_begin_after_forward():
     outer = DiLoCo(optimizer, model, on, every=1)
     assert set(outer.names.values()) == {"weight", "bias"}
     assert all(isinstance(p, DTensor) for p in outer.names)
-
-
-def test_merges_may_begin_after_a_forward_that_gathered_parameters(ranks):
-    ranks(2, check_begin_after_forward)
