@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-LIMITS = {"core": 26_470, "interop": 7_995, "tools": 14_545, "examples": 4_875, "bench": 5_835, "tests": 58_060}
+LIMITS = {"core": 26_600, "interop": 8_020, "tools": 14_575, "examples": 4_945, "bench": 5_455, "tests": 57_750}
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
 
