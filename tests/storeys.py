@@ -22,11 +22,8 @@ def storey(name: str) -> str:
     """Return the storey of a module of the library, by its import name."""
     if name.startswith("mpcore.interop"):
         return "interop"
-    return (
-        "tools"
-        if name.startswith("mpcore.tools") or name in ("mpcore.__main__", "mpcore.experimental", "mpcore.verify")
-        else "core"
-    )
+    beside = name.startswith(("mpcore.tools", "mpcore.experimental")) or name in ("mpcore.__main__", "mpcore.verify")
+    return "tools" if beside else "core"
 
 
 def files() -> dict[str, list[Path]]:

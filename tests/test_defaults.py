@@ -19,6 +19,7 @@ from torch import nn
 
 import mpcore as mp
 from mpcore import experimental
+from mpcore.experimental.biased_experts import BiasedExperts
 from mpcore.interop.lora import add_lora
 from mpcore.interop.parallelize import Colwise, LocalSizes, Replicate
 from mpcore.kernels import adamw as adamw_kernels
@@ -45,7 +46,6 @@ from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_f
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
 from mpcore.layers.module import normal, uniform
-from mpcore.layers.moe.biased import BiasedExperts
 from mpcore.layers.moe.experts import Experts
 from mpcore.mesh.launch import Launch
 from mpcore.pipeline import Pipeline, partition

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,12 @@ class ReplicaCheck:
 
     def __init__(self, mesh: Mesh, half: bool = False) -> None:
         self.mesh = mesh
-        self.half = half or torch.is_autocast_enabled(mesh.device.type)
+        self.half: bool = half or torch.is_autocast_enabled(mesh.device.type)
         self.before = self.after = random_state(mesh.device)
 
     def end(self) -> None:
         """End the forward and backward: note whether they drew numbers from torch's random generator."""
-        self.after = random_state(self.mesh.device)
+        self.after: Tensor = random_state(self.mesh.device)
 
     @torch.no_grad()
     def compare(self, tree: ModelTree, cause: str = "") -> None:
@@ -89,20 +88,6 @@ class ReplicaCheck:
             f"{name} is replicated, but the ranks of tp have different gradients of it (by {off:.1%}"
             f"{f'; and of {first_names(others, 3)}' if others else ''}), so the replicas would drift apart: {why}"
         )
-
-
-def without_sequence_parallel(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of layers with tp that aren't sequence parallel, if other layers are.
-
-    A layer inside another layer with tp is left out: the outer layer built it.
-    """
-    layers: dict[str, ParallelLayer] = {}
-    for name, module in modules:
-        outer = ("", *accumulate(name.split(".")[:-1], "{}.{}".format)) if name else ()
-        if isinstance(module, ParallelLayer) and module.tp.size > 1 and not layers.keys() & {*outer}:
-            layers[name] = module
-    found = [name for name, layer in layers.items() if not layer.sequence_parallel]
-    return found if len(found) < len(layers) else []
 
 
 def norms_of_shards(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:

@@ -23,12 +23,12 @@ from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
 from mpcore.layers.mlp import _tried
-from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.messages import Message
 from mpcore.pipeline.schedules import Action, Schedule
 from mpcore.sharding import declare
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.tools.analysis.dry_run import pretend
+from mpcore.tools.analysis.makespan import resolve
 from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.command_line import find_object
 from mpcore.tools.invariant import invariant_mesh, prepare

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mpcore as mp
-from mpcore.pipeline.makespan import resolve
 from mpcore.pipeline.messages import (
     Meta,
     receive_early,
@@ -21,6 +20,7 @@ from mpcore.pipeline.messages import (
 )
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
+from mpcore.tools.analysis.makespan import resolve
 
 CPU = torch.device("cpu")
 

@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from mpcore.pipeline.makespan import Resolved, resolve
 from mpcore.pipeline.schedules import Schedule
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
+from mpcore.tools.analysis.makespan import Resolved, resolve
 from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.work import PassWork, Sent
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
+from mpcore.layers.module import ParallelLayer
 from mpcore.sharding.declarations import named_modules
 from mpcore.tools.verify.layout import Layout
 from mpcore.training.loss_check import SHARDED
-from mpcore.training.replica_check import first_names, without_sequence_parallel
+from mpcore.training.replica_check import first_names
 
 
 def explained(error: Exception, model: nn.Module, loss: Callable[..., Any], layout: Layout) -> str:
@@ -35,6 +37,20 @@ def explained(error: Exception, model: nn.Module, loss: Callable[..., Any], layo
         built = f"Built without sequence_parallel=True: {first_names(forgotten, 5)}: pass it to every layer"
         return f"{message}{where}. {built}"
     return f"{message}{where}{why_sizes(message, layout)}"
+
+
+def without_sequence_parallel(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return the names of layers with tp that aren't sequence parallel, if other layers are.
+
+    A layer inside another layer with tp is left out: the outer layer built it.
+    """
+    layers: dict[str, ParallelLayer] = {}
+    for name, module in modules:
+        outer = ("", *accumulate(name.split(".")[:-1], "{}.{}".format)) if name else ()
+        if isinstance(module, ParallelLayer) and module.tp.size > 1 and not layers.keys() & {*outer}:
+            layers[name] = module
+    found = [name for name, layer in layers.items() if not layer.sequence_parallel]
+    return found if len(found) < len(layers) else []
 
 
 def why_sizes(error: str, layout: Layout) -> str:

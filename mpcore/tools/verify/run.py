@@ -23,12 +23,12 @@ from mpcore.sharding.declarations import declarations, named_modules, persistent
 from mpcore.sharding.declare import Run, Sharding
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.tools import invariant
-from mpcore.tools.verify.errors import explained
+from mpcore.tools.verify.errors import explained, without_sequence_parallel
 from mpcore.tools.verify.layout import Layout
 from mpcore.training.loss_check import with_mesh
 from mpcore.training.policies import Zero
 from mpcore.training.prepare import prepare
-from mpcore.training.replica_check import norms_of_shards, without_sequence_parallel
+from mpcore.training.replica_check import norms_of_shards
 
 SHIFT = 1e-6  # for weights near 0.02: the central difference is then off by 1e-8 of the gradient's norm
 SLOPE = 1e-6  # the largest accepted error of a slope, relative to the gradient's norm

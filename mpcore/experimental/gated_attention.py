@@ -49,7 +49,7 @@ class GatedAttention(ParallelAttention):
         super().__init__(dim, num_heads, num_kv_heads, head_dim, **options)
         width = self.head_dim if gate == "channel" else 1
         layer = select_options(options, LayerOptions)
-        self.gate = ColumnParallelLinear(dim, num_heads * width, False, unit=width, **layer)
+        self.gate: ColumnParallelLinear = ColumnParallelLinear(dim, num_heads * width, False, unit=width, **layer)
 
     def merge_heads(self, y: Tensor, x: Tensor) -> Tensor:
         """Return sigmoid(W_g x) times the heads."""

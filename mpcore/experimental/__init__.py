@@ -3,14 +3,14 @@
 from mpcore.experimental import LocalUpdates
 """
 
-from mpcore.layers.attention.gated import GatedAttention
-from mpcore.layers.gated_delta_net import GatedDeltaNet, gated_delta_rule
-from mpcore.layers.mamba2 import Mamba2, state_space_dual
-from mpcore.layers.moe.biased import BiasedExperts, BiasedGroupedLinear, clamped_swiglu
-from mpcore.layers.moe.replay import record_routing
-from mpcore.layers.multi_token import MultiTokenPrediction, shift_tokens
+from mpcore.experimental.biased_experts import BiasedExperts, BiasedGroupedLinear, clamped_swiglu
+from mpcore.experimental.gated_attention import GatedAttention
+from mpcore.experimental.gated_delta_net import GatedDeltaNet, gated_delta_rule
+from mpcore.experimental.mamba2 import Mamba2, state_space_dual
+from mpcore.experimental.multi_token import MultiTokenPrediction, shift_tokens
+from mpcore.experimental.mup import Mup, apply_mup
+from mpcore.experimental.replay import record_routing
 from mpcore.layers.recurrence import RecurrentCache
-from mpcore.optim.mup import Mup, apply_mup
 from mpcore.tools.coordinate_check import coordinate_check
 from mpcore.tools.diloco import DiLoCo
 from mpcore.tools.invariant import make_invariant

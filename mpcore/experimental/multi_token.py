@@ -50,7 +50,7 @@ class MultiTokenPrediction(ParallelLayer):
     ) -> None:
         check_names(options, LayerOptions)
         super().__init__(**select_options(options, TensorParallelOptions))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks: nn.ModuleList = nn.ModuleList(blocks)
         layer = select_options(options, LayerOptions)
         like = {name: value for name, value in layer.items() if name in ("device", "dtype")}
 

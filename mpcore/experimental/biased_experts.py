@@ -56,7 +56,7 @@ class BiasedGroupedLinear(GroupedLinear):
         super().__init__(*sizes, ep=ep, shard=shard, blocks=blocks, init=init, **others)
         default, of_experts = uniform(1 / math.sqrt(in_features)), cut(num_experts, ep, 0)
         sums = shard.dim == 2  # over the input features
-        self.adds = not sums or shard.axis.rank == 0
+        self.adds: bool = not sums or shard.axis.rank == 0
         self.declare(
             "bias", (num_experts, out_features), constant(0.0) if init else default,
             shard=(of_experts,) if sums else (of_experts, shard), partial=(shard.axis,) if sums else (),
