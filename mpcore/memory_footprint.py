@@ -76,7 +76,7 @@ class PeakTracker(StorageTracker):
         known = len(where)
         super()._note(where, tree)
         if where is self.made and len(where) > known:
-            self.most = max(self.most, self.held())
+            self.most: int = max(self.most, self.held())
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

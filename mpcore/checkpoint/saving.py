@@ -110,7 +110,9 @@ class Saving:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.seconds, self.bytes = path, 0.0, 0
+        self.path = path
+        self.seconds: float = 0.0
+        self.bytes: int = 0
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 

@@ -208,7 +208,8 @@ class MappedFile:
         self.path = path
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
-            self.stamp, self.size = stamp(found), found.st_size
+            self.stamp: tuple[int, ...] = stamp(found)
+            self.size: int = found.st_size
             # A private mapping: torch needs a writable buffer, and writes to it never reach the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
 

@@ -213,7 +213,8 @@ class Files:
     """The files of one checkpoint. Each is opened at its first use."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
         self._open: dict[str, TensorFile] = {}
 
     def __getitem__(self, name: str) -> TensorFile:

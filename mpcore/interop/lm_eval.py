@@ -61,13 +61,13 @@ class Model(TemplateLM):
         max_gen_toks: int = 256,
     ) -> None:
         super().__init__()
-        self.run = model if isinstance(model, Run) else None
+        self.run: Run | None = model if isinstance(model, Run) else None
         self.mesh = mesh = model.mesh if isinstance(model, Run) else mesh
         if mesh.cp.size > 1:
             raise ValueError(
                 f"lm_eval.Model has whole sequences and the mesh has cp {mesh.cp.size}: evaluate with cp 1"
             )
-        self.pipeline = (
+        self.pipeline: Pipeline = (
             model.pipeline if isinstance(model, Run) else Pipeline(model, mesh, 1, lambda y, target: y.sum())
         )
         config = getattr(self.pipeline.stages[0], "config", None)
@@ -76,7 +76,7 @@ class Model(TemplateLM):
         if not (vocab_size and max_length):
             raise ValueError(f"vocab_size is {vocab_size} and max_length {max_length}: give both")
         self.vocab_size, self.max_length = vocab_size, max_length
-        self.dtype = torch.promote_types(next(self.pipeline.stages[0].parameters()).dtype, torch.float32)
+        self.dtype: torch.dtype = torch.promote_types(next(self.pipeline.stages[0].parameters()).dtype, torch.float32)
         self.tokenizer, self.batch_size, self.max_gen_toks = tokenizer, batch_size, max_gen_toks
 
     @property

@@ -53,7 +53,7 @@ class Dropout(ParallelLayer, RandomModule):
                     f"row-parallel layer x has all tokens, so leave sequence_parallel out"
                 )
             runs = cut(sharded_features, self.tp, 0, unit).runs[self.tp.rank]
-            self.shard = range(*runs[0]) if runs else range(0)
+            self.shard: range = range(*runs[0]) if runs else range(0)
 
     def forward(
         self, x: Tensor, samples: Tensor | None = None, tokens: Tensor | None = None, residual: Tensor | None = None

@@ -87,7 +87,7 @@ class VocabParallelEmbedding(_Table):
         ((self.start, self.end),) = shard.mine
         self.local_padding_idx = None
         if self.padding_idx is not None and self.start <= self.padding_idx < self.end:
-            self.local_padding_idx = self.padding_idx - self.start
+            self.local_padding_idx: int = self.padding_idx - self.start
         self.declare_table(shard)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         (q_start, q_end), (kv_start, kv_end) = q[tp.rank], kv[tp.rank]
         self.local_heads, self.local_kv_heads = q_end - q_start, kv_end - kv_start
-        self.kv_head_of = [head // group - kv_start for head in range(q_start, q_end)]
+        self.kv_head_of: list[int] = [head // group - kv_start for head in range(q_start, q_end)]
 
 
 class KVParallelLinear(QKVParallelLinear):

@@ -31,13 +31,14 @@ class ParallelLinear(ParallelModule):
             from it: `layer.product.split(True)`, `layer.product.change(function)`.
     """
 
-    product = Product()
+    product: Product = Product()
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, in_features: int, out_features: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__(**options)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
 
     def declare_linear(self, bias: bool, of_weight: dict[str, Any], of_bias: dict[str, Any]) -> None:
         """Declare weight and bias; without an `init` they get the initial values of `torch.nn.Linear`."""
@@ -166,7 +167,7 @@ class RowParallelLinear(ParallelLinear):
         check_size("in_features", in_features, self.tp, unit)
         self.input_is_parallel, self.unit = input_is_parallel, unit
         shard = cut(in_features, self.tp, 1, unit)
-        self.local_in_features = shard.size(self.tp.rank)
+        self.local_in_features: int = shard.size(self.tp.rank)
         partial = (self.tp,) if self.sequence_parallel else ()
         self.declare_linear(bias, {"shard": shard}, {"partial": partial})
 

@@ -73,7 +73,7 @@ class ParallelMLP(torch.nn.Module):
         self.activation, gated = find_activation(activation)
         self.parts = 2 if gated else 1
         up = GateUpParallelLinear if gated else ColumnParallelLinear
-        self.up = up(dim, hidden_dim, bias, **options)
+        self.up: ColumnParallelLinear | GateUpParallelLinear = up(dim, hidden_dim, bias, **options)
         self.down = RowParallelLinear(hidden_dim, dim, bias, **select_options(options, LayerOptions, init=output_init))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -227,7 +227,9 @@ class ParallelLayer(nn.Module):
     def __init__(self, *, tp: Axis = Axis(name="tp"), sequence_parallel: bool = False, sequence_dim: int = 1) -> None:
         super().__init__()
         check_axis(tp)
-        self.tp, self.sequence_parallel, self.sequence_dim = tp, sequence_parallel and tp.size > 1, sequence_dim
+        self.tp = tp
+        self.sequence_parallel: bool = sequence_parallel and tp.size > 1
+        self.sequence_dim = sequence_dim
 
 
 class ParallelModule(ParallelLayer):

@@ -56,7 +56,7 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.dim = int(head_dim * fraction)
+        self.dim: int = int(head_dim * fraction)
         if self.dim % 2:
             raise ValueError(f"RoPE rotates pairs: {self.dim} of head_dim {head_dim}, fraction {fraction}, is not even")
         self.base, self.scaling, self.interleaved = base, dict(scaling or {}), interleaved

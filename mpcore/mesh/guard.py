@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from mpcore._torch.distributed import ranks_are_threads
 from mpcore.mesh.launch import read_launch
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 
-log = get_logger("mpcore.mesh")
+log: Logger = get_logger("mpcore.mesh")
 P = ParamSpec("P")
 T = TypeVar("T")
 GRACE_S = 10.0  # an exception that arrives within this time has a better message

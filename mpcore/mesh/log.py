@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from logging import Logger
 
 import torch.distributed as dist
 
 from mpcore.mesh.launch import read_launch
 
 
-def get_logger(name: str) -> logging.Logger:
+def get_logger(name: str) -> Logger:
     """Return a logger of the library. Its records have `rank`, for formats such as `%(rank)s`."""
     log = logging.getLogger(name)
     log.addFilter(_add_rank)

@@ -16,10 +16,10 @@ from mpcore._torch.distributed import keep_secret
 from mpcore.mesh.agreement import name_ranks, this_process
 from mpcore.mesh.failure import report_failures
 from mpcore.mesh.launch import Launch
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.mesh.secret import find_secret, leave_secret, printable, remove_secret
 
-log = get_logger("mpcore.mesh")
+log: Logger = get_logger("mpcore.mesh")
 _MET = "all are here"
 _LATE = 5.0  # seconds after which ranks that have not arrived are named, while this rank goes on waiting
 _FILES = 64  # files and sockets of a rank: 15 are open after the first collective of two ranks

@@ -137,8 +137,8 @@ class UnitWrapper:
     def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: Zero) -> None:
         self.mesh, self.declared, self.policy = mesh, declared, policy
         assert mesh.device_mesh is not None
-        self.data = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
-        self.is_gloo = mesh.device_type == "cpu" and dist.get_backend(mesh.data.group) == "gloo"
+        self.data: DeviceMesh = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
+        self.is_gloo: bool = mesh.device_type == "cpu" and dist.get_backend(mesh.data.group) == "gloo"
         self.experts: Any = None
         if mesh.edp.size > policy.replicate and mesh.edp.group is not mesh.data.group:
             if not fsdp_wrap.SEVERAL_MESHES:

@@ -74,9 +74,9 @@ class SharedUnit(nn.Module):
 
     def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
         super().__init__()
-        self.places = list(places)
-        self.owners = {module for module, _ in self.places}
-        self.held = nn.ModuleList(self.owners)
+        self.places: list[tuple[nn.Module, str]] = list(places)
+        self.owners: set[nn.Module] = {module for module, _ in self.places}
+        self.held: nn.ModuleList = nn.ModuleList(self.owners)
 
     @property
     def shared(self) -> set[nn.Parameter]:

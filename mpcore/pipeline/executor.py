@@ -109,13 +109,13 @@ class Executor:
         noted: Callable[[str, int, int], Any],
     ) -> None:
         self.stages, self.pp, self.device, self.loss, self.noted = stages, pp, device, loss, noted
-        self.plan = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
+        self.plan: Schedule = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
         actions = self.plan.ranks[pp.rank]
         self.peers = {action: peer_of(self.plan, action) for action in actions if action.kind in MESSAGES}
         # On a GPU all messages of a group share a stream: an early receive there would hold the sends behind it.
         self.early = receive_early(self.plan, pp.rank) if pp.size > 1 and device.type == "cpu" else actions
-        self.arrivals = self._arrivals(actions)
-        self.last = {action.stage: action for action in actions if action.kind in ("B", "W")}
+        self.arrivals: dict[Action, list[Action]] = self._arrivals(actions)
+        self.last: dict[int, Action] = {action.stage: action for action in actions if action.kind in ("B", "W")}
         self.shapes: dict[tuple[int, Any], tuple[Meta, ...]] = {}  # of the messages of a stage, by shape of batch
         self.problems: list[Exception] = []
         self.one: Tensor | None = None

@@ -50,15 +50,15 @@ class Text:
         self.program = import_module(program)
         if not (run / "config.json").is_file():
             raise ValueError(f"{run / 'config.json'} isn't there: name the --out folder of a run of {program}")
-        self.args = self.program.parse(["--config", str(run / "config.json")])
+        self.args: Any = self.program.parse(["--config", str(run / "config.json")])
         self.records = [entry for entry in read_records(run / "metrics.jsonl", sys.maxsize) if "samples" in entry]
         if not self.records:
             raise ValueError(f"{run / 'metrics.jsonl'} has no step with its samples")
-        self.tokenizer = self.program.find_tokenizer(self.args)
+        self.tokenizer: Any = self.program.find_tokenizer(self.args)
         corpora, _ = self.program.open_data(self.args, self.tokenizer)
         first = self.records[0]
-        self.seq_len = first["tokens"] // (first["samples"][1] + 1)
-        self.samples = corpora.split(
+        self.seq_len: Any = first["tokens"] // (first["samples"][1] + 1)
+        self.samples: Any = corpora.split(
             self.seq_len, seed=self.args.seed, evaluate=self.args.eval_every > 0
         )[0]  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.diloco import OUTER_SLOTS, DiLoCo, Merge, check_options
 from mpcore.tools.workers.elastic import ElasticWorker
 from mpcore.tools.workers.outer import Options
@@ -23,7 +23,7 @@ from mpcore.tools.workers.rules import Average, Nesterov, Rule
 from mpcore.training.observers import Observer
 from mpcore.training.run import Run
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 _OF_JOBS = ("steps", "folder", "token", "data", "rule", "wait", "staleness", "dynamic", "timeout", "replicas",
             "update_dtype")  # fmt: skip
 
@@ -102,7 +102,7 @@ class LocalUpdates(Observer):
         self.lr, self.momentum = lr, momentum
         self.outer_rule = self.rule or (Average(lr) if averages else Nesterov(lr, momentum, self.nesterov))
         names = ("every", "staleness", "dynamic", "timeout", "replicas", "update_dtype")
-        self.options = Options(wait=self.wait or "none", **{name: getattr(self, name) for name in names})
+        self.options: Options = Options(wait=self.wait or "none", **{name: getattr(self, name) for name in names})
         own = LocalUpdates.__dataclass_fields__  # those below are of jobs alone
         given = [name for name in _OF_JOBS if getattr(self, name) != own[name].default]
         if given and not self.are_jobs and (given != ["wait"] or self.wait != "all"):
@@ -143,7 +143,7 @@ class LocalUpdates(Observer):
             )  # fmt: skip
             return
         options["fragments"] = self.fragments
-        self.optimizer = DiLoCo(run.optimizer, run.model, run.mesh, self.every, blocks=self.blocks, **options)
+        self.optimizer: DiLoCo = DiLoCo(run.optimizer, run.model, run.mesh, self.every, blocks=self.blocks, **options)
         run.optimizer = self.optimizer
 
     def begin(self) -> None:
@@ -187,4 +187,4 @@ class LocalUpdates(Observer):
         """Let the next step call `begin`."""
         if self.worker is not None and self.begun:
             raise ValueError(f"worker {self.worker.number} loads a checkpoint in a run of several: load before begin()")
-        self.begun = False
+        self.begun: bool = False

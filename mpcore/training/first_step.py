@@ -11,7 +11,7 @@ from torch import Tensor
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
@@ -21,7 +21,7 @@ from mpcore.training.replica_check import ReplicaCheck, sketch
 if TYPE_CHECKING:
     from mpcore.training.run import Run
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 CHANGED = (
     "the gradients were changed after forward_backward, before their sums over ranks: if by torch's clip_grad_norm_, "
     "call run.clip_gradients(max_norm) instead"
@@ -39,7 +39,7 @@ class FirstStep(Observer):
         self.changed = False
 
     def attach(self, run: Run) -> None:
-        self.alike = self._alike()
+        self.alike: Tensor = self._alike()
 
     def _alike(self) -> Tensor:
         parts = (local_tensor(p).detach().reshape(-1)[:1024] for p in self.parameters)
@@ -84,7 +84,7 @@ class FirstStep(Observer):
                 "zero_grad was called between forward_backward and optimizer_step, so no gradient is left: remove it. "
                 "run.optimizer_step drops the gradients of its step"
             )
-        self.changed = run.mesh.world.size > 1 and self.written != now
+        self.changed: bool = run.mesh.world.size > 1 and self.written != now
         if self.changed and run.mesh.job.rank == 0:
             log.warning("%s, or replicas drift apart", CHANGED)
 

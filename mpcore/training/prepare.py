@@ -32,7 +32,7 @@ from mpcore.layers.module import as_module_list
 from mpcore.layers.overlap import overlap_stages
 from mpcore.mesh.agreement import check_same, gather_objects, raising_together
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel import convert_to_fp8, offload_optimizer, offload_parameters, shard_data_parallel
 from mpcore.parallel import recompute as recompute_blocks
@@ -51,7 +51,7 @@ from mpcore.training.observers import Observer
 from mpcore.training.policies import Compile, Offload, Precision, Recompute, Zero, check_policies
 from mpcore.training.run import Run
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 OTHER_VALUES = (
     "as each rank made its own: build the model after one torch.manual_seed on all ranks, and pass init= to parallel "
     "layers (nn.init on shards of unequal sizes draws unequal numbers), or load weights. A parallel layer's parameter "

@@ -102,8 +102,13 @@ class Run:
         self, model: nn.Module, stages: list[nn.Module], mesh: Mesh, optimizer: torch.optim.Optimizer, *,
         precision: Precision, offload: Offload, seed: int,
     ) -> None:  # fmt: skip
-        self.model, self.stages, self.mesh, self.optimizer, self.seed = model, stages, mesh, optimizer, seed
-        self.precision, self.offload = precision, offload
+        self.model = model
+        self.stages = stages
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.seed = seed
+        self.precision = precision
+        self.offload = offload
         scaled = precision.autocast_dtype == torch.float16
         self.scaler: LossScaler | None = LossScaler(mesh, precision.first_loss_scale) if scaled else None
         self.step = 0

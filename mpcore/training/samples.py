@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from mpcore.layers.dropout import Dropout
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.training.observers import Observer
 
 if TYPE_CHECKING:
     from mpcore.training.run import Run
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 
 
 def share_of(mesh: Mesh, micro_batches: int, count: int) -> range:
@@ -41,7 +41,7 @@ class SampleCheck(Observer):
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.is_due = any(isinstance(module, Dropout) and module.p for module in model.modules())
-        self.tells = mesh.tp.rank == mesh.data.rank == 0
+        self.tells: bool = mesh.tp.rank == mesh.data.rank == 0
         self.before: tuple[int, Tensor] | None = None
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class SampleCheck(Observer):
         if self.before is None or self.before[0] == step:
             self.before = step, given.clone()
             return
-        self.is_due = False
+        self.is_due: bool = False
         if self.tells and torch.equal(given, self.before[1]):
             log.warning(
                 "step %d has the same samples as step %d, so dropout draws the same masks: pass "

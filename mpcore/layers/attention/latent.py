@@ -94,7 +94,7 @@ class MultiLatentAttention(HeadAttention):
         self.local_heads = shard_sizes(num_heads, self.tp.size)[self.tp.rank]
         check_heads(self.context, self.cp, self.local_heads)
         self.qk_dims, self.kv_dims = (qk_nope_head_dim, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
-        self.latent_dims = (kv_lora_rank, qk_rope_head_dim)
+        self.latent_dims: tuple[int, int] = (kv_lora_rank, qk_rope_head_dim)
         layer, like = select_options(options, LayerOptions), select_options(options, TensorOptions)
 
         def down(width: int) -> ColumnParallelLinear:
@@ -111,9 +111,9 @@ class MultiLatentAttention(HeadAttention):
             return ColumnParallelLinear(width, num_heads * head, False, unit=head, **layer)
 
         self.q_down, self.q_norm = (None, None) if q_lora_rank is None else (down(q_lora_rank), norm(q_lora_rank))
-        self.q_up = up(dim if q_lora_rank is None else q_lora_rank, head_dim)
+        self.q_up: ColumnParallelLinear = up(dim if q_lora_rank is None else q_lora_rank, head_dim)
         self.kv_down, self.kv_norm = down(sum(self.latent_dims)), norm(kv_lora_rank)
-        self.kv_up = up(kv_lora_rank, sum(self.kv_dims))
+        self.kv_up: ColumnParallelLinear = up(kv_lora_rank, sum(self.kv_dims))
         layer = select_options(layer, LayerOptions, init=options.get("output_init"))
         self.output = RowParallelLinear(num_heads * v_head_dim, dim, bias, unit=v_head_dim, **layer)
 

@@ -96,7 +96,7 @@ class ParallelAttention(HeadAttention):
         if memory_dim is None:
             projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
         else:
-            self.q = ColumnParallelLinear(dim, num_heads * head_dim, bias, unit=head_dim, **layer)
+            self.q: ColumnParallelLinear = ColumnParallelLinear(dim, num_heads * head_dim, bias, unit=head_dim, **layer)
             projection = self.kv = KVParallelLinear(memory_dim, *heads, **layer)
         self.local_heads, self.local_kv_heads = projection.local_heads, projection.local_kv_heads
         sizes = [len(list(same)) for _, same in groupby(projection.kv_head_of)]  # query heads of each KV head

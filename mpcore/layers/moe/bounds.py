@@ -62,12 +62,12 @@ class DispatchBounds:
         layers = [module for _, module in named_modules(model) if isinstance(module, ParallelMoE)]
         self.routers = [moe.router for moe in layers]
         dropless = [moe.dispatcher for moe in layers if moe.router.options.capacity_factor is None]
-        self.dispatches = [each for each in dropless if isinstance(each, AllToAll)]
-        self.largest = [each.even.times(LEAST) for each in self.dispatches]
+        self.dispatches: list[AllToAll] = [each for each in dropless if isinstance(each, AllToAll)]
+        self.largest: list[Bound] = [each.even.times(LEAST) for each in self.dispatches]
         for each in self.dispatches:
             each.set_bound(each.bound, mesh.device)
         self.mesh, self.steps, self.repeats, self.rows = mesh, 0, 0, 0.0
-        self.is_used = any(gather_objects(len(self.dispatches), mesh.pp.group))
+        self.is_used: bool = any(gather_objects(len(self.dispatches), mesh.pp.group))
 
     def exact(self, compute: Callable[[], T], forget: Callable[[], object]) -> T:
         """Compute a step's forward and backward, and repeat them until no buffer overflows.

@@ -138,15 +138,15 @@ class AllToAll(AllGather):
     def __init__(self, ep: Axis, etp: Axis, num_experts: int, top_k: int) -> None:
         super().__init__(ep, etp, num_experts, top_k)
         elsewhere = math.comb(num_experts - self.local, top_k) / math.comb(num_experts, top_k)
-        self.even = Bound((1 - elsewhere,) * ep.size, (float(etp.size * top_k),) * ep.size)
-        self.worst = Bound((1.0,) * ep.size, (float(self.peers * min(top_k, self.local)),) * ep.size)
+        self.even: Bound = Bound((1 - elsewhere,) * ep.size, (float(etp.size * top_k),) * ep.size)
+        self.worst: Bound = Bound((1.0,) * ep.size, (float(self.peers * min(top_k, self.local)),) * ep.size)
         self.bound, self.is_bounded = self.even.times(FIRST).with_each(min, self.worst), False
         self.shares: Tensor | None = None
         self.needed: Tensor | None = None
 
     def set_bound(self, bound: Bound, device: torch.device) -> None:
         """Change the rows of the buffers. Call it between steps: the copy to the device waits for the device."""
-        self.bound = bound
+        self.bound: Bound = bound
         self.shares = torch.tensor(bound.sent, dtype=torch.float64, device=device)
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None) -> Sent:

@@ -210,7 +210,7 @@ class Router(ParallelModule, RandomModule):
             check_axis(axis)
         self.num_experts, self.top_k, self.cp, self.data = num_experts, top_k, cp, data
         self.options = rule = RouterOptions(**options)
-        self.normalizes = rule.normalizes(top_k)
+        self.normalizes: bool = rule.normalizes(top_k)
         self.top_groups, self.bias_rate = rule.best_groups(num_experts, top_k), rule.bias_rate
         self.tally: Tensor | None = None
         self.declare("weight", (num_experts, dim), init or uniform(1 / math.sqrt(dim)), partial=(tp,))

@@ -76,7 +76,7 @@ class StepTimes:
     def __init__(self, mesh: Mesh, compiled: bool = False) -> None:
         self.seconds = self.data_seconds = 0.0
         seen = mesh.device_type == "cpu" and not compiled and simulated_rank() is None
-        self.clock = CommunicationClock() if seen else None
+        self.clock: CommunicationClock | None = CommunicationClock() if seen else None
 
     def __enter__(self) -> StepTimes:
         if self.clock is not None:
@@ -85,7 +85,7 @@ class StepTimes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._began
+        self.seconds: float = time.perf_counter() - self._began
         if self.clock is not None:
             self.clock.__exit__(*error)
 
@@ -94,7 +94,7 @@ class StepTimes:
         """Count the seconds within as those of data."""
         began = time.perf_counter()
         yield
-        self.data_seconds = time.perf_counter() - began
+        self.data_seconds: float = time.perf_counter() - began
 
     def record(self) -> dict[str, float]:
         found = {"seconds": self.seconds, "data_seconds": self.data_seconds}

@@ -69,7 +69,7 @@ class CommunicationCounter(TorchDispatchMode):
         self.counts: dict[tuple[str, str], Count] = {}
         levels = {axis.name: axis for axis in mesh.cp.levels or ()}
         named = [(name, axis) for name, axis in (mesh.axes | levels | axes).items() if axis.group is not None]
-        self.sizes = {name: axis.size for name, axis in named}
+        self.sizes: dict[str, int] = {name: axis.size for name, axis in named}
         self.by_group: dict[str, str] = {}
         self.by_ranks: dict[tuple[int, ...], str] = {}
         self.ranks_of: dict[str, tuple[int, ...]] = {}  # two axes may have groups of the same ranks

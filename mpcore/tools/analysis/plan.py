@@ -93,7 +93,7 @@ class Progress:
         progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
         if not sys.stderr.isatty():
             if time.monotonic() - self.told > EVERY:
-                self.told = time.monotonic()
+                self.told: float = time.monotonic()
                 print(progress, file=sys.stderr, flush=True)
         else:
             bar = "#" * (30 * done // self.of)

@@ -32,8 +32,8 @@ class Faults:
         self, mesh: Mesh, records: list[Any], out: Path, *, max_skips: int, check_replicas: int, check_speed: int
     ) -> None:
         self.mesh, self.check_replicas, self.check_speed = mesh, check_replicas, check_speed
-        self.skips = Skips(max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
-        self.spikes = Spikes()
+        self.skips: Skips = Skips(max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
+        self.spikes: Spikes = Spikes()
         for entry in records:
             if entry.get("loss") is not None:  # null: a step that was skipped
                 self.spikes.score(entry["loss"])

@@ -24,11 +24,11 @@ from mpcore._torch.distributed import clone_store
 from mpcore.mesh.agreement import has_ended, name_ranks, near_ranks, processes_of
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.failure import tell_launcher
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.mesh.secret import printable, seal, unseal
 from mpcore.tools.fault_tolerance.trace import Log, explain, give_no_answer, last_call, read_log
 
-log = get_logger("mpcore.tools.fault_tolerance")
+log: Logger = get_logger("mpcore.tools.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped and saved because of a signal; start again to resume
 _PEER = re.compile(
@@ -74,16 +74,16 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
 
     def __init__(self, mesh: Mesh, grace: float = 2.0, folder: Path | str | None = None) -> None:
         self.mesh, self.rank, self.size, self.grace = mesh, mesh.job.rank, mesh.job.size, grace
-        self.folder = None if folder is None else Path(folder)
+        self.folder: Path | None = None if folder is None else Path(folder)
         self.store: Any = None
         self.block, self.cause, self.is_host_done, self.host_early = 1, "", False, ""
         self.run: Any = None
         self.watched, self.log = threading.get_ident(), Log(self.rank, {})
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
+        self.over: threading.Event = threading.Event()
+        self.thread: threading.Thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
             self.store = clone_store()  # a connection of its own: the main thread may block its connection
-            self.block = self.store.add(f"mpcore/blocks/{self.rank}", 1)  # this process may have several blocks
+            self.block: int = self.store.add(f"mpcore/blocks/{self.rank}", 1)  # this process may have several blocks
 
     def __enter__(self) -> leave_together:
         if self.size > 1:
@@ -191,7 +191,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         key = f"mpcore/stands/{self.block}/"
         if begins:
             log = read_log(self.mesh, getattr(self.run, "model", None), self.watched)
-            self.log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
+            self.log: Log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
             self.store.set(f"{key}{self.rank}", seal(f"{key}{self.rank}", self.log.to_json().encode()))
         for at in {f"{key}{ranks[0]}" for _, ranks in self.log.groups.values()} if self.log.waiting else ():
             if self.store.check([at]):  # explain finds nothing between this rank's log and itself

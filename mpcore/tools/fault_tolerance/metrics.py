@@ -45,7 +45,7 @@ class MetricsWriter:
                 with suppress(OSError):  # a device file can't be truncated
                     file.truncate(end)
                 raise
-        self.waiting = b""
+        self.waiting: bytes = b""
 
 
 def read_line(line: str) -> dict[str, Any]:

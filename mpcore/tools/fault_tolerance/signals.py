@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpcore.mesh.axis import Axis
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools._torch.simulated import simulated_rank
 
-log = get_logger("mpcore.tools.fault_tolerance")
+log: Logger = get_logger("mpcore.tools.fault_tolerance")
 _LENGTH = 20  # of a message: the keywords' checksum, the step, both negated, and at most 16 requests
 
 
@@ -69,7 +69,7 @@ class StopSignals:
         self._write.close()
 
     def _ask(self, *_: object) -> None:
-        self.asked = True
+        self.asked: bool = True
 
     def _listen(self) -> None:
         while data := self._read.recv(16):

@@ -8,10 +8,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.fault_tolerance.metrics import MetricsWriter
 
-log = get_logger("mpcore.tools.fault_tolerance")
+log: Logger = get_logger("mpcore.tools.fault_tolerance")
 
 
 class Spikes:
@@ -63,7 +63,7 @@ class Skips:
 
     def __init__(self, limit: int, path: Path | None) -> None:
         self.limit, self.row = limit, 0
-        self.lines = None if path is None else MetricsWriter(path)
+        self.lines: MetricsWriter | None = None if path is None else MetricsWriter(path)
 
     def step(self, finite: bool, **about: Any) -> None:
         """Count a step.
@@ -75,7 +75,7 @@ class Skips:
         Raises:
             ValueError: if more than `limit` consecutive steps were skipped.
         """
-        self.row = 0 if finite else self.row + 1
+        self.row: int = 0 if finite else self.row + 1
         if finite:
             return
         if self.lines is not None:

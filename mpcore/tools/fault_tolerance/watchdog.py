@@ -13,12 +13,12 @@ from torch import nn
 
 from mpcore._torch.distributed import clone_store
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.mesh.secret import printable, seal, unseal
 from mpcore.tools.fault_tolerance.leave import end_after, store_address, write_new
 from mpcore.tools.fault_tolerance.trace import Log, explain, read_log
 
-log = get_logger("mpcore.tools.fault_tolerance")
+log: Logger = get_logger("mpcore.tools.fault_tolerance")
 EXIT_CODE = 70  # EX_SOFTWARE: a supervisor sees a failure and may restart the run
 
 
@@ -58,12 +58,12 @@ class Watchdog:
             raise ValueError(f"timeout {timeout} s and grace {grace} s must be more than 0")
         check_mesh(mesh)
         self.mesh, self.model, self.timeout, self.grace = mesh, model, timeout, grace
-        self.folder = None if folder is None else Path(folder)
+        self.folder: Path | None = None if folder is None else Path(folder)
         self.store: Any = clone_store() if mesh.job.size > 1 else None
         self.last = time.monotonic()
-        self.over = threading.Event()
-        self.watched = threading.get_ident()
-        self.thread = threading.Thread(target=self._watch, name="mpcore-watchdog", daemon=True)
+        self.over: threading.Event = threading.Event()
+        self.watched: int = threading.get_ident()
+        self.thread: threading.Thread = threading.Thread(target=self._watch, name="mpcore-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self.last = time.monotonic()
@@ -75,7 +75,7 @@ class Watchdog:
 
     def beat(self) -> None:
         """Report progress: the timeout starts again."""
-        self.last = time.monotonic()
+        self.last: float = time.monotonic()
 
     def _watch(self) -> None:
         while not self.over.wait(min(1.0, self.timeout / 4)):

@@ -55,9 +55,9 @@ class Turns:
 
     def __init__(self, size: int, stuck: Callable[[], BaseException]) -> None:
         self.size, self.stuck = size, stuck
-        self.alive = set(range(size))
+        self.alive: set[int] = set(range(size))
         self.failure: tuple[int, BaseException] | None = None
-        self.over = threading.Event()
+        self.over: threading.Event = threading.Event()
         self._locks = [threading.Semaphore(0) for _ in range(size)]
         self._states = [process_state()] * size
         self._waits: list[tuple[Callable[[], bool], bool] | None] = [None] * size  # None: it can continue

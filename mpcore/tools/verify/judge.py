@@ -84,7 +84,7 @@ class Judge:
         exact: bool = False,
     ) -> None:
         self.truth, self.dtype, self.rounded, self.exact = truth, dtype, rounded, exact
-        self.eps = torch.finfo(dtype).eps
+        self.eps: float = torch.finfo(dtype).eps
 
     def __call__(self, layout: Layout, ranks: Sequence[RankRecord]) -> Verdict:
         """Compare all ranks of a layout."""

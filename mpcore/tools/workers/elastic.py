@@ -42,7 +42,7 @@ class RunTensors:
 
     def __init__(self, run: Run, everywhere: bool = False) -> None:
         self.run, self.mesh, self.group = run, run.mesh, run.mesh.world.group
-        self.keeps = everywhere or run.mesh.world.rank == 0
+        self.keeps: bool = everywhere or run.mesh.world.rank == 0
         mine = {}
         for x in self._held()[0]:
             dtype = torch.promote_types(x.tensor.dtype, torch.float32)
@@ -178,7 +178,7 @@ class ElasticWorker:
             self.peer = self.start(about, anchor)
             return self.peer.number
 
-        self.number = self._on_rank_0(work)
+        self.number: Any = self._on_rank_0(work)
         self._take()
 
     def after_step(self) -> None:

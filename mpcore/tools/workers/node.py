@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.workers.journal import Journal
 from mpcore.tools.workers.outer import Line, Options, Outer, Tensors, check_settings, digest, like
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, split_address, unpack
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 _STRANGERS = 64  # connections that have not signed a message yet
 _GRACE = 1.0  # seconds in which a worker whose connection broke may connect again
 
@@ -59,8 +59,8 @@ class Node:
         self.channels: set[Channel] = set()
         self.strangers, self.closed = threading.Semaphore(_STRANGERS), False
         host, port = split_address(listen)
-        self.sock = socket.create_server((host, port), backlog=256)
-        self.address = f"{host}:{self.sock.getsockname()[1]}"
+        self.sock: socket = socket.create_server((host, port), backlog=256)
+        self.address: str = f"{host}:{self.sock.getsockname()[1]}"
         self.thread(self._accept)
 
     @staticmethod

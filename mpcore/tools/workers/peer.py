@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.workers.journal import FILE, read_lines, resume
 from mpcore.tools.workers.node import Node
 from mpcore.tools.workers.outer import Options, Outer, Tensors, check_settings, new_run
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 _TRIES = 8  # of a question whose connection breaks
 
 
@@ -57,7 +57,7 @@ class Peer:
         self.seconds, self.waited, self.sent, self.run = 0.0, 0.0, 0, ""
         self.update: bytes = b""
         self.channel: Channel | None = None
-        self.left = threading.Event()
+        self.left: threading.Event = threading.Event()
         self.news, self.members, self.leader = list[str](), dict[int, str](), ""
 
     def join(self, about: Mapping[str, str]) -> None:
@@ -86,7 +86,7 @@ class Peer:
             elif not answer.get("wait"):
                 break
         self.waited += time.monotonic() - began
-        self.base = answer["base"]
+        self.base: Any = answer["base"]
         first, last = answer.get("steps", (0, 0))
         return Phase(first, last, self.base, unpack(tensors))
 
@@ -172,7 +172,7 @@ class Peer:
                 channel = connect(address, self.token, self.options.timeout)
                 answer, _ = channel.ask({"kind": "who"})
                 if answer.get("leads") and self.run in ("", answer["run"]):
-                    self.run = answer["run"]
+                    self.run: str = answer["run"]
                     return channel
                 channel.close()
                 leader = answer.get("leader")
@@ -203,7 +203,7 @@ class Peer:
                 if not answer.get("leads", True):
                     raise ConnectionError("it leads no longer")
                 known = [at for _, at in sorted(answer["members"]) if at != self.node.address]
-                self.addresses = list(dict.fromkeys([*known, *self.addresses]))[:256]
+                self.addresses: list[Any | str] = list(dict.fromkeys([*known, *self.addresses]))[:256]
                 self._tell(dict(answer["members"]), answer["left"], answer["leader"])
                 self._copy_journal(channel)
             except (OSError, ValueError, KeyError):

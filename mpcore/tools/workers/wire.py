@@ -59,7 +59,7 @@ class Channel:
         if not theirs.startswith(_HELLO):
             raise ValueError("the other end of the connection is no worker")
         ends = (theirs[len(_HELLO) :], mine) if serves else (mine, theirs[len(_HELLO) :])
-        self.session = "".join(end.hex() for end in ends)
+        self.session: str = "".join(end.hex() for end in ends)
         self.out, self.into = ("answer", "question") if serves else ("question", "answer")
 
     def send(self, message: Message, tensors: bytes = b"") -> None:
