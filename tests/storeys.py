@@ -14,16 +14,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-LIMITS = {"core": 26_600, "interop": 8_020, "tools": 14_575, "examples": 4_945, "bench": 5_455, "tests": 57_750}
+LIMITS = {
+    "core": 25_490,
+    "interop": 8_020,
+    "experimental": 1_100,
+    "tools": 14_600,
+    "examples": 4_945,
+    "bench": 5_455,
+    "tests": 57_755,
+}
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
 
 def storey(name: str) -> str:
     """Return the storey of a module of the library, by its import name."""
-    if name.startswith("mpcore.interop"):
-        return "interop"
-    beside = name.startswith(("mpcore.tools", "mpcore.experimental")) or name in ("mpcore.__main__", "mpcore.verify")
-    return "tools" if beside else "core"
+    for each in ("interop", "experimental", "tools"):
+        if name.startswith(f"mpcore.{each}"):
+            return each
+    return "tools" if name in ("mpcore.__main__", "mpcore.verify") else "core"
 
 
 def files() -> dict[str, list[Path]]:
@@ -70,10 +78,10 @@ def total(paths: Iterable[Path]) -> tuple[int, int, int]:
 def main() -> int:
     """Print the table. Return 1 if a storey has more lines than its limit."""
     full = []
-    print(f"{'storey':<10}{'lines':>8}{'limit':>8}{'code':>8}{'text':>8}{'blank':>8}")
+    print(f"{'storey':<12}{'lines':>8}{'limit':>8}{'code':>8}{'text':>8}{'blank':>8}")
     for name, paths in files().items():
         counts = total(paths)
-        print(f"{name:<10}{sum(counts):>8,}{LIMITS[name]:>8,}" + "".join(f"{n:>8,}" for n in counts))
+        print(f"{name:<12}{sum(counts):>8,}{LIMITS[name]:>8,}" + "".join(f"{n:>8,}" for n in counts))
         full += [name] if sum(counts) > LIMITS[name] else []
     if full:
         print(f"{' and '.join(full)} passed the limit of lines in tests/storeys.py: what can go?")

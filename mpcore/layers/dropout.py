@@ -45,7 +45,8 @@ class Dropout(ParallelLayer, RandomModule):
         super().__init__(**options)
         if not 0 <= p < 1:
             raise ValueError(f"dropout probability {p} is not in [0, 1)")
-        self.p, self.shard = p, None
+        self.p = p
+        self.shard: range | None = None
         if sharded_features is not None:
             if self.sequence_parallel:
                 raise ValueError(
@@ -53,7 +54,7 @@ class Dropout(ParallelLayer, RandomModule):
                     f"row-parallel layer x has all tokens, so leave sequence_parallel out"
                 )
             runs = cut(sharded_features, self.tp, 0, unit).runs[self.tp.rank]
-            self.shard: range = range(*runs[0]) if runs else range(0)
+            self.shard = range(*runs[0]) if runs else range(0)
 
     def forward(
         self, x: Tensor, samples: Tensor | None = None, tokens: Tensor | None = None, residual: Tensor | None = None

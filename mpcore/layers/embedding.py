@@ -85,9 +85,9 @@ class VocabParallelEmbedding(_Table):
         check_size("num_embeddings", num_embeddings, self.tp)
         shard = cut(num_embeddings, self.tp, 0)
         ((self.start, self.end),) = shard.mine
-        self.local_padding_idx = None
+        self.local_padding_idx: int | None = None
         if self.padding_idx is not None and self.start <= self.padding_idx < self.end:
-            self.local_padding_idx: int = self.padding_idx - self.start
+            self.local_padding_idx = self.padding_idx - self.start
         self.declare_table(shard)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -110,10 +110,10 @@ class ParallelMoE(ParallelLayer):
         self.dispatch = dispatch or ("all_to_all" if bounded else "all_gather")
         way = AllToAll if self.dispatch == "all_to_all" and ep.size > 1 else AllGather
         self.dispatcher: AllGather | AllToAll = way(ep, self.etp, num_experts, top_k)
-        self.shared = None
+        self.shared: ParallelMLP | None = None
         if shared_experts:
             width = shared_experts * hidden_dim
-            self.shared: ParallelMLP = ParallelMLP(dim, width, activation, bias=False, output_init=output_init, **layer)
+            self.shared = ParallelMLP(dim, width, activation, bias=False, output_init=output_init, **layer)
 
     def forward(
         self,

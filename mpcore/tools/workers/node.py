@@ -59,7 +59,7 @@ class Node:
         self.channels: set[Channel] = set()
         self.strangers, self.closed = threading.Semaphore(_STRANGERS), False
         host, port = split_address(listen)
-        self.sock: socket = socket.create_server((host, port), backlog=256)
+        self.sock: socket.socket = socket.create_server((host, port), backlog=256)
         self.address: str = f"{host}:{self.sock.getsockname()[1]}"
         self.thread(self._accept)
 
