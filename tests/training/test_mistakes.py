@@ -96,6 +96,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         torch.manual_seed(mesh.job.rank)
     if wrong == "load_state_dict":
         run.model.load_state_dict(mp.full_state_dict(run.model))
+    if wrong == "eval":
+        run.model.eval()
     if wrong == "DDP after prepare":
         nn.parallel.DistributedDataParallel(run.model)
     text = torch.randint(
@@ -158,6 +160,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     *[("zero_grad", sizes, "remove it. run.optimizer_step drops") for sizes in ({}, TP, DP)],
     ("load_state_dict", TP, "all of .*embedding.weight, shape .12, 8.*shard of shape .6, 8.*load_full_state_dict"),
     ("load_state_dict", DP, "all of .*embedding.weight, shape .12, 8.*shard of shape .6, 8.*load_full_state_dict"),
+    ("eval", TP, "eval mode.*call model.train"),
     ("optimizer", TP, "a AdamW that exists already.*optimizer=lambda model"),
     ("loop", DP, "make the optimizer after shard_data_parallel"), ("step", DP, "call run.optimizer_step"),
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),

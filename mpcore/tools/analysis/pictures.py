@@ -32,5 +32,5 @@ def draw_memory(ranks: Sequence[DryRunCounts], path: Path | str) -> None:
     title = f"the largest total is {most / UNITS[name]:.1f} {name}, of pipeline rank {fullest};\n"
     axes.set_title(f"{title}its largest part: {kind}, {size / most:.0%}", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9, reverse=True)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)

@@ -157,8 +157,9 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row:
         x, y = zip(*(at[id(e)] for e in shown if e.sizes["tp"] == tp), strict=True)
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         axes.scatter(x, y, s=22, color=colour, marker=marker, label=f"tp {tp}", alpha=0.7, linewidths=0)
-    best = [e for e in frontier(estimates, machine)[:8] if e in shown]
-    axes.plot(*zip(*(at[id(e)] for e in best), strict=True), color="#000000", linewidth=0.8, zorder=0)
+    front = [e for e in frontier(estimates, machine) if e in shown]
+    best = front[:8]
+    axes.plot(*zip(*(at[id(e)] for e in front), strict=True), color="#000000", linewidth=0.8, zorder=0)
     ring = {"facecolor": "none", "edgecolor": "#000000", "linewidths": 1.2, "label": f"chosen: row {row}"}
     axes.scatter(*([value] for value in at[id(fits[row - 1])]), s=120, **ring)
     free = machine.memory - machine.reserve
@@ -170,17 +171,18 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row:
     axes.set_ylabel(f"step, {second}, estimated")
     axes.margins(x=0.1)
     axes.set_ylim(0, max(e.step for e in shown) * 1.1 * clock)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     rows = {fits.index(e) + 1: e for e in best}
-    names = "\n".join(textwrap.shorten(f"row {row}: {e.flags}", 75, placeholder=" ..") for row, e in rows.items())
+    more = f"\n.. and {len(front) - len(best)} more on the line" if len(front) > len(best) else ""
+    names = "\n".join(textwrap.shorten(f"row {row}: {e.flags}", 90, placeholder=" ..") for row, e in rows.items())
     title = f"On {machine.name}, no other layout is both faster and smaller than"
-    axes.set_title(f"{title}\n{names}", loc="left", fontsize=9)
+    axes.set_title(f"{title}\n{names}{more}", loc="left", fontsize=9)
     figure.draw_without_rendering()  # so that labels can avoid each other
     taken: list[tuple[float, float]] = []
     for number, e in rows.items():
         x, y = axes.transData.transform(at[id(e)])
         away = next(d for d in range(5, 500) if all(abs(x - a) > 22 or abs(y + d - b) > 18 for a, b in taken))
         taken.append((x, y + away))
-        axes.annotate(str(number), at[id(e)], xytext=(6, away * 72 / figure.dpi), fontsize=9,
-                      textcoords="offset points", weight="bold")  # fmt: skip
+        axes.annotate(str(number), at[id(e)], xytext=(6, away * 72 / figure.dpi), fontsize=9, weight="bold",
+                      textcoords="offset points", arrowprops={"arrowstyle": "-", "linewidth": 0.5})  # fmt: skip
     figure.savefig(path, dpi=150)
