@@ -166,7 +166,7 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row:
     room = free / UNITS[unit]
     if room < 3 * max(x for x, _ in at.values()):  # further away it would push all points to one side
         axes.axvline(room, color="#000000", linestyle="--", linewidth=1, label="room")
-    hidden = f"; {len(fits) - len(shown)} slower layouts are not shown" if len(fits) > len(shown) else ""
+    hidden = f"\n{len(fits) - len(shown)} slower layouts are not shown" if len(fits) > len(shown) else ""
     axes.set_xlabel(f"total of the fullest rank, {unit} (room: {free / 2**30:.1f} GiB){hidden}")
     axes.set_ylabel(f"step, {second}, estimated")
     axes.margins(x=0.1)
