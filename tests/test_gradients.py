@@ -132,7 +132,8 @@ def test_pitfall_33_a_gradient_that_some_ranks_lack_counts_as_zero():
         close(model.overlapping.grad, model.shardings["overlapping"].take(full), "overlapping")
 
 
-def check_sharded_over_data():
+@on_ranks(4)
+def test_what_is_sharded_over_data_is_not_summed_over_it_again():
     """What is sharded over data is not summed over it again, but over other axes."""
     m, rows = mesh(tp=2, dp=2), draw(1, 4, 3)
     for over in (m, m.data, m.world):
@@ -151,24 +152,6 @@ def check_sharded_over_data():
     reduce_gradients(model, m.tp)
     for p, q in zip(model.parameters(), dense.parameters(), strict=True):
         close(p.grad.full_tensor(), q.grad, "sum over both axes")
-
-
-def check_ends():
-    """A table that the first and the last stage both hold: one sum over the two, counted once in the norm."""
-    m = mesh(tp=2, pp=2)
-    head = ColumnParallelLinear(3, 4, bias=False, tp=m.tp).double()
-    add_partial(head, "weight", m.ends)
-    terms = [draw(pp, 4, 3) for pp in range(2)]
-    head.weight.grad = head.shardings["weight"].take(terms[m.pp.rank]).clone()
-    reduce_gradients(head)
-    close(head.weight.grad, head.shardings["weight"].take(sum(terms)), "tied gradient")
-    for p in NORMS:
-        close(grad_norm(head, m, p), torch.linalg.vector_norm(sum(terms), p), f"the {p}-norm")
-
-
-@pytest.mark.parametrize("check", [check_sharded_over_data, check_ends])
-def test_sums_of_four_ranks(ranks, check):
-    ranks(4, check)
 
 
 class OwnExperts(ParallelModule):
@@ -386,25 +369,8 @@ def test_a_norm_that_is_none_is_refused(p):
         grad_norm(nn.Linear(2, 2), Mesh(), p)
 
 
-def check_of_whole_tensors(tp):
-    axis = mesh(tp=tp).tp
-    model = nn.Sequential(ColumnParallelLinear(4, 8, bias=False, tp=axis), RowParallelLinear(8, 4, bias=False, tp=axis))
-    model(torch.ones(2, 4)).square().sum().backward()
-    reduce_gradients(model)
-    words = r"computes each element from its whole tensor, and a parameter of shape \(4, 4\) is this rank's part of one"
-    for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS):
-        with pytest.raises(ValueError, match=f"^{kind.__name__} {words}") if tp > 1 else contextlib.nullcontext():
-            guard_optimizer(kind(model.parameters(), lr=1e-3), model).step(lambda: torch.zeros(()))
-    guard_optimizer(torch.optim.AdamW(model.parameters()), model).step()
-
-
 def test_experts_on_one_rank_are_whole_tensors():
     experts = GroupedLinear(2, 4, 6, ep=Axis(), shard=cut(6, Axis(), 1))
     assert experts.shardings["weight"].shards, "the axis of one rank is declared all the same"
     experts.weight.grad = torch.ones_like(experts.weight)
     guard_optimizer(torch.optim.Adafactor(experts.parameters()), experts).step()
-
-
-def test_torchs_optimizers_of_whole_tensors_refuse_parts_of_them(ranks):
-    for tp in (1, 2):
-        ranks(tp, check_of_whole_tensors, tp)
