@@ -7,7 +7,6 @@ pytest-benchmark through a timer.
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,8 +79,7 @@ def test_kernel(request, benchmark, measured, case, provider) -> None:
     shared = {key: value for key, value in row.items() if key not in ("providers", "skipped", "wrong")}
     benchmark.extra_info.update(shared | {"provider": provider} | row["providers"][provider])
     if provider != OURS and OURS in times:
-        pairs = zip(times[provider], times[OURS], strict=True)
-        benchmark.extra_info["ratio"] = round(statistics.median(a / b for a, b in pairs), 3)
+        benchmark.extra_info["ratio"] = round(times.ratio(provider, OURS), 3)
     if provider == OURS:
         benchmark.extra_info["skipped"] = row["skipped"] | row["wrong"]
         if row["clock"] == "device" and case[3] == "forward":

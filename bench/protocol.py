@@ -16,7 +16,6 @@ import functools
 import gc
 import importlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.interleave import interleave, spread
+from bench.interleave import Times, interleave, spread
 from bench.machine import gpu_state
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -181,7 +180,7 @@ def begin() -> None:
 
 def measure(
     kernel: Kernel, shape: Shape, dtype: torch.dtype, which: str, only: Sequence[str] | None = None
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
+) -> tuple[dict[str, Any], Times]:
     """Check the kernel and its peers, and time them in turn.
 
     Args:
@@ -381,7 +380,7 @@ def yardstick(unit: str, device: torch.device) -> tuple[Callable[[], object], fl
 def _measure(
     kernel: Kernel, functions: Mapping[str, Function], shape: Shape, dtype: torch.dtype, which: str,
     device: torch.device,
-) -> tuple[dict[str, Any], dict[str, list[float]]]:  # fmt: skip
+) -> tuple[dict[str, Any], Times]:  # fmt: skip
     """The row of one shape, and the seconds of each provider."""
     copy, yardstick_cost = yardstick(kernel.unit, device)
     inputs = kernel.inputs(shape, dtype, device)
@@ -403,12 +402,9 @@ def _measure(
             skipped[name] = _why(error)
         call, more = None, []  # who is left out leaves its memory to the next
     del inputs
-    if cuda:
-        times = device_times(calls, max(host.values(), default=0.0))
-    else:
-        times = interleave(calls, rounds=ROUNDS_OF_CPU, iterations=CALLS_OF_CPU)
+    times = time_calls(calls, max(host.values(), default=0.0), ROUNDS_OF_CPU, CALLS_OF_CPU)
     scale = SCALES[kernel.unit]
-    best = yardstick_cost / statistics.median(times["yardstick"]) / scale
+    best = yardstick_cost / times.median("yardstick") / scale
     providers = {}
     for name in host.keys() & times.keys():
         low, middle, high = spread(times[name])
@@ -451,7 +447,7 @@ def buffers(size: int) -> int:
     return max(1, min(MOST_BUFFERS, math.ceil(L2_TIMES * cache / max(1, size))))
 
 
-def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict[str, list[float]]:
+def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> Times:
     """Seconds on the device of each call, a list of one for each round; the rounds of all belong together.
 
     There are 50 rounds, or as many as `SECONDS` hold, but at least 10.
@@ -483,7 +479,16 @@ def device_times(calls: Mapping[str, Callable[[], object]], hold: float) -> dict
                 events[name].append((began, ended))
         torch.cuda.synchronize()
         turn += 1
-    return {name: [a.elapsed_time(b) / 1e3 / sizes[name] for a, b in pairs] for name, pairs in events.items()}
+    return Times({name: [a.elapsed_time(b) / 1e3 / sizes[name] for a, b in pairs] for name, pairs in events.items()})
+
+
+def time_calls(
+    calls: Mapping[str, Callable[[], object]], hold: float = 1e-3, rounds: int = 5, iterations: int = 2
+) -> Times:
+    """Time each call in turn: on a GPU by `device_times`, otherwise in so many rounds in processor time."""
+    if torch.cuda.is_available():
+        return device_times(calls, hold)
+    return interleave(calls, rounds=rounds, iterations=iterations)
 
 
 class _Returned(TorchDispatchMode):

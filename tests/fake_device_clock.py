@@ -4,6 +4,7 @@ import os
 import signal
 
 import bench.bench_kernels as benches
+from bench.interleave import Times
 from bench.protocol import OURS, label, short
 
 US = {OURS: 10.0, "eager": 20.0, "torch.compile": 12.5}
@@ -19,7 +20,8 @@ def measure(kernel, shape, dtype, which, only):
     row = {"kernel": kernel.name, "shape": label(shape), "dtype": short(dtype), "pass": which, "unit": "GB/s",
            "cost": 3e4, "clock": "device", "yardstick": 4.0, "providers": providers, "wrong": {},
            "skipped": dict.fromkeys(set(only) - set(US), "not here")}  # fmt: skip
-    return row, {name: [1e-6 * US[name] * slower.get(name, 1) * (1 + i / 1e3) for i in range(5)] for name in providers}
+    seconds = {name: 1e-6 * US[name] * slower.get(name, 1) for name in providers}
+    return row, Times({name: [s * (1 + i / 1e3) for i in range(5)] for name, s in seconds.items()})
 
 
 benches.measure = measure

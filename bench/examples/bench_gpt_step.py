@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -197,13 +196,12 @@ def measure_on_gpu() -> dict[str, Any]:
             "ms": round(1e3 * middle, 2), "ms_p20": round(1e3 * low, 2), "ms_p80": round(1e3 * high, 2),
             "tokens_per_second": round(x.numel() / middle), "mfu": round(flops / middle / PEAK_FLOPS["H100"], 4),
         }  # fmt: skip
-    pairs = {name: zip(times[name], times["mpcore"], strict=True) for name in times if name != "mpcore"}
     return {
         "shape": f"GPT-2 with {c.layers} layers, width {c.d_model}, vocabulary {c.vocab_size}, tokens "
         f"[{BATCH_ON_GPU}, {c.seq_len}], bfloat16 weights, fused AdamW",
         "first losses": first,
         "providers": providers,
-        "ratios": {name: round(statistics.median(a / b for a, b in of), 3) for name, of in pairs.items()},
+        "ratios": {name: round(times.ratio(name, "mpcore"), 3) for name in times if name != "mpcore"},
         "kernels": longest(calls["mpcore"]),
     }
 

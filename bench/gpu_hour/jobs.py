@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib import metadata
@@ -31,7 +31,7 @@ import torch
 from bench import protocol
 from bench.cases import KERNELS
 from bench.examples.bench_gpt_step import longest, measure_on_gpu
-from bench.interleave import interleave, spread
+from bench.interleave import spread
 from bench.machine import ROOT, describe
 from bench.protocol import OURS, Kernel, WrongError
 from examples.gpt.config import PRESETS, MoEConfig
@@ -46,6 +46,7 @@ from mpcore.kernels.quantize_fp8 import quantize_fp8
 WRONG = 3  # the status of a process whose result is wrong
 PEERS = ("liger_kernel", "quack", "cut_cross_entropy", "flash_attn", "megatron.core", "apex", "torchao", "transformers")
 ALONE = ("ceilings", "measure", "add", "products", "step", "block", "example")  # jobs that have the GPU to themselves
+AS_USERS = ("step", "block", "example", "planner", "add", "products")  # jobs that run the kernels a user would get
 SHAPES = {"attention": 2, "attention, window": 2, "attention, documents": 2}  # of a kernel; else its first
 MEDIUM = "--d-model 2048 --layers 16 --heads 16 --seq-len 2048 --global-batch 16 --micro-batch 8"
 EXAMPLES = {
@@ -92,9 +93,7 @@ def ceilings(name: str) -> Rows:
         call, cost = protocol.yardstick(unit, device)
         for _ in range(3):
             call()
-        it = {"it": call}
-        times = protocol.device_times(it, 1e-3) if CUDA else interleave(it, rounds=5, iterations=2)
-        low, middle, high = spread(times["it"])
+        low, middle, high = spread(protocol.time_calls({"it": call})["it"])
         yield {"unit": unit, "rate": cost / middle / scale, "low": cost / high / scale, "high": cost / low / scale}
 
 
@@ -131,8 +130,7 @@ def measure(name: str) -> Rows:
                 raise WrongError(row["wrong"].get(OURS) or row["skipped"][OURS])
             for provider in row["providers"].values():
                 provider["host_us"] = "-"  # the next process starts meanwhile, on the same cores
-            pairs = {n: zip(times[n], times[OURS], strict=True) for n in row["providers"] if n != OURS}
-            row["peer_ratios"] = {n: round(statistics.median(a / b for a, b in of), 3) for n, of in pairs.items()}
+            row["peer_ratios"] = {n: round(times.ratio(n, OURS), 3) for n in row["providers"] if n != OURS}
             yield row | {"skipped": row["skipped"] | row["wrong"]}
 
 
@@ -147,10 +145,7 @@ def add(name: str) -> Rows:
         else main.addmm_(dy.t(), x),
         "two passes": lambda: main.add_(dy.t() @ x),
     }  # fmt: skip
-    for call in calls.values():
-        call()
-    times = protocol.device_times(calls, 1e-3) if CUDA else interleave(calls, rounds=5, iterations=2)
-    yield {"shape": f"M {M}, K {K}, N {N}", "us": {n: round(1e6 * statistics.median(of), 2) for n, of in times.items()}}
+    yield {"shape": f"M {M}, K {K}, N {N}", "us": _microseconds(calls)}
 
 
 def products(name: str) -> Rows:
@@ -167,11 +162,15 @@ def products(name: str) -> Rows:
         "grouped": lambda: grouped_linear(x, weights, counts),
         "one by one": lambda: [part @ w.t() for part, w in zip(x.chunk(E), weights, strict=True)],
     }
+    yield {"shape": f"M {M}, K {K}, N {N}, experts {E}", "us": _microseconds(calls)}
+
+
+def _microseconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the median time of each call, in turn, after one that compiles."""
     for call in calls.values():
         call()
-    times = protocol.device_times(calls, 1e-3) if CUDA else interleave(calls, rounds=3, iterations=1)
-    shape = f"M {M}, K {K}, N {N}, experts {E}"
-    yield {"shape": shape, "us": {n: round(1e6 * statistics.median(of), 2) for n, of in times.items()}}
+    times = protocol.time_calls(calls)
+    return {name: round(1e6 * times.median(name), 2) for name in times}
 
 
 def step(name: str) -> Rows:
@@ -288,14 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _dispatch.INTERPRETING:
             sys.path.insert(0, str(ROOT / "tests" / "kernels"))
             importlib.import_module("interpreter_repair").install()
-        if (CUDA or _dispatch.INTERPRETING) and args.job not in (
-            "step",
-            "block",
-            "example",
-            "planner",
-            "add",
-            "products",
-        ):
+        if (CUDA or _dispatch.INTERPRETING) and args.job not in AS_USERS:
             stack.enter_context(use_kernels("triton"))
         if CUDA and args.job in ALONE:  # two processes may start side by side; one at a time uses the GPU
             lock = stack.enter_context((Path(tempfile.gettempdir()) / "gpu_hour.lock").open("w"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable
-from hashlib import sha256
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,20 +20,8 @@ SPELLED = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==",
 TEXT_FUNCTIONS = {"__repr__", "__str__", "extra_repr"}
 TEXT_CALLS = {"print", "warn", "warning", "info", "debug", "cast", "TypeVar", "isinstance", "issubclass"}
 NO_MEANING = {"strict", "stacklevel", "non_blocking"}  # arguments without which a right program is the same
-ANY_ORDER = {
-    "max",
-    "min",
-    "maximum",
-    "minimum",
-    "hasattr",
-    "getattr",
-    "setattr",
-    "equal",
-    "gcd",
-    "promote_types",
-    "suppress",
-    "zip",
-}
+ANY_ORDER = {"max", "min", "maximum", "minimum", "hasattr", "getattr", "setattr", "equal", "gcd", "promote_types",
+             "suppress", "zip"}  # fmt: skip
 
 
 class Mutant(NamedTuple):
@@ -65,10 +52,6 @@ class Mutant(NamedTuple):
     def key(self, module: str, source: str) -> str:
         """Its name in records, which no change of another definition alters."""
         return "{}:{}: {}: {} -> {}".format(module, self.definition, self.operator, *self.shown(source))
-
-    def turn(self, seed: int, module: str, source: str) -> str:
-        """Its place in the order in which a seed draws: a hash of its key, so that each change has its place alone."""
-        return sha256(f"{seed}:{self.key(module, source)}".encode()).hexdigest()
 
 
 def changes_something(source: str, mutant: Mutant) -> bool:
