@@ -40,6 +40,15 @@ def gpu_state() -> dict[str, str]:
     return dict(zip(fields.split(","), (value.strip() for value in told.split(",")), strict=False))
 
 
+def replace_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Write `text` in place of what stands between two lines of a page."""
+    before, found, rest = page.read_text().partition(f"{begin}\n")
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise SystemExit(f"{page} has no lines {begin} and {end}")
+    page.write_text(before + found + text + ended + after)
+
+
 def _commit() -> str:
     """The commit's short hash, with a plus sign where files differ from it; empty outside a clone or without git."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=9", "--exclude=*", "--dirty=+"]

@@ -16,6 +16,13 @@ COLUMNS, WIDTH, HEIGHT = 3, 5.5, 3.2
 YARDSTICK = {"GB/s": "a copy", "TFLOP/s": "a matrix product"}
 
 
+def picture(width: float, height: float) -> Figure:
+    """Return a figure that needs no screen."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def plot(entries: Sequence[dict[str, Any]], file: Path) -> bool:
     """Write one picture of all benches that have something to draw; say whether there were any.
 
@@ -34,8 +41,7 @@ def plot(entries: Sequence[dict[str, Any]], file: Path) -> bool:
         return False
     columns = min(COLUMNS, len(groups))
     lines = -(-len(groups) // columns)
-    figure = Figure(figsize=(columns * WIDTH, lines * HEIGHT), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(columns * WIDTH, lines * HEIGHT)
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, (title, infos) in zip(grid, groups.items(), strict=False):
         axes.set_title(title, fontsize=9)
@@ -63,8 +69,7 @@ def compare(entries: Sequence[dict[str, Any]], file: Path) -> bool:
     peers = list(dict.fromkeys(name for info in rows.values() for name in info["peer_ratios"]))
     if not rows:
         return False
-    figure = Figure(figsize=(9, 1.6 + 0.34 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture(9, 1.6 + 0.34 * len(rows))
     axes = figure.subplots()
     for i, name in enumerate(peers):
         dots = [(info["peer_ratios"][name], y) for y, info in enumerate(rows.values()) if name in info["peer_ratios"]]

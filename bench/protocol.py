@@ -245,7 +245,7 @@ def _at_full_size(
         if name == OURS:
             continue
         try:
-            truth = pass_of(function, make_leaves(kernel, inputs, which), which)()
+            truth = run_once(kernel, function, inputs, which)
         except Exception:  # out of memory, most of all: `_measure` says so
             continue
         bounds = [(y, _rounding(y, y.dtype) if y.is_floating_point() else 0.0, y.dtype) for y in truth]
@@ -306,17 +306,22 @@ def pass_of(function: Function, leaves: Inputs, which: str) -> Callable[[], tupl
     return both
 
 
+def run_once(kernel: Kernel, function: Function, inputs: Inputs, which: str) -> tuple[Tensor, ...]:
+    """Run a function once on copies of the inputs."""
+    return pass_of(function, make_leaves(kernel, inputs, which), which)()
+
+
 Bound = tuple[Tensor, float, torch.dtype]
 
 
 def find_bounds(kernel: Kernel, inputs: Inputs, which: str) -> list[Bound]:
     """Each output and gradient of the reference, as exact as it can be; the error, and dtype, of one in the inputs'."""
-    plain = pass_of(kernel.reference, make_leaves(kernel, inputs, which), which)()
+    plain = run_once(kernel, kernel.reference, inputs, which)
     if not kernel.in_float64:
         exact = plain
     else:
         wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in inputs.items()}
-        exact = pass_of(kernel.reference, make_leaves(kernel, wide, which), which)()
+        exact = run_once(kernel, kernel.reference, wide, which)
     bounds = []
     for truth, found in zip(exact, plain, strict=True):
         if not found.is_floating_point():
@@ -338,7 +343,7 @@ def check_results(
 
     A peer may have results of another dtype, such as a loss in bfloat16, and then their rounding too.
     """
-    found = pass_of(function, make_leaves(kernel, inputs, which), which)()
+    found = run_once(kernel, function, inputs, which)
     if len(found) != len(bounds):
         raise WrongError(f"{len(found)} results instead of {len(bounds)}")
     own = name.startswith(OURS)

@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.machine import replace_between
 from bench.plots import compare, plot
 from bench.protocol import OURS
 
 RESULTS = Path(__file__).parent / "results"
-BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->"
+BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 FIGURES = ("us", "us_p20", "us_p80", "rate", "percent", "peak_mib", "host_us", "error")
 KERNELS = [
     "| kernel | shape | dtype | pass | µs (p20-p80) | rate | of a copy or product | peak MiB | host µs "
@@ -80,20 +81,11 @@ def row(entry: dict[str, Any]) -> str:
 
 def kernel_row(info: dict[str, Any]) -> str:
     """The line of a kernel on a GPU, its peers' times over its own at the end."""
-    ours = info["providers"]["mpcore"]
-    cells = [
-        f"`{info['kernel']}`",
-        info["shape"],
-        info["dtype"],
-        info["pass"],
-        f"{ours['us']} ({ours['us_p20']}-{ours['us_p80']})",
-        f"{ours['rate']} {info['unit']}",
-        f"{ours['percent']} %",
-        str(ours["peak_mib"]),
-        str(ours["host_us"]),
-        "<br>".join(f"{name}: **{ratio}**" for name, ratio in info["peer_ratios"].items()),
-        _machine(info),
-    ]
+    ours = info["providers"][OURS]
+    cells = [f"`{info['kernel']}`", info["shape"], info["dtype"], info["pass"]]
+    cells += [f"{ours['us']} ({ours['us_p20']}-{ours['us_p80']})", f"{ours['rate']} {info['unit']}"]
+    cells += [f"{ours['percent']} %", str(ours["peak_mib"]), str(ours["host_us"])]
+    cells += ["<br>".join(f"{name}: **{ratio}**" for name, ratio in info["peer_ratios"].items()), _machine(info)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -138,11 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.write is None:
         print(table(given.results), end="")
         return
-    before, begin, rest = given.write.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{given.write} has no lines {BEGIN.strip()} and {END}")
-    given.write.write_text(before + BEGIN + table(given.results) + END + after)
+    replace_between(given.write, BEGIN, END, table(given.results))
 
 
 if __name__ == "__main__":

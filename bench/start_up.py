@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.machine import replace_between
 from mpcore.mesh.agreement import Agreement
 from mpcore.mesh.rendezvous import meet
 
@@ -36,43 +37,31 @@ COUNTED = (2048, 4096, 16384)
 
 @dataclass
 class CountedStore:
-    """A store that counts what one rank asks of it: requests, and bytes of keys and values."""
+    """A store that counts what one rank asks of it: requests, and bytes of keys, values and answers."""
 
     store: Any
     requests: int = 0
     bytes: int = 0
     timeout: timedelta = field(default=timedelta(seconds=LIMIT_S))
 
-    def _count(self, *texts: object) -> None:
-        self.requests += 1
-        self.bytes += sum(len(text if isinstance(text, bytes) else str(text)) for text in texts)
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the store that counts."""
+        method = getattr(self.store, name)
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """As of a store; so are the methods below."""
-        self._count(key, value)
-        self.store.set(key, value)
+        def counted(*given: Any) -> Any:
+            answer = method(*given)
+            self.requests += 1
+            self.bytes += size_of([*given, answer])
+            return answer
 
-    def get(self, key: str) -> bytes:
-        value = self.store.get(key)
-        self._count(key, value)
-        return value
+        return counted
 
-    def add(self, key: str, amount: int) -> int:
-        self._count(key, " " * 16)
-        return self.store.add(key, amount)
 
-    def check(self, keys: list[str]) -> bool:
-        self._count(*keys, " ")
-        return self.store.check(keys)
-
-    def compare_set(self, key: str, old: str, new: str) -> bytes:
-        value = self.store.compare_set(key, old, new)
-        self._count(key, old, new, value)
-        return value
-
-    def delete_key(self, key: str) -> bool:
-        self._count(key, " ")
-        return self.store.delete_key(key)
+def size_of(x: Any) -> int:
+    """Return the bytes of a message to a store or of its answer: 8 of a number, one of a truth value."""
+    if isinstance(x, list):
+        return sum(map(size_of, x))
+    return 0 if x is None else 1 if isinstance(x, bool) else 8 if isinstance(x, int) else len(x)
 
 
 def agree(store: Any, rank: int, size: int) -> None:
@@ -191,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m bench.start_up", description="Cost of a start by world size.")
     parser.add_argument("--ranks", type=int, nargs="+", default=SIZES, help="worlds to start")
-    parser.add_argument("--write", metavar="FILE", help="replace the table between its markers in this file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace the table between its markers in this file")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     own = shutil.which("unshare") and os.geteuid() == 0 and not args.inside
@@ -210,11 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = table(measured)
     print(text)
     if args.write:
-        page = Path(args.write)
-        before, rest = page.read_text().split("<!-- start_up -->\n")
-        page.write_text(
-            f"{before}<!-- start_up -->\n{text}\n<!-- end -->\n{rest.partition('<!-- end -->' + chr(10))[2]}"
-        )
+        replace_between(args.write, "<!-- start_up -->", "<!-- end -->", f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -65,17 +65,10 @@ class PlainGPT(nn.Module):
 
 
 HUGGING_FACE_NAMES = {
-    "embedding": "transformer.wte",
-    "position": "transformer.wpe",
-    "blocks": "transformer.h",
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-    "head": "lm_head",
-}
+    "embedding": "transformer.wte", "position": "transformer.wpe", "blocks": "transformer.h", "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn", "attention.output": "attn.c_proj", "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj", "head": "lm_head",
+}  # fmt: skip
 
 
 def hugging_face(c: GPTConfig, state: dict[str, Tensor]) -> nn.Module:
@@ -110,6 +103,31 @@ def trainer(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]
     return step
 
 
+def training_steps(
+    c: GPTConfig, batch: int, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Callable[[], float]], int]:
+    """Return by name a training step of the same weights and tokens, on a GPU compiled too, and how many tokens."""
+    torch.manual_seed(0)
+    ours, plain = GPT(c, device=device, dtype=dtype), PlainGPT(c).to(device, dtype)
+    plain.load_state_dict(ours.state_dict())
+    theirs = hugging_face(c, {name: x.cpu() for name, x in ours.state_dict().items()}).to(device, dtype)
+    tokens = torch.randint(c.vocab_size, (batch, c.seq_len + 1), device=device)
+    x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def by_torch(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[], float]:
+        return trainer(model, lambda: F.cross_entropy(forward(x).flatten(0, 1).float(), target.flatten()))
+
+    calls = {
+        "mpcore": trainer(ours, lambda: vocab_parallel_cross_entropy(ours(x), target)),
+        "torch.nn": by_torch(plain, plain),
+    }
+    if device.type == "cuda":
+        again = copy.deepcopy(plain)
+        calls["torch.compile"] = by_torch(again, torch.compile(again, dynamic=False))
+    calls["transformers"] = trainer(theirs, lambda: theirs(input_ids=x, labels=target, shift_labels=target).loss)
+    return calls, x.numel()
+
+
 @pytest.mark.benchmark(group="GPT training step")
 def test_gpt_step(benchmark) -> None:
     """Targets: as many tokens a second as plain `torch.nn`, and 1.2 times as many as Hugging Face.
@@ -117,17 +135,7 @@ def test_gpt_step(benchmark) -> None:
     Equal losses are asserted, speed is judged (`bench.interleave.judge`).
     """
     c = CONFIG
-    torch.manual_seed(0)
-    ours, plain = GPT(c), PlainGPT(c)
-    plain.load_state_dict(ours.state_dict())
-    theirs = hugging_face(c, ours.state_dict())
-    tokens = torch.randint(c.vocab_size, (BATCH, c.seq_len + 1))
-    x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    calls = {
-        "mpcore": trainer(ours, lambda: vocab_parallel_cross_entropy(ours(x), target)),
-        "torch.nn": trainer(plain, lambda: F.cross_entropy(plain(x).flatten(0, 1), target.flatten())),
-        "transformers": trainer(theirs, lambda: theirs(input_ids=x, labels=target, shift_labels=target).loss),
-    }
+    calls, tokens = training_steps(c, BATCH, torch.device("cpu"), torch.float32)
     for _ in range(3):  # the second and third loss are equal only if gradients and updates are
         loss = calls["mpcore"]()
         assert calls["torch.nn"]() == pytest.approx(loss, rel=1e-6)
@@ -137,7 +145,7 @@ def test_gpt_step(benchmark) -> None:
     to_plain, to_theirs = times.ratio("torch.nn", "mpcore"), times.ratio("transformers", "mpcore")
     benchmark.extra_info |= {
         "shape": f"{c.layers} layers, width {c.d_model}, vocabulary {c.vocab_size}, tokens [{BATCH}, {c.seq_len}]",
-        "tokens_per_second": {name: round(x.numel() / times.median(name)) for name in times},
+        "tokens_per_second": {name: round(tokens / times.median(name)) for name in times},
         "ratios": {
             "tokens/s / the same model in torch.nn (at least 1.0)": round(to_plain, 3),
             "tokens/s / transformers GPT-2 (at least 1.2)": round(to_theirs, 3),
@@ -158,24 +166,8 @@ def measure_on_gpu() -> dict[str, Any]:
     Returns:
         A row: shape, providers, ratios, and the kernels of one step of ours that take the GPU longest.
     """
-    c, device = ON_GPU, torch.device("cuda")
-    torch.manual_seed(0)
-    ours = GPT(c, device=device, dtype=torch.bfloat16)
-    plain = PlainGPT(c).to(device, torch.bfloat16)
-    plain.load_state_dict(ours.state_dict())
-    theirs = hugging_face(c, {name: x.cpu() for name, x in ours.state_dict().items()}).to(device, torch.bfloat16)
-    compiled_too = copy.deepcopy(plain)
-    faster = torch.compile(compiled_too, dynamic=False)
-    tokens = torch.randint(c.vocab_size, (BATCH_ON_GPU, c.seq_len + 1), device=device)
-    x, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    calls = {
-        "mpcore": trainer(ours, lambda: vocab_parallel_cross_entropy(ours(x), target)),
-        "torch.nn": trainer(plain, lambda: F.cross_entropy(plain(x).flatten(0, 1).float(), target.flatten())),
-        "torch.compile": trainer(
-            compiled_too, lambda: F.cross_entropy(faster(x).flatten(0, 1).float(), target.flatten())
-        ),
-        "transformers": trainer(theirs, lambda: theirs(input_ids=x, labels=target, shift_labels=target).loss),
-    }
+    c = ON_GPU
+    calls, tokens = training_steps(c, BATCH_ON_GPU, torch.device("cuda"), torch.bfloat16)
     first = {}
     for name, call in list(calls.items()):
         try:
@@ -188,13 +180,13 @@ def measure_on_gpu() -> dict[str, Any]:
     for name in calls:
         assert first[name] == pytest.approx(first["mpcore"], rel=5e-3), first
     times = device_times(calls, 0.0)
-    flops = flops_of_token(c) * x.numel()
+    flops = flops_of_token(c) * tokens
     providers = {}
     for name, seconds in times.items():
         low, middle, high = spread(seconds)
         providers[name] = {
             "ms": round(1e3 * middle, 2), "ms_p20": round(1e3 * low, 2), "ms_p80": round(1e3 * high, 2),
-            "tokens_per_second": round(x.numel() / middle), "mfu": round(flops / middle / PEAK_FLOPS["H100"], 4),
+            "tokens_per_second": round(tokens / middle), "mfu": round(flops / middle / PEAK_FLOPS["H100"], 4),
         }  # fmt: skip
     return {
         "shape": f"GPT-2 with {c.layers} layers, width {c.d_model}, vocabulary {c.vocab_size}, tokens "

@@ -99,7 +99,7 @@ def ceilings(name: str) -> Rows:
 
 def check(name: str) -> Rows:
     """One correct case and one repeat of each pass; on a GPU its peers too, which warms the caches of compilers."""
-    kernel = _kernel(name)
+    kernel = kernels()[name]
     shape, dtype = _case(kernel)
     device = torch.device("cuda" if CUDA else "cpu")
     checked = kernel.checked(shape)
@@ -109,20 +109,20 @@ def check(name: str) -> Rows:
         inputs = kernel.inputs(checked, dtype, device)
         bounds = protocol.find_bounds(kernel, inputs, which)
         error = protocol.check_results(kernel, OURS, kernel.ours, inputs, which, bounds)
-        first, second = (_once(kernel, kernel.ours, inputs, which) for _ in range(2))
+        first, second = (protocol.run_once(kernel, kernel.ours, inputs, which) for _ in range(2))
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             raise WrongError(f"{which}: two runs of the same inputs differ in their bits")
         yield {"pass": which, "error": error, "repeats": True}
         for peer in kernel.peers.values() if CUDA else ():
             try:
-                _once(kernel, peer(shape), kernel.inputs(shape, dtype, device), which)
+                protocol.run_once(kernel, peer(shape), kernel.inputs(shape, dtype, device), which)
             except Exception:  # `measure` tells why
                 torch.cuda.empty_cache()
 
 
 def measure(name: str) -> Rows:
     """Shapes of a kernel beside all peers that are there, in each pass; the first shape of those that few ask for."""
-    kernel = _kernel(name)
+    kernel = kernels()[name]
     for which in kernel.passes:
         for shape in kernel.shapes[: SHAPES.get(name, 1)] if CUDA else [kernel.toy]:
             row, times = protocol.measure(kernel, shape, _case(kernel)[1], which)
@@ -225,16 +225,6 @@ def planner(name: str) -> Rows:
     )
     lines = (told.stderr if told.returncode else told.stdout).splitlines()  # that no layout fits is an answer, too
     yield {"flags": EXAMPLES[name], "told": [line for line in lines if line.strip()][:8]}
-
-
-def _once(
-    kernel: Kernel, function: Callable[..., Any], inputs: protocol.Inputs, which: str
-) -> tuple[torch.Tensor, ...]:
-    return protocol.pass_of(function, protocol.make_leaves(kernel, inputs, which), which)()
-
-
-def _kernel(name: str) -> Kernel:
-    return kernels()[name]
 
 
 def _case(kernel: Kernel) -> tuple[protocol.Shape, torch.dtype]:
