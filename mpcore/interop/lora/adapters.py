@@ -346,28 +346,20 @@ def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str
     refused = {}
     grouped = {name: leaf for name, _, leaf in grouped_weights(model)}
     for name, layer in layers.items():
-        if name in grouped:
-            p = layer.get_parameter(grouped[name])
-            axes = [shard.axis for shard in sharding_of(layer, grouped[name], p).shards]
-            if f"{grouped[name]}{_CHILD}" in dict(layer.named_children()):
-                refused[name] = "has an adapter already: merge_lora(model) first"
-            elif any(axis.sums is not None for axis in axes):
-                refused[name] = "is on a mesh with invariant numerics, which an adapter doesn't have: use build_mesh's"
-            elif holders[id(p)] > 1:
-                refused[name] = "shares its weight with another module, which merging would change too: leave it out"
-            continue
-        parent = model.get_submodule(name.rpartition(".")[0]) if name else layer
-        weight = layer._parameters.get("weight")
-        if isinstance(layer, LoRALayer):
+        parent, leaf = model.get_submodule(name.rpartition(".")[0]) if name else layer, grouped.get(name, "weight")
+        weight = layer._parameters.get(leaf)
+        lies = sharding_of(layer, leaf, layer.get_parameter(leaf)).shards if name in grouped else ()
+        axes = [layer.tp] if isinstance(layer, ParallelLinear) else [shard.axis for shard in lies]
+        if isinstance(layer, LoRALayer) or (name in grouped and f"{leaf}{_CHILD}" in layer._modules):
             refused[name] = "has an adapter already: merge_lora(model) first"
         elif isinstance(parent, nn.MultiheadAttention):
             refused[name] = "is read past the layer by nn.MultiheadAttention: write the attention with nn.Linear"
         elif weight is None:
             refused[name] = "has no plain weight: add adapters before it is parametrized"
-        elif isinstance(layer, ParallelLinear) and layer.tp.sums is not None:
+        elif axis := next((axis for axis in axes if axis.sums is not None), None):
             refused[name] = (
-                f"is on {layer.tp.name} with {layer.tp.sums}, and an adapter has no invariant numerics: build the "
-                f"model on the mesh from build_mesh"
+                f"is on {axis.name} with {axis.sums}, and an adapter has no invariant numerics: build the model on the "
+                f"mesh from build_mesh"
             )
         elif holders[id(weight)] > 1:
             refused[name] = "shares its weight with another module, which merging would change too: leave it out"
