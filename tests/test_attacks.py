@@ -316,6 +316,14 @@ def test_ranks_that_wait_in_different_collectives_are_ended_with_both_calls(extr
         assert f"rank {1 - first} entered all_reduce(tp) of [6]" in text
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_agreement_of_one_rank_is_ended_where_the_other_waits_in_a_collective(first):
+    code = WAITS.replace("EXTRA", "mpcore.mesh.check_same('rate', '1')").replace("FIRST", str(first))
+    for status, text in Job(code).end():
+        assert status == 70
+        assert re.search(rf"rank {first}: waits at .+ for rank {1 - first}\n  rank {1 - first}: waits in all_re", text)
+
+
 def test_a_rank_that_ends_its_loop_early_is_named_with_its_step():
     job = Job(EARLY)
     _, text = job.end()[0]

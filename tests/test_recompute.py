@@ -328,6 +328,28 @@ def test_pitfall_22_buffers_are_written_once_and_rrelu_keeps_its_noise(layers, k
     assert equal(results[1], results[0])
 
 
+class FunctionalRReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.rrelu(x, training=True)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_rrelu_as_a_function_at_the_end_of_a_block_is_refused(kind):
+    model = nn.Sequential(nn.Linear(4, 4), FunctionalRReLU())
+    recompute([model], kind)
+    with pytest.raises(ValueError, match=r"functional\.rrelu.*use nn\.RReLU"):
+        model(torch.randn(5, 4)).sum().backward()
+    model.append(nn.Tanh())  # what comes last is saved after the noise
+    results = []
+    for how in (kind, "none"):
+        recompute([model], how)
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(torch.ones(5, 4)).sum().backward()
+        results.append([p.grad for p in model.parameters()])
+    assert equal(*results)
+
+
 def small(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh()).double()

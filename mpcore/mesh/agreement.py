@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from mpcore._torch.distributed import default_store, has_peers
 from mpcore.mesh.axis import Axis
+from mpcore.mesh.log import get_logger
 from mpcore.mesh.secret import decode, encode, printable, seal, unseal
 
+log = get_logger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 _LOOK_AFTER, _NEAR = 5.0, 16  # seconds of waiting, and how far ranks of one host are apart
@@ -258,7 +260,7 @@ class Agreement:
         if self.number > 1 and self.store.check([result]):
             head = self.store.get(result)[:8].partition(b" ")[0]
             parts = [f"result/{i}" for i in range(1, int(head) if head.isdigit() else 1)]
-            for name in ("first", "differ", "came", "full", "result", *parts):  # what isn't there isn't deleted
+            for name in ("first", "differ", "came", "full", "result", "told", *parts):  # what isn't there isn't deleted
                 self.store.delete_key(self._key(name, 1))
 
     def _hear(self, key: str) -> bytes:
@@ -270,6 +272,8 @@ class Agreement:
                 looked = waited
                 if dead := self._dead(self.group):
                     raise ValueError(f"{name_ranks(default_store(), dead)} of this host ended: read what ended it")
+                if waited > 2 * _LOOK_AFTER and self.store.add(self._key("told"), 1) == 1:  # only one rank tells
+                    log.warning("waits: %s yet. Every rank must", self._late())
             if waited > limit:
                 raise ValueError(
                     f"{self._missing()} within {limit:g} s: read what ended it, or see if its host reaches this"
@@ -282,16 +286,16 @@ class Agreement:
         processes = processes_of(default_store(), [dist.get_global_rank(group, rank) for rank in late])
         return [rank for rank, found in processes.items() if any(map(has_ended, found))]
 
-    def _missing(self) -> str:
+    def _late(self) -> str:
         about = f"agree about the {self.what}" if self.what else "come to where the others wait for it"
+        late = [rank for rank in range(self.size) if self.store.add(f"at/{rank}", 0) < self.number]
+        named = [dist.get_global_rank(self.group, rank) if self.group else rank for rank in late]
+        ranks = name_ranks(default_store() if self.group else None, named)
+        return f"{ranks} of {self.size} did not {about}" if late else "all ranks came, but rank 0 did not answer"
+
+    def _missing(self) -> str:
         if self.store.add(self._key("looks"), 1) == 1:  # only one rank looks for the late ranks
-            late = [rank for rank in range(self.size) if self.store.add(f"at/{rank}", 0) < self.number]
-            ranks = name_ranks(
-                default_store() if self.group else None,
-                [dist.get_global_rank(self.group, rank) if self.group else rank for rank in late],
-            )
-            found = f"{ranks} of {self.size} did not {about}" if late else "all ranks came, but rank 0 did not answer"
-            self.store.set(self._key("missing"), found)
+            self.store.set(self._key("missing"), self._late())
         self.store.wait([self._key("missing")], timedelta(seconds=10 + self.size / 500))
         return printable(self.store.get(self._key("missing")).decode(errors="replace"))
 

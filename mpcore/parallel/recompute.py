@@ -19,6 +19,7 @@ Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpcore.kernels.fp8_matmul  # both define operators
@@ -71,7 +73,8 @@ def recompute(
     Note:
         - State other than the block's buffers and the numbers in its modules' attributes, such as a list, is updated
           again by the recomputation.
-        - Use `nn.RReLU`, not `torch.nn.functional.rrelu`: recomputation recognizes the module only.
+        - Use `nn.RReLU`: the backward refuses `torch.nn.functional.rrelu` at the end of a block. It does not notice
+          `torch.rrelu` there.
 
     Args:
         blocks: the blocks of this pipeline rank, in the order of their calls.
@@ -187,6 +190,8 @@ class _AsInForward:
         self.context.__exit__(*error)
         self._set(self.now, self.buffers_now)
         del self.now, self.buffers_now
+        if error[0] and any(frame.f_code is F.rrelu.__code__ for frame, _ in traceback.walk_tb(error[2])):
+            raise ValueError("torch.nn.functional.rrelu ends a recomputed block, and its noise is lost: use nn.RReLU")
 
     def _set(self, numbers: list[tuple[nn.Module, Any]], buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
         for module, held in numbers:

@@ -23,8 +23,6 @@ from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh
-from mpcore.mesh.guard import after_seconds
-from mpcore.mesh.log import Logger, get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
@@ -39,8 +37,6 @@ from mpcore.training.policies import Offload, Precision
 from mpcore.training.rank_checks import check_steps, smallest_count
 from mpcore.training.samples import SampleCheck, share_of
 from mpcore.training.wrong_width import wrong_width
-
-log: Logger = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -419,11 +415,9 @@ class Run:
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         if path.parent not in self._locks:
             lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process
-            said = f"run.save waits for other ranks: all {self.mesh.world.size} must call it, not rank 0 alone"
-            with after_seconds(10.0, log.warning, said):
-                self._locks[path.parent] = together(
-                    self.mesh.world, lambda: store_of(path.parent).lock(path.parent) if lead else None
-                )
+            self._locks[path.parent] = together(
+                self.mesh.world, lambda: store_of(path.parent).lock(path.parent) if lead else None
+            )
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)

@@ -26,7 +26,7 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.failure import tell_launcher
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.mesh.secret import printable, seal, unseal
-from mpcore.tools.fault_tolerance.trace import Log, explain, give_no_answer, last_call, read_log
+from mpcore.tools.fault_tolerance.trace import Log, circle, explain, give_no_answer, last_call, read_log
 
 log: Logger = get_logger("mpcore.tools.fault_tolerance")
 EXIT_PEER = 70  # EX_SOFTWARE, the same as for a hang: another rank failed, not this one
@@ -198,6 +198,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
                 with suppress(ValueError):  # another process wrote it
                     log = Log.from_json(unseal(at, self.store.get(at)).decode())
                     if (found := explain([log, self.log], 0)).startswith("the ranks disagree"):
+                        return found
+                    if found := circle(log, self.log, self.store) or circle(self.log, log, self.store):
                         return found
         return ""
 

@@ -35,7 +35,7 @@ from torch import nn
 from mpcore import _torch
 from mpcore._torch.distributed import flight_records
 from mpcore.checkpoint.schema import Size, convert, load_json
-from mpcore.mesh.agreement import name_ranks
+from mpcore.mesh.agreement import Agreement, name_ranks
 from mpcore.mesh.axis import Mesh
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -51,6 +51,7 @@ _OURS = tuple(
     for name in ("collectives.py", "mesh/agreement.py", "parallel/fsdp.py", "pipeline/messages.py",
                  "tools/fault_tolerance/signals.py", "tools/simulation/nonfinite.py")
 )  # fmt: skip
+_HEARS = Agreement._hear.__code__
 Rank = Annotated[int, range(2**20)]
 LIMIT = 2**24  # bytes of a log
 _EQUAL_SHAPES = ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast")
@@ -94,6 +95,8 @@ class Log:
         site: the file and line where the main thread is.
         doing: the innermost module of the model, or the pipeline action, that the main thread is in.
         waiting: whether the main thread is inside a call of torch.distributed.
+        agreement, number, members: the agreement that the main thread waits in, if it does: its name in the store, its
+            number, and its ranks.
     """
 
     rank: Rank
@@ -102,6 +105,9 @@ class Log:
     site: str = "an unknown place"
     doing: str = ""
     waiting: bool = False
+    agreement: str = ""
+    number: Size = 0
+    members: list[Rank] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the log as JSON text."""
@@ -152,7 +158,10 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
     # Unpickling is safe: this process has just pickled the records.
     entries = [e for record in flight_records() for e in pickle.loads(record).get("entries", [])]
     # A destroyed process group leaves its calls in the recorder, and a later group may have the same name.
-    return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting)
+    found: Any = next((f.f_locals["self"] for f, _ in traceback.walk_stack(frame) if f.f_code is _HEARS), None)
+    members = [] if found is None else dist.get_process_group_ranks(found.group)
+    waits = ("", 0, []) if found is None else (found.prefix, found.number, members)
+    return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting, *waits)
 
 
 def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
@@ -312,6 +321,16 @@ def _missing(log: Log, logs: dict[int, Log], silent: Sequence[int]) -> list[int]
         return max(mine, default=0) < call.number
 
     return [rank for rank in log.groups[call.group][1] if is_behind(rank)]
+
+
+def circle(a: Log, b: Log, store: dist.Store) -> str:
+    """Return that rank a waits in an agreement for rank b, which waits in a collective for rank a; "" otherwise."""
+    if b.rank not in a.members or a.rank not in _missing(b, {a.rank: a, b.rank: b}, ()):
+        return ""
+    if store.add(f"{a.agreement}/at/{a.members.index(b.rank)}", 0) >= a.number:  # b has come since
+        return ""
+    waits = f"rank {a.rank}: waits at {a.site} for rank {b.rank}"
+    return f"the ranks wait in a circle:\n  {waits}\n  rank {b.rank}: {_stands(b)}"
 
 
 def _lag(logs: dict[int, Log], silent: Sequence[int]) -> str | None:
