@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import mpcore as mp
 from mpcore import collectives
+from mpcore.pipeline import Pipeline
 from mpcore.tools.analysis import CommunicationClock
 
 LONG = 0.03
@@ -57,3 +60,29 @@ def test_a_wait_that_raises_counts_too(monkeypatch):
         collectives._wait(None)
     assert clock.seconds >= LONG
     assert collectives._wait is fails
+
+
+def waits() -> list[dict[str, float]]:
+    """In a rank of a mesh: a wait on each axis, one of a collective that is started before another."""
+    on, found = mp.build_mesh(tp=2, pp=2, device_type="cpu"), []
+    with CommunicationClock(on) as clock:
+        collectives.all_reduce(torch.ones(2), on.tp)
+        found.append(dict(clock.axes))
+        first, second = (
+            collectives.start_all_reduce(torch.ones(3), on.pp),
+            collectives.start_all_gather(torch.ones(2), on.tp),
+        )
+        collectives.wait(second)
+        collectives.wait(first)
+        found.append(dict(clock.axes))
+        line = Pipeline(nn.Linear(2, 2), on, 2, lambda y, t: y.sum())
+        for _ in range(2):
+            line.forward_backward(torch.ones(2, 2), torch.ones(2))
+        found.append(dict(clock.axes))
+    return found
+
+
+def test_a_wait_is_of_its_axis(ranks):
+    for found in ranks(4, waits):
+        assert [set(each) - {"other"} for each in found] == [{"tp"}, {"tp", "pp"}, {"tp", "pp"}]
+        assert found[2]["pp"] > found[1]["pp"]

@@ -58,6 +58,9 @@ def test_every_part_has_the_rate_of_its_own_unit():
         "tp": pytest.approx(0.75 * M * ring, rel=1e-12), "dp": pytest.approx(0.5 * M * gather, rel=1e-12),
         "odd": pytest.approx(0.5 * late, rel=1e-12),
     }  # fmt: skip
+    assert found.hidden == {
+        axis: pytest.approx(x * found.exposed[axis]) for axis, x in (("tp", 1 / 3), ("dp", 1), ("odd", 1))
+    }
     assert found.optimizer == pytest.approx((2 * (300 + 1200) + 50) / 50, rel=1e-12)
     assert found.bubble == pytest.approx(0, abs=1e-9)
     before = found.step - found.cluster

@@ -31,7 +31,7 @@ def test_the_seconds_of_a_step_are_of_data_communication_and_compute(monkeypatch
     monkeypatch.setattr(times.time, "perf_counter", lambda: next(now))
     found = StepTimes(FIRST)
     said: list[str] = []
-    clock = mock.MagicMock(seconds=2.5)
+    clock = mock.MagicMock(seconds=2.5, axes={"tp": 2.5})
     clock.__enter__.side_effect = lambda: said.append("in")
     clock.__exit__.side_effect = lambda *_: said.append("out")
     found.clock = clock
@@ -46,6 +46,7 @@ def test_the_seconds_of_a_step_are_of_data_communication_and_compute(monkeypatch
         "seconds": 10.0,
         "data_seconds": 3.0,
         "communication_seconds": 2.5,
+        "exposed_seconds": {"tp": 2.5},
         "compute_seconds": 4.5,
     }
 

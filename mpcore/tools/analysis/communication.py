@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from mpcore import collectives
 from mpcore._torch.distributed import replace_wait
@@ -23,8 +27,13 @@ class CommunicationClock:
     `torch.distributed`. The time that a rank waits for a slower rank counts too. Outside of the context the clock costs
     no time.
 
+    Args:
+        mesh: its axes name the groups of `axes`.
+
     Attributes:
         seconds: the seconds measured since the context was entered.
+        axes: the same by axis. Pipeline messages are of "pp", and what `fully_shard` sends of "data". Calls of
+            `torch.distributed` and groups of no axis are "other".
 
     Example:
         >>> import torch
@@ -40,43 +49,68 @@ class CommunicationClock:
         - Only one clock per process may be entered at a time.
     """
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.seconds, self.axes = 0.0, dict[str, float]()
+        axes = [] if mesh is None else [(axis.group_name, name) for name, axis in mesh.axes.items() if axis.group]
+        self._names = dict(reversed(axes))  # the first of axes that share a group
 
     def __enter__(self) -> CommunicationClock:
-        self.seconds, self._thread = 0.0, threading.get_ident()
-        self._functional, self._work = collectives._wait, dist.Work.wait
-        collectives._wait = self._timed(self._functional)
-        replace_wait(self._timed(self._work))
+        self.seconds, self.axes, self._thread = 0.0, {}, threading.get_ident()
+        self._axis, self._flying = "other", dict[int, str]()  # of results that are not waited for, by address
+        self._functional, self._call, self._work = collectives._wait, collectives._call, dist.Work.wait
+        collectives._wait, collectives._call = self._timed(self._functional, lambda: self._axis), self._named
+        replace_wait(self._timed(self._work, _axis_of_caller))
         return self
 
     def __exit__(self, *_: object) -> None:
-        collectives._wait = self._functional
+        collectives._wait, collectives._call = self._functional, self._call
         replace_wait(self._work)
 
-    def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+    def _named(self, op: Any, x: Tensor, *args: Any, wait: bool = False) -> Any:
+        """Remember the axis of a collective, whose group is its last argument, until it is waited for."""
+        if threading.get_ident() != self._thread:
+            return self._call(op, x, *args, wait=wait)
+        axis = self._names.get(args[-1], "other") if args else self._flying.pop(x.data_ptr(), "other")
+        self._axis = axis
+        out = self._call(op, x, *args, wait=wait)
+        self._axis = "other"
+        if args and not wait:
+            self._flying[out.data_ptr()] = axis
+        return out
+
+    def _timed(self, wait: Callable[..., Any], axis: Callable[[], str]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
                 return wait(*args, **kwargs)
             finally:
                 if threading.get_ident() == self._thread:  # skip a background save's waits
-                    self.seconds += time.perf_counter() - began
+                    spent, name = time.perf_counter() - began, axis()
+                    self.seconds += spent
+                    self.axes[name] = self.axes.get(name, 0.0) + spent
 
         return timed
+
+
+def _axis_of_caller() -> str:
+    """Return the axis of a wait for torch's `Work`, which doesn't know its group, from the files that called it."""
+    files = [frame.f_code.co_filename for frame, _ in itertools.islice(traceback.walk_stack(None), 2, 8)]
+    places = {"pp": f"pipeline{os.sep}messages.py", "data": f"{os.sep}fsdp{os.sep}"}
+    return next((axis for axis, place in places.items() if any(place in file for file in files)), "other")
 
 
 class StepTimes:
     """The seconds of a step on this rank: in all, and in data; on a CPU also in communication and compute.
 
-    Communication is what the rank waits for collectives and messages, for slower ranks too. Compute is the rest. On a
-    GPU the host doesn't wait, and a compiled graph hides its collectives: there the two are not measured.
+    Communication is what the rank waits for collectives and messages, for slower ranks too: what no compute hides. The
+    record has it by axis, too. Compute is the rest. On a GPU the host doesn't wait, and a compiled graph hides its
+    collectives: there they are not measured.
     """
 
     def __init__(self, mesh: Mesh, compiled: bool = False) -> None:
         self.seconds = self.data_seconds = 0.0
         seen = mesh.device_type == "cpu" and not compiled and simulated_rank() is None
-        self.clock: CommunicationClock | None = CommunicationClock() if seen else None
+        self.clock: CommunicationClock | None = CommunicationClock(mesh) if seen else None
 
     def __enter__(self) -> StepTimes:
         if self.clock is not None:
@@ -96,9 +130,10 @@ class StepTimes:
         yield
         self.data_seconds: float = time.perf_counter() - began
 
-    def record(self) -> dict[str, float]:
-        found = {"seconds": self.seconds, "data_seconds": self.data_seconds}
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"seconds": self.seconds, "data_seconds": self.data_seconds}
         if self.clock is not None:
             found["communication_seconds"] = self.clock.seconds
+            found["exposed_seconds"] = dict(self.clock.axes)
             found["compute_seconds"] = self.seconds - self.data_seconds - self.clock.seconds
         return found

@@ -125,6 +125,11 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
         for name, part in e.seconds.parts().items()
         if part
     ]
+    lines += [
+        f"  {f'{axis} hidden':<20}{part * clock:>10.3f} {second}          beside computation, no part of the step"
+        for axis, part in e.seconds.hidden.items()
+        if part * clock >= 0.0005
+    ]
     if e.seconds.bubble >= LARGE_BUBBLE * e.step:
         lines.append(f"  bubble: {SMALLER_BUBBLE}")
     free = machine.memory - machine.reserve - e.memory

@@ -45,6 +45,8 @@ class Seconds:
         host: kernel launches, the host and small shapes.
         optimizer: the optimizer's step.
         cluster: what the machine's factor of the whole step adds.
+        hidden: by axis, communication that runs beside computation, and is no part of the step. Of "pp" it is the
+            messages' time without what they add to the schedule, which is in `bubble`.
     """
 
     products: float = 0.0
@@ -55,6 +57,7 @@ class Seconds:
     host: float = 0.0
     optimizer: float = 0.0
     cluster: float = 0.0
+    hidden: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> float:
@@ -112,11 +115,20 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     optimizer = 2 * (held.parameters + held.optimizer) + held.gradients
     exposed = {axis: sums.pop(axis) for axis in INSIDE if axis in sums} | data
     before = sum(sums.values()) + sum(exposed.values())
+    share = {axis: machine.x_tp if axis in INSIDE else machine.x_dp for axis in exposed}
+    hidden = {axis: seconds * (1 / share[axis] - 1) for axis, seconds in exposed.items() if 0 < share[axis] < 1}
+    rank_of, mine = layout.short.rank_of, layout.short.stages_of(slowest)
+    arriving = layout.micro_batches * sum(
+        rank_of.get(near, slowest) != slowest for i in mine for near in (i - 1, i + 1)
+    )
+    late = makespan - (_makespan(layout, forward, backward, 0.0) if arriving else 0.0)
+    if arriving:
+        hidden["pp"] = max(arriving * message - late, 0.0)
     bubble = max(makespan - layout.micro_batches * busy[slowest], 0.0)
     stepping = optimizer / (machine.hbm * machine.e_hbm)
     return Seconds(
         sums["products"], sums["attention"], sums["operators"], exposed, bubble, sums["host"], stepping,
-        cluster=(machine.cluster - 1) * (before + bubble + stepping),
+        cluster=(machine.cluster - 1) * (before + bubble + stepping), hidden=hidden,
     )  # fmt: skip
 
 
