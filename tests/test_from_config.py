@@ -87,6 +87,16 @@ def test_gains_of_1_plus_w_take_the_same_steps():
     torch.testing.assert_close(norm.weight, 1 + more, rtol=1e-12, atol=0)
 
 
+def test_attention_dropout_is_left_out_where_the_example_refuses_it():
+    for values, is_there in (
+        ({}, True),
+        ({"context-parallel-size": 2}, False),
+        ({"multi-latent-attention": True}, False),
+    ):
+        fields, lists = convert("Megatron-LM", {"num-layers": 2, **values})
+        assert ("attention_dropout" in fields) == is_there == any(x.startswith("attention-d") for x in lists["~"])
+
+
 @pytest.mark.parametrize("name", ["x.toml", "x.json", "x.yaml", "x.txt"])
 def test_what_cannot_be_read_is_named(tmp_path, name, capsys):
     (tmp_path / name).write_text("[1, 2")

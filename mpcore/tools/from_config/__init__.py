@@ -48,6 +48,14 @@ def _choice(**known: Any) -> Callable[[Any, Values], Any]:
 
 
 _BF16, _FP16 = "bfloat16", "float16"
+
+
+def _dropout(value: Any, values: Values) -> float:
+    if float(value) and (values.get("context-parallel-size", 1) != 1 or values.get("multi-latent-attention")):
+        raise UnknownValueError("the example drops no attention weights with cp or latent attention")
+    return float(value)
+
+
 CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
     "": lambda v, _: v,
     "flag": lambda v, _: bool(v),
@@ -74,6 +82,7 @@ CONVERSIONS: dict[str, Callable[[Any, Values], Any]] = {
     "act": _choice(gelu="gelu_tanh", swiglu="swiglu", geglu="geglu", relu="relu", silu="silu"),
     "recompute": _choice(full="full", selective="selective", none="none"),
     "batches": lambda v, values: None if "rampup-batch-size" in values else v // values["global-batch-size"],
+    "weights": _dropout,
     "of_lr": lambda v, values: float(v) / float(values["lr"]),
     "rest": lambda v, _: round(1 - (parts := [float(x) for x in str(v).split(",")])[0] / sum(parts), 6),
     "factor": lambda v, values: float(v) * float(values["lr"]),

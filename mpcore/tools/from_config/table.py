@@ -44,7 +44,7 @@ untie-embeddings-and-output-weights | | tie_embeddings:false | = |
 make-vocab-size-divisible-by | 128 | | ~ | the vocabulary isn't padded: shards are uneven
 vocab-size | | | ~ | the tokenizer's size is taken
 hidden-dropout | 0.1 | dropout:float | ~ | not after the embedding; other random masks
-attention-dropout | 0.1 | attention_dropout:float | ~ | other random masks; it needs O(T^2) memory, and neither cp nor [latent]
+attention-dropout | 0.1 | attention_dropout:weights | ~ | other random masks; it needs O(T^2) memory, and neither cp nor [latent]
 init-method-std | 0.02 | init_std:float | ~ | other random numbers; output projections have std / sqrt(2 layers) in both
 micro-batch-size | | micro_batch | = |
 global-batch-size | data ranks x micro-batch-size | global_batch:positive | = |
