@@ -21,7 +21,7 @@ from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_g
 from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
-from mpcore.mesh.agreement import together
+from mpcore.mesh.agreement import check_same, together
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
@@ -408,6 +408,7 @@ class Run:
                 another process saves into `folder`: from its first save on, the run locks it (`folder/.lock`).
         """
         self.phase.check("forward_backward", "save")
+        check_same("step", {"step": self.step}, self.mesh.world)
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
         for observer in self.observers:
             extra |= observer.state()

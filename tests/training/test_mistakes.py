@@ -125,6 +125,9 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         if wrong == "step":
             run.optimizer.step()
         run.optimizer_step()
+    if wrong == "own step":
+        run.step += mesh.job.rank
+        run.save("unused")
 
 
 TP, DP, BOTH = {"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}
@@ -164,7 +167,9 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("optimizer", TP, "a AdamW that exists already.*optimizer=lambda model"),
     ("loop", DP, "make the optimizer after shard_data_parallel"), ("step", DP, "call run.optimizer_step"),
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),
-    ("DDP", DP, "wrapped in DistributedDataParallel"), ("one rank", TP, "rank 1: is at the end of its function"),
+    ("DDP", DP, "wrapped in DistributedDataParallel"),
+    ("own step", TP, r"disagree about the step \(step: 2 and 3\)"),
+    ("one rank", TP, "rank 1: is at the end of its function"),
 ]  # fmt: skip
 
 
