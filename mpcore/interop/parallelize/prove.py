@@ -32,7 +32,7 @@ from mpcore.interop.parallelize.model_copy import (
     size_of,
     twin_of,
 )
-from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target, Vocab
+from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target, Vocab, on_axes
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, declare_anew, declared_by
 from mpcore.sharding.declare import Sharding
@@ -155,7 +155,7 @@ class PlanTester:
                 torch.manual_seed(mesh.world.rank)  # a forward that draws gets other numbers on each rank
                 part = copy.deepcopy(twin.model)
                 _declare_on(part, mesh.tp, tp)
-                mine = [(name, part.get_submodule(name), _on_mesh(style, mesh)) for name, _, style in found]
+                mine = on_axes([(n, part.get_submodule(n), style) for n, _, style in found], mesh.ep, mesh.etp)
                 with_data = (mesh,) if mesh.ep.size > 1 else ()
                 one = runs[mesh.data.rank * size + mesh.tp.rank]
                 run(cut(part, mine, mesh.tp), data[mesh.data.rank][0], *with_data, found=one)
@@ -179,10 +179,6 @@ def _mesh_sizes(styles: dict[str, Style], tp: int) -> dict[str, int]:
     ep = next((size for size in range(2, experts.ep.size + 1) if experts.ep.size % size == 0), 1)
     etp = experts.inner(Axis(tp)).size
     return {"tp": tp, "ep": ep, "etp": etp, "dp": etp * ep // math.gcd(etp * ep, tp)}
-
-
-def _on_mesh(style: Style, mesh: Mesh) -> Style:
-    return replace(style, ep=mesh.ep, etp=mesh.etp) if isinstance(style, Experts) else style
 
 
 def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
@@ -347,7 +343,9 @@ def compare(
         where = twin.names.get(first.name, first.name) or "the model itself"
         said = f"{where} returns other values on {size} ranks than on one, off by {first.error:.1%} of the largest"
         return said + _advice(twin, first.name, targets, size, failed=False)
-    last = _last_used(whole, gradients)
+    place = {name: at for at, (name, _) in enumerate(whole.calls)}
+    # the module closest to the output, where a wrong gradient starts
+    last = max(gradients, key=lambda found: place.get(found.name.rpartition(".")[0], -1))
     owner, _, leaf = last.name.rpartition(".")
     where = ".".join(filter(None, (twin.names.get(owner, owner), leaf)))
     return (
@@ -387,10 +385,7 @@ def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
 
 
 def _call_departures(whole: Run, runs: list[Run], tolerance: float, inside: tuple[str, ...] = ()) -> Iterator[Mismatch]:
-    """Yield the modules whose output has the right shape but other values, in the order in which they ended.
-
-    Modules whose names begin with `inside` are left out.
-    """
+    """Yield the modules whose output has the right shape but other values, as they ended; none begins with `inside`."""
     calls, *others = [[each for each in of.calls if not each[0].startswith(inside)] for of in (whole, *runs)]
     if any([name for name, _ in other] != [name for name, _ in calls] for other in others):
         return
@@ -412,22 +407,13 @@ def _gradient_departures(whole: Run, runs: list[Run], tolerance: float) -> Itera
             if (want is not None and want.abs().max() > 0) or any(x is not None and x.abs().max() > 0 for x in got):
                 yield Mismatch(name, "presence", 1.0)
             continue
-        cuts = [found.shardings.get(name) for found in runs]
-        error = max(_part_errors(want, [x for x in got if x is not None], cuts, scale))
-        if error > tolerance:
-            yield Mismatch(name, "gradient", error)
-
-
-def _part_errors(want: Tensor, got: list[Tensor], cuts: list[Sharding | None], scale: float) -> Iterator[float]:
-    for x, sharding in zip(got, cuts, strict=True):
-        part = want if sharding is None else sharding.take(want)
-        yield _error(x, part, scale) if x.shape == part.shape else 1.0
-
-
-def _last_used(whole: Run, gradients: list[Mismatch]) -> Mismatch:
-    """Return the mismatch of the module closest to the output: a wrong gradient starts there."""
-    place = {name: at for at, (name, _) in enumerate(whole.calls)}
-    return max(gradients, key=lambda found: place.get(found.name.rpartition(".")[0], -1))
+        errors = []
+        for found, x in zip(runs, got, strict=True):
+            sharding = found.shardings.get(name)
+            part = want if sharding is None else sharding.take(want)
+            errors.append(_error(x, part, scale) if x is not None and x.shape == part.shape else 1.0)
+        if max(errors) > tolerance:
+            yield Mismatch(name, "gradient", max(errors))
 
 
 # --- advice -----------------------------------------------------------------------------------------------------------
