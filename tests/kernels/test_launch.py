@@ -2,6 +2,7 @@
 
 import contextlib
 
+import compile_table
 import pytest
 import torch
 from fake_gpu import fake_gpu
@@ -94,3 +95,19 @@ def test_a_loop_gets_three_stages_where_two_buffers_fit():
     for target, elements, expected in (("sm_90", 9000, 3), ("sm_80", 9000, 2), ("sm_80", 6000, 3), ("sm_90", 10000, 2)):
         with fake_gpu(target):
             assert _triton.stages(elements, x, None, x, x) == expected
+
+
+EMPTY = [
+    *((norm, sizes) for norm in ("rms_norm", "add_rms_norm", "layer_norm") for sizes in ("M=0 D=8", "M=8 D=0")),
+    *((f, sizes) for f in ("swiglu", "geglu", "gelu", "relu_squared") for sizes in ("M=0 F=8", "M=8 F=0")),
+    ("quantize_fp8 both ways", "M=0 K=4"), ("quantize_fp8 both ways", "M=4 K=0"), ("dropout_add", "B=0 D=8"),
+    ("dropout_add", "B=2 D=0"), ("cross_entropy", "M=0 V=8"), ("adamw", "n=0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "sizes"), [*EMPTY, ("rms_norm", "M=1 D=8")])
+def test_nothing_is_launched_for_empty_tensors(kernel, sizes):
+    """In both passes; something is for a single row."""
+    with fake_gpu() as launches:
+        compile_table.launch(f"{sizes} bf16", kernel, dict, "", {})
+    assert (launches == []) == ("=0" in sizes)

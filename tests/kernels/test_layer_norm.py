@@ -1,9 +1,8 @@
-"""layer_norm without a GPU: the reference, bad input, and what would be launched."""
+"""layer_norm without a GPU: the reference, and bad input."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import fake_gpu
 
 from mpcore.kernels.layer_norm import layer_norm
 
@@ -52,16 +51,3 @@ def test_bad_input(arguments, message):
 def test_empty_in_empty_out(shape):
     y, residual_out = layer_norm(torch.ones(shape), torch.ones(shape[-1]), None, residual=torch.ones(shape))
     assert y.shape == residual_out.shape == shape
-
-
-def launched(M, D, has_bias=True):
-    x, weight = torch.empty(M, D, dtype=torch.bfloat16), torch.empty(D)
-    bias = weight if has_bias else None
-    with fake_gpu() as launches:
-        torch.ops.mpcore.norm_forward(x, weight, bias, x, True, 1e-5)
-        torch.ops.mpcore.norm_backward(x, x, x, weight, bias, None, None, torch.empty(2, M), True)
-    return launches
-
-
-def test_nothing_is_launched_for_empty_tensors():
-    assert launched(0, 8) == launched(8, 0) == []
