@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -16,10 +17,6 @@ import resource
 import shutil
 import signal
 import struct
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -41,8 +38,6 @@ from examples.gpt.pretrain import Trainer, parse
 from mpcore import AdamW, ColumnParallelLinear, Mesh, full_state_dict, parallelize, shard_sequence
 from mpcore import vocab_parallel_cross_entropy as cross_entropy
 from mpcore.checkpoint import diff, inspect, latest, load, save, save_async, step_path, tensor_file, verify
-from mpcore.checkpoint import format as checkpoint_format
-from mpcore.checkpoint import saving as checkpoint_saving
 from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
 from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
@@ -52,10 +47,9 @@ from mpcore.layers.dropout import seed_dropout
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.sharding import shardings
-from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor, local_tensor
 from tests.checkpoint.test_schema import rewrite
-from tests.examples.test_pretrain import TINY, trainer
+from tests.examples.test_pretrain import trainer
 from tests.placement import data_shards
 from tests.pool import RankError, mesh
 
@@ -170,37 +164,26 @@ def check_load(sizes: dict, path: str, config: GPTConfig, zero: int, again: str,
     return state, run.steps(2, 2 + more)
 
 
-# Tied weights, and all else that GQA hasn't: where they are cut most in the short proofs, everywhere in the long ones.
-READERS = {
-    "gqa": [({}, 0), ({"tp": 2, "dp": 2}, 2), ({"dp": 4}, 22)],
-    "tied": [({"pp": 2, "dp": 2}, 1)],
-}
-LONG = [({"tp": 3}, 0), ({"tp": 4}, 0), ({"pp": 2}, 0), ({"dp": 4}, 3), ({"dp": 3}, 2), ({"tp": 2, "dp": 2}, 0),
-        ({"tp": 2, "pp": 2}, 0), ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "dp": 2}, 3)]  # fmt: skip
-PAIRS = [pytest.param(*r, kind, id=f"{r}-{kind}") for kind, readers in READERS.items() for r in readers] + [
-    pytest.param(*r, kind, id=f"{r}-{kind}", marks=pytest.mark.slow)
-    for kind, readers in READERS.items() for r in [*LONG, *READERS["gqa"], *READERS["tied"]] if r not in readers
+# A writer and a reader. Tied weights, and all else that GQA hasn't: where they are sharded most.
+PAIRS = [
+    (({"tp": 2, "pp": 2}, 0), ({}, 0), CONFIG), (({"tp": 2, "pp": 2}, 0), ({"tp": 2, "dp": 2}, 2), CONFIG),
+    (({"tp": 2, "pp": 2}, 0), ({"dp": 4}, 22), CONFIG), (({"tp": 2, "pp": 2}, 0), ({"pp": 2, "dp": 2}, 1), TIED),
+    (({}, 0), ({"pp": 2}, 0), CONFIG), (({}, 0), ({"tp": 4}, 0), TIED),
 ]  # fmt: skip
+LAYOUTS = [({"tp": 3}, 0), ({"tp": 4}, 0), ({"pp": 2}, 0), ({"dp": 4}, 3), ({"dp": 4}, 22), ({"tp": 2, "dp": 2}, 2),
+           ({"cp": 2, "tp": 2}, 1), ({"cp": 2, "dp": 2}, 3)]  # fmt: skip
+MORE = [(*pair, config) for pair in itertools.product(LAYOUTS, repeat=2) for config in (CONFIG, TIED)]
 WRITTEN: dict = {}
 
 
-@pytest.mark.parametrize(("wanted", "sharded", "kind"), PAIRS)
+@pytest.mark.parametrize(("writer", "reader", "config"), [
+    *PAIRS, *(pytest.param(*row, marks=pytest.mark.slow) for row in random.Random(0).sample(MORE, 24)),
+], ids=lambda x: "tied" if x is TIED else "gqa" if x is CONFIG else str(x))  # fmt: skip
 def test_pitfall_15_16_17_38_what_one_layout_saves_every_other_loads_bitwise(
-    ranks, tmp_path_factory, wanted, sharded, kind
+    ranks, tmp_path_factory, writer, reader, config
 ):
     """Parameters and Adam's state when gathered, the next losses, and what the reader saves in its turn."""
-    writer = ({"tp": 2, "pp": 2}, 0)
-    check_pair(ranks, tmp_path_factory, writer, (wanted, sharded), CONFIG if kind == "gqa" else TIED)
-
-
-OTHERS = [({}, 0), *(pytest.param(w, marks=pytest.mark.slow)
-                     for w in (({"tp": 4}, 0), ({"tp": 2, "dp": 2}, 1), ({"cp": 2, "pp": 2}, 0)))]  # fmt: skip
-
-
-@pytest.mark.parametrize("writer", OTHERS, ids=str)
-def test_other_writers(ranks, tmp_path_factory, writer):
-    check_pair(ranks, tmp_path_factory, writer, ({"pp": 2}, 0), CONFIG)
-    check_pair(ranks, tmp_path_factory, writer, ({"tp": 4}, 0), TIED)
+    check_pair(ranks, tmp_path_factory, writer, reader, config)
 
 
 def check_pair(ranks, tmp_path_factory, writer, reader, config, more=3) -> None:
@@ -225,18 +208,6 @@ def check_pair(ranks, tmp_path_factory, writer, reader, config, more=3) -> None:
         assert wanted != sizes or sharded != zero or got == losses
     assert found.keys() == state.keys()
     assert not diff(path, again)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("writer", "readers", "config"), [
-    (({"tp": 2, "pp": 2}, 0), [({}, 0), ({"tp": 4}, 0), ({"pp": 4}, 0), ({"dp": 4}, 3), ({"tp": 2, "dp": 2}, 2)],
-     replace(CONFIG, layers=4)),
-    (({"dp": 4}, 3), [({"dp": 4}, 22), ({"tp": 2, "dp": 2}, 2)], CONFIG),
-    (({"dp": 4}, 22), [({"dp": 4}, 22), ({"tp": 2, "dp": 2}, 2)], CONFIG),
-], ids=str)  # fmt: skip
-def test_pitfall_38_the_next_twenty_losses_are_the_writers(ranks, tmp_path_factory, writer, readers, config):
-    for reader in readers:
-        check_pair(ranks, tmp_path_factory, writer, reader, config, 20)
 
 
 def check_bytes(sizes: dict, path: str, zero: int = 0) -> None:
@@ -363,22 +334,11 @@ def canary(path: Path) -> bytes:
     return pickle.dumps(Payload())
 
 
-def pickles(path: Path) -> str:
-    for file in (*path.iterdir(), path / ".metadata"):
-        file.write_bytes(canary(path))
-    return "manifest.json is damaged"
-
-
 def pickled_tensors(path: Path) -> str:
     """The right size and a manifest that agrees with it: only the format itself stands in the way."""
     file = path / "model-00000.safetensors"
     file.write_bytes(canary(path).ljust(file.stat().st_size, b"\0"))
     return "model-00000.safetensors is damaged: a header of"
-
-
-def giant_manifest(path: Path) -> str:
-    os.truncate(path / MANIFEST, checkpoint_format.MANIFEST_LIMIT + 1)  # sparse
-    return "has 1073741825 bytes, more than 16777216"
 
 
 MODEL, OPTIMIZER = "model-00000.safetensors", "optimizer-00000.safetensors"
@@ -392,7 +352,6 @@ BYTES: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
     (OPTIMIZER, lambda data: None, f"{OPTIMIZER} is missing"),
     (MANIFEST, lambda data: None, "no complete checkpoint: .* no manifest.json"),
     (MANIFEST, lambda data: data[: len(data) // 2], "manifest.json is damaged"),
-    (MANIFEST, lambda data: b"[" * 200_000, "manifest.json is damaged"),
     (MANIFEST, lambda data: data.replace(b'"step": 2', b'"step": 3', 1), "manifest.json is damaged: its CRC-32"),
 ]
 
@@ -413,7 +372,6 @@ def tensors(body: dict) -> dict:
 
 
 NORM, WORDS = "model/norm.weight", "model/embedding.weight"
-OTHER = "manifest.json is damaged|another type|(Infinity|NaN) is not a finite"
 # Changes of a manifest that is signed again, as someone would who means harm, and what the refusal names.
 SIGNED: list[tuple[Callable[[dict], Any], str]] = [
     (at(format="torch"), "is not the manifest of an mpcore checkpoint"),
@@ -423,24 +381,15 @@ SIGNED: list[tuple[Callable[[dict], Any], str]] = [
     (lambda body: tensors(body)[WORDS]["chunks"].pop(), rf"the 1 chunks of {WORDS} .*\(53, 24\)"),
     (at("tensors", WORDS, "chunks", 1, start=[26, 0]), rf"the 2 chunks of {WORDS} .*\(53, 24\)"),
     (at("tensors", NORM, "chunks", 0, key="norm.bias"), f"{MODEL} has no tensor 'norm.bias'"),
-    (at("tensors", NORM, "chunks", 0, key=[]), r"key: .* is not of type str"),
     (lambda body: tensors(body)[NORM]["chunks"][0].update(
         {key: tensors(body)[WORDS]["chunks"][0][key] for key in ("key", "file")}),
      r"embedding.weight\S* is \{.*'shape': \[\d\d, 24\].* expected \{.*'shape': \[24\]"),
     (at("tensors", NORM, dtype="F3"), f"{NORM} has the unknown dtype 'F3'"),
     (at("tensors", NORM, "chunks", 0, file="other"), f"{NORM} lies in 'other'"),
-    (at(tensors=[1, 2]), "manifest.json is damaged"),
-    (at("tensors", NORM, shape=[-24]), "shape: '-24' is not between 0 and "),
     (lambda body: tensors(body).pop(NORM), f"{NORM}: missing from the checkpoint"),
     (lambda body: tensors(body).pop("optimizer/exp_avg_sq/norm.weight"), "exp_avg_sq/norm.weight: missing"),
     (at(optimizer=None), "the optimizer: missing from the checkpoint"),
     (lambda body: tensors(body).update({"model/extra.weight": tensors(body)[NORM]}), "model/extra.weight: in the"),
-    *((at("optimizer", 0, params=value), f"optimizer's group of|{OTHER}") for value in ([], "ab")),
-    *((at("optimizer", 0, "options", **{name: value}), f"{name}|{OTHER}") for name, value in (
-        ("lr", "abc"), ("lr", math.nan), ("lr", None), ("betas", [0.9]), ("betas", 0.9), ("weight_decay", [1]))),
-    *((at(**{name: value}), f"{name}|is not a finite") for name, value in (
-        ("step", "x"), ("step", 2.0), ("step", True), ("sample", -5), ("sample", 2**64), ("seed", "5"),
-        ("mesh", {"tp": -1}), ("config", [1]), ("extra", {"scale": math.inf}))),
 ]  # fmt: skip
 
 
@@ -464,7 +413,7 @@ def test_what_is_damaged_is_refused_by_name_and_changes_nothing(ranks, tmp_path)
     def case(name: str) -> Path:
         return Path(shutil.copytree(good, tmp_path / name / "step"))
 
-    for damage in (flip_bit, giant_manifest, pickles, pickled_tensors):
+    for damage in (flip_bit, pickled_tensors):
         cases.append((str(path := case(damage.__name__)), damage(path)))
     for i, (name, change, message) in enumerate(BYTES):
         data = change(((path := case(f"bytes {i}")) / name).read_bytes())
@@ -473,7 +422,7 @@ def test_what_is_damaged_is_refused_by_name_and_changes_nothing(ranks, tmp_path)
     for i, (change, message) in enumerate(SIGNED):
         rewrite(path := case(f"signed {i}"), change)
         cases.append((str(path), message))
-    assert latest(path.parent) is None
+    assert latest(tmp_path / "bytes 6") is None
     ranks(2, check_refused, cases)
     assert verify(tmp_path / "flip_bit" / "step")
     assert verify(tmp_path / "pickled_tensors" / "step")
@@ -649,27 +598,6 @@ def test_a_learning_rate_in_a_tensor_stays_the_tensor_that_it_was(tmp_path):
     assert lr == 0.25
 
 
-def test_a_state_that_is_none_of_its_parameter_is_refused(tmp_path):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    for value, message in (
-        ("seen", r"the optimizer's note of weight is 'seen': only tensors can be saved"),
-        (torch.ones(3), r"optimizer/note/weight has shape \(3,\), its parameter \(2, 3\)"),
-    ):
-        optimizer.state[model.weight] = {"nothing": None, "note": value}
-        with pytest.raises(ValueError, match=message):
-            save(tmp_path / "step", model, optimizer, mesh=Mesh(), step=1)
-    model.bias.data = torch.ones(7)
-    model.shardings = {"bias": Sharding((2,))}
-    with pytest.raises(ValueError, match=r"model/bias has shape \(7,\), declared is \(2,\) on this rank"):
-        save(tmp_path / "step", model, mesh=Mesh(), step=1)
-    del model.shardings
-    model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
-    with pytest.raises(ValueError, match=r"safetensors has no dtype for torch\.complex128"):
-        save(tmp_path / "step", model, mesh=Mesh(), step=1)
-    assert not list(tmp_path.iterdir())
-
-
 def test_tiles_accepts_what_covers_a_shape_once_and_nothing_else():
     assert tiles([()], ())
     assert tiles([((0, 2), (0, 3)), ((2, 1), (0, 1)), ((2, 1), (1, 2))], (3, 3))
@@ -720,25 +648,24 @@ def check_killed_and_resumed(ranks, tmp_path: Path, victim: int, name: str, coun
     assert not verify(tmp_path / "step")
 
 
-MOMENTS = [(1, "fsync", 1), pytest.param((0, "fsync", 3), marks=pytest.mark.slow), (0, "rename", 2)]
+# the call at which a rank dies: with a file half done, between two renames; then any that changes the disk, drawn
+MOMENTS: list = [(1, "fsync", 1, True), (0, "rename", 2, False)]
+CALLS = {"pwrite": 20, "fsync": 5, "rename": 2, "mkdir": 1, "open": 2, "rmdir": 1}
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=["a file half done", "before the manifest", "between two renames"])
-def test_killed_over_an_old_checkpoint_a_whole_one_is_there(ranks, tmp_path, moment):
-    """RELIABILITY 14 and 15."""
-    check_killed_and_resumed(ranks, tmp_path, *moment, asynchronous=moment[0] == 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
-def test_killed_at_any_moment_a_whole_checkpoint_is_there(ranks, tmp_path, seed):
-    """RELIABILITY 14: of the calls by which a save changes the disk, any; those of rank 0 alone end it."""
+def drawn(seed: int) -> tuple[int, str, int, bool]:
+    """Of the calls of rank 0 any, and of those of rank 1 a write."""
     draw = random.Random(seed)
-    calls = {"pwrite": 20, "fsync": 5, "rename": 2, "mkdir": 1, "open": 2, "rmdir": 1}
-    name = draw.choice([*calls, "pwrite", "pwrite"])
+    name = draw.choice([*CALLS, "pwrite", "pwrite"])
     victim = draw.randrange(2) if name in ("pwrite", "fsync") else 0
-    count = draw.randint(1, 2 if victim and name == "fsync" else calls[name])
-    check_killed_and_resumed(ranks, tmp_path, victim, name, count, bool(draw.randrange(2)))
+    return victim, name, draw.randint(1, 2 if victim and name == "fsync" else CALLS[name]), bool(draw.randrange(2))
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, *(pytest.param(drawn(i), marks=pytest.mark.slow) for i in range(30))],
+                         ids=str)  # fmt: skip
+def test_killed_at_any_moment_a_whole_checkpoint_is_there(ranks, tmp_path, moment):
+    """RELIABILITY 14 and 15."""
+    check_killed_and_resumed(ranks, tmp_path, *moment)
 
 
 REAL = {name: getattr(os, name) for name in ("fsync", "mkdir")}
@@ -827,42 +754,20 @@ def check_async(root: str, sizes: dict, zero: bool) -> None:
     run = Run(mesh(**sizes), zero=zero)
     run.steps(0, 2)
     run.save(f"{root}/now", 2)
-    held, real = threading.Event(), checkpoint_saving.write_tensors
-
-    def later(*args):
-        assert held.wait(60)
-        return real(*args)
-
-    checkpoint_saving.write_tensors = later
-    try:
-        extra = {"scale": 1.5}
-        state = {"sample": 2 * BATCH, "seed": 5, "config": {"layers": 2}, "extra": extra}
-        saving = save_async(f"{root}/later", run.model, run.optimizer, mesh=run.mesh, step=2, **state)
-        extra["scale"] = 7.0
-        assert not saving.done
-        run.steps(2, 4)  # the optimizer writes in place while nothing is on the disk yet
-        held.set()
-        saving.wait()
-        again = run.save(f"{root}/third", 4, save_async, after=saving)
-        assert not (Path(root) / "third" / MANIFEST).exists() or again.done
-        last = run.save(f"{root}/fourth", 4, save_async, after=again)  # one in flight at most
-        assert again.done
-        assert (Path(root) / "third" / MANIFEST).exists()
-        last.wait()
-        assert last.seconds > 0
-    finally:
-        checkpoint_saving.write_tensors = real
+    saving = run.save(f"{root}/later", 2, save_async)
+    run.steps(2, 4)  # the optimizer writes in place while the files are written
+    again = run.save(f"{root}/third", 4, save_async, after=saving)
+    assert saving.done, "one in flight at most"
+    run.save(f"{root}/fourth", 4, save_async, after=again).wait()
 
 
 @pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, False), ({"dp": 2}, True)], ids=["tp2", "zero"])
 def test_pitfall_40_a_save_in_the_background_has_the_bytes_of_its_moment(ranks, tmp_path, sizes, zero):
     ranks(2, check_async, str(tmp_path), sizes, zero)
-    names = sorted(p.name for p in (tmp_path / "now").iterdir())
-    assert names == sorted(p.name for p in (tmp_path / "later").iterdir())
-    for name in names:
-        assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "later" / name).read_bytes(), name
+    for one, other in (("now", "later"), ("third", "fourth")):
+        files = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in (one, other)]
+        assert files[0] == files[1], other
     assert diff(tmp_path / "now", tmp_path / "third")
-    assert not diff(tmp_path / "third", tmp_path / "fourth")
 
 
 def small(root: Path, step: int, **options) -> Path:
@@ -894,10 +799,9 @@ def check_run(sizes: dict, out: str, *flags: str, asked: int | None = None) -> t
     return run.checkpoints.first_step, run.checkpoints.first_sample
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
-def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_path, dtype):
+def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_path):
     """RELIABILITY 31, 36, 37. Same layout: bitwise. Another: the same samples, losses to rounding."""
-    flags, sizes = ["--dtype", dtype], {"tp": 2}
+    flags, sizes = ["--dtype", "float16"], {"tp": 2}
     whole, again = tmp_path / "whole", tmp_path / "again"
     ranks(2, check_run, sizes, str(whole), *flags, "--save-every", "4")
     ranks(2, check_run, sizes, str(again), *flags, "--set", "exit_step=2", "--set", "async_save=true")
@@ -914,20 +818,7 @@ def test_pitfall_38_39_a_stopped_run_goes_on_as_if_it_had_not_been(ranks, tmp_pa
     ranks(2, check_run, {"dp": 2}, str(tmp_path / "dp"), *flags, "--resume", "auto")
     for (step, got), (same, want) in zip(losses_of(tmp_path / "dp"), losses_of(whole), strict=True):
         assert step == same
-        assert got == pytest.approx(want, rel=1e-5 if dtype == "float32" else 2e-3)
-
-
-def test_virtual_stages_save_what_one_process_loads_and_the_other_way_round(ranks, tmp_path):
-    flags = ["--layers", "4", "--dtype", "float64", "--set", "tie_embeddings=true"]
-    stages = [*flags, "--schedule", "interleaved", "--virtual-stages", "2"]
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    ranks(1, check_run, {}, str(whole), *flags)
-    ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--set", "exit_step=2")
-    ranks(1, check_run, {}, str(again), *flags, "--resume", "auto", "--set", "exit_step=4")
-    ranks(4, check_run, {"pp": 2, "dp": 2}, str(again), *stages, "--resume", "auto")
-    for (step, got), (same, want) in zip(losses_of(again), losses_of(whole), strict=True):
-        assert step == same
-        assert got == pytest.approx(want, rel=1e-10)
+        assert got == pytest.approx(want, rel=2e-3)
 
 
 def check_resume_refused(out: str, cases: list[tuple[list[str], str]]) -> None:
@@ -978,68 +869,26 @@ def check_flags_of_a_resumed_run(out: str) -> None:
     assert [r["tokens"] for r in records if "tokens" in r] == [64, 128, 256, 384, 512, 640]
 
 
-def check_full_disk_run(root: str) -> None:
-    """Training goes on past a disk that is full in its midst; a run whose last checkpoint is not written fails."""
-    with failing("fsync", errno.ENOSPC):
-        with pytest.raises(ValueError, match=r"the save of .*step-00000005 failed: .*No space left"):
-            check_run({}, root, "--save-every", "2", "--set", "async_save=true", "--set", "exit_step=5")
-        assert [step for step, _ in losses_of(root)] == [0, 1, 1, 2, 3, 3, 4]
-        assert not list((Path(root) / "checkpoints").glob("[!.]*"))
-        for flags in ([], ["--set", "async_save=true"]):
-            with pytest.raises(ValueError, match=r"No space left.*step-00000006|step-00000006.*No space left"):
-                check_run({}, f"{root}{len(flags)}", "--save-every", "5", "--eval-every", "0", *flags)
-
-
-@pytest.mark.parametrize("check", [check_flags_of_a_resumed_run, check_full_disk_run])
-def test_a_run_of_one_process(ranks, tmp_path, check):
-    ranks(1, check, str(tmp_path / "out"))
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR1], ids=["term", "usr1"]
-)
-def test_a_signal_saves_and_leaves_within_a_step(tmp_path, number):
-    flags = [*TINY, "--steps", "100000", "--eval-every", "0", "--out", str(tmp_path)]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "examples.gpt.pretrain", *flags], cwd=Path(__file__).parents[1],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 90
-        while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text()) < 300:
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        run.send_signal(number)
-        stdout, stderr = run.communicate(timeout=30)
-    finally:
-        run.kill()
-    assert run.returncode == 75, stderr
-    found = latest(tmp_path / "checkpoints")
-    assert f"saved {found} and stopped" in stdout
-    assert inspect(found).step == len(losses_of(tmp_path))
-    assert not verify(found)
+def test_a_run_of_one_process(ranks, tmp_path):
+    ranks(1, check_flags_of_a_resumed_run, str(tmp_path / "out"))
 
 
 def check_dcp(folder: str) -> list[str]:
     """DCP refuses the states of a sharded model and its optimizer. Other uses of a state dict go on."""
     on, errors = mesh(tp=2), []
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4))
-    whole = {name: x.clone() for name, x in model.state_dict().items()}
-    model = parallelize(model, {"0": "colwise", "2": "rowwise"}, tp=on.tp)
+    whole: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.LayerNorm(4))
+    want = {name: x.clone() for name, x in whole.state_dict().items()}
+    model = parallelize(whole, {"0": "colwise", "2": "rowwise"}, tp=on.tp)
     optimizer = AdamW(model, lr=0.1)
-    state = {name: x.detach() for name, x in model.state_dict().items()}
-    dcp.save(state, checkpoint_id=f"{folder}/shards")  # rank 0's, as it was without an error
-    with pytest.raises(CheckpointException) as error:
-        dcp.load(model.state_dict(), checkpoint_id=f"{folder}/shards")
-    errors.append(str(error.value))
+    dcp.save({name: x.detach() for name, x in model.state_dict().items()}, checkpoint_id=f"{folder}/shards")
     dcp.save(full_state_dict(model), checkpoint_id=f"{folder}/full")
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    for refused in (model.state_dict(), model.state_dict(keep_vars=True), optimizer.state_dict()):
+    states = (model.state_dict(), model.state_dict(keep_vars=True), optimizer.state_dict())
+    for use, of in ((partial(dcp.load, model.state_dict()), "shards"), *((partial(dcp.save, x), "no") for x in states)):
         with pytest.raises(CheckpointException) as error:
-            dcp.save(refused, checkpoint_id=f"{folder}/refused")
+            use(checkpoint_id=f"{folder}/{of}")
         errors.append(str(error.value))
     state, file = model.state_dict(), io.BytesIO()
     torch.save(state, file)
@@ -1047,9 +896,9 @@ def check_dcp(folder: str) -> list[str]:
     for again in (torch.load(file), copy.deepcopy(state)):
         same_bits(again, state)
         copy.deepcopy(model).load_state_dict(again, assign=True)
-    read = {name: torch.zeros_like(x) for name, x in whole.items()}
+    read = {name: torch.zeros_like(x) for name, x in want.items()}
     dcp.load(read, checkpoint_id=f"{folder}/full")
-    same_bits(read, whole)
+    same_bits(read, want)
     return errors
 
 

@@ -18,6 +18,7 @@ from bench.planner.fit import main as fit
 from bench.planner.rows import read_run
 from examples.gpt.config import GPTConfig
 from mpcore import Axis, collectives, from_pretrained
+from mpcore.checkpoint import save
 from mpcore.gradients import grad_norm
 from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
@@ -104,6 +105,27 @@ def two_contexts() -> None:
     of_verify._cut_sequence({"x": torch.ones(1, 4)}, model, mp.Mesh(), of_verify.RankRecord(0, 0, 0, 0))
 
 
+def saved(change: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
+    """Save a linear layer after a change of it or of its optimizer."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    change(model, optimizer)
+    save("step", model, optimizer, mesh=mp.Mesh(), step=1)
+
+
+def note(value: object) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    """Have the optimizer's state of the weight hold a value."""
+    return lambda model, optimizer: optimizer.state.update({model.weight: {"nothing": None, "note": value}})
+
+
+def declared_otherwise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.bias.data, model.shardings = torch.ones(7), {"bias": declare.Sharding((2,))}
+
+
+def wide(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+
+
 DEADLOCK = Schedule("mine", ((Action("B", 0, 0), Action("F", 0, 0)),), 1, 1)
 PLAN = ["tests.test_plan:build", "--world", "2"]
 
@@ -116,6 +138,10 @@ def overlapped_and_fp8(overlaps_first: bool) -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    r"note of weight is 'seen': only tensors can be saved": (ValueError, lambda: saved(note("seen"))),
+    r"note/weight has shape \(3,\), its parameter \(2, 3\)": (ValueError, lambda: saved(note(torch.ones(3)))),
+    r"model/bias has shape \(7,\), declared is \(2,\)": (ValueError, lambda: saved(declared_otherwise)),
+    r"safetensors has no dtype for torch\.complex128": (ValueError, lambda: saved(wide)),
     r"norm 'batch' must be 'rms' or 'layer', positions 'rope' 'rope' or": (ValueError, lambda: GPTConfig(norm="batch")),
     r"positions 'none' 'rope' or 'learned'": (ValueError, lambda: GPTConfig(positions="none")),  # type: ignore[arg-type]
     r"run has no checkpoint, and config.json doesn't tell dp: set run.dp": (ValueError, replay_without_mesh),
