@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import random
 import re
@@ -17,7 +15,6 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -33,12 +30,12 @@ from mpcore.mesh.rendezvous import join_world, meet
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.sharding.local import local_tensor
 from mpcore.sharding.replicas import compare_replicas
-from mpcore.tools.fault_tolerance.leave import _PEER, _whole_text, leave, leave_together
+from mpcore.tools.fault_tolerance.leave import _PEER, _whole_text, leave_together
 from mpcore.tools.fault_tolerance.signals import StopSignals
 from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
-from mpcore.tools.fault_tolerance.stragglers import SlowRank, Stragglers, late_ranks
+from mpcore.tools.fault_tolerance.stragglers import Stragglers
 from mpcore.tools.fault_tolerance.versions import code_versions, file_versions
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 ROOT = Path(__file__).parents[1]
@@ -118,52 +115,7 @@ def test_row_29_a_flipped_bit_in_a_replica_is_named_by_tensor_and_rank(ranks, ca
     ranks(4, check_replicas, CASES[case], timeout=60)
 
 
-def test_one_process_has_no_replicas():
-    model = GPT(CONFIG)
-    compare_replicas(model, Mesh())
-
-
 # --- slow ranks ---------------------------------------------------------------------------------------------------
-
-
-def test_row_6_late_is_who_takes_longer_than_the_median_of_the_others():
-    def of(*seconds: float, threshold: float = 1.5) -> list[SlowRank]:
-        return late_ranks([{"data": s} for s in seconds], threshold, 1e-3)
-
-    assert of(1.0, 1.0, 1.6, 1.0) == [SlowRank(2, "data", 1.6)]
-    assert of(1.0, 1.0, 1.4, 1.0) == []
-    assert of(1.0, 2.0) == [SlowRank(1, "data", 2.0)]
-    assert of(0.0001, 0.0005) == []  # five times as long, and nothing
-    assert of(1.0, 1.0, 9.0, 9.0, 1.0) == [SlowRank(2, "data", 9.0), SlowRank(3, "data", 9.0)]
-    assert of(1.0) == of() == []
-    assert late_ranks([{"data": 1.0}, {"compute": 5.0}], 1.5, 0.0) == []
-    assert str(SlowRank(2, "data", 1.62)) == "rank 2 is slow: data takes 1.6 times as long as on the others"
-
-
-def test_row_6_uniform_load_is_no_alarm():
-    """Equal ranks whose every call takes up to half longer, at random: two thousand checks of eight ranks."""
-    draw = random.Random(0)
-    for _ in range(2_000):
-        times = [{"data": sum(draw.uniform(1.0, 1.5) for _ in range(10)) / 10} for _ in range(8)]
-        assert not late_ranks(times, 1.5, 1e-3)
-
-
-def check_straggler() -> list[list[SlowRank]]:
-    finder = Stragglers(mesh(dp=4), threshold=3.0, patience=2)
-    found = []
-    for check in range(5):
-        for _ in range(4):
-            with finder.timed("data"):
-                time.sleep(0.05 if dist.get_rank() == 2 and check in (0, 2, 3) else 0.002)
-        found.append([late for late in finder.check() if late.phase == "data"])
-    return found
-
-
-def test_row_6_a_rank_that_stays_slow_is_named_on_all_ranks(ranks):
-    results = ranks(4, check_straggler)
-    assert all(result == results[0] for result in results)
-    assert [[late.rank for late in found] for found in results[0]] == [[], [], [], [2], []]
-    assert results[0][3][0].ratio > 3
 
 
 def check_straggler_of_a_worker() -> list[int]:
@@ -175,16 +127,6 @@ def check_straggler_of_a_worker() -> list[int]:
 
 def test_row_6_a_workers_slow_rank_is_named_by_its_number_in_the_job(ranks):
     assert ranks(4, check_straggler_of_a_worker) == [[], [], [3], [3]]
-
-
-def test_the_probe_is_timed_and_a_threshold_must_be_one():
-    finder = Stragglers(Mesh(), size=8)
-    finder.probe()
-    assert len(finder.times["compute"]) == 1
-    assert finder.check() == []
-    assert not finder.times
-    with pytest.raises(ValueError, match=r"threshold 1.0 is not more than 1"):
-        Stragglers(Mesh(), threshold=1.0)
 
 
 def test_row_6_what_a_gpu_still_does_from_before_is_no_part_of_a_phase(monkeypatch):
@@ -233,44 +175,6 @@ def test_row_28_spikes_are_found_and_a_falling_loss_is_none():
     assert found == [100, 102, 300]
 
 
-def test_row_28_a_small_spike_is_found_after_a_giant_one():
-    finder = Spikes(window=16, least=8)
-    for loss in [2.0, 2.01] * 8:
-        assert finder.score(loss) is None
-    assert finder.score(2000.0) > 1000
-    assert finder.score(3.0) > 6  # the giant one is in the window now, as far as the threshold
-
-
-def test_row_28_a_new_level_is_accepted_and_what_is_not_finite_is_left_out():
-    finder = Spikes(window=16, least=8)
-    scores = [finder.score(loss) for loss in [2.0, 2.01] * 20 + [8.0] * 60]
-    assert scores[39] is None
-    assert scores[40] is not None
-    assert scores[-1] is None
-    for loss in (float("nan"), float("inf"), float("-inf")):
-        before = list(finder.before)
-        assert finder.score(loss) is None
-        assert list(finder.before) == before
-    assert Spikes(least=2).score(1e9) is None
-    with pytest.raises(ValueError, match="least 65 is not from 2 to the window of 64"):
-        Spikes(least=65)
-
-
-def test_row_27_skipped_steps_are_written_down_and_too_many_in_a_row_stop(tmp_path):
-    skips = Skips(2, tmp_path / "skipped.jsonl")
-    for step, finite in enumerate([True, False, False, True, False, False]):
-        skips.step(finite, step=step, samples=[4 * step, 4 * step + 3])
-    with pytest.raises(
-        ValueError, match=r"3 steps in a row .* isn't finite, 2 are allowed \(step 6, samples \[24, 27\]"
-    ):
-        skips.step(False, step=6, samples=[24, 27])
-    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 4, 5, 6]
-    assert lines[2] == {"step": 4, "samples": [16, 19], "in_a_row": 1}
-    with pytest.raises(ValueError, match="1 steps in a row"):
-        Skips(0, None).step(False)
-
-
 def test_row_20_a_skipped_step_that_is_not_written_down_is_told(caplog):
     skips = Skips(1, Path("/dev/full"))
     skips.step(False, step=7)
@@ -282,26 +186,6 @@ def test_row_20_a_skipped_step_that_is_not_written_down_is_told(caplog):
 
 
 # --- what ranks have in common ------------------------------------------------------------------------------------
-
-
-def check_code(folder: str) -> None:
-    own = Path(folder) / f"rank{dist.get_rank()}" / "code"
-    own.mkdir(parents=True)
-    (own / "same.py").write_text("x = 1\n")
-    (own / "part.py").write_text(f"x = {dist.get_rank() // 2}\n")
-    versions = code_versions(own)
-    assert {"python", "torch", "mpcore/kernels/rms_norm.py", "code/same.py"} <= versions.keys()
-    with pytest.raises(
-        ValueError, match=r"ranks 0 and 2 disagree about the code \(code/part.py: '\w{12}' and '\w{12}'\)"
-    ):
-        check_same("code", versions)
-    data = own / "corpus.idx"
-    data.write_bytes(bytes(300) + bytes([dist.get_rank() // 3]))
-    with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the data \(corpus.idx: '301 bytes"):
-        check_same("data", file_versions(data, ends=100))
-    data.write_bytes(bytes(300 + dist.get_rank()))
-    with pytest.raises(ValueError, match=r"ranks 0 and 1 .* \(corpus.idx: '300 bytes, .* and '301 bytes"):
-        check_same("data", file_versions(data, ends=100))
 
 
 def test_files_of_one_name_in_two_folders_have_a_version_each(tmp_path, monkeypatch):
@@ -329,8 +213,25 @@ def test_code_of_one_name_in_two_folders_is_refused(tmp_path):
     assert {"web/src/train.py", "code/src/train.py"} <= {n.partition("/")[2] for n in code_versions(tmp_path)}
 
 
-def test_row_12_other_code_or_data_on_a_rank_is_refused_by_file(ranks, tmp_path):
-    ranks(4, check_code, str(tmp_path))
+@on_ranks(4)
+def test_row_12_other_code_or_data_on_a_rank_is_refused_by_file(tmp_path):
+    own = Path(tmp_path) / f"rank{dist.get_rank()}" / "code"
+    own.mkdir(parents=True)
+    (own / "same.py").write_text("x = 1\n")
+    (own / "part.py").write_text(f"x = {dist.get_rank() // 2}\n")
+    versions = code_versions(own)
+    assert {"python", "torch", "mpcore/kernels/rms_norm.py", "code/same.py"} <= versions.keys()
+    with pytest.raises(
+        ValueError, match=r"ranks 0 and 2 disagree about the code \(code/part.py: '\w{12}' and '\w{12}'\)"
+    ):
+        check_same("code", versions)
+    data = own / "corpus.idx"
+    data.write_bytes(bytes(300) + bytes([dist.get_rank() // 3]))
+    with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the data \(corpus.idx: '301 bytes"):
+        check_same("data", file_versions(data, ends=100))
+    data.write_bytes(bytes(300 + dist.get_rank()))
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 .* \(corpus.idx: '300 bytes, .* and '301 bytes"):
+        check_same("data", file_versions(data, ends=100))
 
 
 # --- ranks meet ---------------------------------------------------------------------------------------------------
@@ -390,21 +291,6 @@ def test_a_group_that_cant_be_made_names_the_ranks_that_gave_no_answer_or_the_ca
 
 
 # --- ranks leave --------------------------------------------------------------------------------------------------
-
-
-def test_what_was_printed_is_written_before_the_process_leaves(monkeypatch):
-    class Left(BaseException):
-        pass
-
-    streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
-    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=Left))
-    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
-        monkeypatch.setattr(sys, name, stream)
-        stream.write(name)
-    with pytest.raises(Left):
-        leave(3)
-    os._exit.assert_called_once_with(3)
-    assert [stream.buffer.getvalue() for stream in streams] == [b"stdout", b"stderr"]
 
 
 LEAVE = """
@@ -525,17 +411,6 @@ def test_row_3_a_rank_that_stands_in_c_leaves_with_the_others_and_names_the_firs
     assert told[0].splitlines()[-1].endswith(" rank 0: stopped, because rank 1 failed first: LookupError: lost")
     assert "Traceback" in told[1]
     assert told[1].rstrip().endswith("LookupError: lost")
-
-
-def test_row_4_leaving_early_with_status_0_is_a_failure():
-    together, before = leave_together(Mesh()), signal.getsignal(signal.SIGTERM)
-    together.store = dist.HashStore()
-    try:
-        with pytest.raises(SystemExit, match="1"), together:
-            sys.exit(0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert together.store.get("mpcore/cause") == b"rank 0 left before the end, with exit status 0"
 
 
 WAITS = """

@@ -15,9 +15,11 @@ import torch.distributed as dist
 import mpcore as mp
 from mpcore.tools.fault_tolerance import signals
 from mpcore.tools.fault_tolerance.signals import SharedRequests, StopSignals
+from tests.pool import on_ranks
 
 
-def check_differing() -> None:
+@on_ranks(2)
+def test_ranks_in_other_steps_or_with_other_requests_are_told_so():
     mesh, step = mp.build_mesh(tp=2), 0
     for wrong in ({"stop": False}, {}):
         wishes = SharedRequests(mesh.world)
@@ -26,10 +28,6 @@ def check_differing() -> None:
         with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \['stop'\]"):
             wishes.after_step(9, stop=False)
         dist.barrier()
-
-
-def test_ranks_in_other_steps_or_with_other_requests_are_told_so(ranks):
-    ranks(2, check_differing)
 
 
 def test_a_process_alone_asks_no_store_and_is_told_at_once(monkeypatch):
