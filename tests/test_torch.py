@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +21,6 @@ from mpcore._torch import (
     fake,
     fsdp,
     fsdp_wrap,
-    functional,
-    pipelining,
-    pytree,
-    storage,
     values,
 )
 from mpcore.tools._torch import simulated
@@ -139,28 +134,6 @@ def test_each_block_may_have_two_graphs(before, blocks, after):
         compile.allow_graphs(blocks)
         found = torch._dynamo.config.recompile_limit, torch._dynamo.config.allow_unspec_int_on_nn_module
     assert found == (after, True)
-
-
-def test_lists_containers_and_memory_of_tensors():
-    functional.scale_each(tensors := [torch.ones(2), torch.full((3,), 2.0)], torch.tensor(3.0))
-    assert [x.tolist() for x in tensors] == [[3, 3], [6, 6, 6]]
-    tree = {"a": [(x := torch.ones(1)), None], "b": (torch.ones(2), 3), "c": SimpleNamespace(z=x)}
-    assert [type(leaf).__name__ for leaf in pytree.leaves(tree)] == [
-        "Tensor", "NoneType", "Tensor", "int", "SimpleNamespace"
-    ]  # fmt: skip
-    assert pytree.map_tensors(len, tree) == {"a": [1, None], "b": (2, 3), "c": tree["c"]}
-    x = torch.ones(4)
-    assert storage.holders(x) == 1
-    view = x[1:]
-    assert storage.holders(x) == storage.holders(view) == 2
-    assert storage.address(x.untyped_storage()) == storage.address(view.untyped_storage())
-    assert storage.address(x.untyped_storage()) != storage.address(torch.ones(4).untyped_storage())
-    weak = storage.StorageWeakRef(x.untyped_storage())
-    assert storage.alive(weak).data_ptr() == x.data_ptr()
-    del x
-    assert storage.alive(weak) is not None
-    del view
-    assert storage.alive(weak) is None
 
 
 def test_names_and_stores_of_a_world(fake_world):
@@ -344,23 +317,6 @@ def freed_after_a_failure():
     return tuple(before), tuple(next(unit.parameters()).to_local().shape)
 
 
-def test_torchs_plan_of_two_ranks():
-    """1F1B of one stage a rank is written down in every paper: warm-up, pairs, cool-down."""
-    assert pipelining.planned("interleaved", 2, 2, 2)[0] == [
-        ("F", 0, 0), ("F", 0, 1), ("F", 2, 0), ("F", 2, 1), ("B", 2, 0), ("B", 2, 1), ("B", 0, 0), ("B", 0, 1)
-    ]  # fmt: skip
-    assert pipelining.planned("bfs", 1, 2, 1) == [[("F", 0, 0), ("F", 0, 1), ("B", 0, 1), ("B", 0, 0)]]
-    pairs = pipelining.planned("dualpipev", 2, 4, 2)
-    assert len(pairs) == 2
-    assert {kind for kind, *_ in pairs[0]} <= {"F", "I", "W", "B"}  # an overlapped pair is two actions
-    rows = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)], []]
-    assert pipelining.with_messages(rows, {0: 0, 1: 1}, 2) == [
-        [("F", 0, 0), ("SEND_F", 0, 0), ("RECV_B", 0, 0), ("B", 0, 0)],
-        [("RECV_F", 1, 0), ("F", 1, 0), ("B", 1, 0), ("SEND_B", 1, 0)],
-        [],
-    ]
-
-
 def store_calls():
     """Each call beside a `HashStore`, which has the same answers."""
     ours, theirs = distributed.default_store(), dist.HashStore()
@@ -493,17 +449,6 @@ def of_groups():
     group.shutdown()
     group.abort()
     return x.item(), told, simulated.simulated_rank(), torch.autograd.is_multithreading_enabled()
-
-
-def unequal(how):
-    sizes = [[1, 3], [2, 2]][dist.get_rank()]
-    dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], sizes)
-
-
-def test_sizes_that_two_ranks_do_not_share_are_told():
-    words = r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size"
-    with pytest.raises(mp.tools.simulation.RankError, match=words):
-        mp.simulate(unequal, 0, ranks=2)
 
 
 def test_a_simulated_world_of_one():
