@@ -65,7 +65,7 @@ class PeakTracker(StorageTracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.most: int = 0
 
     def begin(self) -> int:
         """Reset the peak, and return the bytes held now."""
@@ -76,7 +76,7 @@ class PeakTracker(StorageTracker):
         known = len(where)
         super()._note(where, tree)
         if where is self.made and len(where) > known:
-            self.most: int = max(self.most, self.held())
+            self.most = max(self.most, self.held())
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -93,7 +93,7 @@ class OverlappedAllReduce:
             for (module, leaf, p, _), hook in zip(self.places, self.hooks, strict=True)
         ):
             return
-        self.found: bool = True
+        self.found = True
         for hook in self.hooks:
             hook.remove()
         stages_of = Counter(p for stage in self.stages for p in stage.parameters())
@@ -125,7 +125,7 @@ class OverlappedAllReduce:
         """After the backward, start the all-reduces of gradients that this rank does not have."""
         while self.armed and self.next < len(self.order):
             self._begin()
-        self.armed: bool = False
+        self.armed = False
 
 
 def distinct(axes: Iterable[Axis]) -> dict[object, Axis]:

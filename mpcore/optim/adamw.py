@@ -134,7 +134,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
     def set_fused(self, fused: bool) -> None:
         """Choose the step of float32 parameters: torch's fused kernel, or one with the same bits on every layout."""
-        self.fused: bool = fused
+        self.fused = fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of the model's parameters to None.

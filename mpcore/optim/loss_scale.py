@@ -95,5 +95,5 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore a state. Values that it lacks stay unchanged."""
-        self.scale: float = float(state.get("scale", self.scale))
-        self.good_steps: int = int(state.get("good_steps", self.good_steps))
+        self.scale = float(state.get("scale", self.scale))
+        self.good_steps = int(state.get("good_steps", self.good_steps))

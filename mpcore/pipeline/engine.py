@@ -81,7 +81,7 @@ class Pipeline:
         self.pp, self.micro_batches, self.loss = mesh.pp, micro_batches, loss
         self.device, self.after_backward = mesh.device, after_backward
         schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
-        self.plan = agree_on_schedule(schedule, mesh.pp, micro_batches, len(self.stages))
+        self.plan: Schedule = agree_on_schedule(schedule, mesh.pp, micro_batches, len(self.stages))
         check_pending(self.stages, mesh)
         self.last_rank: int = self.plan.rank_of[self.plan.stages - 1]
         split_linears(self.stages, self.plan)
@@ -97,7 +97,7 @@ class Pipeline:
             plain = self.spans is None and self.after_backward is None
             return idle if plain else self._noted(*action)
 
-        self.executor: Executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
+        self.executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
 
     def set_micro_batches(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the next steps; the schedule of the same name is built again.
@@ -105,8 +105,8 @@ class Pipeline:
         Raises:
             ValueError: on every rank, if the schedule does not support this number, or is not a published one.
         """
-        self.plan: Schedule = agree_on_schedule(self.plan.name, self.pp, micro_batches, len(self.stages))
-        self.micro_batches: int = micro_batches
+        self.plan = agree_on_schedule(self.plan.name, self.pp, micro_batches, len(self.stages))
+        self.micro_batches = micro_batches
         self._make_executor()
 
     def forward_backward(

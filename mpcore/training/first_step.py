@@ -36,10 +36,10 @@ class FirstStep(Observer):
         self.loss_check, self.half, self.mesh = LossCheck(mesh), half, mesh
         self.replica_check: ReplicaCheck | None = None
         self.written: list[str] = []
-        self.changed = False
+        self.changed: bool = False
 
     def attach(self, run: Run) -> None:
-        self.alike: Tensor = self._alike()
+        self.alike = self._alike()
 
     def _alike(self) -> Tensor:
         parts = (local_tensor(p).detach().reshape(-1)[:1024] for p in self.parameters)

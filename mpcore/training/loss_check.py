@@ -49,14 +49,14 @@ class LossCheck:
 
     def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
         """Begin a step. If each micro-batch has one token, a mean equals a sum, and nothing is checked."""
-        self.tokens: int = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
+        self.tokens = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
         self.is_due, self.is_mean, self.micro_batches = self.tokens > 0, False, micro_batches
 
     def call(self, loss: Loss, output: Any, target: Tensor) -> Any:
         """Return the loss. In the first micro-batch, compare it with the loss of the same samples repeated twice."""
         if not self.is_due:
             return loss(output, target)
-        self.is_due: bool = False
+        self.is_due = False
         devices = [self.mesh.device] if self.mesh.device_type == "cuda" else []
         try:
             with torch.no_grad(), eagerly(), torch.random.fork_rng(devices):
@@ -77,9 +77,9 @@ class LossCheck:
             ) from error
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
             if self.mesh.dp.size > 1 and (target != target.flatten()[:1]).any():  # not a batch of constants
-                self.samples: float = float(sketch(target, target.device)[0]) + float(once.detach())
+                self.samples = float(sketch(target, target.device)[0]) + float(once.detach())
             value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
-            self.is_mean: bool = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large
+            self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large
             if once.dtype.itemsize == 2 and self.mesh.job.rank == 0:
                 log.warning("the loss is %s, with three digits: give it logits.float()", once.dtype)
         return once

@@ -33,7 +33,7 @@ class ReplicaCheck:
 
     def end(self) -> None:
         """End the forward and backward: note whether they drew numbers from torch's random generator."""
-        self.after: Tensor = random_state(self.mesh.device)
+        self.after = random_state(self.mesh.device)
 
     @torch.no_grad()
     def compare(self, tree: ModelTree, cause: str = "") -> None:

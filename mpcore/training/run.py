@@ -107,7 +107,7 @@ class Run:
         self.offload = offload
         scaled = precision.autocast_dtype == torch.float16
         self.scaler: LossScaler | None = LossScaler(mesh, precision.first_loss_scale) if scaled else None
-        self.step = 0
+        self.step: int = 0
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self.tree: ModelTree = ModelTree(model)
@@ -115,11 +115,11 @@ class Run:
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
         self._first = FirstStep(self.tree, mesh, half)
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), self._first]
-        self.factor = torch.ones((), dtype=torch.float64, device=mesh.device)
+        self.factor: Tensor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
         self.measure_norm: Callable[[ModelTree, Mesh], Tensor] = grad_norm
-        self.phase = Phase.IDLE
+        self.phase: Phase = Phase.IDLE
         self._loss = self._norm = self.factor
         self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
         self._steps: list[Tensor] = []  # the sums of the data ranks' steps and of their squares
@@ -309,7 +309,7 @@ class Run:
         self._forget()
         for observer in self.observers:
             observer.dropped(self)
-        self.phase: Phase = Phase.IDLE
+        self.phase = Phase.IDLE
 
     def _forget(self) -> None:
         for module in (*self.stages, self.model):
@@ -348,7 +348,7 @@ class Run:
         held = list(batches)
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
-        self.factor: Tensor = torch.ones_like(self.factor)
+        self.factor = torch.ones_like(self.factor)
         last = self.pipeline.last_rank == self.mesh.pp.rank
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.evaluating():
@@ -461,5 +461,5 @@ class Run:
             self.scaler.load_state_dict(loaded.extra)
         for observer in self.observers:
             observer.load_state(loaded.extra)
-        self.step: int = loaded.step
+        self.step = loaded.step
         return loaded

@@ -40,7 +40,7 @@ class SampleCheck(Observer):
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.is_due = any(isinstance(module, Dropout) and module.p for module in model.modules())
+        self.is_due: bool = any(isinstance(module, Dropout) and module.p for module in model.modules())
         self.tells: bool = mesh.tp.rank == mesh.data.rank == 0
         self.before: tuple[int, Tensor] | None = None
 
@@ -53,7 +53,7 @@ class SampleCheck(Observer):
         if self.before is None or self.before[0] == step:
             self.before = step, given.clone()
             return
-        self.is_due: bool = False
+        self.is_due = False
         if self.tells and torch.equal(given, self.before[1]):
             log.warning(
                 "step %d has the same samples as step %d, so dropout draws the same masks: pass "

@@ -75,7 +75,7 @@ class BalanceLoss:
                     f"router_logits is {own.item():.6g}, so {self.data.size} data ranks can't share it: set "
                     f"output_router_logits=False"
                 )
-            self.checked: bool = True
+            self.checked = True
         both = all_reduce(torch.cat([counts, rows[None]]), self.data)
         out.aux_loss = experts * (both[:-1] / both[-1] * (sums / both[-1])).sum()
         return out

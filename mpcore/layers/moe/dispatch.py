@@ -146,7 +146,7 @@ class AllToAll(AllGather):
 
     def set_bound(self, bound: Bound, device: torch.device) -> None:
         """Change the rows of the buffers. Call it between steps: the copy to the device waits for the device."""
-        self.bound: Bound = bound
+        self.bound = bound
         self.shares = torch.tensor(bound.sent, dtype=torch.float64, device=device)
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None) -> Sent:

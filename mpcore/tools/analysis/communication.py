@@ -119,7 +119,7 @@ class StepTimes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.seconds: float = time.perf_counter() - self._began
+        self.seconds = time.perf_counter() - self._began
         if self.clock is not None:
             self.clock.__exit__(*error)
 
@@ -128,7 +128,7 @@ class StepTimes:
         """Count the seconds within as those of data."""
         began = time.perf_counter()
         yield
-        self.data_seconds: float = time.perf_counter() - began
+        self.data_seconds = time.perf_counter() - began
 
     def record(self) -> dict[str, Any]:
         found: dict[str, Any] = {"seconds": self.seconds, "data_seconds": self.data_seconds}

@@ -85,7 +85,7 @@ class Progress:
 
     def __init__(self, of: int) -> None:
         self.of, self.began = of, time.monotonic()
-        self.told = self.began
+        self.told: float = self.began
 
     def __call__(self, done: int, found: Sequence[Estimate]) -> None:
         """Report how many layouts are done."""
@@ -93,7 +93,7 @@ class Progress:
         progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
         if not sys.stderr.isatty():
             if time.monotonic() - self.told > EVERY:
-                self.told: float = time.monotonic()
+                self.told = time.monotonic()
                 print(progress, file=sys.stderr, flush=True)
         else:
             bar = "#" * (30 * done // self.of)

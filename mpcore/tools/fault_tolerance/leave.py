@@ -191,7 +191,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         key = f"mpcore/stands/{self.block}/"
         if begins:
             log = read_log(self.mesh, getattr(self.run, "model", None), self.watched)
-            self.log: Log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
+            self.log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
             self.store.set(f"{key}{self.rank}", seal(f"{key}{self.rank}", self.log.to_json().encode()))
         for at in {f"{key}{ranks[0]}" for _, ranks in self.log.groups.values()} if self.log.waiting else ():
             if self.store.check([at]):  # explain finds nothing between this rank's log and itself

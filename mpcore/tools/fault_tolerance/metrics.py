@@ -45,7 +45,7 @@ class MetricsWriter:
                 with suppress(OSError):  # a device file can't be truncated
                     file.truncate(end)
                 raise
-        self.waiting: bytes = b""
+        self.waiting = b""
 
 
 def read_line(line: str) -> dict[str, Any]:

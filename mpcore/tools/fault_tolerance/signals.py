@@ -69,7 +69,7 @@ class StopSignals:
         self._write.close()
 
     def _ask(self, *_: object) -> None:
-        self.asked: bool = True
+        self.asked = True
 
     def _listen(self) -> None:
         while data := self._read.recv(16):

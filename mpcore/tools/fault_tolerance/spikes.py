@@ -75,7 +75,7 @@ class Skips:
         Raises:
             ValueError: if more than `limit` consecutive steps were skipped.
         """
-        self.row: int = 0 if finite else self.row + 1
+        self.row = 0 if finite else self.row + 1
         if finite:
             return
         if self.lines is not None:

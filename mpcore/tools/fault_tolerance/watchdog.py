@@ -60,7 +60,7 @@ class Watchdog:
         self.mesh, self.model, self.timeout, self.grace = mesh, model, timeout, grace
         self.folder: Path | None = None if folder is None else Path(folder)
         self.store: Any = clone_store() if mesh.job.size > 1 else None
-        self.last = time.monotonic()
+        self.last: float = time.monotonic()
         self.over: threading.Event = threading.Event()
         self.watched: int = threading.get_ident()
         self.thread: threading.Thread = threading.Thread(target=self._watch, name="mpcore-watchdog", daemon=True)
@@ -75,7 +75,7 @@ class Watchdog:
 
     def beat(self) -> None:
         """Report progress: the timeout starts again."""
-        self.last: float = time.monotonic()
+        self.last = time.monotonic()
 
     def _watch(self) -> None:
         while not self.over.wait(min(1.0, self.timeout / 4)):

@@ -123,7 +123,7 @@ class Pool:
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "mpcore", *self.preload, "mpcore.tools.verify.preloaded"]
         )
-        self.lone: int = self._new_world()
+        self.lone = self._new_world()
         for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self.prepare, self.folder.name), daemon=True)

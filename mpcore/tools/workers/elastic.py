@@ -178,7 +178,7 @@ class ElasticWorker:
             self.peer = self.start(about, anchor)
             return self.peer.number
 
-        self.number: Any = self._on_rank_0(work)
+        self.number = self._on_rank_0(work)
         self._take()
 
     def after_step(self) -> None:

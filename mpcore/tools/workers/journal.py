@@ -36,7 +36,7 @@ class Journal:
 
     def replace(self, lines: Sequence[Line]) -> None:
         """Begin with these lines, in the place of those in the folder."""
-        self.lines: list[Line] = list(lines)
+        self.lines = list(lines)
         if self.folder is not None:
             temporary = self.folder / f"{FILE}.new"
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -170,7 +170,7 @@ class Outer:
         op, worker = line["op"], line.get("worker", -1)
         if op == "join":
             self.members[worker], self.phases[worker] = line["address"], 0
-            self.next_worker: Any = worker + 1
+            self.next_worker = worker + 1
         elif op == "lease":
             (first, last), is_new = line["steps"], worker not in self.leases
             self.leases[worker] = Lease(line["phase"], first, last, line["base"])
@@ -211,7 +211,7 @@ class Outer:
             self.returned.remove((start, end))
             self.returned += [(last, end)] if last < end else []
             return
-        self.counter: int = last
+        self.counter = last
 
     def _give_back(self, lease: Lease) -> None:
         self.returned.append((lease.first, lease.last))
@@ -230,7 +230,7 @@ class Outer:
         if applied and updates:
             weighted = [(w, updates[place]) for w, place in applied]
             step(self.rule, self.version, self.anchor, self.slots, weighted, line.get("workers", len(applied)))
-        self.version: Any = line["version"]
+        self.version = line["version"]
 
 
 def step(

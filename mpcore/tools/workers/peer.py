@@ -52,7 +52,7 @@ class Peer:
 
     def __init__(self, node: Node, addresses: Iterable[str]) -> None:
         self.node, self.options, self.token = node, node.options, node.token
-        self.addresses = list(addresses)  # of workers that may know who leads
+        self.addresses: list[Any | str] = list(addresses)  # of workers that may know who leads
         self.number, self.phase, self.base, self.progress = -1, 0, 0, 0
         self.seconds, self.waited, self.sent, self.run = 0.0, 0.0, 0, ""
         self.update: bytes = b""
@@ -86,7 +86,7 @@ class Peer:
             elif not answer.get("wait"):
                 break
         self.waited += time.monotonic() - began
-        self.base: Any = answer["base"]
+        self.base = answer["base"]
         first, last = answer.get("steps", (0, 0))
         return Phase(first, last, self.base, unpack(tensors))
 
@@ -172,7 +172,7 @@ class Peer:
                 channel = connect(address, self.token, self.options.timeout)
                 answer, _ = channel.ask({"kind": "who"})
                 if answer.get("leads") and self.run in ("", answer["run"]):
-                    self.run: str = answer["run"]
+                    self.run = answer["run"]
                     return channel
                 channel.close()
                 leader = answer.get("leader")
@@ -203,7 +203,7 @@ class Peer:
                 if not answer.get("leads", True):
                     raise ConnectionError("it leads no longer")
                 known = [at for _, at in sorted(answer["members"]) if at != self.node.address]
-                self.addresses: list[Any | str] = list(dict.fromkeys([*known, *self.addresses]))[:256]
+                self.addresses = list(dict.fromkeys([*known, *self.addresses]))[:256]
                 self._tell(dict(answer["members"]), answer["left"], answer["leader"])
                 self._copy_journal(channel)
             except (OSError, ValueError, KeyError):
