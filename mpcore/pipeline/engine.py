@@ -42,7 +42,8 @@ class Pipeline:
         loss: `loss(output, target)`, a scalar that requires grad; called on the last stage, once for each micro-batch.
             Losses are summed. Divide in `loss` by the tokens of the step, not by `micro_batches`.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`, the path of a .csv, or a `Schedule`.
-        trace: note when each action runs, for `recorded`. On a GPU the host then waits for the device at each action.
+        trace: note when each action runs and each message is in flight, for `recorded`. On a GPU the host then waits
+            for the device at each action.
         after_backward: called with the stage after each backward that the schedule doesn't split in two.
 
     Attributes:
@@ -260,6 +261,9 @@ class Pipeline:
 
     def recorded(self) -> list[Span]:
         """Return what all ranks of this pipeline did since the last call, in seconds. This is a collective over pp.
+
+        The span of a message begins when this rank posts it, and ends when the rank has waited for it. The wait has a
+        span of its own, whose kind begins with "exposed".
 
         Raises:
             ValueError: if this pipeline was created without `trace`.

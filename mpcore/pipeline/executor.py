@@ -44,7 +44,7 @@ from mpcore.pipeline.messages import (
     send_header,
     sent_on,
 )
-from mpcore.pipeline.schedules import MESSAGES, Action, Schedule, with_messages
+from mpcore.pipeline.schedules import EXPOSED, MESSAGES, Action, Schedule, with_messages
 from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
 
@@ -93,7 +93,8 @@ class Executor:
         pp: the axis of the stages.
         device: the device of messages.
         loss: `loss(output, target)` of the last stage's output, a tensor with one element.
-        noted: `noted(kind, stage, micro_batch)`, a context around each action.
+        noted: `noted(kind, stage, micro_batch)`, a context around each action, from a message's post until its wait is
+            over, and around the wait, whose kind is the message's after `EXPOSED`.
 
     Attributes:
         problems: the errors of the step, in order. The step still runs to its end, with zeros.
@@ -152,6 +153,7 @@ class _Step:
         self.held: dict[tuple[int, int], MicroBatchState] = defaultdict(MicroBatchState)
         self.outbox: dict[Action, tuple[Tensor, ...] | None] = {}
         self.messages: dict[Action, Message] = {}
+        self.travels: dict[Action, Any] = {}  # notes how long each is in flight
         self.losses: list[Tensor] = []
 
     def run(self) -> Tensor:
@@ -163,8 +165,8 @@ class _Step:
         for action in self.of.early if known else self.of.plan.ranks[self.of.pp.rank]:
             kind, stage, m = action
             run[kind](action, stage, m)
-        for message in self.messages.values():
-            message.wait()
+        for message in [*self.messages]:
+            self._wait(message)
         losses = self.losses or [torch.zeros((), device=self.of.device)]
         return torch.stack(losses).sum(dtype=torch.float64)
 
@@ -213,12 +215,19 @@ class _Step:
 
     def _post(self, transfer: Callable[..., Any], tensors: Sequence[Tensor], action: Action) -> None:
         if tensors:
+            self.travels[action] = self.of.noted(*action)
+            self.travels[action].__enter__()
             self.messages[action] = post(transfer, tensors, self.of.pp, self.of.peers[action], action)
 
     def _await(self, action: Action) -> None:
         for message in self.of.arrivals[action]:
             if message in self.messages:
-                self.messages.pop(message).wait()
+                self._wait(message)
+
+    def _wait(self, action: Action) -> None:
+        with self.of.noted(EXPOSED + action.kind, action.stage, action.micro_batch):
+            self.messages.pop(action).wait()
+        self.travels.pop(action).__exit__(None, None, None)
 
     # --- actions ------------------------------------------------------------------------------------------------------
 

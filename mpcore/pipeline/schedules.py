@@ -31,6 +31,7 @@ from mpcore.pipeline.partition import stage_ranks
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+EXPOSED = "exposed "  # of the span in which a rank waits for a message
 CSV_LIMIT = 2**21  # bytes: some 300,000 actions
 _ACTION = re.compile(rf"(\d+)({'|'.join((*COMPUTE, *MESSAGES))})(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")

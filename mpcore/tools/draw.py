@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpcore.pipeline.prove import Proof, Times, prove
-from mpcore.pipeline.schedules import COMPUTE, Schedule, Span, find_schedule
+from mpcore.pipeline.schedules import COMPUTE, EXPOSED, MESSAGES, Schedule, Span, find_schedule
 from mpcore.tools import parsers
 from mpcore.tools.command_line import reports_errors
 from mpcore.tools.fault_tolerance.metrics import whole
@@ -105,31 +105,33 @@ def plan_title(schedule: Schedule, proof: Proof) -> str:
 
 
 def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: float = 1.0) -> None:
-    """Write spans in the format of chrome://tracing and Perfetto, with one thread per rank.
+    """Write spans in the format of chrome://tracing and Perfetto.
+
+    Each rank is a process. Its thread has the computations, and the waits for messages, named and colored "exposed".
+    Messages have lanes of their own, from the post to the end of the wait.
 
     Args:
         spans: the spans of `prove` or of `Pipeline.recorded`.
         seconds: the number of seconds per unit of the spans' times.
     """
     begin = min((span.start for span in spans), default=0.0)
-    named = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for rank in sorted({span.rank for span in spans})
     ]
-    events = [
-        {
-            "ph": "X",
-            "name": str(span.action),
-            "cat": MEANINGS.get(span.action.kind, "message"),
-            "pid": 0,
-            "tid": span.rank,
-            "ts": (span.start - begin) * seconds * 1e6,
-            "dur": (span.end - span.start) * seconds * 1e6,
-            "args": {"stage": span.action.stage, "micro_batch": span.action.micro_batch},
-        }
-        for span in spans
-    ]
-    Path(path).write_text(json.dumps({"traceEvents": named + events, "displayTimeUnit": "ms"}) + "\n")
+    for i, span in enumerate(spans):
+        start, took = (span.start - begin) * seconds * 1e6, (span.end - span.start) * seconds * 1e6
+        event = {"name": str(span.action), "pid": span.rank, "tid": 0, "ts": start}
+        args = {"args": {"stage": span.action.stage, "micro_batch": span.action.micro_batch}}
+        if span.action.kind in MESSAGES:  # they overlap, as a thread's events may not
+            event |= {"cat": "message", "id": i}
+            events += [event | {"ph": "b", **args}, event | {"ph": "e", "ts": start + took}]
+            continue
+        if span.action.kind.startswith(EXPOSED):
+            message = span.action._replace(kind=span.action.kind.removeprefix(EXPOSED))
+            event |= {"name": f"{EXPOSED}{message}", "cat": "exposed", "cname": "terrible"}
+        events.append({"cat": MEANINGS.get(span.action.kind, ""), **event, "ph": "X", "dur": took, **args})
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
@@ -162,8 +164,9 @@ def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
     proof = prove(plan)
     with whole(out / "plan.png") as part:
         draw(proof.spans, part, title=plan_title(plan, proof))
-    busy, ranks = sum(span.end - span.start for span in spans), len(plan.ranks)
-    bubble = 1 - busy / (ranks * max(span.end for span in spans))
+    computed = [span for span in spans if span.action.kind in COMPUTE]
+    busy, ranks = sum(span.end - span.start for span in computed), len(plan.ranks)
+    bubble = 1 - busy / (ranks * max(span.end for span in computed))
     shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
     with whole(out / "trace.png") as part:
         draw(shown, part, title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")

@@ -35,7 +35,7 @@ def test_the_command_draws_the_times_that_it_is_given(tmp_path):
     main(["--schedule", "zb", "--stages", "2", "--microbatches", "2", *times, "--out", str(tmp_path / "zb.json")])
     parts = [e for e in json.loads((tmp_path / "zb.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["name"][1]: e["dur"] / 1e3 for e in parts} == {"F": 4, "I": 1, "W": 2}
-    assert min(e["ts"] for e in boxes if e["tid"] == 1) / 1e3 == 4 + 8, "the message has arrived"
+    assert min(e["ts"] for e in boxes if e["pid"] == 1) / 1e3 == 4 + 8, "the message has arrived"
 
 
 def test_a_run_is_drawn_from_seconds_that_begin_anywhere(tmp_path):
@@ -69,15 +69,16 @@ def test_a_trace_begins_at_its_first_span_and_names_messages(tmp_path):
     path = tmp_path / "t.json"
     write_chrome_trace([], path)
     assert json.loads(path.read_text()) == {"traceEvents": [], "displayTimeUnit": "ms"}
-    write_chrome_trace([Span(1, Action("F", 2, 3), 5.0, 6.5), Span(0, Action("SEND_F", 1, 0), 4.0, 4.0)], path)
+    waited = Span(1, Action("exposed RECV_F", 2, 3), 4.5, 5.0)
+    write_chrome_trace([waited, Span(1, Action("F", 2, 3), 5.0, 6.5), Span(0, Action("SEND_F", 1, 0), 4.0, 4.5)], path)
     events = json.loads(path.read_text())["traceEvents"]
-    common = {"ph": "X", "pid": 0}
     assert events[:2] == [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in (0, 1)
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}} for rank in (0, 1)
     ]
+    common, args = {"ph": "X", "pid": 1, "tid": 0}, {"args": {"stage": 2, "micro_batch": 3}}
+    sent = {"name": "1SEND_F0", "cat": "message", "id": 2, "pid": 0, "tid": 0}
     assert events[2:] == [
-        {**common, "name": "2F3", "cat": "forward", "tid": 1, "ts": 1e6, "dur": 1.5e6,
-         "args": {"stage": 2, "micro_batch": 3}},
-        {**common, "name": "1SEND_F0", "cat": "message", "tid": 0, "ts": 0.0, "dur": 0.0,
-         "args": {"stage": 1, "micro_batch": 0}},
+        {**common, "name": "exposed 2RECV_F3", "cat": "exposed", "cname": "terrible", "ts": 5e5, "dur": 5e5, **args},
+        {**common, "name": "2F3", "cat": "forward", "ts": 1e6, "dur": 1.5e6, **args},
+        {**sent, "ph": "b", "ts": 0.0, "args": {"stage": 1, "micro_batch": 0}}, {**sent, "ph": "e", "ts": 5e5},
     ]  # fmt: skip
