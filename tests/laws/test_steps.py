@@ -239,7 +239,7 @@ def train(row: Row) -> dict[str, Tensor]:
         loss=lambda y, target: mp.vocab_parallel_cross_entropy(y, target, tp=mesh.tp, vocab_size=V, reduction="sum"),
         optimizer=optimizer(row, stages, mesh), micro_batches=row["micro-batches"],
         schedule="1f1b" if pp == 1 else row["schedule"],
-        data=mp.Zero(row["zero"], replicate=row["replicate"]),
+        data=mp.Zero(row["zero"], replicate=row["replicate"]), overlap=row.get("overlap", False),
         precision=row["dtype"] if row["dtype"] in kept else mp.Precision(half, autocast=row["dtype"] == "autocast"),
     )  # fmt: skip
     share = run.share(B)
@@ -394,11 +394,24 @@ FOUND: list[Row] = [  # each was wrong once
     {**FIRST, "schedule": "gpipe", "dp": 2, "zero": 2, "dtype": "bfloat16", "numerics": "invariant",
      "unused": "always"},
 ]  # fmt: skip
+ON_TP: Row = {**FIRST, "tp": 2, "overlap": 1, "micro-batches": 2}
+OVERLAPPED: list[Row] = [
+    {**ON_TP, "schedule": "1f1b", "sequence parallel": True, "dtype": "bfloat16", "frozen": "first half"},
+    {**ON_TP, "schedule": "zbv", "tied": True},
+    {**ON_TP, "dp": 2, "zero": 3, "dtype": "bfloat16"},
+    {**ON_TP, "dp": 2, "zero": 3, "sequence parallel": True, "experts": "on tp", "frozen": "embedding"},
+    {**ON_TP, "schedule": "dualpipev", "sequence parallel": True, "micro-batches": 4, "dtype": "autocast"},
+    {**ON_TP, "context": "zigzag", "sequence parallel": True, "evaluated": True, "optimizer": "Muon"},
+]
 PARTS = 5
 
 
 def test_what_was_wrong_once_stays_right():
     check(FOUND)
+
+
+def test_hidden_messages_take_the_steps_of_plain_torch():
+    check(OVERLAPPED)
 
 
 @pytest.mark.parametrize("part", [*range(3), *(pytest.param(part, marks=pytest.mark.slow) for part in (3, 4))])
