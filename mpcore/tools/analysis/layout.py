@@ -62,6 +62,7 @@ class Layout:
         rounds: for each stage, how many micro-batches each of its rounds stands for.
         held: what each pipeline rank holds between steps, and sends after its last backward.
         axes: the ranks of each axis that this rank is on.
+        early: whether receives are posted early, as on a CPU.
     """
 
     sizes: Sizes
@@ -74,6 +75,7 @@ class Layout:
     rounds: tuple[list[int], ...]
     held: tuple[StepMemory, ...]
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    early: bool = False
 
     @cached_property
     def fullest(self) -> tuple[int, int]:
@@ -102,7 +104,7 @@ class Layout:
     def bytes_of(self, rank: int) -> int:
         """Return the most bytes that a pipeline rank holds at any time."""
         stages = [self.stages[i] for i in self.short.stages_of(rank)]
-        return most_bytes(self.held[rank], stages, peak(self.short, rank, stages)[1])
+        return most_bytes(self.held[rank], stages, peak(self.short, rank, stages, self.early)[1])
 
 
 PEAKS = ("forward_more", "backward_more", "weight_more")
@@ -211,7 +213,7 @@ class Counter:
         ]
         held = [combine([(1, counted[index][1]) for index in short.stages_of(rank)]) for rank in range(pp)]
         stages = tuple(kept for kept, _ in counted)
-        return _layout(outline, sizes, arguments, stages, held, axes)
+        return _layout(outline, sizes, arguments, stages, held, axes, not self.stands_for_gpu)
 
     def _stage(
         self, outline: LayoutSpec, sizes: Sizes, index: int, enter: Enter
@@ -300,7 +302,8 @@ class Counter:
         if outline is None:
             blocks = [range(1)] * plan.stages
             outline = LayoutSpec("", len(ranks), plan.micro_batches, None, blocks, _unknown, _unknown, given=plan)
-        return _layout(outline, sizes, arguments, ordered, [f.held for f in found], found[0].ledger.ranks_of)
+        all_held, axes = [f.held for f in found], found[0].ledger.ranks_of
+        return _layout(outline, sizes, arguments, ordered, all_held, axes, not self.stands_for_gpu)
 
 
 def _growth(more: MicroBatchMemory, is_split: bool) -> Sizes:
@@ -340,6 +343,7 @@ def _layout(
     stages: tuple[MicroBatchMemory, ...],
     held: Sequence[StepMemory],
     axes: dict[str, tuple[int, ...]],
+    early: bool,
 ) -> Layout:
     short, m = outline.short(ROUNDS), outline.micro_batches
     shorter = None if short.micro_batches == m else outline.short(ROUNDS - 1)
@@ -349,5 +353,5 @@ def _layout(
         rounds = [[1] * m if m < 4 else [1, m - 2, 1]] * short.stages
     blocks = tuple(len(of) for of in outline.blocks)
     return Layout(
-        dict(sizes), tuple(arguments), m, short, shorter, stages, blocks, tuple(rounds), tuple(held), dict(axes)
+        dict(sizes), tuple(arguments), m, short, shorter, stages, blocks, tuple(rounds), tuple(held), dict(axes), early
     )
