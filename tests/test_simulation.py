@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import mpcore as mp
 from examples import own_model
 from mpcore._torch.compile import eagerly
 from mpcore._torch.distributed import mesh_caches
+from mpcore.checkpoint import latest
 from mpcore.collectives import all_reduce
 from mpcore.tools.simulation import RankError
 from tests.examples import test_layouts as example
@@ -56,12 +58,13 @@ def numbers(result: dict) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    some("tp 2, sequence parallel", "ZeRO-3 x tp, recompute", "pp 2 x tp 2",
-         of=[name for name, (size, *_) in training.LAYOUTS.items() if size > 1]),
+    some("ZeRO-2 x tp, sequence parallel", "ZeRO-3 x tp, recompute", "pp 2 x dp 2, zb",
+         of=[name for name, (sizes, _) in training.LAYOUTS.items() if sizes]),
 )  # fmt: skip
 def test_prepared_layouts_have_the_numbers_of_real_processes(ranks, name):
     """Sequence parallel, ZeRO-0 to 3, HSDP, offload and pipelines."""
-    size, sizes, told = training.LAYOUTS[name]
+    sizes, told = training.LAYOUTS[name]
+    size = math.prod(sizes.values())
     for got, want in zip(
         simulated(size, training.train, sizes, **told), ranks(size, training.train, sizes, **told), strict=True
     ):
@@ -87,14 +90,32 @@ def test_context_parallel_and_experts_have_the_numbers_of_real_processes(ranks, 
         assert numbers(got) == pytest.approx(numbers(want), rel=1e-11 if size > 2 else 0, abs=0)
 
 
+def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
+    """Go on from the newest checkpoint there, train until so many steps are done, and save."""
+    run, losses = training.start(sizes, **told), []
+    found = latest(folder, run.mesh)
+    if found is not None:
+        run.load(found)
+    while run.step < steps:
+        run.forward_backward(*training.batch(run.step, run.share(training.SAMPLES)))
+        losses.append(run.optimizer_step().loss)
+    run.save(folder)
+    return losses
+
+
 def test_a_checkpoint_goes_from_simulated_ranks_to_real_ones_and_back(ranks, tmp_path):
-    (want,) = simulated(1, training.go_on, {}, str(tmp_path / "whole"), 4)
+    (want,) = simulated(1, go_on, {}, str(tmp_path / "whole"), 4)
     got: list[float] = []
     for steps, (start, name) in enumerate(
-        [(simulated, "pp 2 x tp 2"), (ranks, "ZeRO-2 x tp"), (simulated, "ZeRO-3 x tp, recompute")], 2
+        [
+            (simulated, "pp 2 x dp 2, zb"),
+            (ranks, "ZeRO-2 x tp, sequence parallel"),
+            (simulated, "ZeRO-3 x tp, recompute"),
+        ],
+        2,
     ):
-        size, sizes, told = training.LAYOUTS[name]
-        got += start(size, training.go_on, sizes, str(tmp_path / "parts"), steps, **told)[0]
+        sizes, told = training.LAYOUTS[name]
+        got += start(math.prod(sizes.values()), go_on, sizes, str(tmp_path / "parts"), steps, **told)[0]
     assert got == pytest.approx(want, rel=1e-9)
 
 
