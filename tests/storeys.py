@@ -21,7 +21,7 @@ LIMITS = {
     "tools": 14_690,
     "examples": 4_945,
     "bench": 5_405,
-    "tests": 57_320,
+    "tests": 57_335,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

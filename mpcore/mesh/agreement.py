@@ -260,7 +260,7 @@ class Agreement:
         if self.number > 1 and self.store.check([result]):
             head = self.store.get(result)[:8].partition(b" ")[0]
             parts = [f"result/{i}" for i in range(1, int(head) if head.isdigit() else 1)]
-            for name in ("first", "differ", "came", "full", "result", "told", *parts):  # what isn't there isn't deleted
+            for name in ("first", "differ", "came", "full", "result", *parts):  # what isn't there isn't deleted
                 self.store.delete_key(self._key(name, 1))
 
     def _hear(self, key: str) -> bytes:

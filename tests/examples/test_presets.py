@@ -14,7 +14,7 @@ LLAMA: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "d_ff": None, "activation": "swiglu", "norm": "rms", "norm_eps": None,
     "qk_norm": False, "positions": "rope", "rope_base": 10000.0, "rope_scaling": None, "rope_fraction": 1.0,
     "window": None, "bias": False, "qkv_bias": None, "output_bias": None, "mlp_bias": None, "dropout": 0.0,
-    "tie_embeddings": False, "init_std": 0.02, "moe": None, "latent": None,
+    "tie_embeddings": False, "init_std": 0.02, "moe": None, "latent": None, "attention_dropout": 0.0,
 }  # fmt: skip
 # Radford et al. 2019, and `config.json` of openai-community/gpt2: learned positions, gelu_new, biases, one table.
 GPT2 = {**LLAMA, "vocab_size": 50257, "seq_len": 1024, "activation": "gelu_tanh", "norm": "layer",

@@ -112,9 +112,9 @@ class Oracle(GPT):
         self.samples = call.samples
         return super().logits(tokens, call)
 
-    def attention(self, x: Tensor, at: str) -> Tensor:
+    def attention(self, x: Tensor, at: str, call: Call) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        y, extra = super().attention(x, at), self.w.get(at.replace("attention", "extra"))
+        y, extra = super().attention(x, at, call), self.w.get(at.replace("attention", "extra"))
         return y if extra is None else y + (self.samples >= B // 2)[:, None, None] * (x @ extra)
 
 

@@ -17,6 +17,8 @@ from mpcore import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import (
+    COMPUTE,
+    MESSAGES,
     NAMES,
     build_schedule,
     default_virtual_stages,
@@ -569,8 +571,13 @@ def check_recorded(name: str) -> None:
         pipeline.forward_backward(x, x)
         spans = pipeline.recorded()
         if on.pp.rank == 0:
-            order = [[s.action for s in spans if s.rank == rank] for rank in range(2)]
-            assert order == [list(actions) for actions in pipeline.plan.ranks]
+            for rank, actions in enumerate(pipeline.plan.ranks):
+                ran = [s.action for s in spans if s.rank == rank]
+                assert [a for a in ran if a.kind in COMPUTE] == [a for a in actions if a.kind in COMPUTE]
+                for kinds in (MESSAGES, [f"exposed {kind}" for kind in MESSAGES]):  # from post to arrival, and waits
+                    assert sorted(a[1:] for a in ran if a.kind in kinds) == sorted(
+                        a[1:] for a in pipeline.executor.plan.ranks[rank] if a.kind in MESSAGES
+                    )
             assert all(span.start <= span.end for span in spans)
     assert pipeline.recorded() == []
 

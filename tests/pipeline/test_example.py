@@ -50,6 +50,6 @@ def test_trace_leaves_a_picture_of_the_plan_and_of_the_run(ranks, tmp_path):
     for name in ("plan.png", "trace.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    ran = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
+    ran = {event["name"]: event["pid"] for event in events if event["ph"] == "X" and event["cat"] != "exposed"}
     plan = build_schedule("zb", 2, 8)
     assert ran == {str(action): rank for rank, actions in enumerate(plan.ranks) for action in actions}
