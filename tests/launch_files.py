@@ -36,7 +36,8 @@ def shrink(fields: dict[str, Any]) -> tuple[dict[str, Any], int]:
     small |= sizes | {"device": "cpu", "layers": 2}
     small |= {"d_model": 64, "d_ff": 96, "heads": heads, "seq_len": 64, "micro_batch": 1, "global_batch": 8, "steps": 3}
     small |= {"warmup": 1, "lr_decay_steps": 3, "eval_every": 0, "save_every": 0, "kv_heads": 2}
-    small.pop("exit_step", None)
+    for name in ("exit_step", "exit_minutes", "warmup_share", "warmup_samples"):
+        small.pop(name, None)
     if "rampup_batch_size" in small:
         small["rampup_batch_size"] = [4, 4, 8]
     if small.get("experts"):

@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_515,
-    "interop": 7_995,
-    "experimental": 1_100,
-    "tools": 14_690,
-    "examples": 4_945,
-    "bench": 5_405,
-    "tests": 57_335,
+    "core": 25_540,
+    "interop": 8_020,
+    "experimental": 1_120,
+    "tools": 14_720,
+    "examples": 4_960,
+    "bench": 5_420,
+    "tests": 57_360,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

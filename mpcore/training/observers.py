@@ -67,7 +67,11 @@ class Observer:
         """Look at the gradients again when the user's own code has read them, before ranks sum them."""
 
     def after_reduce(self, run: Run) -> None:
-        """Look at the gradients of the unsharded model, each rank at its shards, before clipping."""
+        """Look at the gradients of the unsharded model, each rank at its shards, before clipping.
+
+        Under a loss scale they are still multiplied by `run.scaler.scale`. `mpcore.gradients.grad_norm` reads them over
+        all ranks, with p=math.inf the largest entry.
+        """
 
     def after_step(self, run: Run, taken: bool) -> None:
         """Look at the parameters after the optimizer's step. `run.step` counts the step already.
