@@ -45,6 +45,8 @@ FILES = {
               "eps": 1e-6, "reduce_dtype": "bfloat16", "exit_minutes": 9.0}),
     "j.toml": ("[parallelism]\nexpert_parallel_degree = 4\ntensor_parallel_degree = 2\n", {"ep": 4, "etp": 1, "tp": 2}),
     "h.sh": ("if [ $1 ]; then A=(--adam-beta2 0.98); fi\nA=(--adam-beta2 .9 --lr-warmup-iters 7)\n", {"warmup": 7}),
+    "k.sh": ('T="--lr 2e-4 --micro-batch-size 2"\nU=\' --num-layers 2 \'\npython x.py $T $U\n',
+             {"lr": 2e-4, "micro_batch": 2, "layers": 2}),
     "f.json": ('{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
                {"zero": 2, "dtype": "bfloat16", "clip": 0.0}),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import fsspec.core
+import torch.distributed as dist
 
 from mpcore.checkpoint.store import (
     LOCK,
@@ -152,7 +153,8 @@ class Remote(PosixPath):
     def rename(self, target: Any) -> Remote:
         """Move a small file; a store copies it, in one request."""
         with self._store() as (store, path):
-            store.mv(path, fsspec.core.url_to_fs(str(target))[1])
+            store.cp_file(path, fsspec.core.url_to_fs(str(target))[1])  # mv would take * and ? for patterns
+            store.rm_file(path)
         return target
 
     def stream(self, parts: Iterable[bytes | memoryview]) -> None:
@@ -170,7 +172,9 @@ class ObjectStore(Store[Remote]):
         return old(path) if (old(path) / LOCK).is_file() else path  # the one that `prepare` marked
 
     def lock(self, folder: Remote) -> None:
-        return None
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if folder.parts[0].startswith("memory:") and ranks > 1:
+            raise ValueError(f"{folder} lies in the memory of one process, and {ranks} save: take file:// or a store")
 
     def prepare(self, path: Remote) -> None:
         is_replaced = is_complete(path)

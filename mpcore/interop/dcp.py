@@ -190,11 +190,13 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p in params:
-        p.grad = None
+    try:
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for p in params:
+            p.grad = None
     for state in optimizer.state.values():
         for x in state.values():
             if isinstance(x, Tensor) and x.dim() == 0:

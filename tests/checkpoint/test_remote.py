@@ -20,7 +20,7 @@ from mpcore.interop.lora import add_lora, save_lora
 from tests.pool import on_ranks
 
 FAULTS = {"first": 0, "last": 0, "now": 0}  # the store's operations that fail, and the number of this one
-OPERATIONS = ("pipe_file", "rm", "rm_file", "_open", "makedirs", "mv", "info", "ls", "cat_file", "find")
+OPERATIONS = ("pipe_file", "rm", "rm_file", "_open", "makedirs", "cp_file", "info", "ls", "cat_file", "find")
 
 
 def count() -> bool:
@@ -96,6 +96,20 @@ def test_a_run_in_memory(tmp_path, sizes, background):
     remote = f"memory://{uuid.uuid4()}/run"
     mp.simulate(trial, str(tmp_path), remote, 0, background, **sizes)
     assert str(checkpoints(remote)[0]) == f"{remote}/step-00000003"
+
+
+@pytest.mark.parametrize("name", ["run*", "run?"])
+def test_a_name_in_a_store_is_no_pattern(name):
+    remote = f"memory://{uuid.uuid4()}"
+    for folder in ("run1", name):
+        saved(as_path(f"{remote}/{folder}/step-00000001"), 1)
+        assert str(latest(f"{remote}/{folder}")) == f"{remote}/{folder}/step-00000001"
+
+
+@on_ranks(2)
+def test_the_memory_of_one_process_is_no_store_of_two():
+    with pytest.raises(ValueError, match="memory of one process, and 2 save"):
+        start(mp.build_mesh(dp=2, device_type="cpu")).save(f"memory://{uuid.uuid4()}")
 
 
 @on_ranks(3)

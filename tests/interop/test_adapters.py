@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -298,3 +300,7 @@ def test_what_adapters_of_experts_refuse(tmp_path):
         with pytest.raises(ValueError, match=r"1 of 1 adapters .* up.down.weight"):
             call(model, tmp_path)
     assert merge_lora(model)["up"].down.extra_repr() == "2 experts, 6, 4"
+
+
+def test_modules_of_interop_are_imported_when_they_are_used():
+    subprocess.run([sys.executable, "-c", "import mpcore as mp; mp.interop.lora.add_lora"], check=True)

@@ -164,6 +164,7 @@ def _number(value: Any) -> Any:
 def _shell(text: str) -> Values:
     """Return the flags of a shell script; variables that it sets are replaced. A flag without a value is True."""
     text = re.sub(r"(^|\s)#[^\n]*", r"\1", text)
+    text = re.sub(r"=[\"']\s*(?=--)", "=\n", text)  # NAME="--lr 1e-3 ..": a list of flags, no value of one word
     text = re.sub(r"\\\n|\$\{\w+\[[@*]\]\}", " ", re.sub(r"[\"']", "", text))
     found = {*re.findall(r"^\s*(?:export\s+)?(\w+)= ?([^\s()#;]+)", text, re.M)}
     names = [name for name, _ in found]
