@@ -7,40 +7,19 @@ pytest-benchmark through a timer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from bench.cases import KERNELS
-from bench.interleave import judge
+from bench.interleave import device_clock, judge
 from bench.protocol import OURS, label, measure, short
 from mpcore.kernels import use_kernels
 
 HOST_US = 60  # to launch forward
 
 CASES = [case for kernel in KERNELS.values() for case in kernel.cases()]
-
-
-class Clock:
-    """A timer that advances by given seconds from each reading to the next."""
-
-    def __init__(self) -> None:
-        self.steps: Iterator[float] = iter(())
-        self.now = 0.0
-
-    def feed(self, seconds: list[float]) -> None:
-        """Have the next pairs of readings differ by these."""
-        self.steps = (step for s in seconds for step in (0.0, s))
-
-    def __call__(self) -> float:
-        """Return the time."""
-        self.now += next(self.steps, 1e-9)
-        return self.now
-
-
-device_clock = Clock()
 
 
 def case_id(case: tuple[Any, ...]) -> str:
@@ -84,5 +63,4 @@ def test_kernel(request, benchmark, measured, case, provider) -> None:
         benchmark.extra_info["skipped"] = row["skipped"] | row["wrong"]
         if row["clock"] == "device" and case[3] == "forward":
             judge(benchmark.extra_info, "host us of a launch", [row["providers"][OURS]["host_us"]], at_most=HOST_US)
-    device_clock.feed(times[provider])
-    benchmark.pedantic(lambda: None, rounds=len(times[provider]), iterations=1)
+    device_clock.hand(benchmark, times[provider])

@@ -21,8 +21,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.protocol import FORWARD, Draw, Function, Kernel, Peer, Shape, always, compiled, imported, needs_cuda
 from mpcore.kernels import activation, adamw
+from mpcore.kernels._router_linear import router_linear, router_linear_reference
 from mpcore.kernels.attention import attention, attention_backward, attention_reference
 from mpcore.kernels.dropout_add import dropout_add, dropout_add_reference
+from mpcore.kernels.fp8_matmul import fp8_matmul
+from mpcore.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from mpcore.kernels.layer_norm import layer_norm, layer_norm_reference
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows, linear_log_prob
 from mpcore.kernels.moe_permute import (
@@ -81,11 +84,6 @@ def eager_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) ->
     return y if residual is None else (y, h)
 
 
-def eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """torch's own."""
-    return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
-
-
 def applied_layer_norm(f: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """By a peer's autograd function."""
     return f.apply(x, weight, bias, 1e-5)
@@ -116,7 +114,7 @@ NORMS = [
     Kernel(
         "layer_norm", {"x": "M D", "weight": "D", "bias": "D"}, layer_norm, layer_norm_reference,
         {
-            **plain(eager_layer_norm),
+            **plain(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, 1e-5)),
             "Liger": imported("liger_kernel.ops.layer_norm:LigerLayerNormFunction", applied_layer_norm),
             "apex": imported("apex.contrib.layer_norm.layer_norm:FastLayerNormFN", applied_layer_norm),
         },
@@ -135,11 +133,6 @@ def gated(act: Callable[[Tensor], Tensor]) -> Function:
     return eager
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by tanh."""
-    return F.gelu(x, approximate="tanh")
-
-
 def activation_row(name: str, eager: Function, width: int, size: int, liger: str = "") -> Kernel:
     """Inputs are read once and outputs written once; backward reads x and dy and writes dx."""
     peers = plain(eager)
@@ -154,6 +147,7 @@ def activation_row(name: str, eager: Function, width: int, size: int, liger: str
     )  # fmt: skip
 
 
+gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 ACTIVATIONS = [
     activation_row("swiglu", gated(F.silu), 2, 14336, "LigerSiLUMulFunction"),
     activation_row("geglu", gated(gelu_tanh), 2, 14336, "LigerGELUMulFunction"),
@@ -169,14 +163,14 @@ def wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def eager_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+def eager_cross_entropy(logits: Tensor, target: Tensor, reduction: str = "sum") -> Tensor:
     """torch's own in at least float32."""
-    return F.cross_entropy(wide(logits), target, reduction="sum")
+    return F.cross_entropy(wide(logits), target, reduction=reduction)
 
 
 def loss_of_head(reduction: str) -> Function:
     """All logits at once."""
-    return lambda x, weight, target, scale=None: F.cross_entropy(wide(x @ weight.t()), target, reduction=reduction)
+    return lambda x, weight, target, scale=None: eager_cross_entropy(x @ weight.t(), target, reduction)
 
 
 def eager_log_prob(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,16 +288,12 @@ def flash4(f: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def pairs(s: Shape) -> float:
-    """Return how many keys all queries of a head see."""
-    T, window, documents = s["T"], s.get("window", s["T"]), s.get("documents", 1)
-    T, window = T // documents, min(window, T // documents)
-    return documents * (window * T - window * (window - 1) / 2)
-
-
 def products(s: Shape, b: int) -> tuple[float, float]:
     """Two products forward and five backward, of the pairs that the mask leaves; half of T x T if it is causal."""
-    once = 2.0 * s["B"] * s["H"] * s["K"] * (pairs(s) if "window" in s or "documents" in s else s["T"] * s["T"] / 2)
+    T = s["T"] // s.get("documents", 1)
+    window = min(s.get("window", T), T)
+    pairs = s.get("documents", 1) * (window * T - window * (window - 1) / 2)
+    once = 2.0 * s["B"] * s["H"] * s["K"] * (pairs if "window" in s or "documents" in s else T * T / 2)
     return 2 * once, 7 * once
 
 
@@ -341,16 +331,6 @@ def masked(name: str, extra: Shape, toy: Shape, option: str, draw: Draw) -> Kern
     )  # fmt: skip
 
 
-def ends(s: Shape, like: Mapping[str, Any]) -> Tensor:
-    """Packed documents of one length."""
-    return torch.arange(0, s["T"] + 1, s["T"] // s["documents"], dtype=torch.int32, device=like["device"])
-
-
-def capped(query: Tensor, key: Tensor, value: Tensor, softcap: float) -> Tensor:
-    """Capped scores in plain torch."""
-    return attention_reference(query, key, value, softcap=softcap)[0]
-
-
 class Ring(torch.autograd.Function):
     """One rank of a ring over 8 ranks. Nothing is sent: all blocks of keys lie here, and each is met, merged and led
     back through as the ring does it. Every query sees every key, so that one call of torch's own is the same function.
@@ -359,11 +339,12 @@ class Ring(torch.autograd.Function):
     RANKS = 8
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, impl: str | None = None) -> Tensor:
         """Merged in float32, block after block."""
+        ctx.impl = impl
         wide, merged = torch.promote_types(query.dtype, torch.float32), None
         for k, v in zip(key.chunk(Ring.RANKS, 1), value.chunk(Ring.RANKS, 1), strict=True):
-            part = attention(query, k, v, causal=False, out_dtype=wide)
+            part = attention(query, k, v, causal=False, out_dtype=wide, impl=impl)
             merged = part if merged is None else merge(*merged, *part)
         assert merged is not None
         output = merged[0].to(query.dtype)
@@ -377,11 +358,12 @@ class Ring(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         dq, parts = torch.zeros_like(query, dtype=wide), []
         for k, v in zip(key.chunk(Ring.RANKS, 1), value.chunk(Ring.RANKS, 1), strict=True):
-            of_block = attention_backward(grad, query, k, v, output, lse, causal=False, out_dtype=wide)
+            how = {"causal": False, "out_dtype": wide, "impl": ctx.impl}
+            of_block = attention_backward(grad, query, k, v, output, lse, **how)
             dq += of_block[0]
             parts.append([x.to(query.dtype) for x in of_block[1:]])
         dk, dv = (torch.cat(each, 1) for each in zip(*parts, strict=True))
-        return dq.to(query.dtype), dk, dv
+        return dq.to(query.dtype), dk, dv, None
 
 
 def ring_products(s: Shape, b: int) -> tuple[float, float]:
@@ -393,10 +375,11 @@ def ring_products(s: Shape, b: int) -> tuple[float, float]:
 ATTENTION = [
     CAUSAL,
     masked("attention, window", {"window": 1024}, {"window": 5}, "window", lambda s, like: s["window"]),
-    masked("attention, documents", {"documents": 8}, {"documents": 3}, "cu_seqlens", ends),
+    masked("attention, documents", {"documents": 8}, {"documents": 3}, "cu_seqlens", lambda s, like: torch.arange(
+        0, s["T"] + 1, s["T"] // s["documents"], dtype=torch.int32, device=like["device"])),  # of one length
     replace(  # at 50, as in Gemma 2
         CAUSAL, name="attention, soft cap", tensors={**CAUSAL.tensors, "softcap": lambda s, like: 50.0},
-        peers=plain(capped), shapes=LONG,
+        peers=plain(first(attention_reference)), shapes=LONG,
     ),
     Kernel(
         "ring attention",
@@ -405,6 +388,7 @@ ATTENTION = [
         Ring.apply, lambda query, key, value: attention_reference(query, key, value, causal=False)[0],
         {
             "SDPA": always(sdpa),
+            "mpcore, torch's kernels": always(lambda query, key, value: Ring.apply(query, key, value, "torch")),
             "mpcore, one block": always(lambda query, key, value: attention(query, key, value, causal=False)[0]),
         },
         ring_products, [{"T": 131072, "H": 8, "Hkv": 8, "K": 128}], {"T": 64, "H": 4, "Hkv": 2, "K": 16},
@@ -548,6 +532,67 @@ def quantize_row(name: str, columns: bool) -> Kernel:
     )  # fmt: skip
 
 
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def product_row(
+    name: str, tensors: Mapping[str, str | Draw], ours: Function, reference: Function, peer: str, other: Function,
+    **more: Any,
+) -> Kernel:  # fmt: skip
+    """A product of M tokens, K inputs and N outputs, beside one peer."""
+    return Kernel(
+        name, tensors, ours, reference, {peer: always(other)}, lambda s, b: (2.0 * s["M"] * s["K"] * s["N"], 0),
+        [{"M": 8192, "K": 4096, "N": 14336, "E": 8}], {"M": 256, "K": 128, "N": 128, "E": 2},
+        unit="TFLOP/s", passes=(FORWARD,), check={"M": 1024}, **more,
+    )  # fmt: skip
+
+
+def added_product(x: Tensor, dy: Tensor, main: Tensor) -> Tensor:
+    """A weight gradient that the product adds to the float32 main gradient by itself."""
+    if not x.is_cuda:
+        return main.addmm_(dy.t(), x)
+    return torch.addmm(main, dy.t(), x, out_dtype=torch.float32, out=main)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, quantized: Quantized, impl: str | None = None) -> Tensor:
+    """The input is quantized in each call, the weight once a step."""
+    given = quantize_fp8(x, impl=impl)[0]
+    assert given is not None
+    return fp8_matmul(given, quantized, x.dtype, impl=impl)
+
+
+def quantized_weight(s: Shape, like: Mapping[str, Any]) -> Any:
+    """A weight in blocks of 128 x 128."""
+    return quantize_fp8(torch.randn(s["N"], s["K"], **like), square=True, impl="reference")[0]
+
+
+PRODUCTS = [
+    product_row(
+        "weight gradient", {"x": "M K", "dy": "M N", "main": in_float32(torch.randn, "N", "K")}, added_product,
+        lambda x, dy, main: main.add_(wide(dy).t() @ wide(x)),
+        "two passes", lambda x, dy, main: main.add_(dy.t() @ x), random=True, slack=4,  # sums of another order
+    ),
+    product_row(
+        "FP8 linear", {"x": "M K", "weight": "N K", "quantized": quantized_weight}, fp8_linear,
+        functools.partial(fp8_linear, impl="reference"),
+        "bfloat16", lambda x, weight, quantized: x @ weight.t(), random=True, in_float64=False,
+    ),
+    product_row(
+        "grouped linear",
+        {"x": "M K", "weight": "E N K",
+         "counts": lambda s, like: torch.full((s["E"],), s["M"] // s["E"], device=like["device"])},
+        grouped_linear, grouped_linear_reference,
+        "one by one", lambda x, weight, counts: torch.cat(
+            [part @ w.t() for part, w in zip(x.chunk(len(weight)), weight, strict=True)]),
+    ),
+]  # fmt: skip
+
+ROUTER = Kernel(
+    "router logits", {"x": "T D", "weight": "E D"}, router_linear, router_linear_reference,
+    {"float32 copies": always(router_linear_reference)},
+    lambda s, b: (2.0 * s["T"] * s["D"] * s["E"], 6.0 * s["T"] * s["D"] * s["E"]),
+    [{"T": 8192, "D": 2048, "E": 128}], {"T": 7, "D": 16, "E": 5}, unit="TFLOP/s",
+)  # fmt: skip
 HOW, LR = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, 1e-3
 
 
@@ -557,9 +602,7 @@ def step(*, impl: str | None = None, scale: Tensor | None = None, **state: Any) 
     return tuple(state[name] for name in ("param", "exp_avg", "exp_avg_sq", "master") if name in state)
 
 
-def plain_step(**state: Any) -> tuple[Tensor, ...]:
-    """The same in plain torch."""
-    return step(**state, impl="reference")
+plain_step = functools.partial(step, impl="reference")
 
 
 def fused(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor, now: Tensor):
@@ -612,6 +655,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         *(*NORMS[:2], CROSS_ENTROPY, *HEADS, *ACTIVATIONS, *ATTENTION, ROPE, NORMS[2], ADAMW, DROPOUT_ADD, MOE_PERMUTE),
+        *(*PRODUCTS, ROUTER),
         *(quantize_row("quantize_fp8", False), quantize_row("quantize_fp8 both ways", True)),
     )
 }

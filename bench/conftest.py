@@ -41,8 +41,10 @@ def tp8() -> Iterator[Mesh]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`: the first shape and the longest pass of each kernel."""
+    """Add the options that choose rows of kernels."""
     parser.addoption("--quick", action="store_true", help="the first shape and longest pass of each kernel, 3 minutes")
+    parser.addoption("--kernel", metavar="NAME", help="the rows of this kernel alone")
+    parser.addoption("--shapes", type=int, metavar="N", help="only the first N shapes of each kernel")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,20 +62,20 @@ def results_name(device: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--quick`: of each kernel the first shape and the longest pass."""
-    if config.getoption("quick", default=False):
-        left_out = [item for item in items if not in_the_subset(getattr(item, "callspec", None))]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    """Leave out the rows of kernels that the options don't choose; other benches stay."""
 
+    def chosen(item: pytest.Item) -> bool:
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+        if case is None:
+            return True
+        kernel, shape, _, which = case
+        quick, name = config.getoption("quick", default=False), config.getoption("kernel", default=None)
+        count = 1 if quick else config.getoption("shapes", default=None)
+        shapes = kernel.shapes[:count] if torch.cuda.is_available() else [kernel.toy]
+        return shape in shapes and name in (None, kernel.name) and not (quick and which != kernel.passes[-1])
 
-def in_the_subset(spec: Any) -> bool:
-    """Return whether a bench runs with `--quick`; what is no case of a kernel does."""
-    if spec is None or "case" not in spec.params:
-        return True
-    kernel, shape, _, which = spec.params["case"]
-    shapes = kernel.shapes if torch.cuda.is_available() else [kernel.toy]
-    return shape == shapes[0] and which == kernel.passes[-1]
+    config.hook.pytest_deselected(items=[item for item in items if not chosen(item)])
+    items[:] = [item for item in items if chosen(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -96,13 +98,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     case, following = (getattr(getattr(i, "callspec", None), "params", {}).get("case", i) for i in (item, nextitem))
     if case is not following:
         keep(item.config)
-        reporter = item.config.pluginmanager.get_plugin("terminalreporter")
-        items = item.session.items
-        if reporter is not None:
-            told = progress(
-                items.index(item) + 1, len(items), time.monotonic() - item.config.stash.get(BEGAN, time.monotonic())
-            )
-            reporter.write_line(f"  {told}")
+        if (reporter := item.config.pluginmanager.get_plugin("terminalreporter")) is not None:
+            items, now = item.session.items, time.monotonic()
+            seconds = now - item.config.stash.get(BEGAN, now)
+            reporter.write_line(f"  {progress(items.index(item) + 1, len(items), seconds)}")
     return result
 
 

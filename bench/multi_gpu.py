@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -45,14 +46,14 @@ AXES = {  # what each axis adds to the flags of one GPU; {n} is the number of ra
     **{f"pp, {kind}": f"--pp {{n}} --schedule {kind}" for kind in ("1f1b", "interleaved", "zb")},
     "ep, all-gather": f"--dp {{n}} --ep {{n}} {MOE}",
     "ep, all-to-all": f"--dp {{n}} --ep {{n}} {MOE} moe.dispatch=all_to_all",
+    "ep, in halves": f"--dp {{n}} --ep {{n}} {MOE} moe.dispatch=all_to_all overlap_experts=true",
 }  # fmt: skip
 PAIRS = {  # a layout, and the field that hides more of its messages; "": nothing to turn off
     "tp": ("--tp {n}", "overlap=4194304"),
     "tp, sequence parallel": ("--tp {n} --sequence-parallel", "overlap=4194304"),
     "ZeRO-1": ("--dp {n} --zero 1", ""), "ZeRO-3": ("--dp {n} --zero 3", ""), "pp, 1f1b": ("--pp {n}", ""),
-    "ep, all-to-all": (f"--dp {{n}} --ep {{n}} {MOE} moe.dispatch=all_to_all", ""),
+    "ep, all-to-all": (f"--dp {{n}} --ep {{n}} --micro-batch 2 {MOE} moe.dispatch=all_to_all", "overlap_experts=true"),
 }  # fmt: skip
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 BOUND = 1e-9  # of a float64 loss, relative
 
 
@@ -65,17 +66,14 @@ def jobs(args: argparse.Namespace, folder: Path) -> Iterator[Job]:
         words = f"--device {args.device} {flags} --set no_save=true".split()
         return Job(kind, name, (*command, "--train", *words, "--out", str(_out(folder, kind, name))), args.job_seconds)
 
-    def with_n(flags: str) -> str:
-        return flags.format(n=args.ranks)
-
     yield train("equal", "one", 1, SMALL)
     yield train("equal", "one with experts", 1, f"{SMALL} {MOE}")
     for name, flags in AXES.items():
-        yield train("equal", name, args.ranks, f"{SMALL} {with_n(flags)}")
+        yield train("equal", name, args.ranks, f"{SMALL} {flags.format(n=args.ranks)}")
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     for name, (flags, field) in PAIRS.items():
         for turn in range(args.turns):
-            words = f"{LARGE[args.device]} --dtype {dtype} --warmup 1 {with_n(flags)}"
+            words = f"{LARGE[args.device]} --dtype {dtype} --warmup 1 {flags.format(n=args.ranks)}"
             yield train("speed", f"{name} | plain {turn}", args.ranks, words)
             if field:
                 yield train("speed", f"{name} | {field.partition('=')[0]} {turn}", args.ranks, f"{words} --set {field}")
@@ -99,7 +97,10 @@ def _steps(out: Path) -> list[dict[str, Any]]:
 
 def judge(line: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Add what a job's run wrote: its losses, beside those of one GPU, or the median seconds of its last steps."""
-    if line["state"] != OK or line["job"] == "bandwidth":
+    if line["state"] != OK:  # torchrun ends with a frame: the cause stands before it
+        said = [each for each in line["log"] if re.search(r"Error: \S|\(exitcode|waits for rank", each)]
+        return line | {"why": ": ".join([line["why"].strip("=") or "ended", *said[-2:]])}
+    if line["job"] == "bandwidth":
         return line
     steps = _steps(_out(folder, line["job"], line["name"]))
     if line["job"] == "speed":
@@ -124,14 +125,14 @@ def report(lines: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
     for line in lines:
         if line["job"] == "equal" and not line["name"].startswith("one"):
             result = "equal to one" if line["state"] == OK else f"**{line['state']}**: {line['why']}"
-            text.append(f"| {line['name']} | {result} | {line.get('far', float('nan')):.1e} |")
+            text.append(f"| {line['name']} | {result} | " + (f"{line['far']:.1e} |" if "far" in line else "- |"))
     text += ["", "| layout | plain, ms | with overlap, ms |", "|---|---|---|"]
     for name, (_, field) in PAIRS.items():
         cells = [_median(lines, f"{name} | {kind} ") for kind in ("plain", field.partition("=")[0] or "none")]
         text.append(f"| {name} | {cells[0]} | {cells[1]} |")
     rows = [row for line in lines if line["job"] == "bandwidth" for row in line["rows"]]
     text += ["", "| collective | MB | ms | bus, GB/s |", "|---|---|---|---|"]
-    text += [f"| {r['collective']} | {r['bytes'] / 1e6:.1f} | {r['ms']:.3f} | {r['bus']:.2f} |" for r in rows]
+    text += [f"| {r['collective']} | {r['bytes'] / 1e6:.3g} | {r['ms']:.3f} | {r['bus']:.2f} |" for r in rows]
     text += [f"\n{bad['job']} {bad['name']}: {bad['state']}, {bad['why']}" for bad in lines if bad["state"] != OK]
     return "\n".join(text) + "\n"
 
@@ -162,8 +163,7 @@ def bandwidth(device: str, file: Path) -> None:
             "all_to_all": (lambda like=like, x=x: dist.all_to_all_single(like, x), (n - 1) / n),
             "send": (lambda like=like, x=x: _around(x, like, rank, n), 1.0),
         }
-        for name in COLLECTIVES:
-            call, share = calls[name]
+        for name, (call, share) in calls.items():
             seconds = statistics.median(_seconds(call, place) for _ in range(7))
             if rank == 0:
                 row = {"collective": name, "bytes": x.nbytes, "ms": 1e3 * seconds}
@@ -206,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if "RANK" in os.environ and sys.platform == "linux":  # a rank ends with its torchrun, also if that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        words = words if os.getppid() > 1 else sys.exit("torchrun was killed before this rank began")
     if "--train" in words:
         return train(words[1], words[words.index("--train") + 1 :])
     parser = argparse.ArgumentParser(prog="python -m bench.multi_gpu", description=__doc__)

@@ -12,13 +12,17 @@ Without CUDA the sizes are toys: the reference is timed beside the peers that ru
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -382,6 +386,15 @@ def yardstick(unit: str, device: torch.device) -> tuple[Callable[[], object], fl
     return lambda: torch.mm(a, b, out=out), 2.0 * n**3
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let other processes of `bench.gpu_hour` wait, which compile meanwhile."""
+    with (Path(tempfile.gettempdir()) / f"mpcore_bench_{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@alone()
 def _measure(
     kernel: Kernel, functions: Mapping[str, Function], shape: Shape, dtype: torch.dtype, which: str,
     device: torch.device,

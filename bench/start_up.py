@@ -76,16 +76,13 @@ def count_agreement(size: int) -> list[CountedStore]:
     """Count what each rank of an agreement asks of the store, where all come at once and the last one settles it."""
     held = dist.HashStore()
     stores = [CountedStore(held) for _ in range(size)]
-    for number in (1, 2):  # the second one deletes the keys of the first
-        if number == 2:
-            for store in stores:
-                store.requests = store.bytes = 0
-        late = []
-        for rank in range(size - 1):  # they find no answer yet: let them return, and look again below
-            agreement = object.__new__(_Returns)
-            agreement.__init__(stores[rank], rank, size)
+    for _ in range(2):  # the second one deletes the keys of the first
+        for store in stores:
+            store.requests = store.bytes = 0
+        # all ranks but the last find no answer yet: they return, and look again below
+        late = [_Returns(store, rank, size) for rank, store in enumerate(stores[:-1])]
+        for agreement in late:
             agreement.same("plan")
-            late.append(agreement)
         assert Agreement(stores[-1], size - 1, size).same("plan")
         for agreement in late:
             assert Agreement._hear(agreement, agreement._key("result")).startswith(b"same")
@@ -167,12 +164,11 @@ def table(measured: dict[int, dict[str, float]]) -> str:
         stores = count_agreement(size)
         requests, most = sum(s.requests for s in stores) / size, max(s.requests for s in stores)
         told = f"{requests:.1f} ({most}) | {sum(s.bytes for s in stores) / size:.0f}"
-        if size in measured:
-            found = measured[size]
+        start, source = "- | - | -", "counted"
+        if found := measured.get(size):
             start = f"{found['seconds']:.2f} | {found['files']:.1f} | {found['bytes'] / 1e3:.1f}"
-            rows.append(f"| {size:,} | {start} | {told} | measured; agreement counted |")
-        else:
-            rows.append(f"| {size:,} | - | - | - | {told} | counted |")
+            source = "measured; agreement counted"
+        rows.append(f"| {size:,} | {start} | {told} | {source} |")
     return "\n".join(rows)
 
 
@@ -185,9 +181,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     own = shutil.which("unshare") and os.geteuid() == 0 and not args.inside
     if own:  # a loopback interface of our own, with nobody else's bytes
-        again = " ".join(
-            [sys.executable, "-m", "bench.start_up", "--inside", *(sys.argv[1:] if argv is None else argv)]
-        )
+        words = sys.argv[1:] if argv is None else argv
+        again = " ".join([sys.executable, "-m", "bench.start_up", "--inside", *words])
         sys.exit(subprocess.call(["unshare", "--net", "sh", "-c", f"ip link set lo up && exec {again}"]))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

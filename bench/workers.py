@@ -1,4 +1,4 @@
-"""Loss of workers that wait for nobody, beside synchronous merges, on a simulated clock: `python -m bench.workers`.
+"""Loss of workers of unequal speed, beside synchronous merges, on a simulated clock: `python -m bench.workers`.
 
 Workers train the model of docs/local_updates.md: by default four, of which one is 4 times slower, after 300 steps of
 data parallelism. `--begin 0 --seconds 1 1 --steps 400 --batch 8 --every 20` is its recipe of two shells. A clock that
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from examples.gpt.pretrain import Trainer, parse
+from examples.gpt.samples import TokenSamples, split_documents
 from mpcore import Mesh
-from mpcore.tools.workers import Average, DelayedNesterov, HeLoCo, Nesterov
+from mpcore.tools.workers import Average, DelayedNesterov, Nesterov
 from mpcore.tools.workers.elastic import RunTensors
 from mpcore.tools.workers.outer import Options, Outer, Tensors
 from mpcore.tools.workers.rules import Rule, describe
@@ -25,13 +26,11 @@ TINY = ["--layers", "2", "--d-model", "64", "--heads", "4", "--d-ff", "256", "--
         "--eval-every", "0"]  # fmt: skip
 ROWS: dict[str, tuple[str, bool, Rule]] = {
     "all, Nesterov": ("all", False, Nesterov()),
-    "all, average": ("all", False, Average()),
+    "all, Nesterov, dynamic": ("all", True, Nesterov()),
+    "all, average, dynamic": ("all", True, Average()),
     "none, average": ("none", False, Average()),
     "none, average 1.4": ("none", False, Average(1.4)),
-    "none, Nesterov": ("none", False, Nesterov()),
     "none, delayed Nesterov": ("none", False, DelayedNesterov(lr=1.0, momentum=0.5)),
-    "none, delayed Nesterov, dynamic": ("none", True, DelayedNesterov(lr=1.0, momentum=0.3)),
-    "none, HeLoCo, dynamic": ("none", True, HeLoCo(0.3, 1.0, 0.5, 0.5, 1.0, lr=0.2)),
 }
 
 
@@ -48,7 +47,12 @@ def trained(
     until, soon = first + args.steps, args.steps // len(args.seconds) * 4 // 3
     flags = ["--steps", str(max(until, 2 * first)), "--warmup", str(320 // args.batch if first else 20)]
     flags += ["--global-batch", str(args.batch)]
-    runs = [trainer(folder, seed, *flags) for _ in seconds]
+    runs, known = [trainer(folder, seed, *flags) for _ in seconds], dict[int, float]()
+    for worker, each in enumerate(runs if args.shards else ()):
+        data: Any = each.train_samples
+        ids, parts = split_documents(len(data.dataset))[0], len(seconds)
+        mine = ids[len(ids) * worker // parts : len(ids) * (worker + 1) // parts]
+        each.train_samples = TokenSamples(data.dataset, data.seq_len, seed=seed, documents=mine)
     tensors, options = [RunTensors(each.run) for each in runs], Options(every=every, wait=wait, dynamic=dynamic)
     outer = Outer({"rule": describe(rule), "first": first, "until": until}, start)
     events, pending, clock, early = list[tuple[float, int]](), dict[int, tuple[Any, Tensors]](), 0.0, None
@@ -56,7 +60,7 @@ def trained(
         outer.apply({"op": "join", "worker": worker, "address": ""})
 
     def lease(worker: int) -> None:
-        steps = outer.free_steps(max(int(every / seconds[worker]), 1) if dynamic else every)
+        steps = outer.free_steps(options.steps_of(worker, known, until - outer.done))
         if steps is not None:
             line = {"op": "lease", "worker": worker, "phase": 0, "steps": steps, "base": outer.version}
             outer.apply(line)
@@ -67,7 +71,7 @@ def trained(
         lease(worker)
     while not outer.ended:
         clock, worker = heapq.heappop(events)
-        runs[worker].run.step = outer.leases[worker].first
+        runs[worker].run.step, known[worker] = outer.leases[worker].first, seconds[worker]
         while runs[worker].run.step < outer.leases[worker].last:
             runs[worker].step()
         entry = {"worker": worker, "base": outer.leases[worker].base, "applied": True}
@@ -99,6 +103,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="+", default=[1.0, 1.0, 1.0, 4.0], help="of each one's step")
     for name, default in {"begin": 300, "steps": 1200, "batch": 4, "every": 50}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--shards", action="store_true", help="each worker has a part of the documents of its own")
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=[*ROWS])
     args = parser.parse_args()
     for seed in args.seeds:

@@ -36,10 +36,10 @@ def implementation(impl: str | None, x: Tensor, operator: str) -> str:
                 f"{operator} on {x.device} needs the triton package: pip install triton, or run the slower reference "
                 f"under mpcore.kernels.use_kernels('reference')"
             )
-        known = HAS_TRITON and is_on_gpu(x) and x.dtype in KERNEL_DTYPES
-        if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU: there is none to measure or test
+        known = is_on_gpu(x) and x.dtype in KERNEL_DTYPES
+        if known and not x.is_cuda and has_no_values(x):  # a dry run for a GPU launches nothing, and needs no Triton
             return by_rule(operator)
-        return chosen(operator, x) if known else REFERENCE
+        return chosen(operator, x) if known and HAS_TRITON else REFERENCE
     if impl == REFERENCE:
         return REFERENCE
     if impl != TRITON:

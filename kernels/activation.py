@@ -100,10 +100,10 @@ def relu_squared(x: Tensor, *, impl: str | None = None) -> Tensor:
     return _activate("relu_squared", "squared", x, impl)
 
 
-swiglu_reference = partial(swiglu, impl="reference")
-geglu_reference = partial(geglu, impl="reference")
-gelu_reference = partial(gelu, impl="reference")
-relu_squared_reference = partial(relu_squared, impl="reference")
+swiglu_reference: partial[Tensor] = partial(swiglu, impl="reference")
+geglu_reference: partial[Tensor] = partial(geglu, impl="reference")
+gelu_reference: partial[Tensor] = partial(gelu, impl="reference")
+relu_squared_reference: partial[Tensor] = partial(relu_squared, impl="reference")
 
 
 def _activate(name: str, f: str, x: Tensor, impl: str | None) -> Tensor:

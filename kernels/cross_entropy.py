@@ -75,7 +75,7 @@ def cross_entropy_stats(
     return compute(logits.detach(), target, start, ignore_index, softcap, sum_logits, entropy)
 
 
-cross_entropy_stats_reference = functools.partial(cross_entropy_stats, impl="reference")
+cross_entropy_stats_reference: functools.partial[Tensor] = functools.partial(cross_entropy_stats, impl="reference")
 
 
 def _stats_reference(

@@ -65,7 +65,7 @@ def dropout_add(
     return _DropoutAdd.apply(x, residual, bias, *mask) if triton_runs else _reference(x, residual, bias, mask)
 
 
-dropout_add_reference = functools.partial(dropout_add, impl="reference")
+dropout_add_reference: functools.partial[Tensor] = functools.partial(dropout_add, impl="reference")
 
 
 class _Mask(NamedTuple):

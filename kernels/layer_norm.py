@@ -53,4 +53,4 @@ def layer_norm(
     return norm("layer_norm", x, weight, bias, residual, eps, impl)  # pyright: ignore[reportReturnType]
 
 
-layer_norm_reference = functools.partial(layer_norm, impl="reference")
+layer_norm_reference: functools.partial[Tensor] = functools.partial(layer_norm, impl="reference")

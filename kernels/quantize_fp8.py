@@ -67,7 +67,9 @@ def quantize_fp8(
     return Quantized(values, scales) if rows else None, Quantized(turned, turned_scales) if columns else None
 
 
-quantize_fp8_reference = functools.partial(quantize_fp8, impl="reference")
+quantize_fp8_reference: functools.partial[tuple[Quantized | None, Quantized | None]] = functools.partial(
+    quantize_fp8, impl="reference"
+)
 
 
 def _scale(largest: Tensor) -> Tensor:

@@ -49,4 +49,4 @@ def rms_norm(
     return norm("rms_norm", x, weight, None, residual, eps, impl)  # pyright: ignore[reportReturnType]
 
 
-rms_norm_reference = functools.partial(rms_norm, impl="reference")
+rms_norm_reference: functools.partial[Tensor] = functools.partial(rms_norm, impl="reference")

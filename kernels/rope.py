@@ -79,7 +79,7 @@ def rope(
     return _Rope.apply(q, k, (q.shape[2], k.shape[2]), *options)
 
 
-rope_reference = functools.partial(rope, impl="reference")
+rope_reference: functools.partial[tuple[Tensor, Tensor | None]] = functools.partial(rope, impl="reference")
 
 
 def rope_qkv(

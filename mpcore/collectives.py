@@ -136,12 +136,19 @@ def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) ->
 
     Args:
         to: the receiving rank; None: send nothing.
-        receive: the number of elements that each rank sends to this rank.
+        receive: the number of rows that each rank sends to this rank.
     """
-    group = _group(axis)
-    sizes = [x.numel() if rank == to else 0 for rank in range(axis.size)]
-    message = x if to is not None else x[:0]
-    return _call(_ops.all_to_all_single.default, message, list(receive), sizes, group)
+    sizes = [0] * len(receive)
+    if to is None:
+        x = x[:0]
+    else:
+        sizes[to] = len(x)
+    return start_rows(x, axis, sizes, list(receive))
+
+
+def start_rows(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+    """Start `all_to_all_rows`. `wait` returns the received rows."""
+    return _call(_ops.all_to_all_single.default, x.contiguous(), receive, send, _group(axis))
 
 
 def _alone(axis: Axis) -> bool:
@@ -319,7 +326,7 @@ class _AllToAllRows(Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return _call(_ops.all_to_all_single.default, x.contiguous(), receive, send, _group(axis), wait=True)
+        return wait(start_rows(x, axis, send, receive))
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -330,7 +337,10 @@ class Flying:
     """A collective between `start` and `finish`. The gradient flows through `token`, the input, to `start`."""
 
     def __init__(self, kind: str, axis: Axis, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
-        self.kind, self.axis, self.send, self.receive = kind, axis, list(send), list(receive)
+        self.kind = kind
+        self.axis = axis
+        self.send: list[int] = list(send)
+        self.receive: list[int] = list(receive)
         self.token: Tensor = torch.Tensor()
         self.pending: Tensor | None = None  # None: `token` is the result
         self.waits = False  # for the dual, which is the gradient of `token`
@@ -344,7 +354,7 @@ class Flying:
     def begin(self, x: Tensor) -> Tensor:
         """Start it without autograd, and return the pending result."""
         if self.kind == "all_to_all_rows":
-            return _call(_ops.all_to_all_single.default, x.contiguous(), self.receive, self.send, _group(self.axis))
+            return start_rows(x, self.axis, self.send, self.receive)
         return (start_all_gather if self.kind == "all_gather" else start_reduce_scatter)(x, self.axis)
 
     def dual(self) -> Flying:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,11 +136,13 @@ def dense_losses(name: str, seed: int = 0) -> tuple[list[float], dict[str, Tenso
     return losses, merged
 
 
-def start(name: str, sizes: dict[str, int], **told) -> mp.Run:
-    """The same model with adapters on a mesh."""
+def start(name: str, sizes: dict[str, int], beside: tuple[str, ...] = (), patterns: Any = None, **told) -> mp.Run:
+    """The same model with adapters on a mesh. The modules `beside` are trained, too."""
     on = mesh(**sizes)
     model = mp.parallelize(build(name), tp=on.tp, ep=on.ep, etp=on.etp, check=False)
-    add_lora(model, RANK, ALPHA, targets=TARGETS[name])
+    add_lora(model, RANK, ALPHA, TARGETS[name], **(patterns or {}))
+    for module in beside:
+        model.get_submodule(module).requires_grad_()
     return mp.prepare(
         model, on, blocks=next(m for m in model.modules() if isinstance(m, nn.ModuleList)), initialize=False,
         loss=lambda out, target: token_loss(out.logits, target),

@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_540,
-    "interop": 8_020,
-    "experimental": 1_120,
-    "tools": 14_720,
-    "examples": 4_960,
-    "bench": 5_420,
-    "tests": 57_360,
+    "core": 25_900,
+    "interop": 7_960,
+    "experimental": 2_020,
+    "tools": 15_380,
+    "examples": 5_320,
+    "bench": 4_440,
+    "tests": 58_700,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

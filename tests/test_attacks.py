@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.gpt import indexed_dataset
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from mpcore.checkpoint.format import Chunk, Entry
 from mpcore.checkpoint.store import Store
@@ -29,6 +29,7 @@ from mpcore.mesh import secret
 from mpcore.mesh.rendezvous import meet
 from mpcore.tools.fault_tolerance.faults import check_writable
 from mpcore.tools.fault_tolerance.metrics import write_whole
+from tests.test_launch import free_port
 
 # Two ranks exchange a value at each line that they read; rank 1 waits before the exchange of the second line.
 JOB = """
@@ -99,12 +100,6 @@ with leave_together(mesh):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 class Job:
     """Two ranks on this host, which rank 0 keeps the store of."""
 
@@ -132,7 +127,11 @@ class Job:
 
     def end(self) -> list[tuple[int, str]]:
         """Tell the ranks that no line follows, and return the status and the errors of each."""
-        errors = [rank.communicate(timeout=60)[1] for rank in self.ranks]
+        try:
+            errors = [rank.communicate(timeout=60)[1] for rank in self.ranks]
+        finally:
+            for rank in self.ranks:
+                rank.kill()
         return [*zip([rank.returncode for rank in self.ranks], errors, strict=True)]
 
 
@@ -263,7 +262,7 @@ def test_a_private_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
 # --- files that are cut while they are mapped -------------------------------------------------------------------------
 
 
-def test_files_that_are_cut_while_they_are_mapped_are_named(tmp_path):
+def test_files_that_are_cut_while_they_are_mapped_are_named(tmp_path, monkeypatch):
     path = tmp_path / "x.safetensors"
     _, sums = write_tensors(path, {"a": torch.ones(100_000)})
     chunk = Chunk(path.name, "a", (0,), (100_000,), sums["a"])
@@ -273,6 +272,12 @@ def test_files_that_are_cut_while_they_are_mapped_are_named(tmp_path):
         writer.add_document([1] * 10_000)
     corpus = IndexedDataset(tmp_path / "c")
     assert int(corpus[0].sum()) == 10_000
+    read, index = indexed_dataset._read_header, tmp_path / "c.idx"
+    monkeypatch.setattr(indexed_dataset, "_read_header", lambda *args: (read(*args), os.truncate(index, 45))[0])
+    for text in ("c.idx was cut to 45 bytes", "c.idx: 1 sequences .* but the file has 45"):
+        with pytest.raises(ValueError, match=text):
+            IndexedDataset(tmp_path / "c")
+    assert int(corpus[0].sum()) == 10_000  # an open corpus doesn't need its index
     for name in (path, tmp_path / "c.bin"):
         os.truncate(name, 4096)
     for read in (lambda: file.whole("a"), lambda: file.problem(entry, chunk)):
@@ -287,7 +292,12 @@ def test_files_that_are_cut_while_they_are_mapped_are_named(tmp_path):
 
 @pytest.mark.parametrize("code", [JOB, FIRST], ids=["an agreement", "a first collective"])
 def test_a_rank_that_is_killed_before_the_first_step_is_named(code):
+    """Also if a stranger says that it left, ended well or is alive."""
     job = Job(code)
+    store = attack_store(job.port)
+    (at,) = {key.removesuffix("blocks/0") for key in store.list_keys() if key.endswith("mpcore/blocks/0")}
+    for word in ("left/1", "ended/1/1", "alive/1"):
+        store.set(f"{at}{word}", "")
     if code == FIRST:
         job.ranks[1].kill()
     job.say(0)  # waits for rank 1, which no broken connection ends
@@ -310,7 +320,14 @@ def test_ranks_whose_collectives_differ_say_what_they_called_last():
 @pytest.mark.parametrize("extra", ["all_gather(torch.ones(5, 5), mesh.tp, 0)", "all_reduce(torch.ones(8), mesh.tp)"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_wait_in_different_collectives_are_ended_with_both_calls(extra, first):
-    for status, text in Job(WAITS.replace("EXTRA", f"collectives.{extra}").replace("FIRST", str(first))).end():
+    """Also if a stranger overwrites once what a rank says that it waits for."""
+    job = Job(WAITS.replace("EXTRA", f"collectives.{extra}").replace("FIRST", str(first)))
+    store, until = attack_store(job.port), time.monotonic() + 60
+    while not (keys := [key for key in store.list_keys() if key.endswith("mpcore/stands/1/0")]):
+        assert time.monotonic() < until, [rank.kill() for rank in job.ranks]
+        time.sleep(0.02)
+    store.set(keys[0], b"x" * 99)
+    for status, text in job.end():
         assert status == 70
         assert f"rank {first} entered {extra[:10]}(tp) of" in text
         assert f"rank {1 - first} entered all_reduce(tp) of [6]" in text

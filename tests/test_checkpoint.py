@@ -41,7 +41,7 @@ from mpcore.checkpoint import diff, inspect, latest, load, save, save_async, ste
 from mpcore.checkpoint.format import MANIFEST, read_manifest, tiles
 from mpcore.checkpoint.tensor_file import Files
 from mpcore.collectives import all_reduce
-from mpcore.gradients import clip_gradients, grad_norm, reduce_gradients
+from mpcore.gradients import clip_gradients, grad_norm, guard_optimizer, reduce_gradients
 from mpcore.layers import materialize
 from mpcore.layers.dropout import seed_dropout
 from mpcore.parallel.data import shard_data_parallel
@@ -883,15 +883,18 @@ def check_dcp(folder: str) -> list[str]:
     optimizer = AdamW(model, lr=0.1)
     dcp.save({name: x.detach() for name, x in model.state_dict().items()}, checkpoint_id=f"{folder}/shards")
     dcp.save(full_state_dict(model), checkpoint_id=f"{folder}/full")
+    torchs = guard_optimizer(torch.optim.AdamW(model.parameters()), model)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    states = (model.state_dict(), model.state_dict(keep_vars=True), optimizer.state_dict())
+    torchs.step()
+    states = (model.state_dict(), model.state_dict(keep_vars=True), optimizer.state_dict(), torchs.state_dict())
     for use, of in ((partial(dcp.load, model.state_dict()), "shards"), *((partial(dcp.save, x), "no") for x in states)):
         with pytest.raises(CheckpointException) as error:
             use(checkpoint_id=f"{folder}/{of}")
         errors.append(str(error.value))
     state, file = model.state_dict(), io.BytesIO()
-    torch.save(state, file)
+    with pytest.warns(UserWarning, match=r"torch.save stores this rank's shards .* over tp \(2 ranks\)"):
+        torch.save(state, file)
     file.seek(0)
     for again in (torch.load(file), copy.deepcopy(state)):
         same_bits(again, state)

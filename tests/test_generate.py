@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mpcore import Axis, parallelize
-from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
 from tests.equality import close
 from tests.pool import mesh, on_ranks
 from tests.quick import some
+from tests.test_parallelize import GPT2_PLAN
 
 hf = pytest.importorskip("transformers")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -253,6 +254,59 @@ def test_a_process_that_ends_right_after_a_collective_keeps_its_status():
     command = [sys.executable, "-c", ENDS, "destroy destroy raise return", *(str(free_port()) for _ in range(4))]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert run.stdout.splitlines() == ["destroy 0 0", "destroy 0 0", "raise 1 1", "return 0 0"], run.stderr
+
+
+HOST_ENDS = """
+import os, signal, time, mpcore
+from mpcore.mesh import build
+from mpcore.tools.fault_tolerance import leave_together
+def end(*said):
+    os.environ["RANK"] == "0" and os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    check_same(*said)
+check_same = build.check_same
+build.check_same = end if WITHIN else check_same
+mesh = mpcore.build_mesh(tp=2)
+check_same = print
+end()
+leave_together(mesh)
+"""
+WAITS = "import mpcore; mpcore.mesh.rendezvous._GONE = {}; mpcore.build_mesh(tp=2)"
+LISTENS = (
+    "import socket, time; s = socket.create_server(('127.0.0.1', {})); time.sleep(100)"  # a port, and no store yet
+)
+IN, AFTER = (HOST_ENDS.replace("WITHIN", within) for within in ("True", "False"))
+
+
+@pytest.mark.parametrize(("dead", "end", "code"), [
+    (0, "", WAITS.format(1)), (1, "", WAITS.format(1)), (0, LISTENS, WAITS.format(1e9)),
+    (1, "import time; time.sleep(100)", WAITS.format(1e9)), (0, IN, IN), (0, AFTER, AFTER),
+], ids=["0 never there", "1 never there", "0", "1", "in build_mesh", "before leave_together"])  # fmt: skip
+def test_a_rank_that_ends_before_the_first_step_is_named_without_torchrun(dead, end, code):
+    port, words = free_port(), "is gone" if end is code else "ended before the ranks met, or did not start"
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    codes = {dead: end.replace("{}", str(port)), 1 - dead: code}
+    ranks = [subprocess.Popen([sys.executable, "-c", each], env=env | {"RANK": str(rank)}, text=True,
+                              stderr=subprocess.PIPE) for rank, each in codes.items() if each]  # fmt: skip
+    if end and end is not code:
+        assert f"waits for rank {dead}" in ranks[1].stderr.readline()  # type: ignore[union-attr]
+        ranks[0].kill()
+    last = ranks[-1].communicate(timeout=60)[1].splitlines()[-1]
+    assert f"rank {dead}" in last
+    assert words in last
+    assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, 1][-len(ranks) :]
+
+
+def test_a_start_names_the_rank_without_a_process_and_not_one_that_is_late():
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
+    late = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], env=env | {"RANK": "2"})
+    waits = subprocess.Popen([sys.executable, "-c", WAITS.format(1e9)], env=env | {"RANK": "0"}, text=True,
+                             stderr=subprocess.PIPE)  # fmt: skip
+    try:
+        assert "waits for rank 1, not here" in waits.stderr.readline()  # type: ignore[union-attr]
+    finally:
+        late.kill()
+        waits.kill()
 
 
 def test_rank_0_at_another_hosts_address_is_told():

@@ -22,6 +22,7 @@ BY_HAND = [
     ("--layers 9 --global-batch 30 --schedule zb", {"pp": 3}),
     ("--layers 8 --preset tiny-moe --set moe.every=2 --set moe.d_ff=8", {"dp": 2, "ep": 2}),
     ("--layers 8 --cp-kind ring", {"cp": 2, "pp": 2}),
+    ("--layers 8 --set mtp=2 layers_spec=delta,kimi,full", {"tp": 2}),
     ("--layers 12 --schedule interleaved --set tie_embeddings=true", {"pp": 2, "dp": 2}),
     ("--layers 6 --recompute budget=0.5", {"tp": 2}),
 ]

@@ -14,6 +14,8 @@ from bench.overlap.measure import measure
 from bench.overlap.modes import MODES
 from mpcore.collectives import wait
 from mpcore.pipeline.messages import receive_early
+from mpcore.pipeline.schedules import build_schedule
+from mpcore.tools.analysis.makespan import resolve
 
 # Seconds exposed and messages of a step, where each message and each whole product takes a second; with a pipeline's
 # bubble.
@@ -21,12 +23,14 @@ EXPOSED = {
     "tensor parallel, tp 2": (4, 8), "the same with sequence parallel": (12, 16),
     "tensor parallel, `overlap_communication`": (6, 12), "sequence parallel, `overlap_communication`": (6, 16),
     "ring attention on cp 2": (6, 8), "1F1B on pp 2": (13, 5), "GPipe on pp 2": (12, 5),
-    "experts on ep 2, one shared": (10, 14), "DualPipeV on pp 2": (9, 9),
+    "experts on ep 2, one shared": (2, 12), "experts on ep 2, none shared": (12, 12), "DualPipeV on pp 2": (9, 9),
+    "experts on ep 2, none shared, `overlap_experts`": (5 - 1 / 32, 24),
 }  # fmt: skip
 PLANTED = {
     "tensor parallel, tp 2": "mpcore.layers.linear_ops.start_sum",
-    "sequence parallel, `overlap_communication`": "mpcore.layers.overlap.start_send",
+    "sequence parallel, `overlap_communication`": "mpcore.layers.overlap.start_rows",
     "GPipe on pp 2": "mpcore.pipeline.executor.receive_early",
+    "experts on ep 2, none shared, `overlap_experts`": "mpcore.collectives.Flying.begin",
 }
 """What to replace in a mode, so that a message no longer runs beside work."""
 
@@ -71,6 +75,15 @@ def test_messages_start_before_the_work_that_hides_them_and_are_waited_for_after
 def test_a_message_that_no_longer_runs_beside_work_is_exposed(ranks):
     both = ranks(2, check_order, PLANTED)
     assert all(paths(both, name)[1] > EXPOSED[name][0] for name in PLANTED)
+
+
+@pytest.mark.parametrize(("mode", "stages"), [("1F1B on pp 2", 2), ("GPipe on pp 2", 2), ("DualPipeV on pp 2", 4)])
+def test_the_planners_makespan_is_that_of_the_executor(mode, stages):
+    """A stage has two products, and the first stage's input needs no gradient. The loss's sum is one more message."""
+    later, plan = stages - 1, build_schedule(mode.split()[0].lower(), 2, 4)
+    times = {"F": [2] * stages, "B": [3, *[4] * later], "I": [0, *[2] * later], "W": [3, *[2] * later]}
+    busy = min(sum(times[action.kind][action.stage] for action in row) for row in plan.ranks)
+    assert resolve(plan).makespan(times, message=1) - busy + 1 == EXPOSED[mode][0]
 
 
 def test_the_critical_path_of_two_ranks_by_hand():

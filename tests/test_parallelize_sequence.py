@@ -41,6 +41,7 @@ def build(name, seed=0):
         model.set_experts_implementation("eager")
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
+    model.config.use_cache = False  # transformers keeps packed documents apart only so
     return model.double()
 
 
@@ -123,7 +124,7 @@ def test_a_run_of_30_steps_resumes_on_other_axes(tmp_path, name, resumed):
 
 @pytest.mark.parametrize(("family", "cp", "sp"), [
     ("qwen3_moe", "equal", "equal"),  # a router and experts, and norms of heads
-    ("llama4_text", "equal", "refused"),  # chunks of tokens
+    ("llama4_text", "equal", "equal"),  # chunks of tokens, and rows of all samples behind experts
     ("gpt_oss", "equal, one document a row", "equal"),  # transformers lets its documents see each other
     ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
     ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "equal"),  # under sp its mixers get all tokens
@@ -131,7 +132,7 @@ def test_a_run_of_30_steps_resumes_on_other_axes(tmp_path, name, resumed):
     ("deepseek_v4", "refused: layer", "refused: layer"),  # keys of compressed blocks of tokens
 ])  # fmt: skip
 def test_a_family_is_equal_or_refused_by_what_mixes_its_tokens(family, cp, sp):
-    found = families.row(family, [families.Layout(2)], families.sequence).results
+    found = families.row(family, [2], families.sequence).results
     assert found["cp 2"].startswith(cp)
     assert found["sp 2"].startswith(sp)
 
@@ -172,6 +173,16 @@ def test_what_a_part_of_the_tokens_cannot_give_is_refused():
     for what, arguments in wrong.items():
         with pytest.raises(ValueError, match=what):
             model(**{"input_ids": mine["input_ids"]} | arguments)
+    caching, packed = build("llama"), {"position_ids": mine["position_ids"] % 4 % 3}
+    caching.config.use_cache = True  # the unsharded model then lets documents see each other
+    stages = mp.pipeline_stages(caching, mp.build_mesh(pp=2, device_type="cpu"), micro_batches=2)[0]
+    with pytest.raises(ValueError, match="save_pretrained"):
+        stages[0].save_pretrained("unused")
+    for sharded in (*stages, parallelize(caching, cp=on.cp, context="ring")):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM .*use_cache = False"):
+            sharded(mine["input_ids"], **packed)
+    with pytest.raises(ValueError, match=r"'none' is none of .*'zigzag'"):
+        parallelize(build("llama"), context="none")
     model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"dropout 0\.1"):
         model.train()(mine["input_ids"])

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.plots import compare
-from bench.report import grouped
+from bench.report import draw as draw_peers
 from mpcore.__main__ import main
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import build_schedule
@@ -43,9 +42,11 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
     layout = ["--pp", "2", "--dp", "2", "--zero", "1", "--micro-batch", "1"]
     tables = []
     for rank in (0, 2):
-        more = ["--plot", str(tmp_path / "memory.svg")] if rank == 0 else []
+        more = ["--machine", "h100", "--plot", str(tmp_path / "memory.svg")] if rank == 0 else []
         assert main(["memory", *GPT, *layout, "--rank", str(rank), *more]) == 0
         printed = capsys.readouterr().out
+        if rank == 0:
+            ((has, reserve, left),) = re.findall(r"has ([\d.]+) GiB, of which ([\d.]+) .* fits, ([\d.]+) GiB", printed)
         tables.append({name: float(size) for name, size in re.findall(r"^(\w[\w ]*\w) +([\d.]+) MiB", printed, re.M)})
     axes = drawn[-1].axes[0]
     shown = {c.get_label(): [p.get_height() for p in c.patches] for c in axes.containers}
@@ -55,10 +56,18 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
     for name, sizes in shown.items():
         assert sizes == pytest.approx([table[name] for table in tables], abs=5.1e-4), name
     assert all(size == 0 for table in tables for name, size in table.items() if name not in shown)
+    legend, full = drawn[-1].legends[0].get_window_extent(), drawn[-1].bbox
+    assert full.x0 <= legend.x0
+    assert legend.x1 <= full.x1
+    ((line, _),) = [line.get_ydata() for line in axes.lines]
+    assert line / 1024 == pytest.approx(float(has) - float(reserve), abs=0.11)
+    assert float(left) == pytest.approx(line / 1024 - tables[0]["total"] / 1024, abs=2e-3)
     total, rank = max((table["total"], i) for i, table in enumerate(tables))
     part, size = max(((s, n) for n, s in tables[rank].items() if n != "total"))[::-1]
-    assert re.sub(r"\s+", " ", axes.get_title(loc="left")) == (
-        f"the largest total is {total:.1f} MiB, of pipeline rank {rank}; its largest part: {part}, {size / total:.0%}"
+    assert re.sub(r"\s+", " ", axes.get_title(loc="left")).startswith("pp 2, dp 2: ")
+    assert re.sub(r"\s+", " ", axes.get_title(loc="left")).endswith(
+        f" the largest total is {total:.1f} MiB, of pipeline rank {rank}; "
+        f"its largest part: {part}, {size / total:.0%} of it"
     )
 
 
@@ -89,6 +98,7 @@ def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
     assert sorted(labels) == best[:8]
     for row, at in labels.items():
         assert at == pytest.approx(table[row], abs=0.051), row
+    assert axes.get_title(loc="left").split("; ")[1].split(":")[0] in printed.split("\n")[0]
     named = dict(re.findall(r"row (\d+): (.*)", axes.get_title(loc="left")))
     for row, *_, flags in rows:
         assert row not in named or named[row].endswith(flags.strip())
@@ -158,8 +168,8 @@ def test_the_bars_of_workers_are_what_their_journal_says(drawn, tmp_path):
         {"op": "begin", "at": 10.0},
         {"op": "join", "worker": 0, "at": 10.0},
         {"op": "lease", "worker": 0, "at": 11.0},
-        {"op": "update", "at": 14.0, "updates": [{"worker": 0, "handed": 13.0, "applied": True}]},
-        {"op": "leave", "worker": 0, "at": 16.0},
+        {"op": "update", "at": 14.0, "updates": [{"worker": 0, "phase": 0, "handed": 13.0, "applied": True}]},
+        {"op": "leave", "worker": 0, "why": "", "at": 16.0},
     ]
     workers.draw(lines, tmp_path / "run.svg")
     axes = drawn[-1].axes[0]
@@ -174,7 +184,7 @@ def test_the_bars_of_workers_are_what_their_journal_says(drawn, tmp_path):
 
 def test_the_dots_of_peers_are_the_ratios_of_the_record(drawn, tmp_path):
     entries = json.loads((ROOT / "bench/results/h100-80gb-hbm3_2026-11-26.json").read_text())["benchmarks"]
-    assert compare(grouped(entries), tmp_path / "peers.png")
+    assert draw_peers(entries, tmp_path / "peers.png")
     axes = drawn[-1].axes[0]
     rows = [label.get_text() for label in axes.get_yticklabels()]
     shown = {(rows[int(y)], dots.get_label()): x for dots in axes.collections for x, y in dots.get_offsets()}
@@ -185,3 +195,21 @@ def test_the_dots_of_peers_are_the_ratios_of_the_record(drawn, tmp_path):
             peer: float(x) for peer, x in re.findall(r"([\w .-]+): \*\*([\d.]+)\*\*", ratios)
         }
     assert shown == {(row, peer): x for row, each in found.items() for peer, x in each.items()}
+
+
+def test_the_page_of_local_updates_has_the_losses_of_its_picture():
+    recorded = json.loads((ROOT / "docs/local_updates.json").read_text())
+    lost: dict[tuple[str, str], list[str]] = {}
+    first = []
+    for start, methods in recorded.items():
+        for name, runs in methods.items():
+            pairs = zip(runs, methods["data parallel"], strict=True)
+            lost[start, name] = [f"{run['held_out'][-1] - other['held_out'][-1]:.3f}" for run, other in pairs]
+            first += [run["agreement"][0] for run in runs if run["agreement"] and start == "from scratch"]
+    scratch = sorted(float(x) for key, each in lost.items() if key[0] == "from scratch" for x in each if float(x))
+    tenth, fiftieth = (lost[[*recorded][1], f"DiLoCo, every {steps} steps"] for steps in (10, 50))
+    page = " ".join((ROOT / "docs/local_updates.md").read_text().split())
+    assert f"local updates lose {scratch[0]:.2f} to {scratch[-1]:.2f} nats" in page
+    assert f"is {min(first):.2f} to {max(first):.2f})" in page
+    assert f"it loses {' and '.join(tenth)} nats" in page
+    assert f"and {' and '.join(fiftieth)} nats with a fiftieth" in page

@@ -21,7 +21,7 @@ from mpcore.tools.analysis import plan
 from mpcore.tools.analysis.__main__ import main as count
 from mpcore.tools.analysis.dry_run import Work, dry_run
 from mpcore.tools.analysis.layout import Counter
-from mpcore.tools.analysis.machine import Machine, load_machine
+from mpcore.tools.analysis.machine import Machine, load_machine, save_machine
 from mpcore.tools.analysis.plan import main
 from mpcore.tools.analysis.rate_errors import NAMES as SCALARS
 from mpcore.tools.analysis.rate_errors import NOISE, errors_of
@@ -247,6 +247,24 @@ def test_a_row_is_explained_and_trained_by_the_commands_below_the_table(capsys):
     assert "no command trains row 1" in capsys.readouterr().out
     main(["examples.gpt.plan:build", "--world", "16", "--tp", "1", "--pp", "1", *small, "--explain", "1"])
     assert "srun -n 16 --ntasks-per-node 8 --gpus-per-node 8 python -m" in capsys.readouterr().out
+
+
+ON_TP = "--tp 2 --vary overlap=off,1024 --sequence-parallel"
+ON_EP = "--tp 1 --ep 2 --vary overlap-experts=off,on --experts 2 --micro-batch 2 --set moe.dispatch=all_to_all"
+
+
+@pytest.mark.parametrize(("hbm", "flags", "wins"), [
+    (1e15, ON_TP, "--set overlap=1024"), (1e9, ON_TP, ""), (1e15, ON_EP, "--set overlap_experts=true"),
+])  # fmt: skip
+def test_the_command_of_the_chosen_row_hides_messages_where_that_is_faster(tmp_path, capsys, hbm, flags, wins):
+    """Where memory is slow, the copies of a product in parts cost more than its messages."""
+    rates = replace(load_machine("h100"), peak=1e11, hbm=hbm, node_bandwidth=1e9, node_latency=0.0, tau=0.0)
+    save_machine(rates, tmp_path / "slow.json")
+    size = "--layers 1 --d-model 64 --heads 2 --d-ff 256 --seq-len 256"
+    mesh = ["--world", "2", "--pp", "1", "--machine", str(tmp_path / "slow.json")]
+    main(["examples.gpt.plan:build", *mesh, *size.split(), *flags.split()])
+    trained = capsys.readouterr().out.splitlines()[-1]
+    assert "overlap" not in trained if not wins else wins in trained
 
 
 def test_the_error_of_a_difference_leaves_out_what_both_steps_share():

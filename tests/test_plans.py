@@ -13,11 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import mpcore as mp
 from mpcore import Axis, parallelize, suggest_plan
 from mpcore.interop.parallelize import Colwise, Experts, Hidden, LocalSizes, Replicate, parallelize_summary
-from mpcore.interop.parallelize.model import GPT2_PLAN
 from mpcore.interop.parallelize.plan import model_plan
 from tests import families
 from tests.pool import mesh, on_ranks
-from tests.test_parallelize import MODELS, OWN_PLAN, T5_PLAN, VOCAB, hf
+from tests.test_parallelize import GPT2_PLAN, MODELS, OWN_PLAN, T5_PLAN, VOCAB, hf
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPT = {"ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 16, "dropout": 0.0}
@@ -298,13 +297,13 @@ def test_how_the_parameters_of_own_experts_lie_is_found(alternate):
 
 @pytest.mark.parametrize("family", ["starcoder2", "gptj", "bloom", "whisper"])
 def test_a_sample_of_the_families_is_equal(family):
-    (result,) = families.row(family, [families.Layout(2)]).results.values()
+    (result,) = families.row(family, [2]).results.values()
     assert result.startswith("equal, ")
 
 
 @pytest.mark.parametrize("family", ["olmo2", "minimax"])
 def test_a_plan_is_found_as_good_as_the_one_that_the_model_carries(family):
     """OLMo-2 normalizes over all heads; MiniMax has two kinds of attention under one name."""
-    (result,) = families.row(family, [families.Layout(2)], families.beside_own).results.values()
+    (result,) = families.row(family, [2], families.beside_own).results.values()
     found, own = (int(share) for share in re.findall(r"equal, (\d+)%", result))
     assert found >= own > 50

@@ -21,8 +21,9 @@ from tests.quick import some
 hf = pytest.importorskip("transformers", minversion="5")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from tests import pretrained_memory  # noqa: E402
-from tests.families import build  # noqa: E402
+from tests import families, pretrained_memory  # noqa: E402
+from tests.families import build, shrunk  # noqa: E402
+from tests.families_training import wide  # noqa: E402
 
 OWN = ["apertus", "arcee", "cohere", "deepseek_v3", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text"]
 OWN += ["glm4_moe", "gpt2", "gpt_neox", "granitemoe", "hunyuan_v1_moe", "llama", "minimax", "mixtral", "olmo2", "phi3"]
@@ -39,6 +40,7 @@ def quiet_build(family):
     with torch.no_grad():
         for p in model.parameters():
             p.normal_()
+            p.data = p.data.bfloat16() if family == "phi3" else p.data
     return model
 
 
@@ -70,7 +72,9 @@ def check_saved(family, folder, plan="auto", zero=False, **sizes):
         for name, _ in hf_tensors(model, layout):
             assert layout.world.rank == 0, name
             break  # the rest is sent all the same
-        all_equal(dict(hf_tensors(model, layout, every_rank=True)), files_of(f"{folder}/dense"))
+        pairs = list(hf_tensors(model, layout, every_rank=True))
+        all_equal(dict(pairs), files_of(f"{folder}/dense"))
+        assert len(pairs) == len(dict(pairs))
     if layout.world.rank == 0:
         dense, sharded = Path(folder, "dense"), Path(folder, "sharded")
         assert sorted(os.listdir(dense)) == sorted(os.listdir(sharded))
@@ -113,6 +117,63 @@ WIDE = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 65536, "nu
 )  # fmt: skip
 def test_a_model_with_sharded_experts_saves_the_folder_of_the_whole_one(ranks, tmp_path, family, size, zero, sizes):
     ranks(size, partial(check_saved, zero=zero, **sizes), family, str(tmp_path))
+
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+KIMI = HYBRID | {"linear_head_dim": 4, "linear_num_heads": 4}
+SHOWN = {"qwen3_next": ("auto", HYBRID), "gpt_oss": ("found", {}), "deepseek_v3": ("auto", {}),
+         "kimi_linear": ("found", KIMI)}  # fmt: skip
+
+
+def check_shown(family, folder, **sizes):
+    """Logits, loss, gradients and files of a folder of transformers, in float64, beside transformers' own."""
+    layout, (kind, fields), tp = mesh(**sizes), SHOWN[family], sizes["tp"]
+    hf.logging.set_verbosity_error()
+    if layout.world.rank == 0:
+        torch.manual_seed(3)
+        config = type(build(family).config)(**shrunk(build(family).config, family) | fields)
+        config.num_nextn_predict_layers = 1
+        hf.AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
+        state, name = files_of(folder), "mtp.fc.weight" if family == "qwen3_next" else "model.layers.2.eh_proj.weight"
+        save_file({**state, name: torch.randn(3, 4)}, Path(folder, "model.safetensors"), {"format": "pt"})
+    torch.distributed.barrier()
+    ids = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(1))
+    with wide():
+        dense = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        plan = "auto" if kind == "auto" else suggest_plan(dense, tp, ep=sizes.get("ep", 1)).plan
+        model = from_pretrained(folder, layout, plan, dtype=torch.float64, check=False)
+        model.set_experts_implementation("eager")
+        assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in dense.parameters())
+        logits = dense.eval()(ids[:, :-1], use_cache=False).logits
+        found = model(ids[:, :-1], use_cache=False).logits
+        assert (found - logits).abs().max() <= 1e-10 * logits.abs().max()
+        save_pretrained(model, f"{folder}/again", layout)
+        if layout.world.rank == 0:
+            all_equal(files_of(f"{folder}/again"), files_of(folder))
+        stages, blocks, schedule = mp.pipeline_stages(model.train(), layout, micro_batches=2)
+        run = mp.prepare(
+            stages, layout, blocks=blocks, schedule=schedule, micro_batches=2, initialize=False,
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+            loss=lambda out, target: F.cross_entropy(out.logits.flatten(0, 1), target.flatten(), reduction="sum"),
+        )  # fmt: skip
+        loss = F.cross_entropy(dense.train()(ids[:, :-1], use_cache=False).logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        mine = ids[run.share(len(ids))]
+        assert abs(run.forward_backward(mine[:, :-1], mine[:, 1:]) / loss.item() - 1) <= 1e-12
+        run.optimizer_step()
+    with run.parameters() as model:
+        for name, p in full_state_dict(model).items():
+            before = dense.get_parameter_or_buffer(name)
+            grad = torch.zeros_like(before) if before.grad is None else before.grad
+            assert (before - grad - p).abs().max() <= 1e-10 * max(grad.abs().max(), 1e-3), name
+
+
+@pytest.mark.parametrize(("family", "sizes"), some(
+    ("qwen3_next", {"tp": 2}), ("gpt_oss", {"tp": 2, "ep": 2}), ("kimi_linear", {"tp": 2}),
+    of=[("qwen3_next", {"tp": 2, "ep": 2}), ("qwen3_next", {"tp": 2, "pp": 2}), ("deepseek_v3", {"tp": 2, "ep": 2})],
+))  # fmt: skip
+def test_this_years_families_equal_transformers_in_float64(ranks, tmp_path, family, sizes):
+    ranks(2 if len(sizes) == 1 else 4, check_shown, family, str(tmp_path), **sizes)
 
 
 def changed(**tensors):
@@ -357,6 +418,15 @@ def test_pitfall_56_each_tensor_has_the_dtype_of_transformers(tmp_path, family, 
     all_equal(files_of(tmp_path / "b"), files_of(tmp_path / "c"))
 
 
+def test_a_weight_that_is_changed_before_it_is_read_is_refused(tmp_path):
+    quiet_build("llama").save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, defer=True, check=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    with pytest.raises(ValueError, match=r"lm_head\.weight was changed before its values were read"):
+        mp.prepare(model, mp.Mesh(), blocks=(), loss=F.mse_loss, optimizer=mp.AdamW, initialize=False)
+
+
 def prepared(folder, layout, defer, zero, micro_batches=1, lora=False, schedule="1f1b", **policies):
     """A run whose model is read before it is sharded, or after."""
     model = from_pretrained(folder, layout, defer=defer, check=False)
@@ -395,7 +465,7 @@ DEFERRED = [
     ("gpt2", {"dp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2}),  # a tied table
     ("gemma2", {"pp": 2, "tp": 2}, mp.Zero(0), {"micro_batches": 4, "lora": True}),
     ("llama", {"dp": 4}, mp.Zero(3, replicate=2), {}),
-    ("llama", {"cp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2}),
+    ("llama", {"cp": 2, "pp": 2}, mp.Zero(3), {"micro_batches": 2, "schedule": "interleaved"}),  # two stages a rank
 ]
 
 
@@ -406,5 +476,6 @@ def test_folders_on_ranks(ranks, tmp_path, check):
 
 @pytest.mark.parametrize(("family", "axes", "zero", "how"), DEFERRED)
 def test_values_are_read_after_the_model_is_sharded(ranks, tmp_path, monkeypatch, family, axes, zero, how):
+    monkeypatch.setitem(families.SIZES, "num_hidden_layers", 4)
     quiet_build(family).save_pretrained(tmp_path)
     ranks(4, check_deferred, str(tmp_path), axes, zero, **how)

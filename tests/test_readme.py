@@ -67,7 +67,7 @@ NOTICED = "records/2026-11-26_mutations.md"
 
 
 @pytest.mark.parametrize(("claim", "page", "source"), [
-    (r"Of (\d+) Hugging Face causal models, (\d+)", "families.md", r"(\d+) of (\d+) causal models are equal"),
+    (r"Of (\d+) Hugging Face causal models, (\d+)", "families.md", r"\| causal \|(?:[^|]+\|){5} (\d+) of (\d+) \|"),
     (r"noticed (\d+) of (\d+):", "records/2026-11-26_mutations.md",
      r"\| all \| \d+ \| (\d+) \| (\d+) \| (\d+) \| \d+ \|\n"),
     (r"(\d+) kinds of faults", "records/2026-11-21_reliability.md", None),

@@ -56,8 +56,8 @@ ABOUT = """# How much communication is hidden?
 `python -m bench.overlap --write PAGE` wrote this page. Two gloo ranks run a step of a tiny model over a link
 that is slow on purpose. Each message takes {latency:.0f} ms and its bytes at {bandwidth:g} MB/s, after the later of its
 starts on both ranks and the end of the message before it in its group. If the ranks send different numbers of bytes,
-the larger number counts. Each matrix product sleeps {product:.0f} ms; in the rows of `overlap_communication`
-a part of a product sleeps its share of that.
+the larger number counts. Each matrix product sleeps {product:.0f} ms; in the rows of `overlap_communication` and
+`overlap_experts` a part of a product sleeps its share of that.
 
 **Exposed** is the time for which the slower rank's host is blocked in waits: the median of {steps} steps. "Without"
 overlap, the host waits for each message as soon as it has started it. The critical path is computed from the

@@ -11,6 +11,7 @@ from torch import nn
 
 import mpcore as mp
 from bench.steps import Step, prepared, squares
+from mpcore.experimental import overlap_experts
 from mpcore.gradients import overlap
 from mpcore.layers.overlap import overlap_communication
 from mpcore.pipeline import Pipeline
@@ -71,14 +72,19 @@ def context() -> Step:
                   (1, ROWS, WIDTH))  # fmt: skip
 
 
-def experts() -> Step:
-    """Experts on both ranks, whose tokens travel, beside a shared one."""
+def experts(shared: int, halves: bool = False) -> Step:
+    """Experts on both ranks, each for all tokens, beside shared ones; or blocks that compute two halves of their rows.
+
+    With a capacity, as in a `Run`, no message is for the sizes of the others.
+    """
     mesh = mp.build_mesh(ep=2, device_type="cpu")
-    mixtures = (
-        mp.ParallelMoE(WIDTH, WIDTH, 2, 1, "gelu", shared_experts=1, dispatch="all_to_all", ep=mesh.ep, etp=mesh.etp)
-        for _ in range(2)
-    )
-    return layers(nn.Sequential(*mixtures), (1, ROWS, WIDTH))
+    like = {"shared_experts": shared, "capacity_factor": 1.0, "ep": mesh.ep, "etp": mesh.etp}
+    model = nn.Sequential(*(mp.ParallelMoE(WIDTH, WIDTH, 2, 2, "gelu", **like) for _ in range(2)))
+    if halves:
+        model = nn.Sequential(*(mp.TransformerBlock(mp.ParallelAttention(WIDTH, 2), moe, nn.Identity(), nn.Identity())
+                                for moe in model))  # fmt: skip
+        overlap_experts(model)
+    return layers(model, (2, ROWS // 2, WIDTH))
 
 
 def pipeline(schedule: str, stages: int) -> Step:
@@ -105,7 +111,11 @@ MODES = [
     Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, as a ring",
          partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
-    Mode("experts on ep 2, one shared", "the shared expert computes beside both all-to-alls, in both passes", experts),
+    Mode("experts on ep 2, one shared", "the shared expert computes beside both all-to-alls, in both passes",
+         partial(experts, 1)),
+    Mode("experts on ep 2, none shared", "nothing", partial(experts, 0)),
+    Mode("experts on ep 2, none shared, `overlap_experts`", "three of four messages, beside the other half of the rows",
+         partial(experts, 0, True), ROWS * WIDTH * WIDTH),
     Mode("1F1B on pp 2", "sends beside the work of other micro-batches", partial(pipeline, "1f1b", 1)),
     Mode("GPipe on pp 2", "the same; receives are posted two computations early", partial(pipeline, "gpipe", 1)),
     Mode("DualPipeV on pp 2", "sends beside the work of other micro-batches", partial(pipeline, "dualpipev", 2)),

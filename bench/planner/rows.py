@@ -1,23 +1,10 @@
 """Read runs with a known time, as rows of a JSON list or of a CSV file, for `python -m bench.planner`.
 
-A row has the mesh, the time of the run, and flags of the target:
+A row has the mesh, the time of the run, and flags of the target: `docs/records/2026-11-26_planner.md` lists the
+columns.
 
     [{"name": "8B", "gpus": 8, "tp": 1, "cp": 2, "preset": "llama3-8b", "dtype": "bfloat16", "micro_batch": 1,
       "batch": 128, "seconds": 12.78}]
-
-    tp, pp, cp, ep, dp, etp, cp_inner   the mesh; dp defaults to gpus / (tp pp cp)
-    seconds                             seconds per step, or "oom" for a run that ran out of memory
-    tflops, flops                       instead of seconds: TFLOP/s per GPU, and the operations per step from which
-                                        they were computed: a number, "plain" or "recomputed" (72 or 96 B s L h^2 ..,
-                                        `flops_of`)
-    name, set, machine                  the run's name; the set, within which errors are averaged; a profile's name, or
-                                        its path from the folder of the rows
-    attention                           "unfused": attention writes its scores to memory
-    gradient_bytes                      bytes per parameter of gradients: 2 or 4 (default 4), or 6 if 16-bit gradients
-                                        are kept besides their float32 sums
-    target                              `module:function`; default examples.gpt.plan:build
-    layers, hidden, heads, kv_heads, d_ff, vocab_size, seq_len, preset, micro_batch, batch, stages_per_rank, ...
-                                        any other column is a flag of the target; true gives the flag without a value
 """
 
 from __future__ import annotations
@@ -36,11 +23,15 @@ from mpcore.tools.parsers import AXES
 
 TARGET = "examples.gpt.plan:build"
 OWN = ("name", "set", "machine", "seconds", "tflops", "flops", "gpus", "attention", "target", "gradient_bytes")
-ALIASES = {
-    "hidden": "d_model", "batch": "global_batch", "sequence": "seq_len", "vocabulary": "vocab_size",
-    "stages_per_rank": "virtual_stages", "mb": "micro_batch", "gbs": "global_batch", "mbs": "micro_batch",
-    "num_layers": "layers", "hidden_size": "d_model", "num_heads": "heads", "world": "gpus", "vp": "virtual_stages",
-}  # fmt: skip
+ALIASES = {"hidden": "d_model", "batch": "global_batch", "stages_per_rank": "virtual_stages"}
+FORMULAS = {"plain": (72, 12), "recomputed": (96, 16)}
+# The flags and fields that change what a step computes, sends or holds; the last four are of version 0.2.
+PLANNED = (
+    "zero", "replicate", "sequence_parallel", "cp_kind", "schedule", "virtual_stages", "preset", "layers", "d_model",
+    "heads", "kv_heads", "d_ff", "dropout", "experts", "seq_len", "tie_embeddings", "top_k", "expert_d_ff", "moe_every",
+    "global_batch", "micro_batch", "recompute", "dtype", "autocast", "residual_dtype", "fp8", "optimizer",
+)  # fmt: skip
+SKIPPED = 2  # the first steps of a run, which compile and connect
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,7 @@ def read_rows(path: str | Path) -> list[Row]:
     path = Path(path)
     try:
         if path.suffix == ".csv":
-            with open(path, newline="") as file:
-                content: Any = list(csv.DictReader(file))
+            content: Any = list(csv.DictReader(path.read_text().splitlines()))
         else:
             content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -81,8 +71,7 @@ def read_rows(path: str | Path) -> list[Row]:
     if not isinstance(content, list) or not content:
         raise ValueError(f"the rows {path} are no list of at least one row")
     rows = [read_row(row, f"{path}, row {i}") for i, row in enumerate(content, start=1)]
-    beside = {row.machine: path.parent / row.machine for row in rows if row.machine.endswith(".json")}
-    return [replace(row, machine=str(beside.get(row.machine, row.machine))) for row in rows]
+    return [replace(r, machine=str(path.parent / r.machine)) if r.machine.endswith(".json") else r for r in rows]
 
 
 def read_row(row: Any, where: str = "the row") -> Row:
@@ -98,21 +87,21 @@ def read_row(row: Any, where: str = "the row") -> Row:
     values: dict[str, Any] = {}
     for key, value in row.items():
         name = str(key).strip().lower().replace("-", "_").replace(" ", "_")
-        name = ALIASES.get(name, name)
-        if value is None or (isinstance(value, str) and not value.strip()):
+        name, value = ALIASES.get(name, name), value.strip() if isinstance(value, str) else value
+        if value in (None, ""):
             continue
         if name in values:
             raise ValueError(f"{where}: the column {key} gives {name} a second time")
-        values[name] = value.strip() if isinstance(value, str) else value
+        values[name] = value
     where = f"{where} ({values['name']})" if "name" in values else where
     sizes = _mesh(values, where)
-    unfused = str(values.get("attention", "fused"))
+    unfused = values.get("attention", "fused")
     if unfused not in ("fused", "unfused"):
         raise ValueError(f"{where}: attention {unfused!r} is none of fused, unfused")
-    if "virtual_stages" in values and "schedule" not in values and int(values["virtual_stages"]) > 1:
-        values["schedule"] = "interleaved"
-    if values.get("virtual_stages") in (1, "1"):
-        del values["virtual_stages"]
+    if str(values.get("virtual_stages", 1)) != "1":
+        values.setdefault("schedule", "interleaved")
+    else:
+        values.pop("virtual_stages", None)
     arguments = [word for name, value in values.items() if name not in (*OWN, *AXES) for word in _flag(name, value)]
     return Row(
         str(values.get("name", where)), str(values.get("set", "rows")), str(values.get("machine", "")),
@@ -133,36 +122,27 @@ def _mesh(values: Mapping[str, Any], where: str) -> dict[str, int]:
     return {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1} | sizes
 
 
-def _integer(value: Any, name: str, where: str) -> int:
+def _number(value: Any, name: str, where: str, kind: str = "number above 0") -> float:
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, bool) or number != number or number != int(number) or number < 1:
-        raise ValueError(f"{where}: {name} is {value!r}, no integer from 1")
-    return int(number)
-
-
-def _number(value: Any, name: str, where: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool) or not 0 < number < math.inf:
-        raise ValueError(f"{where}: {name} is {value!r}, no number above 0")
+    if not 0 < number < math.inf or (kind != "number above 0" and number % 1):
+        raise ValueError(f"{where}: {name} is {value!r}, no {kind}")
     return number
 
 
+def _integer(value: Any, name: str, where: str) -> int:
+    return int(_number(value, name, where, "integer from 1"))
+
+
 def _flag(name: str, value: Any) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    text = str(value).lower()
+    flag, text = f"--{name.replace('_', '-')}", str(value).lower()
     if text in ("true", "on"):
         return [flag]
     if text in ("false", "off"):
         return []
-    if isinstance(value, float) and value == int(value):
-        value = int(value)
-    return [flag, *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
+    return [flag, *map(str, value if isinstance(value, list) else [value])]
 
 
 def _seconds(values: Mapping[str, Any], sizes: Mapping[str, int], where: str) -> float | None:
@@ -176,21 +156,14 @@ def _seconds(values: Mapping[str, Any], sizes: Mapping[str, int], where: str) ->
         return number
     counted = values.get("flops", "recomputed" if values.get("recompute") == "full" else "plain")
     flops = flops_of(values, str(counted), where) if counted in FORMULAS else _number(counted, "flops", where)
-    gpus = math.prod(sizes[axis] for axis in ("tp", "pp", "cp", "dp"))
-    return flops / (number * 1e12 * gpus)
+    return flops / (number * 1e12 * math.prod(sizes[axis] for axis in ("tp", "pp", "cp", "dp")))
 
 
-FORMULAS = {"plain": (72, 12), "recomputed": (96, 16)}
-
-
-def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") -> float:
+def flops_of(values: Mapping[str, Any], formula: str, where: str) -> float:
     """Return the floating-point operations per step by Megatron's formula, F B s L h^2 (1 + s / 6h + V / DLh).
 
     F and D are 72 and 12 for "plain", 96 and 16 for "recomputed". The latter also counts the forward that full
     recomputation repeats.
-
-    Args:
-        formula: "plain" or "recomputed".
     """
     names = ("global_batch", "seq_len", "layers", "d_model", "vocab_size")
     missing = [name for name in names if name not in values]
@@ -201,29 +174,16 @@ def flops_of(values: Mapping[str, Any], formula: str, where: str = "the row") ->
     return factor * B * s * L * h * h * (1 + s / (6 * h) + V / (divisor * L * h))
 
 
-# --- a run of the example ---------------------------------------------------------------------------------------------
-
-PLANNED = (
-    "zero", "replicate", "sequence_parallel", "cp_kind", "schedule", "virtual_stages", "preset", "layers", "d_model",
-    "heads", "kv_heads", "d_ff", "dropout", "experts", "seq_len", "tie_embeddings", "top_k", "expert_d_ff", "moe_every",
-    "global_batch", "micro_batch", "recompute", "dtype", "autocast", "residual_dtype", "fp8", "optimizer",
-)  # fmt: skip
-"""The flags and fields that change what a step computes, sends or holds; the last four are of version 0.2."""
-SKIPPED = 2
-"""The first steps, which compile and connect."""
-
-
 def read_run(folder: Path) -> Row:
-    """Read the folder of a run: its flags from config.json, its seconds from metrics.jsonl."""
+    """Read the folder of a run of the example: its flags from config.json, its seconds from metrics.jsonl."""
     try:
         config = convert(dict[str, Any], read_json(folder / "config.json", 2**24), "config.json")
         lines = [*read_lines(folder / "metrics.jsonl", steps=False)]
         flags = convert(dict[str, Any], config.get("run"), "config.json: run")
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no run: config.json and metrics.jsonl can't be read: {error}") from error
-    times = [
-        convert(float, line["seconds"], f"{folder}: seconds") for line in lines if "seconds" in line and "loss" in line
-    ][SKIPPED:]
+    steps = [line for line in lines if "seconds" in line and "loss" in line]
+    times = [convert(float, line["seconds"], f"{folder}: seconds") for line in steps][SKIPPED:]
     if not times:
         raise ValueError(f"{folder}/metrics.jsonl has no step with seconds after the first {SKIPPED}")
     columns = {name: flags[name] for name in (*AXES, *PLANNED) if flags.get(name) is not None}

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import PARTS, PRESETS, GPTConfig
 from mpcore.layers.attention.sequence import KINDS
 from mpcore.optim.schedules import SCHEDULES
 from mpcore.pipeline.schedules import NAMES
@@ -43,7 +43,7 @@ FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, with
         "local_steps": (int, "steps that workers take on their own between two merges (default 50)"),
         "listen": (str, "HOST:PORT where this job serves other jobs, which are workers of the same run"),
         "join": ([str], "HOST:PORT ..: of workers of the run to join"),
-        "wait": (str, "{none,quorum:K,all}: for whom such a worker waits after its local steps (default none)"),
+        "wait": (str, "{none,quorum:K,all}: for whom such a worker waits after its local steps (default all)"),
     },
     "model": {
         "preset": (str, "shape that the flags below change (default tiny)"),
@@ -104,13 +104,15 @@ class Fields:
     reduce_dtype: str = "float32"
     bitwise: int = 0
     overlap: int = 0
+    overlap_experts: bool = False
     trace: bool = False
     token: str | None = None
     staleness: int | None = None
-    dynamic_steps: bool = False
+    dynamic_steps: bool = True
     worker_timeout: float = 60.0
     replicas: int = 1
     update_dtype: str = "same"
+    overlap_exchange: bool = False
     outer_lr: float | None = None
     outer_momentum: float | None = None
     nesterov: bool = True
@@ -154,7 +156,7 @@ def _fields(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
-TABLES = {"model": GPTConfig, "moe": MoEConfig, "latent": LatentConfig}
+TABLES: dict[str, type] = {"model": GPTConfig, **PARTS}
 MODEL_FIELDS = _fields(GPTConfig) - {*TABLES, *(name for rows in FLAGS.values() for name in rows)}
 RENAMED = {
     "shared_experts": "moe.shared_experts", "expert_d_ff": "moe.d_ff", "moe_every": "moe.every", "top_k": "moe.top_k",
@@ -192,13 +194,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     argv, parser = list(sys.argv[1:] if argv is None else argv), _parser()
     megatron_flags = {key for row in megatron_rows("Megatron-LM") for key in row.keys}
     for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if now := _moved(word[2:].replace("-", "_")):
+        name, theirs = word[2:].replace("-", "_"), word[2:].replace("_", "-")
+        if now := _moved(name):
             parser.error(f"{word} is no flag any more: {now}")
-        if word[2:] in megatron_flags and not any(word[2:].replace("-", "_") in rows for rows in FLAGS.values()):
-            parser.error(
-                f"{word} is a flag of Megatron-LM: mpcore from-config SCRIPT converts a command, and docs/megatron.md "
-                f"lists the flags"
-            )
+        if theirs in megatron_flags and not any(name in rows for rows in FLAGS.values()):
+            text = f"{word} is a flag of Megatron-LM: mpcore from-config SCRIPT converts a command"
+            parser.error(f"{text}, and docs/megatron.md lists the flags")
     args, name = argparse.Namespace(**vars(Fields()), **{table: {} for table in TABLES}), parser.prog
     given, words = parser.parse_args(argv, copy.copy(args)), list[str]()
     for source in ("config", "set"):
@@ -225,7 +226,7 @@ def _parser() -> Parser:
             "torchrun --nproc-per-node 4 -m examples.gpt.pretrain --tp 2 --pp 2 --sequence-parallel",
             "", "fields without a flag, of the file or of --set, with their defaults (docs/example.md):",
             *(f"  {name} = {value!r}" for name, value in vars(Fields()).items()),
-            "  and those of GPTConfig, of MoEConfig as moe.FIELD, of LatentConfig as latent.FIELD",
+            "  and those of GPTConfig, and as moe.FIELD, latent.FIELD and linear.FIELD those of its parts",
         ],
     )  # fmt: skip
     parser.add_argument(
@@ -303,7 +304,7 @@ def _value(word: str) -> Any:
 
 
 def _assign(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
-    """Assign the fields of a file, and return its flags. Tables but [moe] and [latent] are for readers alone.
+    """Assign the fields of a file, and return its flags. Tables but [moe], [latent] and [linear] are for readers alone.
 
     Raises:
         ValueError: if a name is unknown or given twice, or a value has another type.
@@ -319,7 +320,7 @@ def _assign(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
             continue
         if table != "moe" and name in RENAMED:
             table, name = "moe", RENAMED[name].removeprefix("moe.")
-        kind = table if table in ("moe", "latent") and name in _fields(TABLES[table]) else ""
+        kind = table if table in PARTS and name in _fields(TABLES[table]) else ""
         kind = kind or ("model" if name in MODEL_FIELDS else "")
         if (kind, name) in seen:
             raise ValueError(f"{flag(name) if name in flags else name} is given twice")
@@ -350,7 +351,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     kinds = [get_origin(each) or each for each in hints]
     if type(None) in kinds and value in ("none", None):
         return None
-    if list in kinds and isinstance(value, (str, list)):
+    if {list, tuple} & {*kinds} and isinstance(value, (str, list)):
         words = value if isinstance(value, list) else map(_value, value.split(","))  # of --set: several with commas
         return [_typed(name, each, get_args(hints[0])[0]) for each in words]
     if type(value) is int and int not in kinds and (float in kinds or str in kinds):

@@ -57,6 +57,11 @@ class Checkpoints:
         """Return the global indices of a step's samples, over all workers."""
         return range(self.sample(step), self.sample(step + 1))
 
+    @property
+    def is_job(self) -> bool:
+        """Whether this job is one worker of a run, and others may join it."""
+        return bool(self.args.listen or self.args.join)
+
     # --- where a run begins -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -83,7 +88,7 @@ class Checkpoints:
         if int(all_reduce(restarted, self.mesh.job, "max")):  # torchrun counts restarts on each node alone
             own = self._common(self.own())
             resume = resume if resume != "none" and not own else "auto"
-        if resume == "none":
+        if resume == "none" or (resume == "auto" and self.is_job):  # it begins with the anchor and an empty optimizer
             return False
         found = self.own() if resume == "auto" else [as_path(resume)]
         error, loaded, path = None, None, None
@@ -167,7 +172,7 @@ class Checkpoints:
         Raises:
             ValueError: on every rank, if the folder holds another run or can't be written.
         """
-        found = self.own() if self.args.resume == "none" and self.first_step == 0 else []
+        found = self.own() if self.args.resume == "none" and self.first_step == 0 and not self.is_job else []
         with raising_together():
             if found:
                 raise ValueError(f"{found[0]} is there: --resume auto goes on from it, another --out begins anew")
@@ -252,7 +257,8 @@ class Checkpoints:
         self.save_last()
         if self.console.lead:
             path = step_path(self.path, self.run.step)
-            print(f"saved {path} and stopped; --resume auto continues from there", flush=True)
+            more = "the same command joins the run again" if self.is_job else "--resume auto continues from there"
+            print(f"saved {path} and stopped; {more}", flush=True)
 
     @property
     def failed(self) -> bool:

@@ -14,6 +14,7 @@ from mpcore import Mesh
 from mpcore.layers.mlp import GATED
 
 MOST_LAYERS = 10_000
+LINEAR = ("delta", "kimi", "mamba")  # GatedDeltaNet, KimiDeltaAttention and Mamba2 of `mpcore.experimental`
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class MoEConfig:
     jitter: float = 0.0
     capacity_factor: float | None = None
     dispatch: str | None = None
+    latent_dim: int | None = None  # width in which tokens are sent to experts (latent MoE); None: the model's
+    biased: bool = False  # experts have biases and the clamped SwiGLU of GPT-OSS
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,58 @@ class LatentConfig:
     qk_nope_head_dim: int = 32
     qk_rope_head_dim: int = 16
     v_head_dim: int = 32
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """The sizes of the linear-attention blocks of `layers_spec`; names as in the layers of `mpcore.experimental`."""
+
+    heads: int = 4  # of values
+    head_dim: int = 32  # of values; in "kimi" of keys too
+    key_heads: int | None = None  # of "delta"; None: heads
+    key_dim: int | None = None  # of "delta"; None: head_dim
+    state_dim: int = 16  # of "mamba"
+    groups: int = 1  # of "mamba"
+    convolution: int = 4
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """The parts of a block that may differ from other blocks. A string of `layers_spec` joins words for them with "+".
+
+    Attributes:
+        mixer: "attention", set by the words "full" and "window=N", or one of `LINEAR`, which are words themselves.
+        window: as in `GPTConfig`; "full" sets None.
+        rope_base: "rope=BASE", or None with the word "no-rope" and in a linear block.
+        experts: the words "moe" and "dense".
+    """
+
+    mixer: str
+    window: int | None
+    rope_base: float | None
+    experts: bool
+
+    def change(self, text: str) -> BlockKind:
+        """Return this kind, changed by the words of a string of `layers_spec`. Other fields stay the same."""
+        words: dict[str, dict[str, Any]] = {name: {"mixer": name, "window": None, "rope_base": None} for name in LINEAR}
+        words |= {"full": {"mixer": "attention", "window": None}, "no-rope": {"rope_base": None}}
+        words |= {"moe": {"experts": True}, "dense": {"experts": False}}
+        found: dict[str, Any] = {}
+        for word in text.split("+"):
+            name, _, value = word.partition("=")
+            try:
+                numbers = {"window": {"window": int}, "rope": {"rope_base": float}}.get(name, {})
+                more = words.get(word) or {field: kind(value) for field, kind in numbers.items()}
+            except ValueError:
+                more = {}
+            if not more or not 0 < (more.get("rope_base") or 1) < math.inf:
+                raise ValueError(
+                    f"layers_spec: {word!r} in {text!r} is none of window=N, rope=BASE, {', '.join(words)}"
+                )
+            if twice := found.keys() & more.keys():
+                raise ValueError(f"layers_spec: two words of {text!r} set {' and '.join(sorted(twice))}: give one")
+            found |= more
+        return dataclasses.replace(self, **found)
 
 
 @dataclass(frozen=True)
@@ -83,12 +138,21 @@ class GPTConfig:
     init_std: float = 0.02  # as in GPT-2
     moe: MoEConfig | None = None  # None: every MLP is dense
     latent: LatentConfig | None = None  # None: attention with `kv_heads` and `head_dim`
+    layers_spec: tuple[str, ...] | None = None  # `BlockKind` of the first blocks, repeated for the others; None: alike
+    linear: LinearConfig | None = None  # of the blocks "delta", "kimi" and "mamba"; None: the defaults
+    gate: str | None = None  # of `GatedAttention`: "channel" or "head"; None: no gate
+    sinks: bool = False  # a learned logit of each head in the softmax
+    post_norm: bool = False  # norms of what attention and MLP return, too
+    embedding_scale: float = 1.0
+    mtp: int = 0  # further tokens that `MultiTokenPrediction` predicts, in training
+    mtp_weight: float = 0.3  # of the mean of their losses
 
     def __post_init__(self) -> None:
-        if isinstance(self.moe, dict):  # from a checkpoint's config
-            object.__setattr__(self, "moe", MoEConfig(**self.moe))
-        if isinstance(self.latent, dict):
-            object.__setattr__(self, "latent", LatentConfig(**self.latent))
+        for name, kind in PARTS.items():
+            if isinstance(getattr(self, name), dict):  # from a checkpoint's config
+                object.__setattr__(self, name, kind(**getattr(self, name)))
+        if self.layers_spec is not None:
+            object.__setattr__(self, "layers_spec", tuple(self.layers_spec))
         for field in ("vocab_size", "seq_len", "layers", "d_model", "heads"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} {getattr(self, field)} is smaller than 1")
@@ -109,14 +173,21 @@ class GPTConfig:
                 f"rope_fraction {self.rope_fraction} needs positions 'rope' and no latent attention, which has "
                 f"dimensions of its own for RoPE"
             )
-        if self.attention_dropout and self.latent is not None:
-            raise ValueError(f"attention_dropout {self.attention_dropout} needs attention without latents: set it to 0")
+        if self.attention_dropout and (self.latent is not None or self.gate or self.sinks):
+            raise ValueError(
+                f"attention_dropout {self.attention_dropout} needs attention without latents, gate {self.gate} and "
+                f"sinks {self.sinks}: set it to 0"
+            )
+        if self.mtp < 0:
+            raise ValueError(f"mtp {self.mtp} is smaller than 0")
         if self.moe is not None:
             self._check_moe(self.moe)
+        self._check_blocks([self.kind(i) for i in range(self.layers)])
 
     def _check_latent(self, latent: LatentConfig) -> None:
         qkv, output, _ = self.biases
         given = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "qk_norm": self.qk_norm or None}
+        given |= {"gate": self.gate, "sinks": self.sinks or None}
         given = {name: value for name, value in given.items() if value is not None}
         if given or qkv != output:
             raise ValueError(
@@ -127,10 +198,48 @@ class GPTConfig:
     def _check_moe(self, moe: MoEConfig) -> None:
         if self.biases[2]:
             raise ValueError(f"{moe.experts} experts in the place of an MLP with biases: experts have none")
+        if moe.biased and self.activation != "swiglu":
+            raise ValueError(f"moe biased has a clamped SwiGLU, and the model's activation is {self.activation!r}")
         if not 1 <= moe.every <= self.layers:
             raise ValueError(f"moe every {moe.every} is not between 1 and the {self.layers} layers")
         if not 0 <= moe.dense < self.layers:
             raise ValueError(f"moe dense {moe.dense} leaves no experts in the {self.layers} layers")
+
+    def _check_blocks(self, kinds: list[BlockKind]) -> None:
+        """Refuse a list of kinds that doesn't fit the layers, and settings that no block has."""
+        spec, mixers = self.layers_spec or (), {kind.mixer for kind in kinds}
+        if self.layers_spec is not None and not 1 <= len(spec) <= self.layers:
+            raise ValueError(
+                f"layers_spec has {len(spec)} kinds for {self.layers} layers: give from 1 to {self.layers}"
+            )
+        words = {word for text in spec for word in text.split("+")}
+        moe, linear = self.moe, self.linear
+        if moe is None and "moe" in words:
+            raise ValueError("layers_spec has moe, but the model no experts: --experts says how many")
+        if moe is not None and words & {"moe", "dense"} and (moe.every, moe.dense) != (1, 0):
+            raise ValueError(
+                f"moe every {moe.every} and dense {moe.dense}, and layers_spec with moe or dense: give one"
+            )
+        own = {"delta": ("key_heads", "key_dim"), "mamba": ("state_dim", "groups")}
+        unused = [name for kind, names in own.items() if kind not in mixers for name in names]
+        unused = [
+            f"linear.{name}" for name in unused if linear and getattr(linear, name) != getattr(LinearConfig, name)
+        ]
+        none = {"moe": moe is not None and not any(kind.experts for kind in kinds),
+                "linear": linear is not None and not mixers & {*LINEAR},
+                "window": self.window is not None and all(kind.window != self.window for kind in kinds)}  # fmt: skip
+        if "attention" not in mixers:
+            names = ("kv_heads", "head_dim", "latent", "qk_norm", "gate", "sinks", "attention_dropout")
+            none |= {name: bool(getattr(self, name)) for name in names}
+        if unused := [*unused, *(name for name, there in none.items() if there)]:
+            raise ValueError(f"no block of layers_spec {list(spec)} has {', '.join(unused)}: leave it out")
+
+    def kind(self, block: int) -> BlockKind:
+        """Return what a block has."""
+        moe, spec = self.moe, self.layers_spec
+        experts = moe is not None and block >= moe.dense and (block + 1) % moe.every == 0
+        kind = BlockKind("attention", self.window, self.rope_base if self.positions == "rope" else None, experts)
+        return kind.change(spec[block % len(spec)]) if spec else kind
 
     @property
     def eps(self) -> float:
@@ -164,9 +273,17 @@ class GPTConfig:
         """Standard deviation of output projections: smaller, as two in each block add to the residual stream."""
         return self.init_std / math.sqrt(2 * self.layers)
 
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage reads the embedding too."""
+        return self.tie_embeddings or self.mtp > 0
+
     def has_experts(self, block: int) -> bool:
         """Whether a block has experts in place of a dense MLP."""
-        return self.moe is not None and block >= self.moe.dense and (block + 1) % self.moe.every == 0
+        return self.kind(block).experts
+
+
+PARTS = {"moe": MoEConfig, "latent": LatentConfig, "linear": LinearConfig}
 
 
 @dataclass(frozen=True)
@@ -192,6 +309,7 @@ _gpt2 = partial(
     tie_embeddings=True,
 )  # fmt: skip
 _llama3 = partial(GPTConfig, vocab_size=128256, seq_len=8192, kv_heads=8, rope_base=500000.0, norm_eps=1e-5)
+_deepseek = partial(MoEConfig, score="sigmoid", normalize=True, bias_rate=0.001)
 PRESETS = {
     "tiny": GPTConfig(),
     "tiny-moe": GPTConfig(moe=MoEConfig(d_ff=192)),
@@ -220,5 +338,33 @@ PRESETS = {
     "nemotron4-15b": GPTConfig(
         vocab_size=256000, seq_len=4096, layers=32, d_model=6144, heads=48, kv_heads=8, d_ff=24576,
         rope_fraction=0.5, activation="relu_squared", norm="layer",
+    ),
+    "qwen3-next-80b-a3b": GPTConfig(  # without its shared expert's gate
+        vocab_size=151936, seq_len=32768, layers=48, d_model=2048, heads=16, kv_heads=2, head_dim=256, qk_norm=True,
+        rope_base=1e7, rope_fraction=0.25, gate="channel", layers_spec=("delta", "delta", "delta", "full"),
+        linear=LinearConfig(heads=32, head_dim=128, key_heads=16),
+        moe=MoEConfig(experts=512, top_k=10, shared_experts=1, d_ff=512, aux_coefficient=0.001),
+    ),
+    "gpt-oss-20b": GPTConfig(  # without its router's bias
+        vocab_size=201088, seq_len=131072, layers=24, d_model=2880, heads=64, kv_heads=8, head_dim=64, norm_eps=1e-5,
+        qkv_bias=True, output_bias=True, sinks=True, layers_spec=("window=128", "full"), rope_base=150000.0,
+        rope_scaling={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        moe=MoEConfig(experts=32, top_k=4, d_ff=2880, biased=True, aux_coefficient=0.001),
+    ),
+    "gemma-3-1b": GPTConfig(
+        vocab_size=262144, seq_len=32768, layers=26, d_model=1152, heads=4, kv_heads=1, head_dim=256, d_ff=6912,
+        activation="geglu_tanh", qk_norm=True, rope_base=1e6, layers_spec=(*("window=512+rope=1e4",) * 5, "full"),
+        post_norm=True, embedding_scale=math.sqrt(1152), tie_embeddings=True,
+    ),
+    "kimi-linear-48b": GPTConfig(
+        vocab_size=163840, seq_len=1048576, layers=27, d_model=2304, heads=32, d_ff=9216, norm_eps=1e-5,
+        latent=LatentConfig(512, None, 128, 64, 128), linear=LinearConfig(heads=32, head_dim=128),
+        layers_spec=tuple("full+no-rope" if i % 4 == 3 or i == 26 else "kimi" for i in range(27)),
+        moe=_deepseek(256, 8, 1, 1024, dense=1, routed_scale=2.446, aux_loss=None),
+    ),
+    "deepseek-v3": GPTConfig(
+        vocab_size=129280, seq_len=4096, layers=61, d_model=7168, heads=128, d_ff=18432, mtp=1,
+        latent=LatentConfig(512, 1536, 128, 64, 128),
+        moe=_deepseek(256, 8, 1, 2048, dense=3, routed_scale=2.5, groups=8, top_groups=4, aux_coefficient=0.0001),
     ),
 }  # fmt: skip

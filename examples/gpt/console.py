@@ -107,7 +107,10 @@ class Console:
     def record_step(self, trainer: Trainer, step: int, entry: dict, bar: tqdm | Lines) -> None:
         """Record a step, and show it on the bar."""
         if trainer.args.trace:
-            self.spans = trainer.run.pipeline.recorded()
+            pipeline, clock = trainer.run.pipeline, trainer.times.clock
+            if pipeline.spans is not None and clock is not None:
+                pipeline.spans += clock.spans(pipeline.pp.rank)
+            self.spans = pipeline.recorded()
         length, samples = trainer.config.seq_len, trainer.checkpoints.samples(step)
         speed, tokens = len(samples) * length / trainer.times.seconds, samples.stop * length
         speeds = {"tokens_per_second": speed, **trainer.times.record(), "memory": peak_memory(self.mesh)}

@@ -45,6 +45,7 @@ def generate(
     new_tokens: int = 120,
     temperature: float = 0.8,
     seed: int = 0,
+    draft: bool = False,
 ) -> str:
     """Continue a prompt, token by token.
 
@@ -57,27 +58,73 @@ def generate(
         new_tokens: how many tokens to add at most; the end of a document ends the text.
         temperature: divides the logits; 0 takes the likeliest token.
         seed: seeds the draws.
+        draft: let `MultiTokenPrediction` guess tokens that the next forward checks. The text is the same.
 
     Returns:
         The prompt and what follows, the same on every rank.
+
+    Raises:
+        ValueError: if `draft` is given and the temperature isn't 0, the model has no such layers, or cp has more ranks.
     """
+    if draft and (temperature or not model.config.mtp or mesh.cp.size > 1):
+        raise ValueError(
+            f"draft with temperature {temperature}, mtp {model.config.mtp} and cp {mesh.cp.size}: it needs temperature "
+            f"0, a model that was trained with mtp of 1 or more, and cp 1"
+        )
     draws = generator(seed, "generate")
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document]
     with in_eval_mode([model]), gathered(stage for stage in pipeline.stages if not drops_parameters(stage)):
+        if draft:
+            return tokenizer.decode(_speculate(model, pipeline, mesh, ids, new_tokens, tokenizer))
         for _ in range(new_tokens):
             window = ids[-model.config.seq_len :]
-            x = torch.tensor([window], device=mesh.device)
-            # Attention ignores the padding behind the last token. The mask keeps it from the experts, too.
-            more = -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))
-            batch = {"x": F.pad(x, (0, more)), "mask": F.pad(torch.ones_like(x, dtype=torch.bool), (0, more))}
-            batch = shard_sequence(batch, mesh.cp, model.context)
-            (y,) = pipeline.forward([batch["x"]], mask=batch["mask"])
+            x, mask = _batch(window, model, mesh)
+            (y,) = pipeline.forward([x], mask=mask)
             logits = _last_logits(y, len(window) - 1, model, mesh)
             logits = pipeline.from_last(logits)[: tokenizer.vocab_size]  # a padded table has more rows than tokens
             ids.append(_draw(logits.cpu(), temperature, draws))
             if ids[-1] == tokenizer.end_of_document:
                 break
     return tokenizer.decode(ids)
+
+
+def _batch(window: Sequence[int], model: GPT, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the padded tokens [1, T/cp], and True where there is no padding."""
+    x = torch.tensor([window], device=mesh.device)
+    # Attention ignores the padding behind the last token. The mask keeps it from the experts, too.
+    more = -len(window) % (mesh.cp.size * (mesh.tp.size if model.sequence_parallel else 1))
+    batch = {"x": F.pad(x, (0, more)), "mask": F.pad(torch.ones_like(x, dtype=torch.bool), (0, more))}
+    batch = shard_sequence(batch, mesh.cp, model.context)
+    return batch["x"], batch["mask"]
+
+
+def _speculate(
+    model: GPT, pipeline: Pipeline, mesh: Mesh, ids: list[int], new_tokens: int, tokenizer: Tokenizer
+) -> list[int]:
+    """Append the likeliest tokens. Each forward checks the guesses of the forward before, and makes new ones.
+
+    The right guesses are printed. Where the text is as long as the model's samples, nothing is guessed.
+    """
+    length, end, guesses = model.config.seq_len, len(ids) + new_tokens, list[int]()
+    asked = right = forwards = 0
+    while len(ids) < end and (forwards == 0 or ids[-1] != tokenizer.end_of_document):
+        guesses = guesses[: min(length - len(ids), end - len(ids) - 1)] if len(ids) < length else []
+        window = ids[-length:]
+        x, mask = _batch([*window, *guesses], model, mesh)
+        about = torch.tensor([len(window), len(guesses), tokenizer.vocab_size], device=x.device)
+        (y,) = pipeline.forward([x], mask=mask, drafting=torch.cat([about, x[0]]))
+        y = y if model.last else x.new_zeros(2 + len(guesses) + model.config.mtp)
+        found = pipeline.from_last(y).tolist()
+        forwards, asked, right = forwards + 1, asked + len(guesses), right + found[0]
+        for token in found[1 : found[0] + 2]:
+            ids.append(token)
+            if token == tokenizer.end_of_document:
+                break
+        guesses = found[len(guesses) + 2 :]
+    if mesh.job.rank == 0:
+        print(f"{right} of {asked} guesses are right; {forwards} forwards for {len(ids) - end + new_tokens} tokens",
+              file=sys.stderr)  # fmt: skip
+    return ids
 
 
 def sample_text(trainer: Trainer) -> str:
@@ -149,6 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=120, help="at the most (default 120)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--draft", action="store_true", help="guess tokens with the layers of --set mtp, at temperature 0"
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature {args.temperature} is no number from 0")
@@ -158,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(args.checkpoint)
     pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
     options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
+    options["draft"] = args.draft
     print(generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options))
     return 0
 

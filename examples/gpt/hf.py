@@ -29,7 +29,8 @@ def describe(config: GPTConfig) -> dict[str, Any]:
             "aux_coefficient": c.moe.aux_coefficient if c.moe.aux_loss else 0.0,
             "bias": c.moe.bias or (c.moe.bias is None and c.moe.bias_rate > 0),
         }
-    del values["bias"], values["attention_dropout"]  # the three biases above replace it; exports have no such dropout
+    for name in ("bias", "attention_dropout", "mtp_weight"):  # three biases above replace it; exports have no others
+        del values[name]
     return values
 
 
@@ -38,7 +39,7 @@ def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in GPT(config, device="meta").named_parameters()}
 
 
-SPEC = ModelSpec(GPTConfig, describe, shapes)
+SPEC = ModelSpec(GPTConfig, describe, shapes, further=True)
 open_checkpoint = partial(hugging_face.open_checkpoint, spec=SPEC)
 
 

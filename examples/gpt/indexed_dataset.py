@@ -261,7 +261,10 @@ def _read_header(path: str, file: BinaryIO) -> _Header:
 
 def _read_array(file: BinaryIO, dtype: str, offset: int, count: int) -> np.ndarray:
     file.seek(offset)
-    return np.frombuffer(file.read(count * np.dtype(dtype).itemsize), dtype)
+    data = file.read(size := count * np.dtype(dtype).itemsize)
+    if len(data) < size:
+        raise ValueError(f"{file.name} was cut to {os.fstat(file.fileno()).st_size} bytes while it was read")
+    return np.frombuffer(data, dtype)
 
 
 class IndexedDatasetWriter:

@@ -22,8 +22,10 @@ from examples.gpt.model import build_stages, count_parameters, parameter_shares
 from examples.gpt.policies import hidden, keywords, merge_options, policies, precision, recompute_kind, residual_dtype
 from examples.gpt.setup import check, model_config, stage_blocks
 from mpcore import Mesh
+from mpcore.experimental import overlap_experts
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
+from mpcore.layers.overlap import overlap_stages
 from mpcore.pipeline.partition import split_sizes
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
@@ -59,10 +61,11 @@ def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         blocks = even_blocks(config.layers, pp * V) if own.even_stages else stage_blocks(config, pp * V)
     return LayoutSpec(
         args.schedule, pp, micro_batches, args.virtual_stages, blocks,
-        kind=config.has_experts,
+        kind=config.kind,
         work=partial(work, args, config, mesh),
         theory=partial(theory, args, config, mesh, micro_batches, blocks),
-        linear=recompute_kind(args.recompute)[1] is None and not (config.tie_embeddings and args.schedule in V_SHAPED),
+        linear=recompute_kind(args.recompute)[1] is None
+        and not (config.shares_embedding and args.schedule in V_SHAPED),
         sharded=args.zero > 0,
         few=max(args.zero, 1) if mesh.data.size > 1 else 1,
         key=(str(config), *((name, str(value)) for name, value in vars(args).items() if name not in UNSHARED)),
@@ -145,7 +148,12 @@ def least_bytes(args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_b
     waiting = 0 if whole else 4 * (args.zero < 2)  # gradients that aren't reduced yet
     average = (in_blocks + ends) / mesh.tp.size / mesh.pp.size + experts / mesh.ep.size / mesh.etp.size / mesh.pp.size
     least = average * (kept + waiting)
-    if config.moe is None and config.latent is None and args.schedule in ("1f1b", "interleaved", *HOLD_ALL):
+    if (
+        config.moe is None
+        and config.latent is None
+        and not config.layers_spec
+        and args.schedule in ("1f1b", "interleaved", *HOLD_ALL)
+    ):
         tp, cp = mesh.tp.size, mesh.cp.size
         width = 1 if args.fp8 else 2 if args.dtype in ("bfloat16", "float16") else 4
         gathered = 0 if whole else 2 * (args.zero < 3)
@@ -193,6 +201,10 @@ def work(
         for name in set(stage.blocks) - {str(i) for i in kept}:
             del stage.blocks[name]
     layers = [block for stage in stages for block in stage.blocks.values()]
+    if args.overlap_experts:
+        overlap_experts(stages, mesh.pp)
+    if args.overlap:
+        overlap_stages(stages, mesh, args.overlap)
     told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "observers")}
     lay_out(stages, mesh, layers, seed=args.seed, initialize=False, **told)
     for module in nn.ModuleList(stages).modules():
@@ -205,7 +217,8 @@ def work(
         return (x,), keywords(stages[i], args)
 
     def loss(logits: Tensor) -> Tensor:
-        return stages[-1].loss(logits, torch.empty(ids, dtype=torch.int64))
+        target = ids if not config.mtp else (ids[0], 1 + config.mtp, ids[1])
+        return stages[-1].loss(logits, torch.empty(target, dtype=torch.int64))
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         alike = len({is_dtensor(p) for p in parameters}) == 1  # one operator for all is quicker to count
@@ -232,7 +245,9 @@ def theory(
     splits = args.schedule in SPLITTING or args.schedule.endswith(".csv")
     if recompute_kind(args.recompute)[1] is not None or (splits and args.recompute == "full"):
         return {}
-    if mesh.tp.size == 1 or config.moe is not None:
+    if mesh.tp.size == 1 or config.moe is not None or (args.overlap and args.sequence_parallel):  # rings of sends
+        return {}
+    if config.layers_spec or config.mtp:
         return {}
     width = {"float64": 8, "float32": 4}.get(args.dtype, 2)
     tokens = args.micro_batch * config.seq_len // mesh.cp.size

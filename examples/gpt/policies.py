@@ -84,7 +84,8 @@ def block_calls(stage: GPT, args: argparse.Namespace) -> dict[nn.Module, tuple[t
     """Return the arguments of each block of a stage, on "meta"."""
     x = hidden(stage, args, "meta").requires_grad_()
     positions = stage.positions(stage.config.seq_len, x.device)
-    calls = stage.calls(stage.config.seq_len, positions, x.dtype, x.device, **keywords(stage, args, "meta"))
+    given = {name: value for name, value in keywords(stage, args, "meta").items() if name != "later"}
+    calls = stage.calls(stage.config.seq_len, positions, x.dtype, x.device, **given)
     return {block: ((x,), arguments) for block, arguments in calls}
 
 
@@ -101,6 +102,8 @@ def keywords(stage: GPT, args: argparse.Namespace, device: str = "cpu") -> dict[
     found = {"samples": samples}
     if stage.config.moe is not None:
         found["loss_factor"] = torch.empty_like(samples, dtype=torch.float64)
+    if depth := stage.config.mtp:
+        found["later"] = samples.new_empty(args.micro_batch, depth, stage.config.seq_len // stage.cp.size)
     if args.document_masking:
         found["documents"] = samples.new_empty(args.micro_batch, stage.config.seq_len, dtype=torch.int32)
     return found
@@ -232,7 +235,8 @@ def merge_options(args: argparse.Namespace) -> LocalUpdates:
     if given and args.workers == 1 and not are_jobs:
         raise ValueError(f"{', '.join(map(flag, given))} with one worker: --workers says how many merge")
     usual = {"wait": None, **vars(Fields())}
-    own = ("wait", "staleness", "dynamic_steps", "token", "worker_timeout", "replicas", "update_dtype")
+    own = ("wait", "staleness", "dynamic_steps", "token", "worker_timeout", "replicas", "update_dtype",
+           "overlap_exchange")  # fmt: skip
     changed = [name for name in own if getattr(args, name) != usual[name]]
     if changed and not are_jobs:
         raise ValueError(f"{', '.join(map(flag, changed))} without --listen or --join")
@@ -240,7 +244,7 @@ def merge_options(args: argparse.Namespace) -> LocalUpdates:
     if are_jobs:
         names |= {"listen": "listen", "join": "join", "wait": "wait", "steps": "steps", "staleness": "staleness",
                   "token": "token", "dynamic_steps": "dynamic", "worker_timeout": "timeout", "replicas": "replicas",
-                  "update_dtype": "update_dtype", "out": "folder"}  # fmt: skip
+                  "update_dtype": "update_dtype", "overlap_exchange": "overlap", "out": "folder"}  # fmt: skip
         given |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return LocalUpdates(**options | {names[name]: value for name, value in given.items()})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -76,5 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     gc.freeze()  # a collection over all imported modules would hold up a rank for 0.2 s, and the ranks that wait for it
-    atexit.register(gc.unfreeze)  # otherwise Triton 3.9 prints "nanobind: leaked .." after --help and after an error
-    leave(main())
+    try:
+        status: str | int | None = main()
+    except SystemExit as error:
+        status = error.code
+    leave(status)  # a thread of gloo could keep the interpreter from ending

@@ -11,8 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from examples.gpt.arguments import flag
-from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, LinearConfig, MoEConfig
 from examples.gpt.dashboards import check_installed
 from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
 from examples.gpt.model import GPT
@@ -187,6 +189,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         free = {"dropout", "attention_dropout", "init_std"} | ({"seq_len"} if base.positions != "learned" else set())
         for name, value in changes.items():
             there = base.heads if name == "kv_heads" and base.kv_heads is None else getattr(base, name)
+            value = tuple(value) if isinstance(value, list) else value
             if name not in free and value != there:
                 there = "default" if there is None else there
                 raise ValueError(f"{flag(name)} {value} is not the {there} of {begin}")
@@ -204,7 +207,8 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
         if base.moe is not None and base.moe.bias_rate > 0 and moe.bias is None and not moe.bias_rate:
             moe = dataclasses.replace(moe, bias=True)  # the learned bias still takes part in the choice of experts
     latent = dataclasses.replace(base.latent or LatentConfig(), **args.latent) if args.latent else base.latent
-    config = dataclasses.replace(base, moe=moe, latent=latent, **changes)
+    linear = dataclasses.replace(base.linear or LinearConfig(), **args.linear) if args.linear else base.linear
+    config = dataclasses.replace(base, moe=moe, latent=latent, linear=linear, **changes)
     if vocab_size > config.vocab_size:
         of = begin or "the model: vocab_size"
         raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {of}")
@@ -245,10 +249,11 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         raise ValueError(
             f"--ep {mesh.ep.size} and --etp {mesh.etp.size} are of experts, and there are none: --experts says how many"
         )
-    if config.moe is not None or args.model or args.latent:
+    if config.moe is not None or args.model or args.latent or args.linear or config.layers_spec:
         GPT(config, mesh, device="meta", blocks=range(config.layers))  # refuses what doesn't fit
     if args.fp8:
-        convert_to_fp8(GPT(config, mesh, device="meta", blocks=range(1)).blocks)  # refuses what tp cuts within a block
+        some = range(len(config.layers_spec or "x"))
+        convert_to_fp8(GPT(config, mesh, device="meta", blocks=some).blocks)  # refuses what tp cuts within a block
     preset = None if args.init_from else PRESETS[args.preset or "tiny"]
     if preset is not None and preset.positions == "learned" and config.seq_len > preset.seq_len:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")
@@ -323,8 +328,8 @@ def plan_stages(
     prove(plan)
     if "parameters" in args.offload and plan.splits_backward:
         raise ValueError(
-            f"--offload parameters with --schedule {args.schedule}: it splits backward, whose second half doesn't say "
-            f"which block it is at; 1f1b and interleaved don't"
+            f"--offload parameters can't load a block's parameters for the second half of the split backward of "
+            f"--schedule {args.schedule}: take --schedule 1f1b or interleaved"
         )
     return plan, stage_blocks(config, plan.stages)
 
@@ -333,7 +338,8 @@ def plan_stages(
 def stage_blocks(config: GPTConfig, stages: int) -> list[range]:
     """Return the blocks of each stage, balanced by cost with the head included."""
     whole = GPT(config, device="meta")
-    *blocks, head = parameter_costs([*whole.blocks.values(), whole.head])
+    further = [whole.mtp] if config.mtp else []
+    *blocks, head = parameter_costs([*whole.blocks.values(), nn.ModuleList([whole.head, *further])])
     return partition(blocks, stages, last=head)
 
 

@@ -30,6 +30,7 @@ from examples.gpt.samples import Samples, permute, to_device
 from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.collectives import all_reduce
+from mpcore.experimental import overlap_experts, shift_tokens
 from mpcore.layers import RouterStatistics
 from mpcore.tools import invariant
 from mpcore.tools.analysis.communication import StepTimes
@@ -55,6 +56,8 @@ class Trainer:
             sequence_parallel=args.sequence_parallel, context=args.cp_kind, device="meta",
             dtype=torch.float64 if args.dtype == "float64" else torch.float32, residual_dtype=residual_dtype(args),
         )  # fmt: skip
+        if args.overlap_experts:
+            overlap_experts(self.stages, mesh.pp)
         ends = [each for s in self.stages for name, each in s.named_children() if name in ("embedding", "head")]
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},
@@ -79,14 +82,21 @@ class Trainer:
         self.times = StepTimes(mesh, compiled=args.compile is not None)  # of the last step
         self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
 
-    def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return tokens and targets of these samples, this rank's part over cp, and the model's arguments by name."""
+    def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return tokens and targets of these samples, this rank's part over cp, and the model's arguments by name.
+
+        With `mtp` the argument `later` is a pair: further inputs and their targets, [B, n, T/cp].
+        """
         tokens, targets = samples.batch(indices)
-        arguments = {"samples": to_device(torch.tensor(list(indices)), self.mesh)}
+        arguments: dict[str, Any] = {"samples": to_device(torch.tensor(list(indices)), self.mesh)}
         if self.args.document_masking:
             arguments["documents"] = to_device(document_ids(tokens, self.setup.tokenizer.end_of_document), self.mesh)
-        x, y = (to_device(shard_sequence(t, self.mesh.cp, self.args.cp_kind), self.mesh) for t in (tokens, targets))
-        return x, y, arguments
+        both = [tokens, targets]
+        if depth := self.config.mtp:
+            inputs, further = shift_tokens(tokens, depth, arguments.get("documents"))
+            both += [torch.stack(each, 1) for each in (inputs, further)]
+        x, y, *later = (to_device(shard_sequence(t, self.mesh.cp, self.args.cp_kind, dim=-1), self.mesh) for t in both)
+        return x, y, arguments | ({"later": later} if later else {})
 
     def share(self, step: int) -> Sequence[int]:
         """Return the global indices of this rank's samples of a step. They depend on the step alone."""
@@ -103,6 +113,9 @@ class Trainer:
         with self.times.data(), timed:
             tokens, targets, arguments = self.batch(self.train_samples, self.share(step))
         count = self.run.count_tokens(targets)
+        if "later" in arguments:
+            arguments["later"], further = arguments["later"]
+            targets = torch.cat([targets.unsqueeze(1), further], 1)
         if self.config.moe is not None:  # the layers add the balance loss of the experts themselves
             arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(tokens))
         self.run.forward_backward(tokens, targets, tokens=count, **arguments)
@@ -110,6 +123,8 @@ class Trainer:
         self.curves.after_backward()
         result = self.run.optimizer_step(lr=lr)
         entry: dict[str, Any] = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        if self.config.mtp:
+            entry["mtp_loss"] = self.further_loss(count)
         if self.config.moe is not None:  # a collective over pp, of stages without experts too
             entry["experts"] = summarize_experts(result.routers, self.config, self.mesh)
         if self.run.bounds.is_used:
@@ -118,6 +133,13 @@ class Trainer:
         if updates is not None and updates.merged is not None:
             entry["merge"] = updates.merged
         return entry
+
+    def further_loss(self, tokens: Tensor) -> float:
+        """Return the cross-entropy of the tokens that `mtp` predicts, its mean over depths and the step's tokens."""
+        here = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for stage in self.stages:  # the last stage of the pipeline has it
+            here, stage.further_loss = here + stage.further_loss, 0.0
+        return (all_reduce(all_reduce(here, self.mesh.data), self.mesh.pp) / tokens).item()
 
     def evaluate(self, samples: Samples | None = None) -> float:
         """Return the mean loss over the first of these samples, by default the held-out ones: alike on every layout."""
@@ -164,9 +186,11 @@ class Trainer:
                     console.record_evaluation(step, self.evaluate(), sets)
                 self.beat()
                 checkpoints.tell_saved()
-                if self.stop.after_step() or self.run.step == until < args.steps:
+                if self.stop.after_step() or until <= self.run.step < args.steps:
                     bar.close()
                     checkpoints.save_and_leave()
+                    if worker is not None:
+                        worker.stop(10.0 if self.stop.stopped else args.worker_timeout)
                     self.stop.tell_workers()
                     return self.stop.stopped
                 if checkpoints.is_due(step):
@@ -206,11 +230,12 @@ def summarize_experts(routers: Mapping[str, RouterStatistics], config: GPTConfig
         config, mesh: those of the run.
     """
     assert config.moe is not None
-    rows = torch.zeros(config.layers, len(FACTS) + config.moe.experts, dtype=torch.float64, device=mesh.device)
+    L = config.layers
+    rows = torch.zeros(L + config.mtp, len(FACTS) + config.moe.experts, dtype=torch.float64, device=mesh.device)
     for name, of in routers.items():
-        block = int(name.split("blocks.")[1].split(".")[0])
-        rows[block] = torch.cat([torch.stack(of[1:]), of.tokens_per_expert])
-    mixed = [i for i in range(config.layers) if config.has_experts(i)]
+        before, block = name.split("blocks.")
+        rows[int(block.split(".")[0]) + L * ("mtp." in before)] = torch.cat([torch.stack(of[1:]), of.tokens_per_expert])
+    mixed = [i for i in range(L + config.mtp) if config.has_experts(min(i, L - 1))]
     *facts, tokens = all_reduce(rows, mesh.pp)[mixed].split([1] * len(FACTS) + [config.moe.experts], 1)
     found: dict[str, Any] = {name: fact.flatten().tolist() for name, fact in zip(FACTS, facts, strict=True)}
     return found | {"tokens_per_expert": tokens.long().tolist()}

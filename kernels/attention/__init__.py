@@ -22,19 +22,23 @@ block returns that block's terms of the whole gradient. Ring attention works thi
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._checks import check_shapes
+from .._choice import REFERENCE, TORCH, TRITON
 from .._dispatch import refuse_second_derivative, runs_triton
 from .backward import backward_op
 from .bounds import Bounds, Scores, check_documents, check_ends, key_bounds
 from .forward import forward_op
 from .tiles import WIDEST_HEAD
+from .torch_blocks import check_torch, torch_backward, torch_forward
 
 __all__ = [
-    "Bounds", "attention", "attention_backward", "attention_reference", "check_documents", "check_ends", "key_bounds",
+    "Bounds", "attention", "attention_backward", "attention_reference", "check_documents", "check_ends",
+    "check_torch", "key_bounds",
 ]  # fmt: skip
 
 
@@ -58,7 +62,9 @@ def attention(
         softcap: c of the formula above; `None` for no cap.
         out_dtype: dtype of the output; `None` for that of `query`. Use float32 to merge blocks of keys unrounded.
         impl: `"triton"` (not float64; K and Kv up to 256), `"reference"`, or `None` to choose by the device and these
-            parameters. The reference runs thousands of small operators per layer.
+            parameters. The reference runs thousands of small operators per layer. `"torch"`: the kernel of
+            `scaled_dot_product_attention`, for causal and full masks without a soft cap. It rounds the output and the
+            gradients to the dtype of `query`.
 
     Returns:
         `(output, lse)`: `[B, Tq, H, Kv]` in `out_dtype`, and the natural logarithm `[B, H, Tq]` in float32 (float64 for
@@ -78,10 +84,10 @@ def attention(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
     scores = Scores.of(query, key, value, causal, window, cu_seqlens, bounds, scale, softcap)
-    return _Attention.apply(query, key, value, *scores, _choose(impl, query, value), out_dtype)
+    return _Attention.apply(query, key, value, *scores, _choose(impl, query, key, value, scores), out_dtype)
 
 
-attention_reference = functools.partial(attention, impl="reference")
+attention_reference: functools.partial[tuple[Tensor, Tensor]] = functools.partial(attention, impl="reference")
 
 
 def attention_backward(
@@ -121,13 +127,14 @@ def attention_backward(
             raise ValueError(f"{name} is on {x.device}, but query is on {query.device}")
     if grad.dtype != query.dtype:
         raise ValueError(f"grad is {grad.dtype}, but query is {query.dtype}: cast it")
-    return backward_op(grad, dlse, query, key, value, output, lse, *scores, _choose(impl, query, value), out_dtype)
+    impl = _choose(impl, query, key, value, scores)
+    return _operators(impl)[1](grad, dlse, query, key, value, output, lse, *scores, impl, out_dtype)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, low, high, *options):
-        output, lse = forward_op(query, key, value, low, high, *options)
+        output, lse = _operators(options[-2])[0](query, key, value, low, high, *options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, output, lse, low, high)
         ctx.options = options[:-1]
@@ -140,12 +147,22 @@ class _Attention(torch.autograd.Function):
         if doutput is None and dlse is None:
             return (None,) * 10
         doutput = torch.zeros_like(output) if doutput is None else doutput
-        return *backward_op(doutput.to(query.dtype), dlse, *saved, *ctx.options, None), *[None] * 7
+        _, backward = _operators(ctx.options[-1])
+        return *backward(doutput.to(query.dtype), dlse, *saved, *ctx.options, None), *[None] * 7
 
 
-def _choose(impl: str | None, query: Tensor, value: Tensor) -> str:
+def _operators(impl: str) -> tuple[Any, Any]:
+    return (torch_forward, torch_backward) if impl == TORCH else (forward_op, backward_op)
+
+
+def _choose(impl: str | None, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str:
+    if impl == TORCH:
+        if scores.low is not None or scores.softcap:
+            bounds = None if scores.low is None else f"of {len(scores.low)} queries"
+            check_torch(query, key, value, scores.causal, bounds=bounds, softcap=scores.softcap or None)
+        return impl
     dims = query.shape[3], value.shape[3]
     tiled = max(dims) <= WIDEST_HEAD
-    if impl == "triton" and not tiled:
+    if impl == TRITON and not tiled:
         raise ValueError(f"impl='triton' has no kernel of head dimensions {dims}, only of 1 to {WIDEST_HEAD}")
-    return "triton" if runs_triton(impl, query, "attention") and tiled else "reference"
+    return TRITON if runs_triton(impl, query, "attention") and tiled else REFERENCE

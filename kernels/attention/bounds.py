@@ -73,16 +73,17 @@ def key_bounds(
         `(low, high)`, int32 `[T]` each: query i sees the keys low[i] <= j < high[i].
     """
     index = torch.arange(T, device=device, dtype=torch.int32)
-    low, high = torch.zeros_like(index), torch.full_like(index, T)
+    low = high = None
     if cu_seqlens is not None:
         check_documents(cu_seqlens, T)
         ends = cu_seqlens.to(torch.int32)
-        document = torch.searchsorted(ends, index, right=True)
-        low, high = ends[document - 1], ends[document]
-    if causal:
-        high = index + 1
+        document = torch.searchsorted(ends[1:], index, right=True)
+        low, high = ends[document], None if causal else ends[1:][document]
     if window is not None:
-        low = torch.maximum(low, high - window)
+        first = index + (1 - window)
+        low = first.clamp_(min=0) if low is None else torch.maximum(low, first)
+    low = torch.zeros_like(index) if low is None else low
+    high = index + 1 if causal else torch.full_like(index, T) if high is None else high
     return low, high
 
 

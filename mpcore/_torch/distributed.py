@@ -47,7 +47,9 @@ def has_peers() -> bool:
 
 def clone_store() -> Any:
     """Open another connection to the store of the job's rendezvous, because a thread may block the first one."""
-    return default_store().clone()
+    store = default_store()
+    store.check(["mpcore"])  # raises if the store's host is gone: a new connection would wait for it
+    return store.clone()
 
 
 class _SecretStore(dist.PrefixStore):

@@ -2,13 +2,16 @@
 
 A store has no locks, and nothing is renamed but small files. A checkpoint is written to PATH, or, if a complete one is
 there, to `.NAME.mpcore-old`. The manifest completes it, in one request; then the other one is removed, its manifest
-first. A lock file, which locks nothing, marks a folder without a manifest as the remains of a save.
+first. A lock file, which locks nothing, marks a folder without a manifest as the remains of a save, and names the save:
+if another save has replaced it, `publish` refuses. No two saves write tensor files of one name.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PosixPath
@@ -30,6 +33,7 @@ from mpcore.checkpoint.store import (
     stamp,
 )
 
+_OTHER_JOB = "another job has begun or ended a save there since: let one job save into a folder"
 _BLOCK = 2**26  # bytes that a stream takes at once: fsspec copies them
 
 
@@ -142,7 +146,6 @@ class Remote(PosixPath):
             return data
 
     def open(self, *_: Any, **__: Any) -> io.BytesIO:
-        """Open a small file for reading."""
         return io.BytesIO(self.read())
 
     def write_bytes(self, data: Any) -> int:
@@ -166,10 +169,16 @@ class Remote(PosixPath):
 
 
 class ObjectStore(Store[Remote]):
-    """The operations on checkpoints of an object store."""
+    """The operations on checkpoints of an object store. Use one object from `prepare` to `publish` or `discard`."""
+
+    def __init__(self) -> None:
+        self.suffix: str = f"-{secrets.token_hex(4)}"
 
     def temporary(self, path: Remote) -> Remote:
-        return old(path) if (old(path) / LOCK).is_file() else path  # the one that `prepare` marked
+        for folder in (old(path), path):
+            if (folder / LOCK).is_file():  # `prepare` marked it
+                return folder
+        raise ValueError(f"{path}: {_OTHER_JOB}")
 
     def lock(self, folder: Remote) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -188,20 +197,46 @@ class ObjectStore(Store[Remote]):
                 self.remove(folder)
         new = old(path) if is_replaced else path
         new.mkdir()
-        (new / LOCK).write_bytes(b"")
+        (new / LOCK).write_bytes(self.suffix.encode())
+
+    def own(self, path: Remote) -> Remote:
+        """Return the temporary folder of this save.
+
+        Raises:
+            ValueError: if another save has replaced it.
+        """
+        if self.owns(folder := self.temporary(path)):
+            return folder
+        raise ValueError(f"{path}: {_OTHER_JOB}")
+
+    def owns(self, folder: Remote) -> bool:
+        with suppress(FileNotFoundError):
+            return (folder / LOCK).read() == self.suffix.encode()
+        return False
+
+    def discard(self, path: Remote) -> None:
+        with suppress(OSError, RuntimeError, ValueError):
+            self.remove(self.own(path))
 
     def publish(self, path: Remote) -> None:
-        new = self.temporary(path)
-        other = old(path) if new == path else path
-        if is_replaced := is_complete(other):
+        other = path if self.temporary(path) == old(path) else old(path)
+        is_replaced = is_complete(other)
+        new = self.own(path)
+        try:
+            for name in [*json.loads(_unpublished(new / MANIFEST).read())["beside"], MANIFEST]:
+                _unpublished(new / name).rename(new / name)
+        except FileNotFoundError:
+            raise ValueError(f"{path}: {_OTHER_JOB}") from None
+        if is_replaced:
             self.retire(other)
         with suppress(OSError, RuntimeError):  # the checkpoint is there
-            if is_replaced:
-                self.remove(other)
-            (new / LOCK).unlink()
+            if is_replaced and self.owns(other):
+                other.remove(LOCK)
+            if self.owns(new):
+                (new / LOCK).unlink()
 
     def retire(self, folder: Remote) -> None:
-        (folder / LOCK).write_bytes(b"")
+        (folder / LOCK).write_bytes(self.suffix.encode())
         (folder / MANIFEST).unlink(missing_ok=True)
 
     def is_remains(self, folder: Remote) -> bool:
@@ -212,15 +247,15 @@ class ObjectStore(Store[Remote]):
         folder.remove(LOCK)
 
     def sizes(self, folder: Remote, names: Iterable[str]) -> dict[str, int]:
-        return folder.sizes()
+        found = folder.sizes()  # fsspec's listing leaves out what it can't read
+        rest = [name for name in names if name not in found and (folder / name).is_file()]
+        return found | {name: (folder / name).stat().st_size for name in rest}
 
     def tensor_bytes(self, folder: Remote) -> None:
         return None
 
     def write(self, path: Remote, data: bytes) -> None:
-        part = path.with_name(f".{path.name}.part")  # some stores write a file bit by bit
-        part.write_bytes(data)
-        part.rename(path)
+        _unpublished(path).write_bytes(data)  # `publish` renames it
 
     def write_blocks(self, path: Remote, size: int, blocks: Sequence[Block], threads: int) -> None:
         path.stream(data() for _, data in sorted(blocks, key=lambda block: block[0]))
@@ -232,12 +267,18 @@ class ObjectStore(Store[Remote]):
         pass
 
 
+def _unpublished(path: Remote) -> Remote:
+    return path.with_name(f".{path.name}.part")
+
+
 class RemoteFile(MappedFile):
     """A file in an object store: each read is a request."""
 
     def __init__(self, path: Remote) -> None:
         found = path.stat()
-        self.remote, self.stamp, self.size = path, stamp(found), found.st_size
+        self.remote = path
+        self.stamp: tuple[int, ...] = stamp(found)
+        self.size: int = found.st_size
 
     def read(self, start: int, end: int) -> bytearray:
         return self.remote.read(start, end)

@@ -42,7 +42,7 @@ from mpcore.checkpoint.pieces import (
 )
 from mpcore.checkpoint.remote import as_path, store_of
 from mpcore.checkpoint.schema import convert
-from mpcore.checkpoint.store import in_threads
+from mpcore.checkpoint.store import Store, in_threads
 from mpcore.checkpoint.tensor_file import checksum, host_memory, raw, write_tensors
 from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh
@@ -283,17 +283,20 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
     """Write the files of a snapshot on all ranks. Return their total size in bytes."""
     request, path, world = snapshot.request, snapshot.request.path, snapshot.request.mesh.world
     lead, began = world.rank == 0, time.perf_counter()
-    lock = together(world, lambda: store_of(path).prepare(path) if lead else None, line)
+    store = store_of(path)
+    lock = together(world, lambda: store.prepare(path) if lead else None, line)
     try:
         size = merged(
             world,
-            lambda: json.dumps(asdict(_write_part(snapshot, world.rank))),
-            lambda texts: _commit(snapshot, [convert(_Part, json.loads(text), "a rank's part") for text in texts]),
+            lambda: json.dumps(asdict(_write_part(snapshot, store, world.rank))),
+            lambda texts: _commit(
+                snapshot, store, [convert(_Part, json.loads(text), "a rank's part") for text in texts]
+            ),
             line,
         )
     except ValueError:
         if lead:
-            store_of(path).discard(path)
+            store.discard(path)
         raise
     finally:
         if lock is not None:
@@ -306,7 +309,7 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
     return size
 
 
-def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
+def _write_part(snapshot: _Snapshot, store: Store[Any], rank: int) -> _Part:
     """Write the boxes that this rank owns, and compute checksums of the replicas that it holds."""
     tensors: dict[str, dict[str, Tensor]] = {}  # by file and key
     where: dict[tuple[str, str], tuple[str, Box]] = {}
@@ -318,11 +321,10 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
         kind, key = held.name.split("/", 1)
         if box.shape != held.shape:
             key += "@" + ",".join(map(str, box.start))
-        file = f"{kind}-{rank:05d}.safetensors"
+        file = f"{kind}-{rank:05d}{store.suffix}.safetensors"
         tensors.setdefault(file, {})[key] = tensor
         where[file, key] = held.name, box
-    path = snapshot.request.path
-    folder = store_of(path).temporary(path)
+    folder = store.temporary(snapshot.request.path)
     # All files at the same time: while one waits for the disk, another is filled.
     results = in_threads(lambda file: write_tensors(folder / file, tensors[file]), tensors)
     written = dict(zip(tensors, results, strict=True))
@@ -334,10 +336,9 @@ def _write_part(snapshot: _Snapshot, rank: int) -> _Part:
     return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
 
 
-def _commit(snapshot: _Snapshot, parts: list[_Part]) -> int:
+def _commit(snapshot: _Snapshot, store: Store[Any], parts: list[_Part]) -> int:
     """On rank 0, once all tensors are written: write the other files and the manifest, and publish the checkpoint."""
     path = snapshot.request.path
-    store = store_of(path)
     folder = store.temporary(path)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}

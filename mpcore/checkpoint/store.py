@@ -60,7 +60,13 @@ def check_unused(path: Path, is_used: bool) -> None:
 
 
 class Store(Generic[P]):
-    """The operations on checkpoints in which a file system and an object store differ, of a file system."""
+    """The operations on checkpoints in which a file system and an object store differ, of a file system.
+
+    Attributes:
+        suffix: ends the names of this save's tensor files.
+    """
+
+    suffix: str = ""
 
     def temporary(self, path: P) -> P:
         """Return the path where a checkpoint is written before it is complete."""

@@ -30,7 +30,7 @@ from mpcore.checkpoint.format import (
 )
 from mpcore.checkpoint.remote import store_of
 from mpcore.checkpoint.schema import convert, load_json
-from mpcore.checkpoint.store import THREADS, in_threads, stamp
+from mpcore.checkpoint.store import THREADS, MappedFile, in_threads, stamp
 from mpcore.mesh.secret import printable
 
 WORDS, ROWS = 1021, 63  # block size of `checksum`: a prime, and fewer rows than a disk sector has words
@@ -50,7 +50,7 @@ def write_tensors(
             be on the meta device. None: the values are those of `tensors`.
     """
     head, header, end = file_head(tensors)
-    sums: dict[str, int] = {}
+    sums = dict.fromkeys(tensors, 0)  # in the order of `tensors`, whichever thread ends first
 
     def data(key: str) -> memoryview:
         found = raw(tensors[key] if read is None else read(key))
@@ -119,7 +119,7 @@ class TensorFile:
         self.path = path
         if not path.is_file():
             raise ValueError(f"{path} is missing")
-        self.file = store_of(path).open(path)
+        self.file: MappedFile = store_of(path).open(path)
         size = self.file.size
         if size < 8 or (record is not None and size != record.bytes):
             written = "" if record is None else f", written were {record.bytes}"

@@ -12,7 +12,7 @@ else 0, and T = (I + tril(beta K K^T * D, -1))^-1, which a triangular solve appl
     S' = (G_C I - L^T W) S + L^T U                         from chunk to chunk: one matrix product each
     O = G Q S + (Q K^T * D) (U - W S)                      of each chunk, all chunks at once
 
-`mpcore.layers.recurrence` computes the states under context parallelism.
+`mpcore.experimental.recurrence` computes the states under context parallelism.
 
 Source: Yang et al. 2024 (arXiv:2412.06464), equation 10 and section 3.3; the layer is that of Qwen3-Next.
 """
@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
+from mpcore.experimental.recurrence import RecurrentCache, RecurrentLayer, in_chunks, scan
 from mpcore.layers.attention.heads import _repeat_heads
 from mpcore.layers.attention.sequence import Runs
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_size
-from mpcore.layers.module import Init, LayerOptions, TensorOptions, constant, select_options, uniform
+from mpcore.layers.module import Init, LayerOptions, TensorOptions, constant, select_options
 from mpcore.layers.norm import RMSNorm
-from mpcore.layers.recurrence import RecurrentCache, RecurrentLayer, in_chunks, scan, shard_heads
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import cut
 
@@ -104,66 +104,43 @@ class GatedDeltaNet(RecurrentLayer):
         v = z = (values, num_value_heads, value_dim)
         b = a = (values, num_value_heads, 1)
         layer = select_options(options, LayerOptions)
-        shard, blocks = shard_heads(self.tp, q, k, v, z, b, a)
-        self.in_proj = ColumnParallelLinear(dim, sum(blocks), False, blocks=blocks, shard=shard, **layer)
+        self.in_proj: ColumnParallelLinear = self._projection(dim, False, layer, q, k, v, z, b, a)
         start, end = values[self.tp.rank]
-        self.widths = [(n := keys[self.tp.rank][1] - keys[self.tp.rank][0]) * key_dim, n * key_dim]
+        self.widths: list[int] = [(n := keys[self.tp.rank][1] - keys[self.tp.rank][0]) * key_dim, n * key_dim]
         self.widths += [(end - start) * width for width in (value_dim, value_dim, 1, 1)]
-        self.key_dim, self.value_dim, self.local_heads = key_dim, value_dim, end - start
-        self.repeats = [len(list(same)) for _, same in groupby(head // group for head in range(start, end))]
-        shard, blocks = shard_heads(self.tp, q, k, v)
-        self.declare("conv_weight", (sum(blocks), convolution), uniform(convolution**-0.5), shard=shard, blocks=blocks)
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        self.local_heads: int = end - start
+        self.repeats: list[int] = [len(list(same)) for _, same in groupby(head // group for head in range(start, end))]
+        self._declare_convolution(q, k, v)
         heads = cut(num_value_heads, self.tp, 0)
-        self.declare("A_log", (num_value_heads,), _log_uniform, shard=heads)
+        self.declare("A_log", (num_value_heads,), log_uniform, shard=heads)
         self.declare("dt_bias", (num_value_heads,), constant(1.0), shard=heads)
         like = select_options(options, TensorOptions)
-        self.norm = RMSNorm(value_dim, norm_eps, partial=(self.tp,), **like)  # each rank normalizes its own heads
+        # Each rank normalizes its own heads.
+        self.norm: RMSNorm = RMSNorm(value_dim, norm_eps, partial=(self.tp,), **like)
         layer = select_options(layer, LayerOptions, init=output_init)
-        self.output = RowParallelLinear(num_value_heads * value_dim, dim, False, unit=value_dim, **layer)
+        self.output: RowParallelLinear = RowParallelLinear(
+            num_value_heads * value_dim, dim, False, unit=value_dim, **layer
+        )
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        length: int | None = None,
-        cache: RecurrentCache | None = None,
+    def _mix(
+        self, parts: Tensor, runs: tuple[Runs, ...], places: Tensor | None, cache: RecurrentCache | None
     ) -> Tensor:
-        """[B, T/cp, D] -> [B, T/cp, D]. With `sequence_dim=0`: [T/cp, B, D] -> [T/cp, B, D].
-
-        Args:
-            cu_seqlens: [n + 1] document ends from 0 to B T, as `document_ends` returns them; the same on every rank of
-                tp and cp. State and convolution start anew in each document.
-            length: T, needed if the shards of cp are uneven and `cu_seqlens` is not in CPU memory. None: every rank
-                has as many tokens as this one.
-            cache: a `RecurrentCache` from `new_cache`. x continues its tokens.
-
-        Raises:
-            ValueError: before any collective of cp, if x doesn't fit the pattern, or a cache is given with documents.
-        """
-        tokens, runs, places = self._places(x, cu_seqlens, length, cache)
-        parts = self.in_proj(x)
-        parts = parts.transpose(0, 1) if self.sequence_dim == 0 else parts
         *_, z, b, a = parts.split(self.widths, -1)
         qkv = parts[..., : sum(self.widths[:3])]
         q, k, v = F.silu(self._convolve(qkv, runs, places, cache)).split(self.widths[:3], -1)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = torch.promote_types(parts.dtype, torch.float32)
         q, k, v = (
             t.to(wide).unflatten(-1, (-1, width))
             for t, width in ((q, self.key_dim), (k, self.key_dim), (v, self.value_dim))
         )
         q, k = (_repeat_heads(t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt(), self.repeats) for t in (q, k))
         decay = -self.A_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
-        o, state = gated_delta_rule(
-            q / math.sqrt(self.key_dim), k, v, decay, b.to(wide).sigmoid(),
-            resets=None if places is None else places == 0, state=None if cache is None else cache.state,
-            chunk=self.chunk, runs=runs, cp=self.cp,
-        )  # fmt: skip
-        if cache is not None:
-            cache.state, cache.length = state, cache.length + tokens
-        y = self.norm(o.to(x.dtype)) * F.silu(z.to(wide)).unflatten(-1, (-1, self.value_dim))
-        y = y.to(x.dtype).flatten(2)
-        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+        inputs = q / math.sqrt(self.key_dim), k, v, decay, b.to(wide).sigmoid()
+        o = self._apply_rule(gated_delta_rule, inputs, runs, places, cache)
+        y = self.norm(o.to(parts.dtype)) * F.silu(z.to(wide)).unflatten(-1, (-1, self.value_dim))
+        return y.to(parts.dtype).flatten(2)
 
 
 def gated_delta_rule(
@@ -184,7 +161,8 @@ def gated_delta_rule(
     Args:
         q, k: [B, T/cp, H, K]. The rule doesn't scale or normalize them.
         v: [B, T/cp, H, V].
-        decay: [B, T/cp, H], the logarithm of the factor a on the state before each token; at most 0.
+        decay: [B, T/cp, H], the logarithm of the factor a on the state before each token; at most 0. Or
+            [B, T/cp, H, K], one for each row of the state, as in Kimi Delta Attention.
         beta: [B, T/cp, H], which part of the state's value for the key is replaced.
         resets: bool [B, T/cp] or [1, T/cp], True where the state before the token is 0, as at a document's start.
         state: [B, H, K, V], the state before the first token; None: 0. Only with cp 1.
@@ -203,18 +181,25 @@ def gated_delta_rule(
     runs = (((0, q.shape[1]),),) if runs is None else runs
     with torch.autocast(q.device.type, enabled=False):
         chunks = in_chunks(decay, resets, chunk, runs[cp.rank])
-        begin, pairs = chunks.begin, chunks.pairs
+        begin = chunks.begin
         q, k, v, beta = (chunks.cut(t) for t in (q, k, v, beta.unsqueeze(-1)))
         right = torch.cat([v, k * begin], -1) * beta
-        solved = torch.linalg.solve_triangular(
-            (k @ k.mT * pairs * beta).tril(-1), right, upper=False, unitriangular=True
-        )
+        within = (_decayed(k, k, chunks.pairs) * beta).tril(-1)
+        solved = torch.linalg.solve_triangular(within, right, upper=False, unitriangular=True)
         U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
         late = (k * chunks.end).mT
         one = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-        states, after = scan(begin[..., -1:, :] * one - late @ W, late @ U, chunks.counts, state, runs, cp)
-        return chunks.join(begin * q @ states + (q @ k.mT * pairs) @ (U - W @ states)), after
+        states, after = scan(begin[..., -1, :, None] * one - late @ W, late @ U, chunks.counts, state, runs, cp)
+        return chunks.join(begin * q @ states + _decayed(q, k, chunks.pairs) @ (U - W @ states)), after
 
 
-def _log_uniform(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def _decayed(a: Tensor, b: Tensor, pairs: Tensor) -> Tensor:
+    """[.., C, K] and [.., C, K] -> [.., C, C]: the products a_i b_j, decayed from token j to token i."""
+    if pairs.shape[-1] == 1:
+        return a @ b.mT * pairs[..., 0]
+    return (b.unsqueeze(-3) * pairs @ a.unsqueeze(-1)).squeeze(-1)  # one decay for each channel
+
+
+def log_uniform(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill with the logarithm of numbers that are uniform between 0.01 and 16."""
     return tensor.uniform_(0.01, 16, generator=generator).log_()

@@ -10,7 +10,7 @@ The tokens are computed in chunks. With the decays G_i of a chunk and D_ij = G_i
     S' = G_C S + ((G_C / G) B)^T (d X)      from chunk to chunk
     Y = G C S + (C B^T * D) (d X)           of each chunk, all chunks at once
 
-`mpcore.layers.recurrence` computes the states under context parallelism.
+`mpcore.experimental.recurrence` computes the states under context parallelism.
 
 Source: Dao and Gu 2024 (arXiv:2405.21060), sections 6 and 7; the layer is transformers' `Mamba2Mixer`.
 """
@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from mpcore import collectives
+from mpcore.experimental.recurrence import RecurrentCache, RecurrentLayer, in_chunks, scan
 from mpcore.layers.attention.sequence import Runs
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_size
 from mpcore.layers.module import Init, LayerOptions, constant, select_options, uniform
-from mpcore.layers.recurrence import RecurrentCache, RecurrentLayer, in_chunks, scan, shard_heads
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import cut
 
@@ -106,68 +106,43 @@ class Mamba2(RecurrentLayer):
         z = x = (heads, num_heads, head_dim)
         B = C = (groups, num_groups, state_dim)
         layer = select_options(options, LayerOptions)
-        shard, blocks = shard_heads(self.tp, z, x, B, C, (heads, num_heads, 1))
-        self.in_proj = ColumnParallelLinear(dim, sum(blocks), bias, blocks=blocks, shard=shard, **layer)
+        self.in_proj: ColumnParallelLinear = self._projection(dim, bias, layer, z, x, B, C, (heads, num_heads, 1))
         (start, end), (first, last) = heads[self.tp.rank], groups[self.tp.rank]
         inner, states = (end - start) * head_dim, (last - first) * state_dim
-        self.widths = [inner, inner, states, states, end - start]
-        self.head_dim, self.state_dim, self.num_groups, self.norm_eps = head_dim, state_dim, num_groups, norm_eps
-        self.group_of_head = [head // per_group for head in range(start, end)]
-        self.group_width = per_group * head_dim
-        self.group_on_ranks = any(run[0] % per_group for run in heads)  # a group has heads on several ranks
-        shard, blocks = shard_heads(self.tp, x, B, C)
-        self.declare("conv_weight", (sum(blocks), convolution), uniform(convolution**-0.5), shard=shard, blocks=blocks)
+        self.widths: list[int] = [inner, inner, states, states, end - start]
+        self.head_dim = head_dim
+        self.state_dim = state_dim
+        self.num_groups = num_groups
+        self.norm_eps = norm_eps
+        self.group_of_head: list[int] = [head // per_group for head in range(start, end)]
+        self.group_width: int = per_group * head_dim
+        self.group_on_ranks: bool = any(run[0] % per_group for run in heads)  # a group has heads on several ranks
+        shard, blocks = self._declare_convolution(x, B, C)
         self.declare("conv_bias", (sum(blocks),), uniform(convolution**-0.5), shard=shard, blocks=blocks)
         by_head = cut(num_heads, self.tp, 0)
         self.declare("A_log", (num_heads,), _log_of_place, shard=by_head)
         self.declare("D", (num_heads,), constant(1.0), shard=by_head)
-        self.declare("dt_bias", (num_heads,), _inverse_of_step, shard=by_head)
+        self.declare("dt_bias", (num_heads,), inverse_of_step, shard=by_head)
         width = num_heads * head_dim
         self.declare("norm_weight", (width,), constant(1.0), shard=cut(width, self.tp, 0, head_dim))
         layer = select_options(layer, LayerOptions, init=output_init)
-        self.output = RowParallelLinear(width, dim, bias, unit=head_dim, **layer)
+        self.output: RowParallelLinear = RowParallelLinear(width, dim, bias, unit=head_dim, **layer)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        length: int | None = None,
-        cache: RecurrentCache | None = None,
+    def _mix(
+        self, parts: Tensor, runs: tuple[Runs, ...], places: Tensor | None, cache: RecurrentCache | None
     ) -> Tensor:
-        """[B, T/cp, D] -> [B, T/cp, D]. With `sequence_dim=0`: [T/cp, B, D] -> [T/cp, B, D].
-
-        Args:
-            cu_seqlens: [n + 1] document ends from 0 to B T, as `document_ends` returns them; the same on every rank of
-                tp and cp. State and convolution start anew in each document.
-            length: T, needed if the shards of cp are uneven and `cu_seqlens` is not in CPU memory. None: every rank
-                has as many tokens as this one.
-            cache: a `RecurrentCache` from `new_cache`. x continues its tokens.
-
-        Raises:
-            ValueError: before any collective of cp, if x doesn't fit the pattern, or a cache is given with documents.
-        """
-        tokens, runs, places = self._places(x, cu_seqlens, length, cache)
-        parts = self.in_proj(x)
-        parts = parts.transpose(0, 1) if self.sequence_dim == 0 else parts
         z, mixed, step = parts.split([self.widths[0], sum(self.widths[1:4]), self.widths[4]], -1)
         mixed = F.silu(self._convolve(mixed, runs, places, cache) + self.conv_bias.to(parts.dtype))
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = torch.promote_types(parts.dtype, torch.float32)
         inputs, B, C = mixed.to(wide).split(self.widths[1:4], -1)
         inputs = inputs.unflatten(-1, (-1, self.head_dim))
         local = [group - self.group_of_head[0] for group in self.group_of_head]
         B, C = (t.unflatten(-1, (-1, self.state_dim))[:, :, local] for t in (B, C))
         step = F.softplus(step.to(wide) + self.dt_bias.to(wide))
-        y, state = state_space_dual(
-            C, B, step.unsqueeze(-1) * inputs, -self.A_log.to(wide).exp() * step,
-            resets=None if places is None else places == 0, state=None if cache is None else cache.state,
-            chunk=self.chunk, runs=runs, cp=self.cp,
-        )  # fmt: skip
-        if cache is not None:
-            cache.state, cache.length = state, cache.length + tokens
+        rule_inputs = C, B, step.unsqueeze(-1) * inputs, -self.A_log.to(wide).exp() * step
+        y = self._apply_rule(state_space_dual, rule_inputs, runs, places, cache)
         y = (y + self.D.to(wide).unsqueeze(-1) * inputs) * F.silu(z.to(wide)).unflatten(-1, (-1, self.head_dim))
-        y = (y * self._scale(y)).flatten(2).to(x.dtype) * self.norm_weight.to(x.dtype)
-        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+        return (y * self._scale(y)).flatten(2).to(parts.dtype) * self.norm_weight.to(parts.dtype)
 
     def _scale(self, y: Tensor) -> Tensor:
         """[B, T, H/tp, P] -> [B, T, H/tp, 1]: one over the root mean square of each head's group."""
@@ -218,10 +193,9 @@ def state_space_dual(
     with torch.autocast(q.device.type, enabled=False):
         chunks = in_chunks(decay, resets, chunk, runs[cp.rank])
         q, k, v = (chunks.cut(t) for t in (q, k, v))
-        one = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-        maps = chunks.begin[..., -1:, :] * one
+        maps = chunks.begin[..., -1:, :] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
         states, after = scan(maps, (k * chunks.end).mT @ v, chunks.counts, state, runs, cp)
-        return chunks.join(chunks.begin * q @ states + (q @ k.mT * chunks.pairs) @ v), after
+        return chunks.join(chunks.begin * q @ states + (q @ k.mT * chunks.pairs[..., 0]) @ v), after
 
 
 def _log_of_place(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -229,7 +203,7 @@ def _log_of_place(tensor: Tensor, generator: torch.Generator | None = None) -> T
     return tensor.copy_(torch.arange(1, len(tensor) + 1, device=tensor.device).log())
 
 
-def _inverse_of_step(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def inverse_of_step(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Fill with the inverse of softplus of step sizes that are log-uniform between 0.001 and 0.1."""
     step = tensor.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
     return tensor.copy_(step + torch.log(-torch.expm1(-step)))

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mpcore.layers.linear import ColumnParallelLinear
+from mpcore.layers.linear import replicated_linear
 from mpcore.layers.module import LayerOptions, ParallelLayer, TensorParallelOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
-from mpcore.sharding.declarations import add_partial
 
 
 class MultiTokenPrediction(ParallelLayer):
@@ -58,13 +57,12 @@ class MultiTokenPrediction(ParallelLayer):
             on = {"tp": self.tp, "sequence_parallel": self.sequence_parallel, **like}
             return nn.ModuleList(RMSNorm(dim, norm_eps, **on) for _ in self.blocks)
 
-        self.embedding_norms, self.hidden_norms, self.norms = norms(), norms(), norms()
-        alone = select_options(layer, LayerOptions)
-        for name in TensorParallelOptions.__annotations__:
-            alone.pop(name, None)
-        self.projections = nn.ModuleList(ColumnParallelLinear(2 * dim, dim, False, **alone) for _ in self.blocks)
-        for projection in self.projections if self.sequence_parallel else ():
-            add_partial(projection, "weight", self.tp)  # each rank sees its own tokens
+        self.embedding_norms: nn.ModuleList = norms()
+        self.hidden_norms: nn.ModuleList = norms()
+        self.norms: nn.ModuleList = norms()
+        self.projections: nn.ModuleList = nn.ModuleList(
+            replicated_linear(2 * dim, dim, False, **select_options(layer, LayerOptions)) for _ in self.blocks
+        )
 
     def forward(
         self, h: Tensor, inputs: Sequence[Tensor], embedding: Callable[[Tensor], Tensor], **block_arguments: Any
@@ -84,12 +82,54 @@ class MultiTokenPrediction(ParallelLayer):
         if len(inputs) != len(self.blocks):
             raise ValueError(f"{len(inputs)} inputs for {len(self.blocks)} blocks: give shift_tokens(.., depth)")
         outputs = []
-        for depth, block in enumerate(self.blocks):
-            token = self.embedding_norms[depth](embedding(inputs[depth]))
-            both = torch.cat([token, self.hidden_norms[depth](h)], -1)
-            h = block(self.projections[depth](both), **block_arguments)
+        for depth, tokens in enumerate(inputs):
+            h = self.advance(depth, h, tokens, embedding, **block_arguments)
             outputs.append(self.norms[depth](h))
         return outputs
+
+    def advance(
+        self, depth: int, h: Tensor, tokens: Tensor, embedding: Callable[[Tensor], Tensor], /, **block_arguments: Any
+    ) -> Tensor:
+        """Return the output of block `depth`, counted from 0, before its norm. The arguments are those of `forward`."""
+        token = self.embedding_norms[depth](embedding(tokens))
+        both = torch.cat([token, self.hidden_norms[depth](h)], -1)
+        return self.blocks[depth](self.projections[depth](both), **block_arguments)
+
+
+class IndependentHeads(nn.Module):
+    """Predict n more tokens by n blocks that all read the model's last block: h_k = norm_k(block_k(h_0)).
+
+    Use it in place of `MultiTokenPrediction` where the predicted tokens must not depend on each other.
+
+    Args:
+        dim: D, the model width.
+        blocks: n modules, called as `block(h, **block_arguments)`.
+        norm_eps: eps of the norms.
+        options: the options of `RMSNorm`: `tp`, `sequence_parallel`, `device`, `dtype`.
+
+    Source: Gloeckle et al. 2024 (arXiv:2404.19737), section 2.
+
+    Example:
+        >>> attention, mlp = mpcore.ParallelAttention(8, num_heads=2), mpcore.ParallelMLP(8, 16)
+        >>> block = mpcore.TransformerBlock(attention, mlp, mpcore.RMSNorm(8), mpcore.RMSNorm(8))
+        >>> [h.shape for h in mpcore.experimental.IndependentHeads(8, [block])(torch.randn(1, 4, 8))]
+        [torch.Size([1, 4, 8])]
+    """
+
+    def __init__(self, dim: int, blocks: Iterable[nn.Module], *, norm_eps: float = 1e-6, **options: Any) -> None:
+        super().__init__()
+        self.blocks: nn.ModuleList = nn.ModuleList(blocks)
+        self.norms: nn.ModuleList = nn.ModuleList(RMSNorm(dim, norm_eps, **options) for _ in self.blocks)
+
+    def forward(self, h: Tensor, **block_arguments: Any) -> list[Tensor]:
+        """Return what the model's head reads for each further token: n times [B, T/cp, D].
+
+        Args:
+            h: [B, T/cp, D], the output of the model's last block, before the final norm; this rank's shard with
+                sequence parallelism.
+            block_arguments: keyword arguments of each block, for example `cu_seqlens`.
+        """
+        return [norm(block(h, **block_arguments)) for block, norm in zip(self.blocks, self.norms, strict=True)]
 
 
 def shift_tokens(

@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from mpcore.gradients.accumulate import check_current, holds_main_grad, is_reduced
 from mpcore.mesh.axis import Axis
+from mpcore.sharding.dcp import mark
 from mpcore.sharding.declarations import ModelTree, declarations, declared_by, tree_of
+from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
 
 # Of torch's optimizers those that don't step each element by itself.
@@ -34,8 +36,10 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     - sharded tensors, if the optimizer needs full ones (Adafactor, LBFGS, torch's Muon);
     - groups that mix sharded and plain parameters, if torch would update them in one kernel.
 
+    `torch.distributed.checkpoint` of its `state_dict()` raises an error for the state of sharded parameters.
+
     Args:
-        optimizer: changed in place: it gets a step pre-hook.
+        optimizer: changed in place: it gets hooks of its step and state dict.
         model: the model, this rank's pipeline stage, or a list of all modules whose parameters the optimizer has.
 
     Returns:
@@ -55,6 +59,7 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     guard = _Guard([model] if isinstance(model, nn.Module) else list(model))
     guard.find(optimizer)
     optimizer.register_step_pre_hook(guard)
+    optimizer.register_state_dict_post_hook(guard.mark_state)
     return optimizer
 
 
@@ -83,10 +88,19 @@ class _Guard:
                     )
                 self.names[p] = now[p]
 
-    def read(self) -> None:
-        """Read the models' declarations by parameter name: modules may hold gathered copies of the parameters now."""
+    def declared(self) -> list[tuple[str, Tensor, Sharding]]:
+        """Return the declarations by parameter name: modules may hold gathered copies of the parameters now."""
         declared = {(i, name): x for i, model in enumerate(self.models) for name, _, x in declarations(model)}
-        found = [(place[1], p, declared[place]) for p, place in self.names.items() if place in declared]
+        return [(place[1], p, declared[place]) for p, place in self.names.items() if place in declared]
+
+    def mark_state(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
+        self.find(optimizer)
+        for name, p, sharding in self.declared():
+            for slot, value in optimizer.state.get(p, {}).items():
+                mark(value, f"the {slot} of {name}", sharding)
+
+    def read(self) -> None:
+        found = self.declared()
         self.pending = [(name, p, sharding.pending) for name, p, sharding in found if sharding.pending]
         self.cut = {p for _, p, sharding in found if any(shard.axis.size > 1 for shard in sharding.shards)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,14 @@ def grad_norm(model: nn.Module | ModelTree, mesh: Mesh, p: float = 2.0) -> Tenso
 
 
 @torch.no_grad()
-def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0) -> Tensor:
-    """Compute `grad_norm` of any tensors sharded like the parameters; `of` maps a parameter to its tensor or None."""
+def norm_of(
+    model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Tensor | None], p: float = 2.0,
+    numbers: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """Compute `grad_norm` of any tensors sharded like the parameters; `of` maps a parameter to its tensor or None.
+
+    With `numbers` return [1 + len(numbers)]: the norm, then the sum of each number over all ranks, of one message.
+    """
     check_mesh(mesh)
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
@@ -57,7 +63,8 @@ def norm_of(model: nn.Module | ModelTree, mesh: Mesh, of: Callable[[Tensor], Ten
     if math.isinf(p):
         each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
         return all_reduce(each.max(), mesh.world, "max")
-    return all_reduce(each.pow(p).sum(), mesh.world).pow(1 / p)
+    total, *sums = all_reduce(torch.cat([each.pow(p).sum().view(1), each.new_tensor(numbers)]), mesh.world)
+    return torch.stack([total.pow(1 / p), *sums]) if sums else total.pow(1 / p)
 
 
 def _norm(grad: Tensor, p: float) -> Tensor:
@@ -82,7 +89,8 @@ class TensorNorms:
     """
 
     def __init__(self, model: nn.Module | ModelTree, mesh: Mesh) -> None:
-        self.tree, self.mesh = tree_of(model), mesh
+        self.tree: ModelTree = tree_of(model)
+        self.mesh = mesh
         self.names: list[str] | None = None
 
     @torch.no_grad()
@@ -147,7 +155,7 @@ def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor |
         norm: the result of `grad_norm`, or a float. If it is not finite, gradients stay unchanged; skip the step then.
 
     Raises:
-        ValueError: if `reduce_gradients` was not called.
+        ValueError: if `reduce_gradients` was not called, or `max_norm` is NaN.
 
     Note:
         - Don't call torch's `clip_grad_norm_` on a sharded model: each rank would clip by the norm of its own shards,
@@ -164,6 +172,10 @@ def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor |
     """
     tree = tree_of(model)
     check_all_reduced(tree)
+    if math.isnan(max_norm):
+        raise ValueError(
+            f"max_norm is {max_norm}, which every gradient would be: take a positive number, or 0 not to clip"
+        )
     if max_norm <= 0:
         return
     norm = torch.as_tensor(norm, dtype=torch.float64)

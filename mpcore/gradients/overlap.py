@@ -55,11 +55,14 @@ class OverlappedAllReduce:
     """The all-reduces over data that a stage starts during the backward of a step's last micro-batch."""
 
     def __init__(self, stage: nn.Module, stages: Sequence[nn.Module]) -> None:
-        self.stage, self.stages = stage, stages
+        self.stage = stage
+        self.stages = stages
         self.places: list[tuple[nn.Module, str, nn.Parameter, Axis]] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.order: list[tuple[nn.Parameter, Axis]] = []
-        self.next, self.armed, self.found = 0, False, False
+        self.next: int = 0
+        self.armed: bool = False
+        self.found: bool = False
         self.ready: set[nn.Parameter] = set()
 
     @property

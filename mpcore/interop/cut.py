@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch import fsdp
+from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.hugging_face.small import small_copy
-from mpcore.interop.parallelize.context import ShardedSequence
+from mpcore.interop.parallelize.context import ShardedSequence, check_cache
+from mpcore.interop.parallelize.generation import REFUSED_SAVE
 from mpcore.layers.attention import sequence_index
 from mpcore.layers.initialize import deferred_reads
 from mpcore.mesh.agreement import raising_together
@@ -35,15 +37,10 @@ LATER = "read it with from_pretrained(defer=False)"
 
 
 class Stages(NamedTuple):
-    """The result of `pipeline_stages`, for `prepare`.
-
-    Attributes:
-        blocks: the layers of these stages, by number in the full model.
-        schedule: the `Schedule`.
-    """
+    """The result of `pipeline_stages`, for `prepare`."""
 
     stages: list[nn.Module]
-    blocks: dict[int, nn.Module]
+    blocks: dict[int, nn.Module]  # the layers of these stages, by number in the full model
     schedule: Schedule
 
 
@@ -189,7 +186,10 @@ class _Stage(nn.Module):
     options: dict[str, Any]
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
-        args, arguments, sequence = (x,), {**self.options, **arguments}, _sharded_sequence(self)
+        positions, sequence = arguments.get("position_ids"), _sharded_sequence(self)
+        if sequence is None and "use_cache" in self.options and _restart(positions, arguments):
+            check_cache(self)
+        args, arguments = (x,), {**self.options, **arguments}
         if self.inlet is not None:
             tokens = x.shape[1] * _tokens_split(self)
             self.inlet.x, args = x, (torch.zeros(x.shape[0], tokens, dtype=torch.long, device=x.device),)
@@ -202,6 +202,24 @@ class _Stage(nn.Module):
         finally:
             if self.inlet is not None:
                 self.inlet.x = None
+
+    def generate(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "generate needs all layers, and a pipeline stage has some of them: write the weights with save_pretrained, "
+            "and load them on a mesh with pp 1"
+        )
+
+    def save_pretrained(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(REFUSED_SAVE)
+
+
+def _restart(positions: Any, arguments: dict[str, Any]) -> bool:
+    """Return whether positions restart where nothing else says what a token sees."""
+    if not isinstance(positions, Tensor) or arguments.keys() & {"attention_mask", "use_cache"}:
+        return False
+    if torch.compiler.is_compiling() or positions.is_meta or is_fake(positions):
+        return False
+    return bool((torch.diff(positions) != 1).any())
 
 
 def _chain(
@@ -246,19 +264,12 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @dataclass
 class _Trace:
-    """Record one forward of the model.
+    """Record one forward of the model: modules with parameters, by name."""
 
-    Attributes:
-        before: the modules with parameters that forward calls before all layers, by name.
-        after: the modules with parameters that forward calls after all layers or never, by name.
-        shapes: the shapes of the outputs of the modules in `before`, by name.
-        returned: for each layer the length of the tuple that it returns; 0 for a tensor.
-    """
-
-    before: dict[str, nn.Module] = field(default_factory=dict)
-    after: dict[str, nn.Module] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    returned: list[int] = field(default_factory=list)
+    before: dict[str, nn.Module] = field(default_factory=dict)  # called before all layers
+    after: dict[str, nn.Module] = field(default_factory=dict)  # called after all layers, or never
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs of the modules in `before`
+    returned: list[int] = field(default_factory=list)  # the length of the tuple of each layer; 0: a tensor
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -317,7 +328,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
             trace.after[name] = module
         else:
             raise ValueError(
-                f"{name} is called between the layers, and each stage would need it: write stages yourself"
+                f"{name} is called between the layers, so every stage would need it: write the stages yourself"
             )
     return trace, want
 
@@ -360,7 +371,8 @@ def _check_whole(model: nn.Module) -> None:
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None and not deferred_reads([model]):
         raise ValueError(
-            f"{meta} has no values: cut a model that has, such as one of from_pretrained, to try its stages"
+            f"{meta} has no values, and the stages are tried: cut a model of from_pretrained, or build one with "
+            f"values, and give prepare initialize=True to draw new ones"
         )
     if fsdp.units(model):
         raise ValueError("the model is sharded over data already: cut it first, prepare shards its stages")

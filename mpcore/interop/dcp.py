@@ -6,7 +6,8 @@ questions: which boxes to write, which boxes to read, and where a box lies in me
 
 from __future__ import annotations
 
-import itertools
+import inspect
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -19,15 +20,23 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from mpcore.checkpoint.pieces import Box, LocalTensor, held_by_model, held_by_optimizer, held_slot, masters_of
 from mpcore.mesh.agreement import merged
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.sharding.declarations import declarations
+from mpcore.optim import AdamW
+from mpcore.sharding.declarations import declarations, named_modules
 from mpcore.sharding.declare import check_lies_on
-from mpcore.sharding.local import reshard
+from mpcore.sharding.local import local_tensor, reshard
 from mpcore.sharding.state_dict import all_names
 
 _ALLOWED = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage, Tensor.set_,
     Tensor.new_empty, Tensor.data_ptr, Tensor.element_size, Tensor.is_floating_point, Tensor.__repr__,
 }  # fmt: skip
+
+
+# Of torch's optimizers those whose state before the first step is zeros. Adagrad has its state from the beginning.
+_FROM_ZEROS = (
+    torch.optim.Adadelta, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW, torch.optim.Muon, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.SGD,
+)  # fmt: skip
 
 
 class BoxedTensor(Tensor):
@@ -37,14 +46,17 @@ class BoxedTensor(Tensor):
 
     Attributes:
         held: the local tensor and its boxes. It shares memory with the model or the optimizer.
+        master: the float32 master weight of the local tensor. DCP writes it, and reads into the local tensor.
     """
 
     held: LocalTensor
+    master: Tensor | None = None
+    writes = False
 
     @staticmethod
-    def of(held: LocalTensor) -> BoxedTensor:
+    def of(held: LocalTensor, master: Tensor | None = None) -> BoxedTensor:
         boxed = held.tensor.new_zeros(()).expand(held.shape).as_subclass(BoxedTensor)
-        boxed.held = held
+        boxed.held, boxed.master = held, master
         return boxed
 
     @classmethod
@@ -64,24 +76,36 @@ class BoxedTensor(Tensor):
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         """Return the boxes that this rank writes: each box is written by one of its holders."""
-        properties = TensorProperties.create_from_tensor(self.held.tensor)
+        self.writes = self.master is not None
+        properties = TensorProperties.create_from_tensor(self._tensor())
         return [
             WriteItem(
                 MetadataIndex(name, torch.Size(box.start)),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(self.held.shape)),
             )
-            for box in self.held.boxes
+            for box in self._boxes()
             if box.owned
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds, and must read."""
-        return [_chunk(box) for box in self.held.boxes]
+        self.writes: bool = False
+        return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the view of the local tensor that is one box."""
-        return next(box.of(self.held.tensor) for box in self.held.boxes if torch.Size(box.start) == index.offset)
+        if 0 in self.held.shape:
+            return self.held.tensor.new_empty(self.held.shape)
+        return next(box.of(self._tensor()) for box in self.held.boxes if torch.Size(box.start) == index.offset)
+
+    def _tensor(self) -> Tensor:
+        return self.master if self.writes and self.master is not None else self.held.tensor
+
+    def _boxes(self) -> tuple[Box, ...]:
+        """Return the boxes. An empty tensor is one box, which DCP writes once."""
+        shape = self.held.shape
+        return (Box((0,) * len(shape), (0,) * len(shape), shape, True),) if 0 in shape else self.held.boxes
 
 
 def dcp_state_dict(
@@ -95,7 +119,8 @@ def dcp_state_dict(
     Args:
         model: the model, or this rank's pipeline stage of it, before or after `shard_data_parallel`.
         mesh: the mesh that the model is on.
-        optimizer: the model's optimizer. Its state is created first if it took no step yet. None: only the model.
+        optimizer: the model's optimizer. Parameters without state get it first, as before their first step. None: only
+            the model.
 
     Returns:
         The tensors of the model by their full names; with an optimizer
@@ -103,11 +128,13 @@ def dcp_state_dict(
         options of the parameter groups, such as lr, are not part of it.
 
     Raises:
-        ValueError: on every rank, if a parameter is on another mesh or offloaded, or two pipeline stages have different
-            parameters of one name.
+        ValueError: on every rank, if a parameter is on another mesh or offloaded, two pipeline stages have different
+            parameters or buffers of one name, a module has an extra state, or a parameter has no optimizer state yet
+            and the optimizer's state doesn't begin with zeros (NAdam, ASGD, Rprop, SGD with dampening).
 
     Note:
-        - A parameter in 16 bits is written in 16 bits. Its float32 master weight is the slot "master".
+        - A parameter in 16 bits that has a float32 master weight is written as its master weight, if the optimizer is
+          given, so that a run without masters loads the same values. The master weight is the slot "master", too.
         - `dcp.async_save` copies the shards to the CPU before it returns. Use its default, a thread.
 
     Example:
@@ -123,23 +150,27 @@ def dcp_state_dict(
     check_mesh(mesh)
     reshard(model)
 
-    def mine() -> tuple[dict[str, LocalTensor], dict[str, dict[str, LocalTensor]]]:
+    def mine() -> tuple[dict[str, LocalTensor], dict[str, dict[str, LocalTensor]], dict[str, Tensor]]:
         for name, parameter, sharding in declarations(model):
             check_lies_on(name, parameter, sharding, mesh)
+        extra = (name for name, m in named_modules(model) if type(m).get_extra_state is not nn.Module.get_extra_state)
+        if found := [*extra]:
+            raise ValueError(
+                f"{len(found)} modules have an extra state, such as {found[0] or type(model).__name__}, which dcp.load "
+                f"can't set: keep the state in a buffer, or use save and load of torch for get_extra_state()"
+            )
         held = {item.name.removeprefix("model/"): item for item in held_by_model(model, mesh)}
         slots: dict[str, dict[str, LocalTensor]] = {}
         for item in [] if optimizer is None else _slots(model, mesh, optimizer):
             _, slot, name = item.name.split("/", 2)
             slots.setdefault(name, {})[slot] = item
-        return held, slots
+        return held, slots, {name: each["master"].tensor for name, each in slots.items() if "master" in each}
 
     found: list[Any] = []
-    weights = {name for name, _ in model.named_parameters()}
 
     def owned() -> list[tuple[str, tuple[int, ...]]]:
         found.extend(mine())
-        return [(name, box.start) for name, item in found[0].items() if name in weights
-                for box in item.boxes if box.owned]  # fmt: skip
+        return [(name, box.start) for name, item in found[0].items() for box in item.boxes if box.owned]
 
     def check(ranks: list[list[tuple[str, tuple[int, ...]]]]) -> None:
         first: dict[Any, int] = {}
@@ -147,18 +178,18 @@ def dcp_state_dict(
             for name, start in boxes:
                 if (other := first.setdefault((name, tuple(start)), rank)) != rank:
                     raise ValueError(
-                        f"ranks {other} and {rank} have different parameters named {name}, and a checkpoint has one: "
+                        f"ranks {other} and {rank} have different tensors named {name}, and a checkpoint has one: "
                         f"give the pipeline stages the names of the whole model, as pipeline_stages does"
                     )
 
     merged(mesh.world, owned, check)
-    held, slots = found
-    tensors: dict[str, Any] = {name: BoxedTensor.of(item) for name, item in held.items()}
+    held, slots, masters = found
+    tensors: dict[str, Any] = {name: BoxedTensor.of(item, masters.get(name)) for name, item in held.items()}
     for first, *others in all_names(model):
         item = held[first]
         if mesh.pp.size > 1:  # the writer may be a stage without the other names; DCP writes equal boxes once
             item = replace(item, boxes=tuple(replace(box, owned=True) for box in item.boxes))
-        tensors |= {name: BoxedTensor.of(item) for name in others}
+        tensors |= {name: BoxedTensor.of(item, masters.get(first)) for name in others}
     if optimizer is None:
         return tensors
     state = {name: {slot: BoxedTensor.of(item) for slot, item in each.items()} for name, each in slots.items()}
@@ -170,8 +201,11 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _slots(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer) -> list[LocalTensor]:
-    _create_state(optimizer)
     named: Mapping[Tensor, Any] = {p: (name, sharding) for name, p, sharding in declarations(model)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p, {}).keys() - {"master"}:
+                _create_state(optimizer, group, p, named[p][0] if p in named else f"a parameter of {tuple(p.shape)}")
     masters = [
         held_slot(f"optimizer/master/{named[p][0]}", master, p, named[p][1], mesh)
         for p, master in masters_of(optimizer).items()
@@ -180,24 +214,23 @@ def _slots(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer) -> li
 
 
 @torch.no_grad()
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer without state create it, by a step with gradients and learning rates of zero."""
-    params = [*itertools.chain(*(group["params"] for group in optimizer.param_groups))]
-    if optimizer.state or any(p.grad is not None for p in params):
+def _create_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter, name: str) -> None:
+    """Create the state that a parameter has before its first step. Nothing else changes."""
+    kind: Any = type(optimizer)
+    if isinstance(optimizer, AdamW):
+        optimizer._state(p, *(["momentum_buffer"] if group.get("muon") else ["exp_avg", "exp_avg_sq"]))
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for p in params:
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    try:
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for p in params:
-            p.grad = None
-    for state in optimizer.state.values():
-        for x in state.values():
-            if isinstance(x, Tensor) and x.dim() == 0:
-                x.zero_()  # the count of steps
+    if kind not in _FROM_ZEROS or group.get("dampening"):
+        raise ValueError(
+            f"{kind.__name__} has no state of {name}, and can't create it without a step: take a step first, give an "
+            f"optimizer whose state begins with zeros, such as AdamW, or call dcp_state_dict without the optimizer"
+        )
+    copy = nn.Parameter(p.detach().clone())
+    copy.grad = torch.ones_like(p)
+    inner = kind.__new__(kind)
+    vars(inner).update(vars(optimizer), param_groups=[{**group, "params": [copy]}], state=defaultdict(dict))
+    inspect.unwrap(kind.step)(inner)  # without the hooks of `step`
+    for x in inner.state[copy].values():
+        if isinstance(x, Tensor):
+            local_tensor(x).zero_()
+    optimizer.state[p] = inner.state[copy]

@@ -92,10 +92,8 @@ def _import(folder: Path, path: Path, config: dict[str, Any] | None) -> list[str
     reader.set_up_storage_reader(metadata, True)
 
     def read(ours: str) -> Tensor:
-        tensor, planner = (
-            host_memory(likes[ours].shape, likes[ours].dtype),
-            dcp.DefaultLoadPlanner(flatten_state_dict=False),
-        )
+        tensor = host_memory(likes[ours].shape, likes[ours].dtype)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({names[ours]: tensor}, metadata, True)
         reader.read_data(planner.create_local_plan(), planner).wait()
         return tensor
@@ -177,6 +175,8 @@ class _StoredTensor(BoxedTensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         entry, files = self.stored
+        if not entry.chunks:
+            return super().__get_tensor_shard__(index)
         chunk = next(chunk for chunk in entry.chunks if torch.Size(chunk.start) == index.offset)
         tensor = files.tensor(entry, chunk).clone()
         files[chunk.file].forget(chunk.key)

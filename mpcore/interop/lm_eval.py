@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from mpcore.collectives import gather
 from mpcore.layers.module import in_eval_mode
-from mpcore.mesh.agreement import check_same
+from mpcore.mesh.agreement import check_same, gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.pipeline import Pipeline
 from mpcore.training.run import Run
@@ -40,8 +40,9 @@ class Model(TemplateLM):
         max_gen_toks: how many tokens `generate_until` adds, if the task doesn't say.
 
     Raises:
-        ValueError: if the mesh has cp above 1, or the model's config lacks a size that isn't given. During evaluation,
-            on every rank, if the ranks got different requests, or a task asks for sampling.
+        ValueError: if the mesh has cp above 1, the model's config lacks a size that isn't given, or tp doesn't divide
+            `max_length` under sequence parallelism. During evaluation, on every rank, if the ranks got different
+            requests, or a task asks for sampling.
 
     Note:
         - Inputs are padded at the right, so the model must be causal, and its experts must not drop tokens.
@@ -62,11 +63,10 @@ class Model(TemplateLM):
     ) -> None:
         super().__init__()
         self.run: Run | None = model if isinstance(model, Run) else None
-        self.mesh = mesh = model.mesh if isinstance(model, Run) else mesh
+        mesh = model.mesh if isinstance(model, Run) else mesh
+        self.mesh: Mesh = mesh
         if mesh.cp.size > 1:
-            raise ValueError(
-                f"lm_eval.Model has whole sequences and the mesh has cp {mesh.cp.size}: evaluate with cp 1"
-            )
+            raise ValueError(f"lm_eval.Model needs whole sequences, and the mesh has cp {mesh.cp.size}: use cp 1")
         self.pipeline: Pipeline = (
             model.pipeline if isinstance(model, Run) else Pipeline(model, mesh, 1, lambda y, target: y.sum())
         )
@@ -75,9 +75,20 @@ class Model(TemplateLM):
         max_length = max_length or getattr(config, "max_position_embeddings", None)
         if not (vocab_size and max_length):
             raise ValueError(f"vocab_size is {vocab_size} and max_length {max_length}: give both")
-        self.vocab_size, self.max_length = vocab_size, max_length
+        modules = [module for stage in self.pipeline.stages for module in stage.modules()]
+        splits = any(getattr(m, "sequence_parallel", False) or "sharded_sequence" in vars(m) for m in modules)
+        self.multiple: int = mesh.tp.size if any(gather_objects(splits, mesh.pp.group)) else 1
+        if max_length % self.multiple:
+            raise ValueError(
+                f"max_length {max_length} is no multiple of tp {mesh.tp.size}, which sequence parallelism needs: give "
+                f"max_length={max_length - max_length % mesh.tp.size}, or leave sequence parallelism out"
+            )
+        self.vocab_size = vocab_size
+        self.max_length = max_length
         self.dtype: torch.dtype = torch.promote_types(next(self.pipeline.stages[0].parameters()).dtype, torch.float32)
-        self.tokenizer, self.batch_size, self.max_gen_toks = tokenizer, batch_size, max_gen_toks
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.max_gen_toks = max_gen_toks
 
     @property
     def eot_token_id(self) -> int:
@@ -172,7 +183,7 @@ class Model(TemplateLM):
     def _logits(self, texts: list[list[int]]) -> Iterator[Tensor]:
         """Yield the logits of each text, [T, vocabulary], the same on every rank."""
         length = max(map(len, texts))
-        length += -length % self.mesh.tp.size
+        length += -length % self.multiple
         x = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=self.mesh.device)
         (out,) = self.pipeline.forward([x])
         if self.pipeline.last_rank == self.mesh.pp.rank:

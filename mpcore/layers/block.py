@@ -42,9 +42,12 @@ class TransformerBlock(nn.Module):
         **options: Unpack[TensorParallelOptions],
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
-        self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.attention_dropout, self.mlp_dropout = Dropout(dropout, **options), Dropout(dropout, **options)
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.attention_dropout: Dropout = Dropout(dropout, **options)
+        self.mlp_dropout: Dropout = Dropout(dropout, **options)
 
     def forward(
         self,

@@ -84,6 +84,8 @@ class VocabParallelEmbedding(_Table):
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
         check_size("num_embeddings", num_embeddings, self.tp)
         shard = cut(num_embeddings, self.tp, 0)
+        self.start: int
+        self.end: int
         ((self.start, self.end),) = shard.mine
         self.local_padding_idx: int | None = None
         if self.padding_idx is not None and self.start <= self.padding_idx < self.end:

@@ -101,9 +101,12 @@ class QKVParallelLinear(ColumnParallelLinear):
 
         shard = Shard(tp, 0, tuple(map(rows, *(runs for _, runs in fused))))
         super().__init__(in_features, sum(blocks), bias, unit=head_dim, blocks=blocks, shard=shard, **options)
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         (q_start, q_end), (kv_start, kv_end) = q[tp.rank], kv[tp.rank]
-        self.local_heads, self.local_kv_heads = q_end - q_start, kv_end - kv_start
+        self.local_heads: int = q_end - q_start
+        self.local_kv_heads: int = kv_end - kv_start
         self.kv_head_of: list[int] = [head // group - kv_start for head in range(q_start, q_end)]
 
 

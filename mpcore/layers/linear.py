@@ -18,8 +18,17 @@ from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.layers.linear_ops import Product
-from mpcore.layers.module import LayerOptions, ParallelModule, constant, input_error, uniform
+from mpcore.layers.module import (
+    LayerOptions,
+    ParallelModule,
+    TensorOptions,
+    constant,
+    input_error,
+    select_options,
+    uniform,
+)
 from mpcore.mesh.axis import Axis, check_axis
+from mpcore.sharding.declarations import add_partial
 from mpcore.sharding.declare import Shard, cut, cut_blocks
 
 
@@ -96,7 +105,9 @@ class ColumnParallelLinear(ParallelLinear):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        self.gather_output, self.regather, self.unit = gather_output, regather, unit
+        self.gather_output = gather_output
+        self.regather = regather
+        self.unit = unit
         if sum(blocks) not in (0, out_features):
             raise ValueError(f"blocks {blocks} have a sum of {sum(blocks)}, not of out_features {out_features}")
         evenly = shard is None
@@ -165,7 +176,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         super().__init__(in_features, out_features, **options)
         check_size("in_features", in_features, self.tp, unit)
-        self.input_is_parallel, self.unit = input_is_parallel, unit
+        self.input_is_parallel = input_is_parallel
+        self.unit = unit
         shard = cut(in_features, self.tp, 1, unit)
         self.local_in_features: int = shard.size(self.tp.rank)
         partial = (self.tp,) if self.sequence_parallel else ()
@@ -188,6 +200,21 @@ class RowParallelLinear(ParallelLinear):
             raise wrong_last(x, self.local_in_features, what, hint if x.shape[-1] == self.in_features else "")
         dim = self.sequence_dim if self.sequence_parallel else None
         return self.product.row(x, self.weight, self.bias, self.tp, dim)
+
+
+def replicated_linear(
+    in_features: int, out_features: int, bias: bool = True, **options: Unpack[LayerOptions]
+) -> ColumnParallelLinear:
+    """Return a linear layer that each rank of tp holds in full.
+
+    With sequence parallelism each rank computes its own tokens, so its gradient is a partial sum over tp.
+    """
+    alone = select_options(options, TensorOptions)
+    linear = ColumnParallelLinear(in_features, out_features, bias, init=options.get("init"), **alone)
+    tp = options.get("tp", Axis())
+    for leaf, _ in linear.named_parameters() if tp.size > 1 and options.get("sequence_parallel") else ():
+        add_partial(linear, leaf, tp)
+    return linear
 
 
 def check_size(name: str, size: int, tp: Axis, unit: int = 1) -> None:

@@ -500,7 +500,9 @@ class VocabParallelCrossEntropy(nn.Module):
     def __init__(self, vocab_size: int, *, tp: Axis = Axis(name="tp"), **options: Unpack[CrossEntropyOptions]) -> None:
         super().__init__()
         check_axis(tp)
-        self.vocab_size, self.tp, self.options = vocab_size, tp, options
+        self.vocab_size = vocab_size
+        self.tp = tp
+        self.options: CrossEntropyOptions = options
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """Logits [..., V/tp] and targets [...] -> a scalar, or [...] with reduction "none"."""

@@ -70,11 +70,14 @@ class ParallelMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_names(options, LayerOptions)
+        self.activation: Callable[[Tensor], Tensor]
         self.activation, gated = find_activation(activation)
         self.parts = 2 if gated else 1
         up = GateUpParallelLinear if gated else ColumnParallelLinear
         self.up: ColumnParallelLinear | GateUpParallelLinear = up(dim, hidden_dim, bias, **options)
-        self.down = RowParallelLinear(hidden_dim, dim, bias, **select_options(options, LayerOptions, init=output_init))
+        self.down: RowParallelLinear = RowParallelLinear(
+            hidden_dim, dim, bias, **select_options(options, LayerOptions, init=output_init)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]. The hidden activations are [..., F/tp]."""

@@ -224,6 +224,9 @@ def as_module_list(blocks: Blocks) -> list[nn.Module]:
 class ParallelLayer(nn.Module):
     """A layer on the tensor-parallel axis. Its attributes are `TensorParallelOptions`; a single rank has no shards."""
 
+    exchanges_tokens = False
+    """Whether the layer mixes tokens and exchanges them over cp."""
+
     def __init__(self, *, tp: Axis = Axis(name="tp"), sequence_parallel: bool = False, sequence_dim: int = 1) -> None:
         super().__init__()
         check_axis(tp)

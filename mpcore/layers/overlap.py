@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore._torch.dispatch import unsafe_view
-from mpcore.collectives import start_all_gather, start_all_reduce, start_send, wait
+from mpcore.collectives import start_all_gather, start_all_reduce, start_rows, wait
 from mpcore.kernels._main_grad import add_or_return, main_grad
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.linear_ops import (
@@ -130,31 +130,56 @@ def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None,
     return kind.apply(cast(x, dtype), weight, bias, (*how, main, dtype))
 
 
-def _start_ring(x: Tensor, tp: Axis) -> Tensor:
-    before = (tp.rank - 1) % tp.size
-    receive = [x.numel() if rank == before else 0 for rank in range(tp.size)]
-    return start_send(x.reshape(-1), tp, (tp.rank + 1) % tp.size, receive)
+def _ring(tp: Axis, rows: int) -> tuple[Axis, list[int], list[int]]:
+    """Return what `start_rows` takes to send so many rows to the next rank and to receive as many of the last."""
+    send, receive = [0] * tp.size, [0] * tp.size
+    send[(tp.rank + 1) % tp.size] = receive[tp.rank - 1] = rows
+    return tp, send, receive
 
 
 def ring_gather(x: Tensor, tp: Axis, product: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return every rank's `x`, and `product` of each, in the order of ranks. Shapes are equal."""
+    """Return every rank's `x` of [T, D], and `product` of each, in the order of ranks. Shapes are equal."""
     shards, products = [x] * tp.size, [x] * tp.size
-    for step in range(tp.size):
-        owner = (tp.rank - step) % tp.size
-        flying = _start_ring(x, tp) if step < tp.size - 1 else None
-        shards[owner], products[owner] = x, product(x)
-        x = x if flying is None else wait(flying).view(x.shape)
+    ring = _ring(tp, len(x))
+    for step in range(tp.size - 1):
+        flying = start_rows(x, *ring)
+        shards[tp.rank - step], products[tp.rank - step] = x, product(x)
+        x = wait(flying)
+    shards[tp.rank + 1 - tp.size], products[tp.rank + 1 - tp.size] = x, product(x)
     return shards, products
 
 
 def ring_scatter(xs: Sequence[Tensor], tp: Axis, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum over ranks of `product(xs[tp.rank])`. `xs` has a tensor for each rank; shapes are equal."""
-    y = product(xs[(tp.rank - 1) % tp.size])
-    for step in range(1, tp.size):
-        flying = _start_ring(y, tp)
-        y = product(xs[(tp.rank - 1 - step) % tp.size])
-        y = y + wait(flying).view(y.shape)
+    """Return the sum over ranks of `product(xs[tp.rank])`. `xs` has [T, D] for each rank; shapes are equal."""
+    y = product(xs[tp.rank - 1])
+    ring = _ring(tp, len(y))
+    for step in range(2, tp.size + 1):
+        flying = start_rows(y, *ring)
+        y = product(xs[tp.rank - step])
+        y += wait(flying)
     return y
+
+
+def _parts(x: Tensor, size: int, dim: int) -> Sequence[Tensor]:
+    """Return `size` parts of a sequence, each as [T, D]."""
+    in_front = x.shape[:dim].numel() == 1  # they lie one behind the other: fewer calls
+    return flat_tokens(x).chunk(size) if in_front else [flat_tokens(part) for part in x.chunk(size, dim)]
+
+
+def _shard_shape(x: Tensor, size: int, dim: int, features: int) -> list[int]:
+    """Return the shape of one of `size` parts of `x` after a product."""
+    shape = [*x.shape[:-1], features]
+    shape[dim] //= size
+    return shape
+
+
+def _along(parts: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
+    """Lay parts of [T, F] along `dim`, in the shape of `like`, which is one part before its product."""
+    shape = [*like.shape[:-1], parts[0].shape[-1]]
+    if like.shape[:dim].numel() > 1:
+        return torch.cat([part.view(shape) for part in parts], dim)
+    shape[dim] *= len(parts)
+    return torch.cat(list(parts)).view(shape)
 
 
 class _RingColumn(Function):
@@ -164,10 +189,10 @@ class _RingColumn(Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.how = tp, dim, regather, _, dtype = how
         w, b = cast(weight, dtype), cast(bias, dtype)
-        shards, ys = ring_gather(x, tp, lambda shard: F.linear(shard, w, b))
-        kept = x if regather or not ctx.needs_input_grad[1] else torch.cat(shards, dim)
+        shards, ys = ring_gather(flat_tokens(x).contiguous(), tp, lambda shard: F.linear(shard, w, b))
+        kept = x if regather or not ctx.needs_input_grad[1] else _along(shards, x, dim)
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
-        return torch.cat(ys, dim)
+        return _along(ys, x, dim)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
@@ -176,7 +201,8 @@ class _RingColumn(Function):
         refuse_second_derivative("a linear layer with overlapped communication")
         (_, weight), (tp, dim, *_) = ctx.saved_tensors, ctx.how
         weight = weight.to(dy.dtype)
-        return ring_scatter(dy.chunk(tp.size, dim), tp, lambda part: part @ weight), None, None, None
+        dx = ring_scatter(_parts(dy, tp.size, dim), tp, lambda part: part @ weight)
+        return dx.view(_shard_shape(dy, tp.size, dim, weight.shape[1])), None, None, None
 
 
 class _RingRow(Function):
@@ -187,7 +213,8 @@ class _RingRow(Function):
         ctx.how = tp, dim, _, dtype = how
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         w = cast(weight, dtype)
-        return ring_scatter(x.chunk(tp.size, dim), tp, lambda part: F.linear(part, w))
+        y = ring_scatter(_parts(x, tp.size, dim), tp, lambda part: F.linear(part, w))
+        return unsafe_view(y, _shard_shape(x, tp.size, dim, len(w)))  # no view: callers may write to the output
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
@@ -196,9 +223,9 @@ class _RingRow(Function):
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             w = weight.to(dy.dtype)
-            shards, parts = ring_gather(dy, tp, lambda part: part @ w)
-            dx = torch.cat(parts, dim)
-            dy = torch.cat(shards, dim) if ctx.needs_input_grad[1] else dy
+            shards, parts = ring_gather(flat_tokens(dy).contiguous(), tp, lambda part: part @ w)
+            dx = _along(parts, dy, dim)
+            dy = _along(shards, dy, dim) if ctx.needs_input_grad[1] else dy
         elif ctx.needs_input_grad[1]:
             dy = gathered(start_all_gather(dy, tp), tp, dim)
         if ctx.needs_input_grad[1]:

@@ -59,10 +59,15 @@ class RotaryEmbedding(nn.Module):
         self.dim: int = int(head_dim * fraction)
         if self.dim % 2:
             raise ValueError(f"RoPE rotates pairs: {self.dim} of head_dim {head_dim}, fraction {fraction}, is not even")
-        self.base, self.scaling, self.interleaved = base, dict(scaling or {}), interleaved
+        self.base = base
+        self.scaling: dict[str, Any] = dict(scaling or {})
+        self.interleaved = interleaved
+        self.amplitude: float
         frequencies, self.amplitude = rope_frequencies(self.dim, base, self.scaling)
         everywhere = self.scaling.get("mscale_all_dim")
-        self.score_factor = _yarn_amplitude(float(self.scaling["factor"]), everywhere) ** 2 if everywhere else 1.0
+        self.score_factor: float = (
+            _yarn_amplitude(float(self.scaling["factor"]), everywhere) ** 2 if everywhere else 1.0
+        )
         # Neither a parameter nor a buffer: `model.to(torch.bfloat16)` must not round the frequencies.
         self._frequencies = frequencies
         self.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device="cpu")

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from mpcore._torch.distributed import default_store, has_peers
 from mpcore.mesh.axis import Axis
-from mpcore.mesh.log import get_logger
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.mesh.secret import decode, encode, printable, seal, unseal
 
-log = get_logger(__name__)
+log: Logger = get_logger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 _LOOK_AFTER, _NEAR = 5.0, 16  # seconds of waiting, and how far ranks of one host are apart
@@ -200,7 +200,11 @@ class Agreement:
         self, store: Any, rank: int, size: int, what: str = "", group: dist.ProcessGroup | None = None, prefix: str = ""
     ) -> None:
         self.prefix = prefix
-        self.store, self.rank, self.size, self.what, self.group = store, rank, size, what, group
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.what = what
+        self.group = group
         self.number: Any = self.store.add(f"at/{self.rank}", 1)
 
     def same(self, text: str) -> bool:
@@ -271,12 +275,15 @@ class Agreement:
             if self.group is not None and waited > looked + _LOOK_AFTER:
                 looked = waited
                 if dead := self._dead(self.group):
-                    raise ValueError(f"{name_ranks(default_store(), dead)} of this host ended: read what ended it")
+                    raise ValueError(
+                        f"{name_ranks(default_store(), dead)} of this host ended: read what ended it. If nothing did, "
+                        f"let every rank {self._purpose()}"
+                    )
                 if waited > 2 * _LOOK_AFTER and self.store.add(self._key("told"), 1) == 1:  # only one rank tells
-                    log.warning("waits: %s yet. Every rank must", self._late())
+                    log.warning("waits: %s yet. Every rank must make this call", self._late())
             if waited > limit:
                 raise ValueError(
-                    f"{self._missing()} within {limit:g} s: read what ended it, or see if its host reaches this"
+                    f"{self._missing()} within {limit:g} s: read what ended it, or check the network to its host"
                 )
             time.sleep(min(2e-4 + 2e-5 * self.size + waited / 8, 1.0))
         return self.store.get(key)
@@ -286,12 +293,16 @@ class Agreement:
         processes = processes_of(default_store(), [dist.get_global_rank(group, rank) for rank in late])
         return [rank for rank, found in processes.items() if any(map(has_ended, found))]
 
+    def _purpose(self) -> str:
+        return f"reach the check of the {self.what}" if self.what else "reach the call in which the others wait"
+
     def _late(self) -> str:
-        about = f"agree about the {self.what}" if self.what else "come to where the others wait for it"
         late = [rank for rank in range(self.size) if self.store.add(f"at/{rank}", 0) < self.number]
         named = [dist.get_global_rank(self.group, rank) if self.group else rank for rank in late]
         ranks = name_ranks(default_store() if self.group else None, named)
-        return f"{ranks} of {self.size} did not {about}" if late else "all ranks came, but rank 0 did not answer"
+        return (
+            f"{ranks} of {self.size} did not {self._purpose()}" if late else "all ranks came, but rank 0 did not answer"
+        )
 
     def _missing(self) -> str:
         if self.store.add(self._key("looks"), 1) == 1:  # only one rank looks for the late ranks

@@ -38,10 +38,19 @@ def guard_start(start: Callable[P, T]) -> Callable[P, T]:
             return start(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments.get("timeout")
         limit = dist.default_pg_timeout.total_seconds() if given is None else given
-        with after_seconds(limit + GRACE_S, _end, limit):
+        with after_seconds(limit + GRACE_S, _end, limit), host_named():
             return start(*args, **kwargs)
 
     return guarded
+
+
+@contextmanager
+def host_named() -> Iterator[None]:
+    """Raise a ValueError that says who is gone if the connection to the store breaks in the block."""
+    try:
+        yield
+    except dist.DistNetworkError:
+        raise ValueError("rank 0, or the host that keeps the store of the run, is gone: read what ended it") from None
 
 
 @contextmanager

@@ -8,7 +8,10 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -22,9 +25,11 @@ from mpcore.mesh.secret import find_secret, leave_secret, printable, remove_secr
 log: Logger = get_logger("mpcore.mesh")
 _MET = "all are here"
 _LATE = 5.0  # seconds after which ranks that have not arrived are named, while this rank goes on waiting
+_GONE = 30.0  # seconds after which this rank gives up, if no process of the host has the rank that it waits for
 _FILES = 64  # files and sockets of a rank: 15 are open after the first collective of two ranks
 
 _WORLD = "mpcore/world"
+Absent = Callable[[Callable[[], list[int]]], str]
 
 
 def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
@@ -44,7 +49,8 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
     store = open_store(launch, limit)
     enter_world(store, launch, max(until - time.monotonic(), 1.0))
     try:
-        name = meet(store, launch.rank, launch.world_size, max(math.ceil(until - time.monotonic()), 1))
+        left = max(math.ceil(until - time.monotonic()), 1)
+        name = meet(store, launch.rank, launch.world_size, left, _find_absent(launch))
     except ValueError:
         time.sleep(1.0 if launch.keeps_store else 0.0)  # the other ranks read the cause before the store is closed
         raise
@@ -110,7 +116,11 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
 
     thread = threading.Thread(target=connect, name="mpcore-connect", daemon=True)
     thread.start()
-    thread.join(limit.total_seconds() + 1)  # torch waits forever if the process at this port isn't a store
+    absent, until = _find_absent(launch), time.monotonic() + limit.total_seconds() + 1
+    while thread.is_alive() and time.monotonic() < until:  # torch waits forever if the process there isn't a store
+        thread.join(0.1)
+        if not launch.keeps_store and thread.is_alive() and (text := absent(lambda: [0])):
+            raise ValueError(f"{here}: {text}")
     store = found[0] if found else None
     if isinstance(store, dist.Store):
         return store
@@ -145,13 +155,38 @@ def _listen(address: str, port: int) -> int | None:
     return sock.detach()
 
 
+def _find_absent(launch: Launch) -> Absent:
+    """Return a function that logs who is away, and says who won't arrive if all are here, with no torchrun."""
+    begin, looked, last, seen, said = time.monotonic(), 0.0, set[int](), set[int](), list[int]()
+    here = launch.address == "localhost" or launch.address.startswith("127.")  # or the first host in Kubernetes
+    here = (here and "KUBERNETES_SERVICE_HOST" not in os.environ) or launch.local_size == launch.world_size
+
+    def describe(away: Callable[[], list[int]]) -> str:
+        nonlocal looked, last, seen, said
+        if time.monotonic() < looked + 1.0:
+            return ""
+        looked, ranks, now = time.monotonic(), away(), set[int]()
+        for path in Path("/proc").glob("[0-9]*/environ") if here and launch.launcher == "variables" else ():
+            with suppress(OSError):  # of another user, or ended
+                variables = path.read_bytes().decode(errors="replace").split("\0")
+                if f"MASTER_PORT={launch.port}" in variables:
+                    now |= {int(each[5:]) for each in variables if each.startswith("RANK=") and each[5:].isdigit()}
+        is_known = launch.rank in now  # processes that set RANK themselves are not found
+        lost = [rank for rank in ranks if is_known and rank not in now | last]  # in an exec no variables are there
+        if looked > begin + (0.5 if lost else _LATE) and (lost or not said) and said != (lost or ranks):
+            said = lost or ranks
+            log.warning("waits for %s, not here after %.0f s: did it start?", name_ranks(None, said), looked - begin)
+        gone = [rank for rank in lost if rank in seen or looked > begin + _GONE]
+        last, seen = now, seen | now
+        text = f"{name_ranks(None, gone)} ended before the ranks met, or did not start: no process of this host has "
+        return f"{text}such a RANK and MASTER_PORT={launch.port}. Start all within {_GONE:g} s" if gone else ""
+
+    return describe
+
+
 def _wait_for_port(address: str, port: int, seconds: float) -> None:
     until = time.monotonic() + seconds
-    is_said = False
     while True:
-        if not is_said and time.monotonic() > until - seconds + _LATE:
-            is_said = True
-            log.warning("waits for rank 0 at %s:%d, not there after %g s: did it start?", address, port, _LATE)
         try:
             socket.create_connection((address, port), max(until - time.monotonic(), 0.1)).close()
             return
@@ -204,7 +239,7 @@ def join_world(backend: str, store: dist.Store, rank: int, size: int, limit: tim
         ) from None
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+def meet(store: dist.Store, rank: int, size: int, timeout: float, absent: Absent = lambda _: "") -> str:
     """Agree with all ranks of this start attempt on a name that no earlier attempt used, and return it.
 
     torchrun keeps its store over a restart, with the addresses of dead ranks in it. Its count of restarts differs
@@ -216,10 +251,11 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
         store: the store at which the ranks meet.
         rank, size: this process's rank, and the number of ranks.
         timeout: the seconds to wait for all ranks.
+        absent: returns why some of these ranks will never arrive, or an empty text.
 
     Raises:
-        ValueError: if ranks don't arrive in time, two processes have the same rank, or a rank may open too few files.
-            The message names the ranks.
+        ValueError: if ranks don't arrive in time or have ended, two processes have the same rank, or a rank may open
+            too few files. The message names the ranks.
     """
     mine, until = os.urandom(8).hex(), time.monotonic() + timeout
     if rank:
@@ -241,22 +277,23 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> str:
         if store.add(f"{name}/mpcore/here", 1) == size:
             few = f"{name}/mpcore/files"
             _tell(store, told, _text(store, few) if store.check([few]) else _MET)
-    is_said = rank > 0
+
+    def away() -> list[int]:
+        return [other for other in range(size) if not store.check([f"{name}/mpcore/host/{other}"])]
+
     while not store.check([told]) and time.monotonic() < until + (1.0 if rank else 0.0):
-        if not is_said and time.monotonic() > until - timeout + _LATE:
-            is_said = True
-            away = [other for other in range(size) if not store.check([f"{name}/mpcore/host/{other}"])]
-            log.warning("waits for %s of %d, not here after %g s: did they start?", name_ranks(None, away), size, _LATE)
+        if rank == 0 and (text := absent(away)):
+            _tell(store, told, text)
         for ticket in () if rank else set(range(1, store.add("mpcore/tickets", 0) + 1)) - read:
             if store.check([f"mpcore/hello/{ticket}"]):  # if its rank is dead, no rank reads the answer
                 store.set(f"mpcore/welcome/{_text(store, f'mpcore/hello/{ticket}')}", name)
                 read.add(ticket)
         time.sleep(min(0.01 + 2e-4 * size, 1.0))
     if not store.check([told]):
-        away = [other for other in range(size) if not store.check([f"{name}/mpcore/host/{other}"])]
-        hosts = sorted({_text(store, f"{name}/mpcore/host/{other}") for other in range(size) if other not in away})
+        late = away()
+        hosts = sorted({_text(store, f"{name}/mpcore/host/{other}") for other in range(size) if other not in late})
         _tell(
-            store, told, f"of {size} ranks {', '.join(map(str, away))} did not arrive within {timeout:g} s. The others "
+            store, told, f"of {size} ranks {', '.join(map(str, late))} did not arrive within {timeout:g} s. The others "
             f"are on {', '.join(hosts)}: start the missing ones too, or read what ended them",
         )  # fmt: skip
     if (text := _text(store, told)) != _MET:
@@ -272,7 +309,7 @@ def _wait_for(store: dist.Store, key: str, timeout: float) -> str:
     try:
         store.wait([key], timedelta(seconds=timeout))
     except dist.DistStoreError:
-        raise ValueError(f"rank 0 did not arrive within {timeout:g} s") from None
+        raise ValueError(f"rank 0 did not arrive within {timeout:g} s: start it too, or read what ended it") from None
     return _text(store, key)
 
 

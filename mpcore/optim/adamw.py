@@ -23,7 +23,6 @@ from mpcore.gradients.guard import ReadsMainGradients, guard_optimizer
 from mpcore.kernels.adamw import AdamWState, adamw_foreach, adamw_now
 from mpcore.optim.groups import check_model, decay_groups
 from mpcore.random import stream_key
-from mpcore.sharding.dcp import mark
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, lies_as, local_tensor
@@ -76,7 +75,10 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
             raise ValueError(f"state_dtype {state_dtype} is neither float32 nor bfloat16")
         if min(*betas, eps, float(lr), weight_decay) < 0 or max(betas) >= 1:
             raise ValueError(f"lr {lr}, betas {betas}, eps {eps} or weight_decay {weight_decay} is out of range")
-        self.model, self.state_dtype, self.masters, self.seed = model, state_dtype, masters, seed
+        self.model = model
+        self.state_dtype = state_dtype
+        self.masters = masters
+        self.seed = seed
         self._whole_model, self.fused = groups is None, True
         groups = decay_groups(model, weight_decay) if groups is None else list(groups)
         # `fused` tells torch and the checkpoint that step counts are on the device of their parameters.
@@ -85,7 +87,6 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         self._declared: dict[Tensor, tuple[str, Sharding]] = {}
         super().__init__(groups, defaults)
         guard_optimizer(self, model)
-        self.register_state_dict_post_hook(_mark_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch, for example with the parameters of a layer that is now trained.
@@ -134,7 +135,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
     def set_fused(self, fused: bool) -> None:
         """Choose the step of float32 parameters: torch's fused kernel, or one with the same bits on every layout."""
-        self.fused = fused
+        self.fused: bool = fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of the model's parameters to None.
@@ -225,13 +226,6 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
                 moments = slot == "momentum_buffer" or self.state_dtype is None
                 state[slot] = torch.zeros_like(p, dtype=wide if moments else self.state_dtype)
         return state
-
-
-def _mark_state(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
-    assert isinstance(optimizer, AdamW)
-    for p, state in optimizer.state.items():
-        for slot, value in state.items():
-            mark(value, f"the {slot} of {optimizer._declared[p][0]}", optimizer._declared[p][1])
 
 
 def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:

@@ -51,8 +51,12 @@ class LossScaler:
                 f"at least 1, backoff_factor {backoff_factor} in (0, 1)"
             )
         check_mesh(mesh)
-        self.mesh, self.scale, self.good_steps = mesh, scale, 0
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.mesh = mesh
+        self.scale: float = scale
+        self.good_steps: int = 0
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
 
     @torch.no_grad()
     def unscale(self, model: nn.Module | ModelTree) -> None:

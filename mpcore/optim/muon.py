@@ -83,13 +83,16 @@ class Muon(AdamW):
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
         named = parameters_of([*(m for m in model.modules() if isinstance(m, (*TABLES, *convolutions))), *exclude])
         matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and p not in named]
-        options = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
+        options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients}
         options |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         groups = [
             {"params": matrices, "weight_decay": weight_decay, "muon": True, **options},
             *({**group, "muon": False} for group in decay_groups(model, weight_decay, matrices)),
         ]
-        self.mesh, self.ns_dtype, self.options, self.split_blocks = mesh, ns_dtype, options, split_blocks
+        self.mesh = mesh
+        self.ns_dtype = ns_dtype
+        self.options = options
+        self.split_blocks = split_blocks
         super().__init__(model, lr, betas, eps, weight_decay, groups=groups, **others)
         self._whole_model = True
 

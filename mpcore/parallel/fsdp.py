@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ class ExchangeReduceScatter:
 class BroadcastAllGather:
     """The all-gather of `fully_shard` as one broadcast from each rank. gloo's own copies each shard once more."""
 
-    allocate = ExchangeReduceScatter.allocate
+    allocate: Callable[..., Tensor] = ExchangeReduceScatter.allocate
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any) -> None:
         """Gather the ranks' inputs. This rank's input is already its part of the output."""
@@ -135,7 +135,9 @@ class UnitWrapper:
     """Apply `fully_shard` with the arguments of one call of `shard_data_parallel`."""
 
     def __init__(self, mesh: Mesh, declared: dict[nn.Parameter, Sharding], policy: Zero) -> None:
-        self.mesh, self.declared, self.policy = mesh, declared, policy
+        self.mesh = mesh
+        self.declared = declared
+        self.policy = policy
         assert mesh.device_mesh is not None
         self.data: DeviceMesh = _cut_axis(mesh.data, policy.replicate, mesh.device_type)
         self.is_gloo: bool = mesh.device_type == "cpu" and dist.get_backend(mesh.data.group) == "gloo"

@@ -107,8 +107,8 @@ def offload_optimizer(
     """
     if isinstance(optimizer, (Muon, *OF_WHOLE_TENSORS)):
         raise ValueError(
-            f"{type(optimizer).__name__} computes each element from its whole tensor, of which the host would have "
-            f"this rank's part: offload AdamW, or what steps each element by itself"
+            f"{type(optimizer).__name__} computes each element from the full tensor, but the host has only this rank's "
+            f"shard: offload an element-wise optimizer, such as AdamW"
         )
     if optimizer.state:
         raise ValueError(
@@ -351,9 +351,10 @@ class ParameterOffload:
     """The parameters that `offload_parameters` offloads. Within `offload.here()` all are on the device."""
 
     def __init__(self, swaps: list[_Swap], keep: int) -> None:
-        self.swaps, self.keep = swaps, keep
+        self.swaps = swaps
+        self.keep = keep
         self.used: list[int] = []  # places in `swaps`
-        self.depth = 0  # of `here`
+        self.depth: int = 0  # of `here`
 
     def use(self, place: int, step: int) -> None:
         """Copy a block's parameters to the device, start to copy the next block's, and drop the least recently used."""

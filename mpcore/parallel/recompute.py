@@ -19,7 +19,6 @@ Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, 
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,12 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mpcore.kernels.fp8_matmul  # both define operators
 import mpcore.kernels.grouped_linear  # noqa: F401
-from mpcore._torch.autograd import saved_tensor_hooks
+from mpcore._torch.autograd import running_node, saved_tensor_hooks
 from mpcore._torch.dispatch import TorchDispatchMode, written_arguments
 from mpcore._torch.fake import fake_tensors
 from mpcore._torch.pytree import map_tensors
@@ -73,8 +71,7 @@ def recompute(
     Note:
         - State other than the block's buffers and the numbers in its modules' attributes, such as a list, is updated
           again by the recomputation.
-        - Use `nn.RReLU`: the backward refuses `torch.nn.functional.rrelu` at the end of a block. It does not notice
-          `torch.rrelu` there.
+        - Use `nn.RReLU`: the backward refuses `torch.rrelu` and `torch.nn.functional.rrelu` at the end of a block.
 
     Args:
         blocks: the blocks of this pipeline rank, in the order of their calls.
@@ -170,28 +167,33 @@ class _AsInForward:
     """In a recomputation give the modules the modes, numbers and buffers that they had before the forward.
 
     All values are kept, since batch norm and `buffer.data` write to buffers without a new version. The recomputation
-    writes to copies.
+    writes to copies. If a buffer's version is still the same at its end, autograd would read the value that the buffer
+    has now, so the copy gets this value.
     """
 
     def __init__(self, modules: Iterable[nn.Module], context: AbstractContextManager[Any]) -> None:
         self.numbers = [(module, _numbers(module)) for module in modules]
         self.buffers = [(m, name, x) for m in modules for name, x in m._buffers.items() if x is not None]
         self.values = {buffer: _copy(buffer) for _, _, buffer in self.buffers}
+        self.versions = {buffer: buffer._version for buffer in self.values if not buffer.is_inference()}
         self.context = context
 
     def __enter__(self) -> None:
         self.now = [(module, _numbers(module)) for module, _ in self.numbers]
         self.buffers_now = [(module, name, getattr(module, name)) for module, name, _ in self.buffers]
-        copies = {buffer: _copy(value) for buffer, value in self.values.items()}
-        self._set(self.numbers, [(module, name, copies[buffer]) for module, name, buffer in self.buffers])
+        self.copies = {buffer: _copy(value) for buffer, value in self.values.items()}
+        self._set(self.numbers, [(module, name, self.copies[buffer]) for module, name, buffer in self.buffers])
         self.context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.context.__exit__(*error)
+        for buffer in (x for x, version in self.versions.items() if x._version == version):
+            self.copies[buffer].data.copy_(buffer)
         self._set(self.now, self.buffers_now)
-        del self.now, self.buffers_now
-        if error[0] and any(frame.f_code is F.rrelu.__code__ for frame, _ in traceback.walk_tb(error[2])):
-            raise ValueError("torch.nn.functional.rrelu ends a recomputed block, and its noise is lost: use nn.RReLU")
+        del self.now, self.buffers_now, self.copies
+        node = running_node()  # nodes run from the last to the first: this one saved the last tensor
+        if error[0] and node and "RreluWithNoise" in type(node).__name__ and getattr(node, "_saved_training", True):
+            raise ValueError("torch.rrelu ends a recomputed block, and its noise is lost: use nn.RReLU")
 
     def _set(self, numbers: list[tuple[nn.Module, Any]], buffers: list[tuple[nn.Module, str, Tensor]]) -> None:
         for module, held in numbers:

@@ -52,11 +52,13 @@ UNSEEN = DataParallel(0)
 
 
 def state_of(stage: nn.Module) -> DataParallel:
+    """Return how a stage is sharded over the data-parallel ranks."""
     state = getattr(stage, "data_parallel", None)
     return state if isinstance(state, DataParallel) else UNSEEN
 
 
 def set_state(stage: nn.Module, state: DataParallel) -> None:
+    """Remember how a stage is sharded."""
     stage.data_parallel = state  # pyright: ignore[reportArgumentType]
 
 

@@ -132,7 +132,9 @@ def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> Non
     hidden = unit is stage and not trained and hides_tensors(out)
     evaluated = not torch.is_grad_enabled() or (unit is stage and not trained and not hidden)
     if evaluated and not state.gathered:
-        reshard(unit)
+        # Not the parameters that another stage shares: its backward needs them.
+        for each in state.units if unit is stage and torch.is_grad_enabled() else fsdp.units(unit):
+            each.reshard()
     if hidden and not evaluated and any(p.requires_grad for p in stage.parameters()):
         reshard(stage)
         raise ValueError(

@@ -51,6 +51,8 @@ def agree_on_schedule(schedule: str | Schedule, pp: Axis, micro_batches: int, st
 def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
     if isinstance(schedule, Schedule):
         plan = schedule
+    elif not isinstance(schedule, str):
+        raise ValueError(f"schedule is {schedule!r}: give a name such as '1f1b', a file, or a Schedule, also with pp 1")
     else:
         plan = find_schedule(schedule, pp.size, micro_batches, None if schedule.endswith(".csv") else stages)
     if (len(plan.ranks), plan.micro_batches) != (pp.size, micro_batches):

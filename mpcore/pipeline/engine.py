@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpcore._torch.pytree import leaves
 from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import gather_objects
-from mpcore.mesh.axis import Mesh
+from mpcore.mesh.axis import Axis, Mesh
 from mpcore.parallel.sync import drops_parameters, finish_gradients, gathered
 from mpcore.pipeline.checks import agree_on_schedule, check_pending, split_linears
 from mpcore.pipeline.executor import Executor, MicroBatch
@@ -79,8 +79,11 @@ class Pipeline:
         after_backward: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self.stages: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
-        self.pp, self.micro_batches, self.loss = mesh.pp, micro_batches, loss
-        self.device, self.after_backward = mesh.device, after_backward
+        self.pp: Axis = mesh.pp
+        self.micro_batches: int = micro_batches
+        self.loss = loss
+        self.device: torch.device = mesh.device
+        self.after_backward = after_backward
         schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
         self.plan: Schedule = agree_on_schedule(schedule, mesh.pp, micro_batches, len(self.stages))
         check_pending(self.stages, mesh)
@@ -98,7 +101,7 @@ class Pipeline:
             plain = self.spans is None and self.after_backward is None
             return idle if plain else self._noted(*action)
 
-        self.executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
+        self.executor: Executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
 
     def set_micro_batches(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the next steps; the schedule of the same name is built again.

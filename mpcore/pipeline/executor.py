@@ -109,12 +109,20 @@ class Executor:
         loss: Callable[[Any, Tensor], Tensor],
         noted: Callable[[str, int, int], Any],
     ) -> None:
-        self.stages, self.pp, self.device, self.loss, self.noted = stages, pp, device, loss, noted
+        self.stages = stages
+        self.pp = pp
+        self.device = device
+        self.loss = loss
+        self.noted = noted
         self.plan: Schedule = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
         actions = self.plan.ranks[pp.rank]
-        self.peers = {action: peer_of(self.plan, action) for action in actions if action.kind in MESSAGES}
+        self.peers: dict[Action, int] = {
+            action: peer_of(self.plan, action) for action in actions if action.kind in MESSAGES
+        }
         # On a GPU all messages of a group share a stream: an early receive there would hold the sends behind it.
-        self.early = receive_early(self.plan, pp.rank) if pp.size > 1 and device.type == "cpu" else actions
+        self.early: list[Action] | tuple[Action, ...] = (
+            receive_early(self.plan, pp.rank) if pp.size > 1 and device.type == "cpu" else actions
+        )
         self.arrivals: dict[Action, list[Action]] = self._arrivals(actions)
         self.last: dict[int, Action] = {action.stage: action for action in actions if action.kind in ("B", "W")}
         self.shapes: dict[tuple[int, Any], tuple[Meta, ...]] = {}  # of the messages of a stage, by shape of batch

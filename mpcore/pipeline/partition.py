@@ -9,13 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 from mpcore.layers.embedding import TABLES
-from mpcore.layers.module import ParallelModule
 from mpcore.layers.moe.experts import GroupedLinear
+from mpcore.sharding.dcp import refuse_shards
+from mpcore.sharding.declarations import declared_by
+from mpcore.sharding.declare import Sharding
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -108,9 +112,9 @@ def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> lis
 def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
     """Join a rank's stages in one module with the unsharded model's names, for the optimizer and checkpoints.
 
-    The joined module shares modules and parameters with the stages; nothing is copied. If several stages have a module
-    of one name, it must be the same module, be empty, or hold only other modules, as lists of blocks do. Such lists are
-    joined.
+    The joined module shares modules, parameters and buffers with the stages; nothing is copied. If several stages have
+    a module of one name, it must be the same module, be empty, or hold only other modules, as lists of blocks do. Such
+    lists are joined.
 
     Args:
         stages: this rank's stages. Their submodules have the names of the full model.
@@ -119,17 +123,13 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
         A module to materialize, optimize and save. It can't be called.
 
     Raises:
-        ValueError: if two stages hold different parameters or modules under one name.
+        ValueError: if two stages hold different parameters, buffers or modules under one name.
     """
-    joined = ParallelModule()
-    for stage in stages:
-        joined.shardings |= getattr(stage, "shardings", {})
-        joined.inits |= getattr(stage, "inits", {})
-    for name in dict.fromkeys(name for stage in stages for name, _ in stage.named_parameters(recurse=False)):
-        held = {id(p): p for stage in stages if (p := stage._parameters.get(name)) is not None}
-        if len(held) > 1:
-            raise ValueError(f"{len(held)} stages hold a parameter {name} each: which of them is the model's?")
-        joined.register_parameter(name, *held.values())
+    for name in dict.fromkeys(name for stage in stages for name in (*stage._parameters, *stage._buffers)):
+        held = [{**stage._parameters, **stage._buffers}.get(name) for stage in stages]
+        if (count := len(set(map(id, held)) - {id(None)})) > 1:
+            raise ValueError(f"{count} stages hold a parameter or buffer {name} each: which of them is the model's?")
+    joined = _Joined(stages)
     for name in dict.fromkeys(name for stage in stages for name, _ in stage.named_children()):
         children = [child for stage in stages if (child := stage._modules.get(name)) is not None]
         children = list({id(child): child for child in children}.values())
@@ -140,6 +140,33 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
             raise ValueError(f"{len(children)} stages hold a {type(hold[0]).__name__} {name} each, with tensors in it")
         joined.add_module(name, children[0] if len(children) == 1 else join_stages(children))
     return joined
+
+
+class _Roots(ChainMap[str, Any]):
+    """The tensors at the roots of several stages. A value is set in each stage that has its name."""
+
+    def __getitem__(self, name: str) -> Any:
+        return next((held[name] for held in self.maps if held.get(name) is not None), None)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        for held in [held for held in self.maps if name in held] or self.maps[:1]:
+            held[name] = value
+
+
+class _Joined(nn.Module):
+    """Stages as one module, with the tensors and declarations that the stages have at their roots now."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        refuse_shards(self)
+        roots = {kind: _Roots(*(vars(stage)[kind] for stage in stages)) for kind in ("_parameters", "_buffers")}
+        vars(self).update(roots, stages=tuple(stages))
+        self._non_persistent_buffers_set = {name for each in stages for name in each._non_persistent_buffers_set}
+        self.inits = {name: init for stage in stages for name, init in getattr(stage, "inits", {}).items()}
+
+    @property
+    def shardings(self) -> dict[str, Sharding]:
+        return {name: lies for stage in vars(self)["stages"] for name, lies in declared_by(stage).items()}
 
 
 # --- what a block costs -------------------------------------------------------------------------------------------

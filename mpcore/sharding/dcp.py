@@ -8,6 +8,7 @@ before it reads, so a tensor of the local shape cannot answer instead.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ _QUESTIONS = {
 def refuse_shards(module: nn.Module) -> None:
     """Have DCP raise an error for the sharded parameters in this module's state dict.
 
-    The entries stay plain tensors for `load_state_dict`, `torch.save` and `copy.deepcopy`.
+    The entries stay plain tensors for `load_state_dict`, `copy.deepcopy` and `torch.save`, which warns.
     """
     module.register_state_dict_post_hook(_mark_parameters)
 
@@ -49,12 +50,17 @@ def mark(x: Any, name: str, sharding: Sharding) -> None:
             f"mpcore.interop.dcp.dcp_state_dict(model, mesh, optimizer), or use save and load of mpcore.checkpoint"
         )
         answers = {question: partial(_refuse, kind, error) for question, kind in _QUESTIONS.items()}
-        vars(x).update(answers, __getstate__=_nothing)  # without the second torch.save would store the attributes
+        vars(x).update(answers, __getstate__=partial(_warn, over))  # torch.save would store the attributes
 
 
 def _refuse(kind: type[Exception], error: str, *_: Any) -> NoReturn:
     raise kind(error)
 
 
-def _nothing() -> None:
-    return None
+def _warn(over: str) -> None:
+    """Warn in place of the tensor's attributes, which torch.save asks for. All tensors have one text, shown once."""
+    warnings.warn(
+        f"torch.save stores this rank's shards of tensors that are sharded over {over}, as if they were whole: save on "
+        f"every rank with run.save or mpcore.checkpoint.save, or give it mpcore.full_state_dict(model)",
+        stacklevel=2,
+    )

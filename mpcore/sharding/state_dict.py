@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from mpcore.mesh.agreement import check_same
 from mpcore.sharding.declarations import declarations, persistent_buffers, plain_name
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor, reshard
@@ -59,6 +60,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     held = list(declarations(model))
     for name, parameter, _ in held:
         check_present(name, parameter)
+    axes = [axis for _, _, of in held for axis in (*(shard.axis for shard in of.shards), of.data) if axis is not None]
+    for axis in {axis.key: axis for axis in axes if axis.size > 1}.values():  # name a rank that doesn't call it
+        check_same("call of full_state_dict", "", axis)
     state = {}
     for name, parameter, sharding in held:
         full = full_tensor(parameter, sharding)

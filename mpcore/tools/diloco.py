@@ -120,8 +120,14 @@ class DiLoCo(torch.optim.Optimizer):
         fragments: int = 1,
         blocks: Iterable[nn.Module] | Mapping[int, nn.Module] | None = None,
     ) -> None:
-        self.optimizer, self.model, self.mesh = optimizer, model, mesh
-        self.every, self.lr, self.momentum, self.nesterov, self.fragments = every, lr, momentum, nesterov, fragments
+        self.optimizer = optimizer
+        self.model = model
+        self.mesh = mesh
+        self.every = every
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.fragments = fragments
         self.outer: dict[Tensor, dict[str, Tensor]] = {}
         reshard(model)
         numbered: Any = blocks.items() if isinstance(blocks, Mapping) else enumerate(as_module_list(blocks or ()))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +48,13 @@ class Text:
     """The data of a run, as its config.json names it."""
 
     def __init__(self, run: Path, program: str) -> None:
-        self.program = import_module(program)
+        self.program: ModuleType = import_module(program)
         if not (run / "config.json").is_file():
             raise ValueError(f"{run / 'config.json'} isn't there: name the --out folder of a run of {program}")
         self.args: Any = self.program.parse(["--config", str(run / "config.json")])
-        self.records = [entry for entry in read_records(run / "metrics.jsonl", sys.maxsize) if "samples" in entry]
+        self.records: list[dict[str, Any]] = [
+            entry for entry in read_records(run / "metrics.jsonl", sys.maxsize) if "samples" in entry
+        ]
         if not self.records:
             raise ValueError(f"{run / 'metrics.jsonl'} has no step with its samples")
         self.tokenizer: Any = self.program.find_tokenizer(self.args)

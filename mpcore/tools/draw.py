@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpcore.pipeline.prove import Proof, Times, prove
-from mpcore.pipeline.schedules import COMPUTE, EXPOSED, MESSAGES, Schedule, Span, find_schedule
+from mpcore.pipeline.schedules import COMPUTE, EXPOSED, Action, Schedule, Span, find_schedule
 from mpcore.tools import parsers
 from mpcore.tools.command_line import reports_errors
 from mpcore.tools.fault_tolerance.metrics import whole
@@ -111,7 +111,7 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
     Messages have lanes of their own, from the post to the end of the wait.
 
     Args:
-        spans: the spans of `prove` or of `Pipeline.recorded`.
+        spans: the spans of `prove`, of `Pipeline.recorded` or of `CommunicationClock.spans`.
         seconds: the number of seconds per unit of the spans' times.
     """
     begin = min((span.start for span in spans), default=0.0)
@@ -121,17 +121,22 @@ def write_chrome_trace(spans: Sequence[Span], path: Path | str, *, seconds: floa
     ]
     for i, span in enumerate(spans):
         start, took = (span.start - begin) * seconds * 1e6, (span.end - span.start) * seconds * 1e6
-        event = {"name": str(span.action), "pid": span.rank, "tid": 0, "ts": start}
+        event = {"name": _name(span.action), "pid": span.rank, "tid": 0, "ts": start}
         args = {"args": {"stage": span.action.stage, "micro_batch": span.action.micro_batch}}
-        if span.action.kind in MESSAGES:  # they overlap, as a thread's events may not
+        waits = span.action.kind.startswith(EXPOSED)
+        if not waits and span.action.kind not in COMPUTE:  # messages overlap, as a thread's events may not
             event |= {"cat": "message", "id": i}
             events += [event | {"ph": "b", **args}, event | {"ph": "e", "ts": start + took}]
             continue
-        if span.action.kind.startswith(EXPOSED):
+        if waits:
             message = span.action._replace(kind=span.action.kind.removeprefix(EXPOSED))
-            event |= {"name": f"{EXPOSED}{message}", "cat": "exposed", "cname": "terrible"}
+            event |= {"name": f"{EXPOSED}{_name(message)}", "cat": "exposed", "cname": "terrible"}
         events.append({"cat": MEANINGS.get(span.action.kind, ""), **event, "ph": "X", "dur": took, **args})
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _name(action: Action) -> str:
+    return str(action) if action.stage >= 0 else action.kind  # a collective within a stage, such as "tp all_reduce"
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
@@ -166,7 +171,8 @@ def draw_trace(plan: Schedule, spans: list[Span], out: Path) -> None:
         draw(proof.spans, part, title=plan_title(plan, proof))
     computed = [span for span in spans if span.action.kind in COMPUTE]
     busy, ranks = sum(span.end - span.start for span in computed), len(plan.ranks)
-    bubble = 1 - busy / (ranks * max(span.end for span in computed))
+    took = max(span.end for span in computed) - min(span.start for span in computed)
+    bubble = 1 - busy / (ranks * took)
     shown = [span._replace(start=1e3 * span.start, end=1e3 * span.end) for span in spans]
     with whole(out / "trace.png") as part:
         draw(shown, part, title=f"{plan.name}: the last step, bubble {bubble:.1%}", unit="ms")

@@ -25,7 +25,7 @@ from mpcore.training.run import Run
 
 log: Logger = get_logger(__name__)
 _OF_JOBS = ("steps", "folder", "token", "data", "rule", "wait", "staleness", "dynamic", "timeout", "replicas",
-            "update_dtype")  # fmt: skip
+            "update_dtype", "overlap")  # fmt: skip
 
 
 @dataclass
@@ -33,13 +33,14 @@ class LocalUpdates(Observer):
     """Train several workers separately, and merge their parameters (DiLoCo, Local SGD). Pass it to `prepare`.
 
     The workers are the worlds of one job, `build_mesh(worlds=...)`: they merge every `every` steps, and each waits for
-    all. Or each worker is a job of its own, if `listen` or `join` is given: it trains `every` steps from the newest
-    anchor, the shared parameters, hands in its update, and waits for nobody (`wait`). Then workers may come and die.
+    all. Or each worker is a job of its own, if `listen` or `join` is given: it trains up to `every` steps from the
+    newest anchor, the shared parameters, and hands in its update. Slow workers take fewer steps (`dynamic`), so that
+    all hand in at about the same time; or nobody waits (`wait`). Then workers may come and die.
 
     Args:
         every: the number of steps between two merges of a parameter.
         lr, momentum, nesterov: options of the outer optimizer, which merges the workers. lr 1 and momentum 0 average
-            the parameters (Local SGD): the default for jobs that don't wait for all. None is otherwise 0.7 and 0.9.
+            the parameters (Local SGD): the default of jobs that don't wait for all. None is otherwise 0.7 and 0.9.
         fragments: the number of parts of the model, which are merged in turn.
         listen: where this worker serves the others, host:port.
         join: host:port of a worker of the run, or several. The first worker of a run has none.
@@ -49,8 +50,8 @@ class LocalUpdates(Observer):
         data: names the data, or settings by name. A worker with other data, another model, optimizer or option is
             refused, with the name and both values.
         rule: the outer rule (`mpcore.tools.workers`), instead of `Average(lr)` or `Nesterov(lr, momentum, nesterov)`.
-        wait, staleness, dynamic, timeout, replicas, update_dtype: of `mpcore.tools.workers.outer.Options`; wait None is
-            "none". Worlds always wait for all.
+        wait, staleness, dynamic, timeout, replicas, update_dtype, overlap: of `mpcore.tools.workers.outer.Options`;
+            wait None is "all". Worlds always wait for all, and take equal steps.
 
     Attributes:
         optimizer: the `DiLoCo`, which is then the optimizer of the run, if the workers are worlds.
@@ -84,10 +85,11 @@ class LocalUpdates(Observer):
     rule: Rule | None = None
     wait: str | None = None
     staleness: int | None = None
-    dynamic: bool = False
+    dynamic: bool = True
     timeout: float = 60.0
     replicas: int = 1
     update_dtype: str = "same"
+    overlap: bool = False
     merged: Merge | None = field(default=None, init=False, repr=False, compare=False)
     worker: ElasticWorker | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -95,14 +97,16 @@ class LocalUpdates(Observer):
     slots: ClassVar[tuple[str, ...]] = OUTER_SLOTS
 
     def __post_init__(self) -> None:
-        averages = self.are_jobs and self.wait != "all" and not self.momentum
+        averages = self.are_jobs and self.wait not in (None, "all") and not self.momentum
         lr = (1.0 if averages else 0.7) if self.lr is None else self.lr
         momentum = (0.0 if averages else 0.9) if self.momentum is None else self.momentum
         check_options(self.every, lr, momentum, self.fragments)
         self.lr, self.momentum = lr, momentum
-        self.outer_rule = self.rule or (Average(lr) if averages else Nesterov(lr, momentum, self.nesterov))
-        names = ("every", "staleness", "dynamic", "timeout", "replicas", "update_dtype")
-        self.options: Options = Options(wait=self.wait or "none", **{name: getattr(self, name) for name in names})
+        self.outer_rule: Rule | Average | Nesterov = self.rule or (
+            Average(lr) if averages else Nesterov(lr, momentum, self.nesterov)
+        )
+        names = ("every", "staleness", "dynamic", "timeout", "replicas", "update_dtype", "overlap")
+        self.options: Options = Options(wait=self.wait or "all", **{name: getattr(self, name) for name in names})
         own = LocalUpdates.__dataclass_fields__  # those below are of jobs alone
         given = [name for name in _OF_JOBS if getattr(self, name) != own[name].default]
         if given and not self.are_jobs and (given != ["wait"] or self.wait != "all"):
@@ -135,7 +139,8 @@ class LocalUpdates(Observer):
     def attach(self, run: Run) -> None:
         """Wrap the optimizer of the run, if the workers are worlds."""
         options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
-        self.run, self.begun = run, False
+        self.run = run
+        self.begun = False
         if self.are_jobs:
             self.worker = ElasticWorker(
                 run, options=self.options, rule=self.outer_rule, until=self.steps, listen=self.listen,
@@ -161,6 +166,18 @@ class LocalUpdates(Observer):
                 with self.run.parameters():
                     self.optimizer.begin()
         self.begun = True
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """Leave a run of jobs before its last step. Others go on. If all stop, start them again to go on.
+
+        Args:
+            seconds: how long the worker that leads serves others that stop, too, so that its folder has all updates.
+
+        Raises:
+            ValueError: on every rank, if the outer state can't be written.
+        """
+        if self.worker is not None and self.begun:
+            self.worker.stop(seconds)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         """Call `begin`."""

@@ -14,6 +14,8 @@ PICTURES = (".png", ".svg", ".pdf")
 WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,2,3", "schedule=1f1b,interleaved",
         "sequence-parallel=on")  # fmt: skip
 """What `mpcore plan --wide` varies: the flags of `examples.gpt`."""
+OVERLAP = ("--overlap", "4194304")
+"""The flags that `--wide` adds for the rows of the table with tp above 1."""
 PROFILES = Path(__file__).parent / "analysis" / "profiles"
 HF_TARGET = "mpcore.tools.analysis.hugging_face:build"
 
@@ -41,7 +43,8 @@ def from_config() -> Parser:
     parser = Parser(
         prog="mpcore from-config",
         description="Write a run.toml for examples.gpt from a file of Megatron-LM (.sh, model_config.yaml), torchtitan "
-        "(.toml), nanotron (.yaml), gpt-neox (.yml) or DeepSpeed (.json); list what differs.",
+        "(.toml), nanotron (.yaml), gpt-neox (.yml) or DeepSpeed (.json); list what differs. If a setting is not "
+        "available, the file is written and the status is 1: do what the third list says, then run the file.",
         examples=["mpcore from-config train.sh", "mpcore from-config llama3_8b.toml --out runs/llama3.toml"],
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the settings of the other trainer")
@@ -261,6 +264,8 @@ def memory(argv: Sequence[str] = ()) -> Parser:
     parser = _of_rank("mpcore memory", text, argv)
     text = f"draw the same parts for each pipeline rank, as {' or '.join(PICTURES)}"
     parser.add_argument("--plot", "--out", metavar="FILE", help=text)
+    text = f"{', '.join(profile_names())}, or the path of a profile: say whether it fits, and draw the GPU's memory"
+    parser.add_argument("--machine", metavar="NAME", help=text)
     return parser
 
 
@@ -314,7 +319,7 @@ def plan(argv: Sequence[str] = ()) -> Parser:
         other = "sizes to try (default: 1)" if name in ("cp", "ep") else "sizes to try (default: all that fit)"
         add(f"--{name.replace('_', '-')}", type=_sizes, metavar="N,N", help=texts.get(name, other))
     add("--vary", action="append", default=[], metavar="FLAG=V,V", help="values of a flag to try; also on, off")
-    add("--wide", action="store_true", help=f"vary what examples.gpt has: {' '.join(WIDE)} (takes minutes)")
+    add("--wide", action="store_true", help=f"vary flags of examples.gpt: {' '.join(WIDE)}; overlap of rows shown")
     add("--top", type=int, default=20, help="lines to print (20)")
     add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
     add("--what-if", action="append", metavar="RATE=2x", help="also plan on a machine with another rate")

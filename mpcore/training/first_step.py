@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
@@ -28,18 +28,49 @@ CHANGED = (
 )
 
 
-class FirstStep(Observer):
-    """Check the first step, and leave the run's observers after it."""
+class GradientWrites(Observer):
+    """Notice gradients that the caller changes or drops before the ranks sum them, in steps 1, 2, 3, 5, 9, 17, ...
 
-    def __init__(self, tree: ModelTree, mesh: Mesh, half: bool) -> None:
-        self.parameters = tree.parameters
-        self.loss_check, self.half, self.mesh = LossCheck(mesh), half, mesh
-        self.replica_check: ReplicaCheck | None = None
+    A gradient on shards counts no writes. Its values are compared, and a clip that changes none of them isn't noticed.
+    """
+
+    def __init__(self) -> None:
         self.written: list[str] = []
         self.changed: bool = False
 
+    def after_backward(self, run: Run, total: Tensor) -> Tensor:
+        """Remember what was written, until a warning."""
+        self.written = [] if self.changed or run.step & (run.step - 1) else _writes(run.tree)
+        return total
+
+    def before_reduce(self, run: Run) -> None:
+        """Raise if the caller dropped all gradients; warn if they were changed."""
+        if not self.written:
+            return
+        now = _writes(run.tree)
+        if {*self.written} != {*now} == {"None"}:
+            raise ValueError(
+                "zero_grad was called between forward_backward and optimizer_step, so no gradient is left: remove it. "
+                "run.optimizer_step drops the gradients of its step"
+            )
+        self.changed = run.mesh.world.size > 1 and self.written != now
+        if self.changed and run.mesh.job.rank == 0:
+            log.warning("step %d: %s, or replicas drift apart", run.step + 1, CHANGED)
+
+
+class FirstStep(Observer):
+    """Check the first step, and leave the run's observers after it."""
+
+    def __init__(self, tree: ModelTree, mesh: Mesh, half: bool, writes: GradientWrites) -> None:
+        self.parameters: tuple[nn.Parameter, ...] = tree.parameters
+        self.loss_check: LossCheck = LossCheck(mesh)
+        self.half = half
+        self.mesh = mesh
+        self.replica_check: ReplicaCheck | None = None
+        self.writes = writes
+
     def attach(self, run: Run) -> None:
-        self.alike = self._alike()
+        self.alike: Tensor = self._alike()
 
     def _alike(self) -> Tensor:
         parts = (local_tensor(p).detach().reshape(-1)[:1024] for p in self.parameters)
@@ -77,26 +108,13 @@ class FirstStep(Observer):
         self.loss_check.end(total / run.factor)
         if self.replica_check:
             self.replica_check.end()
-        self.written = _writes(run.tree)
         return total
-
-    def before_reduce(self, run: Run) -> None:
-        """Raise if the caller dropped all gradients; warn if they were changed before the ranks have summed them."""
-        now = _writes(run.tree)
-        if {*self.written} != {*now} == {"None"}:
-            raise ValueError(
-                "zero_grad was called between forward_backward and optimizer_step, so no gradient is left: remove it. "
-                "run.optimizer_step drops the gradients of its step"
-            )
-        self.changed: bool = run.mesh.world.size > 1 and self.written != now
-        if self.changed and run.mesh.job.rank == 0:
-            log.warning("%s, or replicas drift apart", CHANGED)
 
     def after_reduce(self, run: Run) -> None:
         """Raise on every rank if the ranks of tp have different gradients of a replicated parameter."""
         run.observers.remove(self)
         if self.replica_check:
-            self.replica_check.compare(run.tree, CHANGED if self.changed else "")
+            self.replica_check.compare(run.tree, CHANGED if self.writes.changed else "")
 
 
 def _writes(tree: ModelTree) -> list[str]:

@@ -15,7 +15,6 @@ from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.module import ParallelLayer
-from mpcore.layers.recurrence import RecurrentLayer
 from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, named_modules
@@ -46,7 +45,7 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     shards = [shard for stage in stages for _, _, each in declarations(stage) for shard in each.shards]
     sharded = {shard.axis.key for shard in shards if shard.axis.size > 1}
     ours = {module: type(module).__module__.partition(".")[0] in ("torch", "mpcore") for _, module in modules}
-    knows = [isinstance(m, HeadAttention | RecurrentLayer) or (not ours[m] and _holds(m, mesh.cp)) for _, m in modules]
+    knows = [getattr(m, "exchanges_tokens", False) or (not ours[m] and _holds(m, mesh.cp)) for _, m in modules]
     inside = {each for (_, m), known in zip(modules, knows, strict=True) if known for each in m.modules()}
     mixing = [_named(name, m) for name, m in modules if isinstance(m, MIXES_TOKENS) and m not in inside]
     unknown = [] if any(knows) else [_named(name, m) for name, m in modules if not ours[m]]

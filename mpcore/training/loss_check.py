@@ -44,13 +44,21 @@ class LossCheck:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.tokens, self.is_due, self.is_mean, self.samples = mesh, 0, False, False, math.nan
-        self.micro_batches, self.width, self.flat = 1, 0, math.nan  # flat: the loss of a token whose logits are equal
+        self.mesh = mesh
+        self.tokens: int = 0
+        self.is_due: bool = False
+        self.is_mean: bool = False
+        self.samples: float = math.nan
+        self.micro_batches: int = 1
+        self.width: int = 0
+        self.flat: float = math.nan  # flat: the loss of a token whose logits are equal
 
     def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
         """Begin a step. If each micro-batch has one token, a mean equals a sum, and nothing is checked."""
         self.tokens = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
-        self.is_due, self.is_mean, self.micro_batches = self.tokens > 0, False, micro_batches
+        self.is_due = self.tokens > 0
+        self.is_mean = False
+        self.micro_batches = micro_batches
 
     def call(self, loss: Loss, output: Any, target: Tensor) -> Any:
         """Return the loss. In the first micro-batch, compare it with the loss of the same samples repeated twice."""
@@ -64,7 +72,8 @@ class LossCheck:
                 twice = float(loss(*samples))
                 if isinstance(output, Tensor) and target.shape == output.shape[:-1] and not target.is_floating_point():
                     flat = float(loss(torch.zeros_like(output), target))
-                    self.width, self.flat = output.shape[-1], flat / max(1, int((target != -100).sum()))
+                    self.width: int = output.shape[-1]
+                    self.flat: float = flat / max(1, int((target != -100).sum()))
         except Exception:  # for example, a loss that accepts only one batch size
             twice = math.nan
         try:

@@ -176,6 +176,6 @@ def check_policies(mesh: Mesh, splits_backward: bool, **given: Any) -> None:
         )
     if offload.parameters and splits_backward:
         raise ValueError(
-            "Offload(parameters=True) with a schedule that splits backward, whose second half doesn't say which block "
-            "it is at: take 1f1b or interleaved"
+            "Offload(parameters=True) can't load a block's parameters for the second half of a split backward: take "
+            "the schedule 1f1b or interleaved"
         )

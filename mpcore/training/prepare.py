@@ -134,9 +134,8 @@ def prepare(
     precision = precision if isinstance(precision, Precision) else Precision(precision)
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     policies = {"data": data, "offload": offload, "compile": compile}
-    told = (recompute.kind, recompute.every, recompute.budget)
-    asked = {"precision": precision, "recompute": told, "micro_batches": micro_batches, "seed": seed, **policies}
-    asked["overlap"] = overlap
+    asked = {"precision": precision, "micro_batches": micro_batches, "seed": seed, "overlap": overlap, **policies}
+    asked["recompute"] = (recompute.kind, recompute.every, recompute.budget)
     asked["observers"] = [type(observer).__name__ for observer in observers]
     check_same("arguments of prepare", asked)
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
@@ -145,7 +144,8 @@ def prepare(
         if overlap and precision.fp8:
             raise ValueError(f"overlap={overlap} with fp8={precision.fp8}, whose products run whole: leave out one")
         _check_optimizer(optimizer)
-        _check_values(stages, initialize, precision)
+        half = precision.param_dtype or (data.param_dtype if mesh.data.size > 1 else None)
+        _check_values(stages, initialize, precision, half)
         modules = {module for stage in stages for module in stage.modules()}
         outside = [type(block).__name__ for block in held if block not in modules]
         if outside:
@@ -170,16 +170,16 @@ def prepare(
                         "layer, which draws the unsharded weight", ", ".join(alike[:3]))  # fmt: skip
     whole, masters = lay_out(stages, mesh, held, seed=seed, initialize=initialize is not False, data=data,
                              precision=precision, recompute=recompute, compile=compile)  # fmt: skip
-    made = optimizer(whole)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(f"optimizer(model) returned {made!r:.60}: return the torch.optim.Optimizer that it makes")
-    stale = {p for group in made.param_groups for p in group["params"]} - set(whole.parameters())
-    if stale:
-        raise ValueError(
-            f"the optimizer holds {len(stale)} parameters that the prepared model has not: make it from the argument, "
-            f"optimizer=lambda model: AdamW(model.parameters(), lr=...)"
-        )
     with raising_together():
+        made = optimizer(whole)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"optimizer(model) returned {made!r:.60}: return the torch.optim.Optimizer that it makes")
+        stale = {p for group in made.param_groups for p in group["params"]} - set(whole.parameters())
+        if stale:
+            raise ValueError(
+                f"the optimizer holds {len(stale)} parameters that the prepared model has not: make it from the "
+                f"argument, optimizer=lambda model: AdamW(model.parameters(), lr=...)"
+            )
         if masters and not (isinstance(made, AdamW) and made.masters):
             raise ValueError(
                 f"{type(made).__name__} keeps no float32 masters of {len(masters)} {precision.param_dtype} parameters: "
@@ -320,8 +320,10 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
             holder[name] = rank
 
 
-def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precision: Precision) -> None:
-    """Raise ValueError if it is unclear whether to keep a model's values, or values are missing or too narrow."""
+def _check_values(
+    stages: Sequence[nn.Module], initialize: bool | None, precision: Precision, half: torch.dtype | None
+) -> None:
+    """Raise ValueError if it is unclear whether to keep a model's values, or their dtypes don't fit the precision."""
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
         raise ValueError("the model is wrapped in DistributedDataParallel: pass its module; the run sums the gradients")
     parameters = [each for stage in stages for each in stage.named_parameters()]
@@ -330,6 +332,13 @@ def _check_values(stages: Sequence[nn.Module], initialize: bool | None, precisio
             raise ValueError(
                 f"{name} is {p.dtype}, and gradients are summed as real numbers: make it a real parameter of shape "
                 f"{(*p.shape, 2)}, and call torch.view_as_complex in forward"
+            )
+    for name, norm in (each for stage in stages for each in stage.named_modules()):
+        has_mean = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm) and norm.affine
+        if half and has_mean and norm.running_mean is not None and norm.running_mean.dtype != half:
+            raise ValueError(
+                f"{name} is a {type(norm).__name__} with statistics in {norm.running_mean.dtype}, and its weight would "
+                f"be {half}, which torch does not mix: use Precision(.., autocast=True), or a norm without statistics"
             )
     narrow = [f"{name} is {p.dtype}" for name, p in parameters if p.is_floating_point() and p.dtype != torch.float64]
     if narrow and precision.dtype in ("float64", "fp64", torch.float64):

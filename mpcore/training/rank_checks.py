@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import check_same
@@ -31,7 +32,21 @@ def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: in
     return -max(least)
 
 
-def check_steps(mesh: Mesh, step: int, total: float = 0.0, squares: float = 0.0) -> None:
-    """Raise on every data rank if its sums of the ranks' steps and of their squares say that steps differ."""
-    if squares * mesh.data.size != total**2:
-        check_same("step, so one gave up a step that the others took", {"step": step}, mesh.data)
+class AlikeCheck:
+    """Compare small values on all ranks by two numbers, whose sums over the ranks the caller puts into `sums`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.values: dict[str, object] = {}
+        self.sums: list[Tensor] = []
+
+    def begin(self, values: dict[str, object]) -> tuple[int, int]:
+        """Return a number of the values, and its square."""
+        self.values = values
+        number = zlib.crc32(repr(sorted(values.items())).encode()) % 2**20  # the sums stay exact
+        return number, number**2
+
+    def end(self, total: float, squares: float) -> None:
+        """Raise ValueError on every rank if the sums say that ranks have different values."""
+        if squares * self.mesh.world.size != total**2:
+            check_same("step, lr or max_norm, so that replicas would drift apart", self.values, self.mesh.world)

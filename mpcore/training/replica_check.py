@@ -29,7 +29,8 @@ class ReplicaCheck:
     def __init__(self, mesh: Mesh, half: bool = False) -> None:
         self.mesh = mesh
         self.half: bool = half or torch.is_autocast_enabled(mesh.device.type)
-        self.before = self.after = random_state(mesh.device)
+        self.before: Tensor = random_state(mesh.device)
+        self.after: Tensor = self.before
 
     def end(self) -> None:
         """End the forward and backward: note whether they drew numbers from torch's random generator."""

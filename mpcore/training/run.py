@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from mpcore._torch.distributed import ranks_are_threads
 from mpcore.checkpoint import Loaded, Saving, load, save, save_async, step_path
 from mpcore.checkpoint.remote import store_of
 from mpcore.collectives import all_reduce
-from mpcore.gradients import clip_gradients, drop_gradients, grad_norm, reduce_gradients
+from mpcore.gradients import clip_gradients, drop_gradients, gradient_of, reduce_gradients
+from mpcore.gradients.norm import norm_of
 from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
@@ -30,11 +32,11 @@ from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.dispatch import BoundedDispatch
-from mpcore.training.first_step import FirstStep
+from mpcore.training.first_step import FirstStep, GradientWrites
 from mpcore.training.observers import Observer
 from mpcore.training.phase import Phase
 from mpcore.training.policies import Offload, Precision
-from mpcore.training.rank_checks import check_steps, smallest_count
+from mpcore.training.rank_checks import AlikeCheck, smallest_count
 from mpcore.training.samples import SampleCheck, share_of
 from mpcore.training.wrong_width import wrong_width
 
@@ -81,7 +83,7 @@ class Run:
         phase: the `Phase`.
         tree: the model's modules, parameters and declarations.
         factor: multiplies the losses of this step's tokens.
-        measure_norm: computes the gradient norm from `tree` and `mesh`.
+        measure_norm: computes the gradient norm from `tree` and `mesh`, and sums `numbers` over all ranks.
         step: the number of optimizer steps that are done, skipped ones included.
 
     Example:
@@ -113,16 +115,18 @@ class Run:
         self.tree: ModelTree = ModelTree(model)
         self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
-        self._first = FirstStep(self.tree, mesh, half)
-        self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), self._first]
+        writes = GradientWrites()
+        self._first = FirstStep(self.tree, mesh, half, writes)
+        self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), writes, self._first]
         self.factor: Tensor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_bare_step)
-        self.measure_norm: Callable[[ModelTree, Mesh], Tensor] = grad_norm
+        self.measure_norm: Callable[..., Tensor] = partial(norm_of, of=gradient_of)
         self.phase: Phase = Phase.IDLE
         self._loss = self._norm = self.factor
         self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
-        self._steps: list[Tensor] = []  # the sums of the data ranks' steps and of their squares
+        self._given: dict[str, float | None] = {}  # since the last norm; replicas must be given the same
+        self._alike: AlikeCheck = AlikeCheck(mesh)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -141,6 +145,11 @@ class Run:
         """Return the factor of each token's loss, for layers that add a loss of their own, such as experts."""
         scale = self.scaler.scale if self.scaler else 1.0
         count = torch.as_tensor(tokens, dtype=torch.float64, device=self.mesh.device)
+        if count.numel() != 1:
+            raise ValueError(
+                f"tokens has shape {tuple(count.shape)}, and is the step's number of tokens, which divides the loss: "
+                f"give one number, and rename an argument of the model that is called tokens"
+            )
         return scale / torch.where(count == 0, 1.0, count)  # a batch without tokens has loss 0 and gradients 0
 
     def count_tokens(self, target: Tensor | Sequence[Tensor]) -> Tensor:
@@ -188,10 +197,7 @@ class Run:
         while total is None:
             self._forget()
             total = self._compute(x, target, arguments)
-        step = self.step % 2**20  # the sums stay exact
-        sent = torch.cat([total.reshape(1), total.new_tensor([step, step**2])])
-        total, *self._steps = all_reduce(sent, self.mesh.data)
-        self._loss = total / (self.scaler.scale if self.scaler else 1.0)
+        self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self.phase = Phase.COMPUTED
         return self._loss
 
@@ -217,6 +223,7 @@ class Run:
                 ZeRO 0 and 1, without cp and ep.
         """
         self.phase.check("forward_backward", "set_micro_batches")
+        check_same("step of run.set_micro_batches", {"step": self.step}, self.mesh.world)
         smallest_count(self.mesh, self.stages, "micro-batches", micro_batches)
         if micro_batches != self.pipeline.micro_batches:
             self.pipeline.set_micro_batches(micro_batches)
@@ -241,7 +248,9 @@ class Run:
                 observer.after_reduce(self)
             if self.scaler:
                 self.scaler.unscale(self.tree)
-            self._norm = self.measure_norm(self.tree, self.mesh)
+            numbers = self._alike.begin({"step": self.step, **self._given})
+            self._norm, *self._alike.sums = self.measure_norm(self.tree, self.mesh, numbers=numbers)
+            self._given = {}
             self.phase = Phase.REDUCED
         self.phase.check("optimizer_step")
         return self._norm
@@ -262,6 +271,7 @@ class Run:
             ValueError: if there are no gradients, or they are already clipped.
         """
         self.phase.check("clip_gradients")
+        self._given["max_norm"] = max_norm
         norm = self.finish_gradients()
         clip_gradients(self.tree, max_norm, norm)
         return norm
@@ -279,14 +289,17 @@ class Run:
             The `StepResult`.
 
         Raises:
-            ValueError: if `forward_backward` was not called first; on every data rank, if they are in different steps.
+            ValueError: if `forward_backward` was not called first; on every rank, if ranks are in different steps, or
+                clipped by different norms, or, at the latest one step later, were given different `lr`.
         """
+        self._given["lr"] = lr
         norm = self.finish_gradients()
-        if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
-        loss, length, *steps = torch.stack([self._loss.to(norm), norm, *self._steps]).tolist()
-        check_steps(self.mesh, self.step, *steps)
+        loss, length, *sums = torch.stack([self._loss.to(norm), norm, *self._alike.sums]).tolist()
+        self._alike.end(*sums)
+        if lr is not None and math.isnan(lr):
+            raise ValueError(f"lr is {lr} in step {self.step}, which every parameter would be: mend the schedule")
+        for group in self.optimizer.param_groups if lr is not None else ():
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike
         taken = self.scaler.update(finite) if self.scaler else finite
         if taken:
@@ -345,6 +358,7 @@ class Run:
             ValueError: on every rank, if a rank has no batch, or ranks have different numbers where one would wait.
         """
         self.phase.check("forward_backward", "evaluate")
+        check_same("step of run.evaluate", {"step": self.step}, self.mesh.world)
         held = list(batches)
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
@@ -408,7 +422,7 @@ class Run:
                 another process saves into `folder`: from its first save on, the run locks it (`folder/.lock`).
         """
         self.phase.check("forward_backward", "save")
-        check_same("step", {"step": self.step}, self.mesh.world)
+        check_same("step of run.save", {"step": self.step}, self.mesh.world)
         extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
         for observer in self.observers:
             extra |= observer.state()
@@ -446,6 +460,7 @@ class Run:
             raise ValueError(
                 f"load got {path!r} and no path: mpcore.checkpoint.latest gives None where there is no checkpoint"
             )
+        check_same("call of run.load", "", self.mesh.world)
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         for mine in (each for each in options if "initial_lr" in each):
             del mine["lr"]  # a scheduler of torch sets lr after each step: the checkpoint's is the next step's

@@ -75,6 +75,10 @@ def waits() -> list[dict[str, float]]:
         collectives.wait(second)
         collectives.wait(first)
         found.append(dict(clock.axes))
+        kinds = [name for name, *times in clock.messages if times == sorted(times)]
+        assert kinds == ["tp all_reduce", "tp all_gather_into_tensor", "pp all_reduce"], clock.messages
+        assert clock.messages[2][1] <= clock.messages[1][1], "it started first"
+        assert [span.rank for span in clock.spans(1)] == [1] * 6
         line = Pipeline(nn.Linear(2, 2), on, 2, lambda y, t: y.sum())
         for _ in range(2):
             line.forward_backward(torch.ones(2, 2), torch.ones(2))

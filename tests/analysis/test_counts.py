@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpcore import Axis
+from mpcore import Axis, ParallelMLP
 from mpcore import collectives as c
+from mpcore.layers.overlap import overlap_communication
 from mpcore.tools.analysis.counts import CommunicationCounter, Count, block_bytes, volume
 from mpcore.tools.analysis.dry_run import on_mesh
 
@@ -143,3 +144,21 @@ def test_a_block_sends_the_same_volume_with_sequence_parallel():
     assert (plain, sharded) == ({"all_reduce": 40}, {"all_gather": 40, "reduce_scatter": 40})
     totals = [sum(itertools.starmap(volume, each.items())) for each in (plain, sharded)]
     assert totals[0] == totals[1] == 80
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_messages_that_travel_beside_products_are_counted_with_these(sequence_parallel):
+    """tp 4, 32 tokens of width 8, hidden 32: three of four parts of the last product run beside messages."""
+    with on_mesh(0, tp=4) as mesh:
+        layer = ParallelMLP(8, 32, "relu", bias=False, tp=mesh.tp, sequence_parallel=sequence_parallel)
+        overlap_communication(layer, smallest=1)
+        with CommunicationCounter(mesh) as ledger, torch.no_grad():
+            layer(torch.ones(1, 8 if sequence_parallel else 32, 8))
+        part = 2 * 8 * (32 // 4) * 8  # of 8 tokens
+        if sequence_parallel:
+            (count,) = ledger.counts.values()
+            assert (count.calls, count.bytes, count.beside, count.flops) == (6, 6 * 256, 6 * 256, 6 * part)
+        else:
+            assert vars(ledger.counts["tp", "all_reduce"]) == {
+                "calls": 4, "bytes": 4 * 256, "beside": 3 * 256, "flops": 3 * part,
+            }  # fmt: skip

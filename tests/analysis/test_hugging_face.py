@@ -41,6 +41,13 @@ def test_adapters_alone_are_trained(tmp_path):
     assert found.optimizer < 2 * count  # of all weights: 12 bytes each
 
 
+def test_hidden_messages_of_tp_are_counted(tmp_path):
+    config(tmp_path)
+    flags = ["--hf", str(tmp_path), "--seq-len", "64", "--overlap"]
+    plain, hidden = (dry_run(build, [*flags, n], tp=2).ledger.counts["tp", "all_reduce"].beside for n in "01")
+    assert hidden > plain
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     ({"architectures": ["Mine"]}, r"names the architectures \['Mine'\]"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, more than 1024"),

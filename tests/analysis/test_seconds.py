@@ -82,7 +82,7 @@ def test_attention_that_is_written_out_moves_its_scores_and_computes_all_pairs()
 
 
 def test_the_seconds_of_one_axis_add_up_and_axes_inside_a_micro_batch_are_never_data_axes():
-    counts = {(axis, kind): Count(1, 20) for axis in (*INSIDE, "data") for kind in ("all_gather", "all_to_all")}
+    counts = {(axis, kind): Count(1, 20) for axis in (*INSIDE, "data") for kind in ("all_gather", "reduce_scatter")}
     axes = dict.fromkeys((*INSIDE, "data"), (0, 1))
     found = estimate(layout((part(1, counts), part(1)), held=(StepMemory(sent=counts),), blocks=(1,), axes=axes), RATES)
     each = 2 * (2.0 + 20 / 2 / 10)
@@ -91,6 +91,20 @@ def test_the_seconds_of_one_axis_add_up_and_axes_inside_a_micro_batch_are_never_
         "data": pytest.approx(0.5 * (M + 1) * each, rel=1e-12),
     }  # fmt: skip
     assert set(INSIDE) == {"tp", "cp", "cp_outer", "cp_inner", "ep", "etp"}
+
+
+@pytest.mark.parametrize(("flops", "hidden"), [(2000, 4.0), (10**6, 22 * 3 / 4)])
+def test_products_hide_messages_of_forward_and_rings_of_backward(flops, hidden):
+    """Three quarters of a ring's 22 s travel beside products, of 500 a second. x_tp has backward's all-reduces."""
+    ring = {("tp", "all_to_all"): Count(10, 20, beside=15, flops=flops)}
+    late = {("tp", "all_reduce"): Count(3, 40, beside=40, flops=flops)}
+    passes = replace(part(1, ring), operators=stage(4, 0)[0].operators), stage(0, 4)[1]
+    exact = replace(RATES, x_tp=0.75, tau=0.0)
+    found = estimate(layout(passes, held=(StepMemory(),), blocks=(1,)), exact)
+    assert found.exposed == {"tp": pytest.approx(0.75 * M * (22 - hidden))}
+    assert found.hidden == {"tp": pytest.approx(M * 22 - found.exposed["tp"])}
+    again = estimate(layout((stage(4, 0)[0], replace(passes[1], sent=late)), held=(StepMemory(),), blocks=(1,)), exact)
+    assert again.exposed == {"tp": pytest.approx(0.75 * M * 2 * (3 * 2.0 + 40 / 2 / 10))}
 
 
 def stage(forward: int, backward: int) -> tuple[PassWork, PassWork]:

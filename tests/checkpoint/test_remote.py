@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from fsspec.implementations.memory import MemoryFileSystem
 import mpcore as mp
 from examples.gpt.arguments import parse
 from mpcore.checkpoint import checkpoints, diff, inspect, latest, load, save, verify
-from mpcore.checkpoint.remote import as_path
+from mpcore.checkpoint.remote import ObjectStore, as_path
+from mpcore.checkpoint.store import LOCK, is_complete, old
 from mpcore.interop.lora import add_lora, save_lora
 from tests.pool import on_ranks
 
-FAULTS = {"first": 0, "last": 0, "now": 0}  # the store's operations that fail, and the number of this one
+FAULTS: dict[str, Any] = {"first": 0, "last": 0, "now": 0}  # the store's operations that fail, and this one's number
 OPERATIONS = ("pipe_file", "rm", "rm_file", "_open", "makedirs", "cp_file", "info", "ls", "cat_file", "find")
 
 
 def count() -> bool:
     FAULTS["now"] += 1
+    if FAULTS["now"] == FAULTS.get("other"):
+        FAULTS.pop("save")()
     return FAULTS["first"] <= FAULTS["now"] <= FAULTS["last"]
 
 
@@ -83,6 +87,7 @@ def trial(mesh: mp.Mesh, local: str, remote: str, zero: int, background: bool) -
     newest = latest(remote, run.mesh)
     assert [path.name for path in checkpoints(remote, run.mesh)] == ["step-00000003", "step-00000002"]
     if run.mesh.world.rank == 0:
+        assert LOCK not in newest.sizes()
         assert diff(newest, f"{local}/step-00000003") == []
         assert inspect(newest).beside.keys() == {"deep/note.txt"}
     other = start(run.mesh, zero, seed=1)
@@ -177,13 +182,59 @@ def test_a_checkpoint_is_whole_whatever_operation_of_a_save_fails(tmp_path, kind
     assert fault > 20
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_no_checkpoint_is_missing_whatever_operation_of_a_read_fails(tmp_path, dead):
+    """fsspec's `find` leaves out a folder whose listing fails: the newest checkpoint was ignored."""
+    run, fault = as_path(f"faulty-file://{tmp_path}"), 0
+    for step in (1, 2):
+        saved(run / f"step-{step}", step)
+    while FAULTS["now"] >= fault:
+        FAULTS.update(first=(fault := fault + 1), last=10**9 if dead else fault, now=0)
+        with suppress(ValueError):
+            assert latest(run) == run / "step-2"
+    FAULTS.update(first=0, last=0)
+    assert fault > 8
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_of_two_saves_of_one_path_one_is_left_and_the_other_is_refused(replaced):
+    """The second save runs before each operation of the first in turn, until the first removes what it replaced."""
+    root, fault, refused = as_path(f"faulty-memory://{uuid.uuid4()}"), 0, 0
+
+    def other() -> None:
+        if not replaced or is_complete(path) or not is_complete(old(path)):
+            saved(path, 3)
+
+    while "save" not in FAULTS:
+        path = root / str(fault := fault + 1) / "a"
+        if replaced:
+            saved(path, 1)
+        FAULTS.update(now=0, other=fault, save=other)
+        try:
+            saved(path, 2)
+        except ValueError as error:
+            refused += f"{path}: another job" in str(error)
+        FAULTS.pop("other")
+        (found,) = checkpoints(path.parent)
+        assert verify(found) == []
+        assert load(path, net(0), mesh=mp.Mesh()).step in (2, 3)
+    FAULTS.pop("save")
+    assert refused > 8
+
+
 def test_what_is_no_checkpoint_in_a_store_stays_and_a_damaged_one_is_named():
     root = f"memory://{uuid.uuid4()}"
     fsspec.filesystem("memory").pipe_file(f"{root}/other/notes.txt", b"mine")
     with pytest.raises(ValueError, match=f"{root}/other is there and is no checkpoint"):
         saved(as_path(f"{root}/other"), 1)
     saved(as_path(f"{root}/a"), 1)
-    store, file = fsspec.filesystem("memory"), f"{root}/a/model-00000.safetensors"
+    shown, store = as_path(f"{root}/a/note.txt"), fsspec.filesystem("memory")
+    opened = ObjectStore().open(shown)
+    shown.write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"note.txt: .*0 bytes from 0 to 1: it was cut"):
+        opened.read(0, opened.size)
+    shown.write_bytes(b"1")
+    (file,) = (f"memory:/{name}" for name in store.glob(f"{root}/a/model-*"))
     data = bytearray(store.cat_file(file))
     data[-1] ^= 1
     store.pipe_file(file, bytes(data))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import mpcore as mp
@@ -98,6 +99,20 @@ def deep_config(folder: Path) -> Path:
     return path
 
 
+def other_values(folder: Path, **about: Any) -> Path:
+    path = saved(folder)
+    rewrite(path, lambda body: body.update(about))
+    return path
+
+
+def load_rate(folder: Path, rate: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    path = save(folder / "c", model, optimizer, mesh=mp.Mesh(), step=1)
+    rewrite(path, lambda body: body["optimizer"][0]["options"].update(lr=rate))
+    load(path, model, optimizer, mesh=mp.Mesh())
+
+
 def header(folder: Path, text: bytes, data: bytes = b"") -> Path:
     return tensor_file(folder, len(text).to_bytes(8, "little") + text + data)
 
@@ -135,6 +150,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest of 300 MB": (lambda at: inspect(large_manifest(at)), "has 300000000 bytes, more than 16777216"),
     "shape of 100,000 dimensions": (lambda at: inspect(many_dimensions(at)), "has 100000 dimensions, more than 64"),
     "nested 100,000 times": (lambda at: inspect(deep_config(at)), "manifest.json is damaged"),
+    "step of text": (lambda at: inspect(other_values(at, step="x")), "manifest.json is damaged: step: 'x' is not"),
+    "negative sample": (lambda at: inspect(other_values(at, sample=-5)), "sample: '-5' is not between 0 and"),
+    "infinity": (lambda at: inspect(other_values(at, extra={"a": float("inf")})), "Infinity is not a finite number"),
+    "rate of text": (lambda at: load_rate(at, "abc"), "parameter group 0 has lr 'abc', which is of another type"),
+    "rate of NaN": (lambda at: load_rate(at, float("nan")), "NaN is not a finite number"),
     "header of 300,000 tensors": (lambda at: TensorFile(header(at, MANY)), "it has 300001 objects, more than 262144"),
     "header of many dimensions": (
         lambda at: TensorFile(header(at, b'{"a":{"dtype":"U8","data_offsets":[0,0],"shape":[%s0]}}' % (b"0," * 10**5))),

@@ -253,5 +253,5 @@ def test_parameters_in_the_hosts_memory_need_a_whole_backward():
     for schedule in ("1f1b", "interleaved"):
         plan_stages(parse(["--schedule", schedule, "--offload", "parameters"]), config, 2, 4)
     plan_stages(parse(["--schedule", "zb", "--offload", "optimizer"]), config, 2, 4)
-    with pytest.raises(ValueError, match=r"^--offload parameters with --schedule zb: it splits backward, whose second"):
+    with pytest.raises(ValueError, match=r"^--offload parameters can't load .* --schedule zb: take"):
         plan_stages(parse(["--schedule", "zb", "--offload", "parameters"]), config, 2, 4)

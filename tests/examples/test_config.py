@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
 
-from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, LinearConfig, MoEConfig
 
 
 def test_a_configuration_derives_what_it_does_not_say():
@@ -45,8 +46,8 @@ def test_blocks_that_have_experts():
 
 
 def test_a_configuration_reads_its_parts_from_a_checkpoint():
-    for config in (PRESETS["tiny-moe"], PRESETS["tiny-mla"]):
-        assert GPTConfig(**dataclasses.asdict(config)) == config
+    for config in (PRESETS["tiny-moe"], PRESETS["tiny-mla"], PRESETS["kimi-linear-48b"]):
+        assert GPTConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
@@ -70,6 +71,21 @@ def test_a_configuration_reads_its_parts_from_a_checkpoint():
     ({"moe": MoEConfig(every=5)}, "moe every 5 is not between 1 and the 4 layers"),
     ({"moe": MoEConfig(dense=-1)}, "moe dense -1 leaves no experts in the 4 layers"),
     ({"moe": MoEConfig(dense=4)}, "moe dense 4 leaves no experts in the 4 layers"),
+    ({"moe": MoEConfig(biased=True), "activation": "geglu"}, "moe biased has a clamped SwiGLU, and the"),
+    ({"latent": LatentConfig(), "gate": "head"}, "latent attention has no {'gate': 'head'}"), ({"mtp": -1}, "mtp -1"),
+    ({"sinks": True, "attention_dropout": 0.1}, "attention_dropout 0.1 needs attention without latents, gate None"),
+    *(({"layers_spec": (text,), "moe": MoEConfig()}, f"layers_spec: {word!r} in {text!r} is none of window=N,")
+      for text, word in {"deta": "deta", "full+moe=3": "moe=3", "window=": "window=", "rope=-1": "rope=-1"}.items()),
+    ({"layers_spec": ("full+window=3",)}, "layers_spec: two words of 'full+window=3' set window: give one"),
+    ({"layers_spec": ("kimi+rope=5",)}, "layers_spec: two words of 'kimi+rope=5' set rope_base: give one"),
+    ({"layers_spec": ("delta",) * 5}, "layers_spec has 5 kinds for 4 layers: give from 1 to 4"),
+    ({"layers_spec": ()}, "layers_spec has 0 kinds for 4"), ({"layers_spec": ("moe",)}, "layers_spec has moe, but the"),
+    ({"layers_spec": ("dense", "moe"), "moe": MoEConfig(every=2)}, "moe every 2 and dense 0, and layers_spec"),
+    *(({"layers_spec": spec, **given}, f"no block of layers_spec {list(spec)} has {name}: leave it out")
+      for spec, given, name in ((("dense",), {"moe": MoEConfig()}, "moe"), (("full",), {"window": 3}, "window"),
+                                (("mamba",), {"kv_heads": 2}, "kv_heads"),
+                                (("full",), {"linear": LinearConfig()}, "linear"),
+                                (("kimi",), {"linear": LinearConfig(groups=2)}, "linear.groups"))),
 ])  # fmt: skip
 def test_a_configuration_that_contradicts_itself_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from examples.gpt.generate import _draw, generate
+from examples.gpt.pretrain import Trainer, parse
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore import Mesh
 from mpcore.random import generator
+from tests.pool import mesh
 
 
 class Pipeline:
@@ -37,7 +44,7 @@ class Pipeline:
 
 
 def model_of(seq_len: int = 8, vocab: int = 260, **changes: Any) -> Any:
-    model = SimpleNamespace(config=SimpleNamespace(seq_len=seq_len, vocab_size=vocab), training=True, last=True,
+    model = SimpleNamespace(config=SimpleNamespace(seq_len=seq_len, vocab_size=vocab, mtp=0), training=True, last=True,
                             sequence_parallel=False, context="zigzag", modes=[])  # fmt: skip
     model.eval = lambda: (model.modes.append("eval"), setattr(model, "training", False))
     model.modules = lambda: [model]
@@ -96,3 +103,35 @@ def test_the_seed_draws_the_text_and_the_same_seed_the_same():
         one[ids[-1] + 1] = 5.0
         ids.append(_draw(one, 0.8, draws))
     assert text("a", seed=3, new_tokens=2) == ByteTokenizer().decode(ids)
+
+
+def drafted(flags: str, sizes: dict[str, int]) -> tuple[list[str], str]:
+    """A text with guesses and one without, after training on words that repeat."""
+    base = "--layers 2 --d-model 16 --heads 4 --d-ff 24 --seq-len 24 --global-batch 4 --micro-batch 1 --device cpu"
+    t = Trainer(parse([*f"{base} --lr 0.01 --set mtp=2 no_save=true {flags}".split()]), mesh(**sizes))
+    words = torch.tensor([list(b"over and ") * 4])[:, :25].repeat(4, 1)
+    t.train_samples.batch = lambda indices: (words[: len(indices), :-1], words[: len(indices), 1:])
+    for _ in range(30):
+        t.step()
+    made, text = [], io.StringIO()
+    for draft in (False, True):
+        with t.run.evaluating(), redirect_stderr(text):
+            made.append(generate(t.stages[-1], t.run.pipeline, t.run.mesh, t.setup.tokenizer, "over", new_tokens=30,
+                                 temperature=0, draft=draft))  # fmt: skip
+    return made, text.getvalue()
+
+
+@pytest.mark.parametrize(("flags", "sizes"), [
+    ("--experts 4 --set moe.d_ff=8 layers_spec=delta,full", {}), ("--sequence-parallel", {"tp": 2, "pp": 2}),
+])  # fmt: skip
+def test_guessed_tokens_give_the_same_text_in_fewer_forwards(ranks, flags, sizes):
+    found = ranks(math.prod(sizes.values()), drafted, flags, sizes)
+    assert all(made == [found[0][0][0]] * 2 for made, _ in found)
+    right, asked, forwards, tokens = map(int, re.findall(r"\d+", found[0][1]))
+    assert 0 < right <= asked
+    assert forwards < tokens == 30
+
+
+def test_drafting_needs_its_layers_and_temperature_0():
+    with pytest.raises(ValueError, match=r"draft with temperature 0\.8, mtp 0 and cp 1"):
+        text("a", model=model_of(), draft=True)

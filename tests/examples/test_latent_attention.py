@@ -23,15 +23,11 @@ def test_the_model_is_what_its_config_says():
     again = GPTConfig(**dataclasses.asdict(config))
     assert again == config
     assert count_parameters(again) == count_parameters(config)
-    assert GPT(PRESETS["tiny-mla"], device="meta").rope.interleaved
+    assert GPT(PRESETS["tiny-mla"], device="meta").ropes[1e4].interleaved
 
 
 def test_what_latent_attention_has_not_is_refused():
     latent = LatentConfig()
-    with pytest.raises(ValueError, match=r"latent attention has no \{'kv_heads': 2, 'qk_norm': True\}"):
-        GPTConfig(latent=latent, kv_heads=2, qk_norm=True)
-    with pytest.raises(ValueError, match="latent attention has no biases of one projection alone"):
-        GPTConfig(latent=latent, qkv_bias=True)
     with pytest.raises(ValueError, match="architecture has latent attention without experts"):
         architecture_of(GPTConfig(latent=latent), spec=SPEC)
     assert torch.is_tensor(GPT(GPTConfig(layers=1, latent=latent, bias=True), device="cpu")(torch.zeros(1, 2).long()))

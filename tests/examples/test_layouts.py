@@ -34,12 +34,16 @@ MODELS = {
     "latent": "--preset tiny-mla --heads 5",
     "latent muon": "--preset tiny-mla --heads 5 --optimizer muon",
     "latent experts": "--preset tiny-mla --heads 5 --experts 4 --set moe.d_ff=8",
+    "hybrid": f"{EXPERTS} --layers 5 --set moe.latent_dim=6 moe.biased=true gate=head linear.head_dim=4 "
+    "linear.key_heads=2 layers_spec=delta+dense,window=3+rope=100+moe,mamba+moe,kimi+dense,full+no-rope+dense",
+    "further": f"{EXPERTS} --layers 3 --set mtp=2 moe.every=3 post_norm=true embedding_scale=2 document_masking=true",
+    "further tied": "--kv-heads 2 --layers 4 --set mtp=1 tie_embeddings=true layers_spec=full,full,full,delta",
     "fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --set eval_samples=3",
     "dropped": "--kv-heads 2 --set tie_embeddings=true attention_dropout=0.2 embedding_lr_scale=0.3 held_out=0.3",
     "deep fp8": "--kv-heads 4 --fp8 --d-model 256 --d-ff 256 --seq-len 256 --steps 2 --layers 4",
 }
 TOLERANCE = {"float32": 1e-5, "tied float32": 1e-5, "muon": 1e-9, "bf16 moments": 1e-9, "fp8": 1e-9, "deep fp8": 1e-9}
-NUMBERS = ("losses", "norms", "val")
+NUMBERS = ("losses", "norms", "val", "further")
 TP_PP_DP = [
     ({"tp": tp, "pp": pp, "dp": dp}, sp)
     for tp, pp, dp in ((2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
@@ -70,6 +74,9 @@ CASES = [
     ("deep fp8", {"pp": 2, "dp": 2}, "--micro-batch 1 --schedule zbv --zero 1"),
     ("deep fp8", {"tp": 2, "pp": 2}, "--micro-batch 1 --schedule zb --sequence-parallel"),
     ("deep fp8", {"tp": 2, "dp": 2}, "--recompute full --zero 2 --offload optimizer activations"),
+    ("hybrid", {"tp": 4}, "--recompute full"), ("hybrid", {"cp": 2, "dp": 2, "ep": 2}, "--zero 3"),
+    ("further", {"cp": 4}, "--cp-kind zigzag"), ("further", {"pp": 2, "dp": 2}, "--zero 3 --recompute full"),
+    ("further tied", {"pp": 2, "cp": 2}, ""), ("further tied", {"tp": 2, "pp": 2}, "--schedule zbv --micro-batch 1"),
     ("deep fp8", {"tp": 2, "cp": 2}, "--recompute selective --cp-kind alltoall --offload parameters --zero 0"),
     ("deep fp8", {"tp": 2, "dp": 2}, "--recompute budget=0.5 --sequence-parallel"),
 ]  # fmt: skip
@@ -78,7 +85,8 @@ SHORT = [  # tests/recorded_runs.py has two ranks, HSDP, tp 4 and tp x dp, and F
     ("tied", {"cp": 4}, "--cp-kind zigzag"), ("biased", {"tp": 2, "etp": 1}, "--micro-batch 2"),
     ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""), ("dropped", {"tp": 2, "pp": 2}, "--recompute full"),
     ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
-    ("latent", {"tp": 2, "pp": 2}, "--sequence-parallel"),
+    ("latent", {"tp": 2, "pp": 2}, "--sequence-parallel"), ("hybrid", {"tp": 2, "pp": 2}, "--sequence-parallel"),
+    ("further", {"tp": 2, "pp": 2}, "--sequence-parallel"),
 ]  # fmt: skip
 
 
@@ -93,6 +101,7 @@ def run(sizes: dict[str, int], model: str, flags: str = "") -> dict[str, Any]:
         begun = {n: hashlib.sha256(p.numpy().tobytes()).hexdigest() for n, p in full_state_dict(t.model).items()}
     records = [t.step() for _ in range(t.args.steps)]
     numbers = {"losses": [r["loss"] for r in records], "norms": [r["grad_norm"] for r in records], "val": t.evaluate()}
+    numbers["further"] = [r.get("mtp_loss", 0.0) for r in records]
     with t.run.parameters():
         state = {name: p.clone() for name, p in full_state_dict(t.model).items()}
     return {**numbers, "begun": begun, "state": state, "experts": [r.get("experts", {}) for r in records]}

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from examples.gpt import policies as optimizer
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.hf import shapes
-from examples.gpt.model import GPT
+from examples.gpt.model import GPT, flops_of_token
 from examples.gpt.samples import permute
 from examples.gpt.train import reorder
 from mpcore import Axis
@@ -38,12 +39,12 @@ def told(module: Any, name: str, build: Any, *of: Any) -> tuple[tuple, dict]:
 
 
 @pytest.mark.parametrize(("blocks", "changes", "parts"), [
-    (range(3), {}, {"embedding", "dropout", "rope", "blocks", "norm", "head"}),
+    (range(3), {}, {"embedding", "dropout", "blocks", "norm", "head"}),
     (range(3), {"positions": "learned"}, {"embedding", "position", "dropout", "blocks", "norm", "head"}),
-    (range(1), {}, {"embedding", "dropout", "rope", "blocks"}), (range(1, 2), {}, {"rope", "blocks"}),
+    (range(1), {}, {"embedding", "dropout", "blocks"}), (range(1, 2), {}, {"blocks"}),
     (range(1, 2), {"positions": "learned", "tie_embeddings": True}, {"blocks"}),
-    (range(2, 3), {}, {"rope", "blocks", "norm", "head"}),
-    (range(2, 3), {"tie_embeddings": True}, {"embedding", "rope", "blocks", "norm", "head"}),
+    (range(2, 3), {}, {"blocks", "norm", "head"}),
+    (range(2, 3), {"tie_embeddings": True}, {"embedding", "blocks", "norm", "head"}),
 ])  # fmt: skip
 def test_a_stage_has_its_part_of_the_model(blocks, changes, parts):
     stage = GPT(dataclasses.replace(SMALL, **changes), blocks=blocks, device="meta")
@@ -89,6 +90,37 @@ def test_the_model_refuses_longer_samples_and_knows_its_positions():
     mixed = GPT(dataclasses.replace(SMALL, moe=MoEConfig(every=3, d_ff=8)), device="meta")
     calls = [how["mlp_arguments"] for _, how in mixed.calls(8, None, torch.float64, device, "s", "f", "m")]
     assert calls == [None, None, {"samples": "s", "loss_scale": "f", "mask": "m", "positions": None}]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("window=3+rope=100", {"window": 3, "rope_base": 100.0}), ("full+no-rope+moe", {"positions": "learned"}),
+    ("mamba+moe", {"layers_spec": ("mamba",)}), ("delta", {"layers_spec": ("kimi", "delta")}),
+])  # fmt: skip
+def test_a_block_is_of_its_kind(kind, changes):
+    experts = MoEConfig(experts=3, top_k=2, d_ff=8, aux_loss=None)
+    mixed = dataclasses.replace(SMALL, moe=experts, layers_spec=("full+dense", kind))
+    alike = dataclasses.replace(SMALL, moe=experts if mixed.kind(1).experts else None)
+    models = [GPT(c, dtype=torch.float64) for c in (mixed, dataclasses.replace(alike, **changes))]
+    models[1].blocks["1"].load_state_dict(models[0].blocks["1"].state_dict())
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    got, want = ([block(x, **how) for block, how in m.calls(8, None, x.dtype, x.device)] for m in models)
+    assert torch.equal(got[1], want[1])
+    assert not torch.equal(got[0], got[1])
+    assert mixed.kind(0) == mixed.kind(2) != mixed.kind(1)
+
+
+def test_losses_of_further_tokens_are_weighted():
+    model = GPT(dataclasses.replace(SMALL, mtp=2, mtp_weight=0.5))
+    logits, targets = torch.randn(2, 3 * 8, 11), torch.randint(11, (2, 3, 8))
+    targets[:, 1:, -1] = -100
+    each = [F.cross_entropy(logits[:, 8 * i : 8 * i + 8].mT, targets[:, i], reduction="sum") for i in range(3)]
+    assert torch.allclose(model.loss(logits, targets), each[0] + 0.25 * (each[1] + each[2]))
+    assert flops_of_token(model.config) > flops_of_token(SMALL)
+    model.eval()
+    plain = GPT(SMALL)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    tokens = torch.randint(11, (1, 8))
+    assert torch.equal(model(tokens), plain(tokens)), "further tokens are predicted in training alone"
 
 
 def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.gpt.arguments import parse
-from examples.gpt.config import PRESETS, GPTConfig, LatentConfig
+from examples.gpt.config import PRESETS, BlockKind, GPTConfig, LatentConfig
 from examples.gpt.model import GPT
 from examples.gpt.plan import even_blocks, given_blocks, least_bytes, outline, theory
 from tests.examples.test_checks import mesh_of
@@ -141,8 +141,8 @@ def test_an_outline_has_what_the_flags_say():
     assert (list(found.blocks), found.linear, found.sharded, found.few) == ([range(4)], True, True, 1)
     assert found.parameters == sum(p.numel() for p in GPT(PRESETS["tiny"], device="meta").parameters())
     assert found.least == least_bytes(flags(""), PRESETS["tiny"], mesh_of(), 8, 4)
-    assert [found.kind(i) for i in range(4)] == [False] * 4
+    assert [found.kind(i) for i in range(4)] == [BlockKind("attention", None, 10000.0, False)] * 4
     mixed = outlined("--experts 4 --set moe.every=2")
-    assert [mixed.kind(i) for i in range(4)] == [False, True, False, True]
+    assert [mixed.kind(i).experts for i in range(4)] == [False, True, False, True]
     assert outlined("--vocab-size 1000").parameters == found.parameters + 2 * 743 * 128
     assert outlined("--preset gpt2 --global-batch 2").parameters == 124_439_808

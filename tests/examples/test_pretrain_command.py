@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +29,7 @@ from mpcore.tools.fault_tolerance import metrics
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh, on_ranks
+from tests.test_launch import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,10 +52,8 @@ def read(out: Path) -> tuple[list[dict], list[dict]]:
 
 def by_hand(*arguments: str, ranks: int) -> list[tuple[int, str, str]]:
     """The command in processes that nobody started together: their statuses and what they printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    where |= {"OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "examples.gpt.pretrain", *TINY, *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     runs = [

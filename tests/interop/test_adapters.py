@@ -233,11 +233,11 @@ def test_a_configuration_is_read_as_peft_does(said, found, tmp_path):
     [
         ("{", "is damaged: JSONDecodeError"), ("[]", "is damaged: AttributeError"),
         ('{"peft_type": "LORA"}', "is damaged: KeyError"), ('{"r": "x"}', "is damaged: ValueError"),
-        ('{"r": 2}', "peft_type None with bias None; only LORA, none$"), ('{"r": 2, "peft_type": "IA3"}', "'IA3'"),
-        ('{"r": 2, "peft_type": "LORA", "bias": "all"}', "bias 'all'; only LORA, none$"),
+        ('{"r": 2}', "peft_type None and bias 'none': only 'LORA' with"), ('{"r": 2, "peft_type": "IA3"}', "'IA3'"),
+        ('{"r": 2, "peft_type": "LORA", "bias": "all"}', "bias 'all': only 'LORA' with 'none'"),
         *((f'{{"r": 2, "{name}": 1}}', "is damaged: TypeError")
           for name in ("alpha_pattern", "rank_pattern", "modules_to_save")),
-        *((f'{{"r": 2, "peft_type": "LORA", "{name}": 1}}', f"{name} is 1, which mpcore's adapters don't have$")
+        *((f'{{"r": 2, "peft_type": "LORA", "{name}": 1}}', f"{name} is 1, which mpcore doesn't support: merge")
           for name in ("use_dora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices")),
     ],
 )  # fmt: skip
@@ -272,7 +272,7 @@ KEY = "base_model.model.0.lora_A.weight"
         (lambda t: t.update({KEY: torch.ones(3, 4)}), rf"{KEY} has shape \[3, 4\], 0 needs \[2, 4\]$"),
         (lambda t: t.update({KEY.replace("_A", "_B"): torch.ones(2, 6)}), r"has shape \[2, 6\], 0 needs \[6, 2\]$"),
         (lambda t: t.update({KEY.replace("0", "9").replace("_A", f"_{f}"): torch.ones(1) for f in "AB"}),
-         "3 layers and 0 more tensors, and 1 are no linear layers or tensors of this Sequential, such as 9$"),
+         "3 adapters and 0 other tensors, and 1 fit no layer or tensor of this Sequential, such as 9: load"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):

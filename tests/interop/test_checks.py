@@ -240,7 +240,7 @@ def test_stars_match_within_a_component_and_fewer_stars_win():
         ({"layers.*.q": "colwise", "*.0.q": "rowwise"},
          r"^plan patterns 'layers.\*.q' and '\*.0.q' both match layers.0.q, with different styles$"),
         ({"head.weight": "colwise"}, "^head.weight is a parameter, and 'colwise' is for modules: name its module"),
-        ({"head.weight": "replicate"}, "^the plan of 1 patterns matches no module of Model$"),
+        ({"head.weight": "replicate"}, "^the plan of 1 patterns matches no module of Model: if it is of suggest"),
         ({}, "^the plan of 0 patterns matches no module"),
         ("odd", "^plan 'odd' is neither 'auto' nor a mapping"),
         ("auto", "^Model carries no tp plan: give one"), (None, "^Model carries no tp plan"),

@@ -9,7 +9,7 @@ import pickle
 import random
 import shutil
 import tempfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,12 +28,15 @@ from torch.distributed.fsdp import fully_shard
 import mpcore as mp
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
-from mpcore import AdamW, ColumnParallelLinear, Mesh
-from mpcore.checkpoint import diff, load, verify
+from mpcore import AdamW, Axis, ColumnParallelLinear, Mesh
+from mpcore.checkpoint import diff, load, save, verify
 from mpcore.checkpoint.pieces import Box, LocalTensor
+from mpcore.checkpoint.tensor_file import HEADER_LIMIT
 from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
-from mpcore.interop.dcp_files import import_dcp
+from mpcore.interop.dcp_files import export_dcp, import_dcp
 from mpcore.interop.torchtitan import load_torchtitan
+from mpcore.sharding.dcp import mark
+from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.checkpoint import main
 from tests.checkpoint.test_mutated_folders import mutate_bytes
@@ -144,8 +147,14 @@ def test_a_mistake_in_the_boxes_is_found(ranks, tmp_path, mistake):
 @on_ranks(2)
 def test_stages_of_unequal_names_and_reads_of_values_are_refused() -> None:
     on = mesh(pp=2)
-    with pytest.raises(ValueError, match="ranks 0 and 1 have different parameters named 0"):
+    with pytest.raises(ValueError, match="ranks 0 and 1 have different tensors named 0"):
         dcp_state_dict(nn.Sequential(nn.Linear(2, 2)), on)
+    stage = nn.Sequential(nn.Identity())
+    stage.register_buffer("scale", torch.ones(2))
+    with pytest.raises(ValueError, match="ranks 0 and 1 have different tensors named scale"):
+        dcp_state_dict(stage, on)
+    tied = GPT(TIED, Mesh())
+    assert dcp_state_dict(tied).keys() == tied.state_dict().keys()
     layer = ColumnParallelLinear(4, 6, tp=mesh(tp=2).tp)
     state = dcp_state_dict(layer, Mesh(tp=layer.tp))["weight"]
     for read in (lambda: state + 1, lambda: pickle.dumps(state), lambda: torch.zeros(6, 4).copy_(state)):
@@ -153,29 +162,102 @@ def test_stages_of_unequal_names_and_reads_of_values_are_refused() -> None:
             read()
 
 
-def check_masters(folder: str, sizes: dict, saves: bool) -> list[Tensor]:
+OPTIMIZERS: dict[str, Any] = {
+    name: lambda model, name=name: getattr(torch.optim, name)(model.parameters(), weight_decay=0.1)
+    for name in ("AdamW", "Adam", "RAdam", "RMSprop", "Adamax", "Adadelta", "Adagrad", "NAdam", "ASGD")
+} | {
+    "mpcore.AdamW": lambda model: AdamW(model, weight_decay=0.1), "mpcore.Muon": lambda model: mp.Muon(model),
+    "Adam of eps 0": lambda model: torch.optim.Adam(model.parameters(), eps=0.0, amsgrad=True),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD of dampening": lambda model: torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.5),
+}  # fmt: skip
+NOT_FROM_ZEROS = ("NAdam", "ASGD", "Rprop", "SGD of dampening")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_before_the_first_step_changes_nothing_and_is_loaded(tmp_path, name):
+    """With gradients, and with a parameter that is never used."""
+    torch.manual_seed(0)
+    nets: list[Any] = [nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)) for _ in range(3)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    a, b, fresh = (OPTIMIZERS[name](net) for net in nets)
+    for step in range(3):
+        for net, optimizer in zip(nets[:2], (a, b), strict=True):
+            optimizer.zero_grad()
+            net[0](torch.ones(1, 3)).sin().sum().backward()
+            if net is nets[0] and step == 0:
+                refused = pytest.raises(ValueError, match=rf"{name.split()[0]} has no state of 0\.weight")
+                with refused if name in NOT_FROM_ZEROS else nullcontext():
+                    dcp_state_dict(net, optimizer=optimizer)
+            optimizer.step()
+    same_bits(nets[0].state_dict(), nets[1].state_dict())
+    if name in NOT_FROM_ZEROS:
+        return
+    dcp.save(dcp_state_dict(nets[0], optimizer=a), checkpoint_id=tmp_path, no_dist=True)
+    nets[2](torch.ones(1, 3)).sum().backward()
+    grad = nets[2][0].weight.grad.clone()
+    dcp.load(dcp_state_dict(nets[2], optimizer=fresh), checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(nets[2][0].weight.grad, grad)
+    for p, q in zip(nets[0].parameters(), nets[2].parameters(), strict=True):
+        assert torch.equal(p, q)
+        same_bits(fresh.state[q], a.state[p])
+
+
+def test_a_run_before_its_first_step_an_empty_buffer_and_an_extra_state(tmp_path):
+    net = nn.Linear(3, 2)
+    net.register_buffer("none", torch.empty(0, 3))
+    run = mp.prepare(net, Mesh(), blocks=[], loss=lambda y, _: y.sum(), optimizer=AdamW, initialize=False)
+    dcp.save(dcp_state_dict(run.model, optimizer=run.optimizer), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_dcp(tmp_path / "dcp", tmp_path / "checkpoint")
+    export_dcp(tmp_path / "checkpoint", tmp_path / "again")
+    dcp_to_torch_save(tmp_path / "again", tmp_path / "whole.pt")
+    assert torch.load(tmp_path / "whole.pt")["none"].shape == (0, 3)
+    dcp.load(dcp_state_dict(run.model), checkpoint_id=tmp_path / "again", no_dist=True)
+    extra = type("Extra", (nn.Linear,), {"get_extra_state": lambda self: 3})
+    with pytest.raises(ValueError, match="1 modules have an extra state, such as 0"):
+        dcp_state_dict(nn.Sequential(extra(2, 2)))
+
+
+def test_a_shard_over_two_axes_is_refused_with_both() -> None:
+    axes = [Axis(2, 1, name="tp"), Axis(3, 2, name="ep")]
+    x = torch.ones(2, 2)
+    mark(x, "w", Sharding((4, 6), tuple(cut(2 * axis.size, axis, dim) for dim, axis in enumerate(axes))))
+    with pytest.raises(ValueError, match=r"shape \(4, 6\), sharded over tp \(2 ranks\) and ep \(3 ranks\)"):
+        x.__create_write_items__("w", x)  # type: ignore[attr-defined]
+
+
+def check_masters(folder: str, sizes: dict, saves: bool) -> dict[str, Tensor]:
     on = mesh(**sizes)
     torch.manual_seed(0)
+    wide = GPT(replace(CONFIG, dropout=0.0), on, dtype=torch.float32)
+    if not saves:
+        dcp.load({"model": dcp_state_dict(wide, on)}, checkpoint_id=folder)
     model = GPT(replace(CONFIG, dropout=0.0), on, dtype=torch.bfloat16)
     optimizer = AdamW(model, lr=0.01)
     if saves:
         model(torch.zeros(2, 6, dtype=torch.int64)).float().square().sum().backward()
         optimizer.step()
-        dcp.save(dcp_state_dict(model, on, optimizer), checkpoint_id=folder)
+        saving: Any = dcp.async_save(dcp_state_dict(model, on, optimizer), checkpoint_id=folder)
+        for held in (*model.parameters(), *(state["master"] for state in optimizer.state.values())):
+            held.detach().zero_()
+        saving.result()
     else:
         dcp.load(dcp_state_dict(model, on, optimizer), checkpoint_id=folder)
         dcp.save(dcp_state_dict(model, on, optimizer), checkpoint_id=f"{folder}-again")
-    return []
+    return mp.full_state_dict(wide)
 
 
 def test_master_weights_come_back(ranks, tmp_path):
+    """In a bfloat16 run with master weights, and in a float32 model, which got the rounded weights."""
     folder = str(tmp_path / "dcp")
     ranks(2, check_masters, folder, {"tp": 2}, True)
-    ranks(1, check_masters, folder, {}, False)
+    (wide,) = ranks(1, check_masters, folder, {}, False)
     for name in ("dcp", "dcp-again"):
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
     a, b = (torch.load(tmp_path / f"{name}.pt") for name in ("dcp", "dcp-again"))
     same_bits(b["model"], a["model"])
+    same_bits(wide, {name: a["optimizer"]["state"][name]["master"] for name in wide})
     assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
     for name, slots in a["optimizer"]["state"].items():
         assert slots["master"].dtype == torch.float32
@@ -233,8 +315,15 @@ def test_checkpoint_convert_refuses_what_is_damaged_or_leads_out(tmp_path):
         metadata.storage_data[index] = replace(info, relative_path="../source/" + info.relative_path)
     many = Metadata({f"a.{i}": None for i in range(300_000)}, storage_data={})  # type: ignore[misc]
     beside = json.dumps({"beside": {"../out": {"bytes": 1, "crc32": 1}}}).encode()
+    other: Any = pickle.loads((source / ".metadata").read_bytes())
+    for key, info in other.state_dict_metadata.items():
+        other.state_dict_metadata[key] = replace(info, chunks=[])
     for name, data, words in (
         (".metadata", pickle.dumps(metadata), "leads out of the checkpoint"),
+        (".metadata", pickle.dumps(other), "the 0 chunks of model.a do not tile"),
+        (".metadata", pickle.dumps(torch.Size([1])), "holds a Size, not the metadata"),
+        (".metadata", pickle.dumps(Metadata({}, storage_data={})), "holds no tensors of a model"),
+        (".metadata", bytes(HEADER_LIMIT + 1), f"has {HEADER_LIMIT + 1} bytes, more than"),
         ("mpcore.json", beside, "leads out of the checkpoint"),
         (".metadata", pickle.dumps(many), "300000 entries, more than"),
     ):
@@ -243,6 +332,13 @@ def test_checkpoint_convert_refuses_what_is_damaged_or_leads_out(tmp_path):
         with pytest.raises(ValueError, match=words):
             import_dcp(folder, path)
         (folder / "mpcore.json").unlink(missing_ok=True)
+    save(tmp_path / "mine", nn.Linear(2, 2), mesh=Mesh(), step=1, beside={"note.txt": b"said"})
+    for file in ("note.txt", "model-00000.safetensors"):
+        data = (tmp_path / "mine" / file).read_bytes()
+        (tmp_path / "mine" / file).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(ValueError, match=file):
+            export_dcp(tmp_path / "mine", tmp_path / "exported")
+        (tmp_path / "mine" / file).write_bytes(data)
     for seed in range(60):
         draw = random.Random(seed)
         shutil.copytree(source, folder, dirs_exist_ok=True)

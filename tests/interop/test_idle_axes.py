@@ -50,6 +50,9 @@ CASES = {  # the sizes of the mesh, the call, and the two parts of the error: th
         build("llama"), {"": "sequence_parallel"}, on.tp), "2 ranks of tp", "name layers"),
     "pp forgotten": ({"pp": 2}, lambda on: run_of(build("llama"), on),
      "pipeline ranks 0 and 1", "pipeline_stages(model, mesh"),
+    "pp of a model that generates": ({"pp": 2}, lambda on: mp.pipeline_stages(
+        build("llama"), on, micro_batches=2).stages[0].generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2),
+     "a pipeline stage", "load them on a mesh with pp 1"),
     "pp of a model without layers": ({"pp": 2}, lambda on: mp.pipeline_stages(
         nn.Embedding(8, 8), on, micro_batches=2), "Embedding", "write its stages"),
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import mpcore as mp
 from examples.gpt.generate import load_model
 from examples.gpt.pretrain import main as pretrain
 from examples.gpt.tokenizer import ByteTokenizer
-from tests.lora_models import build, token_loss
-from tests.pool import mesh
+from mpcore.interop.parallelize import model_plan
+from tests.lora_models import GPT2, build, fill, token_loss
+from tests.pool import RankError, mesh
 
 lm_eval = pytest.importorskip("lm_eval")
 tokenizers, hf = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
@@ -97,6 +99,67 @@ def test_every_layout_evaluates_as_the_dense_model(ranks, tmp_path, layout):
     ranks(LAYOUTS[layout][0], check_layout, layout, tmp_path)
     for rank in range(LAYOUTS[layout][0]):
         assert (tmp_path / str(rank) / "found.json").read_text() == want
+
+
+def request(*args):
+    return SimpleNamespace(args=args)
+
+
+def test_what_the_adapter_cannot_evaluate_is_refused_and_a_prefix_is_encoded_once():
+    made = Model(build("llama"), tokenizer_of_letters(), batch_size=2, vocab_size=33, max_length=8)
+    until = {"until": ["."], "do_sample": False}
+    for told, words in (({"do_sample": True, "temperature": 1.0}, "greedily"), ({"num_beams": 2}, "greedily"),
+                        ({"max_gen_toks": 8}, "max_gen_toks 8 leaves no room")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            made.generate_until([request("a", {**until, "max_gen_toks": 2, **told})])
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    with pytest.raises(ValueError, match="an answer has 9 tokens, and max_length is 8"):
+        made._loglikelihood_tokens([(None, [1], [*ids, 9])])
+    ((full, _),) = made._loglikelihood_tokens([(None, [1], ids)])
+    ((cut, _),) = made._loglikelihood_tokens([(None, [9, 9, 1], ids)])  # the first of the context are left out
+    assert full == cut
+    assert len(made.generate_until([request("a" * 20, {**until, "max_gen_toks": 2})])[0]) <= 2
+    with pytest.raises(ValueError, match="vocab_size is None and max_length 8: give both"):
+        Model(torch.nn.Linear(2, 2), tokenizer_of_letters(), max_length=8)
+    bos = made.prefix_token_id
+    adds_bos = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    made.tokenizer.backend_tokenizer.post_processor = adds_bos
+    assert made.tok_encode("<bos>a") == made.tok_encode("a") == [bos, 0]
+    made.tokenizer.bos_token = None
+    assert made.prefix_token_id == made.eot_token_id
+
+
+def other_requests(mesh):
+    made = Model(build("llama"), tokenizer_of_letters(), mesh, vocab_size=33, max_length=8)
+    with pytest.raises(ValueError, match="every rank must evaluate the same tasks"):
+        made._loglikelihood_tokens([(None, [1], [2 + mesh.world.rank])])
+
+
+def test_ranks_with_other_requests_and_context_parallelism_are_refused():
+    mp.simulate(other_requests, dp=2)
+    with pytest.raises(RankError, match="cp 2"):
+        mp.simulate(other_requests, cp=2)
+
+
+def at_the_last_position(mesh: mp.Mesh) -> float:
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2 | {"n_positions": 15})).double()
+    fill(model)
+    model = mp.parallelize(model, tp=mesh.tp, check=False)
+    told = {"vocab_size": 33, "max_length": 15}
+    ((found, _),) = Model(model, tokenizer_of_letters(), mesh, **told)._loglikelihood_tokens([(None, [1], [2] * 15)])
+    if mesh.tp.size > 1:
+        split = mp.parallelize(
+            build("llama"), model_plan(build("llama")) | {"": "sequence_parallel"}, mesh.tp, check=False
+        )
+        with pytest.raises(ValueError, match=r"max_length 15 is no multiple of tp 2, .* max_length=14"):
+            Model(split, tokenizer_of_letters(), mesh, **told)
+    return found
+
+
+def test_inputs_as_long_as_a_table_of_positions_are_not_padded_past_it():
+    """Under tp they were padded to 16 tokens, for which sequence parallelism alone has a use."""
+    (want,) = mp.simulate(at_the_last_position, tp=1)
+    assert mp.simulate(at_the_last_position, tp=2) == pytest.approx([want, want], rel=1e-9)
 
 
 def check_example(checkpoint: Path, folder: Path) -> str:

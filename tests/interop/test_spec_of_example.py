@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.generate import main as generate_main
@@ -34,6 +36,7 @@ from mpcore import Mesh, checkpoint, from_pretrained
 from mpcore.__main__ import main as mpcore_main
 from mpcore.checkpoint import inspect, load, save, step_path, verify
 from mpcore.collectives import gather
+from mpcore.experimental import shift_tokens
 from mpcore.interop import hugging_face as hf
 from mpcore.interop.hugging_face import read_json
 from mpcore.interop.hugging_face.config import JSON_LIMIT
@@ -347,19 +350,53 @@ def test_a_checkpoint_whose_config_is_of_another_model_is_not_exported(tmp_path)
     assert not (tmp_path / "back").exists()
 
 
-def test_layers_that_predict_further_tokens_are_left_out(folders, tmp_path):
-    """As transformers leaves them out: published files of DeepSeek-V3 hold one behind the model's."""
+def test_layers_that_predict_further_tokens_equal_the_parts_of_transformers(folders, tmp_path):
+    """Published files of DeepSeek-V3 hold a layer behind the model's, which transformers leaves out."""
     folder = shutil.copytree(folders["deepseek v3"], tmp_path / "published")
-    values = read_json(folder / "config.json")
-    further = {key: t.clone() for key, t in tensors_of(folder).items() if key.startswith("model.layers.1.")}
-    change_tensors(folder, lambda t: t.update({key.replace(".1.", ".2.", 1): x for key, x in further.items()}))
-    for count in (1, 0):
+    values, dense = read_json(folder / "config.json"), theirs(folder)
+    D, last, draw = values["hidden_size"], values["num_hidden_layers"], torch.Generator().manual_seed(1)
+    beside = {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}
+    beside = {name: torch.randn(shape, generator=draw) for name, shape in beside.items()}
+    layer = {key: t.clone() for key, t in tensors_of(folder).items() if key.startswith(f"model.layers.{last - 1}.")}
+    more = {key.replace(f".{last - 1}.", f".{last}.", 1): t * 1.125 for key, t in layer.items()}
+    more |= {f"model.layers.{last}.{name}.weight": t for name, t in beside.items()}
+    table = tensors_of(folder)["model.embed_tokens.weight"].clone()
+    change_tensors(folder, lambda t: t.update(more | {f"model.layers.{last}.embed_tokens.weight": table}))
+    for count in (0, 1):
         (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": count}))
-        if count:
-            assert open_hf(folder).config == open_hf(folders["deepseek v3"]).config
-        else:
-            with pytest.raises(ValueError, match=r"does not: \['model.layers.2."):
+        if not count:
+            with pytest.raises(ValueError, match=rf"does not: \['model.layers.{last}."):
                 open_hf(folder)
+    config = open_hf(folder).config
+    assert config == replace(open_hf(folders["deepseek v3"]).config, mtp=1)
+    assert open_hf(folder, spec=replace(SPEC, further=False)).config == replace(config, mtp=0)
+    model = GPT(config)
+    load_hf(folder, model, spec=SPEC)
+    (later,), _ = shift_tokens(IDS, 1)
+    with torch.no_grad():
+        eps, base = values["rms_norm_eps"], dense.model
+        states = []
+        base.norm.register_forward_pre_hook(lambda _, given: states.append(given[0]))
+        logits = dense(IDS).logits
+        parts = [F.rms_norm(x, (D,), beside[name], eps) for name, x in
+                 (("enorm", base.embed_tokens(later)), ("hnorm", states[0]))]  # fmt: skip
+        x = torch.cat(parts, -1) @ beside["eh_proj"].T
+        mask = torch.full((IDS.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        where = torch.arange(IDS.shape[1])[None]
+        block = copy.deepcopy(base.layers[-1])
+        for p in (*block.parameters(), *block.buffers()):
+            p.mul_(1.125)
+        x = block(x, attention_mask=mask, position_embeddings=base.rotary_emb(x, where))
+        x = F.rms_norm(x[0] if isinstance(x, tuple) else x, (D,), beside["shared_head.norm"], eps)
+        got = model.eval()(IDS, later=later[:, None])
+        want = torch.cat([logits, dense.lm_head(x)], 1)
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    back = export_hf(import_hf(folder, tmp_path / "checkpoint"), tmp_path / "back")
+    assert read_json(back / "config.json")["num_nextn_predict_layers"] == 1
+    found, files = tensors_of(back), tensors_of(folder)
+    del files[f"model.layers.{last}.embed_tokens.weight"]  # the model's own table again
+    assert found.keys() == files.keys()
+    assert all(torch.equal(found[key], t) for key, t in files.items())
 
 
 MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))

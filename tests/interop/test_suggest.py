@@ -1,17 +1,13 @@
-"""How a plan is found: which layer feeds which, what is tried of a part in which order, and what is left."""
+"""How a plan is found: which layer feeds which, and what is left."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.interop.parallelize import suggest as module
-from mpcore.interop.parallelize.model_copy import ModelCopy
-from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, LocalSizes
+from mpcore.interop.parallelize.plan import LocalSizes
 from mpcore.interop.parallelize.suggest import share_of, suggest_plan
 
 
@@ -76,7 +72,7 @@ def test_heads_that_nothing_divides_are_gathered():
     found = suggest_plan(Attention(9, 3), 2)
     assert found.plan == dict.fromkeys("kqv", "colwise_gather_output") | {"o": "rowwise_split_input"}
     assert found.replicated == {"o": "tp 2 does not divide num_heads 3"}
-    assert suggest_plan(Attention(9, 3), 3).plan == dict.fromkeys("kqv", "colwise") | {
+    assert suggest_plan(Attention(9, 3), mp.Axis(3, name="tp")).plan == dict.fromkeys("kqv", "colwise") | {
         "": LocalSizes(("num_heads",)), "o": "rowwise", "q_norm": "replicated_with_grad_allreduce"
     }  # fmt: skip
     assert suggest_plan(MLP(4, 9)).plan == suggest_plan(MLP(4, 9), 2).plan == {"up": "colwise", "down": "rowwise"}
@@ -143,6 +139,16 @@ def test_what_no_plan_shards_is_left_with_the_reason():
     assert found.left.keys() == {"down", "up"}
 
 
+def test_experts_of_uneven_counts_are_left_with_the_counts():
+    class Uneven(MLP):  # as in LongCat-Flash, whose identity experts have rows in one parameter
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = nn.Parameter(torch.ones(6, 8, 4)), nn.Parameter(torch.ones(4, 4, 8))
+
+    found = suggest_plan(nn.Sequential(Uneven()), 1, ep=2)
+    assert "wide 6, narrow 4" in found.left["0"]
+
+
 def test_a_model_that_takes_nothing_is_refused():
     class Odd(nn.Module):
         def __init__(self):
@@ -167,73 +173,3 @@ def test_the_part_of_the_bytes_that_a_plan_shards():
     assert share_of(model, {"0": "colwise", "2": "rowwise"}, 2) == 1
     assert share_of(model, {}, 2) == share_of(model, None, 2) == 0
     assert share_of(nn.ReLU(), {}, 2) == 0
-
-
-def owner(**held):
-    found = nn.Module()
-    vars(found).update(held)
-    return found
-
-
-def sizes(tp=2, n_out=8, n_in=8, **held):
-    return list(module._sizes(owner(**held), n_out, n_in, tp))
-
-
-def packings(n_out, n_in, columns=("a",), config=None, **held):
-    twin = ModelCopy(owner(config=SimpleNamespace(**config) if config else None), {})
-    return list(module._packings(twin, owner(**held), n_out, n_in, columns))
-
-
-def test_ways_to_pack_projections():
-    assert packings(8, 8) == packings(6, 8) == packings(24, 8, ("a", "b")) == ["colwise"]
-    of_three = [Colwise(blocks=3, unit=1), Colwise(unit=3), "colwise"]
-    assert packings(24, 8) == of_three
-    assert packings(12, 8) == ["colwise"]
-    # heads of 4: [Q | K | V], or the queries, key and value of each KV head side by side
-    heads = [Colwise(blocks=(8, 8, 8), unit=4), Colwise(unit=12)]
-    assert packings(24, 8, head_dim=4) == [*heads, *of_three]
-    by_count = [Colwise(unit=12), Colwise(blocks=12, unit=1)]
-    assert packings(24, 8, num_heads=2) == [*heads, *by_count, *of_three]
-    assert packings(24, 8, config={"num_attention_heads": 2}) == [*heads, *by_count, *of_three]
-    assert packings(24, 8, config={"num_heads": 2}) == packings(24, 8, config={"n_head": 2}) == [
-        *heads, *by_count, *of_three
-    ]  # fmt: skip
-    # two KV heads of 2 beside four heads
-    assert packings(16, 8, head_dim=2) == [
-        Colwise(blocks=(8, 4, 4), unit=2), Colwise(unit=8), Colwise(blocks=2, unit=1), Colwise(unit=2), "colwise"
-    ]  # fmt: skip
-    assert packings(14, 8, head_dim=2) == ["colwise"]  # 3 are no whole heads
-    assert packings(12, 8, head_dim=2) == [Colwise(blocks=(8, 2, 2), unit=2), Colwise(unit=12), "colwise"]
-    assert packings(13, 8, head_dim=1) == ["colwise"]  # keys and values of one width
-    assert packings(24, 8, heads=3) == [Colwise(unit=8), Colwise(blocks=8, unit=1), *of_three]
-    assert packings(25, 8, head_dim=4) == ["colwise"]
-
-
-def experts(concatenated=None, **shapes):
-    found = owner() if concatenated is None else owner(is_concatenated=concatenated)
-    for leaf, shape in shapes.items():
-        found.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
-    return list(module._expert_styles(found))
-
-
-def test_styles_of_experts():
-    assert experts(up=(2, 7, 3), down=(2, 3, 7)) == [
-        Experts({"up": Hidden(-2), "down": Hidden(-1)}), Experts({"up": Hidden(-1), "down": Hidden(-2)})
-    ]  # fmt: skip
-    gated = experts(gate_up=(2, 10, 3), down=(2, 3, 5))
-    assert gated == [
-        Experts({"gate_up": Hidden(-1), "down": Hidden(-2)}),  # 3, the first size that both have
-        Experts({"gate_up": Hidden(-2, blocks=2), "down": Hidden(-1)}),
-        Experts({"gate_up": Hidden(-2, unit=2), "down": Hidden(-1)}),
-    ]
-    assert experts(True, up=(2, 7, 3), down=(2, 3, 7))[0] == "moe_tp_experts"
-    assert len(experts(True, up=(2, 7, 3), down=(2, 3, 7))) == 3
-    assert experts(False) == ["moe_tp_experts"]
-    assert experts(up=(2, 7, 3)) == experts(up=(1, 7, 3), down=(1, 3, 7)) == experts(up=(7, 3), down=(3, 7)) == []
-    assert experts(up=(2, 7, 3), down=(3, 3, 7)) == []
-    with_bias = experts(up=(2, 7, 3), up_bias=(2, 7), down=(2, 3, 7), down_bias=(2, 3))
-    assert with_bias == [
-        Experts({"up": Hidden(-2), "up_bias": Hidden(-1), "down": Hidden(-1)}),
-        Experts({"up": Hidden(-1), "down": Hidden(-2), "down_bias": Hidden(-1)}),
-    ]
-    assert len(experts(up=(2, 7, 3), down=(2, 3, 7), one=(4,))) == 2

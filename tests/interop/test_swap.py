@@ -244,14 +244,14 @@ def test_how_the_parameters_of_hugging_faces_experts_lie(held, hidden):
 @pytest.mark.parametrize(
     ("held", "hidden", "message"),
     [
-        ({}, {}, "^it doesn't say how its parameters lie: write Experts"),
-        ({"is_transposed": True}, {}, "^it doesn't say how its parameters lie"),
-        ({"is_concatenated": True}, {}, "^it doesn't say how its parameters lie"),
+        ({}, {}, "^its hidden dimension is unknown: write Experts"),
+        ({"is_transposed": True}, {}, "^its hidden dimension is unknown"),
+        ({"is_concatenated": True}, {}, "^its hidden dimension is unknown"),
         ({}, {"w": Hidden(-1)}, "^it has no parameter 'w' of at least 2 dimensions$"),
         ({"w": (4,)}, {"w": Hidden(-1)}, "^it has no parameter 'w' of at least 2 dimensions$"),
         ({"w": (2, 4, 6)}, {"w": Hidden(-1, blocks=4)},
-         "^w has 6 features in dimension -1, not 4 blocks of at least 2 units of 1$"),
-        ({"w": (2, 4, 6)}, {"w": Hidden(-1, blocks=3, unit=2)}, "^w has 6 .* not 3 blocks of at least 2 units of 2$"),
+         "^w has 6 features in dimension -1, not 4 blocks of at least 2 units of 1: correct its Hidden"),
+        ({"w": (2, 4, 6)}, {"w": Hidden(-1, blocks=3, unit=2)}, "^w has 6 .* not 3 blocks of at least 2 units of 2:"),
         ({"w": (2, 1, 6)}, {"w": Hidden(-2)}, "^w has 1 features in dimension -2, not 1 blocks of at least 2 units"),
     ],
 )  # fmt: skip

@@ -89,39 +89,6 @@ class Takes(nn.Module):
         self.forward = scope["forward"].__get__(self)
 
 
-def shapes_of_guesses(model):
-    def told(x):
-        return (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x
-
-    return [([told(x) for x in args], {name: told(x) for name, x in kwargs.items()}) for args, kwargs in guesses(model)]
-
-
-IDS, I64, F64 = (2, 7), torch.int64, torch.float64
-
-
-def test_what_a_forward_may_accept():
-    assert shapes_of_guesses(Takes("x")) == [([((2, 7, 5), F64)], {})]
-    assert shapes_of_guesses(Takes("x", words=9)) == [([(IDS, I64)], {})]
-    assert shapes_of_guesses(Takes("x", features=0)) == []
-    text = SimpleNamespace(vocab_size=6)
-    assert shapes_of_guesses(Takes("input_ids, use_cache", text, 9)) == [
-        ([], {"input_ids": (IDS, I64), "use_cache": False}), ([(IDS, I64)], {})
-    ]  # fmt: skip
-    both = SimpleNamespace(vocab_size=6, is_encoder_decoder=True)
-    assert shapes_of_guesses(Takes("input_ids, decoder_input_ids", both, 9))[0] == (
-        [], {"input_ids": (IDS, I64), "decoder_input_ids": ((2, 5), I64)}
-    )  # fmt: skip
-    assert "decoder_input_ids" not in shapes_of_guesses(Takes("input_ids, decoder_input_ids", text, 9))[0][1]
-    sight = SimpleNamespace(vision_config=SimpleNamespace(image_size=8, num_channels=1), vocab_size=6)
-    assert shapes_of_guesses(Takes("pixel_values", sight))[0] == ([], {"pixel_values": ((2, 1, 8, 8), F64)})
-    plain = SimpleNamespace(image_size=8)
-    assert shapes_of_guesses(Takes("pixel_values", plain))[0] == ([], {"pixel_values": ((2, 3, 8, 8), F64)})
-    assert shapes_of_guesses(Takes("pixel_values", SimpleNamespace(image_size=(8, 8)), features=0)) == []
-    speech = SimpleNamespace(num_mel_bins=3, max_source_positions=10)
-    assert shapes_of_guesses(Takes("input_features", speech))[0] == ([], {"input_features": ((2, 3, 20), F64)})
-    assert shapes_of_guesses(Takes("input_features", SimpleNamespace(num_mel_bins=0), features=0)) == []
-
-
 @pytest.mark.parametrize(
     ("vocab", "tables", "low", "high"), [(6, 100, 2, 5), (100, 6, 2, 5), (None, 6, 2, 5), (None, 2, 1, 1), (3, 9, 2, 2)]
 )

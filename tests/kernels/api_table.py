@@ -29,9 +29,8 @@ Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm
 and don't communicate. On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On
 a GPU the first of these rules that applies chooses the implementation:
 
-1. The argument `impl="triton"` (for matrix products `impl="torch"`) or `impl="reference"` of the call.
-2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first when a loss looks
-   wrong.
+1. The argument `impl="triton"` (for products and attention also `impl="torch"`) or `impl="reference"` of the call.
+2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first if a loss is wrong.
 3. Defaults, each the fastest on an H100, or within 2 % of the fastest. Plain attention (causal or full, without a
    window, documents or a soft cap), grouped products and FP8 products use torch's `scaled_dot_product_attention`,
    `grouped_mm` and, on Hopper, `scaled_mm`. All other operators use Triton.

@@ -31,6 +31,7 @@ class Bytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.moved: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outs = op(*args, **kwargs or {})
@@ -40,6 +41,7 @@ class Bytes(TorchDispatchMode):
             given = args[1:] if name == "copy_" else given
             written = zip(args, op._schema.arguments, strict=False) if outs is None else ()
             every = given, outs, [x for x, argument in written if argument.is_write]
+            self.calls[name] += 1
             self.moved[name] += sum(x.nbytes for x in tree_leaves(every) if isinstance(x, Tensor))
         return outs
 

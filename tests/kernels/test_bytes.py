@@ -3,7 +3,11 @@
 import compile_table
 import pytest
 import step_bytes
+import torch
 from test_compile import GOLDEN
+
+from mpcore._torch.fake import fake_tensors
+from mpcore.kernels.attention import key_bounds
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +36,12 @@ def test_no_pass_adds_a_weights_gradient_to_its_main_gradient():
     """Only torch's grouped products need one (`docs/records/2026-11-29_step_bytes.md`)."""
     added = {part: step_bytes.count(part)["add_"] for part in step_bytes.PARTS}
     assert [part for part, size in added.items() if size > 2**20] == ["experts of 30B-A3B"]
+    copied = step_bytes.count("experts of 30B-A3B")["_to_copy"]
+    assert copied < 8192 * 2048  # the router copies no tokens
+
+
+@pytest.mark.parametrize(("window", "documents", "most"), [(3, False, 4), (None, True, 4), (3, True, 6)])
+def test_bounds_of_a_mask_take_few_launches(window, documents, most):
+    with fake_tensors(stands_for_gpu=True), step_bytes.Bytes() as counted:
+        key_bounds(8, window=window, cu_seqlens=torch.zeros(3, dtype=torch.int32) if documents else None)
+    assert sum(counted.calls.values()) == most + documents  # and zeros, the documents themselves

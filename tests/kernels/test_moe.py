@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import laws
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import _dispatch
+from mpcore.kernels._router_linear import router_linear, router_linear_reference
 from mpcore.kernels.grouped_linear import grouped_linear
 from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_unpermute
 
@@ -207,3 +209,17 @@ def test_products_are_counted():
     with FlopCounterMode(display=False) as counter:
         grouped_linear(x.requires_grad_(), w.requires_grad_(), counts.int()).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 10 * 8 * 3
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_logits_of_a_router_err_as_products_of_float32_copies(on_gpu, monkeypatch):
+    monkeypatch.setattr(_dispatch, "launching_on_cpu", on_gpu)
+    inputs = {"x": torch.randn(50, 24).bfloat16(), "weight": torch.randn(7, 24).bfloat16()}
+
+    def squares(logits):  # whose gradients have all bits of float32
+        return lambda x, weight: logits(x, weight).square()
+
+    laws.check_errors(squares(router_linear), squares(router_linear_reference), inputs)
+    laws.check_compiles(squares(router_linear), inputs)
+    dy = torch.randn(50, 7)
+    assert torch.equal(ops.router_linear_weight(dy, torch.eye(50).bfloat16()), dy.t())

@@ -22,9 +22,13 @@ from mpcore.experimental import (
     BiasedExperts,
     GatedAttention,
     GatedDeltaNet,
+    IndependentHeads,
+    KimiDeltaAttention,
+    LatentMoE,
     Mamba2,
     MultiTokenPrediction,
     clamped_swiglu,
+    overlap_experts,
     shift_tokens,
 )
 from mpcore.layers.attention.documents import document_ends
@@ -95,8 +99,8 @@ def _linear(p: Params, x: Tensor, at: str = "") -> Tensor:
     return F.linear(x, p[f"{at}weight"], p.get(f"{at}bias"))
 
 
-def _mlp(activation: Callable[[Tensor], Tensor]) -> Truth:
-    return lambda p, x: _linear(p, activation(_linear(p, x, "up.")), "down.")
+def _mlp(activation: Callable[[Tensor], Tensor], at: str = "") -> Truth:
+    return lambda p, x: _linear(p, activation(_linear(p, x, f"{at}up.")), f"{at}down.")
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -130,8 +134,9 @@ def _attention(
         seen = seen.tril() if causal else seen
         seen = seen if window is None else seen & seen.triu(1 - window)
         seen = seen if mask is None else seen & mask
-        scores = (q @ k.mT / math.sqrt(K)).masked_fill(~seen, -math.inf)
-        y = (scores.softmax(-1) @ v).transpose(1, 2)
+        weights = (q @ k.mT / math.sqrt(K)).masked_fill(~seen, -math.inf).exp()
+        beside = p["sinks.weight"].exp().view(-1, 1, 1) if "sinks.weight" in p else 0.0
+        y = (weights / (weights.sum(-1, keepdim=True) + beside) @ v).transpose(1, 2)
         if "gate.weight" in p:
             y = y * _linear(p, x, "gate.").sigmoid().unflatten(-1, (H, -1))
         return _linear(p, y.flatten(2), "output.")
@@ -144,20 +149,21 @@ SHOWN = torch.arange(T) % 5 != 3  # the keys that are no padding
 LATENT = {"kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": K}
 
 
-class Documents(mp.ParallelAttention):
-    """Attention within two documents."""
+class Packed(nn.Module):
+    """A layer within two documents."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
 
 
-class PackedMamba(Mamba2):
-    """A Mamba-2 layer within two documents."""
+class Documents(Packed, mp.ParallelAttention): ...
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
+
+class PackedDelta(Packed, GatedDeltaNet): ...
+
+
+class PackedMamba(Packed, Mamba2): ...
 
 
 class Padded(mp.ParallelAttention):
@@ -202,12 +208,26 @@ def delta(p: Params, x: Tensor, keys: int = 2, starts: Tensor | None = None) -> 
     return _linear(p, torch.stack(outputs, 1), "output.")
 
 
-class PackedDelta(GatedDeltaNet):
-    """A gated DeltaNet within two documents."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        return super().forward(x, cu_seqlens=document_ends(DOCUMENTS.expand(len(x), T)))
+def kimi(p: Params, x: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Kimi Delta Attention token by token, with heads of width K; `starts` begin documents."""
+    heads, weight, outputs = len(p["A_log"]), p["conv_weight"], []
+    mixed, beta = _linear(p, x, "in_proj.").split([3 * heads * K, heads], -1)
+    decay = _linear(p, _linear(p, x, "decay_down."), "decay_up.") + p["dt_bias"]
+    decay = torch.exp(-p["A_log"].exp()[:, None] * F.softplus(decay.unflatten(-1, (heads, K))))
+    gate = _linear(p, _linear(p, x, "gate_down."), "gate_up.").sigmoid().unflatten(-1, (heads, K))
+    state, window = x.new_zeros(len(x), heads, K, K), [torch.zeros_like(mixed[:, 0])] * weight.shape[1]
+    for t in range(x.shape[1]):
+        if starts is not None and starts[t]:
+            state, window = torch.zeros_like(state), [torch.zeros_like(part) for part in window]
+        window = [*window[1:], mixed[:, t]]
+        q, k, v = F.silu((torch.stack(window, -1) * weight).sum(-1)).unflatten(-1, (3, heads, K)).unbind(1)
+        q, k = (h / (h.square().sum(-1, keepdim=True) + 1e-6).sqrt() for h in (q, k))
+        state = state * decay[:, t, :, :, None]
+        error = v - torch.einsum("bhkv,bhk->bhv", state, k)
+        state = state + torch.einsum("bhk,bhv->bhkv", k, beta[:, t].sigmoid().unsqueeze(-1) * error)
+        o = torch.einsum("bhkv,bhk->bhv", state, q) / math.sqrt(K)
+        outputs.append((F.rms_norm(o, (K,), p["norm.weight"], 1e-5) * gate[:, t]).flatten(1))
+    return _linear(p, torch.stack(outputs, 1), "output.")
 
 
 def mamba(p: Params, x: Tensor, groups: int = 2, starts: Tensor | None = None) -> Tensor:
@@ -237,12 +257,12 @@ def _norm(p: Params, x: Tensor, at: str = "") -> Tensor:
     return F.rms_norm(x, (D,), p[f"{at}weight"], 1e-6)
 
 
-def _block(p: Params, x: Tensor) -> Tensor:
+def _block(p: Params, x: Tensor, mlp: Truth | None = None) -> Tensor:
     def of(at: str) -> Params:
         return {name.removeprefix(f"{at}."): value for name, value in p.items() if name.startswith(f"{at}.")}
 
     x = x + _attention()(of("attention"), _norm(of("attention_norm"), x))
-    return x + _mlp(_swiglu)(of("mlp"), _norm(of("mlp_norm"), x))
+    return x + (mlp or _mlp(_swiglu))(of("mlp"), _norm(of("mlp_norm"), x))
 
 
 def words(x: Tensor) -> Tensor:
@@ -301,6 +321,22 @@ def _predicted(p: Params, x: Tensor) -> Tensor:
     return torch.cat(outputs, -1)
 
 
+class Independent(nn.Module):
+    """Two heads that read the same hidden states, next to each other."""
+
+    def __init__(self, **on: Any) -> None:
+        super().__init__()
+        self.heads = IndependentHeads(D, [mp.ParallelMLP(D, FF, **on) for _ in range(2)], **on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, 2 D]."""
+        return torch.cat(self.heads(x), -1)
+
+
+def _independent(p: Params, x: Tensor) -> Tensor:
+    return torch.cat([_norm(p, _mlp(_swiglu, f"heads.blocks.{i}.")(p, x), f"heads.norms.{i}.") for i in range(2)], -1)
+
+
 class Scored(nn.Module):
     """A head and the cross-entropy of each token's next word; `fused` never has the full logits."""
 
@@ -347,11 +383,13 @@ def _experts(p: Params, x: Tensor, given: Callable[[int, int], Tensor] | None = 
     chosen = scores.topk(2, -1).indices if given is None else given(*x.shape[:2])
     best = scores.gather(-1, chosen)
     best = best / best.sum(-1, keepdim=True)
-    y = torch.zeros_like(x)
+    low = F.linear(x, p["latent_down.weight"]) if "latent_down.weight" in p else x
+    y = torch.zeros_like(low)
     for e in range(len(p["experts.gate_up.weight"])):
         share = (best * (chosen == e)).sum(-1, keepdim=True)
-        y = y + share * F.linear(_swiglu(F.linear(x, p["experts.gate_up.weight"][e])), p["experts.down.weight"][e])
-    return y
+        y = y + share * F.linear(_swiglu(F.linear(low, p["experts.gate_up.weight"][e])), p["experts.down.weight"][e])
+    y = F.linear(y, p["latent_up.weight"]) if "latent_up.weight" in p else y
+    return y + _mlp(_swiglu, "shared.")(p, x) if "shared.up.weight" in p else y
 
 
 LIMIT = 0.3  # of the clamped activation, so small that it is met
@@ -380,6 +418,15 @@ def _moe(**options: Any) -> Callable[..., nn.Module]:
     return lambda **on: mp.ParallelMoE(D, FF, num_experts=4, top_k=2, **options, **on)
 
 
+def _halves(**on: Any) -> nn.Module:
+    dense = {name: value for name, value in on.items() if name in ("tp", "sequence_parallel")}
+    experts, norms = _moe(dispatch="all_to_all", shared_experts=1)(**on), (mp.RMSNorm(D, **dense) for _ in range(2))
+    block = mp.TransformerBlock(mp.ParallelAttention(D, H, head_dim=K, **dense), experts, *norms)
+    if on:
+        overlap_experts(block)
+    return block
+
+
 ON_THREE: dict[str, Any] = {"mesh": {"tp": 3}, "refuses": ("invariant",)}  # whose degrees are powers of two
 CASES: dict[str, Case] = {
     "column": Case(lambda **on: mp.ColumnParallelLinear(D, FF, **on), _linear, gives="features"),
@@ -399,6 +446,8 @@ CASES: dict[str, Case] = {
                         refuses=("invariant",)),
     "uneven heads": Case(lambda **on: mp.ParallelAttention(D, H, 2, head_dim=K, window=3, **on),
                          _attention(2, window=3), **ON_THREE),
+    "sinks": Case(lambda **on: mp.ParallelAttention(D, H, 2, head_dim=K, sinks=True, **on), _attention(2),
+                  refuses=("invariant",)),
     "not causal": Case(lambda **on: mp.ParallelAttention(D, H, head_dim=K, causal=False, **on),
                        _attention(causal=False)),
     "gated attention": Case(lambda **on: GatedAttention(D, H, 2, head_dim=K, rope=mp.RotaryEmbedding(K), **on),
@@ -412,6 +461,7 @@ CASES: dict[str, Case] = {
                              refuses=("invariant",)),
     "gated DeltaNet": Case(lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=5, **on), delta, refuses=("invariant",)),
     "gated DeltaNet, uneven": Case(lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=4, **on), delta, **ON_THREE),
+    "Kimi delta": Case(lambda **on: KimiDeltaAttention(D, H, K, chunk=5, **on), kimi, refuses=("invariant",)),
     "Mamba-2": Case(lambda **on: Mamba2(D, H, K, 3, 2, chunk=5, **on), mamba, refuses=("invariant",)),
     "Mamba-2, uneven": Case(lambda **on: Mamba2(D, H, K, 3, chunk=4, **on), partial(mamba, groups=1), **ON_THREE),
     "rms norm": Case(
@@ -430,12 +480,22 @@ CASES: dict[str, Case] = {
     "multi-token prediction, zigzag": Case(lambda **on: Predicted(context="zigzag", **on), _predicted,
                                            axes=("tp", "cp"), context="zigzag", mesh={"tp": 2, "cp": 2},
                                            refuses=("invariant",)),
+    "independent heads": Case(lambda **on: Independent(**on), _independent, refuses=("invariant",)),
     "cross entropy": Case(lambda **on: Scored(False, **on), _scored, gives="whole"),
     "fused cross entropy": Case(lambda **on: Scored(True, **on), _scored, gives="whole", refuses=("invariant", "LoRA")),
     "experts": Case(_moe(), _experts, axes=("tp", "data"), refuses=("invariant",)),
     "experts on ep": Case(_moe(), _experts, axes=("ep", "data"), mesh={"dp": 2, "ep": 2}, refuses=("invariant",)),
     "experts, all-to-all": Case(_moe(dispatch="all_to_all"), _experts, axes=("tp", "ep", "etp", "data"),
                                 mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
+    "experts, all-to-all, one shared": Case(_moe(dispatch="all_to_all", shared_experts=1), _experts,
+        axes=("tp", "ep", "etp", "data"), mesh={"dp": 2, "ep": 2}, refuses=("invariant",)),
+    "experts, in halves": Case(_halves, partial(_block, mlp=_experts), axes=("tp", "ep", "etp", "data"),
+                               mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
+    "latent experts": Case(lambda **on: LatentMoE(D, FF, 4, 2, latent_dim=3, **on), _experts, axes=("tp", "data"),
+                           refuses=("invariant", "overlapped communication")),  # its linears are replicated over tp
+    "latent experts, all-to-all, one shared": Case(
+        lambda **on: LatentMoE(D, FF, 4, 2, latent_dim=3, dispatch="all_to_all", shared_experts=1, **on),
+        _experts, axes=("tp", "ep", "etp", "data"), mesh={"tp": 2, "dp": 2, "ep": 2}, refuses=("invariant",)),
     "experts, given": Case(lambda **on: Given(D, FF, num_experts=4, top_k=2, **on), partial(_experts, given=given),
                            axes=("tp", "data"), refuses=("invariant",)),
     "biased experts": Case(_moe(**BIASED), _biased_experts, axes=("tp", "data"), refuses=("invariant",)),
@@ -464,6 +524,7 @@ CASES: dict[str, Case] = {
             ("gated DeltaNet", lambda **on: GatedDeltaNet(D, 2, H, K, K, chunk=2, **on), delta, ("ring", "zigzag")),
             ("gated DeltaNet, documents", lambda **on: PackedDelta(D, 2, H, K, K, chunk=4, **on),
              lambda p, x: delta(p, x, starts=torch.arange(T) == 5), ("zigzag",)),
+            ("Kimi delta", lambda **on: KimiDeltaAttention(D, H, K, chunk=3, **on), kimi, ("zigzag",)),
             ("Mamba-2, documents", lambda **on: PackedMamba(D, H, K, 3, 2, chunk=4, **on),
              lambda p, x: mamba(p, x, starts=torch.arange(T) == 5), ("ring", "zigzag")),
         )

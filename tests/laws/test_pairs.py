@@ -10,8 +10,9 @@ import itertools
 import math
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 import mpcore as mp
+from mpcore.experimental import QKClip
 from mpcore.layers.linear import ParallelLinear
-from tests.laws.cases import CASES, B, Block, Case, D, T
+from tests.laws.cases import CASES, DOCUMENTS, B, Block, Case, D, H, K, T, _attention
 from tests.laws.features import FEATURES, REFUSED, Feature
 
 pytestmark = pytest.mark.timeout(900)  # they run beside others, at the lowest priority
@@ -47,8 +49,11 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
-    """Train the formula in plain torch."""
+Clip = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
+
+
+def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {}) -> dict[str, Any]:
+    """Train the formula in plain torch. `clip` returns factors on rows of parameters, for after the step."""
     model = Block(case)
     for feature in features:
         model = feature.change(model)
@@ -68,7 +73,11 @@ def plain(case: Case, features: Sequence[Feature]) -> dict[str, Any]:
         loss.backward()
         norms = [p.grad.norm() for p in trained.values() if p.grad is not None]
         steps += [loss.item(), math.hypot(*norms)]
-        optimizer.step()
+        with torch.no_grad():
+            factors = clip({name.removeprefix("layer."): p for name, p in params.items()}, scaled)
+            optimizer.step()
+            for name, rows in factors.items():
+                params[f"layer.{name}"].mul_(rows.view(-1, *[1] * (params[f"layer.{name}"].dim() - 1)))
         optimizer.zero_grad()
     return {"steps": torch.tensor(steps, dtype=torch.float64), **{name: p.detach() for name, p in params.items()}}
 
@@ -116,10 +125,10 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
     return EQUAL if errors[worst] <= TOLERANCE else f"{worst} is off by {errors[worst]:.2g}"
 
 
-def outcome(names: Sequence[str], case: Case) -> str:
+def outcome(names: Sequence[str], case: Case, *more: Feature, **how: Any) -> str:
     """Return `EQUAL`, `IS_REFUSED`, or what happened instead: the same on all ranks of the case's mesh."""
-    features = [FEATURES[name] for name in FEATURES if name in names]
-    want = plain(case, features)
+    features = [*(FEATURES[name] for name in FEATURES if name in names), *more]
+    want = plain(case, features, **how)
 
     def rank() -> str:
         try:
@@ -177,3 +186,57 @@ def test_every_layer_under_sampled_pairs_equals_plain_torch_or_is_refused(case):
 @pytest.mark.parametrize("case", CASES)
 def test_all_pairs_of_every_layer_equal_plain_torch_or_are_refused(case):
     check(case, [names for names in pairs() if case in WHOLE or "compile" not in names])
+
+
+THRESHOLD = 2.2  # some heads are above it, some below
+CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def _gamma(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """The factor of each head of q and k [B, H, T, K]."""
+    largest = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).amax((0, 2, 3))
+    return (THRESHOLD / largest).clamp(max=1)
+
+
+def clip(kv: int, seen: Tensor, p: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    """Kimi K2's algorithm 1 with one key for each head; where heads share keys, the query takes all of the factor."""
+    parts = torch.nn.functional.linear(x, p["qkv.weight"], p["qkv.bias"]).split([H * K, kv * K, kv * K], -1)
+    q, k = (part.unflatten(-1, (-1, K)).transpose(1, 2) for part in parts[:2])
+    gamma, one = _gamma(q, k.repeat_interleave(H // kv, 1), seen), torch.ones(kv, dtype=torch.float64)
+    both = [gamma.sqrt(), gamma.sqrt()] if kv == H else [gamma, one]
+    return dict.fromkeys(("qkv.weight", "qkv.bias"), torch.cat([*both, one]).repeat_interleave(K))
+
+
+def clip_latent(p: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The same with latents: the heads share the rotary part of their keys."""
+    low, k_rope = (x @ p["kv_down.weight"].T).split([6, 2], -1)
+    q = (x @ p["q_up.weight"].T).unflatten(-1, (H, 4)).transpose(1, 2)
+    low = torch.nn.functional.rms_norm(low, (6,), p["kv_norm.weight"], 1e-6)
+    k = (low @ p["kv_up.weight"].T).unflatten(-1, (H, 2 + K)).transpose(1, 2)[..., :2]
+    gamma = _gamma(q, torch.cat([k, k_rope.unsqueeze(1).expand(-1, H, -1, -1)], -1), CAUSAL)
+    root, one = gamma.sqrt(), torch.ones_like(gamma)
+    return {"q_up.weight": torch.stack([root, root, gamma, gamma], 1).flatten(),
+            "kv_up.weight": torch.stack([root] * 2 + [one] * K, 1).flatten()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "names", "how"), [
+    ("attention", ["ZeRO-3", "full recompute"], partial(clip, H, CAUSAL)),
+    ("documents, zigzag", ["sequence parallel"], partial(clip, H, CAUSAL & (DOCUMENTS[:, None] == DOCUMENTS))),
+    ("documents, allgather", ["ZeRO-1"], partial(clip, H, CAUSAL & (DOCUMENTS[:, None] == DOCUMENTS))),
+    ("uneven heads", [], partial(clip, 2, CAUSAL & CAUSAL.triu(-2))),
+    ("own token", [], partial(clip, H, CAUSAL & CAUSAL.T)), ("attention", ["resume"], partial(clip, H, CAUSAL)),
+    ("not causal", ["LoRA"], None), ("swiglu", [], None), ("one KV head", ["ZeRO-2"], partial(clip, 1, CAUSAL)),
+    ("context, alltoall", ["2 micro-batches"], partial(clip, 2, CAUSAL)),
+    ("latent attention", ["ZeRO-3"], clip_latent), ("latent attention, ring", ["sequence parallel"], clip_latent),
+])  # fmt: skip
+def test_clipped_logits_equal_plain_torch(case, names, how):
+    def prepare(*model: Any, **options: Any) -> mp.Run:
+        return mp.prepare(*model, observers=[QKClip(THRESHOLD)], **options)
+
+    own = Case(lambda **on: mp.ParallelAttention(D, H, head_dim=K, window=1, **on), _attention(window=1))
+    of, feature = CASES.get(case, own), Feature(prepare=prepare)
+    if how is None:  # frozen projections, and a model without attention
+        assert outcome(names, of, feature) == IS_REFUSED
+        return
+    assert outcome(names, of, feature, clip=how) == EQUAL
+    assert outcome(names, of, clip=how) != EQUAL, "nothing was clipped"

@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"has the slope 0, and its gradients say .*: a backward is not that of its": (
         ValueError, lambda: of_verify.check_slope({"w": torch.ones(3)}, 3**0.5, 1.0, 1.0)
     ),
-    r"the sequence can't be cut as \['ring', 'zigzag'\] at once: give all one": (ValueError, two_contexts),
+    r"layers have the contexts \['ring', 'zigzag'\]: give all layers": (ValueError, two_contexts),
     r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
         ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
     ),

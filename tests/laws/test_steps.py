@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
+from mpcore.experimental import overlap_experts
 from mpcore.pipeline.schedules import NAMES, find_schedule
 from mpcore.tools import invariant
 from tests.oracles.gpt import GPT, Call
@@ -165,7 +166,7 @@ class Stage(nn.Module):
                                              rope=mp.RotaryEmbedding(D // s.heads),
                                              context="ring" if kind == "none" else kind, **on)  # fmt: skip
             if s.experts:
-                way = "all_to_all" if row["experts"].endswith("all-to-all") else None
+                way = "all_to_all" if row["experts"].endswith(("all-to-all", "in halves")) else None
                 axes = {"ep": mesh.ep, "etp": mesh.etp, "cp": mesh.cp, "data": mesh.data}
                 mlp: nn.Module = mp.ParallelMoE(D, s.d_ff, s.experts, s.top_k, dispatch=way, **axes, **on)
             else:
@@ -228,6 +229,8 @@ def train(row: Row) -> dict[str, Tensor]:
     elif row["tied"]:
         for stage in (stage for stage in stages if stage.embedding is not None):
             mp.add_partial(stage.embedding, "weight", mesh.ends)
+    if row["experts"].endswith("in halves"):
+        overlap_experts(stages, mesh.pp)
     for stage in stages:
         stage.double() if row["dtype"] == "float64" else stage
         for name, p in stage.named_parameters():
@@ -393,8 +396,10 @@ FOUND: list[Row] = [  # each was wrong once
      "unused": "always"},
     {**FIRST, "schedule": "gpipe", "dp": 2, "zero": 2, "dtype": "bfloat16", "numerics": "invariant",
      "unused": "always"},
+    {**FIRST, "schedule": "dualpipev", "dp": 2, "zero": 3, "micro-batches": 4, "tied": True, "frozen": "first half"},
 ]  # fmt: skip
 ON_TP: Row = {**FIRST, "tp": 2, "overlap": 1, "micro-batches": 2}
+IN_HALVES: Row = {**FIRST, "experts": "on ep, in halves", "micro-batches": 2}
 OVERLAPPED: list[Row] = [
     {**ON_TP, "schedule": "1f1b", "sequence parallel": True, "dtype": "bfloat16", "frozen": "first half"},
     {**ON_TP, "schedule": "zbv", "tied": True},
@@ -402,6 +407,10 @@ OVERLAPPED: list[Row] = [
     {**ON_TP, "dp": 2, "zero": 3, "sequence parallel": True, "experts": "on tp", "frozen": "embedding"},
     {**ON_TP, "schedule": "dualpipev", "sequence parallel": True, "micro-batches": 4, "dtype": "autocast"},
     {**ON_TP, "context": "zigzag", "sequence parallel": True, "evaluated": True, "optimizer": "Muon"},
+    {**IN_HALVES, "schedule": "1f1b", "dp": 2, "zero": 3, "dtype": "bfloat16"},
+    {**IN_HALVES, "schedule": "zbv", "dp": 2, "tied": True},
+    {**IN_HALVES, "schedule": "dualpipev", "context": "ring", "micro-batches": 4, "targets": "unequal"},
+    {**IN_HALVES, "dp": 2, "tp": 2, "sequence parallel": True, "overlap": 1, "evaluated": True, "zero": 2},
 ]
 PARTS = 5
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -23,7 +23,7 @@ def simulate(size: int, work: Callable, *, delays: int | None = None) -> list:
         work: uses no collective but `start_send` and `wait`.
         delays: seed of pauses before messages are sent; None: no pauses.
     """
-    boxes: defaultdict = defaultdict(queue.Queue)
+    boxes = {pair: queue.Queue[torch.Tensor]() for pair in itertools.product(range(size), repeat=2)}
     results: list = [None] * size
     draws = random.Random(delays)
 

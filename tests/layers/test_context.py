@@ -52,6 +52,7 @@ PACKED = [  # documents of two rows, whose ends lie one after another
     {"cu_seqlens": [0, 13, 16, 26], "causal": False},
     {"cu_seqlens": [0, 7, 13, 26], "window": 3},
 ]
+BY_TORCH = [{"impl": "torch"}, {"impl": "torch", "causal": False}]
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (8, 2), (6, 3), (5, 1)]
 
 
@@ -172,7 +173,7 @@ def check_attention(cases, kinds=KINDS):
         y.backward(draw(9, *y.shape))
         for kind in kinds:
             cp = cp_axis(kind)
-            if not fits(kind, cp, heads[0]):
+            if not fits(kind, cp, heads[0]) or (kind == "allgather" and "impl" in mask):
                 continue
             got = inputs(heads, rows)
             q, k, v = (shard_sequence(t, cp, kind, 1) for t in got)
@@ -187,7 +188,7 @@ def check_attention(cases, kinds=KINDS):
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kind_is_dense_attention(ranks, size):
     """Each mask with some grouping of heads, each grouping with some mask; 13 tokens, which no size divides."""
-    masks = enumerate(MASKS + PACKED)
+    masks = enumerate(MASKS + PACKED + BY_TORCH)
     ranks(size, check_attention, [(mask, HEADS[(i + size) % len(HEADS)]) for i, mask in masks])
 
 
@@ -195,7 +196,7 @@ def test_every_kind_is_dense_attention(ranks, size):
     ("mask", "kind"),
     [
         pytest.param(mask, kind, marks=pytest.mark.slow if RINGS[i % len(RINGS)] != kind else [])
-        for i, mask in enumerate(MASKS)
+        for i, mask in enumerate(MASKS + BY_TORCH)
         for kind in RINGS
     ],
     ids=str,
@@ -279,7 +280,9 @@ def test_a_soft_cap_reaches_every_kind():
             close(a, b, f"{kind} gradient")
 
 
-def ring_results(size: int, dtype: torch.dtype, kind: str, delays: int | None = None) -> list[Tensor]:
+def ring_results(
+    size: int, dtype: torch.dtype, kind: str, delays: int | None = None, impl: str | None = None
+) -> list[Tensor]:
     """Output, dq, dk and dv of the whole sequence."""
     length, (heads, kv_heads, dim) = 64, (4, 2, 16)
     full = [draw(i, 1, length, h, dim).to(dtype) for i, h in enumerate((heads, kv_heads, kv_heads, heads))]
@@ -287,7 +290,7 @@ def ring_results(size: int, dtype: torch.dtype, kind: str, delays: int | None = 
     def work(cp):
         index = sequence_index(length, cp, kind)
         q, k, v, dy = (t[:, index].requires_grad_() for t in full)
-        y = context_attention(q, k, v, kind, cp)
+        y = context_attention(q, k, v, kind, cp, impl=impl)
         return index, y.detach(), *torch.autograd.grad(y, (q, k, v), dy)
 
     results = simulate(size, work, delays=delays)
@@ -295,19 +298,20 @@ def ring_results(size: int, dtype: torch.dtype, kind: str, delays: int | None = 
     return [torch.cat(parts, 1)[:, back] for parts in zip(*(rest for _, *rest in results), strict=True)]
 
 
+@pytest.mark.parametrize(("impl", "most"), [(None, 1.01), ("torch", 1.25)])  # torch's rounds the output of each block
 @pytest.mark.parametrize("kind", RINGS)
-def test_pitfall_37_the_error_in_bf16_does_not_grow_with_cp(kind):
+def test_pitfall_37_the_error_in_bf16_does_not_grow_with_cp(kind, impl, most):
     exact = ring_results(1, torch.float64, kind)
     errors = {
         size: [
             (got.double() - want).square().mean().sqrt().item()
-            for got, want in zip(ring_results(size, torch.bfloat16, kind), exact, strict=True)
+            for got, want in zip(ring_results(size, torch.bfloat16, kind, impl=impl), exact, strict=True)
         ]
         for size in (1, 2, 4, 8)
     }
     for size in (2, 4, 8):
         for one, many in zip(errors[1], errors[size], strict=True):
-            assert many <= 1.01 * one, errors
+            assert many <= most * one, errors
 
 
 @pytest.mark.parametrize("kind", RINGS)
@@ -450,6 +454,8 @@ def test_what_does_not_fit_is_refused():
             context_attention(q, q, q, kind, cp, length=11)
         with pytest.raises(ValueError, match="window 3 needs a causal mask"):
             context_attention(q, q, q, kind, cp, causal=False, window=3)
+        with pytest.raises(ValueError, match=r"impl='torch' .* not .*window 3 or softcap 2.0: leave out impl"):
+            context_attention(q, q, q, kind, cp, window=3, softcap=2.0, impl="torch")
         with pytest.raises(ValueError, match="rise from 0 to 16, the tokens of all rows, but runs from 0 to 15"):
             context_attention(q, q, q, kind, cp, cu_seqlens=torch.tensor([0, 4, 15]))
         with pytest.raises(ValueError, match="rise from 0 to 32, the tokens of all rows, but runs from 0 to 16"):

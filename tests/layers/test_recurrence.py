@@ -1,16 +1,18 @@
-"""Gated DeltaNet and Mamba-2 equal the recurrence token by token on all layouts, and transformers' layers."""
+"""Linear attention and Mamba-2 equal the recurrence token by token on all layouts, and transformers' layers."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 import mpcore as mp
-from mpcore.experimental import GatedDeltaNet, Mamba2, simulate
+from mpcore.experimental import GatedDeltaNet, KimiDeltaAttention, Mamba2, simulate
 from mpcore.gradients import reduce_gradients
 from tests.equality import full_gradients
-from tests.laws.cases import K, delta, mamba
+from tests.laws.cases import K, delta, kimi, mamba
 
 B, D, KEYS, VALUES = 2, 6, 3, 6
 
@@ -19,8 +21,10 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def build(kind: str, **options) -> GatedDeltaNet | Mamba2:
+def build(kind: str, **options) -> GatedDeltaNet | KimiDeltaAttention | Mamba2:
     torch.manual_seed(0)
+    if kind == "kimi":
+        return KimiDeltaAttention(D, VALUES, K, dtype=torch.float64, **options)
     if kind == "delta":
         return GatedDeltaNet(D, KEYS, VALUES, K, K, dtype=torch.float64, **options)
     return Mamba2(D, VALUES, K, 3, KEYS, dtype=torch.float64, **options)
@@ -31,13 +35,13 @@ def formula(kind: str, x: Tensor, grad: Tensor, ends: list[int]) -> dict[str, Te
     params = {name: p.detach().requires_grad_() for name, p in build(kind).named_parameters()}
     x = x.clone().requires_grad_()
     starts = [torch.isin(torch.arange(x.shape[1]) + row * x.shape[1], torch.tensor(ends)) for row in range(B)]
-    truth = delta if kind == "delta" else mamba
-    y = torch.cat([truth(params, x[row : row + 1], KEYS, starts[row]) for row in range(B)])
+    truth = {"delta": partial(delta, keys=KEYS), "kimi": kimi, "mamba": partial(mamba, groups=KEYS)}[kind]
+    y = torch.cat([truth(params, x[row : row + 1], starts=starts[row]) for row in range(B)])
     y.backward(grad)
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in params.items()}}
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "kimi", "mamba"])
 @pytest.mark.parametrize(("tp", "cp", "context", "length", "chunk", "ends"), [
     (1, 1, "ring", 13, 4, []), (1, 1, "ring", 13, 64, [5, 6, 14, 20]), (2, 1, "ring", 12, 5, [3]),
     (4, 1, "ring", 8, 3, []), (1, 2, "ring", 13, 3, []), (2, 2, "zigzag", 14, 3, [1, 2, 9, 20]),
@@ -70,7 +74,7 @@ def test_chunks_equal_the_recurrence(kind, tp, cp, context, length, chunk, ends)
     simulate(rank, ranks=tp * cp)
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "kimi", "mamba"])
 def test_cache_continues_the_sequence(kind):
     layer, x = build(kind, chunk=3), draw(1, B, 9, D)
     cache = layer.new_cache(9)
@@ -97,6 +101,28 @@ def test_delta_net_is_that_of_qwen3_next(keys, values, length):
         ours.A_log.copy_(theirs.A_log)
         ours.dt_bias.copy_(theirs.dt_bias)
         ours.output.weight.copy_(theirs.out_proj.weight)
+    x = torch.randn(2, length, D)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [13, 70])
+def test_kimi_delta_is_that_of_transformers(length):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    config = transformers.KimiLinearConfig(
+        hidden_size=D, linear_num_heads=3, linear_head_dim=4, num_hidden_layers=1, layer_types=["linear_attention"]
+    )
+    theirs, ours = KimiLinearDeltaAttention(config, 0), KimiDeltaAttention(D, 3, 4)
+    state = theirs.state_dict()
+    state["in_proj.weight"] = torch.cat([state.pop(f"{part}_proj.weight") for part in "qkvb"])
+    state["conv_weight"] = state.pop("conv1d.weight")[:, 0]
+    state["A_log"] = state.pop("forget_gate.A_log").uniform_(0, 2).flatten()
+    state["dt_bias"] = state.pop("forget_gate.dt_bias").uniform_(-2, 2)
+    names = {"decay_down": "forget_gate.f_a_proj", "decay_up": "forget_gate.f_b_proj", "gate_down": "g_a_proj",
+             "gate_up": "g_b_proj", "norm": "o_norm", "output": "o_proj"}  # fmt: skip
+    state |= {f"{mine}.weight": state.pop(f"{name}.weight") for mine, name in names.items()}
+    ours.load_state_dict(state)
     x = torch.randn(2, length, D)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
 

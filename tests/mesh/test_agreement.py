@@ -94,8 +94,8 @@ def test_an_error_of_the_merge_is_every_ranks():
 
 
 @pytest.mark.parametrize(("late", "what", "told"), [
-    ((1,), "colour", "rank 1 of 3 did not agree about the colour within 0.05 s: read what ended it, or see if its"),
-    ((0, 2), "", "ranks 0, 2 of 3 did not come to where the others wait for it within 0.05 s: read"),
+    ((1,), "colour", "rank 1 of 3 did not reach the check of the colour within 0.05 s: read what ended it, or"),
+    ((0, 2), "", "ranks 0, 2 of 3 did not reach the call in which the others wait within 0.05 s: read"),
 ])  # fmt: skip
 def test_ranks_that_dont_come_are_named_on_the_others(late, what, told):
     store = Asked()

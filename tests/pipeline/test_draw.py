@@ -70,14 +70,19 @@ def test_a_trace_begins_at_its_first_span_and_names_messages(tmp_path):
     write_chrome_trace([], path)
     assert json.loads(path.read_text()) == {"traceEvents": [], "displayTimeUnit": "ms"}
     waited = Span(1, Action("exposed RECV_F", 2, 3), 4.5, 5.0)
-    write_chrome_trace([waited, Span(1, Action("F", 2, 3), 5.0, 6.5), Span(0, Action("SEND_F", 1, 0), 4.0, 4.5)], path)
+    inside = [Span(0, Action(f"{kind}tp all_reduce", -1, -1), 5.0, 5.5) for kind in ("", "exposed ")]
+    spans = [waited, Span(1, Action("F", 2, 3), 5.0, 6.5), Span(0, Action("SEND_F", 1, 0), 4.0, 4.5), *inside]
+    write_chrome_trace(spans, path)
     events = json.loads(path.read_text())["traceEvents"]
     assert events[:2] == [
         {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}} for rank in (0, 1)
     ]
     common, args = {"ph": "X", "pid": 1, "tid": 0}, {"args": {"stage": 2, "micro_batch": 3}}
     sent = {"name": "1SEND_F0", "cat": "message", "id": 2, "pid": 0, "tid": 0}
-    assert events[2:] == [
+    assert [(e["name"], e["ph"]) for e in events[6:]] == [
+        ("tp all_reduce", "b"), ("tp all_reduce", "e"), ("exposed tp all_reduce", "X"),
+    ]  # fmt: skip
+    assert events[2:6] == [
         {**common, "name": "exposed 2RECV_F3", "cat": "exposed", "cname": "terrible", "ts": 5e5, "dur": 5e5, **args},
         {**common, "name": "2F3", "cat": "forward", "ts": 1e6, "dur": 1.5e6, **args},
         {**sent, "ph": "b", "ts": 0.0, "args": {"stage": 1, "micro_batch": 0}}, {**sent, "ph": "e", "ts": 5e5},

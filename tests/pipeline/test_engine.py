@@ -212,7 +212,7 @@ def check_refused(path: str) -> None:
         Pipeline(module, on, 4, loss, "gpipe" if on.pp.rank else "1f1b")
     with pytest.raises(ValueError, match="make the Pipeline with trace=True"):
         Pipeline(module, on, 2, loss, path + "/good.csv").recorded()
-    with pytest.raises(ValueError, match="tied embeddings on the pipeline ranks 1 and 0"):
+    with pytest.raises(ValueError, match="shared embedding on the pipeline ranks 1 and 0"):
         build_stages(
             GPTConfig(**{**CONFIG, "tie_embeddings": True}), on, [range(4), range(4, 8)], [1, 0], device="meta"
         )
@@ -557,7 +557,7 @@ def test_stages_join_under_the_models_names_and_clashes_are_refused():
     parts = [part(one=one), part(two=two)]
     for each in parts:
         each.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="2 stages hold a parameter scale each"):
+    with pytest.raises(ValueError, match="2 stages hold a parameter or buffer scale each"):
         join_stages(parts)
     parts[1].scale = parts[0].scale
     assert join_stages(parts).scale is parts[0].scale

@@ -155,9 +155,9 @@ def doubled_in_bfloat16(old: Callable) -> Callable:
 
 
 def local_norm(old: Callable) -> Callable:
-    def norm(tree: Any, mesh: Any, p: float = 2.0) -> Tensor:
+    def norm(tree: Any, mesh: Any, **options: Any) -> Tensor:
         grads = [x.grad.double().square().sum() for x in tree.parameters if x.grad is not None]
-        return torch.stack(grads).sum().sqrt()
+        return torch.stack([torch.stack(grads).sum().sqrt(), *old(tree, mesh, **options)[1:]])
 
     return norm
 
@@ -193,7 +193,7 @@ BUGS: dict[str, Bug] = {
         "mpcore.training.run.Run.loss_factor", halved, ZERO0, "sharded against unsharded", "too small|differs"
     ),
     "the norm is of local gradients": Bug(
-        "mpcore.training.run.grad_norm", local_norm, TWO, "sharded against unsharded", "norm differs", False
+        "mpcore.training.run.norm_of", local_norm, TWO, "sharded against unsharded", "norm differs", False
     ),
     "each rank draws a dropout mask of its own": Bug(
         "mpcore.layers.module.stream_key", by_rank, TWO + " --dropout 0.2", "sharded against unsharded",

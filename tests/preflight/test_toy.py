@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from examples.gpt.arguments import parse
-from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
+from examples.gpt.config import GPTConfig, LatentConfig, LinearConfig, MoEConfig
 from mpcore.pipeline.schedules import find_schedule
 from mpcore.tools.preflight.toy import Toy, shrink, shrink_experts, shrink_model
 
@@ -153,6 +153,8 @@ TOY = GPTConfig(vocab_size=258, seq_len=6, layers=2, heads=2, d_model=16, d_ff=4
     ({"rope_fraction": 0.25}, {"rope_fraction": 0.25}), ({"rope_fraction": 0.125}, {"rope_fraction": 0.5}),
     ({"latent": LatentConfig()}, {"latent": LatentConfig(16, 16, 8, 8, 8)}),
     ({"latent": LatentConfig(q_lora_rank=None)}, {"latent": LatentConfig(16, None, 8, 8, 8)}),
+    ({"layers_spec": ("delta", "kimi", "window=3"), "linear": LinearConfig(32, 128, 16)},
+     {"layers_spec": ("delta", "kimi", "window=3"), "linear": LinearConfig(2, 8, 1), "layers": 3}),
 ])  # fmt: skip
 def test_a_model_on_one_rank_is_shrunk_to_its_least(given, changed):
     assert shrunk(**given) == dataclasses.replace(TOY, **changed)

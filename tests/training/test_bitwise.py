@@ -18,7 +18,8 @@ from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT, build_stages
 from mpcore import AdamW, Mesh, collectives, simulate
 from mpcore.checkpoint import latest
-from mpcore.gradients import grad_norm
+from mpcore.gradients import gradient_of
+from mpcore.gradients.norm import norm_of
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
@@ -258,7 +259,7 @@ def at_once(function, axis, dim, *xs, blocks=1):
 PLANTS = {  # where what is planted, and a layout on which it must be seen
     "the products' tree": (pieces, "tree_sum", in_turn, "tp2"),
     "the order of leaves": (training.InvariantStep, "take", taken_in_turn, "dp2"),
-    "the norm of a rank's shard": (training, "exact_norm", grad_norm, "tp2"),
+    "the norm of a rank's shard": (training, "exact_norm", functools.partial(norm_of, of=gradient_of), "tp2"),
     "the tree over ranks": (sums, "tree_sum", in_turn, "tp4"),
     "an order that values decide": (pieces, "tree_sum", largest_first, "tp4"),
     "the ring's sum": (pieces, "all_reduce", whole_sum, "tp4"),

@@ -112,7 +112,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         run.forward_backward(
             mine[:, :-1], mine[:, 1:], **({"samples": torch.arange(len(mine))} if "same" in wrong else {})
         )
-        if wrong == "clip_grad_norm_":
+        if wrong == "clip_grad_norm_" or (run.step and wrong == "clip_grad_norm_ later"):
             nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
         if wrong == "zero_grad":
             run.optimizer.zero_grad()
@@ -125,6 +125,12 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         if wrong == "step":
             run.optimizer.step()
         run.optimizer_step()
+        if wrong == "evaluate on rank 0" and mesh.job.rank == 0:
+            run.evaluate([(mine[:, :-1], mine[:, 1:])])
+        if wrong == "save on rank 0" and mesh.job.rank == 0:
+            run.save("unused")
+        if wrong == "full_state_dict on rank 0" and mesh.job.rank == 0:
+            mp.full_state_dict(run.model)
     if wrong == "own step":
         run.step += mesh.job.rank
         run.save("unused")
@@ -138,6 +144,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("sampler", BOTH, "ranks of tp have different targets.*run.share"),
     ("share of 9", DP, "9 samples a step are not a multiple of .* = 2: take 10"),
     ("clip_grad_norm_", TP, "clip_grad_norm_, call run.clip_gradients"),
+    *[("clip_grad_norm_ later", sizes, "step 2.*clip_grad_norm_, call run.clip_gradients") for sizes in (TP, BOTH)],
     ("clip_grad_norm_", BOTH, "clip_grad_norm_, call run.clip_gradients"), ("mean", DP, "the loss is a mean"),
     ("/ tokens", TP, "the loss is a mean"), ("/ dp", DP, "0.5 times the cross-entropy.*divided by dp"),
     ("/ world", BOTH, "0.25 times the cross-entropy.*divided by the world size"),
@@ -161,14 +168,17 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("samples", TP, "dropout 0.2 needs samples"), ("same samples", TP, "same samples as step 0.*run.samples"),
     ("all_reduce", TP, "gradients were changed after forward_backward"),
     *[("zero_grad", sizes, "remove it. run.optimizer_step drops") for sizes in ({}, TP, DP)],
-    ("load_state_dict", TP, "all of .*embedding.weight, shape .12, 8.*shard of shape .6, 8.*load_full_state_dict"),
-    ("load_state_dict", DP, "all of .*embedding.weight, shape .12, 8.*shard of shape .6, 8.*load_full_state_dict"),
+    ("load_state_dict", TP, "all of .*, shape .(12, 8|1,).*shard of shape .(6, 8|0,).*load_full_state_dict"),
+    ("load_state_dict", DP, "all of .*, shape .(12, 8|1,).*shard of shape .(6, 8|0,).*load_full_state_dict"),
     ("eval", TP, "eval mode.*call model.train"),
     ("optimizer", TP, "a AdamW that exists already.*optimizer=lambda model"),
     ("loop", DP, "make the optimizer after shard_data_parallel"), ("step", DP, "call run.optimizer_step"),
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),
     ("DDP", DP, "wrapped in DistributedDataParallel"),
-    ("own step", TP, r"disagree about the step \(step: 2 and 3\)"),
+    ("own step", TP, r"disagree about the step of run.save \(step: 2 and 3\)"),
+    *[(f"{call} on rank 0", DP, r"rank 0: waits at training/run.py:\d+, called at training/test_mistakes.py")
+      for call in ("evaluate", "save")],
+    ("full_state_dict on rank 0", TP, r"rank 0: waits at sharding/state_dict.py:\d+, called at training/test_mistakes"),
     ("one rank", TP, "rank 1: is at the end of its function"),
 ]  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from mpcore.experimental import LocalUpdates, simulate
 from mpcore.tools.workers import Average, Nesterov, command
 from mpcore.tools.workers.elastic import RunTensors, replay_runs
 from mpcore.tools.workers.journal import read_lines
+from mpcore.tools.workers.outer import ENDED, STOPPED, like
+from tests.test_launch import free_port
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--d-model", "32", "--heads", "2", "--seq-len", "16", "--global-batch", "4", "--micro-batch",
@@ -32,7 +33,8 @@ def _secret(monkeypatch):
 
 
 def trainer(mesh, out, *flags, steps=18):
-    own = ["--local-steps", "3"] if "--listen" in flags or "--join" in flags else []
+    own = ["--local-steps", "3", "--wait", "none", "--set", "dynamic_steps=false"]
+    own = own if "--listen" in flags or "--join" in flags else []
     return Trainer(parse([*TINY, *own, "--steps", str(steps), "--out", str(out), *flags]), mesh)
 
 
@@ -53,12 +55,12 @@ def replayed(folder, out, *flags, steps=18):
 
 def visit(mesh, out, flags, phases):
     """Join a run, train a few phases, and leave."""
-    one = trainer(build_mesh(**mesh, device_type="cpu"), out, *flags, steps=24)
+    one = trainer(build_mesh(**mesh, device_type="cpu"), out, *flags, steps=36)
     worker = worker_of(one.run)
     for _ in range(3 * phases):
         one.step()
     if worker.peer is not None:
-        worker.peer.leave()
+        worker.peer.stop()
     return worker.number
 
 
@@ -69,37 +71,38 @@ LAYOUTS = [
 ]
 
 
-def test_workers_of_unlike_layouts_equal_dense_ones(tmp_path):
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_workers_of_unlike_layouts_equal_dense_ones(overlap, tmp_path):
     """Each layout joins in turn. The replay trains all phases dense, and ends with the same anchor to 1e-10."""
-    dense = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0", steps=24)
+    more = ["--set", f"overlap_exchange={overlap}"]
+    dense = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0", *more, steps=36)
     address = worker_of(dense.run).peer.node.address
     for number, (mesh, flags) in enumerate(LAYOUTS, 1):
-        flags = [*flags, "--join", address]
+        flags = [*flags, *more, "--join", address]
         assert simulate(visit, mesh, tmp_path / str(number), flags, 2, ranks=2) == [number] * 2
-    while dense.run.step < 24:
+    while dense.run.step < 36:
         dense.step()
-    anchor, found = RunTensors(dense.run).read(), replayed(tmp_path / "0", tmp_path / "r", steps=24)
-    assert len({entry["worker"] for line in read_lines(tmp_path / "0") for entry in line.get("updates", ())}) == 4
+    anchor, found = RunTensors(dense.run).read(), replayed(tmp_path / "0", tmp_path / "r", steps=36)
+    entries = [entry for line in read_lines(tmp_path / "0") for entry in line.get("updates", ())]
+    assert len({entry["worker"] for entry in entries}) == 4
+    later = {entry["worker"] for entry in entries if entry.get("merged", 0) > entry["steps"][0]}
+    assert later == (set(range(4)) if overlap == "true" else set())
     for name, x in found.outer.anchor.items():
         torch.testing.assert_close(x, anchor[name], rtol=1e-10, atol=1e-10)
 
 
 def program(out, *flags, steps=18):
-    words = [*TINY, "--local-steps", "3", "--steps", str(steps), "--out", str(out), "--set", "no_save=true", *flags]
+    saves = () if "--save-every" in flags else ("--set", "no_save=true")
+    words = [*TINY, "--local-steps", "3", "--steps", str(steps), "--out", str(out), *saves, *flags]
     command = [sys.executable, "-m", "examples.gpt.pretrain", *words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
 def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, capsys):
-    """Three jobs of the example; the leader is killed, and started again by the same command."""
+    """Three jobs of the example; the leader is killed, and started again where its checkpoints are."""
     at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ["--set", "worker_timeout=20", "--listen"]
-    jobs = [program(tmp_path / "0", *flags, at[0], steps=300)]
+    jobs = [program(tmp_path / "0", *flags, at[0], "--save-every", "3", steps=300)]
     jobs.append(program(tmp_path / "1", *flags, at[1], "--join", at[0], steps=300))
 
     def lines():
@@ -110,8 +113,11 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     until = time.monotonic() + 120
     while sum("version" in line for line in lines()) < 12 and time.monotonic() < until:
         time.sleep(0.1)
+    while not (saved := list(tmp_path.glob("0/checkpoints/step-*"))) and time.monotonic() < until:
+        time.sleep(0.1)
     os.kill(jobs[0].pid, signal.SIGKILL)
-    jobs.append(program(tmp_path / "0", *flags, at[0], steps=300))
+    assert saved
+    jobs.append(program(tmp_path / "0", *flags, at[0], "--save-every", "999", "--resume", "auto", steps=300))
     outs = [job.communicate(timeout=150)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [-signal.SIGKILL, 0, 0], outs
     found = lines()
@@ -131,18 +137,50 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     assert main(["replay-workers", str(tmp_path / "1")]) == 1
 
 
+def test_a_stopped_run_goes_on_from_its_last_outer_step(tmp_path):
+    """At exit_step, which lies within a phase, and as on a signal. The replay has the bits of all three starts."""
+    kept = []
+    for flags, signalled in ((["--set", "exit_step=7"], False), ([], True), ([], False)):
+        one = trainer(Mesh(), tmp_path, "--listen", "127.0.0.1:0", *flags, steps=30)
+        one.stop.asked = signalled
+        one.train()
+        lines = read_lines(tmp_path)
+        assert lines[: len(kept)] == kept
+        assert lines[-1]["op"] == "leave"
+        kept = lines
+    spans, zero = command.spans(kept)[0], kept[0]["at"]
+    for line in kept:  # the picture has each worker stopped from the moment on at which the journal has it leave
+        if line["op"] == "leave":
+            mine = [span for span in spans if span.worker == line["worker"]]
+            assert mine[-1][1:] == ("stop", line["at"] - zero, kept[-1]["at"] - zero)
+            assert all(span.end <= line["at"] - zero for span in mine[:-1])
+    assert [line["why"] for line in kept if line["op"] == "leave"] == [STOPPED, STOPPED, ENDED]
+    steps = [step for line in kept for e in line.get("updates", ()) for step in range(*e["steps"])]
+    assert steps == list(range(30))
+    found = replayed(tmp_path, tmp_path / "r", steps=30)
+    assert (found.updates, found.differing) == (10, [])
+
+
 def test_a_picture_shows_who_trains_waits_and_leaves():
     lines = [
         {"op": "begin", "at": 10.0},
         {"op": "join", "worker": 0, "at": 10.0},
-        {"op": "lease", "worker": 0, "at": 11.0},
-        {"op": "update", "at": 14.0, "updates": [{"worker": 0, "handed": 13.0, "applied": True}]},
-        {"op": "lease", "worker": 0, "at": 14.0},
-        {"op": "leave", "worker": 0, "at": 16.0},
+        {"op": "lease", "worker": 0, "phase": 0, "at": 11.0},
+        {"op": "update", "at": 14.0, "updates": [{"worker": 0, "phase": 0, "handed": 13.0, "applied": True}]},
+        {"op": "lease", "worker": 0, "phase": 1, "at": 14.0},
+        {"op": "leave", "worker": 0, "why": STOPPED, "at": 16.0},
+        {"op": "join", "worker": 1, "at": 17.0},
     ]
     found, moved, left = command.spans(lines)
-    assert found == [(0, "wait", 0, 1), (0, "train", 1, 3), (0, "wait", 3, 4), (0, "lost", 4, 6)]
+    assert found == [(0, "wait", 0, 1), (0, "train", 1, 3), (0, "wait", 3, 4), (0, "lost", 4, 6), (0, "stop", 6, 7)]
     assert (moved, left) == ([4.0], {0: 6.0})
+    lines[2:] = [  # with `overlap` it trains on, but for the second that it waited for the exchange before
+        {"op": "lease", "worker": 0, "phase": 1, "at": 11.0},
+        {"op": "lease", "worker": 0, "phase": 2, "at": 11.0},
+        {"op": "update", "at": 14.0, "updates": [{"worker": 0, "phase": 1, "handed": 13.0, "applied": 1, "waited": 1}]},
+        {"op": "leave", "worker": 0, "why": "killed", "at": 16.0},
+    ]
+    assert command.spans(lines)[0] == [(0, "wait", 0, 1), (0, "train", 1, 2), (0, "wait", 2, 3), (0, "lost", 3, 6)]
 
 
 def test_what_a_run_of_workers_refuses(tmp_path, caplog):
@@ -154,7 +192,7 @@ def test_what_a_run_of_workers_refuses(tmp_path, caplog):
         with pytest.raises(ValueError, match=f"{next(iter(alone))} are of workers"):
             LocalUpdates(**alone)
     LocalUpdates(wait="all")  # is what worlds do
-    for wait, given, rule in (("none", {}, Average()), ("quorum:2", {"lr": 0.5}, Average(0.5)), ("all", {}, Nesterov()),
+    for wait, given, rule in (("none", {}, Average()), ("quorum:2", {"lr": 0.5}, Average(0.5)), (None, {}, Nesterov()),
                               ("none", {"momentum": 0.9}, Nesterov())):  # fmt: skip
         assert LocalUpdates(listen="127.0.0.1:0", steps=5, wait=wait, **given).outer_rule == rule
     assert caplog.text.count("can diverge") == 1
@@ -178,9 +216,9 @@ def test_what_a_run_of_workers_refuses(tmp_path, caplog):
     worker_of(first.run).peer.close()
 
 
-def test_updates_in_bfloat16_are_smaller_and_replayed_with_their_rounding(tmp_path):
+def test_rounded_updates_are_smaller_and_replayed_with_their_rounding(tmp_path):
     sent = {}
-    for dtype in ("same", "bfloat16"):
+    for dtype in ("same", "bfloat16", "int8"):
         flags = ["--listen", "127.0.0.1:0", "--set", f"update_dtype={dtype}"]
         one = trainer(Mesh(), tmp_path / dtype, *flags)
         while one.run.step < 18:
@@ -189,9 +227,11 @@ def test_updates_in_bfloat16_are_smaller_and_replayed_with_their_rounding(tmp_pa
         assert (found.updates, found.differing) == (6, [])
         sent[dtype] = worker_of(one.run).peer.sent
     assert sent["bfloat16"] < 0.3 * sent["same"]
+    assert sent["int8"] < 0.17 * sent["same"]
 
 
-def test_error_feedback_loses_nothing():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_error_feedback_loses_nothing(dtype):
     run = trainer(Mesh(), "none").run
     tensors, total = RunTensors(run), 0.0
     begun = tensors.read()
@@ -201,8 +241,9 @@ def test_error_feedback_loses_nothing():
         with torch.no_grad():
             for p in run.model.parameters():
                 p.add_(torch.randn(p.shape, dtype=p.dtype, generator=g))
-        sent = tensors.moved("bfloat16")
+        sent = like(tensors.moved(dtype), begun)
         total = {name: x.double() + (total[name] if total else 0.0) for name, x in sent.items()}
+        assert all(0 < rest.norm() < 0.02 * sent[name].norm() for name, rest in tensors.rest.items())
     for name, x in tensors.read().items():
         torch.testing.assert_close(begun[name] - x, total[name] + tensors.rest[name], rtol=1e-12, atol=1e-12)
 
@@ -224,3 +265,9 @@ def test_masters_and_buffers_travel_with_the_parameters(flags, tmp_path):
     assert all(not x.any() for x in tensors.moved().values())
     one.step()
     assert any(x.any() for x in tensors.moved().values())
+    handed, _, now = tensors.read(), one.step(), tensors.read()
+    tensors.merge(anchor)  # what changed since `moved` stays
+    for name, x in tensors.read().items():
+        torch.testing.assert_close(x, anchor[name] + now[name] - handed[name])
+    for name, x in tensors.moved().items():
+        torch.testing.assert_close(x, handed[name] - now[name], rtol=1e-5, atol=1e-5)

@@ -13,7 +13,7 @@ from mpcore.interop.hugging_face.config import (
     config_to_hf,
     read_config,
     read_json,
-)
+)  # fmt: skip
 from mpcore.interop.hugging_face.convert import export_hf, import_hf, load_hf, open_checkpoint
 from mpcore.interop.hugging_face.extra_files import FOLDER, ExtraFiles, carried_by_checkpoint, carried_by_hf
 from mpcore.interop.hugging_face.folder import INDEX, ROUTER_BIAS, ROUTER_STATISTICS, Source, open_hf, parts_of

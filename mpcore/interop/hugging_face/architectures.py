@@ -38,6 +38,7 @@ class Architecture:
     # Modules of a layer: our name -> their names. One of our modules may concatenate the rows of several of theirs.
     # {} is the number of an expert: they store each expert's matrices separately.
     block: Mapping[str, str] = field(default_factory=dict)
+    further: Mapping[str, str] = field(default_factory=dict)  # of a layer that predicts further tokens, beside `block`
     leaves: Mapping[str, str] = field(default_factory=dict)  # parameters with another name: our name -> their name
     transposed: tuple[str, ...] = ()  # our modules whose weights they store as [in, out]
 
@@ -254,6 +255,9 @@ _DEEPSEEK_V3 = replace(
     ours={"norm_eps": 1e-6, "moe.score": "sigmoid", "moe.bias": True},
     only=_DEEPSEEK_ONLY | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     forgotten=_MOE_FORGOTTEN - {"moe.bias"},
+    further={
+        "embedding_norms": "enorm", "hidden_norms": "hnorm", "projections": "eh_proj", "norms": "shared_head.norm",
+    },
     leaves={"expert_bias": "e_score_correction_bias"},
 )  # fmt: skip
 ARCHITECTURES = {

@@ -84,17 +84,11 @@ class Weights:
                 self.numbers |= dict.fromkeys(tied, self.numbers[known])
 
     def read(self, model: nn.Module, mesh: Mesh, dtypes: Mapping[str, torch.dtype]) -> int:
-        """Fill the tensors of a model that are named in `dtypes`. All ranks of the mesh must call it.
+        """Fill the tensors of a model that are named in `dtypes`, and return the number of bytes that this rank read.
 
-        Args:
-            model: the model, or this rank's stages of it, on any layout. Its parameters must have memory.
-            dtypes: by name, the dtype that the values are cast to before they are copied.
-
-        Returns:
-            The number of bytes of the model's tensors that this rank read.
-
-        Raises:
-            ValueError: on every rank, if the folder has no such tensor, or a value is NaN or infinite.
+        All ranks of the mesh must call it. The model, or this rank's stages of it, may have any layout; its parameters
+        must have memory. The values are cast to `dtypes` before they are copied. If the folder has no such tensor, or a
+        value is NaN or infinite, every rank raises ValueError.
         """
         weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mpcore.checkpoint.tensor_file import TensorFile
 from mpcore.interop.hugging_face.architectures import ARCHITECTURES, FURTHER, NEEDED, REFUSED, Architecture
 from mpcore.layers.rope import rope_frequencies
 
@@ -31,6 +32,8 @@ class ModelSpec:
         describe: a function that returns all of mpcore's fields of a configuration, defaults included. The fields of
             `moe` and `latent` are nested mappings.
         shapes: a function that returns the logical shape of each parameter, by name, for a configuration.
+        further: whether a configuration has a field `mtp`, the number of DeepSeek-V3's layers that predict further
+            tokens, in a `MultiTokenPrediction` of the name "mtp". False: such layers of a folder are left out.
 
     Example::
 
@@ -43,14 +46,11 @@ class ModelSpec:
     config: Callable[..., Any]
     describe: Callable[[Any], Mapping[str, Any]]
     shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
+    further: bool = False
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        ValueError: if the file is missing, is larger than 100 MiB, or holds anything but a JSON object.
-    """
+    """Read a file of at most 100 MiB that holds a JSON object; otherwise raise ValueError."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     if path.stat().st_size > JSON_LIMIT:
@@ -68,12 +68,8 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
     """Make a model configuration from the content of a config.json. Dropout stays 0: the run chooses it.
 
     Args:
-        values: the content.
         where: the file's name, for messages.
-        spec: the names and shapes of your model.
-
-    Returns:
-        What `spec.config` returns.
+        spec: the names and shapes of your model; its `config` makes what this function returns.
 
     Raises:
         ValueError: if the architecture or a field is not supported, or if a field is unknown: it might change the
@@ -89,6 +85,8 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
     ours, problems = _read(ARCHITECTURES[kind], values, where)
     if problems:
         raise ValueError(f"{where} cannot be imported: {'; '.join(problems)}")
+    if spec.further and ARCHITECTURES[kind].further:
+        ours["mtp"] = values.get(FURTHER) or 0
     try:
         return spec.config(**ours)
     except ValueError as error:
@@ -98,46 +96,38 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json", *, spe
 def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
     """Make a model configuration from the config.json of a folder.
 
-    Args:
-        folder: the folder.
-        spec: the names and shapes of your model.
-
-    Returns:
-        What `spec.config` returns.
-
     Raises:
         ValueError: as described at `config_from_hf`, and if config.json is missing or describes no model.
     """
     path = Path(folder) / "config.json"
     try:
-        return config_from_hf(read_json(path), str(path), spec=spec)
+        values = read_json(path)
+        if values.get(FURTHER) and not _has_layer(path.parent, values["num_hidden_layers"]):
+            values[FURTHER] = 0  # transformers keeps the number, but not the layers
+        return config_from_hf(values, str(path), spec=spec)
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} describes no model: {error}") from None
 
 
+def _has_layer(folder: Path, layer: int) -> bool:
+    """Return whether a folder has the weights of a layer; True if it has no weights at all."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    names = (
+        read_json(index)["weight_map"] if index.is_file() else TensorFile(single).header if single.is_file() else None
+    )
+    return names is None or any(f"layers.{layer}." in name for name in names)
+
+
 def config_to_hf(config: Any, *, spec: ModelSpec, first: str | None = None) -> dict[str, Any]:
-    """Return the content of a config.json for a configuration.
-
-    Args:
-        config: the configuration.
-        spec: the names and shapes of your model.
-        first: the `model_type` to try first, such as that of the imported folder. None: no preference.
-
-    Raises:
-        ValueError: if no supported architecture expresses the model.
-    """
+    """Return the content of a config.json for a configuration, of the architecture that `architecture_of` returns."""
     kind = architecture_of(config, spec=spec, first=first)
     return {"model_type": kind, **_write(ARCHITECTURES[kind], _flat(spec.describe(config)))}
 
 
 def architecture_of(config: Any, *, spec: ModelSpec, first: str | None = None) -> str:
-    """Return the `model_type` of a configuration.
-
-    It is the first architecture whose config.json, read again, gives the same model.
+    """Return the `model_type` of a configuration: the first whose config.json, read again, gives the same model.
 
     Args:
-        config: the configuration.
-        spec: the names and shapes of your model.
         first: the `model_type` to try first, such as that of the imported folder. None: no preference.
 
     Raises:
@@ -164,6 +154,8 @@ def _changes(architecture: Architecture, wanted: Mapping[str, Any], spec: ModelS
     """Return the fields that an export to this architecture would change, with both values."""
     values, problems = _read(architecture, _write(architecture, wanted), "the export")
     try:
+        if spec.further and architecture.further:
+            values["mtp"] = wanted["mtp"]
         got = _same_groups(_flat(spec.describe(spec.config(**values))))
     except ValueError as error:
         return [*problems, str(error)]
@@ -179,15 +171,11 @@ def _same_groups(ours: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Fields:
-    """The fields of a config.json during reading.
-
-    Attributes:
-        left: the fields that no rule has read yet.
-        problems: the problems found so far, for the error message.
-    """
+    """The fields of a config.json during reading."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.left, self.where = dict(values), where
+        self.left: dict[str, Any] = dict(values)  # the fields that no rule has read yet
+        self.where = where
         self.problems: list[str] = []
 
     def take(self, name: str, default: Any = NEEDED) -> Any:
@@ -349,7 +337,7 @@ def _read_deepseek(c: Fields, ours: dict[str, Any]) -> None:
 
 def _write_deepseek(ours: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = {"n_group": ours["moe.groups"], "topk_group": ours["moe.top_groups"]}
-    return {"num_key_value_heads": ours["heads"], **groups, FURTHER: 0}
+    return {"num_key_value_heads": ours["heads"], **groups, FURTHER: ours.get("mtp", 0)}
 
 
 def _write_qwen_window(ours: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ from mpcore.interop.hugging_face.writing import (
     write_files,
     write_json,
     write_weights,
-)
+)  # fmt: skip
 from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import reshard
@@ -201,14 +201,7 @@ def export_hf(
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[Manifest, Files, Any]:
-    """Open a checkpoint of mpcore.
-
-    Args:
-        path: the checkpoint.
-        spec: the names and shapes of your model.
-
-    Returns:
-        The manifest, the files, and the configuration of the model in the checkpoint.
+    """Open a checkpoint of mpcore. Return the manifest, the files, and the configuration of the model in it.
 
     Raises:
         ValueError: if `path` is no checkpoint, is incomplete, or its configuration doesn't fit `spec`.
@@ -253,8 +246,5 @@ def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
 
 
 def _written_as(name: str, entry: Entry, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a tensor is written.
-
-    A router's bias keeps its dtype: it changes by steps that are too small for 16 bits.
-    """
+    # a router's bias keeps its dtype: it changes by steps that are too small for 16 bits
     return DTYPES[entry.dtype] if dtype is None or name.endswith(ROUTER_BIAS) else dtype

@@ -27,10 +27,8 @@ _FILES = (
 class ExtraFiles:
     """The files and fields that are stored with a model's weights.
 
-    Attributes:
-        config: fields of config.json: `model_type`, the token ids, and the maximum length if the run's sequences are
-            shorter.
-        files: the content of the tokenizer files and of generation_config.json, by file name.
+    The fields are those of config.json: `model_type`, the token ids, and the maximum length if the run's sequences are
+    shorter. The files are the tokenizer's and generation_config.json, by name.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -55,8 +53,7 @@ class ExtraFiles:
 
         Args:
             content: the content of the tokenizer.json. None: the tokenizer has no file.
-            end_id: the id of the token that ends a document.
-            end_name: the text of that token. None: no tokenizer file is stored unless it is the model's own.
+            end_id, end_name: the token that ends a document. Without a name, only the model's own tokenizer is stored.
         """
         own = content == self.files.get("tokenizer.json")
         if own and "eos_token_id" in self.config:
@@ -73,12 +70,7 @@ class ExtraFiles:
 
 
 def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> ExtraFiles:
-    """Read the tokenizer files of a Hugging Face folder, and the token ids of its config.json.
-
-    Args:
-        folder: the folder.
-        values: the content of its config.json.
-    """
+    """Read the tokenizer files of a Hugging Face folder, and the token ids of `values`, its config.json."""
     return ExtraFiles(
         {name: value for name, value in values.items() if name in TOKENS | {"model_type"}}, _read_files(Path(folder))
     )
@@ -86,9 +78,6 @@ def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> 
 
 def carried_by_checkpoint(path: str | os.PathLike[str]) -> ExtraFiles:
     """Read the tokenizer files and token ids that are stored in a checkpoint of mpcore.
-
-    Args:
-        path: the checkpoint.
 
     Raises:
         ValueError: if the checkpoint or a file is missing or damaged.

@@ -27,17 +27,12 @@ ROUTER_BIAS, ROUTER_STATISTICS = ".router.expert_bias", ".router.fractions"
 
 @dataclass(frozen=True)
 class Part:
-    """One Hugging Face tensor, as a box of an mpcore tensor.
+    """One Hugging Face tensor, as a box of an mpcore tensor."""
 
-    Attributes:
-        key: the name of the Hugging Face tensor.
-        transposed: whether the Hugging Face tensor is the transpose of the box.
-    """
-
-    key: str
+    key: str  # the name of the Hugging Face tensor
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    transposed: bool = False
+    transposed: bool = False  # whether the Hugging Face tensor is the transpose of the box
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -59,17 +54,13 @@ def parts_of(
     The Hugging Face tensors are in the order of the mpcore tensor's rows. A router's bias and statistics have none,
     except that DeepSeek-V3 has the bias.
 
-    Args:
-        config: the configuration.
-        spec: the names and shapes of your model.
-        first: the `model_type` to try first. None: no preference.
-
     Raises:
         ValueError: if no architecture expresses the model, or a parameter has no counterpart in the architecture.
     """
     kind = architecture_of(config, spec=spec, first=first)
     architecture, ours = ARCHITECTURES[kind], spec.describe(config)
     names = {**architecture.ends, **{f"blocks.{{}}.{module}": key for module, key in architecture.block.items()}}
+    names |= {f"{module}.{{}}": key for module, key in architecture.further.items()}
     if ours["latent"] is not None and ours["latent"]["q_lora_rank"] is None:
         names["blocks.{}.attention.q_up"] = "self_attn.q_proj"
     qkv = [heads * ours["head_dim"] for heads in (ours["heads"], ours["kv_heads"], ours["kv_heads"])]
@@ -80,11 +71,13 @@ def parts_of(
         if name.endswith(ROUTER_STATISTICS) or (name.endswith(ROUTER_BIAS) and no_bias):
             continue
         module, _, leaf = name.rpartition(".")
-        layer = next(iter(re.findall(r"^blocks\.(\d+)\.", name)), None)
-        pattern = module if layer is None else module.replace(f".{layer}.", ".{}.", 1)
+        of_list = re.match(r"(mtp\.)?\w+\.(\d+)\b", module)  # a block, or a part of a `MultiTokenPrediction`
+        pattern = module if of_list is None else re.sub(r"\.\d+\b", ".{}", module, count=1).removeprefix("mtp.")
         if pattern not in names:
             raise ValueError(f"{name} has no counterpart in {kind}: known are {sorted(names)}")
-        where = "" if layer is None else f"{architecture.layers}.{layer}."
+        where = ""
+        if of_list is not None:
+            where = f"{architecture.layers}.{int(of_list[2]) + (ours['layers'] if of_list[1] else 0)}."
         leaf = architecture.leaves.get(leaf, leaf)
         keys = [f"{where}{key}.{leaf}" for key in names[pattern].split()]
         flipped = len(shape) == 2 and pattern.removeprefix("blocks.{}.") in architecture.transposed
@@ -106,23 +99,14 @@ def _rows(keys: list[str], shape: tuple[int, ...], sizes: list[int] | None, tran
 
 @dataclass
 class Source:
-    """An open Hugging Face folder, as `open_hf` returns it.
-
-    Attributes:
-        folder: the folder.
-        config: the configuration of your model.
-        values: the content of config.json.
-        entries: by mpcore name, each mpcore tensor and the files and boxes that it consists of.
-        files: the open files, by name.
-        parts: the Hugging Face tensors, by name.
-    """
+    """An open Hugging Face folder, as `open_hf` returns it."""
 
     folder: Path
-    config: Any
-    values: dict[str, Any]
-    entries: dict[str, Entry]
-    files: dict[str, TensorFile] = field(default_factory=dict)
-    parts: dict[str, Part] = field(default_factory=dict)
+    config: Any  # of your model
+    values: dict[str, Any]  # the content of config.json
+    entries: dict[str, Entry]  # by mpcore name, each mpcore tensor and the files and boxes that it consists of
+    files: dict[str, TensorFile] = field(default_factory=dict)  # by name
+    parts: dict[str, Part] = field(default_factory=dict)  # by the name of the Hugging Face tensor
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
         """Return a Hugging Face tensor as a view with the shape of its box. Its bytes are read when they are used."""
@@ -134,10 +118,6 @@ class Source:
 
 def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
     """Open a folder that `save_pretrained` wrote: config.json and safetensors files. No tensor is read.
-
-    Args:
-        folder: the folder.
-        spec: the names and shapes of your model.
 
     Raises:
         ValueError: if the weights are pickles, or if a file, tensor or field is missing, unknown or damaged, or a
@@ -188,7 +168,7 @@ def _check_tie(source: Source, file: str) -> None:
     (chunk,) = source.entries["embedding.weight"].chunks
     head, table = source.files[file].whole("lm_head.weight"), source.files[chunk.file].whole(chunk.key)
     if head.shape != table.shape or head.dtype != table.dtype or checksum(raw(head)) != checksum(raw(table)):
-        raise ValueError(f"{source.folder} has an lm_head of its own, but its config.json ties it to the embedding")
+        raise ValueError(f"{source.folder}: lm_head isn't the embedding: set tie_word_embeddings=false in its config")
     source.files[file].forget("lm_head.weight")
     source.forget(chunk)
 

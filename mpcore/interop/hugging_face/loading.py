@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ from mpcore.checkpoint.tensor_file import TensorFile
 from mpcore.interop.hugging_face.boxes import Weights
 from mpcore.interop.hugging_face.config import read_json
 from mpcore.interop.hugging_face.folder import check_counts, open_files
-from mpcore.interop.hugging_face.pretrained import held_tensors, saved_state
+from mpcore.interop.hugging_face.pretrained import saved_state
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, transformers_module
 from mpcore.interop.parallelize import parallelize
 from mpcore.interop.parallelize.plan import Plan
 from mpcore.layers.initialize import allocate
 from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.mesh.log import Logger, get_logger
+from mpcore.sharding.declarations import declarations, persistent_buffers
 from mpcore.sharding.state_dict import all_names
 
+log: Logger = get_logger("mpcore.interop")
 OPTIONS = inspect.signature(parallelize).parameters.keys() - {"module", "plan", "tp", "ep", "etp", "data", "cp"}
 
 
@@ -72,6 +75,8 @@ def from_pretrained(
     Note:
         - If config.json ties two weights and the files hold two different tensors, the weights are not tied, as in
           transformers: the model's config then has `tie_word_embeddings=False`.
+        - Tensors of multi-token prediction, which the classes of transformers don't compute, are not read or trained:
+          `save_pretrained` and `hf_tensors` copy them from this folder, with a warning here.
         - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
         - Without `defer`, call `shard_data_parallel` afterwards, or `prepare(initialize=False)`, which keeps the loaded
           weights.
@@ -94,22 +99,47 @@ def from_pretrained(
     dense = together(mesh.world, lambda: dense_shape(model))
     model = parallelize(model, plan, mesh.tp, ep=mesh.ep, etp=mesh.etp, data=mesh.data, cp=mesh.cp, **options)
 
+    read: set[str] = set()
+
     def weights_of() -> Weights:
-        held = held_tensors(model, mesh)
+        held = {name: torch.empty(lies.shape, dtype=p.dtype, device="meta") for name, p, lies in declarations(model)}
+        held |= {name: x for name, _, _, x in persistent_buffers(model)}
         weights = Weights(dense)
         for group in stored_groups(dense, saved_state(dense, held)):
             keys = _keys(path, dense, group, where)
+            read.update(keys.values())
             weights.add(group, keys, {key: files[where[key]] for key in keys.values()})
         weights.alias(all_names(model))
         return weights
 
     weights = together(mesh.world, weights_of)
+    unread = _unread(dense, where.keys() - read)
+    ignored = getattr(dense, "_keys_to_ignore_on_load_unexpected", None) or ()
+    other = sorted(where.keys() - read - {*unread} - dense.state_dict().keys())
+    other = [key for key in other if not any(re.search(it, key) for it in ignored)]
+    if other and mesh.world.rank == 0:
+        log.warning("%s has %d tensors that %s does not have, such as %s: they are neither read nor saved",
+                    path, len(other), type(dense).__name__, other[0])  # fmt: skip
+    if unread and mesh.world.rank == 0:
+        log.warning("%s has %d tensors that %s doesn't compute, such as %s: save_pretrained writes them unchanged",
+                    path, len(unread), type(dense).__name__, unread[0])  # fmt: skip
+    # a function, which a deep copy of the model shares
+    vars(model)["unread_tensors"] = lambda: {key: files[where[key]].whole(key) for key in unread}
     dtypes = {name: x.dtype for name, x in model.state_dict(keep_vars=True).items()}
     buffers = {name: dtypes[name] for name, x in model.named_buffers() if name in dtypes}
     if defer:
         weights.read(model, mesh, buffers)
-        # a function, which a deep copy of the model shares
-        vars(model)["read_values"] = lambda model, mesh, dtypes: weights.read(model, mesh, dtypes)
+        begun = {name: (p, p._version) for name, p in model.named_parameters()}
+
+        def read_values(model: Any, mesh: Mesh, dtypes: Mapping[str, torch.dtype]) -> int:
+            if changed := [name for name, (p, version) in begun.items() if p.is_meta and p._version != version]:
+                raise ValueError(
+                    f"{changed[0]} was changed before its values were read, which the read would undo: change it after "
+                    f"prepare, within run.parameters(), or load without defer"
+                )
+            return weights.read(model, mesh, dtypes)
+
+        vars(model)["read_values"] = read_values  # a function, which a deep copy of the model shares
     else:
         allocate(model, mesh.device)
         weights.read(model, mesh, dtypes)
@@ -177,15 +207,7 @@ def _make(
 
 
 def auto_config(path: Path, **changes: Any) -> Any:
-    """Return the config of a folder, or of a config.json, as an object of transformers. No code that it names runs.
-
-    Args:
-        path: the folder or the file.
-        changes: values of fields.
-
-    Raises:
-        ValueError: if it can't be read, or it names code on the Hub.
-    """
+    """Return the config of a folder, or of a config.json, as an object of transformers. No code that it names runs."""
     file = path / "config.json" if path.is_dir() else path
     _refuse_kernels(file, read_json(file))
     auto = transformers_module("").AutoConfig
@@ -217,6 +239,15 @@ def _untied(
         for key in keys:
             files[where[key]].forget(key)
     return different
+
+
+def _unread(dense: Any, keys: Set[str]) -> list[str]:
+    """Return those of the unread tensors that belong to multi-token prediction: layers after the last, or "mtp"."""
+    config = dense.config.get_text_config()
+    depth, more = (getattr(config, f"num_{kind}_layers", None) or 0 for kind in ("hidden", "nextn_predict"))
+    layer = {key: int(found[1]) for key in keys if (found := re.match(r"model\.layers\.(\d+)\.", key))}
+    after = {*range(depth, depth + more)} if max(layer.values(), default=0) < depth + more else {}
+    return sorted(key for key in keys if re.search(r"(^|\.)mtp[._]", key) or layer.get(key) in after)
 
 
 def _file_keys(model: Any, name: str) -> list[str]:

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpcore.checkpoint import pieces
-from mpcore.checkpoint.pieces import check_finite, held_by_model
+from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model
 from mpcore.checkpoint.tensor_file import host_memory
 from mpcore.interop.hugging_face.boxes import pieces as pieces_of
 from mpcore.interop.hugging_face.stored import Group, dense_shape, stored_groups, stored_names, stored_tensors
@@ -26,17 +25,17 @@ from mpcore.interop.lora.layers import is_transposed
 from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.pipeline.partition import join_stages
-from mpcore.sharding.declarations import declarations, persistent_buffers
-from mpcore.sharding.declare import Sharding, check_lies_on
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.declare import check_lies_on
 from mpcore.sharding.local import reshard
-from mpcore.sharding.state_dict import all_names, check_present
+from mpcore.sharding.state_dict import all_names
 
 PIECE = 2**20  # bytes that a rank sends at once
 
-Held = dict[str, tuple[Tensor, Sharding]]
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # start and shape of each
-Gathered = Iterator[tuple[Group, dict[str, Tensor]]]
-_Sent = tuple[list[str], list[tuple[str, torch.dtype, tuple[int, ...]]]]  # model tensors, and the file tensors
+_Sent = tuple[  # the model's tensors, each with the ranks that send it, and the file's tensors
+    list[tuple[str, list[int]]], list[tuple[str, torch.dtype, tuple[int, ...]]]
+]  # fmt: skip
 
 
 class _Owned(NamedTuple):
@@ -95,10 +94,14 @@ def save_pretrained(
     stage, likes, tensors = _hf_tensors(model, mesh, lambda: check_new(folder), f"{folder} isn't written", False)
 
     def write() -> None:
-        if mesh.world.rank == 0:
-            _write(folder, stage, likes, tensors, shard_bytes)
-        for _ in tensors:  # on the other ranks: send
-            pass
+        try:
+            if mesh.world.rank == 0:
+                with new_folder(folder) as new:
+                    _write_configs(new, stage)
+                    write_weights(new, likes, lambda _: next(tensors)[1], shard_bytes)
+        finally:
+            for _ in tensors:  # the other ranks send; after an error, too, they wait until all is received
+                pass
 
     together(mesh.world, write)
     return folder
@@ -149,15 +152,18 @@ def _hf_tensors(
     whole = stages[0] if len(stages) == 1 else join_stages(stages)
     for stage in stages:
         reshard(stage)
-    held: dict[str, pieces.LocalTensor] = {}
+    held: dict[str, LocalTensor] = {}
     owned: list[_Owned] = []
     groups: list[Group] = []
     dense: Any = None
+    copied: dict[str, Tensor] = getattr(stages[0], "unread_tensors", dict)()  # of from_pretrained's folder
 
     def mine() -> _Owned:
         for name, parameter, sharding in declarations(whole):
             check_lies_on(name, parameter, sharding, mesh)
         held.update({item.name.removeprefix("model/"): item for item in held_by_model(whole, mesh)})
+        for first, *others in all_names(whole):  # also those that were tied after the model was made
+            held.update(dict.fromkeys(others, held[first]) if first in held else {})
         weights = {name for name, _ in whole.named_parameters()}
         check_finite(((name, x.tensor, name in weights) for name, x in held.items()), otherwise)
         boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
@@ -168,37 +174,40 @@ def _hf_tensors(
         }
         return _Owned(tensors, adapters, factor_names(whole))
 
-    def plan(found: list[_Owned]) -> tuple[list[_Sent], set[tuple[int, str]]]:
+    def plan(found: list[_Owned]) -> list[_Sent]:
         nonlocal dense
         check()
         dense = dense_shape(stages[0])
         owned.extend(_Owned(*each) for each in found)  # named tuples travel as tuples
-        groups.extend(stored_groups(dense, saved_state(dense, _logical(dense, owned))))
+        held = [(n, x) for each in owned for n, x in each.tensors.items() if n not in each.factors]
+        state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape, _) in held}
+        groups.extend(stored_groups(dense, saved_state(dense, state)))
         first = {name: names[0] for names in all_names(dense) for name in names}
         order: list[_Sent] = []
         for group in groups:
-            sent = [name for source in group.sources for name in _names(first[source], owned)]
+            sent = [(name, _senders(name, owned)) for at in group.sources for name in _names(first[at], owned)]
             order.append((sent, [(key, like.dtype, tuple(like.shape)) for key, like in group.files.items()]))
-        return order, _repeated([name for sent, _ in order for name in sent], owned)
+        order += [([], [(key, x.dtype, tuple(x.shape))]) for key, x in copied.items()]
+        return order
 
-    order, repeated = merged(mesh.world, mine, plan)
+    order = merged(mesh.world, mine, plan)
     likes = {key: torch.empty(shape, dtype=dtype, device="meta") for _, files in order for key, dtype, shape in files}
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        gathered = _gather(dense, groups, owned, repeated, held, mesh)
-        for names, files in order:
+        """Gather the tensors in one order on all ranks: rank 0 receives what the others send."""
+        for at, (sent, files) in enumerate(order):
             made: dict[str, Tensor] = {}
-            if mesh.world.rank == 0:
-                made = stored_tensors(dense, *next(gathered))
-            for name in names if mesh.world.rank else ():
-                if name in held and (mesh.world.rank, name) not in repeated:
+            if mesh.world.rank == 0 and at >= len(groups):
+                made = {key: copied[key] for key, _, _ in files}
+            elif mesh.world.rank == 0:
+                made = stored_tensors(dense, groups[at], _merged(groups[at], sent, owned, held, mesh))
+            for name, senders in sent if mesh.world.rank else ():
+                if mesh.world.rank in senders:
                     _send(held[name], mesh)
             for key, _, _ in files:
                 if every_rank:
-                    x = made.pop(key, likes[key]).to(mesh.device) if mesh.world.rank == 0 else torch.empty_like(
-                        likes[key], device=mesh.device
-                    )  # fmt: skip
-                    x = x.contiguous()
+                    x = made.pop(key) if mesh.world.rank == 0 else torch.empty_like(likes[key], device=mesh.device)
+                    x = x.to(mesh.device).contiguous()
                     if mesh.world.size > 1:
                         dist.broadcast(x, group=mesh.world.group, group_src=0)
                     yield key, x
@@ -216,48 +225,20 @@ def _hf_tensors(
     return stages[0], likes, finished(stream())
 
 
-def held_tensors(model: nn.Module, mesh: Mesh) -> Held:
-    """Return the tensors of the state dict with their declarations, under all their names."""
-    held: Held = {}
-    for name, parameter, sharding in declarations(model):
-        check_present(name, parameter)
-        check_lies_on(name, parameter, sharding, mesh)
-        held[name] = parameter, sharding
-    for name in factor_names(model):
-        held.pop(name, None)
-    held |= {name: (buffer, Sharding(tuple(buffer.shape))) for name, _, _, buffer in persistent_buffers(model)}
-    for first, *others in all_names(model):
-        held |= dict.fromkeys(others, held[first]) if first in held else {}
-    return held
-
-
-def saved_state(dense: Any, held: Held) -> dict[str, Tensor]:
-    """Return the state dict to save, on the meta device."""
-    names, state = stored_names(dense), {}
+def saved_state(dense: Any, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict to save, on the meta device, of the tensors that the ranks hold together."""
+    named = dict(held)
+    for first, *others in all_names(dense):
+        named |= dict.fromkeys(others, held[first]) if first in held else {}
     for name, x in dense.state_dict().items():
-        if name not in held or held[name][1].shape != tuple(x.shape):
-            found = f"with shape {held[name][1].shape}" if name in held else "not there"
+        if name not in named or named[name].shape != x.shape:
+            found = f"with shape {tuple(named[name].shape)}" if name in named else "not there"
             raise ValueError(
                 f"{name} is {found}, but has shape {tuple(x.shape)} by the model's config: save an unsharded model"
             )
-    if more := sorted(held.keys() - dense.state_dict().keys()):
-        raise ValueError(f"the model's config has no {more[:20]}: from_pretrained would not read them")
-    for name in names:
-        state[name] = torch.empty(held[name][1].shape, dtype=held[name][0].dtype, device="meta")
-    return state
-
-
-def _write(
-    folder: Path, model: Any, likes: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
-) -> None:
-    """Write the tensors of the generator, in the order of `likes`."""
-    try:
-        with new_folder(folder) as new:
-            _write_configs(new, model)
-            write_weights(new, likes, lambda _: next(tensors)[1], shard_bytes)
-    finally:
-        for _ in tensors:  # after an error too: the other ranks wait until their tensors are received
-            pass
+    if more := sorted(named.keys() - dense.state_dict().keys()):
+        raise ValueError(f"a model of this config has no {more[:20]}: remove them, as from_pretrained won't load them")
+    return {name: torch.empty_like(named[name], device="meta") for name in stored_names(dense)}
 
 
 def _write_configs(folder: Path, model: Any) -> None:
@@ -268,70 +249,46 @@ def _write_configs(folder: Path, model: Any) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _logical(dense: Any, owned: list[_Owned]) -> Held:
-    """Return the tensors that the ranks hold together, without the adapters, under all their names, on "meta"."""
-    found: Held = {}
-    for each in owned:
-        for name, (dtype, shape, _) in each.tensors.items():
-            if name not in each.factors:
-                found[name] = torch.empty(shape, dtype=dtype, device="meta"), Sharding(shape)
-    for first, *others in all_names(dense):
-        found |= dict.fromkeys(others, found[first]) if first in found else {}
-    return found
-
-
 def _names(name: str, owned: list[_Owned]) -> list[str]:
     """Return a tensor's name, followed by those of its adapter's factors if it has one."""
     prefix = next((each.adapters[name][2] for each in owned if name in each.adapters), None)
     return [name, *(f"{prefix}{leaf}.weight" for leaf in FACTORS if prefix is not None)]
 
 
-def _repeated(order: list[str], owned: list[_Owned]) -> set[tuple[int, str]]:
-    """Return the (rank, name) of tensors that a lower rank holds in full: buffers that several stages share."""
-    repeated = set()
-    for name in order:
-        sizes = {}
-        for rank, each in enumerate(owned):
-            _, shape, boxes = each.tensors.get(name, (None, (), []))
-            if boxes:
-                sizes[rank] = sum(math.prod(size) for _, size in boxes)
-                repeated |= {(rank, name)} if sizes[min(sizes)] == math.prod(shape) and len(sizes) > 1 else set()
-    return repeated
+def _senders(name: str, owned: list[_Owned]) -> list[int]:
+    """Return the ranks that send a tensor, and no rank that repeats a buffer which a lower rank holds in full."""
+    held = {rank: each.tensors[name] for rank, each in enumerate(owned) if name in each.tensors}
+    sizes = {rank: sum(math.prod(size) for _, size in boxes) for rank, (_, _, boxes) in held.items() if boxes}
+    full = bool(sizes) and sizes[min(sizes)] == math.prod(held[min(sizes)][1])
+    return [rank for rank in held if not (full and rank in sizes and rank > min(sizes))]
 
 
 @torch.no_grad()
-def _send(held: pieces.LocalTensor, mesh: Mesh) -> None:
+def _send(held: LocalTensor, mesh: Mesh) -> None:
     for box in held.boxes:
         for _, piece in pieces_of(box.start, box.of(held.tensor), held.tensor.itemsize, PIECE) if box.owned else ():
             dist.send(piece.to(mesh.device).contiguous(), group=mesh.world.group, group_dst=0)
 
 
-def _gather(
-    dense: Any,
-    groups: list[Group],
-    owned: list[_Owned],
-    repeated: set[tuple[int, str]],
-    held: Mapping[str, pieces.LocalTensor],
-    mesh: Mesh,
-) -> Gathered:
-    """Yield on rank 0 each group with its full tensors, adapters merged, in the order in which the ranks send."""
-    first = {name: names[0] for names in (all_names(dense) if groups else ()) for name in names}
-
-    def merge(name: str) -> Tensor:
-        x, *factors = (_whole(sent, owned, repeated, held, mesh) for sent in _names(name, owned))
+def _merged(
+    group: Group, sent: list[tuple[str, list[int]]], owned: list[_Owned], held: Mapping[str, LocalTensor], mesh: Mesh
+) -> dict[str, Tensor]:
+    """Return on rank 0 the full tensors of a group, adapters merged, in the order in which the ranks send."""
+    rest, found = iter(sent), {}
+    for source in group.sources:
+        name, senders = next(rest)
+        x = _whole(name, senders, owned, held, mesh)
         how = next((each.adapters[name] for each in owned if name in each.adapters), None)
-        return x if how is None else weight_with(x, factors[0], factors[1], *how[:2])
-
-    for group in groups:
-        yield group, {name: merge(first[name]) for name in group.sources}
+        if how is not None:
+            a, b = (_whole(*next(rest), owned, held, mesh) for _ in FACTORS)
+            x = weight_with(x, a, b, *how[:2])
+        found[source] = x
+    return found
 
 
 @torch.no_grad()
-def _whole(
-    name: str, owned: list[_Owned], repeated: set[tuple[int, str]], held: Mapping[str, pieces.LocalTensor], mesh: Mesh
-) -> Tensor:
+def _whole(name: str, senders: list[int], owned: list[_Owned], held: Mapping[str, LocalTensor], mesh: Mesh) -> Tensor:
     """Return a full tensor in host memory, of this rank's boxes and those that the other ranks send."""
-    senders = [rank for rank, each in enumerate(owned) if name in each.tensors and (rank, name) not in repeated]
     dtype, shape, _ = owned[senders[0]].tensors[name]
     if name in held and held[name].tensor.shape == shape:
         return held[name].tensor.cpu()

@@ -13,7 +13,7 @@ from mpcore.interop.lora.adapters import factor_names
 from mpcore.interop.parallelize.model_copy import choose_plain_kernels
 from mpcore.sharding.declarations import shardings
 
-SIZES = {  # by the names that configs have for them; 2, 3 and 4 divide the 12 heads
+SIZES: dict[str, Any] = {  # by the names that configs have for them; 2, 3 and 4 divide the 12 heads
     "vocab_size": 66, "hidden_size": 48, "n_embd": 48, "d_model": 48, "embedding_size": 48, "word_embed_proj_dim": 48,
     "emb_dim": 48, "dim": 48,
     "num_attention_heads": 12, "n_head": 12, "n_heads": 12, "num_heads": 12, "encoder_attention_heads": 12,
@@ -27,6 +27,7 @@ SIZES = {  # by the names that configs have for them; 2, 3 and 4 divide the 12 h
     "qk_nope_head_dim": 4, "v_head_dim": 4, "rotary_dim": 4, "sliding_window": 4, "state_size": 4, "num_mel_bins": 4,
     "max_source_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "rotary_pct": 1.0,
     "partial_rotary_factor": 1.0, "image_size": 8, "patch_size": 4, "projection_dim": 48,
+    "linear_num_heads": 12, "linear_head_dim": 4, "mamba_chunk_size": 8,
 }  # fmt: skip
 MOST = 2**27  # parameters of a small copy
 

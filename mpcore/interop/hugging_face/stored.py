@@ -22,16 +22,11 @@ from mpcore._torch.pytree import leaves
 
 @dataclass
 class Group:
-    """File tensors that are made from the same model tensors.
-
-    Attributes:
-        files: the tensors on the meta device, by their names in the files.
-        renamed: whether the group is one tensor that only has another name.
-    """
+    """File tensors that are made from the same model tensors."""
 
     sources: list[str]
-    files: dict[str, Tensor]
-    renamed: bool
+    files: dict[str, Tensor]  # on the meta device, by their names in the files
+    renamed: bool  # whether the group is one tensor that only has another name
 
 
 def class_of(model: nn.Module) -> Any:

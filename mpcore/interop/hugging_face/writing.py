@@ -37,12 +37,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_weights(folder: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor], limit: int) -> None:
-    """Write the safetensors files of a Hugging Face folder, and an index if there are several.
-
-    Args:
-        read: returns the tensor of a key. It is called in the order of `likes`.
-        limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
-    """
+    """Write the safetensors files of a Hugging Face folder, by `write_files`, and an index if there are several."""
     written, where = write_files(
         folder, likes, read, limit,
         lambda i, n: f"model-{i + 1:05d}-of-{n:05d}.safetensors" if n > 1 else "model.safetensors",
@@ -60,11 +55,10 @@ def write_files(
     limit: int,
     name: Callable[[int, int], str],
 ) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:
-    """Write tensors to files of a limited size.
+    """Write tensors to files of at most `limit` bytes. A single larger tensor gets a file of its own.
 
     Args:
         read: returns the tensor of a key. It is called in the order of `likes`.
-        limit: the largest size of a file in bytes. A single larger tensor gets a file of its own.
         name: returns the name of a file from its index and the number of files.
     """
     shards: list[list[str]] = [[]]

@@ -201,7 +201,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
         grouped = isinstance(layer, GroupedAdapter)
         owner: Any = owners[layer] if grouped else layer
         weight = owner.get_parameter(layer.leaf if grouped else "weight")
-        weight.copy_(merged_weight(layer, weight, layer.lora_A.weight, layer.lora_B.weight))
+        weight.copy_(layer.merged_weight(weight))
         if grouped:
             delattr(owner, f"{layer.leaf}{_CHILD}")
             if not any(isinstance(child, GroupedAdapter) for child in owner.children()):
@@ -238,7 +238,8 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     layers, state = lora_layers(model), full_state_dict(model)
     for name, layer in layers.items():
         weight = state[weight_name(name, layer)]
-        weight.copy_(merged_weight(layer, weight, *(state[f"{name}.{leaf}.weight".lstrip(".")] for leaf in FACTORS)))
+        a, b = (state[f"{name}.{leaf}.weight".lstrip(".")] for leaf in FACTORS)
+        weight.copy_(weight_with(weight, a, b, layer.scaling, is_transposed(layer)))
     for name in factor_names(model):
         del state[name]
     return state
@@ -261,11 +262,6 @@ def weight_name(name: str, layer: LoRALayer) -> str:
     if isinstance(layer, GroupedAdapter):
         return name.removesuffix(f"{layer.leaf}{_CHILD}") + layer.leaf
     return f"{name}.weight".lstrip(".")
-
-
-def merged_weight(layer: LoRALayer, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return the weight plus the adapter's product, computed in float32 or wider."""
-    return weight_with(weight, a, b, layer.scaling, is_transposed(layer))
 
 
 # --- which layers, and their factors ----------------------------------------------------------------------------------

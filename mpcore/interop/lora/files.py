@@ -29,7 +29,7 @@ from mpcore.interop.lora.adapters import (
     weight_name,
 )
 from mpcore.interop.lora.layers import GroupedAdapter, LoRALayer, factors, is_transposed, sizes_of
-from mpcore.mesh.agreement import gather_objects, together
+from mpcore.mesh.agreement import gather_objects, merged, together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers
 from mpcore.sharding.declare import Sharding
@@ -79,7 +79,9 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     """
     folder = check_local(Path(folder))
     reshard(model)
-    layers, extra = together(mesh.world, lambda: _present(model))
+    layers, tensors, names = together(mesh.world, lambda: _present(model))
+    modules = merged(mesh.world, lambda: names, _modules_to_save)
+    extra = {name: held for name, held in tensors.items() if _in_modules(name, modules)}
     mine: dict[str, Tensor] = {}
     for name, layer in layers.items():
         for leaf, factor in factors(layer):
@@ -87,7 +89,7 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
             mine[f"{PREFIX}{name}.{leaf}.weight"] = full.cpu().contiguous()
     for name, (x, sharding) in extra.items():
         mine[f"{PREFIX}{name}"] = full_tensor(x, sharding).cpu().clone()
-    config = _config(model, layers, extra, mesh)
+    config = _config(model, layers, {name.rpartition(".")[0] for name in extra}, mesh)
     parts = [folder / f".{TENSORS}.{stage}" for stage in range(mesh.pp.size)]
 
     def write_stage() -> None:
@@ -107,10 +109,11 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
                 write_tensors(written, {key: file.whole(key) for file in files for key in file.header})
                 for part in parts:
                     part.unlink()
-            os.replace(written, folder / TENSORS)
             text = json.dumps(config, indent=2)
             part = folder / f".{CONFIG}.{secrets.token_hex(4)}.tmp"
             store_of(part).write(part, f"{text}\n".encode())
+            (folder / CONFIG).unlink(missing_ok=True)  # nothing loads new tensors with an old config
+            os.replace(written, folder / TENSORS)
             os.replace(part, folder / CONFIG)
 
     together(mesh.world, write_stage)
@@ -152,7 +155,10 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         _refuse_grouped({name: layer for name, layer in named_modules(model) if isinstance(layer, GroupedAdapter)})
         config, file = _read_config(folder / CONFIG), TensorFile(folder / TENSORS)
         check_finite(((key, file.whole(key), True) for key in file.header), str(file.path))
-        modules = config["modules_to_save"]
+        modules, tied = config["modules_to_save"], [names for names in all_names(model) if len(names) > 1]
+        if config["ensure_weight_tying"]:  # PEFT then writes a tied weight under each of its names
+            modules += [name.rpartition(".")[0] for names in tied for name in names
+                        if any(_in_modules(other, modules) for other in names)]  # fmt: skip
         keys, extra = _keys(file, modules)
         for name, layer in linear_layers(model):
             if name in keys:
@@ -162,8 +168,15 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
             needed = _in_modules(name, modules) or (x.requires_grad and bool(ours) and name not in ours)
             if shape != sharding.shape and (needed or shape is not None):
                 raise ValueError(f"{file.path} has {name} of shape {shape}, and the model needs {sharding.shape}")
-        for names in all_names(model):
-            first, *others = [name for name in names if name in extra] or [""]
+        for names in tied:
+            present = [name for name in names if name in extra]
+            first, *others = present or [""]
+            if 0 < len(present) < len(names) and not config["ensure_weight_tying"]:
+                other = next(name for name in names if name not in extra)
+                raise ValueError(
+                    f"{file.path} has {first} without {other}, which is tied to it here and which PEFT leaves as it "
+                    f"was: train in PEFT with ensure_weight_tying=True, or save the model with two weights, untied"
+                )
             if any(not torch.equal(file.whole(extra[first]), file.whole(extra[name])) for name in others):
                 raise ValueError(f"{file.path} has two values of {' and '.join([first, *others])}, which are tied here")
         return config, file, keys, extra
@@ -176,8 +189,8 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     def check() -> None:
         if unknown := {*keys, *extra} - here:
             raise ValueError(
-                f"{folder} has adapters of {len(keys)} layers and {len(extra)} more tensors, and {len(unknown)} are no "
-                f"linear layers or tensors of this {type(model).__name__}, such as {min(unknown)}"
+                f"{folder} has {len(keys)} adapters and {len(extra)} other tensors, and {len(unknown)} fit no layer or "
+                f"tensor of this {type(model).__name__}, such as {min(unknown)}: load them into the model of that run"
             )
         if held and held != found.keys():
             raise ValueError(
@@ -202,25 +215,35 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     return model
 
 
-def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held]]:
-    """Return the layers that have an adapter, and the tensors of the other modules that are trained, by all names.
+def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held], tuple[list[str], list[str]]]:
+    """Return the layers that have an adapter, and all tensors, which must have memory.
 
-    All of them must have memory, and PEFT's `modules_to_save` must be able to hold the latter.
+    And the names of the weights that are trained beside adapters, and of the modules that have an adapter.
     """
     layers, held = lora_layers(model), _held(model)
     _refuse_grouped(layers)
     for name, (x, _) in held.items():
         check_present(name, x)
     factors = factor_names(model)
-    trained = {name for name, (x, _) in held.items() if x.requires_grad and name not in factors}
-    modules = {name.rpartition(".")[0] for name in trained}
-    adapted = {name.rpartition(".")[0] for name in adapters_of(model)}
-    if bad := sorted(name for name in trained if name.rpartition(".")[0] in ("", *adapted)):
+    trained = [name for name, (x, _) in held.items() if x.requires_grad and name not in factors]
+    return layers, held, (trained, [name.rpartition(".")[0] for name in adapters_of(model)])
+
+
+def _modules_to_save(stages: list[tuple[list[str], list[str]]]) -> list[str]:
+    """Return PEFT's `modules_to_save` for the weights that the ranks train beside adapters.
+
+    Raises:
+        ValueError: if PEFT can't save a module: a layer of any stage that has an adapter is or lies in it.
+    """
+    modules = {name: name.rpartition(".")[0] for trained, _ in stages for name in trained}
+    adapted = {f"{at}." for _, each in stages for at in each}
+    if bad := sorted(n for n, m in modules.items() if not m or any(_in_modules(at, [m]) for at in adapted)):
         raise ValueError(
-            f"{len(bad)} trained weights, {', '.join(bad[:4])}, are in a layer that has an adapter or in no submodule: "
-            f"PEFT's modules_to_save can't hold them; save the merged model with save_pretrained, or freeze them"
+            f"{len(bad)} trained weights, {', '.join(bad[:4])}, are in a layer that has an adapter or in no submodule, "
+            f"or their module's name ends the name of a module that is or holds such a layer: PEFT's modules_to_save "
+            f"can't hold them; save the merged model with save_pretrained, or freeze them"
         )
-    return layers, {name: of for name, of in held.items() if name.rpartition(".")[0] in modules}
+    return sorted({*modules.values()})
 
 
 def _held(model: nn.Module) -> dict[str, Held]:
@@ -239,33 +262,32 @@ def _refuse_grouped(layers: Mapping[str, LoRALayer]) -> None:
         )
 
 
-def _targets(model: nn.Module, layers: Mapping[str, LoRALayer]) -> set[str]:
-    """Return the layers' names for PEFT's `target_modules`.
+def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: set[str], mesh: Mesh) -> dict[str, Any]:
+    """Return the adapters' configuration as PEFT writes it. The ranks of pp join theirs.
 
-    It is the last part of the name, or the full name if a layer without an adapter ends in the same part.
+    PEFT's `target_modules` has the last part of a layer's name, or the full name if a layer without an adapter ends in
+    the same part.
     """
-    ends = {name.rpartition(".")[2] for name in layers}
-    others = {name.rpartition(".")[2] for name, _ in linear_layers(model) if name not in layers}
-    return (ends - others) | {name for name in layers if name.rpartition(".")[2] in others}
-
-
-def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: Mapping[str, Held], mesh: Mesh) -> dict[str, Any]:
-    """Return the adapters' configuration as PEFT writes it. The ranks of pp join theirs."""
     mine = (
-        _targets(model, layers),
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()},
-        {name.rpartition(".")[0] for name in extra},
+        {name.rpartition(".")[2] for name, _ in linear_layers(model) if name not in layers},
+        extra,
     )
     stages = gather_objects(mine, mesh.pp.group)
-    sizes = {name: tuple(size) for _, found, _ in stages for name, size in found.items()}
+    sizes = {name: tuple(size) for found, *_ in stages for name, size in found.items()}
+    others = set().union(*(ends for _, ends, _ in stages))
+    ends = {name: name.rpartition(".")[2] for name in sizes}
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     escaped = {f"^{re.escape(name)}": size for name, size in sizes.items()}
     flipped = any(is_transposed(layer) for layer in layers.values())
     about = {"r": rank, "lora_alpha": alpha, "lora_dropout": next(iter(layers.values())).dropout}
     about |= {"rank_pattern": {name: r for name, (r, _) in escaped.items() if r != rank}}
     about |= {"alpha_pattern": {name: a for name, (_, a) in escaped.items() if a != alpha}}
-    about |= {"modules_to_save": sorted(set().union(*(modules for *_, modules in stages))) or None}
-    about |= {"target_modules": sorted(set().union(*(targets for targets, *_ in stages))), "fan_in_fan_out": flipped}
+    modules = set().union(*(modules for *_, modules in stages))
+    outer = sorted(name for name in modules if not any(name.startswith(f"{other}.") for other in modules))
+    about |= {"modules_to_save": outer or None}
+    targets = sorted({name if end in others else end for name, end in ends.items()})
+    about |= {"target_modules": targets, "fan_in_fan_out": flipped}
     about |= {"bias": "none", "use_rslora": False}
     task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
     origin = getattr(getattr(model, "config", None), "_name_or_path", None) or None
@@ -281,16 +303,17 @@ def _read_config(path: Path) -> dict[str, Any]:
         found["r"], found["lora_alpha"] = int(said["r"]), float(found["lora_alpha"])
         found |= {name: dict(found[name] or {}) for name in ("rank_pattern", "alpha_pattern")}
         found["modules_to_save"] = [*(found["modules_to_save"] or [])]
+        found["ensure_weight_tying"] = bool(said.get("ensure_weight_tying"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: give the folder that save_lora or PEFT's save_pretrained wrote") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from None
-    if said.get("peft_type") != "LORA" or said.get("bias", "none") != "none":
-        raise ValueError(f"{path}: peft_type {said.get('peft_type')!r} with bias {said.get('bias')!r}; only LORA, none")
+    kind, bias = said.get("peft_type"), said.get("bias", "none")
+    if kind != "LORA" or bias != "none":
+        raise ValueError(f"{path} has peft_type {kind!r} and bias {bias!r}: only 'LORA' with 'none' can be loaded")
     for name, value in said.items():
-        wrong = name == "init_lora_weights" and value not in _INITS
-        if (value and name not in (*_READ, *_NO_EFFECT)) or wrong:
-            raise ValueError(f"{path}: {name} is {value!r}, which mpcore's adapters don't have")
+        if (value and name not in (*_READ, *_NO_EFFECT)) or (name == "init_lora_weights" and value not in _INITS):
+            raise ValueError(f"{path}: {name} is {value!r}, which mpcore doesn't support: merge the adapter with PEFT")
     return found
 
 

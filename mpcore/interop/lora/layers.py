@@ -110,6 +110,10 @@ class LoRALayer(nn.Module):
             x = x.to(a.dtype)
         return product.column(product.column(x, a, None, _ALONE) * self.scaling, b, None, tp, dim)
 
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """Return the layer's weight with the adapter merged into it."""
+        return weight_with(weight, self.lora_A.weight, self.lora_B.weight, self.scaling, is_transposed(self))
+
     def dropout_mask(self, x: Tensor, tp: Axis, dim: int | None) -> Tensor:
         """Return the dropout mask of this rank's input: each element is 0 or 1 / (1 - dropout).
 
@@ -140,13 +144,8 @@ class LoRAGrouped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module's own forward."""
-        weights = {
-            adapter.leaf: weight_with(
-                getattr(self, adapter.leaf), adapter.lora_A.weight, adapter.lora_B.weight, adapter.scaling
-            )
-            for adapter in self.children()
-            if isinstance(adapter, GroupedAdapter)
-        }
+        adapters = [child for child in self.children() if isinstance(child, GroupedAdapter)]
+        weights = {adapter.leaf: adapter.merged_weight(getattr(self, adapter.leaf)) for adapter in adapters}
         with in_place_of_parameters(self, weights):
             return super().forward(*args, **kwargs)
 

@@ -15,22 +15,11 @@ from mpcore.interop.parallelize.plan import (
     SequenceParallel,
     Vocab,
     model_plan,
-)
+)  # fmt: skip
 from mpcore.interop.parallelize.suggest import suggest_plan
 from mpcore.interop.parallelize.summary import parallelize_summary
 
 __all__ = [
-    "Colwise",
-    "Experts",
-    "Hidden",
-    "LocalSizes",
-    "Plan",
-    "Replicate",
-    "Rowwise",
-    "SequenceParallel",
-    "Vocab",
-    "model_plan",
-    "parallelize",
-    "parallelize_summary",
-    "suggest_plan",
-]
+    "Colwise", "Experts", "Hidden", "LocalSizes", "Plan", "Replicate", "Rowwise", "SequenceParallel", "Vocab",
+    "model_plan", "parallelize", "parallelize_summary", "suggest_plan",
+]  # fmt: skip

@@ -29,7 +29,10 @@ class BalanceLoss:
     """
 
     def __init__(self, model: nn.Module, ep: Axis, data: Axis | None, asked: bool) -> None:
-        self.ep, self.data, self.asked, self.checked = ep, data, asked, False
+        self.ep = ep
+        self.data = data
+        self.asked = asked
+        self.checked: bool = False
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self, with_kwargs=True)
 

@@ -26,10 +26,7 @@ HEADS = re.compile(r"(\w+_)?n?heads?")
 
 
 def fingerprint(model: nn.Module, plan: Plan | str | None) -> dict[str, str]:
-    """Return hashes of what must be the same on all ranks: the plan, the shapes, the weights.
-
-    Reads each weight once.
-    """
+    """Return hashes of what must be the same on all ranks: the plan, the shapes, the weights. Read each weight once."""
     named = dict(model.named_parameters())
     held = [p.detach() for p in named.values() if not p.is_meta and not is_dtensor(p)]
     sums = [x.cpu() for p in held if not is_fake(x := p.sum(dtype=torch.float64))]
@@ -193,6 +190,9 @@ def check_local_sizes(styles: list[Target], tp: Axis) -> None:
                 raise ValueError(f"{name}.{attribute} {size} is not a multiple of the {tp.name} size {tp.size}")
 
 
+_LEAVE_OUT = "give parallelize skip=(name,) to leave it whole, or plan=suggest_plan(model, tp).plan"
+
+
 def check_plain(name: str, module: nn.Module, style: Style) -> None:
     """Raise ValueError for a module that can't be replaced without losing something, or that a style can't shard."""
     kind = type(module).__name__
@@ -210,9 +210,10 @@ def check_plain(name: str, module: nn.Module, style: Style) -> None:
         )
     if not {"weight", "bias"}.issuperset(module._parameters):
         raise ValueError(
-            f"{name} is a {kind} with parameters {sorted(module._parameters)}, of which a swap would lose some"
+            f"{name} is a {kind} with parameters {sorted(module._parameters)}, of which a swap would lose some: "
+            f"{_LEAVE_OUT}"
         )
     if (base is nn.Linear and type(module).forward is not nn.Linear.forward) or "forward" in vars(module):
-        raise ValueError(f"{name} is a {kind} with a forward of its own, which a swap would lose")
+        raise ValueError(f"{name} is a {kind} with a forward of its own, which a swap would lose: {_LEAVE_OUT}")
     if has_hooks(module):
         raise ValueError(f"{name} has hooks, which a swap would lose: register them afterwards")

@@ -36,16 +36,11 @@ WAY_OUT = "build the mesh with cp 1 for this model: tp, ZeRO and pipelines serve
 
 @dataclass(eq=False)
 class FullSequence:
-    """The full sequence of one forward. The hook attaches it to the model's `attention_mask`.
-
-    Attributes:
-        documents: [B, T], a number for each token that is the same for the tokens of one document; None: one document.
-        positions: [B, T], positions that restart in each document; None: 0 .. T-1.
-    """
+    """The full sequence of one forward. The hook attaches it to the model's `attention_mask`."""
 
     length: int
-    documents: Tensor | None = None
-    positions: Tensor | None = None
+    documents: Tensor | None = None  # [B, T], a number for each token, the same within a document; None: one document
+    positions: Tensor | None = None  # [B, T], restarting in each document; None: 0 .. T-1
 
 
 @dataclass(eq=False)
@@ -125,19 +120,13 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
 
 @dataclass(eq=False)
 class ShardedSequence:
-    """Replaces positions and the padding mask of a forward by those of the full sequence.
-
-    Attributes:
-        documents: whether the unsharded model keeps packed documents apart.
-        tp: the axis of sequence parallelism; size 1: none.
-        recurrent: the type of the layers that carry a state across tokens; None: there are none.
-    """
+    """Replaces positions and the padding mask of a forward by those of the full sequence."""
 
     cp: Axis
     kind: str
-    documents: bool
-    tp: Axis
-    recurrent: str | None
+    documents: bool  # whether the unsharded model keeps packed documents apart
+    tp: Axis  # of sequence parallelism; size 1: none
+    recurrent: str | None  # the type of the layers that carry a state across tokens; None: there are none
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,6 +170,8 @@ class ShardedSequence:
                 f"their state across them with 'sequence_parallel': give one document in each row, padded at its end "
                 f"with targets -100, and no attention_mask"
             )
+        if mask is None and full.documents is not None and "use_cache" not in given and bool(full.documents.any()):
+            check_cache(model)
         shown = torch.ones(rows, full.length, dtype=torch.bool, device=tokens.device)
         shown.full_sequence = full  # type: ignore[attr-defined]
         given["attention_mask"] = shown
@@ -198,6 +189,16 @@ class ShardedSequence:
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model's `ShardedSequence`. A pipeline stage calls it itself, with the arguments of the full model."""
     return None if getattr(type(model), "whole_class", None) else vars(model)["sharded_sequence"](model, args, kwargs)
+
+
+def check_cache(model: nn.Module) -> None:
+    """Raise ValueError if `position_ids` that restart mean nothing to the unsharded model, which makes a cache."""
+    class_name = getattr(type(model), "whole_class", type(model)).__name__
+    if getattr(model.config, "use_cache", False):
+        raise ValueError(
+            f"position_ids restart, and {class_name} of transformers keeps such documents apart only without "
+            f"a cache: set model.config.use_cache = False, on every layout"
+        )
 
 
 def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axis) -> None:
@@ -294,11 +295,9 @@ def context_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **
         elif name == "sliding_window_overlay.<locals>.inner_mask":
             window = held["sliding_window"]
         elif name == "chunked_overlay.<locals>.inner_mask":
-            places = (
-                torch.arange(full.length, device=attention_mask.device)[None]
-                if full.positions is None
-                else full.positions
-            )
+            places = full.positions
+            if places is None:
+                places = torch.arange(full.length, device=attention_mask.device)[None]
             chunks = (places - held["left_padding"].to(places.device)[:, None]) // held["chunk_size"]
             documents = chunks if documents is None else documents * (full.length + 1) + chunks
         elif name != "bidirectional_mask_function":
@@ -319,26 +318,14 @@ def _parts(mask_function: Any) -> Iterator[Any]:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: ContextMask | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: ContextMask | None,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention over the full sequence. An attention function of transformers.
 
-    Args:
-        query, key, value: [B, H, T/cp, K], [B, Hkv, T/cp, K] and [B, Hkv, T/cp, V].
-        attention_mask: the `ContextMask`.
-        scaling, dropout, softcap, s_aux: as transformers passes them; `s_aux` are sinks [H].
-
-    Returns:
-        [B, T/cp, H, V], and None in place of the weights.
+    It takes [B, H, T/cp, K], [B, Hkv, T/cp, K] and [B, Hkv, T/cp, V]; `s_aux` are sinks [H]. It returns
+    [B, T/cp, H, V], and None in place of the weights.
     """
     kind, cp = type(module).__name__, getattr(module, "cp", None)
     if cp is None:

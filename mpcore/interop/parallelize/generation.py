@@ -14,13 +14,33 @@ from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis
 from mpcore.random import random_state
+from mpcore.sharding.declarations import declarations
+from mpcore.sharding.local import is_dtensor
+
+REFUSED_SAVE = (
+    "save_pretrained of transformers would write the shards of this rank as if they were whole: call "
+    "mpcore.interop.hugging_face.save_pretrained(model, folder, mesh) on every rank"
+)
+
+
+def guard_save(model: nn.Module) -> None:
+    """Make transformers' own `save_pretrained` raise while the model is sharded."""
+    if callable(getattr(type(model), "save_pretrained", None)):
+        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+
+
+def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write the folder by transformers, if the model is not sharded; a pickle finds the method by this name."""
+    for _, parameter, sharding in declarations(self):
+        if is_dtensor(parameter) or any(shard.axis.size > 1 for shard in sharding.shards):
+            raise ValueError(REFUSED_SAVE)
+    return type(self).save_pretrained(self, *args, **kwargs)
 
 
 def guard_generate(model: nn.Module, *axes: Axis) -> None:
     """Make `generate` of a sharded model raise on all ranks if the ranks could choose different tokens.
 
-    `generate` then raises ValueError if the logits are sharded, if the ranks of the axes get different prompts or have
-    different random states, or if `max_time` is set. While it runs, `is_generating` of the model is True.
+    While it runs, `is_generating` of the model is True.
     """
     for module in model.modules():
         own: Any = vars(module)  # transformers' models that can generate have a configuration of it

@@ -96,7 +96,7 @@ class ExpertsShard(nn.Module):
 
         def run(rows: Tensor, counts: Tensor) -> Tensor:
             """Compute the rows of this rank's experts, each by one expert with weight 1."""
-            some = rows if len(rows) else F.pad(rows, (0, 0, 0, 1))  # so that unused experts get gradients of zeros
+            some = rows if len(rows) else F.pad(rows, (0, 0, 0, len(counts)))  # unused experts get gradients of zeros
             places = torch.arange(len(some), device=rows.device)
             expert = torch.searchsorted(counts.cumsum(0), places, right=True)
             real = (expert < len(counts)).to(weights.dtype)[:, None]
@@ -116,12 +116,15 @@ class ExpertsShard(nn.Module):
         experts = [x for x in given if not x.is_floating_point()]
         floats = [x for x in given if x.is_floating_point()]
         shapes = [tuple(x.shape) for x in floats]
+        if not experts and len(shapes) == 1 and len(shapes[0]) == 2 and shapes[0][0] % self.num_all == 0:
+            rows = torch.arange(len(floats[0]), device=floats[0].device)[:, None]  # of one expert after the other
+            return floats[0], rows // (len(rows) // self.num_all or 1), torch.ones_like(rows, dtype=floats[0].dtype)
         if len(experts) != 1 or len(floats) != 2 or shapes[1] != experts[0].shape or len(shapes[0]) != 2:
             said = ", ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
             raise ValueError(
                 f"{type(self).__name__} gets tensors {said}. To shard its experts over ep {self.ep.size}, its forward "
-                f"must take tokens [N, D], the chosen experts [N, K] as integers, and their weights [N, K]: leave it "
-                f"out of the plan, or build the mesh with ep 1"
+                f"must take tokens [N, D], the chosen experts [N, K] as integers, and their weights [N, K]; or tokens "
+                f"[{self.num_all} N, D] alone, N for each expert: leave it out of the plan, or build the mesh with ep 1"
             )
         return floats[0], experts[0], floats[1]
 

@@ -23,10 +23,9 @@ from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.balance import BalanceLoss
 from mpcore.interop.parallelize.context import serve_context
-from mpcore.interop.parallelize.generation import guard_generate
+from mpcore.interop.parallelize.generation import guard_generate, guard_save
 from mpcore.interop.parallelize.model_copy import Arguments, as_arguments
 from mpcore.interop.parallelize.plan import (
-    BASE_PLANS,
     Experts,
     Plan,
     SequenceParallel,
@@ -35,20 +34,15 @@ from mpcore.interop.parallelize.plan import (
     is_own,
     on_axes,
     resolve,
-)
+)  # fmt: skip
 from mpcore.interop.parallelize.prove import CannotCheckError, PlanTester, shapes_of
 from mpcore.interop.parallelize.prove_sequence import check_context, prove_sequence
 from mpcore.interop.parallelize.sequence import shards_tokens
 from mpcore.interop.parallelize.swap import Swap, cut_model, sharded_parameters, swaps_of
+from mpcore.layers.attention.sequence import check_kind
 from mpcore.layers.module import ParallelModule, refuse_wrapper, running_modules
 from mpcore.mesh.agreement import check_same, gather_objects
 from mpcore.mesh.axis import Axis, check_axis
-
-GPT2_PLAN: Plan = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()} | {
-    "lm_head": "colwise_gather_output"
-}
-"""The plan of Hugging Face's `GPT2LMHeadModel`. With "lm_head": "colwise" the logits stay sharded."""
-
 
 FLOOR = 0.5  # warn if a plan shards less than this part of the parameters' bytes
 
@@ -120,7 +114,8 @@ def parallelize(
     Note:
         - dtype, device, requires_grad and training mode stay. Tied weights stay tied: if the plan names one of two tied
           layers, the other is sharded too, and its outputs are gathered on every rank.
-        - On an axis of size 1 the parameters stay the same objects.
+        - On an axis of size 1 the parameters stay the same objects. With tp and ep of size 1 a model whose own plan
+          doesn't fit stays as it is.
         - If a parameter of your own meets sharded heads or features, call `mpcore.add_partial` for it before this call.
         - If the last layer is "colwise", the model returns this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
@@ -142,6 +137,7 @@ def parallelize(
         check_axis(axis)
     axes = [axis for axis in (tp, ep, cp) if axis.size > 1]
     problem, swaps, styles, split = None, {}, [], False
+    check_kind(context, cp)
     asked = bool(getattr(getattr(module, "config", None), "output_router_logits", False))
     try:
         if axes:
@@ -160,7 +156,10 @@ def parallelize(
                 f"'ep_dispatch_experts' for the module that holds them, or build the mesh with ep 1"
             )
     except ValueError as error:
-        problem = error
+        if tp.size == ep.size == 1 and is_own(plan) and not skip:
+            swaps, styles = {}, []  # nothing is sharded, so a plan that doesn't fit is not needed
+        else:
+            problem = error
     others = [data] if data is not None and data.size > 1 else []
     _agree({"error": problem and str(problem), "output_router_logits": asked}, axes + others)
     if problem is not None:
@@ -180,6 +179,7 @@ def parallelize(
     shares_loss = bool(others) or ep.size * (etp or tp).size > tp.size  # other tokens elsewhere
     if sharding or shares_loss:
         guard_generate(model, *sharding)
+    guard_save(model)
     if sharding:
         model.register_forward_pre_hook(_RefuseWrappers())
     if shares_loss:

@@ -99,11 +99,7 @@ def choose_plain_kernels(model: nn.Module) -> nn.Module:
 
 
 def _random(p: Tensor, generator: torch.Generator) -> nn.Parameter:
-    """Return a random parameter.
-
-    A matrix is scaled so that its outputs have the size of its inputs. A vector, such as a norm's weight, is in
-    [0.5, 1.5).
-    """
+    """Return a random parameter: a matrix whose outputs have the size of its inputs, or a vector in [0.5, 1.5)."""
     if not p.is_floating_point():
         return nn.Parameter(torch.zeros(p.shape, dtype=p.dtype), requires_grad=False)
     if p.dim() < 2:
@@ -113,10 +109,7 @@ def _random(p: Tensor, generator: torch.Generator) -> nn.Parameter:
 
 
 def as_arguments(example: Any) -> Arguments:
-    """Return an example as (args, kwargs).
-
-    A dict gives kwargs, a tuple gives args, another value is the only argument.
-    """
+    """Return an example as (args, kwargs): a dict gives kwargs, a tuple args; another value is the only argument."""
     if isinstance(example, dict):
         return (), dict(example)
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})

@@ -118,8 +118,9 @@ class Experts:
     """Shard the experts that one module holds in its parameters: their hidden features over tp, and the list over ep.
 
     With ep above 1 the hidden features are sharded over etp. The module's forward must then take tokens [N, D], the
-    experts that each token chose, integers [N, K], and their weights [N, K], as Hugging Face's experts do. Tokens
-    travel to the ranks of their experts by mpcore's dropless all-to-all.
+    experts that each token chose, integers [N, K], and their weights [N, K], as Hugging Face's experts do; or, as those
+    of Llama 4, [E N, D] alone, N rows for each expert in turn. Tokens travel to the ranks of their experts by mpcore's
+    dropless all-to-all.
 
     Args:
         hidden: the dimension of the hidden features, by parameter name. {}: read it from the attributes of Hugging
@@ -255,6 +256,8 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
     for pattern in sorted(rules, key=lambda pattern: pattern.count("*")):
         hits = list(filter(_regex(pattern).fullmatch, names))
         if hits and not modules.keys() & hits and is_experts(rules.get(pattern.rpartition(".")[0])):
+            if rules[pattern] not in UNSUPPORTED:
+                _style(pattern, rules[pattern])
             continue  # a pattern of parameters: the style of their module covers them
         style = _style(pattern, rules[pattern])
         if not hits:
@@ -272,7 +275,10 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
                     f"module's layers out of the plan"
                 )
     if not chosen:
-        raise ValueError(f"the plan of {len(rules)} patterns matches no module of {kind}")
+        raise ValueError(
+            f"the plan of {len(rules)} patterns matches no module of {kind}: if it is of suggest_plan, print what that "
+            f"returned, which says why each part stays whole; or build the mesh without this axis"
+        )
     return [target for _, target in chosen.values()]
 
 

@@ -31,7 +31,7 @@ from mpcore.interop.parallelize.model_copy import (
     shape_copy,
     size_of,
     twin_of,
-)
+)  # fmt: skip
 from mpcore.interop.parallelize.plan import Colwise, Experts, LocalSizes, Rowwise, Style, Target, Vocab, on_axes
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, declare_anew, declared_by
@@ -67,40 +67,23 @@ class WithoutCollectives(TorchDispatchMode):
 
 @dataclass
 class Run:
-    """The results of one forward and backward of a twin.
-
-    Attributes:
-        outputs: the tensors that the model returned.
-        calls: the name of each module and the tensors that it returned, in the order in which the modules ended.
-        gradients: the gradients by parameter name; None for a parameter without one. The gradients of inputs have the
-            names "input 0" and so on.
-        shardings: the declaration of each parameter.
-        random: whether the forward or backward drew from torch's random generator, although the twin is in evaluation.
-        error: the exception of the forward or backward. None: it succeeded.
-        where: the innermost module in which `error` was raised.
-    """
+    """The results of one forward and backward of a twin."""
 
     outputs: list[Tensor] = field(default_factory=list)
-    calls: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    calls: list[tuple[str, list[Tensor]]] = field(default_factory=list)  # a module and its outputs, as modules ended
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # those of inputs are named "input 0" and so on
     shardings: dict[str, Sharding] = field(default_factory=dict)
-    random: bool = False
+    random: bool = False  # whether it drew from torch's random generator, although the twin is in evaluation
     error: Exception | None = None
-    where: str = ""
+    where: str = ""  # the innermost module in which `error` was raised
 
 
 class Mismatch(NamedTuple):
-    """A tensor that differs from the unsharded model's.
+    """A tensor that differs from the unsharded model's."""
 
-    Attributes:
-        name: the module or parameter.
-        what: what differs.
-        error: the largest difference, relative to the largest value.
-    """
-
-    name: str
+    name: str  # the module or parameter
     what: str
-    error: float
+    error: float  # the largest difference, relative to the largest value
 
 
 def shapes_of(model: nn.Module) -> nn.Module:
@@ -121,7 +104,9 @@ class PlanTester:
     """
 
     def __init__(self, shapes: nn.Module, example: Arguments | None = None, tolerance: float = TOLERANCE) -> None:
-        self.shapes, self.example, self.tolerance = shapes, example, tolerance
+        self.shapes = shapes
+        self.example = example
+        self.tolerance = tolerance
 
     @cached_property
     def whole(self) -> tuple[ModelCopy, Arguments, Run]:
@@ -130,15 +115,10 @@ class PlanTester:
             return _whole_run(self.shapes, self.example)
 
     def verdict(self, styles: dict[str, Style], size: int, cut: Cut, tp: Axis | None = None) -> str | None:
-        """Compare the twin sharded by a plan with the unsharded twin.
+        """Compare the twin sharded by a plan with the unsharded twin. Return what is wrong, or None.
 
-        Args:
-            cut: the function that shards a model in place for one rank, as `parallelize` will.
-            tp: the axis over which `parallelize` will shard. A gradient that the model declares partial over this axis,
-                or over an axis with the role "tp", is summed over the twin's ranks.
-
-        Returns:
-            What is wrong, as text that names the first module that differs. None: nothing is wrong.
+        `cut` shards a model in place for one rank, as `parallelize` will over `tp`. A gradient that the model declares
+        partial over this axis, or over an axis with the role "tp", is summed over the twin's ranks.
         """
         twin, arguments, first = self.whole
         sizes = _mesh_sizes(styles, size)
@@ -161,7 +141,7 @@ class PlanTester:
                 run(cut(part, mine, mesh.tp), data[mesh.data.rank][0], *with_data, found=one)
 
             run_ranks(rank_run, runs, **sizes)
-            total = _summed([whole.gradients for _, whole in data])
+            total = summed([whole.gradients for _, whole in data])
             for rank, (_, whole) in enumerate(data):
                 expected = replace(whole, gradients=whole.gradients | total)
                 mine = runs[rank * size : (rank + 1) * size]
@@ -181,7 +161,8 @@ def _mesh_sizes(styles: dict[str, Style], tp: int) -> dict[str, int]:
     return {"tp": tp, "ep": ep, "etp": etp, "dp": etp * ep // math.gcd(etp * ep, tp)}
 
 
-def _summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+def summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
+    """Return the sums of the parameters' gradients over ranks."""
     found: dict[str, Tensor | None] = {}
     for name in gradients[0]:
         parts = [x for each in gradients if (x := each[name]) is not None]
@@ -206,11 +187,7 @@ def _whole_run(shapes: nn.Module, example: Arguments | None) -> tuple[ModelCopy,
 
 
 def plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
-    """Run the unsharded twin, and leave no gradients in it.
-
-    Raises:
-        CannotCheckError: if it fails, so that there is nothing to compare a sharded twin with.
-    """
+    """Run the unsharded twin, and leave no gradients in it. If it fails, raise `CannotCheckError`."""
     try:
         with WithoutCollectives():
             found = run(twin.model, plain_arguments(arguments), sharded=False)
@@ -245,12 +222,8 @@ def _declare_on(model: nn.Module, axis: Axis, tp: Axis | None) -> None:
 def run(model: nn.Module, arguments: Arguments, *over: Mesh, sharded: bool = True, found: Run | None = None) -> Run:
     """Run one forward and backward. The loss has the same gradients for a full output and for its shards.
 
-    Args:
-        model: the twin, or one rank's part of it.
-        arguments: the arguments of the forward.
-        over: the mesh, to sum gradients over its data ranks, too.
-        sharded: whether to sum partial gradients. The gradients of an unsharded twin are complete.
-        found: receives the results, also of a run that is stopped. None: a new one.
+    Partial gradients are summed if `sharded`, also over the data ranks of a mesh `over`. `found` receives the results,
+    also of a run that is stopped.
     """
     found, stack = found or Run(), [""]
     handles = []
@@ -302,10 +275,7 @@ def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
 
 
 def run_ranks(work: Callable[[Mesh], object], runs: list[Run], **sizes: int) -> None:
-    """Call `work(mesh)` on each rank of a mesh (`simulate`), which fills the ranks' `runs`.
-
-    If the ranks call different collectives, the first run gets the error, unless a rank's own run has one.
-    """
+    """Call `work(mesh)` on each rank of a mesh, which fills the ranks' `runs`. A deadlock is the first's error."""
     etp = {"etp": sizes.pop("etp")} if "etp" in sizes else None
     try:
         simulate(work, **sizes, mesh=etp)

@@ -28,6 +28,7 @@ from mpcore.interop.parallelize.prove import (
     run,
     run_ranks,
     shapes_of,
+    summed,
 )  # fmt: skip
 from mpcore.layers.attention import shard_sequence
 from mpcore.layers.attention.sequence import order_of_runs, sequence_runs
@@ -65,21 +66,16 @@ def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, require
 def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool = False) -> str | None:
     """Compare a small random copy of a model with the same copy whose sequence is sharded over cp.
 
-    Args:
-        prover: the prover of the model before it is parallelized.
-        kind: the kind of context parallelism. "two-level" is tested as "zigzag", which has the same order.
-
-    Returns:
-        What is wrong, as text that names the first module that differs. None: nothing is wrong.
+    Return what is wrong, as text that names the first module that differs, or None.
     """
-    kind = "zigzag" if kind == "two-level" else kind
+    kind = "zigzag" if kind == "two-level" else kind  # they have the same order
     length = size * LOCAL + 1
     twin, given = tokens_of_example(prover, length)
     if documents:
         given["position_ids"] = torch.arange(length).remainder(length // 2)[None]
 
     def rank_run(axis: Axis, found: Run) -> None:
-        part = copy.deepcopy(twin.model)
+        part = _without_cache(twin)
         serve_context(part, axis, kind)
         with LocalPositions(collectives.shard_sizes(length, size)[axis.rank]):
             run(part, ((), dict(shard_sequence(given, axis, kind, dim=1))), found=found)
@@ -91,18 +87,14 @@ def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool 
 
 
 def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut: Cut) -> str | None:
-    """Compare a small random copy of a model with its sharded copy under sequence parallelism.
-
-    Returns:
-        What is wrong, as text that names a module. None: nothing is wrong.
-    """
+    """Compare a small random copy of a model with its sharded copy under sequence parallelism, as `prove_context`."""
     length = size * LOCAL
     twin, given = tokens_of_example(prover, length)
     targets = [(n, m, styles[full]) for n, m in twin.model.named_modules() if (full := twin.names.get(n, n)) in styles]
     targets = on_axes(targets, Axis(role="ep"))  # `PlanTester.verdict` tests experts on ep
 
     def rank_run(axis: Axis, found: Run) -> None:
-        part = copy.deepcopy(twin.model)
+        part = _without_cache(twin)
         mine = [(name, part.get_submodule(name), style) for name, _, style in targets]
         part = cut(part, mine, axis)
         serve_context(part, Axis(name="cp"), "ring", tp=axis)
@@ -121,6 +113,14 @@ def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut:
         f"with 'sequence_parallel' {wrong}. A module that mixes tokens must own a layer that the plan shards, or leave "
         f"'sequence_parallel' out"
     )
+
+
+def _without_cache(twin: ModelCopy) -> Any:
+    """Return a copy of the model whose packed documents don't see each other."""
+    part: Any = copy.deepcopy(twin.model)
+    if (config := getattr(part, "config", None)) is not None:
+        config.use_cache = False
+    return part
 
 
 def _compare(
@@ -177,13 +177,10 @@ def _joined(whole: Run, runs: list[Run], length: int, cp: Axis, kind: str) -> li
     def of_all(parts: list[Tensor]) -> Tensor:
         return join_tokens(parts, length, cp, kind)
 
-    gradients: dict[str, Tensor | None] = {}
-    for name, want in whole.gradients.items():
+    gradients = summed([{name: each.gradients.get(name) for name in whole.gradients} for each in runs])
+    for name in whole.gradients.keys() - gradients.keys():  # of inputs
         parts = [x for each in runs if (x := each.gradients.get(name)) is not None]
-        if name.startswith("input "):
-            gradients[name] = of_all(parts) if len(parts) == cp.size else want
-        else:
-            gradients[name] = torch.stack(parts).sum(0) if parts else None
+        gradients[name] = of_all(parts) if len(parts) == cp.size else whole.gradients[name]
     outputs = [of_all(list(parts)) for parts in zip(*(each.outputs for each in runs), strict=False)]
     calls = join_calls(runs, length, cp, kind)
     return [replace(runs[0], outputs=outputs, calls=calls, gradients=gradients, shardings={})]

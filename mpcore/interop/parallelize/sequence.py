@@ -80,7 +80,9 @@ def _gather_input(tp: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 def _split_output(tp: Axis, module: nn.Module, args: Any, output: Any) -> Any:
-    """Keep this rank's tokens of a module's first output [.., T, D]. Backward all-gathers their gradients."""
-    if isinstance(output, tuple):
-        return (collectives.split(output[0], tp, -2), *output[1:])
-    return collectives.split(output, tp, -2)
+    """Keep this rank's tokens of a module's output [B, T, D] or [B T, D]. Backward all-gathers their gradients."""
+    x = output[0] if isinstance(output, tuple) else output
+    rows = args[0].shape[:2] if x.dim() == 2 and args and args[0].dim() == 3 else None
+    mine = collectives.split(x if rows is None else x.unflatten(0, rows), tp, -2)
+    mine = mine if rows is None else mine.flatten(0, 1)
+    return (mine, *output[1:]) if isinstance(output, tuple) else mine

@@ -70,7 +70,7 @@ class _Region:
 
 
 def suggest_plan(
-    model: nn.Module, tp: int = 2, *, ep: int = 1, example: Any = None, sequence_parallel: bool = False
+    model: nn.Module, tp: int | Axis = 2, *, ep: int | Axis = 1, example: Any = None, sequence_parallel: bool = False
 ) -> Suggestion:
     """Derive a plan from one traced forward, part by part, and keep the parts that pass the test.
 
@@ -80,7 +80,7 @@ def suggest_plan(
 
     Args:
         model: the model, on any device, also meta.
-        tp: the number of ranks to test with.
+        tp: the number of ranks to test with, or an axis of this size.
         ep: the number of ranks over which experts are sharded. With tp 1 the plan names nothing but experts.
         example: arguments of a forward, as for `parallelize`. None: guess them.
         sequence_parallel: also try to shard the tokens between sharded layers: `{"": "sequence_parallel"}`.
@@ -99,6 +99,7 @@ def suggest_plan(
         '2': 'rowwise',
         # shards 95% of the bytes, proven equal to the unsharded model
     """
+    tp, ep = (axis.size if isinstance(axis, Axis) else axis for axis in (tp, ep))
     try:
         prover = PlanTester(shapes_of(model), None if example is None else as_arguments(example))
         flow = _flow(prover.whole[0], prover)
@@ -123,19 +124,13 @@ def suggest_plan(
         else:
             left |= flow.spelled(dict.fromkeys(rows, failed[-1]))
     others = (*_ends(twin, flow), *_large(twin, flow)) if tp > 1 or ep == 1 else ()
-    for part in map(flow.spelled, (*_experts(twin, flow, ep), *others)):
-        if not part.keys() & plan.keys():
+    for part in (*map(flow.spelled, (*_experts(twin, flow, ep), *others)), SPLIT):
+        if not part.keys() & plan.keys() and (part is not SPLIT or (sequence_parallel and plan)):
             wrong = _verdict(prover, plan | part, tp, ep)
             if wrong is None:
                 plan |= part
             else:
                 left |= dict.fromkeys(part, wrong)
-    if sequence_parallel and plan:
-        wrong = _split_verdict(prover, plan | SPLIT, tp)
-        if wrong is None:
-            plan |= SPLIT
-        else:
-            left |= dict.fromkeys(SPLIT, wrong)
     replicated |= flow.spelled(_full_inputs(flow)) if tp > 1 or ep == 1 else {}
     left = {pattern: why for pattern, why in left.items() if pattern not in plan}
     return Suggestion(plan, share_of(prover.shapes, plan, tp, ep), bool(plan), left, replicated)
@@ -167,6 +162,9 @@ def targets_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) 
 def _verdict(prover: PlanTester, plan: Styles, tp: int, ep: int) -> str | None:
     twin = prover.whole[0]
     try:
+        if plan.get("") == SPLIT[""]:
+            styles = {name: style for name, _, style in resolve(prover.shapes, plan)}
+            return prove_sequence(prover, styles, tp, cut_model)
         targets = targets_of(prover.shapes, plan, tp, ep)
         check_plan(prover.shapes, targets, Axis(tp, name="tp"))
         return prover.verdict({name: style for name, _, style in targets}, tp, cut_model)
@@ -174,13 +172,6 @@ def _verdict(prover: PlanTester, plan: Styles, tp: int, ep: int) -> str | None:
         return str(error)
     finally:
         twin.model.zero_grad()
-
-
-def _split_verdict(prover: PlanTester, plan: Styles, tp: int) -> str | None:
-    try:
-        return prove_sequence(prover, {name: style for name, _, style in resolve(prover.shapes, plan)}, tp, cut_model)
-    except (ValueError, CannotCheckError) as error:
-        return str(error)
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
@@ -212,21 +203,15 @@ class _Sources(TorchDispatchMode):
 
 @dataclass
 class _Flow:
-    """Which layers feed which.
+    """Which layers feed which: for each module, the linear layers whose outputs reach it.
 
-    Attributes:
-        inputs: for each linear layer, the layers whose outputs reach its input.
-        norms: for each norm of heads, the layers whose outputs it normalizes.
-        full_norms: the same for each norm over all features of its input.
-        output: the layers whose outputs reach the model's output.
-        patterns: the pattern of each module, by its name in the twin. If modules of several classes match one pattern,
-            each class has a label instead.
-        labelled: for each label, the names of its modules in the model.
+    `patterns` has the pattern of each module by its name in the twin. If modules of several classes match one pattern,
+    each class has a label instead, and `labelled` has the names of its modules in the model.
     """
 
-    inputs: dict[str, frozenset[str]] = field(default_factory=dict)
-    norms: dict[str, frozenset[str]] = field(default_factory=dict)
-    full_norms: dict[str, frozenset[str]] = field(default_factory=dict)
+    inputs: dict[str, frozenset[str]] = field(default_factory=dict)  # of each linear layer
+    norms: dict[str, frozenset[str]] = field(default_factory=dict)  # of each norm of heads
+    full_norms: dict[str, frozenset[str]] = field(default_factory=dict)  # of each norm over all features of its input
     tables: dict[str, None] = field(default_factory=dict)
     output: frozenset[str] = frozenset()
     patterns: dict[str, str] = field(default_factory=dict)
@@ -432,10 +417,12 @@ def _expert_styles(module: nn.Module, ep: int = 1) -> Iterator[str | Experts]:
         yield "moe_tp_experts"
     shapes = {leaf: p.shape for leaf, p in module._parameters.items() if p is not None and p.dim() in (2, 3)}
     stacked = {leaf: shape for leaf, shape in shapes.items() if len(shape) == 3 and shape[0] > 1}
-    if len(stacked) < 2 or len({shape[0] for shape in shapes.values()}) > 1:
+    if len(stacked) < 2:
         return
     if ep > 1:
         yield "ep_dispatch_experts"  # enough with etp 1
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        return
     for size in dict.fromkeys(size for shape in stacked.values() for size in shape[1:]):
         ways = {leaf: list(_hidden_ways(shape, size)) for leaf, shape in shapes.items()}
         if all(ways[leaf] for leaf in stacked):

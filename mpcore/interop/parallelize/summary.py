@@ -14,30 +14,21 @@ from mpcore.sharding.declare import Sharding
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """All parameters that have the same name pattern and are sharded in the same way.
+    """All parameters that have the same name pattern and are sharded in the same way."""
 
-    Attributes:
-        pattern: their name, with `*` for each number in it.
-        before, after: the bytes of all of them, unsharded and on this rank.
-    """
-
-    pattern: str
+    pattern: str  # their name, with `*` for each number in it
     fate: str
     count: int
-    before: int
-    after: int
+    before: int  # bytes of all of them, unsharded
+    after: int  # on this rank
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What `parallelize_summary` returns. `str` of it is a table.
-
-    Attributes:
-        share: the part of all bytes that is sharded, in [0, 1].
-    """
+    """The result of `parallelize_summary`. `str` of it is a table."""
 
     rows: tuple[SummaryRow, ...]
-    share: float
+    share: float  # the part of all bytes that is sharded, in [0, 1]
 
     def __str__(self) -> str:
         wide = max((len(row.pattern) for row in self.rows), default=0)

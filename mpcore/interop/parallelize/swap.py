@@ -151,6 +151,7 @@ def cut_model(model: nn.Module, styles: list[Target], tp: Axis, swaps: dict[int,
 def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, Sharding]:
     """Return the declaration of each parameter of an experts module that is sharded."""
     ep, etp, found = style.ep, style.inner(tp), {}
+    count = num_experts(module) if ep.size > 1 else 0
     hidden_of = style.hidden if ep.size > 1 and etp.size == 1 else style.hidden or _hidden_of(module)
     for leaf, hidden in hidden_of.items():
         p = module._parameters.get(leaf)
@@ -160,13 +161,12 @@ def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, 
         if length % (hidden.blocks * hidden.unit) or length // (hidden.blocks * hidden.unit) < etp.size:
             raise ValueError(
                 f"{leaf} has {length} features in dimension {hidden.dim}, not {hidden.blocks} blocks of at least "
-                f"{etp.size} units of {hidden.unit}"
+                f"{etp.size} units of {hidden.unit}: correct its Hidden(..), or take a smaller {etp.name}"
             )
         lengths = (length // hidden.blocks,) * hidden.blocks
         shards = (cut_blocks(lengths, etp, dim, (hidden.unit,) * hidden.blocks),) if etp.size > 1 else ()
         found[leaf] = Sharding(tuple(p.shape), shards)
     if ep.size > 1:
-        count = num_experts(module)
         if count % ep.size:
             raise ValueError(f"{count} experts are not a multiple of the ep size {ep.size}: {divisors(count)}")
         for leaf, p in module.named_parameters(recurse=False):
@@ -177,11 +177,7 @@ def experts_shardings(module: nn.Module, style: Experts, tp: Axis) -> dict[str, 
 
 
 def num_experts(module: nn.Module) -> int:
-    """Return the number of experts that a module holds in its parameters.
-
-    Raises:
-        ValueError: if its parameters are not stacked by expert.
-    """
+    """Return the number of experts that a module holds in its parameters, which are stacked by expert."""
     counts = {leaf: p.shape[0] for leaf, p in module.named_parameters(recurse=False) if p.dim() > 1}
     if len(set(counts.values())) != 1:
         said = ", ".join(f"{leaf} {count}" for leaf, count in counts.items()) or "none"
@@ -205,7 +201,7 @@ def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
     gated = "gate_up_proj" in module._parameters
     if transposed is None or together is None:
         raise ValueError(
-            "it doesn't say how its parameters lie: write Experts({'w_in': Hidden(-2, blocks=2), 'w_out': Hidden(-1)})"
+            "its hidden dimension is unknown: write Experts({'w_in': Hidden(-2, blocks=2), 'w_out': Hidden(-1)})"
         )
     packed = {"blocks": 2} if gated and together else {"unit": 2} if gated else {}
     up = "gate_up_proj" if gated else "up_proj"

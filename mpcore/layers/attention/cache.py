@@ -36,7 +36,8 @@ class KVCache:
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
             raise ValueError(f"max_length {max_length} holds no token: give the tokens of the longest sequence")
-        self.max_length, self.length = max_length, 0
+        self.max_length = max_length
+        self.length: int = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self._layer: int | None = None
@@ -63,7 +64,8 @@ class KVCache:
             raise input_error("a cache passes no gradients: decode under torch.inference_mode() or torch.no_grad()")
         if self.keys is None or self.values is None:
             self.keys, self.values = (t.new_zeros(t.shape[0], self.max_length, *t.shape[2:]) for t in (keys, values))
-        start, self.length = self.length, self.length + keys.shape[1]
+        start = self.length
+        self.length = self.length + keys.shape[1]
         self.keys[:, start : self.length] = keys
         self.values[:, start : self.length] = values
         return self.held()

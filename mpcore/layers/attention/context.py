@@ -34,7 +34,8 @@ from torch.autograd import Function
 from mpcore import collectives
 from mpcore.collectives import shard_range, shard_sizes
 from mpcore.kernels._checks import can_read
-from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, key_bounds
+from mpcore.kernels._choice import TORCH
+from mpcore.kernels.attention import Bounds, attention, attention_backward, check_documents, check_torch, key_bounds
 from mpcore.layers.attention.ring import _RingAttention, ring_attention, sinks_gradient, with_sinks
 from mpcore.layers.attention.scores import check_boolean, scored_attention
 from mpcore.layers.attention.sequence import Runs, index_of_runs, order_of_runs, sequence_runs, tokens_of
@@ -124,6 +125,9 @@ def context_attention(
     check_heads(kind, cp, q.shape[2])
     if window is not None and (not causal or window < 1):
         raise input_error(f"window {window} needs a causal mask and at least 1 token")
+    if impl == TORCH:
+        masked = kind if cp.size > 1 and kind == "allgather" else None
+        check_torch(q, k, v, causal, context=masked, window=window, cu_seqlens=cu_seqlens, softcap=softcap)
     B, documents, rows = q.shape[0], None, 1  # with documents, the tokens of all rows are packed in one row
     if cu_seqlens is not None:
         rows = max(B, 1)

@@ -20,6 +20,7 @@ from mpcore.layers.attention.context import check_mask, context_attention, maske
 from mpcore.layers.attention.documents import document_positions, visible_keys
 from mpcore.layers.attention.scores import AttentionSinks, alibi_bias, check_bias, check_scores_mask, scored_attention
 from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
+from mpcore.layers.linear import RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorParallelOptions, input_error
 from mpcore.layers.rope import RotaryEmbedding
 from mpcore.mesh.axis import Axis, check_axis
@@ -33,8 +34,8 @@ class HeadOptions(TensorParallelOptions, total=False):
         causal: each token sees itself and earlier tokens. False: each token sees its whole document.
         window: with `causal`, the number of tokens that each token sees, including itself; None: no limit.
         softcap: c, replaces each score s by c tanh(s / c); None: no soft cap.
-        impl: `"triton"` or `"reference"` of `mpcore.kernels.attention`. None: torch's `scaled_dot_product_attention`
-            for causal and full masks, and the device's default kernel otherwise.
+        impl: `"triton"`, `"torch"` or `"reference"` of `mpcore.kernels.attention`. None: torch's
+            `scaled_dot_product_attention` for causal and full masks without cp, and the device's default otherwise.
         context: how queries reach keys of other cp ranks: "alltoall", "ring", "zigzag", "allgather" or "two-level" (see
             `mpcore.layers.attention.context`). Required if cp has more than one rank.
         cp: the context-parallel axis. Input and output are the tokens that `shard_sequence(..., cp, context)` gives
@@ -74,13 +75,14 @@ class HeadAttention(ParallelLayer):
         alibi, sinks, memory_dim: see `ParallelAttention`. A subclass without them leaves the defaults.
     """
 
+    exchanges_tokens = True
     num_heads: int
     local_heads: int
     kv_repeats: list[int] | None = None
     alibi: bool = False
     sinks: AttentionSinks | None
     memory_dim: int | None = None
-    output: torch.nn.Module
+    output: RowParallelLinear
 
     def __init__(
         self,
@@ -106,9 +108,16 @@ class HeadAttention(ParallelLayer):
             check_kind(context, cp)
         elif cp.size > 1:
             raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
-        self.context, self.cp = context or "ring", cp
-        self.head_dim, self.causal, self.window, self.rope = head_dim, causal, window, rope
-        self.scale, self.softcap, self.impl, self.sinks = scale, softcap, impl, None
+        self.context: str = context or "ring"
+        self.cp = cp
+        self.head_dim = head_dim
+        self.causal = causal
+        self.window = window
+        self.rope = rope
+        self.scale = scale
+        self.softcap = softcap
+        self.impl = impl
+        self.sinks = None
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [B, T/cp, heads, width] of the layer's input, after RoPE if there is one."""

@@ -31,10 +31,9 @@ from mpcore.collectives import shard_sizes
 from mpcore.kernels.rope import rope as turn
 from mpcore.layers.attention.context import check_heads
 from mpcore.layers.attention.heads import AttentionOptions, HeadAttention, HeadOptions
-from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_size
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear, check_size, replicated_linear
 from mpcore.layers.module import LayerOptions, TensorOptions, check_names, select_options
 from mpcore.layers.norm import RMSNorm
-from mpcore.sharding.declarations import add_partial
 
 
 class MultiLatentAttention(HeadAttention):
@@ -91,18 +90,15 @@ class MultiLatentAttention(HeadAttention):
         super().__init__(head_dim, scale=scale, **select_options(options, HeadOptions))
         check_size("num_heads", num_heads, self.tp)
         self.num_heads = num_heads
-        self.local_heads = shard_sizes(num_heads, self.tp.size)[self.tp.rank]
+        self.local_heads: int = shard_sizes(num_heads, self.tp.size)[self.tp.rank]
         check_heads(self.context, self.cp, self.local_heads)
-        self.qk_dims, self.kv_dims = (qk_nope_head_dim, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
+        self.qk_dims: tuple[int, int] = (qk_nope_head_dim, qk_rope_head_dim)
+        self.kv_dims: tuple[int, int] = (qk_nope_head_dim, v_head_dim)
         self.latent_dims: tuple[int, int] = (kv_lora_rank, qk_rope_head_dim)
         layer, like = select_options(options, LayerOptions), select_options(options, TensorOptions)
 
         def down(width: int) -> ColumnParallelLinear:
-            """Replicated; with sequence parallel each rank sees its own tokens, so its gradient is a term of a sum."""
-            linear = ColumnParallelLinear(dim, width, bias, init=options.get("init"), **like)
-            for leaf, _ in linear.named_parameters() if self.sequence_parallel else ():
-                add_partial(linear, leaf, self.tp)
-            return linear
+            return replicated_linear(dim, width, bias, **layer)
 
         def norm(width: int) -> RMSNorm:
             return RMSNorm(width, norm_eps, tp=self.tp, sequence_parallel=self.sequence_parallel, **like)
@@ -110,12 +106,14 @@ class MultiLatentAttention(HeadAttention):
         def up(width: int, head: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(width, num_heads * head, False, unit=head, **layer)
 
-        self.q_down, self.q_norm = (None, None) if q_lora_rank is None else (down(q_lora_rank), norm(q_lora_rank))
+        self.q_down: ColumnParallelLinear | None = None if q_lora_rank is None else down(q_lora_rank)
+        self.q_norm: RMSNorm | None = None if q_lora_rank is None else norm(q_lora_rank)
         self.q_up: ColumnParallelLinear = up(dim if q_lora_rank is None else q_lora_rank, head_dim)
-        self.kv_down, self.kv_norm = down(sum(self.latent_dims)), norm(kv_lora_rank)
+        self.kv_down: ColumnParallelLinear = down(sum(self.latent_dims))
+        self.kv_norm: RMSNorm = norm(kv_lora_rank)
         self.kv_up: ColumnParallelLinear = up(kv_lora_rank, sum(self.kv_dims))
         layer = select_options(layer, LayerOptions, init=options.get("output_init"))
-        self.output = RowParallelLinear(num_heads * v_head_dim, dim, bias, unit=v_head_dim, **layer)
+        self.output: RowParallelLinear = RowParallelLinear(num_heads * v_head_dim, dim, bias, unit=v_head_dim, **layer)
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to latents, and the latents to this rank's heads. All heads share the rotary key."""

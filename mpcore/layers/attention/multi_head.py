@@ -84,7 +84,9 @@ class ParallelAttention(HeadAttention):
                 raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}: give head_dim")
             head_dim = dim // num_heads
         super().__init__(head_dim, **select_options(options, HeadOptions))
-        self.num_heads, self.memory_dim, self.alibi = num_heads, memory_dim, alibi
+        self.num_heads = num_heads
+        self.memory_dim = memory_dim
+        self.alibi = alibi
         if self.cp.size > 1 and (alibi or sinks or memory_dim is not None):
             what = "alibi" if alibi else "sinks" if sinks else "memory_dim"
             raise ValueError(f"{what} can't go with {self.cp.name} size {self.cp.size}: take cp 1 and a larger tp")
@@ -94,23 +96,32 @@ class ParallelAttention(HeadAttention):
         heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
         # Users may wrap a projection, as adapters do, or replace it by a module with the same output shape.
         if memory_dim is None:
-            projection = self.qkv = QKVParallelLinear(dim, *heads, **layer)
+            projection: QKVParallelLinear | KVParallelLinear = QKVParallelLinear(dim, *heads, **layer)
+            self.qkv: QKVParallelLinear = projection
         else:
             self.q: ColumnParallelLinear = ColumnParallelLinear(dim, num_heads * head_dim, bias, unit=head_dim, **layer)
-            projection = self.kv = KVParallelLinear(memory_dim, *heads, **layer)
-        self.local_heads, self.local_kv_heads = projection.local_heads, projection.local_kv_heads
+            projection = KVParallelLinear(memory_dim, *heads, **layer)
+            self.kv: KVParallelLinear = projection
+        self.local_heads: int = projection.local_heads
+        self.local_kv_heads: int = projection.local_kv_heads
         sizes = [len(list(same)) for _, same in groupby(projection.kv_head_of)]  # query heads of each KV head
-        self.kv_repeats = sizes if len(set(sizes)) > 1 else None  # uneven shards: groups of unequal sizes
+        self.kv_repeats: list[int] | None = sizes if len(set(sizes)) > 1 else None  # None: unequal groups
         output_bias = bias if output_bias is None else output_bias
         layer = select_options(layer, LayerOptions, init=options.get("output_init"))
-        self.output = RowParallelLinear(num_heads * head_dim, dim, output_bias, unit=head_dim, **layer)
+        self.output: RowParallelLinear = RowParallelLinear(
+            num_heads * head_dim, dim, output_bias, unit=head_dim, **layer
+        )
         check_heads(self.context, self.cp, self.local_heads)
-        self.q_norm = self.k_norm = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         if qk_norm:  # all heads share one weight and this rank has some of them: the gradient is partial over tp
             norm: dict[str, Any] = {"partial": (self.tp,), **select_options(options, TensorOptions)}
-            self.q_norm, self.k_norm = RMSNorm(head_dim, norm_eps, **norm), RMSNorm(head_dim, norm_eps, **norm)
+            self.q_norm = RMSNorm(head_dim, norm_eps, **norm)
+            self.k_norm = RMSNorm(head_dim, norm_eps, **norm)
         if sinks:
-            self.sinks = AttentionSinks(num_heads, tp=self.tp, **select_options(options, TensorOptions))
+            self.sinks: AttentionSinks | None = AttentionSinks(
+                num_heads, tp=self.tp, **select_options(options, TensorOptions)
+            )
 
     def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to this rank's heads, normalize q and k if `qk_norm` is set, and apply RoPE."""

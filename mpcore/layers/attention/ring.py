@@ -86,8 +86,9 @@ class _Ring:
                 return tokens_of(mine[: seen.count(0)]), max(seen), {"causal": False}
         elif self.causal is not None:
             return 0, keys, {"causal": self.causal}
-        before = ([(bound - a).clamp(0, b - a) for a, b in self.blocks[block]] for bound in (low, high))
-        return 0, keys, {"bounds": tuple(torch.stack(of_runs).sum(0, dtype=low.dtype) for of_runs in before)}
+        both = torch.stack((low, high))
+        before = [(both - a).clamp_(0, b - a) for a, b in self.blocks[block]]
+        return 0, keys, {"bounds": tuple(torch.stack(before).sum(0, dtype=low.dtype))}
 
 
 def ring_attention(

@@ -21,6 +21,7 @@ from torch import nn
 from mpcore.collectives import all_reduce
 from mpcore.layers.moe.dispatch import AllToAll, Bound
 from mpcore.layers.moe.layer import ParallelMoE
+from mpcore.layers.moe.router import Router
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import ModelTree, named_modules
@@ -60,13 +61,16 @@ class DispatchBounds:
 
     def __init__(self, model: nn.Module | ModelTree, mesh: Mesh) -> None:
         layers = [module for _, module in named_modules(model) if isinstance(module, ParallelMoE)]
-        self.routers = [moe.router for moe in layers]
+        self.routers: list[Router] = [moe.router for moe in layers]
         dropless = [moe.dispatcher for moe in layers if moe.router.options.capacity_factor is None]
         self.dispatches: list[AllToAll] = [each for each in dropless if isinstance(each, AllToAll)]
         self.largest: list[Bound] = [each.even.times(LEAST) for each in self.dispatches]
         for each in self.dispatches:
             each.set_bound(each.bound, mesh.device)
-        self.mesh, self.steps, self.repeats, self.rows = mesh, 0, 0, 0.0
+        self.mesh = mesh
+        self.steps: int = 0
+        self.repeats: int = 0
+        self.rows: float = 0.0
         self.is_used: bool = any(gather_objects(len(self.dispatches), mesh.pp.group))
 
     def exact(self, compute: Callable[[], T], forget: Callable[[], object]) -> T:

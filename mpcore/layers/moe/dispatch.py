@@ -76,8 +76,11 @@ class AllGather:
     """All-gather the tokens over ep x etp, and reduce-scatter the outputs. The host reads nothing from the device."""
 
     def __init__(self, ep: Axis, etp: Axis, num_experts: int, top_k: int) -> None:
-        self.ep, self.etp, self.top_k = ep, etp, top_k
-        self.peers, self.local = ep.size * etp.size, num_experts // ep.size
+        self.ep = ep
+        self.etp = etp
+        self.top_k = top_k
+        self.peers: int = ep.size * etp.size
+        self.local: int = num_experts // ep.size
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, room: int | None, run: Experts) -> Tensor:
         """Map tokens [N, D] to [N, D], the weighted sum of each token's expert outputs: the three methods in turn.
@@ -140,7 +143,8 @@ class AllToAll(AllGather):
         elsewhere = math.comb(num_experts - self.local, top_k) / math.comb(num_experts, top_k)
         self.even: Bound = Bound((1 - elsewhere,) * ep.size, (float(etp.size * top_k),) * ep.size)
         self.worst: Bound = Bound((1.0,) * ep.size, (float(self.peers * min(top_k, self.local)),) * ep.size)
-        self.bound, self.is_bounded = self.even.times(FIRST).with_each(min, self.worst), False
+        self.bound: Bound = self.even.times(FIRST).with_each(min, self.worst)
+        self.is_bounded: bool = False
         self.shares: Tensor | None = None
         self.needed: Tensor | None = None
 

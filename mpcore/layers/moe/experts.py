@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ class GroupedLinear(ParallelModule):
         **like: Unpack[TensorOptions],
     ) -> None:
         super().__init__(**like)
-        self.sizes, self.used_share = (num_experts, in_features, out_features), used_share
+        self.sizes: tuple[int, int, int] = (num_experts, in_features, out_features)
+        self.used_share = used_share
         init, shards = init or uniform(1 / math.sqrt(in_features)), (cut(num_experts, ep, 0), shard)
         shape = (num_experts, out_features, in_features)
         self.declare("weight", shape, init, shard=shards, blocks=blocks, block_dim=1)
@@ -120,12 +122,16 @@ class Experts(nn.Module):
         if num_experts % ep.size:
             raise ValueError(f"{num_experts} experts are not a multiple of the ep size {ep.size}")
         check_size("hidden_dim", hidden_dim, etp)
+        self.activation: Callable[[Tensor], Tensor]
         self.activation, gated = find_activation(activation)
         blocks = (hidden_dim,) * (1 + gated)
         rows, columns = cut_blocks(blocks, etp, 1, (1,) * len(blocks)), cut(hidden_dim, etp, 2)
         shared: dict[str, Any] = {"ep": ep, "used_share": used_share, **like}
-        self.gate_up = self.linear(num_experts, dim, sum(blocks), shard=rows, blocks=blocks, init=init, **shared)
-        self.down = self.linear(num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **shared)
+        up = self.linear(num_experts, dim, sum(blocks), shard=rows, blocks=blocks, init=init, **shared)
+        self.gate_up: GroupedLinear = up
+        self.down: GroupedLinear = self.linear(
+            num_experts, hidden_dim, dim, shard=columns, init=output_init or init, **shared
+        )
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Map rows [R, D], sorted by expert, to [R, D]. The hidden activations are [R, F/etp]."""

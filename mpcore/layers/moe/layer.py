@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -43,6 +43,14 @@ from mpcore.sharding.declarations import ModelTree, declarations, named_modules
 from mpcore.sharding.declare import Sharding, cut
 
 MIXED = ("tp", "ep", "etp")  # the axes of a mixture, as attributes
+
+
+class Flight(NamedTuple):
+    """A forward between two of its parts: its input, a `Sent` or `Returned`, and what the shared experts computed."""
+
+    x: Tensor
+    message: Any
+    shared: Tensor | None
 
 
 class ParallelMoE(ParallelLayer):
@@ -75,23 +83,11 @@ class ParallelMoE(ParallelLayer):
     """
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        top_k: int,
-        activation: Activation = "swiglu",
-        *,
-        shared_experts: int = 0,
-        dispatch: str | None = None,
-        ep: Axis = Axis(role="ep"),
-        etp: Axis | None = None,
-        cp: Axis = Axis(name="cp"),
-        data: Axis = Axis(name="data"),
-        expert_class: type[Experts] = Experts,
-        output_init: Init | None = None,
-        **options: Any,
-    ) -> None:
+        self, dim: int, hidden_dim: int, num_experts: int, top_k: int, activation: Activation = "swiglu", *,
+        shared_experts: int = 0, dispatch: str | None = None, ep: Axis = Axis(role="ep"), etp: Axis | None = None,
+        cp: Axis = Axis(name="cp"), data: Axis = Axis(name="data"), expert_class: type[Experts] = Experts,
+        output_init: Init | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**select_options(options, TensorParallelOptions))
         if dispatch not in (None, *DISPATCHES):
             raise ValueError(f"dispatch {dispatch!r} is none of {DISPATCHES} and None")
@@ -99,13 +95,20 @@ class ParallelMoE(ParallelLayer):
             raise ValueError(f"shared_experts {shared_experts} is negative")
         for axis in (ep, etp or self.tp, cp, data):
             check_axis(axis)
-        self.dim, self.ep, self.etp, self.cp = dim, ep, etp or replace(self.tp, name="etp", role="etp"), cp
+        self.dim = dim
+        self.ep = ep
+        self.etp: Axis = etp or replace(self.tp, name="etp", role="etp")
+        self.cp = cp
         layer, like = select_options(options, LayerOptions), select_options(options, TensorOptions)
         init = layer.get("init")
         routing = {name: value for name, value in options.items() if name not in layer}
-        self.router = Router(dim, num_experts, top_k, tp=self.tp, cp=cp, data=data, init=init, **routing, **like)
+        self.router: Router = Router(
+            dim, num_experts, top_k, tp=self.tp, cp=cp, data=data, init=init, **routing, **like
+        )
         inits: dict[str, Any] = {"init": init, "output_init": output_init, "used_share": top_k / num_experts}
-        self.experts = expert_class(num_experts, dim, hidden_dim, activation, ep=ep, etp=self.etp, **inits, **like)
+        self.experts: Experts = expert_class(
+            num_experts, dim, hidden_dim, activation, ep=ep, etp=self.etp, **inits, **like
+        )
         bounded = self.router.options.capacity_factor is not None
         self.dispatch = dispatch or ("all_to_all" if bounded else "all_gather")
         way = AllToAll if self.dispatch == "all_to_all" and ep.size > 1 else AllGather
@@ -116,15 +119,9 @@ class ParallelMoE(ParallelLayer):
             self.shared = ParallelMLP(dim, width, activation, bias=False, output_init=output_init, **layer)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        samples: Tensor | None = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        loss_scale: Tensor | float | None = None,
-        experts: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, *, samples: Tensor | None = None, mask: Tensor | None = None, positions: Tensor | None = None,
+        loss_scale: Tensor | float | None = None, experts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """[B, T, D] -> [B, T, D] ([T, B, D] with `sequence_dim=0`); this rank's shard under sequence parallelism.
 
         All ranks of ep and etp must pass inputs of one shape; with a capacity, all ranks of cp too. Pad, and pass a
@@ -145,6 +142,13 @@ class ParallelMoE(ParallelLayer):
             ValueError: before any communication, if shapes don't fit each other, the mask is not bool, or `experts`
                 are not int64.
         """
+        return self.receive(self.compute(self.send(x, samples, mask, positions, loss_scale, experts)))
+
+    def send(
+        self, x: Tensor, samples: Tensor | None = None, mask: Tensor | None = None, positions: Tensor | None = None,
+        loss_scale: Tensor | float | None = None, experts: Tensor | None = None,
+    ) -> Flight:  # fmt: skip
+        """Start to send tokens to their experts; see `forward`. Work before `compute` runs beside the messages."""
         if x.shape[-1] != self.dim:
             raise wrong_last(x, self.dim, "dim")
         if x.dim() != 3:
@@ -156,9 +160,8 @@ class ParallelMoE(ParallelLayer):
             shape = tuple(loss_scale.shape)
             raise input_error(f"loss_scale has shape {shape}, the batch {rows} rows: give one number, or one for each")
         ordered = rearrange(x, "t b d -> b t d") if self.sequence_dim == 0 else x
-        split = self.tp.size > 1 and not self.sequence_parallel
         tokens, places = rearrange(ordered, "b t d -> (b t) d"), self._places(ordered, mask, positions, experts)
-        if split:  # every rank of tp has the same tokens: each keeps its shard
+        if self.tp.size > 1 and not self.sequence_parallel:  # all ranks have the same tokens: each keeps a shard
             short = -len(tokens) % self.tp.size
             tokens = collectives.split(F.pad(tokens, (0, 0, 0, short)), self.tp, 0)
             here = slice(self.tp.rank * len(tokens), (self.tp.rank + 1) * len(tokens))
@@ -172,15 +175,21 @@ class ParallelMoE(ParallelLayer):
         if routing.loss is not None:  # attached to the weights, not to y: torch.compile would return a wrong view of y
             weights = _WithLoss.apply(weights, routing.loss)
         sent = self.dispatcher.send(tokens, routing.experts, weights, room)  # the shared experts compute meanwhile
-        hidden = None if self.shared is None else self.shared.hidden(x)
-        returned = self.dispatcher.compute(sent, self.experts)
-        shared = None if self.shared is None else self.shared.down(hidden)
-        y = self.dispatcher.receive(returned)
-        if split:
-            y = collectives.gather(y, self.tp, 0)[: ordered.shape[:2].numel()]
-        B, T, _ = ordered.shape
-        y = rearrange(y, "(b t) d -> t b d" if self.sequence_dim == 0 else "(b t) d -> b t d", b=B, t=T)
-        return y if shared is None else y + shared
+        return Flight(x, sent, None if self.shared is None else self.shared.hidden(x))
+
+    def compute(self, flight: Flight) -> Flight:
+        """Compute the experts, and start to send their outputs back."""
+        returned = self.dispatcher.compute(flight.message, self.experts)
+        return Flight(flight.x, returned, None if self.shared is None else self.shared.down(flight.shared))
+
+    def receive(self, flight: Flight) -> Tensor:
+        """Return what `forward` returns."""
+        y, turned = self.dispatcher.receive(flight.message), self.sequence_dim == 0
+        B, T, _ = flight.x.transpose(0, 1).shape if turned else flight.x.shape
+        if self.tp.size > 1 and not self.sequence_parallel:
+            y = collectives.gather(y, self.tp, 0)[: B * T]
+        y = rearrange(y, "(b t) d -> t b d" if turned else "(b t) d -> b t d", b=B, t=T)
+        return y if flight.shared is None else y + flight.shared
 
     def _places(
         self, x: Tensor, mask: Tensor | None, positions: Tensor | None, experts: Tensor | None = None

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mpcore.collectives import all_gather, all_reduce
+from mpcore.kernels._router_linear import router_linear
 from mpcore.layers.module import Init, ParallelModule, RandomModule, constant, input_error, recomputing, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
@@ -208,10 +208,15 @@ class Router(ParallelModule, RandomModule):
         super().__init__(tp=tp, init=init, device=device, dtype=dtype)
         for axis in (cp, data):
             check_axis(axis)
-        self.num_experts, self.top_k, self.cp, self.data = num_experts, top_k, cp, data
-        self.options = rule = RouterOptions(**options)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.cp = cp
+        self.data = data
+        rule = RouterOptions(**options)
+        self.options: RouterOptions = rule
         self.normalizes: bool = rule.normalizes(top_k)
-        self.top_groups, self.bias_rate = rule.best_groups(num_experts, top_k), rule.bias_rate
+        self.top_groups: int = rule.best_groups(num_experts, top_k)
+        self.bias_rate: float = rule.bias_rate
         self.tally: Tensor | None = None
         self.declare("weight", (num_experts, dim), init or uniform(1 / math.sqrt(dim)), partial=(tp,))
         # Not trained, but declared as parameters, so that they are initialized and saved with the others.
@@ -258,7 +263,7 @@ class Router(ParallelModule, RandomModule):
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(self._jittered(x.to(wide), places, samples), self.weight.to(wide))
+            logits = router_linear(self._jittered(x, places, samples), self.weight)
             scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
             chosen = self._choose(scores.detach()) if places.experts is None else places.experts
             weights = scores.gather(-1, chosen)
@@ -273,6 +278,7 @@ class Router(ParallelModule, RandomModule):
         jitter = self.options.jitter
         if not self.training or jitter == 0:
             return x
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.key is None:
             raise input_error(
                 "jitter has no seed: call mpcore.layers.seed_dropout(model, seed) or mpcore.layers.materialize"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 
 from mpcore.tools import parsers
 from mpcore.tools.analysis import command, memory
 from mpcore.tools.analysis.layout import Counter
+from mpcore.tools.analysis.machine import load_machine
 from mpcore.tools.analysis.pictures import draw_memory
 from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.command_line import find_object, reports_errors
@@ -30,10 +32,16 @@ def _count(name: str, argv: list[str]) -> None:
     counter = Counter(find_object(args.target), not args.cpu)
     found = counter.rank(args.arguments, args.rank, **command.sizes_of(args))
     stage = args.tp * args.cp * args.dp  # ranks per pipeline rank
+    machine = load_machine(args.machine) if name == "memory" and args.machine else None
     print(memory.table(found, args.rank // stage) if name == "memory" else found.ledger.table(found.theory))
+    if machine is not None:
+        print(memory.fit(found, machine))
     if name == "memory" and args.plot:
         column = range(args.rank % stage, stage * args.pp, stage)
-        draw_memory([counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column], args.plot)
+        ranks = [counter.rank(args.arguments, rank, **command.sizes_of(args)) for rank in column]
+        sizes = [f"{axis} {size}" for axis, size in command.sizes_of(args).items() if (size or 1) > 1]
+        title = f"{', '.join(sizes) or 'one rank'}: {' '.join(args.arguments)}"
+        draw_memory(ranks, args.plot, machine, textwrap.fill(textwrap.shorten(title, 165, placeholder=" .."), 56))
         print(f"wrote {args.plot}")
 
 

@@ -17,7 +17,10 @@ from torch import Tensor
 from mpcore import collectives
 from mpcore._torch.distributed import replace_wait
 from mpcore.mesh.axis import Mesh
+from mpcore.pipeline.schedules import EXPOSED, Action, Span
 from mpcore.tools._torch.simulated import simulated_rank
+
+_OTHER = "other", "wait", 0.0
 
 
 class CommunicationClock:
@@ -34,6 +37,7 @@ class CommunicationClock:
         seconds: the seconds measured since the context was entered.
         axes: the same by axis. Pipeline messages are of "pp", and what `fully_shard` sends of "data". Calls of
             `torch.distributed` and groups of no axis are "other".
+        messages: each wait of `mpcore.collectives`: axis and kind, and the times of its start, its wait and its end.
 
     Example:
         >>> import torch
@@ -51,14 +55,19 @@ class CommunicationClock:
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         self.seconds, self.axes = 0.0, dict[str, float]()
+        self.messages: list[tuple[str, float, float, float]] = []
         axes = [] if mesh is None else [(axis.group_name, name) for name, axis in mesh.axes.items() if axis.group]
         self._names = dict(reversed(axes))  # the first of axes that share a group
 
     def __enter__(self) -> CommunicationClock:
-        self.seconds, self.axes, self._thread = 0.0, {}, threading.get_ident()
-        self._axis, self._flying = "other", dict[int, str]()  # of results that are not waited for, by address
+        self.seconds: float = 0.0
+        self.axes: dict[str, float] = {}
+        self.messages = []
+        self._thread = threading.get_ident()
+        self._begun = _OTHER
+        self._flying = dict[int, tuple[str, str, float]]()  # of results that are not waited for, by address
         self._functional, self._call, self._work = collectives._wait, collectives._call, dist.Work.wait
-        collectives._wait, collectives._call = self._timed(self._functional, lambda: self._axis), self._named
+        collectives._wait, collectives._call = self._timed(self._functional, self._noted), self._named
         replace_wait(self._timed(self._work, _axis_of_caller))
         return self
 
@@ -70,29 +79,51 @@ class CommunicationClock:
         """Remember the axis of a collective, whose group is its last argument, until it is waited for."""
         if threading.get_ident() != self._thread:
             return self._call(op, x, *args, wait=wait)
-        axis = self._names.get(args[-1], "other") if args else self._flying.pop(x.data_ptr(), "other")
-        self._axis = axis
+        if args:
+            begun = self._names.get(args[-1], "other"), op.overloadpacket.__name__, time.time()
+        else:
+            begun = self._flying.pop(x.data_ptr(), _OTHER)
+        self._begun = begun
         out = self._call(op, x, *args, wait=wait)
-        self._axis = "other"
+        self._begun = _OTHER
         if args and not wait:
-            self._flying[out.data_ptr()] = axis
+            self._flying[out.data_ptr()] = begun
         return out
 
-    def _timed(self, wait: Callable[..., Any], axis: Callable[[], str]) -> Callable[..., Any]:
+    def _noted(self, spent: float) -> str:
+        axis, kind, start = self._begun
+        now = time.time()
+        self.messages.append((f"{axis} {kind}", start or now - spent, now - spent, now))
+        return axis
+
+    def spans(self, rank: int) -> list[Span]:
+        """Return the messages as spans, from start to end, each with a span of its wait, as `Pipeline.recorded` does.
+
+        They belong to no stage and no micro-batch, so both are -1.
+        """
+        kinds = [(Action(kind, -1, -1), Action(EXPOSED + kind, -1, -1), *times) for kind, *times in self.messages]
+        return [
+            span
+            for sent, waited, start, began, end in kinds
+            for span in (Span(rank, sent, start, end), Span(rank, waited, began, end))
+        ]
+
+    def _timed(self, wait: Callable[..., Any], axis: Callable[[float], str]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
                 return wait(*args, **kwargs)
             finally:
                 if threading.get_ident() == self._thread:  # skip a background save's waits
-                    spent, name = time.perf_counter() - began, axis()
+                    spent = time.perf_counter() - began
+                    name = axis(spent)
                     self.seconds += spent
                     self.axes[name] = self.axes.get(name, 0.0) + spent
 
         return timed
 
 
-def _axis_of_caller() -> str:
+def _axis_of_caller(_: float) -> str:
     """Return the axis of a wait for torch's `Work`, which doesn't know its group, from the files that called it."""
     files = [frame.f_code.co_filename for frame, _ in itertools.islice(traceback.walk_stack(None), 2, 8)]
     places = {"pp": f"pipeline{os.sep}messages.py", "data": f"{os.sep}fsdp{os.sep}"}
@@ -119,7 +150,7 @@ class StepTimes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._began
+        self.seconds: float = time.perf_counter() - self._began
         if self.clock is not None:
             self.clock.__exit__(*error)
 
@@ -128,7 +159,7 @@ class StepTimes:
         """Count the seconds within as those of data."""
         began = time.perf_counter()
         yield
-        self.data_seconds = time.perf_counter() - began
+        self.data_seconds: float = time.perf_counter() - began
 
     def record(self) -> dict[str, Any]:
         found: dict[str, Any] = {"seconds": self.seconds, "data_seconds": self.data_seconds}

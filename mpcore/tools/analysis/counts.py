@@ -17,12 +17,13 @@ Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from mpcore._torch.dispatch import TorchDispatchMode
 from mpcore._torch.distributed import as_group, group_by_name
@@ -41,10 +42,17 @@ _KINDS = {  # longer prefixes first
 
 @dataclass
 class Count:
-    """The number of calls of one kind over one axis, and the bytes of their tensors."""
+    """The number of calls of one kind over one axis, and the bytes of their tensors.
+
+    Attributes:
+        beside: the bytes of calls that travel while products run, between their start and their wait.
+        flops: the floating-point operations of these products.
+    """
 
     calls: int = 0
     bytes: int = 0
+    beside: int = field(default=0, compare=False)
+    flops: int = field(default=0, compare=False)
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -67,6 +75,7 @@ class CommunicationCounter(TorchDispatchMode):
     def __init__(self, mesh: Mesh = Mesh(), **axes: Axis) -> None:
         super().__init__()
         self.counts: dict[tuple[str, str], Count] = {}
+        self.flying: dict[int, tuple[Count, int]] = {}  # by id of the result: bytes without a product beside them
         levels = {axis.name: axis for axis in mesh.cp.levels or ()}
         named = [(name, axis) for name, axis in (mesh.axes | levels | axes).items() if axis.group is not None]
         self.sizes: dict[str, int] = {name: axis.size for name, axis in named}
@@ -84,16 +93,24 @@ class CommunicationCounter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args, kwargs or {}, out)
+        elif self.flying and (formula := flop_registry.get(func.overloadpacket)):
+            next(reversed(self.flying.values()))[0].flops += formula(*args, **(kwargs or {}), out_val=out)
+            for key, (count, size) in self.flying.items():
+                count.beside += size
+                self.flying[key] = count, 0
         return out
 
     def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         name = func.overloadpacket.__name__
         kind = next((kind for begin, kind in _KINDS.items() if name.strip("_").startswith(begin)), None)
         if kind is None:  # wait_tensor, monitored_barrier_
+            self.flying.pop(id(args[0]) if args else 0, None)
             return
         group = next((g for x in (*args, *kwargs.values()) if (g := _group_of(x)) is not None), None)
         sizes = [sum(x.nbytes for x in tensors_in(tree)) for tree in (*args, out) if not isinstance(tree, str)]
-        self.add(self._axis(group, args), kind, max(sizes))
+        count = self.add(self._axis(group, args), kind, max(sizes))
+        if func.namespace == "_c10d_functional":
+            self.flying[id(out)] = count, max(sizes)
 
     def _axis(self, group: dist.ProcessGroup | None, args: Sequence[Any]) -> str:
         name = group.group_name if group is not None else next((x for x in reversed(args) if isinstance(x, str)), "")
@@ -108,11 +125,12 @@ class CommunicationCounter(TorchDispatchMode):
         self.sizes.setdefault(label, len(ranks))
         return label
 
-    def add(self, axis: str, kind: str, size: int) -> None:
-        """Count one call of `kind` over `axis` with `size` bytes."""
+    def add(self, axis: str, kind: str, size: int) -> Count:
+        """Count one call of `kind` over `axis` with `size` bytes, and return the sum."""
         count = self.counts.setdefault((axis, kind), Count())
         count.calls += 1
         count.bytes += size
+        return count
 
     def volume(self, *axes: str) -> int:
         """Return the volume in bytes over these axes, or over all axes if none is given.

@@ -23,7 +23,9 @@ class TensorCurves:
     """Writes the norm of each parameter and of its gradient, as clipped, to OUT/tensors.jsonl."""
 
     def __init__(self, run: Run, every: int, out: Path) -> None:
-        self.run, self.every, self.writer = run, every, MetricsWriter(out / FILE)
+        self.run = run
+        self.every = every
+        self.writer: MetricsWriter = MetricsWriter(out / FILE)
         self.norms: TensorNorms | None = None
 
     def measure(self) -> dict[str, dict[str, float]]:

@@ -23,6 +23,7 @@ from mpcore.interop.hugging_face.loading import auto_config
 from mpcore.interop.hugging_face.stored import transformers_module
 from mpcore.interop.lora import add_lora
 from mpcore.interop.parallelize import parallelize
+from mpcore.layers.overlap import overlap_stages
 from mpcore.mesh.axis import Mesh
 from mpcore.tools.analysis.work import Work
 from mpcore.tools.command_line import Parser
@@ -51,6 +52,8 @@ def build(mesh: Mesh, arguments: list[str]) -> Work:
         add_lora(model, rank=args.lora)
     model.read_values = lambda *_: 0  # as of from_pretrained(defer=True): the cut is tested on a small copy
     stages, blocks, plan = pipeline_stages(model, mesh, micro_batches=samples // step, schedule=args.schedule)
+    if args.overlap:
+        overlap_stages(stages, mesh, args.overlap)
     for stage in stages:
         vars(stage).pop("read_values", None)
     precision = Precision(args.dtype)
@@ -95,5 +98,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only")
     parser.add_argument("--zero", type=int, default=1, choices=range(4), help="stage of ZeRO (1)")
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--overlap", type=int, default=0, metavar="N", help="hide messages of tp of N elements or more")
     parser.add_argument("--schedule", default="1f1b", help="the pipeline schedule (1f1b)")
     return parser.parse_args(arguments)

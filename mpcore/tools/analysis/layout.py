@@ -138,7 +138,9 @@ class Counter:
     """
 
     def __init__(self, build: Build, stands_for_gpu: bool = True, share: bool = False) -> None:
-        self.build, self.stands_for_gpu, self.share = build, stands_for_gpu, share
+        self.build = build
+        self.stands_for_gpu = stands_for_gpu
+        self.share = share
         self._memo: dict[Any, tuple[MicroBatchMemory, StepMemory, int]] = {}
         self._slopes: dict[Any, tuple[MicroBatchMemory, StepMemory, int, Sizes]] = {}
         self._stages: dict[Any, tuple[MicroBatchMemory, StepMemory]] = {}

@@ -10,6 +10,7 @@ The allocator's loss is not included.
 
 from __future__ import annotations
 
+from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.work import DryRunCounts
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -21,13 +22,21 @@ def parts_of(found: DryRunCounts) -> dict[str, int]:
     return {
         "parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer,
         "buffers": found.buffers, "activations": found.peak - gathered, "gathered": gathered,
-        "working set": found.work_peak - found.peak,
+        "working set": max(found.work_peak - found.peak, 0),
     }  # fmt: skip
 
 
 def unit_of(size: int) -> str:
     """Return the largest unit in which a size is at least 0.1."""
     return next((name for name, unit in UNITS.items() if size >= unit / 10), "KiB")
+
+
+def fit(found: DryRunCounts, machine: Machine) -> str:
+    """Return a line that says whether the rank fits in a GPU of the machine."""
+    total, has, reserve = (size / 2**30 for size in (found.most, machine.memory, machine.reserve))
+    left = has - reserve - total
+    how = f"fits, {left:.3f} GiB are left" if left >= 0 else f"does not fit, {-left:.3f} GiB are missing"
+    return f"a GPU of {machine.name} has {has:.1f} GiB, of which {reserve:.1f} are a reserve: this rank {how}"
 
 
 def table(found: DryRunCounts, pp: int = 0) -> str:

@@ -27,11 +27,11 @@ from mpcore.tools.analysis.dry_run import call_build, on_mesh
 from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import NUMBERS, Machine, load_machine
 from mpcore.tools.analysis.report import draw, explain, table
-from mpcore.tools.analysis.search import Choice, Estimate, choices, frontier, meshes, search, useful
+from mpcore.tools.analysis.search import Choice, Estimate, choices, frontier, meshes, ranked, search, useful
 from mpcore.tools.analysis.state import state_table
 from mpcore.tools.analysis.work import Build, Model
 from mpcore.tools.command_line import find_object
-from mpcore.tools.parsers import AXES, PICTURES, WIDE
+from mpcore.tools.parsers import AXES, OVERLAP, PICTURES, WIDE
 
 ROOM = 0.05
 """The part of the memory to leave free: planned peaks are off by up to this much (docs/planner.md)."""
@@ -84,11 +84,14 @@ class Progress:
     """Report progress on stderr: a bar on a terminal, otherwise a line every `EVERY` seconds."""
 
     def __init__(self, of: int) -> None:
-        self.of, self.began = of, time.monotonic()
+        self.of = of
+        self.done: int = 0
+        self.began: float = time.monotonic()
         self.told: float = self.began
 
     def __call__(self, done: int, found: Sequence[Estimate]) -> None:
         """Report how many layouts are done."""
+        self.done = done
         left = (time.monotonic() - self.began) / done * (self.of - done)
         progress = f"{done} of {self.of} layouts, about {left:.0f} s left; Ctrl-C prints the table of those done"
         if not sys.stderr.isatty():
@@ -163,12 +166,17 @@ def main(argv: list[str] | None = None) -> None:
     options = list(choices([*args.vary, *(WIDE if args.wide else ())]))
     layouts = useful((cut, option) for option in options for cut in cuts)  # layouts with the same flags share counts
     counter = Counter(build, not args.cpu, share=True)
+    size = _size_of_model(build, args.arguments, layouts)
     print(f"{args.world} ranks of {machine.name}, {machine.node} per node: {machine.memory / 2**30:.1f} GiB each, "
-          f"of which {machine.reserve / 2**30:.1f} are a reserve"
-          f"{_size_of_model(build, args.arguments, layouts)}")  # fmt: skip
+          f"of which {machine.reserve / 2**30:.1f} are a reserve{size}")  # fmt: skip
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends the search as Ctrl-C does
     try:
-        found = search(counter, machine, args.arguments, layouts, args.unfused, Progress(len(layouts)))
+        progress = Progress(len(layouts))
+        found = search(counter, machine, args.arguments, layouts, args.unfused, progress)
+        if args.wide:  # of the best alone: it changes the counts of every layout
+            best = [e for e in found[: args.top] if e.fits(machine) and e.sizes["tp"] > 1]
+            more = [(e.sizes, (*e.arguments, *OVERLAP)) for e in best]
+            found = ranked([*found, *search(counter, machine, args.arguments, more, args.unfused)], machine)
     finally:
         signal.signal(signal.SIGTERM, before)
     other = what_if(machine, args.what_if) if args.what_if else None
@@ -191,10 +199,16 @@ def main(argv: list[str] | None = None) -> None:
         print(f"what if {', '.join(args.what_if)}:")
         print(table(changed, other, min(args.top, 5), legend=False))
     if args.out and fits:
-        draw(found, machine, args.out, row)
+        head = f"{args.world} ranks of {machine.name}{size}: {' '.join(args.arguments)}"
+        draw(found, machine, args.out, row, head)
         print(f"wrote {args.out}")
     if found and all(e.refused for e in found):
         raise ValueError(f"no layout could be counted: {found[0].refused}")
+    if not fits and progress.done < len(layouts):
+        raise ValueError(
+            f"the search was stopped: of {len(layouts)} layouts, {progress.done} were counted, and none of these fits. "
+            f"Let it finish, or count fewer"
+        )
     if not fits:
         raise ValueError(
             "no layout fits: try --vary recompute=selective,full, --vary zero=3, more ranks or smaller micro-batches"

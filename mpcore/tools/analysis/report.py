@@ -16,10 +16,11 @@ from mpcore.tools.parsers import AXES
 
 COMPUTE = ("products", "attention")
 WORDS = {
-    "UNIT": "total of the fullest rank, without the reserve",
+    "UNIT": "total of the fullest rank; the reserve comes on top",
     "+-": "standard error of the step, mostly common to all rows",
     "slower": "than row 1, +- the standard error of this difference",
     "compute": "matrix products and attention",
+    "hidden": "communication beside computation, relative to the step and no part of it",
     "not compute": "the three largest other parts; --explain ROW prints all parts",
     "operators": "all other kernels",
     "AXIS sent": "communication over an axis that computation doesn't hide",
@@ -71,15 +72,16 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend
     second, clock = _clock(fits[0].step if fits else 1.0)
     if fits:
         head = "".join(f"{a:>{wide[a]}}" for a in axes)
-        numbers = f"{unit:>7} {f'step, {second}':>9} {'+-':>4} {'slower':>11} {'compute':>8}"
+        numbers = f"{unit:>7} {f'step, {second}':>9} {'+-':>4} {'slower':>11} {'compute':>8} {'hidden':>6}"
         lines.append(f"row{head} {numbers}  {'not compute':<44} flags")
     for i, e in enumerate(fits[:top], start=1):
         assert e.seconds is not None
         compute = sum(e.seconds.parts()[name] for name in COMPUTE) / e.step
         cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
         later = "{:.0%} +- {:.0%}".format(*e.slower(fits[0])) if i > 1 else ""
+        hidden = sum(e.seconds.hidden.values()) / e.step
         numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {later:>11} {compute:>8.1%}"
-        lines.append(f"{i:>3}{cells} {numbers}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
+        lines.append(f"{i:>3}{cells} {numbers} {hidden:>6.0%}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
     if fits and legend:
         lines.append(LEGEND.replace("UNIT", unit))
     same = [f"{' '.join(more)} (row {i})" for i, e in enumerate(fits[:top], start=1) for more in e.same]
@@ -138,7 +140,7 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
-def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row: int = 1) -> None:
+def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row: int = 1, title: str = "") -> None:
     """Draw the layouts that fit: time per step over memory, in the units and with the rows of the table.
 
     A line joins the layouts that no other layout beats in both; up to eight of them have the numbers of their rows.
@@ -148,6 +150,7 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row:
         machine: the machine.
         path: the file: .png, .svg or .pdf.
         row: the chosen row, which gets a ring.
+        title: the first line of the title.
     """
     fits = [e for e in estimates if e.fits(machine)]
     if not fits:
@@ -170,17 +173,19 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row:
     free = machine.memory - machine.reserve
     room = free / UNITS[unit]
     if room < 3 * max(x for x, _ in at.values()):  # further away it would push all points to one side
-        axes.axvline(room, color="#000000", linestyle="--", linewidth=1, label="room")
+        axes.axvline(room, color="#000000", linestyle="--", linewidth=1, label=f"room of {machine.name}")
     hidden = f"\n{len(fits) - len(shown)} slower layouts are not shown" if len(fits) > len(shown) else ""
     axes.set_xlabel(f"total of the fullest rank, {unit} (room: {free / 2**30:.1f} GiB){hidden}")
     axes.set_ylabel(f"step, {second}, estimated")
     axes.margins(x=0.1)
-    axes.set_ylim(0, max(e.step for e in shown) * 1.1 * clock)
+    low, high = (extreme(e.step for e in shown) * clock for extreme in (min, max))
+    axes.set_ylim(max(0, 2 * low - high), high * 1.1)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     rows = {fits.index(e) + 1: e for e in best}
-    more = f"\n.. and {len(front) - len(best)} more on the line" if len(front) > len(best) else ""
+    more = f"\n.. and {len(front) - len(best)} more" if len(front) > len(best) else ""
     names = "\n".join(textwrap.shorten(f"row {row}: {e.flags}", 90, placeholder=" ..") for row, e in rows.items())
-    title = f"On {machine.name}, no other layout is both faster and smaller than"
+    head = textwrap.fill(textwrap.shorten(title or machine.name, 180, placeholder=" .."), 78)
+    title = f"{head}\nno other layout is both faster and smaller than"
     axes.set_title(f"{title}\n{names}{more}", loc="left", fontsize=9)
     figure.draw_without_rendering()  # so that labels can avoid each other
     taken: list[tuple[float, float]] = []

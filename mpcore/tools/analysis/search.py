@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mpcore.tools.analysis.layout import Counter, TooLargeError
 from mpcore.tools.analysis.machine import Machine
@@ -14,7 +15,14 @@ from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.parsers import AXES
 
 Choice = tuple[dict[str, int], tuple[str, ...]]
-IDLE = {"schedule": ("pp",), "virtual-stages": ("pp",), "sequence-parallel": ("tp",), "zero": ("dp", "cp")}
+IDLE: dict[str, Any] = {
+    "schedule": ("pp",),
+    "virtual-stages": ("pp",),
+    "sequence-parallel": ("tp",),
+    "overlap": ("tp",),
+    "overlap-experts": ("ep",),
+    "zero": ("dp", "cp"),
+}
 """Varied flags that change nothing where each of these axes has one rank."""
 
 

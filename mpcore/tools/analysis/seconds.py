@@ -3,7 +3,9 @@
     product     = operations / (peak e_gemm)
     attention   = operations of the pairs that the mask leaves / (peak e_attention)
     other       = bytes / (hbm e_hbm)
-    block       = product + attention + other + x_tp (collectives over tp, cp, ep) + tau
+    block       = product + attention + other + x_tp (collectives over tp, cp, ep - hidden) + tau
+    hidden      = of forward's collectives over tp and ep, and of rings and all-to-alls in backward too: the shorter one
+                  of the messages that have products between start and wait, and these products
     pipeline    = the schedule run on 4 micro-batches per rank, and for each other one the difference from 3
     data        = x_dp (collectives over data ranks)
     optimizer   = bytes of parameters, gradients and state / (hbm e_hbm)
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from mpcore.pipeline.schedules import Schedule
+from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.makespan import Resolved, resolve
@@ -94,7 +97,7 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     """
     stages = [
         [
-            _part(part, blocks * share, layout, machine, unfused)  # each pass with its share of the host's time
+            _part(part, blocks * share, layout, machine, unfused, share < 0.5)  # each pass with its share of the host
             for part, share in ((kept.middle.forward, 1 / 3), (kept.middle.backward, 2 / 3))
         ]
         for kept, blocks in zip(layout.stages, layout.blocks, strict=True)
@@ -106,17 +109,22 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     busy = [sum(forward[i] + backward[i] for i in layout.short.stages_of(r)) for r in range(len(layout.held))]
     slowest = max(range(len(busy)), key=busy.__getitem__)
     sums: dict[str, float] = {}
+    sent: dict[str, float] = {}
     for i in layout.short.stages_of(slowest):
         for half in stages[i]:
             for name, seconds in half.items():
                 sums[name] = sums.get(name, 0.0) + layout.micro_batches * seconds
+        middle = layout.stages[i].middle
+        for part in (middle.forward, middle.backward):
+            for axis, seconds in _by_axis(part.sent, layout, machine).items():
+                sent[axis] = sent.get(axis, 0.0) + layout.micro_batches * seconds
     data = max((_data(layout, machine, rank) for rank in range(len(layout.held))), key=lambda each: sum(each.values()))
     held = layout.held[slowest]
     optimizer = 2 * (held.parameters + held.optimizer) + held.gradients
     exposed = {axis: sums.pop(axis) for axis in INSIDE if axis in sums} | data
     before = sum(sums.values()) + sum(exposed.values())
-    share = {axis: machine.x_tp if axis in INSIDE else machine.x_dp for axis in exposed}
-    hidden = {axis: seconds * (1 / share[axis] - 1) for axis, seconds in exposed.items() if 0 < share[axis] < 1}
+    sent |= {axis: seconds / (machine.x_dp or 1.0) for axis, seconds in data.items()}
+    hidden = {axis: sent[axis] - seconds for axis, seconds in exposed.items() if sent[axis] > seconds}
     rank_of, mine = layout.short.rank_of, layout.short.stages_of(slowest)
     arriving = layout.micro_batches * sum(
         rank_of.get(near, slowest) != slowest for i in mine for near in (i - 1, i + 1)
@@ -132,7 +140,9 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     )  # fmt: skip
 
 
-def _part(part: PassWork, blocks: float, layout: Layout, machine: Machine, unfused: bool) -> dict[str, float]:
+def _part(
+    part: PassWork, blocks: float, layout: Layout, machine: Machine, unfused: bool, forward: bool
+) -> dict[str, float]:
     """Return the seconds of one micro-batch's forward or backward in one stage, by part; axes are parts too."""
     tally = part.operators
     found = {
@@ -141,9 +151,13 @@ def _part(part: PassWork, blocks: float, layout: Layout, machine: Machine, unfus
         "operators": (tally.bytes + unfused * SCORE_BYTES * tally.scores) / (machine.hbm * machine.e_hbm),
         "host": blocks * machine.tau,
     }
-    for axis, seconds in _by_axis(part.sent, layout, machine).items():
+    for (axis, kind), count in part.sent.items():
         if axis in INSIDE:
-            found[axis] = machine.x_tp * seconds
+            seconds = _seconds(axis, kind, count, layout, machine)
+            if count.flops and axis in ("tp", "ep") and (forward or kind == "all_to_all"):
+                per_flop = found["products"] / sum(tally.products.values())
+                seconds -= min(seconds * count.beside / count.bytes, count.flops * per_flop)
+            found[axis] = found.get(axis, 0.0) + machine.x_tp * seconds
     return found
 
 
@@ -163,9 +177,14 @@ def _attention(tally: OperatorCounts, machine: Machine, unfused: bool) -> float:
 def _by_axis(sent: Sent, layout: Layout, machine: Machine) -> dict[str, float]:
     found: dict[str, float] = {}
     for (axis, kind), count in sent.items():
-        seconds = machine.seconds(kind, count.bytes, count.calls, layout.axes.get(axis, ()))
-        found[axis] = found.get(axis, 0.0) + seconds
+        found[axis] = found.get(axis, 0.0) + _seconds(axis, kind, count, layout, machine)
     return found
+
+
+def _seconds(axis: str, kind: str, count: Count, layout: Layout, machine: Machine) -> float:
+    """Return the seconds of calls of one kind. All-to-alls over tp are the steps of a ring: each has one receiver."""
+    kind = "send" if (axis, kind) == ("tp", "all_to_all") else kind
+    return machine.seconds(kind, count.bytes, count.calls, layout.axes.get(axis, ()))
 
 
 def _data(layout: Layout, machine: Machine, rank: int) -> dict[str, float]:

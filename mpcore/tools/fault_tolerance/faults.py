@@ -31,7 +31,9 @@ class Faults:
     def __init__(
         self, mesh: Mesh, records: list[Any], out: Path, *, max_skips: int, check_replicas: int, check_speed: int
     ) -> None:
-        self.mesh, self.check_replicas, self.check_speed = mesh, check_replicas, check_speed
+        self.mesh = mesh
+        self.check_replicas = check_replicas
+        self.check_speed = check_speed
         self.skips: Skips = Skips(max_skips, out / "skipped.jsonl" if mesh.world.rank == 0 else None)
         self.spikes: Spikes = Spikes()
         for entry in records:

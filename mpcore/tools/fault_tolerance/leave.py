@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from mpcore._torch.distributed import clone_store
 from mpcore.mesh.agreement import has_ended, name_ranks, near_ranks, processes_of
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.failure import tell_launcher
+from mpcore.mesh.guard import host_named
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.mesh.secret import printable, seal, unseal
 from mpcore.tools.fault_tolerance.trace import Log, circle, explain, give_no_answer, last_call, read_log
@@ -73,17 +75,25 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
     """
 
     def __init__(self, mesh: Mesh, grace: float = 2.0, folder: Path | str | None = None) -> None:
-        self.mesh, self.rank, self.size, self.grace = mesh, mesh.job.rank, mesh.job.size, grace
+        self.mesh = mesh
+        self.rank: int = mesh.job.rank
+        self.size: int = mesh.job.size
+        self.grace = grace
         self.folder: Path | None = None if folder is None else Path(folder)
         self.store: Any = None
-        self.block, self.cause, self.is_host_done, self.host_early = 1, "", False, ""
+        self.block: int = 1
+        self.cause: str = ""
+        self.is_host_done: bool = False
+        self.host_early: str = ""
         self.run: Any = None
-        self.watched, self.log = threading.get_ident(), Log(self.rank, {})
+        self.watched: int = threading.get_ident()
+        self.log: Log = Log(self.rank, {})
         self.over: threading.Event = threading.Event()
         self.thread: threading.Thread = threading.Thread(target=self._watch, name="mpcore-leave", daemon=True)
         if self.size > 1:
-            self.store = clone_store()  # a connection of its own: the main thread may block its connection
-            self.block: int = self.store.add(f"mpcore/blocks/{self.rank}", 1)  # this process may have several blocks
+            with host_named():
+                self.store = clone_store()  # a connection of its own: the main thread may block its connection
+                self.block: int = self.store.add(f"mpcore/blocks/{self.rank}", 1)  # this process may have several
 
     def __enter__(self) -> leave_together:
         if self.size > 1:
@@ -122,7 +132,7 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         self.over.set()
         status, cause = self._own(error)
         try:
-            self.store.set(f"mpcore/left/{self.rank}", "")
+            self._write("left")
             if self.store.add("mpcore/left", 1) == 1:
                 self.store.set(_CAUSE, seal(_CAUSE, f"rank {self.rank} {cause}".encode()))
         except (RuntimeError, OSError):
@@ -156,21 +166,36 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         return f"{text}, {_EARLY}"
 
     def _sign_off(self, rank: int) -> None:
-        if self.store.add(f"mpcore/ended/{self.block}/{rank}", 1) == 1:
+        key, once = f"mpcore/ended/{self.block}/{rank}", secrets.token_hex(8).encode()
+        if self.store.compare_set(key, "", seal(key, once).decode()).endswith(once):
             self.store.add(f"mpcore/ended/{self.block}", 1)
+
+    def _write(self, word: str) -> None:
+        key = f"mpcore/{word}/{self.rank}"
+        self.store.set(key, seal(key, b""))
+
+    def _wrote(self, rank: int, *words: str) -> bool:
+        """Return whether a rank wrote one of the words. What a stranger wrote in its place does not count."""
+        for key in (f"mpcore/{word}/{rank}" for word in words):
+            with suppress(ValueError):
+                if self.store.check([key]) and unseal(key, self.store.get(key)) is not None:
+                    return True
+        return False
 
     def _watch(self) -> None:
         polls, at = 0, (0, 0)  # how often the watched thread was found at one place, and where
         try:
             processes = processes_of(self.store, near_ranks(self.rank, self.size))
             while not self.store.check([_CAUSE]):
-                if dead := [rank for rank, found in processes.items() if self._is_dead(rank, found)]:
+                gone = [rank for rank, found in processes.items() if any(map(has_ended, found))]
+                if dead := [rank for rank in gone if not self._wrote(rank, "left", f"ended/{self.block}")]:
                     self._tell_dead(dead)
                     continue
                 if self.store.check(["mpcore/asked"]):
-                    self.store.set(f"mpcore/alive/{self.rank}", "")
-                if self.store.check([f"mpcore/ended/{self.block}/0"]):
-                    self.host_early, self.is_host_done = self._early([0]), True
+                    self._write("alive")
+                if self._wrote(0, f"ended/{self.block}"):
+                    self.host_early = self._early([0])
+                    self.is_host_done = True
                 frame = sys._current_frames().get(self.watched)
                 polls, at = (polls + 1 if at == (now := (id(frame), frame.f_lasti if frame else 0)) else 0), now
                 if polls > 2 and (found := self._disagreement(polls == 3)):
@@ -192,15 +217,19 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
         if begins:
             log = read_log(self.mesh, getattr(self.run, "model", None), self.watched)
             self.log = replace(log, calls=[call for call in log.calls if call.group in log.groups][-64:])
+        if begins or not self.store.check([f"{key}{self.rank}"]):
             self.store.set(f"{key}{self.rank}", seal(f"{key}{self.rank}", self.log.to_json().encode()))
         for at in {f"{key}{ranks[0]}" for _, ranks in self.log.groups.values()} if self.log.waiting else ():
             if self.store.check([at]):  # explain finds nothing between this rank's log and itself
-                with suppress(ValueError):  # another process wrote it
+                try:
                     log = Log.from_json(unseal(at, self.store.get(at)).decode())
-                    if (found := explain([log, self.log], 0)).startswith("the ranks disagree"):
-                        return found
-                    if found := circle(log, self.log, self.store) or circle(self.log, log, self.store):
-                        return found
+                except ValueError:  # a stranger wrote it: its rank writes its own again
+                    self.store.delete_key(at)
+                    continue
+                if (found := explain([log, self.log], 0)).startswith("the ranks disagree"):
+                    return found
+                if found := circle(log, self.log, self.store) or circle(self.log, log, self.store):
+                    return found
         return ""
 
     def _own(self, error: BaseException) -> tuple[int, str]:
@@ -237,13 +266,13 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
 
     def _ask(self) -> str:
         """Find the rank that failed first: it wrote its cause to the store, or it gives no answer."""
-        self.store.set(f"mpcore/left/{self.rank}", "")
+        self._write("left")
         found = self._wait(self.grace)
         if found is None and self.store.add("mpcore/asked", 1) == 1:  # only one rank looks for the failed one
             time.sleep(self.grace)  # each rank's thread polls twice in this time
-            silent = [rank for rank in range(self.size) if not self._is_alive(rank)]
+            silent = [rank for rank in range(self.size) if not self._wrote(rank, "left", "alive")]
             found = "the network between the ranks failed: all of them are there"
-            ended = [rank for rank in silent if self.store.check([f"mpcore/ended/{self.block}/{rank}"])]
+            ended = [rank for rank in silent if self._wrote(rank, f"ended/{self.block}")]
             if ended:
                 found = self._early(ended)
             elif silent:
@@ -251,20 +280,12 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
             self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
         return found or self._wait(2 * self.grace) or "a rank is gone"
 
-    def _is_dead(self, rank: int, processes: set[str]) -> bool:
-        """Return whether the process of a rank on this host ended, and didn't leave this block."""
-        keys = [f"mpcore/left/{rank}"], [f"mpcore/ended/{self.block}/{rank}"]
-        return any(map(has_ended, processes)) and not any(map(self.store.check, keys))
-
     def _tell_dead(self, ranks: Sequence[int]) -> str:
         found = f"{give_no_answer(ranks, self.store)}: killed, or cut off{_cut_files()}"
         for rank in ranks:
             self._sign_off(rank)
         self.store.set(_CAUSE, seal(_CAUSE, found.encode()))
         return found
-
-    def _is_alive(self, rank: int) -> bool:
-        return any(self.store.check([f"mpcore/{word}/{rank}"]) for word in ("left", "alive"))
 
     def _wait(self, seconds: float) -> str | None:
         until = time.monotonic() + seconds
@@ -298,17 +319,23 @@ def _read_cause(store: dist.Store) -> str:
         return str(error)
 
 
-def leave(status: int) -> NoReturn:
-    """Exit after a successful run, without shutting the Python interpreter down.
+def leave(status: str | int | None) -> NoReturn:
+    """Exit without shutting the Python interpreter down, after its threads that are no daemons have ended.
 
-    A thread of gloo may still hold tensors. Freeing them during interpreter shutdown would abort the process.
+    A thread of gloo may still hold tensors, which a shutdown would free, or wait for a rank that is gone.
 
     Args:
-        status: the exit status.
+        status: the exit status, or the code of a `SystemExit`: a text is printed, and the status is then 1.
     """
+    for thread in threading.enumerate():  # such as a save in the background
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(status or 0)
 
 
 def write_new(path: Path, text: str) -> None:

@@ -24,7 +24,8 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.waiting = path, b""
+        self.path = path
+        self.waiting: bytes = b""
 
     def add(self, entry: dict[str, Any]) -> None:
         """Write the waiting lines and this one.

@@ -43,7 +43,9 @@ class StopSignals:
     """
 
     def __init__(self, apart: float = 1.0, leave_with: int | None = None) -> None:
-        self.asked, self.apart, self.leave_with = False, apart, leave_with
+        self.asked: bool = False
+        self.apart = apart
+        self.leave_with = leave_with
         self._first: float | None = None
         self._before: dict[int, Any] = {}
 

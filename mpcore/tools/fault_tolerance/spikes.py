@@ -33,7 +33,8 @@ class Spikes:
     def __init__(self, window: int = 64, threshold: float = 6.0, least: int = 16) -> None:
         if not 2 <= least <= window:
             raise ValueError(f"least {least} is not from 2 to the window of {window}")
-        self.threshold, self.least = threshold, least
+        self.threshold = threshold
+        self.least = least
         self.before: deque[float] = deque(maxlen=window)
 
     def score(self, loss: float) -> float | None:
@@ -62,7 +63,8 @@ class Skips:
     """
 
     def __init__(self, limit: int, path: Path | None) -> None:
-        self.limit, self.row = limit, 0
+        self.limit = limit
+        self.row: int = 0
         self.lines: MetricsWriter | None = None if path is None else MetricsWriter(path)
 
     def step(self, finite: bool, **about: Any) -> None:

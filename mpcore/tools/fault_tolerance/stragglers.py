@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mpcore.mesh.agreement import exchange
 from mpcore.mesh.axis import Mesh
@@ -65,10 +66,13 @@ class Stragglers:
     ) -> None:
         if threshold <= 1:
             raise ValueError(f"threshold {threshold} is not more than 1")
-        self.mesh, self.threshold, self.least, self.patience = mesh, threshold, least, patience
+        self.mesh = mesh
+        self.threshold = threshold
+        self.least = least
+        self.patience = patience
         self.times: dict[str, list[float]] = {}
         self.row: dict[tuple[int, str], int] = {}
-        self.matrix = torch.ones(size, size, device=mesh.device)
+        self.matrix: Tensor = torch.ones(size, size, device=mesh.device)
         self._multiply()  # the setup of the first call isn't timed
 
     @contextmanager

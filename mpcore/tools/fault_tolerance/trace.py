@@ -160,6 +160,8 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
     # A destroyed process group leaves its calls in the recorder, and a later group may have the same name.
     found: Any = next((f.f_locals["self"] for f, _ in traceback.walk_stack(frame) if f.f_code is _HEARS), None)
     members = [] if found is None else dist.get_process_group_ranks(found.group)
+    doing = doing or (f"the agreement about the {found.what}" if found is not None and found.what else "")
+    doing = doing or (f"the agreement about the {found.what}" if found is not None and found.what else "")
     waits = ("", 0, []) if found is None else (found.prefix, found.number, members)
     return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting, *waits)
 
@@ -239,7 +241,7 @@ def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, s
         file, held = frame.f_code.co_filename, frame.f_locals
         if not site:
             waiting |= file.startswith(os.path.join(_TORCH, "distributed")) or file in _OURS
-            site = _site(file, frame.f_lineno) or ""
+            site = call_site(frame) if _site(file, frame.f_lineno) else ""
         if not doing:
             if names.get(id(held.get("self"))):
                 doing = names[id(held["self"])]

@@ -57,7 +57,10 @@ class Watchdog:
         if timeout <= 0 or grace <= 0:
             raise ValueError(f"timeout {timeout} s and grace {grace} s must be more than 0")
         check_mesh(mesh)
-        self.mesh, self.model, self.timeout, self.grace = mesh, model, timeout, grace
+        self.mesh = mesh
+        self.model = model
+        self.timeout = timeout
+        self.grace = grace
         self.folder: Path | None = None if folder is None else Path(folder)
         self.store: Any = clone_store() if mesh.job.size > 1 else None
         self.last: float = time.monotonic()

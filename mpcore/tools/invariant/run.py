@@ -17,7 +17,7 @@ from mpcore.gradients import gradient_of, zero_gradients
 from mpcore.gradients.norm import grad_norm, owned_tensors
 from mpcore.kernels._main_grad import GradientState, main_grad, mark_main_grad
 from mpcore.mesh.agreement import check_same, raising_together
-from mpcore.mesh.axis import Mesh, check_mesh
+from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.optim.adamw import AdamW
 from mpcore.parallel.fsdp import ExchangeReduceScatter
 from mpcore.parallel.shared import set_state, shared_units, state_of
@@ -134,8 +134,8 @@ def _check_policies(
 
 
 @torch.no_grad()
-def exact_norm(model: nn.Module | ModelTree, mesh: Mesh) -> Tensor:
-    """Compute `grad_norm` with the same bits on every layout: integer sums of squares do not depend on the order."""
+def exact_norm(model: nn.Module | ModelTree, mesh: Mesh, numbers: Sequence[int] = ()) -> Tensor:
+    """Compute `norm_of` with the same bits on every layout: integer sums of squares do not depend on the order."""
     largest = grad_norm(model, mesh, math.inf)
     unit = largest.clamp(min=torch.finfo(largest.dtype).tiny)
     digits = torch.zeros(3, dtype=torch.int64, device=mesh.device)  # each holds 20 bits of every square
@@ -145,9 +145,10 @@ def exact_norm(model: nn.Module | ModelTree, mesh: Mesh) -> Tensor:
             rest = rest * 2**20
             digit += rest.long().sum()
             rest = rest - rest.floor()
-    high, middle, low = all_reduce(digits, mesh.world).double()
+    high, middle, low, *sums = all_reduce(torch.cat([digits, digits.new_tensor(numbers)]), mesh.world).double()
     squares = high * 2.0**-20 + middle * 2.0**-40 + low * 2.0**-60
-    return torch.where(largest.isfinite(), squares.sqrt() * unit, largest)
+    norm = torch.where(largest.isfinite(), squares.sqrt() * unit, largest)
+    return torch.stack([norm, *sums]) if sums else norm
 
 
 class InvariantStep(Observer):
@@ -166,7 +167,8 @@ class InvariantStep(Observer):
         if any(shared_units(stages)):
             raise ValueError("invariant numerics have no ZeRO of a table that stages of a rank share: take Zero(0)")
         optimizer.set_fused(False)
-        self.ends, self.trees = mesh.ends, {stage: ModelTree(stage) for stage in stages}
+        self.ends: Axis = mesh.ends
+        self.trees: dict[nn.Module, ModelTree] = {stage: ModelTree(stage) for stage in stages}
         for tree in self.trees.values():
             tree.declared  # noqa: B018  read now: between micro-batches modules hold gathered parameters
         self.losses: list[Tensor] = []  # of this step's leaves

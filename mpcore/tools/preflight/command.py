@@ -180,8 +180,8 @@ def checks_of(command: Command, options: Options, pool: Pool) -> list[Check]:
     if _has(command.target, training.NEEDED):
         return training.Preflight(command.target, command.flags, options, pool).checks()
     raise ValueError(
-        f"{command.target} has no module {name} with checks(flags, options, pool), and not all of "
-        f"{', '.join(training.NEEDED)} itself: add one of both, or check the model alone, as module:build"
+        f"{command.target} has no module {name} with checks(flags, options, pool), and lacks one of its own functions "
+        f"{', '.join(training.NEEDED)}: add either, or check only the model, as module:build"
     )
 
 

@@ -164,13 +164,15 @@ def shrink_model(config: Any, full: dict[str, int], small: dict[str, int], stage
     full_unit = full["cp"] * (T if args.sequence_parallel else 1)
     length = 2 * unit * 3 if c.seq_len % (2 * full_unit) == 0 else unit * 5 if unit % 2 else unit * 7
     hidden = 6 * width * (2 if args.fp8 else 1)
-    layers = stages + 1 if c.layers % full_stages else stages
+    layers = max(stages + 1 if c.layers % full_stages else stages, len(c.layers_spec or ()))
     changes: dict[str, Any] = {}
     if c.moe is not None:
-        moe = shrink_experts(c.moe, full, small, 2 * width)
+        changes["moe"] = moe = shrink_experts(c.moe, full, small, 2 * width)
         layers = max(layers, moe.dense + moe.every)
-        layers = layers if c.layers % full_stages else -(-layers // stages) * stages
-        changes["moe"] = moe
+    layers = layers if c.layers % full_stages else -(-layers // stages) * stages
+    if c.linear is not None:
+        keys = {"key_heads": c.linear.key_heads and tp, "key_dim": None}
+        changes["linear"] = replace(c.linear, heads=2 * tp, head_dim=width, groups=1, **keys)
     if c.latent is not None:
         rank = None if c.latent.q_lora_rank is None else 2 * width
         heads_of = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), width)

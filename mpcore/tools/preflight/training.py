@@ -25,6 +25,7 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,9 +56,12 @@ class Preflight:
     """The checks of a run. What one finds out, those after it use."""
 
     def __init__(self, program: str, flags: Sequence[str], options: Options, pool: Pool) -> None:
-        self.flags, self.options, self.pool = list(flags), options, pool
-        self.name, self.program = program, import_module(program)
-        self.folder = tempfile.TemporaryDirectory(prefix="mpcore-preflight-")
+        self.flags: list[str] = list(flags)
+        self.options = options
+        self.pool = pool
+        self.name = program
+        self.program: ModuleType = import_module(program)
+        self.folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="mpcore-preflight-")
         self.args: argparse.Namespace
         self.config: Any
         self.model: dict[str, Any] = {}

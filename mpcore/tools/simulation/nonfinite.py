@@ -46,7 +46,8 @@ class FiniteCheck(TorchDispatchMode):
 
     def __init__(self, stages: Sequence[nn.Module], doing: str = "") -> None:
         super().__init__()
-        self.stages, self.doing = stages, doing
+        self.stages = stages
+        self.doing = doing
         self._path: list[str] = []
         self._excused: dict[int, tuple[StorageWeakRef, str]] = {}  # "inf", or "any" for memory that nobody wrote
         self._handles: list[Any] = []

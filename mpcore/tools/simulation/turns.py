@@ -54,7 +54,8 @@ class Turns:
     """Run one of N threads at a time, in a fixed order."""
 
     def __init__(self, size: int, stuck: Callable[[], BaseException]) -> None:
-        self.size, self.stuck = size, stuck
+        self.size = size
+        self.stuck = stuck
         self.alive: set[int] = set(range(size))
         self.failure: tuple[int, BaseException] | None = None
         self.over: threading.Event = threading.Event()

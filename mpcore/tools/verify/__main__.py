@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.hf is None) == (args.model is None) or (args.set and args.hf is None):
         raise ValueError("give either package.module:build, or --hf PATH, and --set with --hf alone")
     build, batch, loss = find(args.model) if args.hf is None else _hugging_face(args.hf, args.set)
+    if loss is None:
+        print(f"no loss(output, target) beside {args.model}: half the sum of squares of full outputs is compared")
     layouts = [name for name in args.layouts.split(",") if name]
     verdicts = verify(
         build, batch, layouts,

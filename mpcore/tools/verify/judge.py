@@ -83,7 +83,10 @@ class Judge:
         rounded: Sequence[RankRecord] = (),
         exact: bool = False,
     ) -> None:
-        self.truth, self.dtype, self.rounded, self.exact = truth, dtype, rounded, exact
+        self.truth = truth
+        self.dtype = dtype
+        self.rounded = rounded
+        self.exact = exact
         self.eps: float = torch.finfo(dtype).eps
 
     def __call__(self, layout: Layout, ranks: Sequence[RankRecord]) -> Verdict:

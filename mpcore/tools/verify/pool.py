@@ -59,10 +59,14 @@ class Pool:
         start: str = "forkserver",
         grace: float = GRACE_S,
     ) -> None:
-        self.most, self.prepare, self.preload, self.start, self.grace = most, prepare, preload, start, grace
+        self.most = most
+        self.prepare = prepare
+        self.preload = preload
+        self.start = start
+        self.grace = grace
         self.workers: list[tuple[Any, Connection]] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
-        self.worlds = 0  # made so far: each has its number as its name
+        self.folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory(prefix="mpcore-pool-")
+        self.worlds: int = 0  # made so far: each has its number as its name
         self.world = self.size = self.lone = (
             0  # the world of several ranks, their number, and the world of a rank alone
         )
@@ -77,7 +81,8 @@ class Pool:
         if not self.workers:
             self._start()
         if size not in (1, self.size):
-            self.world, self.size = self._new_world(), size
+            self.world: int = self._new_world()
+            self.size = size
         workers = self.workers[:size] if size > 1 else self.workers[-1:]
         store = (self.store.port, str(self.world if size > 1 else self.lone))
         connections = [connection for _, connection in workers]
@@ -123,7 +128,7 @@ class Pool:
         context.set_forkserver_preload(
             ["torch", "torch.distributed", "mpcore", *self.preload, "mpcore.tools.verify.preloaded"]
         )
-        self.lone = self._new_world()
+        self.lone: int = self._new_world()
         for _ in range(self.most + (self.most > 1)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, self.prepare, self.folder.name), daemon=True)
@@ -153,7 +158,9 @@ class Pool:
             process.kill()
         for process, _ in self.workers:
             process.join()
-        self.workers, self.size, self.store = [], 0, None
+        self.workers = []
+        self.size: int = 0
+        self.store = None
 
 
 def _work(connection: Connection, prepare: Callable[[], None] | None, folder: str) -> None:

@@ -257,7 +257,7 @@ def _cut_sequence(batch: dict[str, Tensor], model: nn.Module, mesh: Mesh, seen: 
     """Return this rank's tokens of all tensors [B, T, ...], sharded as the model's attention needs."""
     kinds = {module.context for module in model.modules() if isinstance(getattr(module, "context", None), str)}
     if len(kinds) > 1:
-        raise ValueError(f"the sequence can't be cut as {sorted(map(str, kinds))} at once: give all one context")
+        raise ValueError(f"layers have the contexts {sorted(map(str, kinds))}: give all layers the same context")
     kind = str(kinds.pop()) if kinds else "ring"
     if batch["x"].dim() < 2:
         raise ValueError(f"x {tuple(batch['x'].shape)} has no dimension 1, the sequence that cp cuts: [B, T, ...]")

@@ -7,6 +7,6 @@ records it. `wire`, `node` and `peer` carry it between processes; `elastic` conn
 Sources: Liu et al. 2024, arXiv:2401.09135 (asynchronous Local SGD); Douillard et al. 2023, arXiv:2311.08105 (DiLoCo).
 """
 
-from mpcore.tools.workers.rules import Average, DelayedNesterov, HeLoCo, Nesterov, StaleNesterov
+from mpcore.tools.workers.rules import Average, DelayedNesterov, HeLoCo, Nesterov
 
-__all__ = ["Average", "DelayedNesterov", "HeLoCo", "Nesterov", "StaleNesterov"]
+__all__ = ["Average", "DelayedNesterov", "HeLoCo", "Nesterov"]

@@ -19,16 +19,17 @@ from mpcore.tools.simulation.replay import saved_arguments
 from mpcore.tools.simulation.turns import RankError
 from mpcore.tools.workers.elastic import replay_runs
 from mpcore.tools.workers.journal import Replayed, read_lines
-from mpcore.tools.workers.outer import Line
+from mpcore.tools.workers.outer import ENDED, STOPPED, Line
 from mpcore.training.run import Run
 
 EVERY = 5.0
 """Seconds between two lines of progress."""
-COLOURS = {"train": "#4477aa", "wait": "#ddaa33", "lost": "#ee6677"}
-MEANINGS = {"train": "trains", "wait": "waits", "lost": "steps of a worker that left, trained again by others"}
+COLOURS = {"train": "#4477aa", "wait": "#ddaa33", "lost": "#ee6677", "stop": "#cccccc"}
+MEANINGS = {"train": "trains", "wait": "waits", "lost": "steps of a worker that left, trained again by others",
+            "stop": "stopped"}  # fmt: skip
 
 OF_WORKERS = ("listen", "join", "wait", "token", "staleness", "dynamic_steps", "worker_timeout", "replicas",
-              "update_dtype", "local_steps", "outer_lr", "outer_momentum")  # fmt: skip
+              "update_dtype", "overlap_exchange", "local_steps", "outer_lr", "outer_momentum")  # fmt: skip
 """Settings of a run that a replay takes from the journal."""
 
 
@@ -44,25 +45,30 @@ class Span(NamedTuple):
 def spans(lines: Sequence[Line]) -> tuple[list[Span], list[float], dict[int, float]]:
     """Return what each worker did, when the anchor moved, and when workers left."""
     zero, found, moved, left = lines[0]["at"], list[Span](), list[float](), dict[int, float]()
-    since: dict[int, tuple[str, float]] = {}
+    since, last = dict[int, tuple[str, float]](), dict[int, int]()
 
     def turn(worker: int, kind: str, at: float) -> None:
         before, start = since.get(worker, (kind, at))
         if at > start:
             found.append(Span(worker, before, start, at))
-        since[worker] = kind, at
+        since[worker] = kind, max(at, start)
 
     for line in lines:
         at = line["at"] - zero
         if line["op"] in ("join", "lease"):
             turn(line["worker"], "wait" if line["op"] == "join" else "train", at)
+            last[line["worker"]] = line.get("phase", 0)
         for entry in line.get("updates", ()):
-            turn(entry["worker"], "wait", entry["handed"] - zero)
+            turn(entry["worker"], "wait", entry["handed"] - zero - entry.get("waited", 0.0))
+            if last[entry["worker"]] > entry["phase"]:  # it trains its next phase while the update travels
+                turn(entry["worker"], "train", entry["handed"] - zero)
             moved += [at] if entry["applied"] and at not in moved else []
         if line["op"] == "leave":
             kind, start = since.pop(line["worker"], ("wait", at))
             found.append(Span(line["worker"], "lost" if kind == "train" else kind, start, at))
             left[line["worker"]] = at
+            if line["why"] in (ENDED, STOPPED):
+                found.append(Span(line["worker"], "stop", at, lines[-1]["at"] - zero))
     return found, moved, left
 
 

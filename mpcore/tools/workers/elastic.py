@@ -17,10 +17,12 @@ from mpcore.checkpoint.pieces import LocalTensor, held_by_model, masters_of
 from mpcore.collectives import all_reduce
 from mpcore.layers.moe.router import Router
 from mpcore.mesh.agreement import exchange
+from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import local_tensor, reshard
+from mpcore.tools.fault_tolerance.signals import SharedRequests
 from mpcore.tools.workers.journal import Replayed, read_lines, replay
-from mpcore.tools.workers.outer import Options, Tensors
+from mpcore.tools.workers.outer import Options, Tensors, like, rounded
 from mpcore.tools.workers.peer import Peer, Phase, start
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import read_token, split_address
@@ -41,7 +43,9 @@ class RunTensors:
     """
 
     def __init__(self, run: Run, everywhere: bool = False) -> None:
-        self.run, self.mesh, self.group = run, run.mesh, run.mesh.world.group
+        self.run = run
+        self.mesh: Mesh = run.mesh
+        self.group: Any = run.mesh.world.group
         self.keeps: bool = everywhere or run.mesh.world.rank == 0
         mine = {}
         for x in self._held()[0]:
@@ -49,6 +53,7 @@ class RunTensors:
             mine[x.name] = tuple(x.shape), dtype
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = exchange(None, mine, self.group, _union)
         self.base: Tensors = {}
+        self.handed: Tensors = {}  # the tensors at the last `moved`
         self.rest: Tensors = {}  # what rounding cut off the last update
 
     def _held(self) -> tuple[list[LocalTensor], dict[Tensor, Tensor]]:
@@ -94,15 +99,21 @@ class RunTensors:
                 local_tensor(p.detach()).copy_(local_tensor(master.detach()))
         self.base = self.read()
 
-    def moved(self, update_dtype: str = "same") -> Tensors:
-        """Return what the tensors lost since `write`, on rank 0, rounded with error feedback if to bfloat16."""
+    def merge(self, anchor: Tensors) -> None:
+        """Write the anchor plus what the tensors changed since the last `moved`. The next `moved` counts from there."""
         now = self.read()
+        self.write({name: anchor[name] + (x - self.handed[name]) for name, x in now.items()})
+        self.base = anchor
+
+    def moved(self, update_dtype: str = "same") -> Tensors:
+        """Return what the tensors lost since `write`, on rank 0, rounded with error feedback unless "same"."""
+        now = self.handed = self.read()
         moved = {name: x - now[name] for name, x in self.base.items()}
         if update_dtype == "same":
             return moved
         exact = {name: x + self.rest.get(name, 0.0) for name, x in moved.items()}
-        sent = {name: x.to(torch.bfloat16) for name, x in exact.items()}
-        self.rest = {name: x - sent[name].to(x.dtype) for name, x in exact.items()}
+        sent = rounded(exact, update_dtype)
+        self.rest = {name: exact[name] - x for name, x in like(sent, exact).items()}
         return sent
 
     def about(self) -> dict[str, str]:
@@ -145,10 +156,20 @@ class ElasticWorker:
         self, run: Run, *, options: Options, rule: Rule, until: int, listen: str | None, join: Sequence[str],
         token: str | os.PathLike[str] | None, folder: str | os.PathLike[str] | None,
     ) -> None:  # fmt: skip
-        self.run, self.tensors, self.update_dtype = run, RunTensors(run), options.update_dtype
+        self.run = run
+        self.tensors: RunTensors = RunTensors(run)
+        self.options = options
+        self.arrived: SharedRequests | None = None  # whether the new anchor is here, while it is on its way
+        self.later: Sequence[int] = ()  # the steps of the next phase, if they are known
         self.peer: Peer | None = None
-        self.number, self.version, self.until, self.first, self.last, self.began = -1, 0, until, 0, 0, 0.0
-        self.start = lambda about, anchor: start(
+        self.number: int = -1
+        self.version: int = 0
+        self.until = until
+        self.first: int = 0
+        self.last: int = 0
+        self.merged: int = 0
+        self.began: float = 0.0
+        self.start: Callable[..., Peer] = lambda about, anchor: start(
             listen=listen or near(join[0]), token=read_token(token), options=options, rule=rule, until=until,
             about=about, anchor=anchor, first=run.step, join=join, folder=None if folder is None else Path(folder),
         )  # fmt: skip
@@ -185,23 +206,45 @@ class ElasticWorker:
         """Hand in the update if the phase ended, load the newest anchor, and set `run.step` to the next phase."""
         if self.peer is not None:
             self.peer.progress += 1
-        if self.run.step == self.last:
-            moved = self.tensors.moved(self.update_dtype)
-            seconds = (time.monotonic() - self.began) / max(self.last - self.first, 1)
-            self._on_rank_0(lambda: self.peer.hand_in(moved, seconds) if self.peer else None)
-            self._take()
+        step, ends = self.run.step, self.run.step == self.last
+        seconds = (time.monotonic() - self.began) / max(self.last - self.first, 1)
+        if self.arrived is not None:
+            here = self.arrived.after_step(step, here=self.peer is not None and self.peer.arrived())
+            if ends or here:
+                self.tensors.merge(self._phase())
+                self.merged = step
+        if ends:
+            moved, later = self.tensors.moved(self.options.update_dtype), self.later
+            facts: Any = moved, seconds, self.merged, bool(later)
+            self._on_rank_0(lambda: self.peer.hand_in(*facts) if self.peer else None)
+            if not later:
+                self._take()
+                return
+            self.first, self.last = later
+            self.run.step, self.began = self.first, time.monotonic()
+            self.arrived = SharedRequests(self.run.mesh.world)
 
-    def _take(self) -> None:
+    def stop(self, seconds: float) -> None:
+        """Leave the run before its end: `Peer.stop`."""
+        self._on_rank_0(lambda: self.peer.stop(seconds) if self.peer else None)
+
+    def _phase(self) -> Tensors:
+        """Take the next phase, and wait for it. Return the anchor, on rank 0."""
         phase: list[Phase] = []
 
-        def work() -> list[int]:
+        def work() -> list[Any]:
             assert self.peer is not None
             phase.append(self.peer.take())
-            return list(phase[0][:3])
+            return list(phase[0][:4])
 
-        self.first, self.last, self.version = self._on_rank_0(work)
-        self.tensors.write(phase[0].anchor if phase else {})
-        self.run.step, self.began = self.first, time.monotonic()
+        self.first, self.last, self.version, self.later = self._on_rank_0(work)
+        self.arrived = None
+        return phase[0].anchor if phase else {}
+
+    def _take(self) -> None:
+        self.tensors.write(self._phase())
+        self.run.step = self.merged = self.first
+        self.began = time.monotonic()
         if self.first == self.last:  # the end
             self.run.step = self.until
             self._on_rank_0(lambda: self.peer.leave() if self.peer else None)
@@ -249,14 +292,17 @@ def replay_runs(folder: str | Path, make: Callable[[], Run], step: Callable[[Run
     """
     lines, runs = read_lines(Path(folder)), dict[int, tuple[Run, RunTensors]]()
 
-    def train(worker: int, anchor: Tensors, first: int, last: int) -> Tensors:
+    def train(worker: int, anchor: Tensors, first: int, last: int, merged: int) -> Tensors:
         if worker not in runs:
             runs[worker] = (made := make()), RunTensors(made, True)
         run, tensors = runs[worker]
-        tensors.write(anchor)
         run.step = first
+        if merged == first:
+            tensors.write(anchor)
         while run.step < last:
             step(run)
+            if run.step == merged:
+                tensors.merge(anchor)
         return tensors.moved(lines[0]["about"]["update_dtype"])
 
     return replay(lines, RunTensors(make(), True).read(), train)

@@ -30,7 +30,8 @@ class Journal:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self.folder, self.lines = folder, list[Line]()
+        self.folder = folder
+        self.lines: list[Line] = list[Line]()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -89,14 +90,17 @@ def read_lines(folder: Path) -> list[Line]:
 def resume(folder: Path, anchor: Mapping[str, Tensor]) -> tuple[Outer, list[Line]] | None:
     """Return the newest outer state of a folder and the lines before it; None if there is none.
 
-    What happened after it is not in it: those steps are handed out again.
+    Workers train the steps after this state again. A file of an earlier start is skipped: its anchor differs from the
+    anchor in the lines.
     """
-    for path in reversed(saved(folder) if (folder / FILE).is_file() else []):
-        lines = read_lines(folder)[: int(path.stem.removeprefix("outer-"))]
-        outer = Outer(lines[0], anchor)
-        outer.apply_facts(lines[1:])
+    files = saved(folder) if (folder / FILE).is_file() else []
+    written = read_lines(folder) if files else []
+    for path in reversed(files):
+        lines = written[: int(path.stem.removeprefix("outer-"))]
+        outer = Outer(lines[0], anchor, lines[1:])
         outer.load_tensors(unpack(memoryview(path.read_bytes()), str(path)))
-        return outer, lines
+        if digest(outer.anchor) == [line["anchor"] for line in lines if "anchor" in line][-1]:
+            return outer, lines
     return None
 
 
@@ -117,16 +121,17 @@ class Replayed(NamedTuple):
 def replay(
     lines: Sequence[Line],
     anchor: Mapping[str, Tensor],
-    train: Callable[[int, Tensors, int, int], Mapping[str, Tensor]],
+    train: Callable[[int, Tensors, int, int, int], Mapping[str, Tensor]],
 ) -> Replayed:
     """Run the phases of a journal in their order, in this process.
 
     Args:
         lines: the journal.
         anchor: the parameters that the run began with, by logical name.
-        train: called as `train(worker, anchor, first, last)`: what this worker's phase of the steps [first, last)
-            returns, x_anchor - x_local by logical name. A worker's calls come in the order of its phases, so that it
-            may keep the state of its inner optimizer, which begins empty.
+        train: called as `train(worker, anchor, first, last, merged)`: what this worker's phase of the steps [first,
+            last) returns, x_anchor - x_local by logical name. It begins with the anchor if `merged` is `first`. If not,
+            it goes on from its last phase, and the anchor comes before step `merged` (`Options.overlap`). A worker's
+            calls come in the order of its phases, so that it may keep its inner optimizer, which begins empty.
 
     Raises:
         ValueError: if the run began with other parameters.
@@ -140,7 +145,8 @@ def replay(
     for line in lines[1:]:
         trained = []
         for entry in line.get("updates", ()):
-            found = like(train(entry["worker"], anchors[entry["base"]], *entry["steps"]), outer.anchor)
+            (first, last), base = entry["steps"], anchors[entry["base"]]
+            found = like(train(entry["worker"], base, first, last, entry.get("merged", first)), outer.anchor)
             if digest(found) != entry["update"]:
                 differing.append(f"update of worker {entry['worker']}, phase {entry['phase']}")
             trained.append(found)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.workers.journal import Journal
-from mpcore.tools.workers.outer import Line, Options, Outer, Tensors, check_settings, digest, like
+from mpcore.tools.workers.outer import Lease, Line, Options, Outer, Tensors, check_settings, digest, like
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, split_address, unpack
 
 log: Logger = get_logger(__name__)
@@ -47,17 +47,23 @@ class Node:
     """
 
     def __init__(self, listen: str, token: bytes, options: Options, folder: Path | None = None) -> None:
-        self.token, self.options, self.journal = token, options, Journal(folder)
-        self.state = threading.Condition(threading.RLock())
+        self.token = token
+        self.options = options
+        self.journal: Journal = Journal(folder)
+        self.state: threading.Condition = threading.Condition(threading.RLock())
         self.outer: Outer | None = None
-        self.leading, self.term, self.number, self.leader = False, 0, -1, ""
+        self.leading: bool = False
+        self.term: int = 0
+        self.number: int = -1
+        self.leader: str = ""
         self.copies: dict[int, Channel] = {}  # to the replicas
         self.seen: dict[int, tuple[int, float]] = {}  # of each worker: its progress, and when that changed
         self.pending: dict[int, tuple[Line, Tensors]] = {}  # updates that wait for others
         self.seconds: dict[int, float] = {}  # of a step of each worker
         self.packed: tuple[int, bytes] = -1, b""
         self.channels: set[Channel] = set()
-        self.strangers, self.closed = threading.Semaphore(_STRANGERS), False
+        self.strangers: threading.Semaphore = threading.Semaphore(_STRANGERS)
+        self.closed: bool = False
         host, port = split_address(listen)
         self.sock: socket.socket = socket.create_server((host, port), backlog=256)
         self.address: str = f"{host}:{self.sock.getsockname()[1]}"
@@ -70,12 +76,29 @@ class Node:
 
     def close(self) -> None:
         """Answer nobody any more."""
-        self.closed, self.leading = True, False
+        self.closed = True
+        self.leading = False
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.sock.close()
         for channel in [*self.channels, *self.copies.values()]:
             channel.close()
+
+    def save(self) -> None:
+        """Write the outer state, if this worker holds it."""
+        with self.state:
+            if self.outer is not None:
+                self.journal.save(self.outer)
+
+    def end(self, message: Message, seconds: float) -> None:
+        """Let the leader serve until the others have left, for at most so many seconds, and then leave and save."""
+        until = time.monotonic() + seconds
+        with contextlib.suppress(NotLeadingError):
+            while len(self._led().members) > 1 and time.monotonic() < until:
+                time.sleep(0.02)  # it stays a member: without it a replica would lead
+            with self.state:
+                self._leave(message, memoryview(b""))
+                self.save()
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -164,7 +187,9 @@ class Node:
 
     def _step_down(self) -> None:
         log.warning("worker %d leads no longer: another worker took over while this one was not heard of", self.number)
-        self.leading, self.outer, self.leader = False, None, ""
+        self.leading = False
+        self.outer = None
+        self.leader: str = ""
         self.state.notify_all()
         raise NotLeadingError
 
@@ -258,7 +283,6 @@ class Node:
         worker, phase = message["worker"], message["phase"]
         until = time.monotonic() + min(self.options.timeout / 4, 5.0)
         with self.state:
-            self.seconds[worker] = message["seconds"]
             while True:
                 outer = self._member(worker)
                 if outer.phases[worker] < phase and worker not in self.pending:
@@ -266,20 +290,22 @@ class Node:
                 if outer.phases[worker] == phase:
                     if outer.ended:
                         return {"end": True, "base": outer.version}, self._anchor()
-                    held = outer.leases.get(worker)
-                    steps = held[1:3] if held else outer.free_steps(self._wanted(worker))
-                    if steps is not None:
-                        line = {"op": "lease", "worker": worker, "phase": phase, "steps": list(steps)}
-                        self._commit({**line, "base": outer.version})
-                        return {"steps": list(steps), "base": outer.version}, self._anchor()
+                    leases = [self._lease(worker, phase + i) for i in range(1 + self.options.overlap)]
+                    if leases[0] is not None:
+                        return {"leases": [x[1:3] for x in leases if x], "base": outer.version}, self._anchor()
                 if not self.state.wait(until - time.monotonic()):
                     return {"wait": True}, b""
 
-    def _wanted(self, worker: int) -> int:
-        known = [self.seconds[other] for other in self._led().members if self.seconds.get(other)]
-        if not self.options.dynamic or not self.seconds.get(worker) or not known:
-            return self.options.every
-        return max(int(self.options.every * min(known) / self.seconds[worker]), 1)
+    def _lease(self, worker: int, phase: int) -> Lease | None:
+        outer = self._led()
+        held = outer.leases if outer.phases[worker] == phase else outer.ahead
+        if worker not in held:
+            most = self.options.steps_of(worker, self.seconds, outer.until - outer.done)
+            if (steps := outer.free_steps(most)) is None:
+                return None
+            line = {"op": "lease", "worker": worker, "phase": phase, "steps": [*steps], "base": outer.version}
+            self._commit(line)
+        return held[worker]
 
     def _anchor(self) -> bytes:
         outer = self._led()
@@ -291,11 +317,12 @@ class Node:
         """Take a worker's update."""
         with self.state:
             outer, worker = self._member(message["worker"]), message["worker"]
-            lease = outer.leases.get(worker)
+            lease, self.seconds[worker] = outer.leases.get(worker), message["seconds"]
             if lease is None or lease.phase != message["phase"]:
                 return {}  # it was applied: the answer was lost
             update = like(unpack(tensors), outer.anchor)
             entry = {"worker": worker, "phase": lease.phase, "base": message["base"], "steps": [*lease[1:3]]}
+            entry |= {"merged": message["merged"], "waited": message["waited"]} if self.options.overlap else {}
             self.pending[worker] = {**entry, "update": digest(update), "handed": round(time.time(), 3)}, update
             self._merge()
             return {}
@@ -329,7 +356,7 @@ class Node:
 
     def _leave(self, message: Message, _: memoryview) -> Message:
         with self.state:
-            self._leave_out(message["worker"], "it ended")
+            self._leave_out(message["worker"], message["why"])
             return {}
 
     # --- replicas -----------------------------------------------------------------------------------------------------
@@ -341,11 +368,13 @@ class Node:
             begin, *others = message["lines"]
             found = unpack(tensors)
             anchor = {name.removeprefix("anchor/"): x for name, x in found.items() if name.startswith("anchor/")}
-            outer = Outer(begin, anchor)
-            outer.apply_facts(others)
+            outer = Outer(begin, anchor, others)
             outer.load_tensors(found)
             self.journal.replace(message["lines"])
-            self.outer, self.term, self.number, self.leading = outer, message["term"], message["number"], False
+            self.outer = outer
+            self.term = message["term"]
+            self.number = message["number"]
+            self.leading = False
             return {}
 
     def _log(self, message: Message, tensors: memoryview) -> Message:
@@ -358,7 +387,8 @@ class Node:
             for name, x in unpack(tensors).items():
                 place, _, own = name.partition("/")
                 updates[int(place)][own] = x
-            self.term, self.leading = message["term"], False
+            self.term: int = message["term"]
+            self.leading: bool = False
             self.outer.apply(line, updates)
             if updates and digest(self.outer.anchor) != line["anchor"]:  # another processor rounds otherwise
                 return {"again": True}

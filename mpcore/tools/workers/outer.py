@@ -13,6 +13,7 @@ JSON values, which the journal keeps. Whoever applies the same lines and updates
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mpcore.checkpoint.tensor_file import raw
 from mpcore.tools.workers.rules import Rule, describe, read_rule
 
 Line = dict[str, Any]
 Tensors = dict[str, Tensor]
+ENDED, STOPPED = "it ended", "it stopped"  # why a worker left that said so
+_BLOCK, _SCALE = 256, "|scale"  # values of an int8 update with one scale, and how the names of scales end
 
 
 @dataclass(frozen=True)
@@ -38,29 +42,32 @@ class Options:
         wait: "none": apply each update at once. "all", "quorum:k": apply the mean of all workers', or of k updates. A
             run of fewer than k workers stops, so at most one side of a network split goes on with a majority.
         staleness: the most outer steps that an update may have missed; None: no limit. A staler one isn't applied.
-        dynamic: whether slow workers take fewer steps, so that all need the same time (Liu et al. 2024, section 5).
+        dynamic: whether slow workers take fewer steps, so that all need the same time (Liu et al. 2024, section 5). The
+            first phase of a worker has every / 10 steps: it measures the speed.
         timeout: the seconds without a step after which a worker is left out.
         replicas: how many workers beside the leader hold the outer state.
-        update_dtype: "same" sends updates in the anchor's dtype, "bfloat16" in this one: what rounding cuts off is
-            added to the worker's next update (error feedback).
+        update_dtype: "same" sends updates in the anchor's dtype, "bfloat16" or "int8" (with a float32 scale for each
+            256 values) in this one: what rounding cuts off is added to the worker's next update (error feedback).
         save_every: outer steps between two files of the outer state.
+        overlap: whether a worker trains its next phase while its update and the new anchor travel.
     """
 
     every: int = 100
-    wait: str = "none"
+    wait: str = "all"
     staleness: int | None = None
-    dynamic: bool = False
+    dynamic: bool = True
     timeout: float = 60.0
     replicas: int = 1
     update_dtype: str = "same"
     save_every: int = 10
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         kind, _, count = self.wait.partition(":")
         if self.wait not in ("none", "all") and (kind != "quorum" or not count.isdigit() or int(count) < 1):
             raise ValueError(f"wait {self.wait!r} is none of 'none', 'all' and 'quorum:k' with k from 1")
-        if self.update_dtype not in ("same", "bfloat16"):
-            raise ValueError(f"update_dtype {self.update_dtype!r} is neither 'same' nor 'bfloat16'")
+        if self.update_dtype not in ("same", "bfloat16", "int8"):
+            raise ValueError(f"update_dtype {self.update_dtype!r} is none of 'same', 'bfloat16' and 'int8'")
         if self.every < 1 or self.timeout <= 0 or self.replicas < 0 or self.save_every < 1:
             raise ValueError(f"one of {self} is out of range")
 
@@ -70,6 +77,19 @@ class Options:
         if kind == "quorum":
             return min(int(count), training) if workers >= int(count) else int(count)
         return training if kind == "all" else 1
+
+    def steps_of(self, worker: int, seconds: Mapping[int, float], left: int) -> int:
+        """Return the steps of a worker's next phase, so that phases take the same time, those at the end too.
+
+        `seconds` are those of a step of each worker, 0 before its first; `left` steps are not in the anchor yet.
+        """
+        own, known = seconds.get(worker), [each for each in seconds.values() if each]
+        if not self.dynamic or not own:
+            return max(self.every // 10, 1) if self.dynamic else self.every
+        most = sum(self.every * min(known) / each for each in known)  # steps of all workers
+        phases = max(math.ceil(left / most), 1)
+        steps = self.every * min(known) / own * left / (phases * most)
+        return max(math.ceil(steps) if phases == 1 else int(steps), 1)
 
 
 class Lease(NamedTuple):
@@ -87,15 +107,36 @@ class Lease(NamedTuple):
     base: int
 
 
+def rounded(update: Mapping[str, Tensor], dtype: str) -> Tensors:
+    """Return an update in bfloat16, or in int8 with a scale for each 256 values. `like` makes floats of it again."""
+    if dtype == "bfloat16":
+        return {name: x.to(torch.bfloat16) for name, x in update.items()}
+    found = {}
+    for name, x in update.items():
+        rows = pad(x.flatten(), (0, -x.numel() % _BLOCK)).view(-1, _BLOCK)
+        scale = rows.abs().amax(1).div(127).float()  # not finite if a value isn't: the whole block becomes NaN
+        steps = rows / scale.clamp_min(torch.finfo(scale.dtype).tiny)[:, None]
+        found[name] = steps.round().to(torch.int8).flatten()[: x.numel()].view_as(x)
+        found[name + _SCALE] = scale
+    return found
+
+
 def like(update: Mapping[str, Tensor], anchor: Mapping[str, Tensor]) -> Tensors:
     """Return an update in the dtypes of the anchor.
 
     Raises:
         ValueError: if its names or shapes are not the anchor's.
     """
-    if {name: x.shape for name, x in update.items()} != {name: x.shape for name, x in anchor.items()}:
+    scaled = [name for name in anchor if name + _SCALE in update]
+    shapes = {name: x.shape for name, x in anchor.items()}
+    shapes |= {name + _SCALE: torch.Size([-(-anchor[name].numel() // _BLOCK)]) for name in scaled}
+    if {name: x.shape for name, x in update.items()} != shapes:
         raise ValueError(f"an update of {len(update)} tensors doesn't fit the anchor of {len(anchor)}")
-    return {name: update[name].to(x.dtype) for name, x in anchor.items()}
+    found = {name: update[name].to(x.dtype) for name, x in anchor.items()}
+    for name in scaled:
+        x, scale = found[name], update[name + _SCALE].to(found[name].dtype)
+        found[name] = x * scale.repeat_interleave(_BLOCK)[: x.numel()].view_as(x)
+    return found
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -128,6 +169,7 @@ class Outer:
     Args:
         begin: the line `begin`.
         anchor: the parameters that the run begins with, by logical name, on the CPU. They are copied.
+        lines: what happened since. They change all but the tensors, which `load_tensors` brings.
 
     Attributes:
         version: the number of outer steps.
@@ -138,20 +180,30 @@ class Outer:
         members: the address of each worker, by number.
         left: why workers left, by number.
         phases: how many updates each worker has handed in.
-        leases: what each worker trains now.
+        leases: what each worker trains now. With `overlap`: its oldest steps whose update isn't applied yet.
+        ahead: the steps that each worker trains after these, with `overlap`.
     """
 
-    def __init__(self, begin: Line, anchor: Mapping[str, Tensor]) -> None:
-        self.begin, self.rule, self.until = begin, read_rule(begin["rule"]), int(begin["until"])
+    def __init__(self, begin: Line, anchor: Mapping[str, Tensor], lines: Sequence[Line] = ()) -> None:
+        self.begin = begin
+        self.rule: Rule = read_rule(begin["rule"])
+        self.until: int = int(begin["until"])
         self.anchor: Tensors = {name: x.detach().clone() for name, x in anchor.items()}
-        self.slots = {slot: {name: torch.zeros_like(x) for name, x in anchor.items()} for slot in self.rule.slots}
-        self.version = self.next_worker = 0
-        self.counter = self.done = int(begin["first"])
+        self.slots: dict[str, dict[str, Tensor]] = {
+            slot: {name: torch.zeros_like(x) for name, x in anchor.items()} for slot in self.rule.slots
+        }
+        self.version: int = 0
+        self.next_worker: int = 0
+        self.counter: int = int(begin["first"])
+        self.done: int = self.counter
         self.returned: list[tuple[int, int]] = []
         self.members: dict[int, str] = {}
         self.left: dict[int, str] = {}
         self.phases: dict[int, int] = {}
         self.leases: dict[int, Lease] = {}
+        self.ahead: dict[int, Lease] = {}
+        for line in lines:
+            self.apply(line)
 
     @property
     def ended(self) -> bool:
@@ -172,22 +224,18 @@ class Outer:
             self.members[worker], self.phases[worker] = line["address"], 0
             self.next_worker = worker + 1
         elif op == "lease":
-            (first, last), is_new = line["steps"], worker not in self.leases
-            self.leases[worker] = Lease(line["phase"], first, last, line["base"])
-            if is_new:
+            (first, last), held = line["steps"], self.leases
+            if worker in held and held[worker].phase < line["phase"]:
+                held = self.ahead
+            if worker not in held:
                 self._take(first, last)
+            held[worker] = Lease(line["phase"], first, last, line["base"])
         elif op == "leave":
             self.members.pop(worker)
             self.left[worker] = line["why"]
-            if worker in self.leases:
-                self._give_back(self.leases.pop(worker))
+            self.returned += [held.pop(worker)[1:3] for held in (self.leases, self.ahead) if worker in held]
         elif op == "update":
             self._update(line, updates)
-
-    def apply_facts(self, lines: Sequence[Line]) -> None:
-        """Change all but the tensors by lines, for a state whose tensors come from a checkpoint or a peer."""
-        for line in lines:
-            self.apply(line)
 
     def tensors(self) -> Tensors:
         """Return all tensors under one name each, for a file or a message. They are not copied."""
@@ -211,10 +259,7 @@ class Outer:
             self.returned.remove((start, end))
             self.returned += [(last, end)] if last < end else []
             return
-        self.counter = last
-
-    def _give_back(self, lease: Lease) -> None:
-        self.returned.append((lease.first, lease.last))
+        self.counter: int = last
 
     @torch.no_grad()
     def _update(self, line: Line, updates: Sequence[Mapping[str, Tensor]]) -> None:
@@ -222,8 +267,10 @@ class Outer:
         for place, entry in enumerate(line["updates"]):
             lease = self.leases.pop(entry["worker"])
             self.phases[entry["worker"]] = lease.phase + 1
+            if entry["worker"] in self.ahead:
+                self.leases[entry["worker"]] = self.ahead.pop(entry["worker"])
             if not entry["applied"]:
-                self._give_back(lease)
+                self.returned.append(lease[1:3])
                 continue
             self.done += lease.last - lease.first
             applied.append((self.rule.weight(self.version - entry["base"]), place))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.workers.journal import FILE, read_lines, resume
 from mpcore.tools.workers.node import Node
-from mpcore.tools.workers.outer import Options, Outer, Tensors, check_settings, new_run
+from mpcore.tools.workers.outer import ENDED, STOPPED, Options, Outer, Tensors, check_settings, new_run
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
@@ -28,12 +30,14 @@ class Phase(NamedTuple):
     Attributes:
         first, last: the steps [first, last); equal at the end of the run.
         base: the version of the anchor.
+        later: the first and last step of the phase after it, with `Options.overlap`; empty if there is none yet.
         anchor: the parameters to begin with.
     """
 
     first: int
     last: int
     base: int
+    later: Sequence[int]
     anchor: Tensors
 
 
@@ -51,14 +55,26 @@ class Peer:
     """
 
     def __init__(self, node: Node, addresses: Iterable[str]) -> None:
-        self.node, self.options, self.token = node, node.options, node.token
+        self.node = node
+        self.options: Options = node.options
+        self.token: bytes = node.token
         self.addresses: list[Any | str] = list(addresses)  # of workers that may know who leads
-        self.number, self.phase, self.base, self.progress = -1, 0, 0, 0
-        self.seconds, self.waited, self.sent, self.run = 0.0, 0.0, 0, ""
+        self.number: int = -1
+        self.phase: int = 0
+        self.base: int = 0
+        self.progress: int = 0
+        self.waited: float = 0.0
+        self.told: float = 0.0  # of the seconds that it waited, those of phases that it handed in
+        self.sent: int = 0
+        self.run: str = ""
+        self.facts: dict[str, Any] = {}
         self.update: bytes = b""
+        self.answers: queue.SimpleQueue[Phase | Exception] | None = None  # of the exchange in the background
         self.channel: Channel | None = None
         self.left: threading.Event = threading.Event()
-        self.news, self.members, self.leader = list[str](), dict[int, str](), ""
+        self.news: list[str] = []
+        self.members: dict[int, str] = {}
+        self.leader: str = ""
 
     def join(self, about: Mapping[str, str]) -> None:
         """Join the run of the leader.
@@ -76,50 +92,92 @@ class Peer:
 
     def take(self) -> Phase:
         """Return the next steps and the newest anchor. Wait while all remaining steps are those of other workers."""
-        began = time.monotonic()
+        began, answers, self.answers = time.monotonic(), self.answers, None
+        phase = self._take() if answers is None else answers.get()
+        self.waited += time.monotonic() - began
+        if isinstance(phase, Exception):
+            raise phase
+        return phase
+
+    def _take(self) -> Phase:
         while True:
-            question = {"kind": "take", "worker": self.number, "phase": self.phase, "seconds": self.seconds}
-            answer, tensors = self.ask(question)
+            answer, tensors = self.ask({"kind": "take", "worker": self.number, "phase": self.phase})
             self.progress += 1
             if answer.get("hand"):
-                self._hand()
+                self.ask(self.facts, self.update)
             elif not answer.get("wait"):
                 break
-        self.waited += time.monotonic() - began
         self.base = answer["base"]
-        first, last = answer.get("steps", (0, 0))
-        return Phase(first, last, self.base, unpack(tensors))
+        (first, last), *later = answer.get("leases", [(0, 0)])
+        return Phase(first, last, self.base, later[0] if later else (), unpack(tensors))
 
-    def hand_in(self, update: Mapping[str, Tensor], seconds: float = 0.0) -> None:
+    def hand_in(
+        self, update: Mapping[str, Tensor], seconds: float = 0.0, merged: int = 0, behind: bool = False
+    ) -> None:
         """Hand in the update of the phase that was taken, x_anchor - x_local.
 
         Args:
             update: the tensors by logical name. The leader converts them to the anchor's dtypes.
             seconds: the time of one step, for dynamic local steps.
+            merged: the step before which the anchor came, with `Options.overlap`.
+            behind: hand in and take the next phase in the background. `take` waits for it; `arrived` says if it must.
         """
-        self.update, self.seconds = pack(update), seconds
-        self.sent += len(self.update)
-        self.phase += 1
-        self._hand()
+        self.facts = {"kind": "hand", "worker": self.number, "phase": self.phase, "base": self.base, "merged": merged}
+        self.facts |= {"seconds": seconds, "waited": round(self.waited - self.told, 3)}
+        self.phase, self.told = self.phase + 1, self.waited
+        if behind:
+            self.answers = queue.SimpleQueue()
+            Node.thread(self._exchange, update, self.answers)
+        else:
+            began = time.monotonic()
+            self._hand(update)
+            self.waited += time.monotonic() - began
 
-    def _hand(self) -> None:
-        self.ask({"kind": "hand", "worker": self.number, "phase": self.phase - 1, "base": self.base}, self.update)
+    def arrived(self) -> bool:
+        """Whether `take` has an answer at once, or an exchange in the background failed."""
+        return self.answers is not None and not self.answers.empty()
+
+    def _hand(self, update: Mapping[str, Tensor]) -> None:
+        self.update = pack(update)
+        self.sent += len(self.update)
+        self.ask(self.facts, self.update)
+
+    def _exchange(self, update: Mapping[str, Tensor], answers: queue.SimpleQueue[Phase | Exception]) -> None:
+        try:
+            self._hand(update)
+            answers.put(self._take())
+        except (OSError, ValueError) as error:
+            answers.put(error)
 
     def leave(self) -> None:
-        """Leave the run. The leader serves until the others have left, too, at most the timeout after the last sign."""
+        """Leave a run that ended. The leader serves until the others have left, too, or were left out."""
+        self.stop(math.inf, ENDED)
+
+    def stop(self, seconds: float = 10.0, why: str = STOPPED) -> None:
+        """Leave the run. Others train the steps whose update isn't handed in. The leader and replicas save their state.
+
+        Args:
+            seconds: how long an update that travels may still need, and then the leader serves others that stop, too.
+                If all have left by then, its folder has all that was applied. If not, a replica leads on.
+            why: the reason, for the journal.
+        """
+        node, limit = self.node, min(seconds, self.options.timeout)
+        if self.answers is not None:
+            with contextlib.suppress(queue.Empty):
+                self.answers.get(timeout=limit)
         self.left.set()
-        if self.node.leading:
-            while self.node.leading and self.node.outer is not None and len(self.node.outer.members) > 1:
-                time.sleep(0.02)
-            if self.node.leading and self.node.outer is not None:
-                with self.node.state:
-                    self.node.journal.save(self.node.outer)
-        elif self.channel is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                self._copy_journal(self.channel)
-            with contextlib.suppress(OSError, ValueError):  # the leader ends when it has heard it from the last worker
-                self.channel.ask({"kind": "leave", "worker": self.number})
-        self.close()
+        message = {"kind": "leave", "worker": self.number, "why": why}
+        try:
+            if not node.leading:
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    if self.channel is not None:
+                        self._copy_journal(self.channel)
+                node.save()
+                with contextlib.suppress(ValueError):
+                    self.ask(message, limit=limit)
+            node.end(message, seconds)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Stop without a word."""
@@ -130,8 +188,8 @@ class Peer:
 
     # --- the leader ---------------------------------------------------------------------------------------------------
 
-    def ask(self, message: Message, tensors: bytes = b"") -> tuple[Message, memoryview]:
-        """Ask the leader. If it is gone, find the next one, and ask again.
+    def ask(self, message: Message, tensors: bytes = b"", limit: float | None = None) -> tuple[Message, memoryview]:
+        """Ask the leader. If it is gone, find the next one, for at most `limit` seconds, and ask again.
 
         Raises:
             ValueError: if the leader refuses, or no leader is found.
@@ -140,7 +198,7 @@ class Peer:
         while True:
             channel, self.channel = self.channel, None  # a connection that failed is not used again
             try:
-                channel = channel or self.find(3 * self.options.timeout)
+                channel = channel or self.find(3 * self.options.timeout if limit is None else limit)
                 answer, found = channel.ask(message, tensors)
             except OSError as error:
                 if channel is not None:
@@ -225,7 +283,8 @@ class Peer:
             self.news += [f"worker {n} left: {left.get(n, 'the run was started again')}" for n in gone]
         if leader != self.leader:
             self.news.append(f"worker {numbers.get(leader, '?')} at {leader} leads: it orders the updates")
-        self.members, self.leader = members, leader
+        self.members = members
+        self.leader = leader
 
     def _copy_journal(self, channel: Channel) -> None:
         """Get the lines that this worker's journal lacks. The leader sends them to its replicas by itself."""
@@ -274,9 +333,7 @@ def start(
     known = list[str]()
     if folder is not None and (folder / FILE).is_file():
         begin, *lines = read_lines(folder)
-        there = Outer(begin, {})
-        there.apply_facts(lines)
-        known = [*there.members.values()]
+        known = [*Outer(begin, {}, lines).members.values()]
     peer = Peer(node, [at for at in (*given, *known) if at != node.address])
     try:
         if peer.addresses:
@@ -289,6 +346,11 @@ def start(
             found = None if folder is None else resume(folder, anchor)
             begin = new_run(rule, first, until, said, anchor)
             outer, lines = found or (Outer(begin, anchor), [begin])
+            if found and outer.members:
+                others = ", ".join(map(str, sorted(outer.members)))
+                log.warning(
+                    "workers %s went on after the state in %s: their folders may have a later one", others, folder
+                )
             check_settings(said, outer.begin["about"], f"in the run of {folder}")
             node.lead(outer, lines)
         peer.join(said)

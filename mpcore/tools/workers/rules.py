@@ -62,33 +62,27 @@ class Average(Rule):
 
 @dataclass(frozen=True)
 class Nesterov(Rule):
-    """SGD with Nesterov momentum, as `torch.optim.SGD`: DiLoCo's outer optimizer (arXiv:2311.08105, algorithm 1)."""
+    """SGD with Nesterov momentum, as `torch.optim.SGD`: DiLoCo's outer optimizer (arXiv:2311.08105, algorithm 1).
+
+    `decay` lets an update count less the staler it is (the polynomial of arXiv:1903.03934, section 5.2).
+    """
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    decay: float = 0.0
 
     slots: ClassVar[tuple[str, ...]] = ("momentum",)
     shares: ClassVar[bool] = True
+
+    def weight(self, staleness: int) -> float:
+        """Return (1 + staleness)^-decay."""
+        return (1.0 + staleness) ** -self.decay
 
     def step(self, x: Tensor, slots: Mapping[str, Tensor], g: Tensor, number: int) -> None:
         """m <- momentum m + g; x <- x - lr (g + momentum m)."""
         m = slots["momentum"].mul_(self.momentum).add_(g)
         x.sub_(g.add(m, alpha=self.momentum) if self.nesterov else m, alpha=self.lr)
-
-
-@dataclass(frozen=True)
-class StaleNesterov(Nesterov):
-    """Nesterov momentum whose gradients count less the staler they are: weight (1 + staleness)^-decay.
-
-    Source: the polynomial weight of Xie et al. 2019, arXiv:1903.03934, section 5.2.
-    """
-
-    decay: float = 0.5
-
-    def weight(self, staleness: int) -> float:
-        """Return (1 + staleness)^-decay."""
-        return (1.0 + staleness) ** -self.decay
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,7 @@ class HeLoCo(Rule):
         x.sub_(g.add(m, alpha=self.momentum), alpha=self.lr)
 
 
-RULES = {rule.__name__: rule for rule in (Average, Nesterov, StaleNesterov, DelayedNesterov, HeLoCo)}
+RULES = {rule.__name__: rule for rule in (Average, Nesterov, DelayedNesterov, HeLoCo)}
 
 
 def describe(rule: Rule) -> dict[str, Any]:

@@ -48,8 +48,11 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, token: bytes, serves: bool, timeout: float) -> None:
-        self.sock, self.token, self.timeout = sock, token, timeout
-        self.sent = self.received = 0
+        self.sock = sock
+        self.token = token
+        self.timeout = timeout
+        self.sent: int = 0
+        self.received: int = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.until: float | None = time.monotonic() + _HANDSHAKE  # of the first message
         mine = secrets.token_bytes(32)
@@ -70,7 +73,8 @@ class Channel:
         self.sent += 1
         self.sock.settimeout(self.timeout)
         self.sock.sendall(struct.pack("<Q", len(sealed)))
-        self.sock.sendall(sealed)
+        for start in range(0, len(sealed), 2**20):  # the timeout holds for each call
+            self.sock.sendall(memoryview(sealed)[start : start + 2**20])
 
     def receive(self) -> tuple[Message, memoryview]:
         """Wait for a message.

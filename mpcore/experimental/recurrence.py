@@ -10,6 +10,7 @@ convolution reads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -23,7 +24,8 @@ from mpcore.kernels._checks import can_read
 from mpcore.layers.attention.documents import document_positions
 from mpcore.layers.attention.heads import _length_from_documents
 from mpcore.layers.attention.sequence import KINDS, Runs, check_kind, sequence_index, sequence_runs, tokens_of
-from mpcore.layers.module import LayerOptions, ParallelModule, check_names, input_error
+from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpcore.layers.module import LayerOptions, ParallelModule, check_names, input_error, uniform
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Run, Shard
 
@@ -40,7 +42,10 @@ class RecurrentLayer(ParallelModule):
         options: `LayerOptions`.
     """
 
+    exchanges_tokens = True
     conv_weight: Tensor
+    in_proj: ColumnParallelLinear
+    output: RowParallelLinear
 
     def __init__(
         self, convolution: int, chunk: int, context: str | None, cp: Axis, **options: Unpack[LayerOptions]
@@ -49,9 +54,11 @@ class RecurrentLayer(ParallelModule):
         super().__init__(**options)
         if context is None and cp.size > 1:
             raise ValueError(f"the {cp.name} size {cp.size} needs a context, one of {', '.join(map(repr, KINDS))}")
-        self.context, self.cp = context or "ring", cp
+        self.context: str = context or "ring"
+        self.cp = cp
         check_kind(self.context, cp)
-        self.convolution, self.chunk = convolution, chunk
+        self.convolution = convolution
+        self.chunk = chunk
 
     def new_cache(self, max_length: int) -> RecurrentCache:
         """Create an empty cache for decoding. Its size doesn't depend on `max_length`.
@@ -65,6 +72,71 @@ class RecurrentLayer(ParallelModule):
                 f"load the weights into a model built so"
             )
         return RecurrentCache()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        length: int | None = None,
+        cache: RecurrentCache | None = None,
+    ) -> Tensor:
+        """[B, T/cp, D] -> [B, T/cp, D]. With `sequence_dim=0`: [T/cp, B, D] -> [T/cp, B, D].
+
+        Args:
+            cu_seqlens: [n + 1] document ends from 0 to B T, as `document_ends` returns them; the same on every rank of
+                tp and cp. State and convolution start anew in each document.
+            length: T, needed if the shards of cp are uneven and `cu_seqlens` is not in CPU memory. None: every rank
+                has as many tokens as this one.
+            cache: a `RecurrentCache` from `new_cache`. x continues its tokens.
+
+        Raises:
+            ValueError: before any collective of cp, if x doesn't fit the pattern, or a cache is given with documents.
+        """
+        tokens, runs, places = self._places(x, cu_seqlens, length, cache)
+        parts = self._project(x)
+        y = self._mix(parts.transpose(0, 1) if self.sequence_dim == 0 else parts, runs, places, cache)
+        if cache is not None:
+            cache.length += tokens
+        return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
+
+    def _projection(
+        self, dim: int, bias: bool, options: LayerOptions, *parts: tuple[list[Run], int, int]
+    ) -> ColumnParallelLinear:
+        """Return the projection [D, F] of the input to these parts."""
+        shard, blocks = shard_heads(self.tp, *parts)
+        return ColumnParallelLinear(dim, sum(blocks), bias, blocks=blocks, shard=shard, **options)
+
+    def _declare_convolution(self, *parts: tuple[list[Run], int, int]) -> tuple[Shard, tuple[int, ...]]:
+        """Declare the weight of the convolution of these parts of `in_proj`; return its shard and blocks."""
+        shard, blocks = shard_heads(self.tp, *parts)
+        shape = (sum(blocks), self.convolution)
+        self.declare("conv_weight", shape, uniform(self.convolution**-0.5), shard=shard, blocks=blocks)
+        return shard, blocks
+
+    def _project(self, x: Tensor) -> Tensor:
+        return self.in_proj(x)
+
+    def _mix(
+        self, parts: Tensor, runs: tuple[Runs, ...], places: Tensor | None, cache: RecurrentCache | None
+    ) -> Tensor:
+        """Map what `_project` returns to the inputs of `output`, [B, T/cp, features of this rank]."""
+        raise NotImplementedError
+
+    def _apply_rule(
+        self,
+        rule: Callable[..., tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        runs: tuple[Runs, ...],
+        places: Tensor | None,
+        cache: RecurrentCache | None,
+    ) -> Tensor:
+        """Apply a recurrence from the state of the cache, and store the state after it there."""
+        resets, state = None if places is None else places == 0, None if cache is None else cache.state
+        y, state = rule(*inputs, resets=resets, state=state, chunk=self.chunk, runs=runs, cp=self.cp)
+        if cache is not None:
+            cache.state = state
+        return y
 
     def _places(
         self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, cache: RecurrentCache | None
@@ -153,8 +225,9 @@ class Chunks:
     Attributes:
         size: C.
         sizes, counts: the tokens and the chunks of each run.
-        begin, end: [N, B, H, C, 1], the decay from the begin of the chunk to each token, and from there to its end.
-        pairs: [N, B, H, C, C], the decay from token j to token i; 0 for j > i.
+        begin, end: [N, B, H, C, 1 or K], the decay from the begin of the chunk to each token, and from there to its
+            end.
+        pairs: [N, B, H, C, C, 1 or K], the decay from token j to token i; 0 for j > i.
     """
 
     size: int
@@ -179,7 +252,8 @@ def in_chunks(decay: Tensor, resets: Tensor | None, chunk: int, runs: Runs) -> C
     """Cut this rank's tokens into chunks.
 
     Args:
-        decay: [B, T/cp, H], the logarithm of the factor on the state before each token; at most 0.
+        decay: [B, T/cp, H], or [B, T/cp, H, K] with one for each row of the state: the logarithm of the factor on the
+            state before each token; at most 0.
         resets: bool [B, T/cp] or [1, T/cp], True where the state before the token is 0, as at a document's start.
         chunk: the largest C.
         runs: the ranges of tokens of this rank, none empty.
@@ -188,17 +262,17 @@ def in_chunks(decay: Tensor, resets: Tensor | None, chunk: int, runs: Runs) -> C
     C = min(chunk, max(sizes))
     counts = [-(-size // C) for size in sizes]
     # resets so far in the chunk: a state reaches a token, or a token another, if none lies between
-    seen = None if resets is None else _cut(resets.unsqueeze(-1).int(), C, sizes, counts).cumsum(-1)
-    total = _cut(decay, C, sizes, counts).cumsum(-1)
+    seen = None if resets is None else _cut(resets[..., None, None].int(), C, sizes, counts).cumsum(3)
+    total = _cut(decay if decay.dim() == 4 else decay.unsqueeze(-1), C, sizes, counts).cumsum(3)
 
     def reach(log: Tensor, between: Tensor | None) -> Tensor:
         return log.exp() if between is None else log.exp() * (between == 0)
 
     later = torch.ones(C, C, dtype=torch.bool, device=decay.device).triu(1)
-    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -math.inf)
-    pairs = reach(pairs, None if seen is None else seen.unsqueeze(-1) - seen.unsqueeze(-2))
-    begin = reach(total, seen).unsqueeze(-1)
-    end = reach(total[..., -1:] - total, None if seen is None else seen[..., -1:] - seen).unsqueeze(-1)
+    pairs = (total.unsqueeze(4) - total.unsqueeze(3)).masked_fill(later.unsqueeze(-1), -math.inf)
+    pairs = reach(pairs, None if seen is None else seen.unsqueeze(4) - seen.unsqueeze(3))
+    begin = reach(total, seen)
+    end = reach(total[..., -1:, :] - total, None if seen is None else seen[..., -1:, :] - seen)
     return Chunks(C, sizes, counts, begin, end, pairs)
 
 

@@ -1,0 +1,167 @@
+"""Hide the messages of experts under the other half of their micro-batch.
+
+A block computes the two halves of its rows in turns, so that one half computes while the messages of the other travel:
+
+    attention 1 | attention 2 | experts 1  | experts 2 | sum
+                  dispatch 1    dispatch 2
+                                            combine 1    combine 2, which nothing hides
+
+Autograd runs what was made last first, so backward has the same order, from the right to the left.
+
+Source: DeepSeek-V3 (arXiv:2412.19437), section 3.4.1, two micro-batches with similar work at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpcore.kernels._checks import can_read
+from mpcore.layers.block import TransformerBlock
+from mpcore.layers.module import input_error
+from mpcore.layers.moe.layer import ParallelMoE
+from mpcore.mesh.agreement import gather_objects, raising_together
+from mpcore.mesh.axis import Axis
+from mpcore.sharding.declarations import named_modules
+
+# An argument has one entry a row if it has at least this many dimensions; None: it never has.
+ATTENTION = {"rotary": 3, "positions": 2, "mask": 3, "bias": 4, "memory": 3, "rows": 1, "length": None}
+EXPERTS = {"samples": 1, "mask": 2, "positions": None, "loss_scale": 1, "experts": 3}
+
+
+def overlap_experts(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role="pp")) -> None:
+    """Hide messages of experts under the other half of their micro-batch, in each block with experts on ep > 1.
+
+    Call it on every rank before `prepare`. Such a block computes its rows in two halves. Results differ from those
+    without it by the rounding of weights' gradients, which are sums over the two halves.
+
+    Note:
+        - Three of the four messages in each pass of a block run beside computation. In compiled code, and with
+          `dispatch="all_gather"` on a CPU, none does.
+        - The rows of a block must not depend on each other.
+        - Forward without gradients computes all rows at once.
+
+    Args:
+        model: the model, or this rank's pipeline stages. Its mixtures on ep > 1 must be the `mlp` of a
+            `TransformerBlock`.
+        pp: the axis of the pipeline's stages, `mesh.pp`.
+
+    Raises:
+        ValueError: on every rank of pp, before anything is changed, if no stage has a mixture on ep > 1, or one can't
+            compute in halves: it isn't a block's `mlp`, has `sequence_dim=0`, `aux_loss="micro_batch"` or invariant
+            numerics. In forward, if a micro-batch has one row, or an argument is unknown or doesn't have a row for each
+            of x.
+
+    Example:
+        >>> moe = mpcore.ParallelMoE(8, 16, num_experts=4, top_k=2, ep=mpcore.Axis(rank=0, size=2, role="ep"))
+        >>> block = mpcore.TransformerBlock(
+        ...     mpcore.ParallelAttention(8, num_heads=2), moe, mpcore.RMSNorm(8), mpcore.RMSNorm(8))
+        >>> mpcore.experimental.overlap_experts(block)
+        >>> type(block)
+        <class 'mpcore.experimental.overlap_experts.HalvesBlock'>
+    """
+    stages = [model] if isinstance(model, nn.Module) else list(model)
+    modules = {name: module for stage in stages for name, module in named_modules(stage)}
+    mixtures = {name: moe for name, moe in modules.items() if isinstance(moe, ParallelMoE) and moe.ep.size > 1}
+    if not any(gather_objects(bool(mixtures), pp.group)):
+        raise ValueError(
+            f"overlap_experts hides messages of experts on ep > 1, and the model has none ({len(modules)} modules on "
+            f"this rank): leave it out, or pass ep=mesh.ep to ParallelMoE"
+        )
+    blocks: dict[nn.Module, TransformerBlock] = {
+        module.mlp: module for module in modules.values() if type(module) is TransformerBlock
+    }
+    with raising_together():
+        for name, moe in mixtures.items():
+            why = _problem(moe, moe in blocks)
+            if why:
+                raise ValueError(f"{name or 'the model'} {why}: leave out overlap_experts, or change it")
+    for moe in mixtures.values():
+        blocks[moe].__class__ = HalvesBlock  # so that copies, recomputation and data parallelism find its forward
+
+
+def _problem(moe: ParallelMoE, in_block: bool) -> str:
+    """Return why a mixture can't compute in halves."""
+    if not in_block or type(moe).forward is not ParallelMoE.forward:
+        return f"is a {type(moe).__name__} that isn't the mlp of a TransformerBlock, whose attention hides messages"
+    if moe.sequence_dim == 0:
+        return "has sequence_dim=0, and halves are of dimension 0"
+    if moe.router.options.aux_loss == "micro_batch":
+        return "has aux_loss='micro_batch', which is another loss for each of 2 halves"
+    return "has invariant numerics, which don't sum gradients of 2 halves" if moe.tp.sums or moe.ep.sums else ""
+
+
+class HalvesBlock(TransformerBlock):
+    """A `TransformerBlock` with a mixture of experts, made by `overlap_experts`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        samples: Tensor | None = None,
+        tokens: Tensor | None = None,
+        mlp_arguments: Mapping[str, Any] | None = None,
+        cu_seqlens: Tensor | None = None,
+        **attention_arguments: Any,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]; see `TransformerBlock.forward`."""
+        moe: Any = self.mlp
+        documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        if not torch.is_grad_enabled():
+            about: dict[str, Any] = {"samples": samples, "tokens": tokens, "mlp_arguments": mlp_arguments}
+            return super().forward(x, **about, **documents, **attention_arguments)
+        if len(x) < 2:
+            raise input_error(f"x {tuple(x.shape)} has {len(x)} row, and overlap_experts needs 2 in each micro-batch")
+        half = -(-len(x) // 2)
+        xs, flights = [], []
+        for here in (slice(0, half), slice(half, len(x))):
+            attention, mlp = _of(here, x, attention_arguments, ATTENTION), _of(here, x, mlp_arguments or {}, EXPERTS)
+            part, mine = x[here], _of(here, x, {"samples": samples}, EXPERTS)["samples"]
+            if cu_seqlens is not None:
+                attention["cu_seqlens"], factor = _documents(here, len(x), cu_seqlens)
+                part = part if factor is None else part * factor.to(part)
+            y = self.attention(self.attention_norm(part), **attention)
+            part = self.attention_dropout(y, mine, tokens, residual=part)
+            xs.append((part, mine))
+            flights.append(moe.send(self.mlp_norm(part), **mlp))
+        flights = [moe.compute(flight) for flight in flights]
+        pairs = zip(xs, flights, strict=True)
+        return torch.cat([self.mlp_dropout(moe.receive(f), mine, tokens, residual=part) for (part, mine), f in pairs])
+
+
+def _of(here: slice, x: Tensor, arguments: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the arguments for these rows of x."""
+
+    def cut(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(cut(name, each) for each in value)
+        least, is_one = dims.get(name), name == "loss_scale" and isinstance(value, Tensor) and value.numel() == 1
+        if not isinstance(value, Tensor) or least is None or value.dim() < least or is_one:
+            return value
+        if len(value) != len(x):
+            raise input_error(f"{name} {tuple(value.shape)} has {len(value)} rows, and x has {len(x)}: give as many")
+        return value[here]
+
+    for name, value in arguments.items():
+        if name not in dims and value is not None:
+            known = ", ".join(dims)
+            raise input_error(f"overlap_experts can't cut {name} into the rows of 2 halves: pass no other than {known}")
+    return {name: cut(name, value) for name, value in arguments.items()}
+
+
+def _documents(here: slice, rows: int, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the document ends of these of all rows, and where the host can't read them a factor.
+
+    The factor is NaN if a document lies in both halves, and otherwise 1.
+    """
+    begin, end = (ends[-1] // rows * row for row in (here.start, here.stop))
+    one = ((ends == begin).any() & (ends == end).any()).logical_not()
+    if can_read(ends) and bool(one):
+        raise input_error(
+            f"a document of cu_seqlens goes across the end of row {here.stop or rows} of {rows}, and overlap_experts "
+            f"computes the rows in 2 halves: end documents at rows, as document_ends does"
+        )
+    return ends.clamp(begin, end) - begin, None if can_read(ends) else torch.where(one, torch.nan, 1.0)
