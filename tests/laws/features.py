@@ -37,6 +37,7 @@ class Feature:
 
     Attributes:
         resumes: save after the first step, and go on with a new model and optimizer that load the checkpoint.
+        evaluates: evaluate on larger inputs before each step.
         kind: two features of one kind exclude each other by nature.
     """
 
@@ -47,6 +48,7 @@ class Feature:
     prepare: Callable[..., mp.Run] = mp.prepare
     truth: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda params: params
     resumes: bool = False
+    evaluates: bool = False
     kind: str = ""
 
 
@@ -110,7 +112,8 @@ FEATURES: dict[str, Feature] = {
     "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
     "activation offload": Feature(of_run={"offload": mp.Offload(activations=True)}, kind="offload"),
     "parameter offload": Feature(of_run={"offload": mp.Offload(parameters=True)}, kind="offload"),
-    "resume": Feature(resumes=True), "compile": Feature(of_run={"compile": mp.Compile("eager")}),
+    "evaluation": Feature(evaluates=True), "resume": Feature(resumes=True),
+    "compile": Feature(of_run={"compile": mp.Compile("eager")}),
 }  # fmt: skip
 
 REFUSED = [

@@ -67,8 +67,13 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
         read = params
         for feature in features:
             read = feature.truth(read)
+        read = {name.removeprefix("layer."): p for name, p in read.items()}
+        if any(feature.evaluates for feature in features):
+            with torch.no_grad():
+                y = case.truth(read, 3 * x * params["scale"])
+            steps += [squares(y, draw("target", *y.shape)).item() / y.numel()]
         scaled = (x @ params["sometimes"] if "sometimes" in params and step == 0 else x) * params["scale"]
-        y = case.truth({name.removeprefix("layer."): p for name, p in read.items()}, scaled)
+        y = case.truth(read, scaled)
         loss = squares(y, draw("target", *y.shape)) / y.numel()
         loss.backward()
         norms = [p.grad.norm() for p in trained.values() if p.grad is not None]
@@ -108,6 +113,9 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
         if step == 1 and any(feature.resumes for feature in features):
             path, run = run.save(folder), start("other ")
             run.load(path)
+        run.model.step = 1  # without the parameter of one step
+        if any(feature.evaluates for feature in features):
+            steps += [run.evaluate([(3 * x[share], target[share])])]
         run.model.step = step
         run.forward_backward(x[share], target[share])
         result = run.optimizer_step()
@@ -226,8 +234,8 @@ def clip_latent(p: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
     ("uneven heads", [], partial(clip, 2, CAUSAL & CAUSAL.triu(-2))),
     ("own token", [], partial(clip, H, CAUSAL & CAUSAL.T)), ("attention", ["resume"], partial(clip, H, CAUSAL)),
     ("not causal", ["LoRA"], None), ("swiglu", [], None), ("one KV head", ["ZeRO-2"], partial(clip, 1, CAUSAL)),
-    ("context, alltoall", ["2 micro-batches"], partial(clip, 2, CAUSAL)),
-    ("latent attention", ["ZeRO-3"], clip_latent), ("latent attention, ring", ["sequence parallel"], clip_latent),
+    ("context, alltoall", ["2 micro-batches", "evaluation"], partial(clip, 2, CAUSAL)),
+    ("latent attention", ["ZeRO-3", "evaluation"], clip_latent), ("latent attention, ring", ["sequence parallel"], clip_latent),
 ])  # fmt: skip
 def test_clipped_logits_equal_plain_torch(case, names, how):
     def prepare(*model: Any, **options: Any) -> mp.Run:

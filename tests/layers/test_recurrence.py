@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor
 
 import mpcore as mp
+from mpcore._torch.fake import fake_tensors
 from mpcore.experimental import GatedDeltaNet, KimiDeltaAttention, Mamba2, simulate
 from mpcore.gradients import reduce_gradients
+from mpcore.tools.analysis.counts import CommunicationCounter
+from mpcore.tools.analysis.dry_run import on_mesh
 from tests.equality import full_gradients
 from tests.laws.cases import K, delta, kimi, mamba
 
@@ -72,6 +76,57 @@ def test_chunks_equal_the_recurrence(kind, tp, cp, context, length, chunk, ends)
             torch.testing.assert_close(value, want[name], rtol=1e-10, atol=1e-10)
 
     simulate(rank, ranks=tp * cp)
+
+
+LONG, RANKS = 65_536, 4
+
+
+@pytest.mark.parametrize(("context", "runs"), [("ring", 1), ("zigzag", 2)])
+def test_context_parallelism_sends_states_and_the_tokens_before_each_run(context, runs):
+    """Bytes of an all-gather's result: M and N of each run, and W - 1 tokens; backward scatters sums of as many."""
+    for rank in range(RANKS):
+        with on_mesh(rank, cp=RANKS) as mesh, fake_tensors(True):
+            layer = GatedDeltaNet(D, 1, 2, 16, 8, convolution=4, cp=mesh.cp, context=context)
+            x = torch.empty(B, LONG // RANKS, D, requires_grad=True)
+            with CommunicationCounter(mesh) as counter:
+                layer(x, length=LONG).sum().backward()
+        states, tokens = B * 2 * 16 * (16 + 8), B * 3 * (16 + 16 + 2 * 8)
+        want = 2, 4 * RANKS * runs * (states + tokens)
+        found = {kind: (count.calls, count.bytes) for (_, kind), count in counter.counts.items()}
+        assert found == {"all_gather": want, "reduce_scatter": want}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["ring", "zigzag"])
+def test_context_parallelism_of_a_long_sequence_costs_a_quarter_on_each_rank(context):
+    """Processor time of all ranks at most 1.2 times that of one rank, and a quarter of its saved tensors."""
+    torch.manual_seed(0)
+    x = torch.randn(1, LONG, 32)
+
+    def measure(mesh: mp.Mesh) -> tuple[float, int]:
+        layer = GatedDeltaNet(32, 1, 2, 16, 16, cp=mesh.cp, context=context)
+        local = mp.shard_sequence(x, mesh.cp, context, dim=1).clone().requires_grad_()
+        held: dict[int, torch.UntypedStorage] = {}
+
+        def keep(saved: Tensor) -> Tensor:
+            held[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+            return saved
+
+        seconds = []
+        for _ in range(3):
+            held.clear()
+            start = time.thread_time()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+                y = layer(local, length=LONG)
+            y.square().sum().backward()
+            seconds.append(time.thread_time() - start)
+        return min(seconds), sum(storage.nbytes() for storage in held.values())
+
+    one = measure(mp.Mesh())
+    ranks = simulate(lambda: measure(mp.build_mesh(cp=RANKS, device_type="cpu")), ranks=RANKS)
+    print(context, one, ranks)
+    assert sum(seconds for seconds, _ in ranks) <= 1.2 * one[0]
+    assert max(size for _, size in ranks) <= 0.26 * one[1]
 
 
 @pytest.mark.parametrize("kind", ["delta", "kimi", "mamba"])
