@@ -38,6 +38,7 @@ from mpcore.kernels.moe_permute import (
 from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope_qkv, rope_reference
+from mpcore.kernels.top_k import top_k, top_k_reference
 from mpcore.layers.attention.ring import merge
 from mpcore.layers.loss import vocab_parallel_cross_entropy
 
@@ -593,6 +594,12 @@ ROUTER = Kernel(
     lambda s, b: (2.0 * s["T"] * s["D"] * s["E"], 6.0 * s["T"] * s["D"] * s["E"]),
     [{"T": 8192, "D": 2048, "E": 128}], {"T": 7, "D": 16, "E": 5}, unit="TFLOP/s",
 )  # fmt: skip
+CHOICE = Kernel(
+    "top_k", {"scores": "T E", "k": lambda s, like: s["K"], "bias": "E"}, top_k, top_k_reference,
+    plain(top_k_reference),
+    lambda s, b: (b * s["T"] * s["E"] + 8 * s["T"] * s["K"], 0),
+    [{"T": 8192, "E": 128, "K": 8}, {"T": 8192, "E": 256, "K": 8}], {"T": 7, "E": 5, "K": 2}, passes=(FORWARD,),
+)  # fmt: skip
 HOW, LR = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, 1e-3
 
 
@@ -655,7 +662,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         *(*NORMS[:2], CROSS_ENTROPY, *HEADS, *ACTIVATIONS, *ATTENTION, ROPE, NORMS[2], ADAMW, DROPOUT_ADD, MOE_PERMUTE),
-        *(*PRODUCTS, ROUTER),
+        *(*PRODUCTS, ROUTER, CHOICE),
         *(quantize_row("quantize_fp8", False), quantize_row("quantize_fp8 both ways", True)),
     )
 }

@@ -88,6 +88,7 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
         None,
     ),
     "swiglu": (lambda: {"x": _draw(9, 66)}, None),
+    "top_k": (lambda: {"scores": _draw(9, 21), "k": 3, "bias": _draw(21)}, None),
 }  # fmt: skip
 """By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
 MODULES: dict[str, str] = dict.fromkeys(("geglu", "gelu", "relu_squared", "swiglu"), "activation")

@@ -20,7 +20,7 @@ GRADIENTS = {
     "grouped_linear": "x weight", "layer_norm": "x weight bias residual", "linear_cross_entropy": "x weight",
     "linear_cross_entropy_rows": "x weight", "linear_log_prob": "x weight", "moe_rows": "", "moe_permute": "x",
     "moe_unpermute": "y weight", "quantize_fp8": "", "relu_squared": "x", "rms_norm": "x weight residual",
-    "rope": "q k q_weight k_weight", "rope_qkv": "qkv q_weight k_weight", "swiglu": "x",
+    "rope": "q k q_weight k_weight", "rope_qkv": "qkv q_weight k_weight", "swiglu": "x", "top_k": "",
 }  # fmt: skip
 HEAD = """\
 # Kernels

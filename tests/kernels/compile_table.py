@@ -158,7 +158,8 @@ CASES: dict[str, Callable[[], None]] = {case: make(case) for case, make in {
     "attention K=256 bf16": row("attention", **HEADS), "attention K=32 bf16": row("attention", **HEADS),
     "attention K=192 V=128 bf16": row("attention", lambda: {"value": empty(2, 512, 2, 128, dtype=BF16)}, **HEADS),
     "attention K=64 fp32": row("attention", **HEADS), "moe_permute D=4096 K=8 E=64 bf16": moe_permute,
-    "moe_permute D=2000 K=2 E=8 fp32": moe_permute,
+    "moe_permute D=2000 K=2 E=8 fp32": moe_permute, "top_k E=256 K=8 fp32": row("top_k"),
+    "top_k E=60 K=4 bf16": row("top_k", without="bias"),
 }.items()}  # fmt: skip
 # For what multiplies e4m3.
 FP8_TARGETS = ("sm_90", "sm_100")

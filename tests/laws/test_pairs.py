@@ -28,6 +28,7 @@ from tests.laws.features import FEATURES, REFUSED, Feature
 pytestmark = pytest.mark.timeout(900)  # they run beside others, at the lowest priority
 STEPS, TOLERANCE = 2, 1e-10
 EQUAL, IS_REFUSED = "equal", "refused"
+REASONS: list[str] = []  # of refusals, for the text of a failure
 RULE = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}  # a large eps: the gradient's scale matters
 
 
@@ -142,7 +143,8 @@ def outcome(names: Sequence[str], case: Case, *more: Feature, **how: Any) -> str
         try:
             mesh = mp.build_mesh(device_type="cpu", **case.mesh)
             return compare(sharded(mesh, case, features, width, folder), want)
-        except ValueError:
+        except ValueError as error:
+            REASONS.append(str(error))
             return IS_REFUSED
 
     if "compile" in names:
@@ -172,8 +174,12 @@ def expected(names: Sequence[str], case: Case) -> str:
 
 def check(case: str, under: Sequence[tuple[str, ...]]) -> None:
     """Fail with the list of all pairs of features whose outcome is another than expected."""
-    found = {names: outcome(names, CASES[case]) for names in under}
-    wrong = [f"{' x '.join(n) or 'alone'}: {what}" for n, what in found.items() if what != expected(n, CASES[case])]
+    wrong = []
+    for names in under:
+        found = outcome(names, CASES[case])
+        if found != expected(names, CASES[case]):
+            why = f" ({REASONS[-1]})" if found == IS_REFUSED else ""
+            wrong.append(f"{' x '.join(names) or 'alone'}: {found}{why}")
     assert not wrong, f"{case}, {len(wrong)} of {len(under)} pairs:\n" + "\n".join(wrong)
 
 
@@ -235,7 +241,8 @@ def clip_latent(p: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
     ("own token", [], partial(clip, H, CAUSAL & CAUSAL.T)), ("attention", ["resume"], partial(clip, H, CAUSAL)),
     ("not causal", ["LoRA"], None), ("swiglu", [], None), ("one KV head", ["ZeRO-2"], partial(clip, 1, CAUSAL)),
     ("context, alltoall", ["2 micro-batches", "evaluation"], partial(clip, 2, CAUSAL)),
-    ("latent attention", ["ZeRO-3", "evaluation"], clip_latent), ("latent attention, ring", ["sequence parallel"], clip_latent),
+    ("latent attention", ["ZeRO-3", "evaluation"], clip_latent),
+    ("latent attention, ring", ["sequence parallel"], clip_latent),
 ])  # fmt: skip
 def test_clipped_logits_equal_plain_torch(case, names, how):
     def prepare(*model: Any, **options: Any) -> mp.Run:

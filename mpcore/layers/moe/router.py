@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_gather, all_reduce
 from mpcore.kernels._router_linear import router_linear
+from mpcore.kernels.top_k import top_k
 from mpcore.layers.module import Init, ParallelModule, RandomModule, constant, input_error, recomputing, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
@@ -292,16 +293,16 @@ class Router(ParallelModule, RandomModule):
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
         """Return the K best experts [N, K] of scores [N, E], best first. Ties go to the lower index."""
-        if self.expert_bias is not None:
-            scores = scores + self.expert_bias.to(scores.dtype)
+        bias = None if self.expert_bias is None else self.expert_bias.to(scores.dtype)
         if self.top_groups < self.options.groups:
+            scores, bias = scores if bias is None else scores + bias, None
             grouped = rearrange(scores, "n (g e) -> n g e", g=self.options.groups)
             best = min(-(-self.top_k // self.top_groups), grouped.shape[-1])
             merit = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
-            kept = _best(merit, self.top_groups)
+            kept = top_k(merit, self.top_groups)
             open_ = torch.zeros_like(merit, dtype=torch.bool).scatter_(1, kept, True)
             scores = rearrange(grouped.masked_fill(~open_[..., None], -math.inf), "n g e -> n (g e)")
-        return _best(scores, self.top_k)
+        return top_k(scores, self.top_k, bias)
 
     @torch.no_grad()
     def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:
@@ -378,10 +379,6 @@ class Router(ParallelModule, RandomModule):
         """Return the sizes and the main options."""
         rule = self.options
         return f"{self.num_experts} experts, top_k={self.top_k}, score={rule.score}, aux_loss={rule.aux_loss}"
-
-
-def _best(scores: Tensor, k: int) -> Tensor:
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _as_fractions(counts: Tensor) -> Tensor:

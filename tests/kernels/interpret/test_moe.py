@@ -14,6 +14,7 @@ from mpcore.kernels.moe_permute import (
     moe_unpermute,
     moe_unpermute_reference,
 )
+from mpcore.kernels.top_k import top_k, top_k_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 permute = functools.partial(moe_permute, impl="triton")
@@ -36,6 +37,22 @@ def test_rows(T, K, E):
     assert torch.equal(row, wanted[0])
     assert torch.equal(counts, wanted[1])
     laws.check_operator(torch.ops.mpcore.moe_rows, experts, E)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided rows", "strided columns"])
+@pytest.mark.parametrize(
+    ("N", "E", "K", "dtype"),
+    [(9, 60, 8, F32), (3, 4, 4, BF16), (5, 1, 1, F32), (2, 1000, 3, F32), (200, 17, 6, F16), (0, 8, 2, F32)],
+)
+def test_largest_scores(N, E, K, dtype, layout):
+    """Also of scores with ties, infinity and NaN, and with a bias."""
+    drawn = draw(N, E).to(dtype)
+    equal = drawn.round().masked_fill(drawn.abs() < 0.1, -torch.inf)
+    for scores in (drawn, equal, equal.masked_fill(draw(E, N).t() > 1.5, torch.nan)):
+        placed = laws.place(scores, layout, 8)
+        for bias in (None, draw(E).to(dtype)):
+            assert torch.equal(top_k(placed, K, bias, impl="triton"), top_k_reference(scores, K, bias))
+    laws.check_operator(torch.ops.mpcore.top_k, drawn, K, None)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided rows", "strided columns"])
