@@ -358,8 +358,13 @@ def test_pitfall_66_a_folder_that_holds_no_such_model_is_refused(tmp_path, damag
 def test_options_are_fields_of_the_config(tmp_path):
     save_pretrained(quiet_build("mixtral"), tmp_path)
     assert from_pretrained(tmp_path, output_router_logits=True)(torch.tensor([[1, 2]])).aux_loss is not None
-    with pytest.raises(ValueError, match=r"'num_expert' is neither an option .* nor a field"):
-        from_pretrained(tmp_path, num_expert=2)
+    hub = {"subfolder": "a", "revision": "main", "trust_remote_code": True, "gguf_file": "a", "local_files_only": False}
+    for name, value in {"num_expert": 2, "torch_dtype": torch.bfloat16, **hub}.items():
+        with pytest.raises(ValueError, match=f"'{name}' is neither an option .* nor a field.* leave {name} out"):
+            from_pretrained(tmp_path, **{name: value})
+    for name, value in {"dtype": "bfloat16", "model_class": "MixtralForCausalLM"}.items():
+        with pytest.raises(ValueError, match=f"^{name} .*'{value}'"):
+            from_pretrained(tmp_path, **{name: value})
 
 
 def test_pitfall_60_a_model_with_nan_is_not_written(tmp_path):
@@ -398,7 +403,10 @@ def test_pitfall_55_weights_are_tied_as_transformers_ties_them(tmp_path, held):
 BUFFERS = ["deepseek_v3", "hy_v3", "gptj", "glm4_moe", "ernie4_5_moe", "gpt_oss", "hrm_text"]  # the last interleaves
 
 
-@pytest.mark.parametrize("family", some(*BUFFERS, of=OWN + FOUND))
+COMPOSITE = ["gemma3", "got_ocr2", "fuyu"]  # with a config of each part
+
+
+@pytest.mark.parametrize("family", some(*BUFFERS, *COMPOSITE, of=OWN + FOUND))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pitfall_56_each_tensor_has_the_dtype_of_transformers(tmp_path, family, dtype):
     """Parameters and buffers have transformers' dtypes and values, and are saved so."""
@@ -406,7 +414,12 @@ def test_pitfall_56_each_tensor_has_the_dtype_of_transformers(tmp_path, family, 
     with torch.no_grad():
         for x in (x for name, x in model.named_buffers() if name in model.state_dict() and x.is_floating_point()):
             x.normal_()
+    if family in COMPOSITE:
+        model.generation_config.update(do_sample=True, temperature=0.3, eos_token_id=[1, 2])
     save_pretrained(model, tmp_path / "a")
+    if family == "got_ocr2":  # as old folders have it, with the flags of generation in config.json
+        (tmp_path / "a" / "generation_config.json").unlink()
+        named(num_beams=3, no_repeat_ngram_size=2)(tmp_path / "a")
     want, got = (
         type(model).from_pretrained(tmp_path / "a", dtype=dtype),
         from_pretrained(tmp_path / "a", plan={"*": "replicate"}, dtype=dtype),
@@ -416,11 +429,18 @@ def test_pitfall_56_each_tensor_has_the_dtype_of_transformers(tmp_path, family, 
     save_pretrained(got, tmp_path / "b")
     want.save_pretrained(tmp_path / "c")
     all_equal(files_of(tmp_path / "b"), files_of(tmp_path / "c"))
+    for path in (tmp_path / "c").glob("*.json"):
+        assert json.loads(path.read_text()) == json.loads((tmp_path / "b" / path.name).read_text()), path.name
 
 
 def test_a_weight_that_is_changed_before_it_is_read_is_refused(tmp_path):
     quiet_build("llama").save_pretrained(tmp_path)
     model = from_pretrained(tmp_path, defer=True, check=False)
+    with pytest.raises(ValueError, match=r"from_pretrained\(defer=True\) .* defer=False"):
+        model(torch.ones(1, 2, dtype=torch.long))
+    around = torch.nn.Sequential(torch.nn.Identity(), model)
+    with pytest.raises(ValueError, match=r"1\.model\.embed_tokens\.weight .* not a module around it"):
+        mp.prepare(around, mp.Mesh(), blocks=(), loss=F.mse_loss, optimizer=mp.AdamW, initialize=False)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.5)
     with pytest.raises(ValueError, match=r"lm_head\.weight was changed before its values were read"):

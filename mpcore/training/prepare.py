@@ -354,4 +354,7 @@ def _check_values(
     if initialize is None and reads:
         raise ValueError("the model's values are deferred: initialize=False reads them, initialize=True draws new ones")
     if initialize is False and meta and not reads:
-        raise ValueError(f'initialize=False keeps values, and {meta[0]} is on "meta", without one: load before prepare')
+        raise ValueError(
+            f'initialize=False keeps values, and {meta[0]} is on "meta", without one: load before prepare, or give '
+            f"prepare the deferred model itself, not a module around it"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -140,10 +141,19 @@ def from_pretrained(
             return weights.read(model, mesh, dtypes)
 
         vars(model)["read_values"] = read_values  # a function, which a deep copy of the model shares
+        model.register_forward_pre_hook(_refuse_unread)
     else:
         allocate(model, mesh.device)
         weights.read(model, mesh, dtypes)
     return model.eval()
+
+
+def _refuse_unread(model: Any, *_: Any) -> None:
+    if any(p.is_meta for p in itertools.islice(model.parameters(), 1)):
+        raise ValueError(
+            f"{type(model).__name__} of from_pretrained(defer=True) has no values yet: prepare(initialize=False) reads "
+            f"them, or load it with defer=False"
+        )
 
 
 def _open(
@@ -172,19 +182,30 @@ def _make(
     files: Mapping[str, TensorFile], where: Mapping[str, str],
 ) -> Any:  # fmt: skip
     """Return the model of a folder's config.json, with its parameters on the meta device."""
-    config = auto_config(path, **changes)
-    if unknown := sorted(name for name in changes if name not in config.to_dict()):
-        raise ValueError(f"{unknown[0]!r} is neither an option of parallelize nor a field of the config of {path}")
+    config = auto_config(path)
+    if unknown := sorted(changes.keys() - config.to_dict().keys()):
+        raise ValueError(
+            f"{unknown[0]!r} is neither an option of parallelize nor a field of the config of {path}, which is read as "
+            f"it lies, without code of its own: leave {unknown[0]} out, and give the folder that holds the files"
+        )
+    config = auto_config(path, **changes) if changes else config
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
     names = config.architectures or []
-    kind = kind or getattr(transformers, names[0] if names else "", None)
+    said = (
+        f"{path}/config.json names the architectures {names}" if kind is None else f"model_class for {path} is {kind!r}"
+    )
+    kind = getattr(transformers, names[0] if names else "", None) if kind is None else kind
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
-            f"{path}/config.json names the architectures {names}, no model class of transformers: give model_class"
+            f"{said}, no model class of transformers: give model_class=, such as transformers.LlamaForCausalLM"
         )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r} for {path}: give torch.bfloat16, or None for the dtype in config.json")
     wanted: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    config.dtype = wanted
+    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = wanted
     with _parameters_on_meta(wanted):
         model: Any = kind(config)
         if different := _untied(model, files, where, wanted):
@@ -200,8 +221,10 @@ def _make(
             exact = dict(kind(config).named_buffers())
         for name, x in model.named_buffers():
             x.copy_(exact[name])
-    if (path / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    if model.can_generate():  # of its own file, or of fields in an old config.json
+        old = not (path / "generation_config.json").is_file()
+        file = {"config_file_name": "config.json", "_from_model_config": True} if old else {}
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True, **file)
     _widen(model, wanted)
     return model
 
