@@ -21,8 +21,8 @@ from mpcore._torch import fsdp
 from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.hugging_face.small import small_copy
-from mpcore.interop.parallelize.context import ShardedSequence, check_cache
-from mpcore.interop.parallelize.generation import REFUSED_SAVE
+from mpcore.interop.parallelize.context import ShardedSequence, check_cache, check_decoder
+from mpcore.interop.parallelize.generation import REFUSED_SAVE, resize_token_embeddings
 from mpcore.layers.attention import sequence_index
 from mpcore.layers.initialize import deferred_reads
 from mpcore.mesh.agreement import raising_together
@@ -33,6 +33,8 @@ from mpcore.sharding.declarations import add_partial, shardings
 
 TRIED = (2, 7)  # samples and tokens of the trial
 BATCH, TOKENS = -1, -2  # in a shape: as many as there are samples, and tokens
+OTHERWISE = "Build the mesh with pp 1, or write the stages yourself"
+MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")  # arguments of images, videos and sound
 LATER = "read it with from_pretrained(defer=False)"
 
 
@@ -90,7 +92,7 @@ def pipeline_stages(
         plan, (where, layers) = find_schedule(schedule, mesh.pp.size, micro_batches), _layers(model)
         if plan.stages == 1:
             return Stages([model], dict(enumerate(layers.children())), plan)
-        _check_whole(model)
+        _check_whole(model, plan.stages)
         tried = small_copy(model) if deferred_reads([model]) else model
         ids = _ids(tried) if example is None else example
         if tried is not model and example is not None:
@@ -187,6 +189,12 @@ class _Stage(nn.Module):
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
         positions, sequence = arguments.get("position_ids"), _sharded_sequence(self)
+        for name, given in arguments.items() if getattr(self, "config", None) is not None else ():
+            if name.startswith(MEDIA):
+                raise ValueError(
+                    f"{name} {tuple(given.shape)} needs modules and ids of several pipeline stages, which pass on one "
+                    f"tensor of hidden states: leave {name} out, or build the mesh with pp 1"
+                )
         if sequence is None and "use_cache" in self.options and _restart(positions, arguments):
             check_cache(self)
         args, arguments = (x,), {**self.options, **arguments}
@@ -211,6 +219,8 @@ class _Stage(nn.Module):
 
     def save_pretrained(self, *_: Any, **__: Any) -> Any:
         raise ValueError(REFUSED_SAVE)
+
+    resize_token_embeddings = resize_token_embeddings
 
 
 def _restart(positions: Any, arguments: dict[str, Any]) -> bool:
@@ -367,13 +377,21 @@ def _units(model: nn.Module, layers: nn.Module, prefix: str = "") -> Iterator[tu
             yield prefix + name, module
 
 
-def _check_whole(model: nn.Module) -> None:
+def _check_whole(model: nn.Module, stages: int) -> None:
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None and not deferred_reads([model]):
         raise ValueError(
             f"{meta} has no values, and the stages are tried: cut a model of from_pretrained, or build one with "
             f"values, and give prepare initialize=True to draw new ones"
         )
+    check_decoder(model, f"pp {stages}")
+    config: Any = getattr(model, "config", None)
+    for name in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        if getattr(config, name, False) is True:
+            raise ValueError(
+                f"{name} is True in the config of {type(model).__name__}, and each of {stages} stages has some of the "
+                f"layers: set model.config.{name} = False, or build the mesh with pp 1"
+            )
     if fsdp.units(model):
         raise ValueError("the model is sharded over data already: cut it first, prepare shards its stages")
 
@@ -449,11 +467,17 @@ def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[l
     try:
         got = list(_run(model, chain, ids, {}))
     except Exception as error:
-        raise ValueError(f"{said}: run in turn, they fail: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{said}: one uses more of another than one tensor of hidden states ({type(error).__name__}: {error}). "
+            f"{OTHERWISE}"
+        ) from error
     pairs = list(zip(want, got, strict=True))
     same = [
         len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
         for a, b in pairs
     ]
     if not all(same) or not any(want):
-        raise ValueError(f"{said}: in a row they return other values than the model. Write its stages yourself")
+        raise ValueError(
+            f"{said}: in a row they return other values than the model, which may use ids or the outputs of earlier "
+            f"layers after the last layer. {OTHERWISE}"
+        )

@@ -4,10 +4,11 @@ import re
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 import mpcore as mp
-from mpcore.interop.parallelize import SequenceParallel
+from mpcore.interop.parallelize import SequenceParallel, model_plan
 from mpcore.tools.simulation import RankError
 from tests import families
 from tests.test_parallelize_sequence import build, token_loss
@@ -25,6 +26,17 @@ def prepared(name, *axes):
     return lambda on: run_of(mp.parallelize(build(name), **{key: getattr(on, key) for key in axes}), on)
 
 
+def with_attention(model):
+    model.set_attn_implementation("sdpa")
+    return model(IDS)
+
+
+def set_field(model, **fields):
+    vars(model.config).update(fields)
+    return model
+
+
+IDS = torch.arange(1, 17).view(2, 8)
 CASES = {  # the sizes of the mesh, the call, and the two parts of the error: the axis, and the way out
     "tp forgotten": ({"tp": 2}, lambda on: run_of(build("llama"), on), "2 ranks of tp", "tp=mesh.tp"),
     "cp forgotten beside tp": ({"tp": 2, "cp": 2}, prepared("llama", "tp"), "cp", "cp=mesh.cp"),
@@ -53,6 +65,27 @@ CASES = {  # the sizes of the mesh, the call, and the two parts of the error: th
     "pp of a model that generates": ({"pp": 2}, lambda on: mp.pipeline_stages(
         build("llama"), on, micro_batches=2).stages[0].generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2),
      "a pipeline stage", "load them on a mesh with pp 1"),
+    "attention set after cp": ({"cp": 2}, lambda on: with_attention(mp.parallelize(build("llama"), cp=on.cp)),
+     "'sdpa' .*cp 2", "leave out set_attn_implementation"),
+    "attention set after sp": ({"tp": 2}, lambda on: with_attention(mp.parallelize(
+        build("llama"), model_plan(build("llama"), 2) | {"": "sequence_parallel"}, on.tp)),
+     "'sdpa' .*tp 2", "leave out set_attn_implementation"),
+    "cp of an encoder with a decoder": ({"cp": 2}, lambda on: mp.parallelize(
+        families.build("t5, sequence to sequence"), cp=on.cp, example={"input_ids": IDS, "decoder_input_ids": IDS}),
+     "T5.*cp 2", "use tp and ZeRO"),
+    "pp of an encoder with a decoder": ({"pp": 2}, lambda on: mp.pipeline_stages(
+        families.build("t5, sequence to sequence"), on, micro_batches=2), "T5.*pp 2", "use tp and ZeRO"),
+    "pp of images": ({"pp": 2}, lambda on: mp.pipeline_stages(families.build("gemma4_unified"), on, micro_batches=2)
+        .stages[0](IDS, pixel_values=torch.ones(2, 3, 8, 8)), r"pixel_values \(2, 3, 8, 8\)", "leave pixel_values out"),
+    "pp of router losses": ({"pp": 2}, lambda on: mp.pipeline_stages(
+        set_field(build("qwen3_moe"), output_router_logits=True), on, micro_batches=2),
+     "output_router_logits .* 2 stages", "output_router_logits = False"),
+    "pp of a class of a sequence": ({"pp": 2}, lambda on: mp.pipeline_stages(
+        hf.LlamaForSequenceClassification(build("llama").config), on, micro_batches=2), "2 stages", "mesh with pp 1"),
+    "pp of a table that grows": ({"pp": 2}, lambda on: mp.pipeline_stages(
+        build("llama"), on, micro_batches=2).stages[0].resize_token_embeddings(70), "70.* 66", "on the new folder"),
+    "tp of a table that grows": ({"tp": 2}, lambda on: mp.parallelize(
+        build("llama"), tp=on.tp).resize_token_embeddings(70), "70.* 66", "on the new folder"),
     "pp of a model without layers": ({"pp": 2}, lambda on: mp.pipeline_stages(
         nn.Embedding(8, 8), on, micro_batches=2), "Embedding", "write its stages"),
 }  # fmt: skip

@@ -57,6 +57,14 @@ class ContextMask:
     wrong: str = ""
 
 
+def check_decoder(model: nn.Module, what: str) -> None:
+    """Raise ValueError if a model has an encoder and a decoder."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder with a decoder, and {what} serves a decoder alone: use tp and ZeRO"
+        )
+
+
 def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True, tp: Axis | None = None) -> None:
     """Make the attention of a model of transformers exchange keys over cp, in place.
 
@@ -211,6 +219,11 @@ def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axi
             f"targets before shard_sequence, and compute the loss from the logits as a sum over tokens"
         )
     config: Any = model.config
+    for chosen in {getattr(each, "_attn_implementation", NAME) for each in (config, config.get_text_config())} - {NAME}:
+        raise ValueError(
+            f"the attention of {kind} was set to {chosen!r} after {what} had set it to {NAME!r}, which exchanges keys: "
+            f"leave out set_attn_implementation"
+        )
     switched = {"output_router_logits": getattr(config, "output_router_logits", False)} | given
     for name in ("output_router_logits", "output_attentions", "past_key_values", "use_cache", "logits_to_keep"):
         value = switched.get(name)

@@ -24,9 +24,10 @@ REFUSED_SAVE = (
 
 
 def guard_save(model: nn.Module) -> None:
-    """Make transformers' own `save_pretrained` raise while the model is sharded."""
-    if callable(getattr(type(model), "save_pretrained", None)):
-        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+    """Make transformers' own `save_pretrained` and `resize_token_embeddings` raise while the model is sharded."""
+    for own in (save_pretrained, resize_token_embeddings):
+        if callable(getattr(type(model), own.__name__, None)):
+            setattr(model, own.__name__, MethodType(own, model))
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,6 +36,18 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dtensor(parameter) or any(shard.axis.size > 1 for shard in sharding.shards):
             raise ValueError(REFUSED_SAVE)
     return type(self).save_pretrained(self, *args, **kwargs)
+
+
+def resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Return the table of the tokens, unless it would change: the rows of a sharded one do not."""
+    rows = self.config.get_text_config().vocab_size
+    if new_num_tokens not in (None, rows) or any(args) or kwargs.get("pad_to_multiple_of"):
+        raise ValueError(
+            f"resize_token_embeddings({new_num_tokens}) can't change the {rows} tokens of {type(self).__name__} after "
+            f"parallelize, from_pretrained or pipeline_stages: resize the model of transformers, save it, and call "
+            f"from_pretrained on the new folder"
+        )
+    return self.get_input_embeddings()
 
 
 def guard_generate(model: nn.Module, *axes: Axis) -> None:

@@ -22,7 +22,7 @@ from mpcore._torch.fake import is_fake
 from mpcore._torch.pytree import leaves
 from mpcore.interop.parallelize import checks
 from mpcore.interop.parallelize.balance import BalanceLoss
-from mpcore.interop.parallelize.context import serve_context
+from mpcore.interop.parallelize.context import check_decoder, serve_context
 from mpcore.interop.parallelize.generation import guard_generate, guard_save
 from mpcore.interop.parallelize.model_copy import Arguments, as_arguments
 from mpcore.interop.parallelize.plan import (
@@ -148,6 +148,8 @@ def parallelize(
         swaps = swaps_of(module, styles, tp)
         checks.check_plan(module, styles, tp, own=is_own(plan))
         split = tp.size > 1 and shards_tokens(styles)
+        if cp.size > 1 or split:
+            check_decoder(module, f"cp {cp.size}" if cp.size > 1 else f"sequence parallelism over tp {tp.size}")
         if tp.size > 1:
             _check_share(module, swaps, styles, tp, strict)
         if ep.size > 1 and not any(isinstance(style, Experts) for _, _, style in styles):
@@ -156,7 +158,7 @@ def parallelize(
                 f"'ep_dispatch_experts' for the module that holds them, or build the mesh with ep 1"
             )
     except ValueError as error:
-        if tp.size == ep.size == 1 and is_own(plan) and not skip:
+        if not axes and is_own(plan) and not skip:
             swaps, styles = {}, []  # nothing is sharded, so a plan that doesn't fit is not needed
         else:
             problem = error

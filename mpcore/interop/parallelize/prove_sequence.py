@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpcore import collectives
 from mpcore._torch.values import real_tensors
-from mpcore.interop.parallelize.context import TENSORS, WAY_OUT, serve_context
+from mpcore.interop.parallelize.context import TENSORS, WAY_OUT, ContextMask, serve_context
 from mpcore.interop.parallelize.model_copy import ModelCopy, as_arguments
 from mpcore.interop.parallelize.plan import Style, on_axes
 from mpcore.interop.parallelize.prove import (
@@ -35,6 +35,7 @@ from mpcore.layers.attention.sequence import order_of_runs, sequence_runs
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Axis
 
+MASK = ContextMask.__name__
 LOCAL = 13  # tokens of a rank in the test: seldom another size of a model
 
 
@@ -135,9 +136,21 @@ def _compare(
         except CannotCheckError as error:
             raise CannotCheckError(f"its forward fails with {', '.join(given)} alone: {error}") from error
         run_ranks(lambda mesh: rank_run(mesh.tp, runs[mesh.tp.rank]), runs, tp=size)
+        runs = [replace(each, error=_reason(each.error)) for each in runs]
         if not any(each.error for each in runs):
             runs = joined(whole, runs)
         return compare(twin, whole, runs, [], prover.tolerance)
+
+
+def _reason(error: Exception | None) -> Exception | None:
+    """Return the error of a forward on a part of the tokens, with the reason before what torch or Python says."""
+    if error is None or isinstance(error, ValueError):
+        return error
+    why = "it computes with all tokens of a row, and a rank has a part of them"
+    why = "it reads the attention mask itself, and not only transformers' attention" if MASK in str(error) else why
+    ids = "'NoneType'" in str(error) or "inputs_embeds" in str(error)
+    why = "it reads input_ids, in whose place 'sequence_parallel' gives inputs_embeds" if ids else why
+    return ValueError(f"{why} ({type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]})")
 
 
 class LocalPositions(TorchFunctionMode):
