@@ -25,11 +25,11 @@ from mpcore.interop.hugging_face.stored import Group
         ({"weight_map": {"a": "../m.safetensors"}}, r"names '../m.safetensors', which is no safetensors file of"),
         ({"weight_map": {"a": "model.bin"}}, "names 'model.bin', which is no safetensors file of this folder$"),
         ({"weight_map": {"a": "other.safetensors"}}, "other.safetensors is missing$"),
-        ({"weight_map": {"b": "model.safetensors"}}, "says that b is in model.safetensors, which does not hold it$"),
+        ({"weight_map": {"b": "one.safetensors"}}, "says that b is in one.safetensors, which does not hold it$"),
     ],
 )  # fmt: skip
 def test_an_index_that_does_not_fit_its_files(index, message, tmp_path):
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=message):
         open_files(tmp_path)
@@ -49,6 +49,9 @@ def test_files_are_opened_with_an_index_or_as_one(tmp_path):
         save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
     names = {name: f"{name}.safetensors" for name in "yx"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    files, where = open_files(tmp_path)
+    assert (list(files), where) == (["model.safetensors"], {"a": "model.safetensors"})  # transformers reads it, too
+    (tmp_path / "model.safetensors").unlink()
     files, where = open_files(tmp_path)
     assert (list(files), where) == (["x.safetensors", "y.safetensors"], names)
 

@@ -177,7 +177,7 @@ def open_files(folder: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
     """Open a folder's safetensors files."""
     names = ["model.safetensors"]
     index: dict[str, str] = {}
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).is_file() and not (folder / names[0]).is_file():  # as transformers chooses
         index = read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
             raise ValueError(f"{folder / INDEX} has no weight_map of file names")
