@@ -43,8 +43,8 @@ def from_config() -> Parser:
     parser = Parser(
         prog="mpcore from-config",
         description="Write a run.toml for examples.gpt from a file of Megatron-LM (.sh, model_config.yaml), torchtitan "
-        "(.toml), nanotron (.yaml), gpt-neox (.yml) or DeepSpeed (.json); list what differs. If a setting is not "
-        "available, the file is written and the status is 1: do what the third list says, then run the file.",
+        "(.toml), nanotron (.yaml), gpt-neox (.yml) or DeepSpeed (.json); list what differs. The status is 0, or 1 if "
+        "a setting that changes the result is not available: the file is written, and the last list says what to do.",
         examples=["mpcore from-config train.sh", "mpcore from-config llama3_8b.toml --out runs/llama3.toml"],
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the settings of the other trainer")

@@ -17,6 +17,7 @@ from mpcore.tools.from_config.values import CONVERSIONS, FLAGS, UnknownValueErro
 
 BELOW = {"dropout": 1, "attention_dropout": 1, "warmup_share": 1, "held_out": 1, "betas": 1, "zero": 4}
 """The upper bound of each field, which is excluded."""
+TITLES = {"=": "same", "~": "differs, and how", "+": "files and folders to pass", "-": "not available, and what to do"}
 EXCLUSIVE = ("activation", "dtype", "steps", "lr_decay_steps", "positions")
 """Fields that two settings of a file can't both give."""
 
@@ -76,7 +77,7 @@ def _made(row: Row, value: Any, values: Values, fields: Values) -> Any:
 
 
 def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
-    """Return the fields of a run.toml, and the lines of three lists by verdict: "=", "~" and "-".
+    """Return the fields of a run.toml, and the lines of four lists by verdict: "=", "~", "+" and "-".
 
     Raises:
         ValueError: if no setting is known, or if two settings contradict each other.
@@ -84,7 +85,7 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
     table = rows(peer)
     fields: Values = {}
     origins: dict[str, str] = {}
-    lists: dict[str, list[str]] = {"=": [], "~": [], "-": []}
+    entries: list[tuple[str, str, str, str]] = []  # verdict, setting, field, note
     known = {key for row in table for key in row.keys}
     if not any(row.field and values.keys() & set(row.keys) for row in table):
         raise ValueError(f"none of the file's {len(values)} settings is one of {peer}'s")
@@ -95,7 +96,7 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
             continue
         if not row.field and found:
             verdict = "~" if all(given[key] is False for key in found) else row.verdict
-            lists[verdict].append(f"{', '.join(f'{key} {_shown(given[key])}' for key in found)}: {row.note}")
+            entries.append((verdict, ", ".join(f"{key} {_shown(given[key])}" for key in found), "", row.note))
             continue
         key = found[0] if found else row.keys[0]
         value = given[key] if found else files.number(row.default)
@@ -105,11 +106,14 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
                 raise UnknownValueError(f"{' and '.join(found)} differ")
             made = _made(row, value, given, fields) if row.field else None
         except UnknownValueError as problem:
-            lists["-"].append(f"{source}: {problem}" + (f"; {row.note}" if row.verdict == "-" else ""))
+            verdict, more = (
+                ("+", "; pass --data") if row.field == "data" else ("-", f"; {row.note}" * (row.verdict == "-"))
+            )
+            entries.append((verdict, source, "", f"{problem}{more}"))
             continue
         if row.field and made is None:
             if found:
-                lists["~"].append(f"{source}: it sets no {row.field}" + (f"; {row.note}" if row.note else ""))
+                entries.append(("~", source, "", f"it sets no {row.field}" + (f"; {row.note}" if row.note else "")))
             continue
         if row.field:
             if found and row.field in EXCLUSIVE and origins.get(row.field) and fields[row.field] != made:
@@ -117,37 +121,39 @@ def convert(peer: str, values: Values) -> tuple[Values, dict[str, list[str]]]:
                     f"{origins[row.field]} and {key} contradict each other: they set {row.field} to "
                     f"{fields[row.field]} and {made}. Keep one"
                 )
+            if fields.get(row.field, made) != made and row.how != "second":  # a later setting replaces an earlier one
+                replaced = ("", f"{key} sets {row.field}")
+                entries = [("~", at[1], *replaced) if at[2] == row.field else at for at in entries]
             origins[row.field] = key if found else ""
             fields[row.field] = made
         verdict = row.verdict if found or row.verdict == "-" else "~"
-        to = f" -> {row.field} = {_toml(made)}" if row.field else ""
-        lists[verdict].append(f"{source}{to}" + (f": {row.note}" if row.note else ""))
-    lists["~"] += DERIVED.get(peer, lambda *_: iter(()))(given, fields)
-    lists["-"] += [
-        f"{_shown(key)} {_shown(given[key])}: the table doesn't know it" for key in given if key not in known
-    ]
+        entries.append((verdict, source, row.field, row.note))
+    entries += [("~", *more) for more in DERIVED.get(peer, lambda *_: iter(()))(given, fields)]
+    unknown = [key for key in given if key not in known]
+    entries += [("-", f"{_shown(key)} {_shown(given[key])}", "", "the table doesn't know it") for key in unknown]
+    lists: dict[str, list[str]] = {verdict: [] for verdict in TITLES}
+    for verdict, source, field, note in entries:
+        to = f" -> {field} = {_toml(fields[field])}" if field else ""
+        lists[verdict].append(f"{source}{to}" + (f": {note}" if note else ""))
     return fields, lists
 
 
-def _megatron_model(values: Values, fields: Values) -> Iterator[str]:
-    """Write what Megatron's model has where no flag says so."""
+def _megatron_model(values: Values, fields: Values) -> Iterator[tuple[str, str, str]]:
+    """Add what Megatron's model has where no flag says so. Yield source, field and note."""
     if not any(values.get(name) for name in ("swiglu", "squared-relu", "quick-geglu")):
         exact = values.get("no-bias-gelu-fusion") or values.get("disable-bias-linear")
         fields["activation"] = "gelu" if exact else "gelu_tanh"
-        yield f'activation -> "{fields["activation"]}": Megatron\'s GELU, exact or fused with a bias in its tanh form'
-    fields.setdefault("bias", True)
-    fields.setdefault("tie_embeddings", True)
+        yield "activation", "activation", "Megatron's GELU, exact or fused with a bias in its tanh form"
     width = fields.get("d_model")
     if "d_ff" not in fields and width and (inner := 8 * width // 3 // 64 * 64 if values.get("swiglu") else 4 * width):
         fields["d_ff"] = inner
-        yield f"ffn-hidden-size -> d_ff = {inner}: computed as Megatron does"
-    if fields["bias"] and values.get("num-experts"):
+        yield "ffn-hidden-size", "d_ff", "computed as Megatron does"
+    if fields.get("bias") and values.get("num-experts"):
         fields["mlp_bias"] = False
-        yield "biases -> mlp_bias = false: experts have none here"
-    yield "biases and tied embeddings -> bias, tie_embeddings: Megatron's defaults are true, here false"
+        yield "biases", "mlp_bias", "experts have none here"
 
 
-def _neox_model(values: Values, fields: Values) -> Iterator[str]:
+def _neox_model(values: Values, fields: Values) -> Iterator[tuple[str, str, str]]:
     inner, factor = values.get("intermediate_size"), values.get("expansion_factor") or 4
     if inner is None and "d_model" in fields and isinstance(factor, (int, float)) and 0 < factor < 1e6:
         inner = int(factor * fields["d_model"])
@@ -155,7 +161,7 @@ def _neox_model(values: Values, fields: Values) -> Iterator[str]:
     if isinstance(inner, int) and isinstance(multiple, int) and inner > 0 and multiple > 0:
         inner = int(inner * 2 / 3) // 2 if fields.get("activation") in ("swiglu", "geglu") else inner
         fields["d_ff"] = -(-inner // multiple) * multiple
-        yield f"d_ff -> {fields['d_ff']}: computed as gpt-neox does"
+        yield "d_ff", "d_ff", "computed as gpt-neox does"
 
 
 DERIVED = {"Megatron-LM": _megatron_model, "gpt-neox": _neox_model}
@@ -174,7 +180,7 @@ def toml(fields: Values) -> str:
 
 @reports_errors("mpcore from-config")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return its exit status: 1 if a setting is not available."""
+    """Run the command. Return its exit status: 1 if a setting that changes the result is not available."""
     args = parsers.from_config().parse_args(argv)
     peer, values = read(args.file)
     fields, lists = convert(peer, values)
@@ -184,6 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{args.file}: {peer}, {len(values)} settings; wrote {args.out}, for examples.gpt.pretrain --config {args.out}"
     )
-    for verdict, title in {"=": "same", "~": "differs, and how", "-": "not available, and what to do"}.items():
+    for verdict, title in TITLES.items():
         print(f"\n{title}: {len(lists[verdict])}", *(f"  {line}" for line in lists[verdict]), sep="\n")
     return 1 if lists["-"] else 0

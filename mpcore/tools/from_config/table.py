@@ -1,9 +1,10 @@
 """The settings of other trainers, and what each is in the run.toml of `examples.gpt`. One table for command and docs.
 
-A line is `keys | default | field | verdict | note`. The verdict is = (the same), ~ (differs; the note says how) or -
-(not available; the note says what to do). Keys of one line, separated by a space, share the rest of the line; with a
-field they mean the same. A default is what the other trainer takes if the file doesn't set the key; an empty one adds
-nothing. `field:name` converts the value by `CONVERSIONS[name]` of `mpcore.tools.from_config`, given the lines above.
+A line is `keys | default | field | verdict | note`. The verdict is = (the same), ~ (differs; the note says how), + (a
+file or folder to pass to the run) or - (not available; the note says what to do). Keys of one line, separated by a
+space, share the rest of the line; with a field they mean the same. A default is what the other trainer takes if the
+file doesn't set the key; an empty one adds nothing. `field:name` converts the value by `CONVERSIONS[name]` of
+`mpcore.tools.from_config`, given the lines above.
 """
 
 # ruff: noqa: E501
@@ -15,7 +16,7 @@ context-parallel-size | | cp | = |
 expert-model-parallel-size | | ep | = |
 expert-tensor-parallel-size | | etp | = |
 sequence-parallel | | sequence_parallel:flag | = |
-use-distributed-optimizer | false | zero:int | ~ | ZeRO-1; with --use-megatron-fsdp the sharding strategy says the stage
+use-distributed-optimizer | false | zero:int | ~ | on is ZeRO-1; with --use-megatron-fsdp the sharding strategy says the stage
 use-megatron-fsdp | | | ~ | zero is of the sharding strategy
 data-parallel-sharding-strategy | no_shard | zero:strategy | ~ | counts with --use-megatron-fsdp alone
 use-torch-fsdp2 | | zero:three | ~ | ZeRO-3 by torch's fully_shard, as here
@@ -38,15 +39,15 @@ use-rope-scaling rope-scaling-factor rotary-seq-len-interpolation-factor | | | -
 rotary-interleaved | | | - | the example rotates halves; RotaryEmbedding(interleaved=) rotates neighbours
 swiglu | | activation:swiglu | = |
 squared-relu | | activation:squared_relu | = |
-no-bias-gelu-fusion | | | ~ | activation is "gelu", which is exact
+no-bias-gelu-fusion | | | ~ | without a gate activation is "gelu", which is exact
 quick-geglu glu-linear-offset activation-func-clamp-value openai-gelu | | | - | the example has no such activation
 normalization | LayerNorm | norm:norm | = |
 norm-epsilon layernorm-epsilon | 1e-5 | norm_eps:float | = |
 qk-layernorm | | qk_norm:flag | ~ | an RMSNorm over each head; Megatron's is of the kind of --normalization
 apply-layernorm-1p | | | ~ | gains of w that begin at 1 take the same steps as 1 + w: no gain decays, here and there
-disable-bias-linear | | bias:false | = |
+disable-bias-linear | false | bias:false | = |
 add-qkv-bias | | qkv_bias:flag | = |
-untie-embeddings-and-output-weights | | tie_embeddings:false | = |
+untie-embeddings-and-output-weights | false | tie_embeddings:false | = |
 make-vocab-size-divisible-by | 128 | | ~ | the vocabulary isn't padded: shards are uneven
 vocab-size | | | ~ | the tokenizer's size is taken
 hidden-dropout | 0.1 | dropout:float | ~ | not after the embedding; other random masks
@@ -95,8 +96,8 @@ exit-signal-handler | | | ~ | nothing to do: SIGTERM and SIGUSR1 always save and
 exit-interval | | exit_step | ~ | counts steps from the beginning of the run
 data-path | | data:words | ~ | shares are exact in every 10,000 samples; the order of samples differs
 split | 969,30,1 | held_out:rest | ~ | documents of all places, by a hash; the third part is held out too
-train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path multiple-validation-sets | | | - | pass --data, and --set eval_data=NAME=PREFIX
-tokenizer-type tokenizer-model vocab-file merge-file | | | - | pass --tokenizer byte or a tokenizer.json
+train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path multiple-validation-sets | | | + | pass --data, and --set eval_data=NAME=PREFIX
+tokenizer-type tokenizer-model vocab-file merge-file tiktoken-pattern | | | + | pass --tokenizer byte or a tokenizer.json
 reset-position-ids reset-attention-mask | | document_masking:flag | ~ | one field for both
 eod-mask-loss | | | - | the loss counts a document's last token
 mock-data | | | ~ | nothing to do: without data the run reads Python's library
@@ -115,10 +116,11 @@ moe-expert-capacity-factor | | moe.capacity_factor:moe_float | ~ | relative to a
 moe-token-dispatcher-type moe-grouped-gemm moe-permute-fusion moe-router-dtype | | | ~ | nothing to do: the numbers don't depend on it
 multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim | | | - | set [latent] by hand
 window-size | | | - | set window to W + 1: it counts the token itself
-save load finetune pretrained-checkpoint tensorboard-dir wandb-project wandb-exp-name wandb-save-dir wandb-entity data-cache-path | | | - | pass --out, --resume, --init-from and --set log_to
-profile profile-step-start profile-step-end yaml-cfg spec apply-query-key-layer-scaling hybrid-layer-pattern | | | - | docs/megatron.md says what there is in its place
+save load finetune pretrained-checkpoint tensorboard-dir wandb-project wandb-exp-name wandb-save-dir wandb-entity data-cache-path | | | + | pass --out, --resume, --init-from and --set log_to
+profile profile-step-start profile-step-end | | | ~ | nothing to do: set profile = "10:11" for a trace of two steps
+yaml-cfg spec apply-query-key-layer-scaling hybrid-layer-pattern | | | - | docs/megatron.md says what there is in its place
 nproc-per-node nnodes node-rank local-rank master-addr master-port rdzv-endpoint rdzv-backend rdzv-id | | | ~ | flags of torchrun: keep them
-use-mcore-models transformer-impl use-flash-attn attention-backend attention-softmax-in-fp32 no-masked-softmax-fusion no-gradient-accumulation-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl overlap-grad-reduce overlap-param-gather overlap-p2p-communication defer-embedding-wgrad-compute tp-comm-overlap distributed-backend distributed-timeout-minutes nccl-communicator-config-path log-interval log-params-norm log-num-zeros-in-grad log-throughput log-progress log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard timing-log-level timing-log-option ckpt-format use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness exit-on-missing-checkpoint async-save use-persistent-ckpt-worker use-checkpoint-opt-param-scheduler override-opt-param-scheduler num-workers no-mmap-bin-files no-create-attention-mask-in-dataloader manual-gc manual-gc-interval no-check-for-nan-in-loss-and-grad deterministic-mode no-load-optim no-load-rng no-save-optim no-save-rng no-position-embedding group-query-attention | | | ~ | nothing to do, or a matter of speed, logs and checkpoints: docs/megatron.md
+use-mcore-models use-te export-te-mcore-model rerun-mode empty-unused-memory-level use-nccl-ub fsdp-double-buffer fsdp-manual-registration init-model-with-meta-device logging-level profile-ranks record-memory-history transformer-impl use-flash-attn attention-backend attention-softmax-in-fp32 no-masked-softmax-fusion no-gradient-accumulation-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl overlap-grad-reduce overlap-param-gather overlap-p2p-communication defer-embedding-wgrad-compute tp-comm-overlap distributed-backend distributed-timeout-minutes nccl-communicator-config-path log-interval log-params-norm log-num-zeros-in-grad log-throughput log-progress log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard timing-log-level timing-log-option ckpt-format use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness exit-on-missing-checkpoint async-save use-persistent-ckpt-worker use-checkpoint-opt-param-scheduler override-opt-param-scheduler num-workers no-mmap-bin-files no-create-attention-mask-in-dataloader manual-gc manual-gc-interval no-check-for-nan-in-loss-and-grad deterministic-mode no-load-optim no-load-rng no-save-optim no-save-rng no-position-embedding group-query-attention | | | ~ | nothing to do, or a matter of speed, logs and checkpoints: docs/megatron.md
 """
 
 TORCHTITAN = """
@@ -130,7 +132,7 @@ training.local_batch_size training.batch_size | 8 | micro_batch:local | ~ | unde
 training.global_batch_size | -1 | global_batch:of_ranks | ~ | by default local_batch_size x the data ranks
 parallelism.pipeline_parallel_microbatch_size | | | ~ | micro_batch under pp, by default 1
 training.max_norm | 1.0 | clip:float | ~ | torch divides by the norm + 1e-6
-training.mixed_precision_param | bfloat16 | dtype:dtype | ~ | float32 weights there, cast for each forward; here bfloat16 weights with float32 masters
+training.mixed_precision_param | bfloat16 | dtype:dtype | ~ | bfloat16: float32 weights there, cast for each forward; here bfloat16 weights with float32 masters
 training.dtype | | | - | bfloat16 there means no float32 masters
 training.seed debug.seed | | seed:count | ~ | other random numbers
 optimizer.name | AdamW | optimizer:adamw | ~ | every parameter decays there, norms too
@@ -152,7 +154,7 @@ parallelism.context_parallel_degree | | cp | = |
 parallelism.expert_parallel_degree | | ep | ~ | of the ranks of dp, cp and, with etp 1, tp
 parallelism.expert_tensor_parallel_degree | 1 | etp:etp | ~ | 1 by default there; here it is tp
 parallelism.data_parallel_replicate_degree | | replicate:replicas | ~ | with data_parallel_shard_degree 1 it is DDP: zero = 0
-parallelism.data_parallel_shard_degree | -1 | zero:fsdp | ~ | ZeRO-3; by default with pp torchtitan keeps parameters gathered, as zero = 2
+parallelism.data_parallel_shard_degree | -1 | zero:fsdp | ~ | above 1 it is ZeRO-3; by default with pp torchtitan keeps parameters gathered, as zero = 2
 parallelism.fsdp_reshard_after_forward | | | ~ | counts for zero: "never" is 2, "always" 3
 activation_checkpoint.mode | selective | recompute:recompute | ~ | the same numbers; other activations are kept
 activation_checkpoint.selective_ac_option | | | ~ | "selective" keeps the results of linear layers and collectives here
@@ -163,7 +165,7 @@ checkpoint.enable | false | save_every:saving | ~ | the end of a run is saved in
 checkpoint.interval | | | ~ | save_every if checkpoint.enable is true
 checkpoint.async_mode | | async_save:asynchronous | ~ | its kinds aren't told apart
 model.converters | | | - | for float8 pass --fp8: blockwise scales
-training.dataset training.dataset_path model.hf_assets_path model.tokenizer_path checkpoint.folder checkpoint.initial_load_path | | | - | pass --data, --tokenizer, --out and --resume
+training.dataset training.dataset_path model.hf_assets_path model.tokenizer_path checkpoint.folder checkpoint.initial_load_path | | | + | pass --data, --tokenizer, --out and --resume
 checkpoint.last_save_model_only checkpoint.export_dtype checkpoint.keep_latest_k job.dump_folder job.description job.print_config profiling.enable_profiling profiling.save_traces_folder profiling.profile_freq profiling.enable_memory_snapshot profiling.save_memory_snapshot_folder metrics.log_freq metrics.enable_tensorboard metrics.save_tb_folder metrics.enable_wandb metrics.disable_color_printing compile.components parallelism.enable_async_tensor_parallel parallelism.disable_loss_parallel | | | ~ | nothing to do, or a matter of speed, logs and checkpoints: docs/example.md
 """
 
@@ -183,7 +185,7 @@ model.model_config._use_doc_masking | | document_masking:flag | ~ | positions re
 model.model_config.attention_bias | | qkv_bias:flag | ~ | nanotron's Qwen2 has it on queries, keys and values
 model.model_config.rope_scaling model.model_config.sliding_window_size model.model_config.no_rope_layer model.model_config.z_loss_enabled | | | - | set rope_scaling or window by hand; the others have no counterpart
 model.init_method.std | | init_std:float | ~ | other random numbers, and scales of output projections
-model.dtype | bfloat16 | dtype:dtype | ~ | weights in bfloat16 with float32 masters
+model.dtype | bfloat16 | dtype:dtype | ~ | bfloat16: weights in bfloat16 with float32 masters
 tokens.sequence_length | | seq_len | = |
 tokens.micro_batch_size | | micro_batch | = |
 tokens.batch_accumulation_per_replica | 1 | global_batch:accumulation | ~ | it x micro_batch_size x dp
@@ -213,7 +215,7 @@ parallelism.recompute_layer | | recompute:full | ~ | the same numbers
 general.seed | 42 | seed:count | ~ | other random numbers
 tokens.val_check_interval | 0 | eval_every:validations | ~ | here on held-out documents of the training data
 checkpoints.checkpoint_interval | | save_every:count | = |
-checkpoints.checkpoints_path checkpoints.resume_checkpoint_path tokenizer.tokenizer_name_or_path data_stages | | | - | pass --out, --resume, --tokenizer and --data
+checkpoints.checkpoints_path checkpoints.resume_checkpoint_path tokenizer.tokenizer_name_or_path data_stages | | | + | pass --out, --resume, --tokenizer and --data
 model.model_config.vocab_size model.model_config.max_position_embeddings model.make_vocab_size_divisible_by | | | ~ | the tokenizer's size and seq_len are taken; the vocabulary isn't padded
 model.model_config.initializer_range model.model_config.bos_token_id model.model_config.eos_token_id model.model_config.pad_token_id model.model_config.pretraining_tp model.model_config.use_cache model.model_config.is_llama_config model.model_config.is_qwen2_config model.ddp_bucket_cap_mb optimizer.accumulate_grad_in_fp32 optimizer.torch_adam_is_fused optimizer.optimizer_factory.torch_adam_is_fused parallelism.tp_linear_async_communication parallelism.tp_recompute_allgather checkpoints.checkpoints_path_is_shared_file_system checkpoints.save_initial_state checkpoints.save_final_state general.project general.run general.step general.consumed_train_samples general.ignore_sanity_checks general.benchmark_csv_path logging.log_level logging.log_level_replica logging.iteration_step_info_interval profiler | | | ~ | nothing to do, or a matter of speed, logs and checkpoints: docs/example.md
 """
@@ -260,7 +262,7 @@ train_iters | | steps | = |
 zero_optimization.stage | 0 | zero:count | ~ | gradients are summed in float32 here
 fp16.enabled | | dtype:float16 | ~ | float32 weights, matrix products in float16
 bf16.enabled | | dtype:bfloat16 | ~ | weights in bfloat16 with float32 masters
-precision | | dtype:dtype | ~ | weights in bfloat16 with float32 masters
+precision | | dtype:dtype | ~ | bfloat16: weights in bfloat16 with float32 masters
 fp16.loss_scale fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale fp16.initial_scale_power | | | - | the loss scale adapts by rules of its own; set first_loss_scale
 eval_interval | 1000 | eval_every:count | = |
 eval_iters | 100 | | ~ | batches there; set eval_samples to eval_iters x train_batch_size
@@ -268,7 +270,7 @@ checkpoint_factor save_interval | | save_every:count | = |
 checkpoint_activations | | recompute:full | ~ | the same numbers
 split | 969, 30, 1 | held_out:rest | ~ | documents of all places, by a hash; the third part is held out too
 sliding_window_width moe_num_experts attention_config mlp_type use_bias_in_norms | | | - | set window to W + 1, or experts and [moe]; other kinds of attention and MLP have no counterpart
-data_path train_data_paths valid_data_paths test_data_paths tokenizer_type vocab_file merge_file save load finetune | | | - | pass --data, --tokenizer, --out, --resume and --init-from
+data_path train_data_paths valid_data_paths test_data_paths tokenizer_type vocab_file merge_file save load finetune | | | + | pass --data, --tokenizer, --out, --resume and --init-from
 max_position_embeddings make_vocab_size_divisible_by bias_gelu_fusion | | | ~ | seq_len is the one number; the vocabulary isn't padded; GELU in its tanh form
 fp16.fp16 output_layer_parallelism scaled_upper_triang_masked_softmax_fusion rope_fusion layernorm_fusion data_impl checkpoint_num_layers partition_activations synchronize_each_layer distributed_backend log_interval steps_per_print wall_clock_breakdown keep_last_n_checkpoints num_workers launcher hostfile zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients | | | ~ | nothing to do, or a matter of speed, logs and checkpoints: docs/from_deepspeed.md
 seed | 1234 | seed:count | ~ | other random numbers
