@@ -345,7 +345,10 @@ def test_the_page_on_checkpoints_goes_on_where_it_was(tmp_path):
         held["FOLDER"] = str(tmp_path / "one")
         whole = mpcore.simulate(held["train"], 6)[0]
     assert held["begun"] + held["resumed"] == pytest.approx(whole, rel=1e-5)
-    assert torch.equal(held["plain"].weight, held["model"].weight)  # by torch.distributed.checkpoint
+    assert len({held["step"](held[name]) for name in ("run", "resumed_run")}) == 1  # by torch.distributed.checkpoint
+    assert held["resumed_run"].step == 3
+    held["step"](run := held["start"](mpcore.Mesh()))  # the run as it was saved
+    assert torch.equal(held["plain"][1].weight, run.model[1].weight)
 
 
 def test_the_page_on_checkpoints_trains_on_with_the_schedule_of_the_first_command():

@@ -45,7 +45,7 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
     """Check that a value is the same on all ranks, and raise on every rank if it is not.
 
     Args:
-        what: what the value is, for the message.
+        what: what the value is, for the message. It is compared too: ranks that make different checks raise.
         value: the value on this rank: a text or a mapping. For a mapping the message shows only the entries that
             differ.
         axis: the ranks to compare. None: all ranks of the job.
@@ -57,12 +57,13 @@ def check_same(what: str, value: Mapping[str, object] | str, axis: Axis | None =
         >>> from mpcore.mesh import check_same
         >>> check_same("batch size", "32")  # on one process there is nothing to compare
     """
-    mine = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
+    entries = {what: value} if isinstance(value, str) else {key: repr(entry) for key, entry in value.items()}
+    mine = {"call": what, **entries}
     group = dist.group.WORLD if axis is None else axis.group
     if group is None or _alone(group) or _begin(group, what).same(repr(sorted(mine.items()))):
         return
-    rank, entries = exchange(None, mine, group, _first_difference)
-    raise ValueError(f"ranks 0 and {rank} disagree about the {what} ({entries})")
+    rank, differing = exchange(None, mine, group, _first_difference)
+    raise ValueError(f"ranks 0 and {rank} disagree about the {what} ({differing})")
 
 
 def raise_together(error: Exception | None, axis: Axis | None = None, line: str = "") -> None:
@@ -375,6 +376,7 @@ def _first_difference(values: list[dict[str, str]]) -> tuple[int, str]:
     first, *others = values
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     differing = sorted(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+    differing = ["call"] if "call" in differing else differing
     return rank, "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in differing)
 
 

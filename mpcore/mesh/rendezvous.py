@@ -175,7 +175,8 @@ def _find_absent(launch: Launch) -> Absent:
         lost = [rank for rank in ranks if is_known and rank not in now | last]  # in an exec no variables are there
         if looked > begin + (0.5 if lost else _LATE) and (lost or not said) and said != (lost or ranks):
             said = lost or ranks
-            log.warning("waits for %s, not here after %.0f s: did it start?", name_ranks(None, said), looked - begin)
+            why = "no process on this host has such a RANK" if lost else "a slow start is no fault"
+            log.warning("waits for %s, not here after %.0f s: %s", name_ranks(None, said), looked - begin, why)
         gone = [rank for rank in lost if rank in seen or looked > begin + _GONE]
         last, seen = now, seen | now
         text = f"{name_ranks(None, gone)} ended before the ranks met, or did not start: no process of this host has "

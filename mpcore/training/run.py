@@ -263,6 +263,8 @@ class Run:
               would diverge.
             - torch's function divides by norm + 1e-6, this one by the norm. Losses of an unsharded loop with torch's
               function differ by about 1e-8 relative.
+            - The run doesn't notice changes of `p.grad` after this call, for example `p.grad.mul_(0.5)`: the result's
+              `grad_norm` and the check for values that aren't finite come from before. `p.grad` is this rank's shard.
 
         Returns:
             The norm before clipping, in float64, the same on every rank.

@@ -125,12 +125,11 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         if wrong == "step":
             run.optimizer.step()
         run.optimizer_step()
-        if wrong == "evaluate on rank 0" and mesh.job.rank == 0:
-            run.evaluate([(mine[:, :-1], mine[:, 1:])])
-        if wrong == "save on rank 0" and mesh.job.rank == 0:
-            run.save("unused")
-        if wrong == "full_state_dict on rank 0" and mesh.job.rank == 0:
-            mp.full_state_dict(run.model)
+        calls = {"evaluate": lambda: run.evaluate([(mine[:, :-1], mine[:, 1:])]), "save": lambda: run.save("unused"),
+                 "full_state_dict": lambda: mp.full_state_dict(run.model), "load": lambda: run.load("unused"),
+                 "set_micro_batches": lambda: run.set_micro_batches(2)}  # fmt: skip
+        first, _, second = wrong.partition(" on rank 0, ")  # a call of each rank; a rank without one goes on
+        calls.get(second if mesh.job.rank else first, bool)()
     if wrong == "own step":
         run.step += mesh.job.rank
         run.save("unused")
@@ -176,9 +175,11 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),
     ("DDP", DP, "wrapped in DistributedDataParallel"),
     ("own step", TP, r"disagree about the step of run.save \(step: 2 and 3\)"),
-    *[(f"{call} on rank 0", DP, r"rank 0: waits at training/run.py:\d+, called at training/test_mistakes.py")
-      for call in ("evaluate", "save")],
-    ("full_state_dict on rank 0", TP, r"rank 0: waits at sharding/state_dict.py:\d+, called at training/test_mistakes"),
+    *[(f"{call} on rank 0, ", DP, r"rank 0: waits at training/run.py:\d+, called at training/test_mistakes.py")
+      for call in ("evaluate", "save", "load", "set_micro_batches")],
+    *[(f"{a} on rank 0, {b}", DP, f"call: .*run.{a} and .*run.{b}") for a, b in (
+        ("evaluate", "save"), ("save", "load"), ("load", "evaluate"), ("set_micro_batches", "evaluate"))],
+    ("full_state_dict on rank 0, ", TP, r"rank 0: waits at sharding/state_dict.py:\d+, called at training/test_mistakes"),
     ("one rank", TP, "rank 1: is at the end of its function"),
 ]  # fmt: skip
 
