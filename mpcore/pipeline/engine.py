@@ -211,7 +211,10 @@ class Pipeline:
 
     @contextmanager
     def _trained_as_built(self) -> Iterator[list[Exception]]:
-        """Run a step with the `requires_grad` of the first one, on which other ranks rely. Yield what has changed."""
+        """Run a step with the `requires_grad` of the first one, on which other stages rely. Yield what has changed."""
+        if self.pp.size == 1:
+            yield []
+            return
         if self.trained is None:
             self.trained = [(p, p.requires_grad) for stage in self.stages for p in stage.parameters()]
         changed = [(p, was) for p, was in self.trained if p.requires_grad != was]

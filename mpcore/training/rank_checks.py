@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
-from mpcore.mesh.agreement import check_same
+from mpcore.mesh.agreement import check_same, merged
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.shared import state_of
 
@@ -33,20 +34,40 @@ def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: in
 
 
 class AlikeCheck:
-    """Compare small values on all ranks by two numbers, whose sums over the ranks the caller puts into `sums`."""
+    """Compare small values on all ranks by numbers, whose sums over the ranks the caller puts into `sums`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.values: dict[str, object] = {}
+        self.options: str = ""
         self.sums: list[Tensor] = []
 
-    def begin(self, values: dict[str, object]) -> tuple[int, int]:
-        """Return a number of the values, and its square."""
-        self.values = values
-        number = zlib.crc32(repr(sorted(values.items())).encode()) % 2**20  # the sums stay exact
-        return number, number**2
+    def begin(self, values: dict[str, object], groups: list[dict[str, Any]]) -> list[int]:
+        """Return a number of the values and, for each pipeline stage, of its parameter groups; each with its square."""
+        self.values, pp = values, self.mesh.pp
+        of_groups = [
+            [x for x in map(group.get, ("lr", "weight_decay")) if isinstance(x, int | float)] for group in groups
+        ]
+        self.options = "lr and weight_decay " + repr(of_groups)
+        both = repr(sorted(values.items())), self.options
+        first, second = (zlib.crc32(text.encode()) % 2**20 for text in both)  # the sums stay exact
+        slots = [0] * 2 * pp.size  # stages may have groups of their own
+        slots[2 * pp.rank : 2 * pp.rank + 2] = second, second**2
+        return [first, first**2, *slots]
 
-    def end(self, total: float, squares: float) -> None:
-        """Raise ValueError on every rank if the sums say that ranks have different values."""
+    def end(self, total: float, squares: float, *slots: float) -> None:
+        """Raise ValueError on every rank if the sums say that ranks have different values, or replicas other groups."""
         if squares * self.mesh.world.size != total**2:
-            check_same("step, lr or max_norm, so that replicas would drift apart", self.values, self.mesh.world)
+            check_same("step, tokens, lr or max_norm: replicas would drift apart", self.values, self.mesh.world)
+        replicas = self.mesh.world.size // self.mesh.pp.size
+        if any(square * replicas != of**2 for of, square in zip(slots[::2], slots[1::2], strict=True)):
+            merged(self.mesh.world, lambda: (self.mesh.pp.rank, self.options), _refuse)
+
+
+def _refuse(found: list[tuple[int, str]]) -> None:
+    first = {stage: rank for rank, (stage, _) in reversed([*enumerate(found)])}
+    a, b = next((first[stage], rank) for rank, (stage, _) in enumerate(found) if found[first[stage]] != found[rank])
+    raise ValueError(
+        f"ranks {a} and {b} have other options in the optimizer's groups, so replicas would drift apart: "
+        f"{found[a][1]} and {found[b][1]}"
+    )

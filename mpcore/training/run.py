@@ -188,8 +188,12 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self.phase.check("forward_backward")
-        tokens = self.count_tokens(target) if tokens is None else tokens
+        told, tokens = tokens is not None, self.count_tokens(target) if tokens is None else tokens
         self.factor = self.loss_factor(tokens)
+        if told and (not isinstance(tokens, Tensor) or self._first in self.observers):
+            self._given["tokens"] = float(tokens)  # a tensor in the first step only: the host waits for it
+            if float(tokens) < 0:
+                raise ValueError(f"tokens is {float(tokens):g}, and divides the loss: give the number over all ranks")
         self.phase = Phase.COMPUTING
         for observer in self.observers:
             observer.before_forward(self, tokens, {"x": x, "target": target, **arguments})
@@ -248,7 +252,7 @@ class Run:
                 observer.after_reduce(self)
             if self.scaler:
                 self.scaler.unscale(self.tree)
-            numbers = self._alike.begin({"step": self.step, **self._given})
+            numbers = self._alike.begin({"step": self.step, **self._given}, self.optimizer.param_groups)
             self._norm, *self._alike.sums = self.measure_norm(self.tree, self.mesh, numbers=numbers)
             self._given = {}
             self.phase = Phase.REDUCED
@@ -291,15 +295,16 @@ class Run:
             The `StepResult`.
 
         Raises:
-            ValueError: if `forward_backward` was not called first; on every rank, if ranks are in different steps, or
-                clipped by different norms, or, at the latest one step later, were given different `lr`.
+            ValueError: if `forward_backward` was not called first; on every rank, if ranks are in different steps,
+                clipped by different norms, have different `lr` or `weight_decay` in the optimizer's groups, or were
+                given different `tokens` or, at the latest one step later, `lr`.
         """
         self._given["lr"] = lr
         norm = self.finish_gradients()
         loss, length, *sums = torch.stack([self._loss.to(norm), norm, *self._alike.sums]).tolist()
         self._alike.end(*sums)
-        if lr is not None and math.isnan(lr):
-            raise ValueError(f"lr is {lr} in step {self.step}, which every parameter would be: mend the schedule")
+        if lr is not None and not 0 <= lr < math.inf:
+            raise ValueError(f"lr is {lr} in step {self.step}, and must be from 0 to below infinity: mend the schedule")
         for group in self.optimizer.param_groups if lr is not None else ():
             group["lr"] = lr * group.get("lr_scale", 1.0)
         finite = math.isfinite(loss) and math.isfinite(length)  # both are sums over all ranks: all decide alike
@@ -362,6 +367,11 @@ class Run:
         self.phase.check("forward_backward", "evaluate")
         check_same("step of run.evaluate", {"step": self.step}, self.mesh.world)
         held = list(batches)
+        for name, given in arguments.items():
+            if isinstance(given, list | tuple) and len(given) != len(held):
+                raise ValueError(
+                    f"{name} has {len(given)} tensors, and evaluate got {len(held)} batches: give one each"
+                )
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
         self.factor = torch.ones_like(self.factor)
@@ -425,10 +435,12 @@ class Run:
         """
         self.phase.check("forward_backward", "save")
         check_same("step of run.save", {"step": self.step}, self.mesh.world)
-        extra = {**about.pop("extra", {}), **(self.scaler.state_dict() if self.scaler else {})}
+        extra, own = about.pop("extra", {}), self.scaler.state_dict() if self.scaler else {}
         for observer in self.observers:
-            extra |= observer.state()
-        state = {"step": self.step, "seed": self.seed, "extra": extra, **about}
+            own |= observer.state()
+        if names := sorted(extra.keys() & own.keys()):
+            raise ValueError(f"extra has {', '.join(names)}, which the run saves itself: take other names")
+        state = {"step": self.step, "seed": self.seed, "extra": {**extra, **own}, **about}
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         if path.parent not in self._locks:
             lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mpcore.collectives import all_reduce
 from mpcore.layers.dropout import Dropout
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
@@ -51,6 +52,14 @@ class SampleCheck(Observer):
             return
         given = samples if isinstance(samples, Tensor) else torch.cat([*samples])
         if self.before is None or self.before[0] == step:
+            if self.before is None and run.mesh.dp.size > 1:
+                mark = given.double().sin().sum()
+                most, least = all_reduce(torch.stack([mark, -mark]).to(run.mesh.device), run.mesh.dp, "max").tolist()
+                if self.tells and most == -least:
+                    log.warning(
+                        "all %d ranks of dp have the same sample indices, so dropout draws the same masks for other "
+                        "samples: pass samples=run.samples(B)", run.mesh.dp.size
+                    )  # fmt: skip
             self.before = step, given.clone()
             return
         self.is_due = False

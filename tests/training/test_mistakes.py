@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from functools import partial
 from typing import Any
@@ -109,9 +110,12 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
     for _ in range(2):
         if wrong == "no backward":
             run.optimizer_step()
-        run.forward_backward(
-            mine[:, :-1], mine[:, 1:], **({"samples": torch.arange(len(mine))} if "same" in wrong else {})
-        )
+        given: dict[str, Any] = {"samples": torch.arange(len(mine)) + ("dp" in wrong) * run.step * B}
+        tokens = {"own tokens": 40 + mesh.job.rank, "negative tokens": -40}
+        given = given if "same" in wrong else {"tokens": tokens[wrong]} if wrong in tokens else {}
+        run.forward_backward(mine[:, :-1], mine[:, 1:], **given)
+        if "group" in wrong:
+            run.optimizer.param_groups[0][wrong.split()[1]] = 0.1 + mesh.job.rank
         if wrong == "clip_grad_norm_" or (run.step and wrong == "clip_grad_norm_ later"):
             nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
         if wrong == "zero_grad":
@@ -124,10 +128,12 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
             run.forward_backward(mine[:, :-1], mine[:, 1:])
         if wrong == "step":
             run.optimizer.step()
-        run.optimizer_step()
+        run.optimizer_step(lr=LR.get(wrong))
         calls = {"evaluate": lambda: run.evaluate([(mine[:, :-1], mine[:, 1:])]), "save": lambda: run.save("unused"),
                  "full_state_dict": lambda: mp.full_state_dict(run.model), "load": lambda: run.load("unused"),
                  "set_micro_batches": lambda: run.set_micro_batches(2)}  # fmt: skip
+        if wrong == "three lists":
+            run.evaluate([(mine[:, :-1], mine[:, 1:])] * 2, samples=[torch.arange(len(mine))] * 3)
         first, _, second = wrong.partition(" on rank 0, ")  # a call of each rank; a rank without one goes on
         calls.get(second if mesh.job.rank else first, bool)()
     if wrong == "own step":
@@ -135,6 +141,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         run.save("unused")
 
 
+LR = {"infinite lr": math.inf, "negative lr": -0.1, "lr of nan": math.nan}
 TP, DP, BOTH = {"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}
 MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("share", DP, "all 2 ranks of dp have the same samples.*run.share"),
@@ -174,12 +181,19 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("loop", DP, "make the optimizer after shard_data_parallel"), ("step", DP, "call run.optimizer_step"),
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),
     ("DDP", DP, "wrapped in DistributedDataParallel"),
+    ("same samples on dp", DP, "all 2 ranks of dp have the same sample indices.*run.samples"),
+    ("negative tokens", DP, "tokens is -40"),
+    ("three lists", DP, "samples has 3 tensors, and evaluate got 2 batches"),
+    *[("own tokens", sizes, r"tokens: 40.0 and 41.0") for sizes in (TP, DP)],
+    *[(f"group {name}", sizes, r"other options in the optimizer's groups.*\[0.1.* and .*\[.*1.1")
+      for name in ("lr", "weight_decay") for sizes in (TP, DP)],
+    *[(wrong, DP, f"lr is {lr} in step 0") for wrong, lr in LR.items()],
     ("own step", TP, r"disagree about the step of run.save \(step: 2 and 3\)"),
     *[(f"{call} on rank 0, ", DP, r"rank 0: waits at training/run.py:\d+, called at training/test_mistakes.py")
       for call in ("evaluate", "save", "load", "set_micro_batches")],
     *[(f"{a} on rank 0, {b}", DP, f"call: .*run.{a} and .*run.{b}") for a, b in (
         ("evaluate", "save"), ("save", "load"), ("load", "evaluate"), ("set_micro_batches", "evaluate"))],
-    ("full_state_dict on rank 0, ", TP, r"rank 0: waits at sharding/state_dict.py:\d+, called at training/test_mistakes"),
+    ("full_state_dict on rank 0, ", TP, r"rank 0: waits at sharding/state_dict.py:\d+, called at training/test"),
     ("one rank", TP, "rank 1: is at the end of its function"),
 ]  # fmt: skip
 

@@ -34,15 +34,16 @@ STEPS = 3
 class Block(nn.Module):
     """A block whose norm has a gradient that is pending over tp under sequence parallel."""
 
-    def __init__(self, tp: mp.Axis, sequence_parallel: bool) -> None:
+    def __init__(self, tp: mp.Axis, sequence_parallel: bool, on: mp.Mesh) -> None:
         super().__init__()
+        self.moe = mp.ParallelMoE(D, D, 4, 2, ep=on.ep, data=on.data) if on.ep.size > 1 else nn.Identity()
         sp = {"tp": tp, "sequence_parallel": sequence_parallel}
         self.norm = mp.LayerNorm(D, **sp)
         self.up = mp.ColumnParallelLinear(D, 2 * D, **sp)
         self.down = mp.RowParallelLinear(2 * D, D, **sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return self.moe(x + self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Stage(nn.Module):
@@ -55,7 +56,7 @@ class Stage(nn.Module):
         self.first, self.last = mine.start == 0, mine.stop == LAYERS
         if self.first:
             self.embedding = mp.VocabParallelEmbedding(V, D, **sp)
-        self.blocks = nn.ModuleDict({str(i): Block(on.tp, sequence_parallel) for i in mine})
+        self.blocks = nn.ModuleDict({str(i): Block(on.tp, sequence_parallel, on) for i in mine})
         if self.last:
             self.norm = mp.LayerNorm(D, **sp)
             self.head = mp.ColumnParallelLinear(D, V, bias=False, **sp)
@@ -195,13 +196,20 @@ def branched_batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, target, use
 
 
-def train_branches(sizes: dict, save: str, load: str = "", **told: Any) -> dict[str, Any]:
+def freeze(model: nn.Module, step: int) -> None:
+    for name, p in model.named_parameters():
+        if "blocks.1.always" in name:
+            p.requires_grad_(step not in (1, 3))
+
+
+def train_branches(sizes: dict, save: str, load: str = "", frozen: bool = False, **told: Any) -> dict[str, Any]:
     run = branched_run(sizes, **told)
     if load:
         run.load(load)
     losses, mine = [], slice(run.share(SAMPLES).start, run.share(SAMPLES).stop)
     while run.step < 5:
         x, target, use = (each[mine] for each in branched_batch(run.step))
+        freeze(run.model, run.step) if frozen else None
         losses.append(float(run.forward_backward(x, target, use=use, tokens=SAMPLES)))
         run.optimizer_step()
         if run.step == 3 and not load:
@@ -215,6 +223,8 @@ BRANCHED: dict[str, tuple[dict, dict]] = {
     "HSDP, ZeRO-2": ({"dp": 4}, {"data": mp.Zero(2, replicate=2)}),
     "pp 2 x dp 2": ({"pp": 2, "dp": 2}, {"data": mp.Zero(3)}),
     "pp 2 x dp 2, zb": ({"pp": 2, "dp": 2}, {"data": mp.Zero(1), "schedule": "zb"}),
+    "frozen in two steps, ZeRO-0": ({"dp": 2}, {"data": mp.Zero(0), "frozen": True}),
+    "frozen in two steps, ZeRO-3": ({"dp": 2}, {"data": mp.Zero(3), "frozen": True}),
 }
 
 
@@ -227,18 +237,20 @@ def test_pitfall_52_a_parameter_without_a_gradient_stays_as_it_is_on_every_stage
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(5):
         x, target, use = branched_batch(step)
+        freeze(run.model, step) if "frozen" in name else None
         loss = (run.model(x, use) - target).square().sum() / SAMPLES
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     state, (here, there) = run.model.state_dict(), (str(tmp_path / "here"), str(tmp_path / "there"))
-    train_branches({}, here)
+    frozen = "frozen" in name
+    train_branches({}, here, frozen=frozen)
     size = math.prod(sizes.values())
     found = [
         *ranks(size, train_branches, sizes, there, **told),
         *ranks(size, train_branches, sizes, "", mp.checkpoint.step_path(here, 3), **told),
-        train_branches({}, "", mp.checkpoint.step_path(there, 3)),
+        train_branches({}, "", mp.checkpoint.step_path(there, 3), frozen=frozen),
     ]
     if "HSDP" in name:  # each of two replicas holds the model once
         assert [got["held"] for got in found[:4]] == [sum(x.numel() for x in state.values()) // 2] * 4
@@ -420,12 +432,15 @@ def test_a_batch_without_a_token_has_no_loss_and_moves_nothing():
 
 
 def check_unequal(sizes: dict, zero: int) -> str:
-    run, refused = start(sizes, data=mp.Zero(zero), micro_batches=1), ""
+    run, refused, pp = start(sizes, data=mp.Zero(zero), micro_batches=sizes.get("pp", 1)), "", sizes.get("pp", 1)
     x, target = batch(0, run.share(SAMPLES))
     rank = run.mesh.data.rank if run.mesh.data.size > 1 else run.mesh.tp.rank
-    for call in (lambda: run.set_micro_batches(1 + rank), lambda: run.evaluate([(x, target)] * (2 + rank))):
+    one = [run.evaluate([(x, target if rank == at else torch.full_like(target, -100))]) for at in (0, 1)]
+    tokens = [int((batch(0, range(at, at + SAMPLES // 2))[1] != -100).sum()) for at in (0, SAMPLES // 2)]
+    mean = sum((2 + at) * one[at] * tokens[at] for at in (0, 1)) / sum((2 + at) * tokens[at] for at in (0, 1))
+    for call in (lambda: run.set_micro_batches(pp + pp * rank), lambda: run.evaluate([(x, target)] * (2 + rank))):
         try:
-            call()
+            assert call() in (None, pytest.approx(mean, rel=1e-12))
         except ValueError as error:
             refused += f"{error}\n"
     with pytest.raises(ValueError, match=r"got 0 batches|ranks have 0 and 1 batches"):
@@ -437,13 +452,21 @@ def check_unequal(sizes: dict, zero: int) -> str:
 
 @pytest.mark.parametrize(
     ("sizes", "zero", "refused"),
-    [({"dp": 2}, 3, True), ({"dp": 2}, 1, False), ({"dp": 2}, 0, False), ({"tp": 2}, 1, True)],
+    [
+        ({"dp": 2}, 3, True),
+        ({"dp": 2}, 1, False),
+        ({"dp": 2}, 0, False),
+        ({"tp": 2}, 1, True),
+        ({"pp": 2, "dp": 2}, 1, False),
+        ({"pp": 2, "dp": 2, "ep": 2}, 1, True),
+    ],
 )
 def test_ranks_with_different_numbers_of_micro_batches_or_batches_are_refused_where_one_would_wait(
     ranks, sizes, zero, refused
 ):
-    for said in ranks(2, check_unequal, sizes, zero):
-        assert ("1 and 2 micro-batches" in said, "2 and 3 batches" in said) == (refused, refused)
+    for said in ranks(math.prod(sizes.values()) // sizes.get("ep", 1), check_unequal, sizes, zero):
+        pp = sizes.get("pp", 1)
+        assert (f"{pp} and {2 * pp} micro-batches" in said, "2 and 3 batches" in said) == (refused, refused)
 
 
 def check_alike(sizes: dict, other: int, what: str) -> str:

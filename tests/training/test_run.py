@@ -206,6 +206,8 @@ def test_a_save_has_the_runs_state_and_a_load_keeps_the_options_of_this_run(tmp_
     run.step = 3
     for group in run.optimizer.param_groups:
         group.update(lr=9.0, momentum=0.9)
+    with pytest.raises(ValueError, match="extra has good_steps, which the run saves itself"):
+        run.save(tmp_path, extra={"good_steps": 1})
     path = run.save(tmp_path, extra={"a": 1}, sample=7)
     assert path == tmp_path / "step-00000003"
     found = other.load(path)
