@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpcore import collectives
+from mpcore.experimental.overlap_experts import HalvesBlock
 from mpcore.layers.module import recomputing
 from mpcore.layers.moe.layer import ParallelMoE
 from mpcore.sharding.declarations import named_modules
@@ -40,6 +42,7 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         True
     """
     found, hooks = dict[str, list[Tensor]](), []
+    blocks: dict[Any, nn.Module] = {block.mlp: block for block in model.modules() if isinstance(block, HalvesBlock)}
     for name, moe in named_modules(model):
         if isinstance(moe, ParallelMoE):
             if moe.router.options.capacity_factor is not None:
@@ -48,11 +51,19 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
                     f"that it drops can't be recorded; build it with capacity_factor=None"
                 )
             hooks.append(moe.router.register_forward_hook(_recorder(moe, found.setdefault(name, []))))
+            if moe in blocks:
+                hooks.append(blocks[moe].register_forward_hook(partial(_join_halves, found[name])))
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _join_halves(found: list[Tensor], _: nn.Module, __: Any, y: Tensor) -> None:
+    """Make one entry of the two that a block's forward added, a half of its rows each."""
+    if not recomputing() and len(found[-1]) < len(y):
+        found[-2:] = [torch.cat(found[-2:])]
 
 
 def _recorder(moe: ParallelMoE, found: list[Tensor]) -> Any:

@@ -5,9 +5,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mpcore import Axis, ParallelAttention, ParallelMoE, RMSNorm, RotaryEmbedding, TransformerBlock
-from mpcore.experimental import overlap_experts
+from mpcore.experimental import overlap_experts, record_routing
 from mpcore.experimental.overlap_experts import HalvesBlock
 from mpcore.layers import materialize
 from tests.equality import close
@@ -74,6 +75,20 @@ def test_what_has_no_halves_is_refused(call, message):
     block.__class__ = HalvesBlock
     with pytest.raises(ValueError, match=message):
         block(**{"x": draw(B, T, D), **call})
+
+
+def test_the_routing_of_a_call_in_halves_is_one_entry():
+    block = build(aux_loss=None, jitter=0.0).double().eval()
+    materialize(block, 0)
+    found = []
+    for kind in (TransformerBlock, HalvesBlock):
+        block.__class__ = kind
+        with record_routing(block) as experts:
+            y = checkpoint(block, draw(B, T, D).requires_grad_(), use_reentrant=False)
+            y.sum().backward()
+        found.append(experts["mlp"])
+    assert [len(entries) for entries in found] == [1, 1]
+    assert torch.equal(found[0][0], found[1][0])
 
 
 def test_a_document_across_halves_is_nan_where_the_host_reads_none():
