@@ -10,6 +10,7 @@ from bench.multi_gpu import main
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some 10 times what the run on one rank takes, which is a minute where load is 20
 def test_faults_are_told_and_a_second_call_goes_on(tmp_path):
     flags = ["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--turns", "0", "--job-seconds", "20"]
     faults = ["--inject", "hang:ZeRO-0", "crash:ZeRO-1", "wrong:ZeRO-2"]
