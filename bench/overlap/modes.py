@@ -108,7 +108,7 @@ MODES = [
     Mode("tensor parallel, `overlap_communication`",
          "and half of each all-reduce in forward, under the other half's product",
          partial(tensor, False, True), ROWS * WIDTH * WIDTH),
-    Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, as a ring",
+    Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, in parts",
          partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
     Mode("experts on ep 2, one shared", "the shared expert computes beside both all-to-alls, in both passes",

@@ -245,7 +245,7 @@ def theory(
     splits = args.schedule in SPLITTING or args.schedule.endswith(".csv")
     if recompute_kind(args.recompute)[1] is not None or (splits and args.recompute == "full"):
         return {}
-    if mesh.tp.size == 1 or config.moe is not None or (args.overlap and args.sequence_parallel):  # rings of sends
+    if mesh.tp.size == 1 or config.moe is not None or (args.overlap and args.sequence_parallel):  # sends in parts
         return {}
     if config.layers_spec or config.mtp:
         return {}

@@ -15,6 +15,7 @@ from mpcore.experimental.overlap_experts import overlap_experts
 from mpcore.experimental.qk_clip import QKClip
 from mpcore.experimental.recurrence import RecurrentCache
 from mpcore.experimental.replay import record_routing
+from mpcore.experimental.symmetric_memory import overlap_in_symmetric_memory
 from mpcore.tools.coordinate_check import coordinate_check
 from mpcore.tools.diloco import DiLoCo
 from mpcore.tools.invariant import make_invariant
@@ -42,6 +43,7 @@ __all__ = [
     "gated_delta_rule",
     "make_invariant",
     "overlap_experts",
+    "overlap_in_symmetric_memory",
     "record_routing",
     "shift_tokens",
     "simulate",

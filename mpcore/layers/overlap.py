@@ -1,15 +1,15 @@
 """Hide the messages of tensor parallelism under the products of linear layers, in forward too.
 
-With sequence parallelism the all-gather before a product and the reduce-scatter after one run as a ring: each rank
-multiplies the shard that is here while the next shard travels. Without it the all-reduce after a product runs in chunks
-of the tokens: one chunk is summed while the next is multiplied.
+With sequence parallelism the all-gather before a product and the reduce-scatter after one run in parts: each rank
+multiplies the shard that is here while those of the other ranks travel. Without it the all-reduce after a product runs
+in chunks of the tokens: one chunk is summed while the next is multiplied.
 
 Source: Wang et al. 2023, "Overlap communication with dependent computation via decomposition" (ASPLOS 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore._torch.dispatch import unsafe_view
-from mpcore.collectives import start_all_gather, start_all_reduce, start_rows, wait
+from mpcore.collectives import shards_in_front, start_all_gather, start_all_reduce, start_rows, wait
 from mpcore.kernels._main_grad import add_or_return, main_grad
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.linear_ops import (
@@ -53,7 +53,7 @@ class OverlapProduct(Product):
     ) -> Tensor:
         if self.split_backward or dim is None or tp.size == 1 or x.numel() < self.smallest:
             return super().column(x, weight, bias, tp, dim, regather)
-        return _apply(_RingColumn, x, weight, bias, (tp, dim, regather))
+        return _apply(_GatherColumn, x, weight, bias, (self, tp, dim, regather))
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None) -> Tensor:
         """See `Product.row`."""
@@ -61,9 +61,45 @@ class OverlapProduct(Product):
         chunks = min(CHUNKS, summed // self.smallest) if dim is None else tp.size
         if self.split_backward or tp.size == 1 or chunks < 2 or summed < chunks * self.smallest:
             return super().row(x, weight, bias, tp, dim)
-        kind, how = (_ChunkedRow, (tp, chunks)) if dim is None else (_RingRow, (tp, dim))
+        kind, how = (_ChunkedRow, (tp, chunks)) if dim is None else (_ScatterRow, (self, tp, dim))
         y = _apply(kind, x, weight, None, how)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def all_gather_linear(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None, tp: Axis, dim: int, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return `all_gather(x, dim)` (x itself, if not `keep`) and its product with `matrix` [D, F], plus the bias.
+
+        The shard that is here is multiplied while the shards of the other ranks travel.
+        """
+        shard, blocks = flat_tokens(x).contiguous(), _blocks(tp)
+        rows, largest = len(shard), blocks[-1][2]
+        copies = torch.cat([shard] * largest) if largest > 1 else shard
+        flying = [_start(copies[: rows * (ranks - _is_own(tp, to, ranks))], tp, rows, to, source, ranks)
+                  for to, source, ranks in blocks]  # fmt: skip
+        shards, ys = {tp.rank: shard}, {tp.rank: _multiply(shard, matrix, bias)}
+        for part, (_, source, _) in zip(flying, blocks, strict=True):
+            part = wait(part)
+            _put(shards, part, tp, rows, source)
+            _put(ys, _multiply(part, matrix, bias), tp, rows, source)
+        return _along(shards, x, tp, dim) if keep else x, _along(ys, x, tp, dim)
+
+    def linear_reduce_scatter(self, x: Tensor, matrix: Tensor, tp: Axis, dim: int) -> Tensor:
+        """Return `reduce_scatter(x @ matrix, dim)`. The shards of other ranks are multiplied first, this one's last."""
+        flat = flat_tokens(x if x.shape[:dim].numel() == 1 else shards_in_front(x, tp.size, dim))
+        rows, flying = len(flat) // tp.size, []
+        own = flat[tp.rank * rows : (tp.rank + 1) * rows]
+        for to, source, ranks in reversed(_blocks(tp)):
+            part = flat[to * rows : (to + ranks) * rows]
+            if _is_own(tp, to, ranks):
+                before = (tp.rank - to) * rows
+                part = torch.cat([part[:before], part[before + rows :]])
+            flying.append(_start(part @ matrix, tp, rows, to, source, ranks))
+        own = own @ matrix
+        y = torch.cat([own, *map(wait, flying)]).view(tp.size, *own.shape).sum(0)
+        shape = [*x.shape[:-1], matrix.shape[1]]
+        shape[dim] //= tp.size
+        return unsafe_view(y, shape)  # no view: callers may write to the output
 
 
 def overlap_communication(model: nn.Module, smallest: int = SMALLEST) -> None:
@@ -113,11 +149,14 @@ def overlap_stages(stages: Sequence[nn.Module], mesh: Mesh, smallest: int | bool
     Raises:
         ValueError: on every rank, if no stage of the pipeline has a parallel linear layer on tp > 1.
     """
-    layers = [layer for stage in stages for layer in stage.modules() if isinstance(layer, ParallelLinear)]
-    if not any(gather_objects(any(layer.tp.size > 1 for layer in layers), mesh.pp.group)):
+    named = [each for stage in stages for each in named_modules(stage)]
+    here = [(name, layer.tp.size) for name, layer in named if isinstance(layer, ParallelLinear)]
+    found = [each for of_rank in gather_objects(here, mesh.pp.group) for each in of_rank]
+    if all(size == 1 for _, size in found):
+        which = f", all built with tp 1, such as {found[0][0] or 'the model'}" if found else ""
         raise ValueError(
-            f"overlap={smallest} hides messages of parallel linear layers on tp > 1, and the model has none "
-            f"(tp {mesh.tp.size}, {len(layers)} such layers on this rank): leave out overlap"
+            f"overlap={smallest} hides messages of parallel linear layers on tp > 1. The mesh has tp {mesh.tp.size}, "
+            f"and the model has {len(found)} such layers{which}: pass them tp=mesh.tp, or leave out overlap"
         )
     with raising_together():
         for stage in stages:
@@ -130,69 +169,84 @@ def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None,
     return kind.apply(cast(x, dtype), weight, bias, (*how, main, dtype))
 
 
-def _ring(tp: Axis, rows: int) -> tuple[Axis, list[int], list[int]]:
-    """Return what `start_rows` takes to send so many rows to the next rank and to receive as many of the last."""
+def _blocks(tp: Axis) -> list[tuple[int, int, int]]:
+    """Return for each message the first rank it goes to, the first rank it comes from, and the number of such ranks.
+
+    Blocks of ranks grow: of 4 ranks, rank 0 exchanges with 1, then with 2 and 3. More than 4 ranks begin with the
+    others of a block of 4 in one message, because a message costs host time: then rank 0 of 8 exchanges with 4 to 7.
+    """
+    found, ranks = [], 1
+    if tp.size % 4 == 0 and tp.size > 4:
+        first, ranks = tp.rank - tp.rank % 4, 4
+        found.append((first, first, 4))
+    while ranks < tp.size:
+        factor = 2
+        while tp.size // ranks % factor:
+            factor += 1
+        mine = tp.rank // ranks
+        first = mine - mine % factor
+        for step in range(1, factor):
+            to, source = first + (mine + step) % factor, first + (mine - step) % factor
+            found.append((to * ranks, source * ranks, ranks))
+        ranks *= factor
+    return found
+
+
+def _is_own(tp: Axis, first: int, ranks: int) -> bool:
+    return first <= tp.rank < first + ranks
+
+
+def _start(x: Tensor, tp: Axis, rows: int, to: int, source: int, ranks: int) -> Tensor:
+    """Start to send `rows` to each of `ranks` ranks from `to` on, and to receive as many from `source` on."""
     send, receive = [0] * tp.size, [0] * tp.size
-    send[(tp.rank + 1) % tp.size] = receive[tp.rank - 1] = rows
-    return tp, send, receive
+    send[to : to + ranks] = receive[source : source + ranks] = [rows] * ranks
+    send[tp.rank] = receive[tp.rank] = 0
+    return start_rows(x, tp, send, receive)
 
 
-def ring_gather(x: Tensor, tp: Axis, product: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return every rank's `x` of [T, D], and `product` of each, in the order of ranks. Shapes are equal."""
-    shards, products = [x] * tp.size, [x] * tp.size
-    ring = _ring(tp, len(x))
-    for step in range(tp.size - 1):
-        flying = start_rows(x, *ring)
-        shards[tp.rank - step], products[tp.rank - step] = x, product(x)
-        x = wait(flying)
-    shards[tp.rank + 1 - tp.size], products[tp.rank + 1 - tp.size] = x, product(x)
-    return shards, products
+def _put(parts: dict[int, Tensor], part: Tensor, tp: Axis, rows: int, source: int) -> None:
+    """Add shards of neighbouring ranks, but this one, by the first of these ranks."""
+    before = (tp.rank - source) * rows
+    if 0 <= before <= len(part):
+        part, after = part[:before], part[before:]
+        if len(after):
+            parts[tp.rank + 1] = after
+    if len(part):
+        parts[source] = part
 
 
-def ring_scatter(xs: Sequence[Tensor], tp: Axis, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum over ranks of `product(xs[tp.rank])`. `xs` has [T, D] for each rank; shapes are equal."""
-    y = product(xs[tp.rank - 1])
-    ring = _ring(tp, len(y))
-    for step in range(2, tp.size + 1):
-        flying = start_rows(y, *ring)
-        y = product(xs[tp.rank - step])
-        y += wait(flying)
-    return y
+def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
 
 
-def _parts(x: Tensor, size: int, dim: int) -> Sequence[Tensor]:
-    """Return `size` parts of a sequence, each as [T, D]."""
-    in_front = x.shape[:dim].numel() == 1  # they lie one behind the other: fewer calls
-    return flat_tokens(x).chunk(size) if in_front else [flat_tokens(part) for part in x.chunk(size, dim)]
+def _along(parts: dict[int, Tensor], like: Tensor, tp: Axis, dim: int) -> Tensor:
+    """Lay the shards of all ranks along `dim`. Before its product, a shard has the shape of `like`.
 
-
-def _shard_shape(x: Tensor, size: int, dim: int, features: int) -> list[int]:
-    """Return the shape of one of `size` parts of `x` after a product."""
-    shape = [*x.shape[:-1], features]
-    shape[dim] //= size
-    return shape
-
-
-def _along(parts: Sequence[Tensor], like: Tensor, dim: int) -> Tensor:
-    """Lay parts of [T, F] along `dim`, in the shape of `like`, which is one part before its product."""
-    shape = [*like.shape[:-1], parts[0].shape[-1]]
+    Args:
+        parts: shards of neighbouring ranks, [.., F], by the first of these ranks.
+    """
+    ordered = [parts[first] for first in sorted(parts)]
+    shape = [*like.shape[:-1], ordered[0].shape[-1]]
     if like.shape[:dim].numel() > 1:
-        return torch.cat([part.view(shape) for part in parts], dim)
-    shape[dim] *= len(parts)
-    return torch.cat(list(parts)).view(shape)
+        tokens = max(like.shape[:-1].numel(), 1)
+        whole = torch.cat([part.view(len(part) // tokens, *shape).movedim(0, dim) for part in ordered], dim)
+    else:
+        whole = torch.cat(ordered)
+    shape[dim] *= tp.size
+    return whole.view(shape)
 
 
-class _RingColumn(Function):
+class _GatherColumn(Function):
     """`linear(all_gather(x, dim))`. Backward is `column_backward`, unless no product would hide its messages."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
-        ctx.how = tp, dim, regather, _, dtype = how
-        w, b = cast(weight, dtype), cast(bias, dtype)
-        shards, ys = ring_gather(flat_tokens(x).contiguous(), tp, lambda shard: F.linear(shard, w, b))
-        kept = x if regather or not ctx.needs_input_grad[1] else _along(shards, x, dim)
-        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
-        return _along(ys, x, dim)
+        (ctx.product, *_), ctx.how = how, how[1:]
+        tp, dim, regather, _, dtype = ctx.how
+        keep = ctx.needs_input_grad[1] and not regather
+        whole, y = ctx.product.all_gather_linear(x, cast(weight, dtype).t(), cast(bias, dtype), tp, dim, keep)
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
@@ -200,35 +254,28 @@ class _RingColumn(Function):
             return column_backward(ctx, dy)
         refuse_second_derivative("a linear layer with overlapped communication")
         (_, weight), (tp, dim, *_) = ctx.saved_tensors, ctx.how
-        weight = weight.to(dy.dtype)
-        dx = ring_scatter(_parts(dy, tp.size, dim), tp, lambda part: part @ weight)
-        return dx.view(_shard_shape(dy, tp.size, dim, weight.shape[1])), None, None, None
+        return ctx.product.linear_reduce_scatter(dy, weight.to(dy.dtype), tp, dim), None, None, None
 
 
-class _RingRow(Function):
+class _ScatterRow(Function):
     """`reduce_scatter(linear(x), dim)`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
-        ctx.how = tp, dim, _, dtype = how
+        ctx.how = product, tp, dim, _, dtype = how
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        w = cast(weight, dtype)
-        y = ring_scatter(_parts(x, tp.size, dim), tp, lambda part: F.linear(part, w))
-        return unsafe_view(y, _shard_shape(x, tp.size, dim, len(w)))  # no view: callers may write to the output
+        return product.linear_reduce_scatter(x, cast(weight, dtype).t(), tp, dim)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[override]
         refuse_second_derivative("a linear layer with overlapped communication")
-        (x, weight), (tp, dim, main, _) = ctx.saved_tensors, ctx.how
-        dx = dweight = None
+        (x, weight), (product, tp, dim, main, _) = ctx.saved_tensors, ctx.how
+        dx, dweight, keep = None, None, ctx.needs_input_grad[1]
         if ctx.needs_input_grad[0]:
-            w = weight.to(dy.dtype)
-            shards, parts = ring_gather(flat_tokens(dy).contiguous(), tp, lambda part: part @ w)
-            dx = _along(parts, dy, dim)
-            dy = _along(shards, dy, dim) if ctx.needs_input_grad[1] else dy
-        elif ctx.needs_input_grad[1]:
+            dy, dx = product.all_gather_linear(dy, weight.to(dy.dtype), None, tp, dim, keep)
+        elif keep:
             dy = gathered(start_all_gather(dy, tp), tp, dim)
-        if ctx.needs_input_grad[1]:
+        if keep:
             dweight = add_or_return(main and main[0], weight_product, flat_tokens(dy), flat_tokens(x))
         return dx, cast(dweight, weight.dtype), None, None
 

@@ -24,6 +24,7 @@ from mpcore.interop import cut
 from mpcore.interop.hugging_face import stored
 from mpcore.interop.lora.files import _keys
 from mpcore.layers.mlp import _tried
+from mpcore.layers.overlap import overlap_stages
 from mpcore.pipeline.messages import Message
 from mpcore.pipeline.schedules import Action, Schedule
 from mpcore.sharding import declare
@@ -190,6 +191,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     r"up computes with OverlapProduct.*, which has no FP8: don't convert this": (
         ValueError, lambda: overlapped_and_fp8(overlaps_first=True)
+    ),
+    r"tp 1, and the model has 2 such layers, all built with tp 1, such as up: pass": (
+        ValueError, lambda: overlap_stages([mp.ParallelMLP(4, 8)], mp.Mesh(), True)
     ),
     r"smallest is 0 elements": (ValueError, lambda: mp.layers.overlap_communication(mp.ParallelMLP(128, 128), 0)),
     r"has the slope 0, and its gradients say .*: a backward is not that of its": (

@@ -2,9 +2,11 @@
 
 import itertools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,9 +20,11 @@ from mpcore import (
     load_full_state_dict,
 )
 from mpcore import collectives as c
+from mpcore.experimental import overlap_in_symmetric_memory
 from mpcore.gradients import main_gradients, reduce_gradients
-from mpcore.layers.overlap import overlap_communication
+from mpcore.layers.overlap import OverlapProduct, overlap_communication
 from mpcore.sharding.declare import Shard, cut
+from mpcore.tools.simulation import simulate
 from tests.equality import FEWER_SIZES, close, same_model
 from tests.pool import mesh, on_ranks
 
@@ -53,7 +57,9 @@ def test_dense_is_torch_linear(kind, bias, shape):
         close(p.grad, torchs.get_parameter(name).grad, name)
 
 
-def check_column(out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=(), overlap=False):
+def check_column(
+    out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=(), overlap=False, tp=None
+):
     options = {"gather_output": gather_output, "regather": regather}
     if sequence is not None:
         options |= {"sequence_parallel": True, "sequence_dim": sequence}
@@ -63,7 +69,7 @@ def check_column(out, bias, gather_output, sequence, regather, shape, expanded=F
         for name in frozen:
             layer.get_parameter(name).requires_grad_(False)
         if overlap:
-            overlap_communication(layer, smallest=1)
+            (overlap_communication if overlap is True else overlap)(layer, smallest=1)
         return layer
 
     def run(layer):
@@ -74,7 +80,7 @@ def check_column(out, bias, gather_output, sequence, regather, shape, expanded=F
         (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
         return {"y": y.detach(), "dx": x.grad}
 
-    same_model(build, run, tp=tp_axis())
+    same_model(build, run, tp=tp or tp_axis())
 
 
 @on_ranks(*FEWER_SIZES)
@@ -93,7 +99,9 @@ def test_pitfall_43_frozen_weights_still_pass_the_summed_gradient_on():
             check_column(10, True, False, sequence, regather, (B, T, IN), frozen=frozen)
 
 
-def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, frozen=(), overlap=False, grad=True):
+def check_row(
+    inner, bias, parallel_input, sequence, shape, expanded=False, frozen=(), overlap=False, grad=True, tp=None
+):
     options = {"input_is_parallel": parallel_input}
     if sequence is not None:
         options |= {"sequence_parallel": True, "sequence_dim": sequence}
@@ -103,7 +111,7 @@ def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, froz
         for name in frozen:
             layer.get_parameter(name).requires_grad_(False)
         if overlap:
-            overlap_communication(layer, smallest=1)
+            (overlap_communication if overlap is True else overlap)(layer, smallest=1)
         return layer
 
     def run(layer):
@@ -113,7 +121,7 @@ def check_row(inner, bias, parallel_input, sequence, shape, expanded=False, froz
         (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
         return {"y": y.detach()} | ({"dx": x.grad} if grad else {})
 
-    same_model(build, run, tp=tp_axis())
+    same_model(build, run, tp=tp or tp_axis())
 
 
 @on_ranks(*SIZES)
@@ -155,6 +163,46 @@ def check_overlap(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_overlapped_communication_equals_dense(ranks, size):
     ranks(size, check_overlap, size)
+
+
+def check_groups(m):
+    """Messages to more than one rank: the rows of two samples, and a frozen weight's gradient."""
+    for frozen in [(), ("weight", "bias")]:
+        check_column(13, True, False, 1, False, (2, 24, IN), frozen=frozen, overlap=True, tp=m.tp)
+    check_row(13, True, True, 1, (2, 24), overlap=True, tp=m.tp)
+
+
+@pytest.mark.parametrize("size", [6, 8])
+def test_overlapped_communication_in_groups_of_ranks_equals_dense(size):
+    simulate(check_groups, tp=size)
+
+
+def in_symmetric_memory(layer, smallest=1):
+    return overlap_in_symmetric_memory(layer, layer.tp, "cpu", smallest)
+
+
+def check_symmetric_memory():
+    """Torch's operators compute by gloo here. Without them, or if one is wrong, the ranks agree on the other way."""
+    layers = [RowParallelLinear(8, 8, tp=tp_axis()) for _ in range(2)]
+    with pytest.warns(UserWarning, match="symmetric memory is not used"):
+        assert "has no symm_mem.fused_all_gather_matmul for cpu" in in_symmetric_memory(layers[0])
+    gather, scatter = symmetric._fused_all_gather_matmul_fallback, symmetric._fused_matmul_reduce_scatter_fallback
+    late = torch.distributed.get_rank() == 1
+    for wrong, layer in enumerate(layers):
+        with torch.library._scoped_library("symm_mem", "IMPL", "CPU") as library:
+            library.impl("fused_all_gather_matmul", gather)
+            library.impl("fused_matmul_reduce_scatter", lambda *args, by=wrong * late: scatter(*args) + by)
+            with pytest.warns(UserWarning, match="other results") if wrong else nullcontext():
+                assert ("other results" in in_symmetric_memory(layer)) == wrong
+            assert (type(layer.product) is OverlapProduct) == wrong
+            for dim, frozen in [] if wrong else [(0, ()), (1, ()), (1, ("weight", "bias"))]:
+                shape = (4, 4, IN)
+                check_column(13, True, False, dim, dim == 0, shape, frozen=frozen, overlap=in_symmetric_memory)
+                check_row(13, True, True, dim, shape[:-1], frozen=frozen, overlap=in_symmetric_memory)
+
+
+def test_operators_on_symmetric_memory_equal_dense_or_are_not_used(ranks):
+    ranks(2, check_symmetric_memory)
 
 
 @on_ranks(2)
