@@ -149,7 +149,7 @@ class ShardedSequence:
         tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
         rows = tokens.shape[0]
         position_ids, mask = given.get("position_ids"), given.get("attention_mask")
-        lengths = _lengths(tokens, position_ids, mask, cp)
+        lengths = _lengths(tokens, position_ids, mask, cp, kind)
         if any(length % tp.size for length in lengths):
             raise ValueError(
                 f"{', '.join(map(str, lengths))} tokens on the ranks of cp are not multiples of tp {tp.size}, which "
@@ -165,6 +165,12 @@ class ShardedSequence:
                 )
         elif position_ids is not None:
             full.positions = unshard_sequence(position_ids.contiguous(), cp, kind, 1, full.length).expand(rows, -1)
+            places = torch.arange(full.length, device=tokens.device).expand(rows, -1)
+            if bool((full.positions.sort(-1).values == places).all() & (full.positions != places).any()):
+                raise ValueError(
+                    f"position_ids are not in the order of context {kind!r} on cp {cp.size}: shard each batch with "
+                    f"mpcore.shard_sequence(batch, mesh.cp, {kind!r})"
+                )
             steps = torch.diff(full.positions, prepend=full.positions[:, :1] - 1)
             full.documents = (steps != 1).cumsum(-1)
             if not self.documents and bool(full.documents.any()):
@@ -245,7 +251,7 @@ def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axi
         raise ValueError(f"{kind} needs input_ids or inputs_embeds [B, T/cp]")
 
 
-def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, cp: Axis) -> list[int]:
+def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, cp: Axis, kind: str) -> list[int]:
     """Return the number of tokens of each rank of cp.
 
     Raises:
@@ -256,7 +262,10 @@ def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, c
     if cp.size == 1 or torch.compiler.is_compiling() or tokens.is_meta or is_fake(tokens):
         return [mine] * cp.size
     told = [mine, rows, position_ids is not None, mask is not None, wrong is not None]
-    every = collectives.all_gather(torch.tensor([told], device=tokens.device), cp, 0).tolist()
+    ids = tokens.long() if tokens.dim() == 2 else tokens.new_zeros(rows, mine, dtype=torch.long)
+    order = torch.arange(1, ids.numel() + 1, device=ids.device).view_as(ids)
+    seen = torch.stack([(ids * order).sum(), (ids != ids[:, :1]).sum()])  # zeros are seen by later pipeline stages
+    every = collectives.all_gather(torch.cat([torch.tensor(told, device=ids.device), seen])[None], cp, 0).tolist()
     lengths = [each[0] for each in every]
     if any(each[4] for each in every):
         raise ValueError(
@@ -271,6 +280,11 @@ def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, c
         raise ValueError(
             "the ranks of cp are given different numbers of rows, or position_ids or attention_mask on some ranks "
             "only: give each rank its shard of the same arguments"
+        )
+    if every[0][6] and all(each[5:] == every[0][5:] for each in every):
+        raise ValueError(
+            f"the {cp.size} ranks of cp hold the same {mine} tokens: shard each batch first, with "
+            f"mpcore.shard_sequence(batch, mesh.cp, {kind!r})"
         )
     return lengths
 
