@@ -131,7 +131,7 @@ def test_a_run_of_30_steps_resumes_on_other_axes(tmp_path, name, resumed):
     ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "equal"),  # under sp its mixers get all tokens
     ("doge", "refused: model.layers.0.self_attn", "refused: with"),
     ("gemma3n_text", "equal", "refused: with"),  # it reads ids beside their embeddings
-    ("roc_bert", "refused: ", "refused: with"),
+    ("roc_bert", "equal", "refused: with"),
     ("deepseek_v4", "refused: layer", "refused: layer"),  # keys of compressed blocks of tokens
 ])  # fmt: skip
 def test_a_family_is_equal_or_refused_by_what_mixes_its_tokens(family, cp, sp):

@@ -27,7 +27,7 @@ def guard_save(model: nn.Module) -> None:
     """Make transformers' own `save_pretrained` and `resize_token_embeddings` raise while the model is sharded."""
     for own in (save_pretrained, resize_token_embeddings):
         if callable(getattr(type(model), own.__name__, None)):
-            setattr(model, own.__name__, MethodType(own, model))
+            vars(model)[own.__name__] = MethodType(own, model)
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
