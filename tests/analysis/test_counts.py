@@ -148,7 +148,8 @@ def test_a_block_sends_the_same_volume_with_sequence_parallel():
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_messages_that_travel_beside_products_are_counted_with_these(sequence_parallel):
-    """tp 4, 32 tokens of width 8, hidden 32: half of each product beside 1 and 2 shards, or 3 of 4 chunks."""
+    """tp 4, 32 tokens of width 8, hidden 32. Half of each product runs beside messages of 1 and 2 shards; or three of
+    four chunks of the last."""
     with on_mesh(0, tp=4) as mesh:
         layer = ParallelMLP(8, 32, "relu", bias=False, tp=mesh.tp, sequence_parallel=sequence_parallel)
         overlap_communication(layer, smallest=1)
