@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_980,
-    "interop": 7_960,
-    "experimental": 2_020,
+    "core": 26_100,
+    "interop": 8_060,
+    "experimental": 2_160,
     "tools": 15_380,
     "examples": 5_320,
-    "bench": 4_440,
-    "tests": 58_780,
+    "bench": 4_480,
+    "tests": 59_060,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
