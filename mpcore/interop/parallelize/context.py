@@ -263,8 +263,9 @@ def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, c
         return [mine] * cp.size
     told = [mine, rows, position_ids is not None, mask is not None, wrong is not None]
     ids = tokens.long() if tokens.dim() == 2 else tokens.new_zeros(rows, mine, dtype=torch.long)
-    order = torch.arange(1, ids.numel() + 1, device=ids.device).view_as(ids)
-    seen = torch.stack([(ids * order).sum(), (ids != ids[:, :1]).sum()])  # zeros are seen by later pipeline stages
+    weights = torch.arange(1, ids.numel() + 1, device=ids.device).view_as(ids) * -0x61C8864680B583EB  # modulo 2^64
+    weights = (weights ^ (weights >> 31)) * -0x40A7B892E31B1A47  # other tokens seldom have the same sum
+    seen = torch.stack([(ids * weights).sum(), (ids != ids[:, :1]).sum()])  # zeros are seen by later pipeline stages
     every = collectives.all_gather(torch.cat([torch.tensor(told, device=ids.device), seen])[None], cp, 0).tolist()
     lengths = [each[0] for each in every]
     if any(each[4] for each in every):
