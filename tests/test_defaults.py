@@ -45,6 +45,7 @@ from mpcore.kernels.moe_permute import moe_unpermute, moe_unpermute_reference
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
+from mpcore.kernels.top_k import top_k, top_k_reference
 from mpcore.layers.module import normal, uniform
 from mpcore.layers.moe.experts import Experts
 from mpcore.mesh.launch import Launch
@@ -279,6 +280,10 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         lambda **options: attention_kernels.key_bounds(T, **options),
         {"causal": (True, False), "window": (None, 2), "cu_seqlens": (None, CU)},
     ),
+    **{
+        name_of(f): (partial(f, draw(5, D), 2), {"bias": (torch.zeros(D, dtype=WIDE), 9 * draw(D))})
+        for f in (top_k, top_k_reference)
+    },
 }  # fmt: skip
 
 # Arguments whose default says where or how, and not what: a layout, a device, a storage, a speed. Laws of layouts have
