@@ -97,6 +97,8 @@ def pipeline_stages(
         ids = _ids(tried) if example is None else example
         if tried is not model and example is not None:
             ids = example.cpu() % (int(_ids(tried).max()) + 1)
+        if sequence := _sharded_sequence(model):
+            ids = ids.roll(sequence.cp.rank, 1)  # other tokens on each rank of cp, as of a batch
         seen, want = _traced(tried, tried.get_submodule(where), ids)
         trace = seen if tried is model else _enlarged(seen, tried, model)
         cut = partition(
