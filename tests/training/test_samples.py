@@ -78,5 +78,5 @@ def test_a_step_that_is_repeated_is_compared_with_none_of_itself(monkeypatch):
     monkeypatch.setattr(samples.log, "warning", lambda *words: told.append(words))
     check = SampleCheck(nn.Sequential(mp.Dropout(0.5)), mp.Mesh())
     for step, given in ((0, None), (0, torch.arange(2)), (0, torch.arange(2)), (1, torch.arange(2, 4))):
-        check.before_forward(SimpleNamespace(step=step), 1, {"samples": given})
+        check.before_forward(SimpleNamespace(step=step, mesh=mp.Mesh()), 1, {"samples": given})
     assert (told, check.is_due, check.before) == ([], False, None)
