@@ -82,7 +82,6 @@ def _top_k_kernel(
     if bias_ptr is not None:
         scores += tl.load(bias_ptr + cols, mask=cols < E, other=0.0).to(tl.float32)
     scores = tl.where(scores != scores, float("inf"), scores)
-    open_ = (cols < E) & (scores == scores)
     for k in range(K):
         best = tl.max(tl.where(open_, scores, float("-inf")), 1)
         index = tl.min(tl.where(open_ & (scores == best[:, None]), cols, BLOCK_E), 1)
