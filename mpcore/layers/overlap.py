@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,29 +72,27 @@ class OverlapProduct(Product):
 
         The shard that is here is multiplied while the shards of the other ranks travel.
         """
-        shard, blocks = flat_tokens(x).contiguous(), _blocks(tp)
-        rows, largest = len(shard), blocks[-1][2]
+        shard, (messages, order) = flat_tokens(x).contiguous(), _messages(tp.rank, tp.size)
+        rows, largest = len(shard), max(message.ranks for message in messages)
         copies = torch.cat([shard] * largest) if largest > 1 else shard
-        flying = [_start(copies[: rows * (ranks - _is_own(tp, to, ranks))], tp, rows, to, source, ranks)
-                  for to, source, ranks in blocks]  # fmt: skip
-        shards, ys = {tp.rank: shard}, {tp.rank: _multiply(shard, matrix, bias)}
-        for part, (_, source, _) in zip(flying, blocks, strict=True):
-            part = wait(part)
-            _put(shards, part, tp, rows, source)
-            _put(ys, _multiply(part, matrix, bias), tp, rows, source)
-        return _along(shards, x, tp, dim) if keep else x, _along(ys, x, tp, dim)
+        flying = [message.start(copies[: rows * sum(message.send)], tp, rows) for message in messages]
+        parts, ys = [shard], [_multiply(shard, matrix, bias)]
+        for part in map(wait, flying):
+            parts.append(part)
+            ys.append(_multiply(part, matrix, bias))
+        return _along(parts, order, x, tp, dim) if keep else x, _along(ys, order, x, tp, dim)
 
     def linear_reduce_scatter(self, x: Tensor, matrix: Tensor, tp: Axis, dim: int) -> Tensor:
         """Return `reduce_scatter(x @ matrix, dim)`. The shards of other ranks are multiplied first, this one's last."""
         flat = flat_tokens(x if x.shape[:dim].numel() == 1 else shards_in_front(x, tp.size, dim))
         rows, flying = len(flat) // tp.size, []
         own = flat[tp.rank * rows : (tp.rank + 1) * rows]
-        for to, source, ranks in reversed(_blocks(tp)):
-            part = flat[to * rows : (to + ranks) * rows]
-            if _is_own(tp, to, ranks):
-                before = (tp.rank - to) * rows
+        for message in reversed(_messages(tp.rank, tp.size)[0]):
+            part = flat[message.to * rows : (message.to + message.ranks) * rows]
+            if message.to <= tp.rank < message.to + message.ranks:
+                before = (tp.rank - message.to) * rows
                 part = torch.cat([part[:before], part[before + rows :]])
-            flying.append(_start(part @ matrix, tp, rows, to, source, ranks))
+            flying.append(message.start(part @ matrix, tp, rows))
         own = own @ matrix
         y = torch.cat([own, *map(wait, flying)]).view(tp.size, *own.shape).sum(0)
         shape = [*x.shape[:-1], matrix.shape[1]]
@@ -169,66 +167,87 @@ def _apply(kind: type[Function], x: Tensor, weight: Tensor, bias: Tensor | None,
     return kind.apply(cast(x, dtype), weight, bias, (*how, main, dtype))
 
 
-def _blocks(tp: Axis) -> list[tuple[int, int, int]]:
-    """Return for each message the first rank it goes to, the first rank it comes from, and the number of such ranks.
+class _Message(NamedTuple):
+    """A message to `ranks` neighbouring ranks from `to` on, and from as many from `source` on, but not to this one.
+
+    `send` and `receive` have 1 for each rank that takes part, and 0 for the others.
+    """
+
+    to: int
+    source: int
+    ranks: int
+    send: list[int]
+    receive: list[int]
+
+    def start(self, x: Tensor, tp: Axis, rows: int) -> Tensor:
+        """Start to send `rows` of x to each of its ranks. `wait` returns those of the ranks that it comes from."""
+        return start_rows(x, tp, [rows * n for n in self.send], [rows * n for n in self.receive])
+
+
+class _Order(NamedTuple):
+    """Where the shards of neighbouring ranks lie: shards `first` to below `last` of a part, or all of it.
+
+    Part 0 is this rank's shard, part i what message i - 1 brings.
+    """
+
+    part: int
+    first: int
+    last: int
+    whole: bool
+
+
+@cache
+def _messages(rank: int, size: int) -> tuple[list[_Message], list[_Order]]:
+    """Return the messages of a rank, and the order in which what they bring makes the whole.
 
     Blocks of ranks grow: of 4 ranks, rank 0 exchanges with 1, then with 2 and 3. More than 4 ranks begin with the
     others of a block of 4 in one message, because a message costs host time: then rank 0 of 8 exchanges with 4 to 7.
     """
     found, ranks = [], 1
-    if tp.size % 4 == 0 and tp.size > 4:
-        first, ranks = tp.rank - tp.rank % 4, 4
+    if size % 4 == 0 and size > 4:
+        first, ranks = rank - rank % 4, 4
         found.append((first, first, 4))
-    while ranks < tp.size:
+    while ranks < size:
         factor = 2
-        while tp.size // ranks % factor:
+        while size // ranks % factor:
             factor += 1
-        mine = tp.rank // ranks
+        mine = rank // ranks
         first = mine - mine % factor
         for step in range(1, factor):
             to, source = first + (mine + step) % factor, first + (mine - step) % factor
             found.append((to * ranks, source * ranks, ranks))
         ranks *= factor
-    return found
 
+    def taking(start: int, ranks: int) -> list[int]:
+        return [int(start <= other < start + ranks and other != rank) for other in range(size)]
 
-def _is_own(tp: Axis, first: int, ranks: int) -> bool:
-    return first <= tp.rank < first + ranks
-
-
-def _start(x: Tensor, tp: Axis, rows: int, to: int, source: int, ranks: int) -> Tensor:
-    """Start to send `rows` to each of `ranks` ranks from `to` on, and to receive as many from `source` on."""
-    send, receive = [0] * tp.size, [0] * tp.size
-    send[to : to + ranks] = receive[source : source + ranks] = [rows] * ranks
-    send[tp.rank] = receive[tp.rank] = 0
-    return start_rows(x, tp, send, receive)
-
-
-def _put(parts: dict[int, Tensor], part: Tensor, tp: Axis, rows: int, source: int) -> None:
-    """Add shards of neighbouring ranks, but this one, by the first of these ranks."""
-    before = (tp.rank - source) * rows
-    if 0 <= before <= len(part):
-        part, after = part[:before], part[before:]
-        if len(after):
-            parts[tp.rank + 1] = after
-    if len(part):
-        parts[source] = part
+    messages = [_Message(to, source, n, taking(to, n), taking(source, n)) for to, source, n in found]
+    parts = [[rank], *([other for other in range(size) if message.receive[other]] for message in messages)]
+    place = {other: (part, at) for part, ranks_of in enumerate(parts) for at, other in enumerate(ranks_of)}
+    order: list[_Order] = []
+    for part, at in (place[other] for other in range(size)):
+        follows = order and (order[-1].part, order[-1].last) == (part, at)
+        first = order.pop().first if follows else at
+        order.append(_Order(part, first, at + 1, (first, at + 1) == (0, len(parts[part]))))
+    return messages, order
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
 
 
-def _along(parts: dict[int, Tensor], like: Tensor, tp: Axis, dim: int) -> Tensor:
+def _along(parts: list[Tensor], order: list[_Order], like: Tensor, tp: Axis, dim: int) -> Tensor:
     """Lay the shards of all ranks along `dim`. Before its product, a shard has the shape of `like`.
 
     Args:
-        parts: shards of neighbouring ranks, [.., F], by the first of these ranks.
+        parts: see `_Order`; each has rows of [.., F].
     """
-    ordered = [parts[first] for first in sorted(parts)]
-    shape = [*like.shape[:-1], ordered[0].shape[-1]]
+    rows = len(parts[0])
+    ordered = [parts[each.part] if each.whole else parts[each.part][each.first * rows : each.last * rows]
+               for each in order]  # fmt: skip
+    shape = [*like.shape[:-1], parts[0].shape[-1]]
     if like.shape[:dim].numel() > 1:
-        tokens = max(like.shape[:-1].numel(), 1)
+        tokens = max(rows, 1)
         whole = torch.cat([part.view(len(part) // tokens, *shape).movedim(0, dim) for part in ordered], dim)
     else:
         whole = torch.cat(ordered)
