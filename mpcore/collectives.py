@@ -99,8 +99,6 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """All-reduce `x` over the axis without autograd, and return the result; on size 1 return `x`.
 
     Args:
-        x: a tensor of the same shape on every rank.
-        axis: the axis.
         op: "sum", "max" or "min".
 
     Raises:
@@ -121,14 +119,12 @@ def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Start to all-gather equal shards along dimension 0. `wait` returns the result."""
-    group = _group(axis)
-    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, group)
+    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, _group(axis))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Start to sum over the axis and keep this rank's equal shard of dimension 0. `wait` returns the result."""
-    group = _group(axis)
-    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, group)
+    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
 
 
 def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:
@@ -288,12 +284,7 @@ class _Gather(Function):
         return _Split.apply(dy, ctx.axis, ctx.dim), None, None, None
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, dim: int, length: int | None) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gather(x, axis, dim, length)
-
+class _AllGather(_Gather):
     @staticmethod
     def backward(ctx, dy: Tensor):
         return _ReduceScatter.apply(dy, ctx.axis, ctx.dim), None, None, None
@@ -440,10 +431,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Te
     """S(dim) -> R. Return the full tensor, for a consumer that differs between ranks; backward is reduce_scatter.
 
     Args:
-        x: this rank's shard.
-        axis: the axis.
-        dim: the sharded dimension.
-        length: length of the full dimension. Required if shards are uneven: without it gloo ends the process.
+        x, axis, dim, length: see `gather`.
     """
     return x if _alone(axis) else _AllGather.apply(x, axis, dim, length)
 
@@ -454,13 +442,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
-    """S(concat_dim) -> S(split_dim). Gather one dimension and shard another.
+    """S(concat_dim) -> S(split_dim). Gather `concat_dim`, and shard `split_dim`, of which `x` has all.
 
     Args:
-        x: this rank's shard, with all of `split_dim`.
-        axis: the axis.
-        split_dim: the dimension to shard.
-        concat_dim: the dimension to gather.
         concat_length: length of the full `concat_dim`. Required if its shards are uneven.
     """
     return x if _alone(axis) else _AllToAll.apply(x, axis, split_dim, concat_dim, concat_length)

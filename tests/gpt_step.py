@@ -20,7 +20,7 @@ from mpcore.layers import materialize
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages, partition
-from mpcore.pipeline.schedules import Schedule, default_placement, default_virtual_stages
+from mpcore.pipeline.schedules import V_SHAPED, Schedule, default_virtual_stages
 from mpcore.sharding import shardings
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import is_dtensor
@@ -84,7 +84,9 @@ class Run:
         made = GPTConfig(**{**CONFIG, **config})
         virtual = virtual or default_virtual_stages(schedule)
         blocks = partition([1.0] * made.layers, on.pp.size * virtual, last=0.5)
-        ranks = ranks or default_placement(schedule, on.pp.size, virtual)
+        there = list(range(on.pp.size))
+        looped = [rank for i in range(virtual) for rank in (there[::-1] if schedule in V_SHAPED and i % 2 else there)]
+        ranks = ranks or looped
         self.on, self.count, self.vocab_size = on, torch.ones(()), made.vocab_size
         how = {"device": "meta", "dtype": dtype, "sequence_parallel": sequence_parallel}
         self.stages = build_stages(made, on, blocks, ranks, **how)

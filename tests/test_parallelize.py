@@ -510,7 +510,7 @@ BAD = {
     "too few features": ("own", {"mlps.*.0": "colwise"}, 16, "mlps.0.0: out_features 10 is smaller than the tp size"),
     "too few rows": ("odd", {"few": "vocab"}, 4, "few: num_embeddings 3 is smaller than the tp size 4"),
     "an embedding in blocks": ("own", {"embed": Colwise(2)}, 2, "embed: an embedding of several blocks, or"),
-    "a tied table's columns": ("own", {"embed": "colwise"}, 2, "one tied weight, but the plan cuts them differently"),
+    "a tied table's columns": ("own", {"embed": "colwise"}, 2, "one tied weight, which the plan cuts in two ways"),
     "heads of T5": ("t5", T5_PLAN, 3, "4 heads of 3 output features are not a multiple of the tp size 3"),
     "a linear layer's vocabulary": ("own", {"mlps.0.0": "vocab"}, 2, "'vocab' is for embeddings, and this is a Linear"),
     "a tie cut in two ways": ("own", {"embed": "vocab", "head": "rowwise"}, 2, "one tied weight"),

@@ -247,7 +247,7 @@ def stage():
     (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
     (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
     (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by the model's config"),
-    (stage, r"model.layers.1.\S+ is not there, but has shape .*: save an unsharded model"),
+    (stage, r"model.layers.1.\S+ is not there, but has shape .*: save it unsharded"),
 ])  # fmt: skip
 def test_what_from_pretrained_would_not_read_is_refused(tmp_path, make, match):
     with pytest.raises(ValueError, match=match):
@@ -334,7 +334,7 @@ def named(**fields):
 
 @pytest.mark.parametrize(("damage", "match"), [
     (changed(**{NORM: None}), r"has no tensor 'model.norm.weight', which model.norm.weight needs"),
-    (changed(**{NORM: torch.zeros(47)}), r"model.norm.weight has shape \(47,\), config.json makes it \(48,\)"),
+    (changed(**{NORM: torch.zeros(47)}), r"model.norm.weight has shape \(47,\), in config.json \(48,\)"),
     (changed(**{NORM: torch.full((48,), torch.nan)}), r"model.norm.weight \(48,\) holds NaN"),
     (named(quantization_config={"quant_method": "fp8"}), "holds quantized weights"),
     (named(architectures=["Mine"]), r"names the architectures \['Mine'\], no model class of transformers"),

@@ -19,7 +19,7 @@ from mpcore.optim.adamw import AdamW
 from mpcore.optim.groups import decay_groups
 from mpcore.optim.muon import Muon
 from mpcore.optim.schedules import SCHEDULES
-from mpcore.training.policies import RECOMPUTE_KINDS
+from mpcore.parallel.recompute import KINDS
 
 
 def precision(args: argparse.Namespace) -> Precision:
@@ -252,11 +252,11 @@ def merge_options(args: argparse.Namespace) -> LocalUpdates:
 def recompute_kind(value: str) -> tuple[str, float | None]:
     """Read `--recompute`: the kind, and the share of a budget."""
     kind, equals, share = value.partition("=")
-    if kind in RECOMPUTE_KINDS and not equals:
+    if kind in KINDS and not equals:
         return kind, None
     try:
         if kind == "budget":
             return kind, float(share)
     except ValueError:
         pass
-    raise ValueError(f"--recompute {value!r} is none of {', '.join(RECOMPUTE_KINDS)} and budget=SHARE")
+    raise ValueError(f"--recompute {value!r} is none of {', '.join(KINDS)} and budget=SHARE")

@@ -42,7 +42,6 @@ class PlannedStage:
 
 
 def planned(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> list[list[Cell]]:
-    """Return the actions of each rank in one of the schedules in `PLANNERS`."""
     stages = [PlannedStage(ranks, ranks * virtual_stages) for _ in range(virtual_stages)]
     order = PLANNERS[name](stages, micro_batches).pipeline_order
     return [_cells(order[rank]) for rank in range(ranks)]
@@ -50,16 +49,13 @@ def planned(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> l
 
 def with_messages(rows: Sequence[Iterable[Cell]], rank_of: Mapping[int, int], stages: int) -> list[list[Cell]]:
     """Add the sends and receives that torch's runtime posts for these actions of each rank, in its order."""
-    given = {rank: row for rank, row in _actions(rows).items() if row}
-    lowered = _add_send_recv(given, rank_of.__getitem__, stages)
-    return [_cells(lowered.get(rank, ())) for rank in range(len(rows))]
-
-
-def _actions(rows: Sequence[Iterable[Cell]]) -> dict[int, list[Any]]:
-    return {
+    given = {
         rank: [_Action(stage, _ComputationType(kind), micro_batch) for kind, stage, micro_batch in row]
         for rank, row in enumerate(rows)
+        if row
     }
+    lowered = _add_send_recv(given, rank_of.__getitem__, stages)
+    return [_cells(lowered.get(rank, ())) for rank in range(len(rows))]
 
 
 def _cells(row: Iterable[Any]) -> list[Cell]:

@@ -65,16 +65,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A logical tensor of a checkpoint.
-
-    Attributes:
-        shape: the logical shape.
-        dtype: the dtype's name in safetensors, such as "BF16".
-        chunks: the chunks that tile the tensor.
-    """
+    """A logical tensor of a checkpoint, and the chunks that tile it."""
 
     shape: tuple[Size, ...]
-    dtype: str
+    dtype: str  # its name in safetensors, such as "BF16"
     chunks: tuple[Chunk, ...]
 
     def size(self, chunk: Chunk) -> int:
@@ -84,12 +78,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A safetensors file of a checkpoint.
-
-    Attributes:
-        bytes: the size of the file in bytes.
-        header_crc32: the CRC-32 of the file's header.
-    """
+    """A safetensors file of a checkpoint: its size in bytes, and the CRC-32 of its header."""
 
     bytes: Size
     header_crc32: Size

@@ -36,9 +36,7 @@ _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "l
 
 @dataclass(frozen=True)
 class Loaded(Manifest):
-    """The manifest of the checkpoint that was loaded. With `strict=False` it also lists the names that were not loaded.
-
-    Names are those of `Manifest.tensors`. With `strict=True` both lists are empty.
+    """The manifest of the checkpoint that was loaded, and with `strict=False` the names that were not loaded.
 
     Attributes:
         missing_keys: tensors of the model or the optimizer, on any rank, that the checkpoint lacks. They kept their
@@ -75,8 +73,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a model of any layout, and into its optimizer. All ranks must call it.
 
-    All ranks check names, shapes, dtypes and files before any value changes. The checksums are divided among the ranks.
-    Then each rank reads the ranges that it holds.
+    All ranks check names, shapes, dtypes and files before any value changes, and each a share of the checksums. Then
+    each rank reads the ranges that it holds.
 
     Args:
         path: the checkpoint.
@@ -152,12 +150,11 @@ def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
         plan.missing.append(item.name)
         return
     where = ", ".join(sorted({chunk.file for chunk in entry.chunks}))
+    dtype = dtype_name(item.tensor.dtype)
     if entry.shape != item.shape:
         plan.problems.append(f"{item.name}: expected shape {item.shape}, found {entry.shape} in {where}")
-    elif entry.dtype != dtype_name(item.tensor.dtype) and not cast:
-        plan.problems.append(
-            f"{item.name}: expected dtype {dtype_name(item.tensor.dtype)}, found {entry.dtype} in {where}"
-        )
+    elif entry.dtype != dtype and not cast:
+        plan.problems.append(f"{item.name}: expected dtype {dtype}, found {entry.dtype} in {where}")
     else:
         try:
             for chunk in entry.chunks:  # opens the files: their headers are checked here

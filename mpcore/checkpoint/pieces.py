@@ -29,17 +29,12 @@ Segment = tuple[int, int, int, bool]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a local tensor that is a contiguous box of the logical tensor.
+    """A part of a local tensor that is a contiguous box of the logical tensor."""
 
-    Attributes:
-        local: where the box begins in the local tensor.
-        start: where the box begins in the logical tensor.
-    """
-
-    local: tuple[int, ...]
-    start: tuple[int, ...]
+    local: tuple[int, ...]  # where it begins in the local tensor
+    start: tuple[int, ...]  # where it begins in the logical tensor
     shape: tuple[int, ...]
-    owned: bool
+    owned: bool  # whether this rank writes it
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the view of the local tensor that is this box."""
@@ -54,20 +49,13 @@ class Box:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """A tensor as this rank holds it.
+    """A tensor as this rank holds it."""
 
-    Attributes:
-        name: `model/NAME` or `optimizer/SLOT/NAME`.
-        tensor: the local tensor, sharing memory with the model or optimizer.
-        boxes: the boxes of the logical tensor that the local tensor consists of.
-        replicas: the axes on which other ranks hold the same local tensor, without the replicas of HSDP.
-    """
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    replicas: tuple[Axis, ...] = ()
+    name: str  # `model/NAME` or `optimizer/SLOT/NAME`
+    tensor: Tensor  # the local tensor, sharing memory with the model or optimizer
+    shape: tuple[int, ...]  # of the logical tensor
+    boxes: tuple[Box, ...]  # of the logical tensor, that the local tensor consists of
+    replicas: tuple[Axis, ...] = ()  # on which other ranks hold the same local tensor, without the replicas of HSDP
 
 
 def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | None = None) -> list[LocalTensor]:
@@ -116,9 +104,8 @@ def masters_of(optimizer: torch.optim.Optimizer | None) -> dict[Tensor, Tensor]:
 
     A value that was written to a 16-bit parameter since the last step is copied into its master weight first.
     """
-    found = (
-        {} if optimizer is None else {p: state["master"] for p, state in optimizer.state.items() if "master" in state}
-    )
+    states = {} if optimizer is None else optimizer.state
+    found = {p: state["master"] for p, state in states.items() if "master" in state}
     for p, master in found.items():
         held = local_tensor(master.detach())
         held.copy_(followed(held, local_tensor(p.detach()).to(held.device)))

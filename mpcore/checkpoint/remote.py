@@ -161,7 +161,6 @@ class Remote(PosixPath):
         return target
 
     def stream(self, parts: Iterable[bytes | memoryview]) -> None:
-        """Write a large file part by part."""
         with self._store() as (store, path), store.open(path, "wb") as file:
             for part in map(memoryview, parts):
                 for start in range(0, len(part), _BLOCK):

@@ -162,11 +162,10 @@ def save(
     """Write a checkpoint that any layout can load. All ranks of the mesh must call it.
 
     Each element of a logical tensor is written once, by the lowest rank that holds it. The replicas on other ranks are
-    compared with it by checksum. The parameters `step`, `sample`, `seed`, `config` and `extra` are entries of the
-    manifest.
+    compared with it by checksum.
 
     Args:
-        path: the directory to create. An existing checkpoint there is replaced once the new one is complete.
+        path: the directory to create, which is returned. A checkpoint there is replaced once this one is complete.
         model: the model, or this rank's stage of it, before or after `fully_shard`.
         optimizer: the model's optimizer. Its state must be tensors of the parameter's shape, or scalars. None: save no
             optimizer state.
@@ -179,9 +178,6 @@ def save(
             `keep=None`: all stay.
         beside: small files to store, such as a tokenizer: a dict from the path within the checkpoint to the file's
             bytes. Rank 0's are written.
-
-    Returns:
-        The path.
 
     Raises:
         ValueError: on every rank, if a rank can't write (full disk, read-only directory), if replicas differ, or if a
@@ -221,9 +217,6 @@ def save_async(
 
     Args:
         after: the `Saving` of the previous call. This call waits for it first, so that only one save is in flight.
-
-    Returns:
-        The save in progress.
 
     Raises:
         ValueError: on every rank, if the previous save failed, a value can't be saved, a tensor holds NaN, or a weight

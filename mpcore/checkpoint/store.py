@@ -92,19 +92,14 @@ class Store(Generic[P]):
                 owner = file.read(200)
             if owner == mine:
                 return None
-            raise ValueError(
-                f"{folder} is in use by {owner!r}: wait for its end, or save into another folder"
-            ) from None
+            raise ValueError(f"{folder} is in use by {owner!r}: wait for its end, or save to another folder") from None
         except OSError:
             file.close()
             return None
         return file
 
     def prepare(self, path: P) -> IO[str] | None:
-        """Remove the remains of a killed save, create the temporary directory to write into, and lock it.
-
-        Returns:
-            See `lock`.
+        """Remove the remains of a killed save, create the temporary directory to write into, and `lock` it.
 
         Raises:
             ValueError: if `path` exists and is not a checkpoint, or another process is saving it.
@@ -190,7 +185,6 @@ class Store(Generic[P]):
             os.fsync(file.fileno())
 
     def open(self, path: P) -> MappedFile:
-        """Open a file for reads of its parts."""
         return MappedFile(path)
 
     def sync(self, folder: P) -> None:
@@ -220,7 +214,6 @@ class MappedFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
 
     def read(self, start: int, end: int) -> memoryview | bytearray:
-        """Return bytes of the file, as a view of the mapping."""
         assert self._map is not None
         if self._map.size() < end:  # a read would end the process with SIGBUS
             raise ValueError(f"{self.path} was cut to {self._map.size()} bytes after it was opened")

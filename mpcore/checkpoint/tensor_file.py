@@ -10,7 +10,7 @@ import mmap
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,15 +126,12 @@ class TensorFile:
             raise ValueError(f"{path} has {size} bytes{written}")
         (length,) = struct.unpack("<Q", self.file.read(0, 8))
         if length > min(HEADER_LIMIT, size - 8):
-            raise ValueError(
-                f"{path} is damaged: a header of {length} bytes, in a file of {size} and at most {HEADER_LIMIT}"
-            )
+            raise ValueError(f"{path} is damaged: a header of {length} bytes in {size}, at most {HEADER_LIMIT}")
         text = bytes(self.file.read(8, 8 + length))
         found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
         if record is not None and found != record.header_crc32:
-            raise ValueError(
-                f"{path} is damaged: the CRC-32 of its header is {found:08x}, written was {record.header_crc32:08x}"
-            )
+            want = f"written was {record.header_crc32:08x}"
+            raise ValueError(f"{path} is damaged: the CRC-32 of its header is {found:08x}, {want}")
         self._data = 8 + length
         self.header: dict[str, Any] = read_header(text, size - self._data, str(path))
 
@@ -146,11 +143,6 @@ class TensorFile:
         want = {"dtype": entry.dtype, "shape": list(chunk.shape)}
         if any(found.get(name) != value for name, value in want.items()):
             raise ValueError(f"{self.path}: {chunk.key} is {found}, expected {want}")
-
-    def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
-        """Return a chunk as a view of the file. Its bytes are read when they are used."""
-        self.check(entry, chunk)
-        return self.whole(chunk.key)
 
     def whole(self, key: str) -> Tensor:
         """Return the tensor of a key as a view of the file. Its bytes are read when they are used."""
@@ -165,7 +157,6 @@ class TensorFile:
         self.file.advise(*self._place(key), needed=False)
 
     def _place(self, key: str) -> tuple[int, int]:
-        """Return where a tensor begins and ends in the file."""
         start, end = (self._data + offset for offset in self.header[key]["data_offsets"])
         return start, end
 
@@ -224,7 +215,8 @@ class Files:
 
     def tensor(self, entry: Entry, chunk: Chunk) -> Tensor:
         """Return a chunk as a view of its file. Its bytes are read when they are used."""
-        return self[chunk.file].tensor(entry, chunk)
+        self[chunk.file].check(entry, chunk)
+        return self[chunk.file].whole(chunk.key)
 
     def problems(self, chunks: Sequence[tuple[str, Entry, Chunk]]) -> list[str]:
         """Return a description of the damage of these chunks, by tensor, key and file.
@@ -241,6 +233,13 @@ class Files:
             return None if problem is None else f"{name}: {problem}"
 
         return list(dict.fromkeys(told for told in in_threads(one, chunks) if told is not None))
+
+    def damage(self, kind: str = "") -> Iterator[str]:
+        """Yield `problems` of all tensors of a kind, such as "model/", and free the memory that reading them used."""
+        for name, entry in self.manifest.tensors.items():
+            for chunk in entry.chunks if name.startswith(kind) else ():
+                yield from self.problems([(name, entry, chunk)])
+                self[chunk.file].forget(chunk.key)
 
     def problems_beside(self) -> list[str]:
         """Read the files beside the tensors and return a description of their damage."""
@@ -260,17 +259,12 @@ class Files:
         return found
 
     def unchanged(self) -> None:
-        """Raise ValueError if one of the open files has changed since it was opened.
-
-        The ranks share out the checking of a checkpoint, so a rank's checksum says nothing about bytes that were
-        written after it.
-        """
+        """Raise ValueError if an open file has changed: the ranks share out the checks, so another may have read it."""
         for file in self._open.values():
             if file.file.stamp != stamp(file.path.stat()):
                 raise ValueError(f"{file.path} changed while it was read: load again, the values read are not safe")
 
     def assemble(self, name: str) -> Tensor:
-        """Return a full logical tensor."""
         entry = self.manifest.tensors[name]
         full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for chunk in entry.chunks:

@@ -26,12 +26,9 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
     `clip_gradients` and the optimizers of `mpcore.optim` read `main_grad` with `gradient_of`.
 
     Args:
-        model: the model, or this rank's pipeline stage. It must not be sharded over data: `fully_shard` accumulates in
-            its own dtype.
+        model: the model, or this rank's pipeline stage, changed in place and returned. It must not be sharded over
+            data: `fully_shard` accumulates in its own dtype.
         parameters: the model's parameters to accumulate this way; None: all.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: if a parameter is sharded over data, or the model is wrapped in `DistributedDataParallel`.
@@ -62,10 +59,7 @@ def main_gradients(model: nn.Module, parameters: Iterable[nn.Parameter] | None =
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient: its main gradient if something was added to it, otherwise `.grad`.
-
-    Returns:
-        The gradient. None: the parameter has no gradient.
+    """Return a parameter's gradient: its main gradient if something was added to it, otherwise `.grad`. None: none.
 
     Raises:
         ValueError: if data parallelism replaced the parameter, because it would never get a gradient.

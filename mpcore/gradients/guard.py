@@ -39,11 +39,8 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     `torch.distributed.checkpoint` of its `state_dict()` raises an error for the state of sharded parameters.
 
     Args:
-        optimizer: changed in place: it gets hooks of its step and state dict.
+        optimizer: changed in place and returned: it gets hooks of its step and state dict.
         model: the model, this rank's pipeline stage, or a list of all modules whose parameters the optimizer has.
-
-    Returns:
-        The optimizer.
 
     Raises:
         ValueError: if the optimizer has a parameter that is not the model's.

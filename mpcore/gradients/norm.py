@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from mpcore._torch.functional import scale_each
+from mpcore._torch.optim import scale_each
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import check_all_reduced
@@ -95,13 +95,9 @@ class TensorNorms:
 
     @torch.no_grad()
     def __call__(self, of: Callable[[Tensor], Tensor | None]) -> dict[str, float]:
-        """Measure the norms. All ranks must call it.
+        """Return the norms by the parameters' full names, the same on every rank. All ranks must call it.
 
-        Args:
-            of: maps each parameter to the tensor to measure, or to None.
-
-        Returns:
-            A dictionary from the parameters' full names to norms, the same on every rank; 0 if no rank has a tensor.
+        `of` maps each parameter to the tensor to measure, or to None. If no rank has a tensor, the norm is 0.
         """
         if self.names is None:  # of all stages of a pipeline
             every = gather_objects([name for name, _, _ in declarations(self.tree)], self.mesh.world.group)
@@ -173,9 +169,7 @@ def clip_gradients(model: nn.Module | ModelTree, max_norm: float, norm: Tensor |
     tree = tree_of(model)
     check_all_reduced(tree)
     if math.isnan(max_norm):
-        raise ValueError(
-            f"max_norm is {max_norm}, which every gradient would be: take a positive number, or 0 not to clip"
-        )
+        raise ValueError(f"max_norm is {max_norm}, as every gradient would be: give a positive number, or 0 for none")
     if max_norm <= 0:
         return
     norm = torch.as_tensor(norm, dtype=torch.float64)

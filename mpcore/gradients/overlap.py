@@ -30,15 +30,11 @@ ALONE = 2**18
 
 
 class StartedAllReduce(NamedTuple):
-    """A running all-reduce.
-
-    Attributes:
-        total: the sum, valid after waiting; the memory of the gradient, or a float32 copy.
-    """
+    """A running all-reduce."""
 
     axis: Axis
-    total: Tensor
-    here: bool
+    total: Tensor  # valid after waiting; the memory of the gradient, or a float32 copy
+    here: bool  # whether this rank has the gradient
 
 
 class _Pending(threading.local):
@@ -67,7 +63,6 @@ class OverlappedAllReduce:
 
     @property
     def begun(self) -> dict[nn.Parameter, StartedAllReduce]:
-        """The running all-reduces."""
         return {p: vars(p)["running_sum"] for p, _ in self.order if "running_sum" in vars(p)}
 
     def arm(self) -> None:

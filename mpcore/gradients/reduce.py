@@ -39,10 +39,9 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
 
     A gradient is partial if a replicated parameter saw only this rank's part of the work: norm weights under sequence
     parallelism and of sharded heads, replicated KV heads, and embeddings tied across pipeline stages. Gradients are
-    summed in fp32 (fp64 for fp64). A parameter of at least 2^18 elements is all-reduced separately. Smaller
-    parameters are packed into buckets of up to 2^26 elements. With `shard_data_parallel(zero=0)` the all-reduces of
-    large parameters have started during the last backward. If some ranks have no gradient for a parameter, it counts
-    as zero there. If no rank has a gradient, it is None afterwards.
+    summed in fp32 (fp64 for fp64), those of 2^18 elements or more alone, smaller ones in buckets of up to 2^26. With
+    `shard_data_parallel(zero=0)` the large ones have started during the last backward. A gradient that some ranks don't
+    have counts as zero there. If no rank has it, it is None afterwards.
 
     Args:
         model: the model, or this rank's pipeline stage. Its gradients must have been zeroed since the last call.

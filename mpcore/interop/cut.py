@@ -25,6 +25,7 @@ from mpcore.interop.parallelize.context import ShardedSequence, check_cache, che
 from mpcore.interop.parallelize.generation import REFUSED_SAVE, resize_token_embeddings
 from mpcore.layers.attention import sequence_index
 from mpcore.layers.initialize import deferred_reads
+from mpcore.layers.module import in_eval_mode
 from mpcore.mesh.agreement import raising_together
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
 from mpcore.pipeline.partition import parameter_costs, partition
@@ -60,8 +61,7 @@ def pipeline_stages(
 
     Args:
         model: the full model, the same on every pipeline rank. Its first argument is ids [B, T]. It is not changed;
-            delete it afterwards to free the layers of other ranks. With `from_pretrained(defer=True)` no rank ever
-            holds them.
+            delete it afterwards to free the layers of other ranks (`from_pretrained(defer=True)` never holds them).
         mesh: the mesh; `mesh.pp` is the axis of the stages. With one stage, the model itself is returned.
         micro_batches: the number of micro-batches per step.
         schedule: a name of `mpcore.pipeline.schedules.NAMES`.
@@ -101,9 +101,8 @@ def pipeline_stages(
             ids = ids.roll(sequence.cp.rank, 1)  # other tokens on each rank of cp, as of a batch
         seen, want = _traced(tried, tried.get_submodule(where), ids)
         trace = seen if tried is model else _enlarged(seen, tried, model)
-        cut = partition(
-            parameter_costs(layers.children()), plan.stages, last=sum(parameter_costs(trace.after.values()))
-        )
+        last = sum(parameter_costs(trace.after.values()))
+        cut = partition(parameter_costs(layers.children()), plan.stages, last=last)
         tied = _check_shared(model, where, layers, cut, trace, plan, mesh)
         chain = _chain(model, where, cut, trace, tied, mesh.device)
         _compare(tried, chain if tried is model else _chain(tried, where, cut, seen, tied), ids, want)
@@ -329,9 +328,8 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     if of_layers[: len(numbers)] != list(range(len(numbers))) or len(of_layers) % len(numbers):
         raise ValueError(f"the layers of {type(model).__name__} are called in the order {of_layers}, not once each")
     calls = calls[: len(calls) * len(numbers) // len(of_layers)]  # of the first forward
-    first, last = (
-        next(i for i, m in order if m in numbers) for order in (list(enumerate(calls)), list(enumerate(calls))[::-1])
-    )
+    at = [i for i, m in enumerate(calls) if m in numbers]
+    first, last = at[0], at[-1]
     for module, name in names.items():
         places = [i for i, m in enumerate(calls) if m is module]
         if not places or max(places) < first:
@@ -339,9 +337,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
         elif min(places) > last:
             trace.after[name] = module
         else:
-            raise ValueError(
-                f"{name} is called between the layers, so every stage would need it: write the stages yourself"
-            )
+            raise ValueError(f"{name} is called between layers, so every stage needs it: write the stages yourself")
     return trace, want
 
 
@@ -416,13 +412,9 @@ def _check_shared(
     for p in shared:
         ends = (plan.rank_of[0], plan.rank_of[plan.stages - 1])
         if holders[p] != {0, len(cut) - 1} or p not in tables or len(shared) > 1:
-            raise ValueError(
-                f"{names[p]} is used in the stages {sorted(holders[p])}: only a table and the head may be tied"
-            )
+            raise ValueError(f"{names[p]} is used in stages {sorted(holders[p])}: only table and head may be tied")
         if ends[0] != ends[1] and ends != (0, mesh.pp.size - 1):
-            raise ValueError(
-                f"{names[p]} is tied between the pipeline ranks {ends}: only 0 and {mesh.pp.size - 1} sum it"
-            )
+            raise ValueError(f"{names[p]} is tied between pipeline ranks {ends}: only 0 and {mesh.pp.size - 1} sum it")
     return tables[shared[0]] if shared else ""
 
 
@@ -448,20 +440,14 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[s
     if "attention_mask" in inspect.signature(model.forward).parameters and not (sequence and sequence.recurrent):
         cp, kind = (sequence.cp, sequence.kind) if sequence else (Axis(name="cp"), "ring")
         tokens = ids.shape[1] * cp.size
-        masks.append(
-            {"attention_mask": (sequence_index(tokens, cp, kind, ids.device) < tokens - 1).long().expand_as(ids)}
-        )
-    training = [(m, m.training) for stage in stages for m in stage.modules()]
-    try:
-        for mask in masks:
-            x: Any = ids
-            with torch.no_grad():
-                for stage in stages:
-                    x = stage.eval()(x, **{**options, **mask})
-            yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
-    finally:
-        for module, was in training:
-            module.training = was
+        shown = sequence_index(tokens, cp, kind, ids.device) < tokens - 1
+        masks.append({"attention_mask": shown.long().expand_as(ids)})
+    for mask in masks:
+        x: Any = ids
+        with in_eval_mode(stages), torch.no_grad():
+            for stage in stages:
+                x = stage(x, **{**options, **mask})
+        yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
 
 
 def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[list[Tensor]]) -> None:

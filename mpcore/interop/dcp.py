@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mpcore.checkpoint.pieces import Box, LocalTensor, held_by_model, held_by_optimizer, held_slot, masters_of
-from mpcore.mesh.agreement import merged
+from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim import AdamW
 from mpcore.sharding.declarations import declarations, named_modules
@@ -166,11 +166,8 @@ def dcp_state_dict(
             slots.setdefault(name, {})[slot] = item
         return held, slots, {name: each["master"].tensor for name, each in slots.items() if "master" in each}
 
-    found: list[Any] = []
-
-    def owned() -> list[tuple[str, tuple[int, ...]]]:
-        found.extend(mine())
-        return [(name, box.start) for name, item in found[0].items() for box in item.boxes if box.owned]
+    held, slots, masters = together(mesh.world, mine)
+    owned = [(name, box.start) for name, item in held.items() for box in item.boxes if box.owned]
 
     def check(ranks: list[list[tuple[str, tuple[int, ...]]]]) -> None:
         first: dict[Any, int] = {}
@@ -182,8 +179,7 @@ def dcp_state_dict(
                         f"give the pipeline stages the names of the whole model, as pipeline_stages does"
                     )
 
-    merged(mesh.world, owned, check)
-    held, slots, masters = found
+    merged(mesh.world, lambda: owned, check)
     tensors: dict[str, Any] = {name: BoxedTensor.of(item, masters.get(name)) for name, item in held.items()}
     for first, *others in all_names(model):
         item = held[first]

@@ -84,9 +84,7 @@ def _import(folder: Path, path: Path, config: dict[str, Any] | None) -> list[str
     for ours, tensor in stored.items():
         boxes = {tuple(zip(box.offsets, box.sizes, strict=True)) for box in tensor.chunks if 0 not in box.sizes}
         if not tiles([*boxes], tensor.size):
-            raise ValueError(
-                f"{folder}: the {len(boxes)} chunks of {names[ours]} do not tile its shape {[*tensor.size]}"
-            )
+            raise ValueError(f"{folder}: the {len(boxes)} chunks of {names[ours]} don't tile shape {[*tensor.size]}")
     likes = {ours: torch.empty(each.size, dtype=each.properties.dtype, device="meta") for ours, each in stored.items()}
     reader = dcp.FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, True)
@@ -111,17 +109,15 @@ def _import(folder: Path, path: Path, config: dict[str, Any] | None) -> list[str
                     shape = tuple(likes[name].shape)
                     chunks = () if 0 in shape else (Chunk(file, name, (0,) * len(shape), shape, checksum),)
                     tensors[name] = Entry(shape, dtype_name(likes[name].dtype), chunks)
-        beside = write_beside(new, {name: _read_beside(folder, name) for name in about.pop("beside", {})})
+        names = list(about.pop("beside", {}))
+        for name in names:
+            check_inside(name)
+        beside = write_beside(new, {name: (folder / name).read_bytes() for name in names})
         known = convert(Manifest, {"step": 0, **about, "files": {}, "tensors": {}, "beside": {}}, str(folder / ABOUT))
         known = dataclasses.replace(known, config=known.config if config is None else config)
         write_manifest(new, dataclasses.replace(known, files=files, tensors=tensors, beside=beside))
         read_complete(new)
     return sorted(paths.keys() - names.values())
-
-
-def _read_beside(folder: Path, name: str) -> bytes:
-    check_inside(name)
-    return (folder / name).read_bytes()
 
 
 def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
@@ -133,7 +129,7 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
     manifest = read_complete(source)
     files = Files(source, manifest)
     check_new(folder)
-    for problem in [*_problems(files), *files.problems_beside()]:
+    for problem in [*files.damage(), *files.problems_beside()]:
         raise ValueError(problem)
     state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
     for name, entry in manifest.tensors.items():
@@ -149,15 +145,6 @@ def export_dcp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> 
         write_json(new / ABOUT, {name: value for name, value in about.items() if name not in ("files", "tensors")})
         write_beside(new, {name: (source / name).read_bytes() for name in manifest.beside})
     return folder
-
-
-def _problems(files: Files) -> list[str]:
-    found = []
-    for name, entry in files.manifest.tensors.items():
-        for chunk in entry.chunks:
-            found += files.problems([(name, entry, chunk)])
-            files[chunk.file].forget(chunk.key)
-    return found
 
 
 class _StoredTensor(BoxedTensor):

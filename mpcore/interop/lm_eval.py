@@ -45,9 +45,8 @@ class Model(TemplateLM):
             requests, or a task asks for sampling.
 
     Note:
-        - Inputs are padded at the right, so the model must be causal, and its experts must not drop tokens.
-        - Generation is greedy and has no cache.
-        - With sequence parallelism inputs are padded to a multiple of tp.
+        - Inputs are padded at the right, with sequence parallelism to a multiple of tp, so the model must be causal and
+          its experts must not drop tokens. Generation is greedy and has no cache.
     """
 
     def __init__(
@@ -115,9 +114,7 @@ class Model(TemplateLM):
         texts = [(context + after)[-(self.max_length + 1) :] for _, context, after in requests]
         self._check(texts)
         if (longest := max((len(after) for *_, after in requests), default=0)) > self.max_length:
-            raise ValueError(
-                f"an answer has {longest} tokens, and max_length is {self.max_length}: shorten the answers"
-            )
+            raise ValueError(f"an answer has {longest} tokens, and max_length is {self.max_length}: shorten answers")
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         found: dict[int, tuple[float, bool]] = {}
         with self._evaluating():

@@ -65,9 +65,8 @@ class Dropout(ParallelLayer, RandomModule):
 
         Args:
             samples: int64 [B], the global sample index of each row. None is allowed only in eval mode or with p = 0.
-            tokens: int64 [T], the position of each token in the full sequence. None: 0 .. T-1. Under context
-                parallelism pass this cp rank's positions (`sequence_index`). Under sequence parallelism pass those of
-                all tp ranks' tokens.
+            tokens: int64 [T], the position of each token in the full sequence. None: 0 .. T-1. For cp and sequence
+                parallelism see `positions` of `PositionEmbedding`.
             residual: a tensor of the shape of `x`, added to the result in the same kernel.
 
         Returns:
@@ -80,9 +79,7 @@ class Dropout(ParallelLayer, RandomModule):
         if not self.training or self.p == 0:
             return x if residual is None else residual + x
         if self.key is None:
-            raise input_error(
-                "dropout has no seed: call mpcore.layers.seed_dropout(model, seed) or mpcore.layers.materialize"
-            )
+            raise input_error("dropout has no seed: call mpcore.layers.seed_dropout(model, seed), or materialize")
         if samples is None:
             raise input_error(
                 f"dropout {self.p} needs samples, the global index of the sample in each row of x {tuple(x.shape)}: "
@@ -101,23 +98,17 @@ class Dropout(ParallelLayer, RandomModule):
         elif self.sequence_parallel:
             tokens = torch.arange(first, first + length, device=x.device)
         first_feature = 0 if self.shard is None else self.shard.start
-        where = {
-            "samples": samples,
-            "tokens": tokens,
-            "sequence_dim": self.sequence_dim,
-            "first_feature": first_feature,
-        }
-        return dropout_add(x, residual, self.p, key=self.key, **where)
+        return dropout_add(
+            x, residual, self.p, key=self.key, samples=samples, tokens=tokens,
+            sequence_dim=self.sequence_dim, first_feature=first_feature,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return the probability."""
         return f"p={self.p}"
 
 
 def seed_dropout(model: nn.Module, seed: int) -> None:
-    """Give each module that draws random numbers, such as `Dropout` and `Router`, its own key.
-
-    The key depends only on the seed and the module's full name in the model, so it is the same on every layout.
+    """Give each module that draws random numbers, such as `Dropout` and `Router`, a key of the seed and its full name.
 
     Args:
         model: the model, or this rank's pipeline stage.

@@ -34,7 +34,6 @@ class _Table(ParallelModule):
             self.padding_idx = padding_idx % num_embeddings
 
     def declare_table(self, shard: Shard) -> None:
-        """Declare the weight; the row of `padding_idx` is initialized to zeros."""
         init = self._init or normal(1.0)
         if self.padding_idx is not None:
             init = partial(_padded, init=init, padding_idx=self.padding_idx)
@@ -172,8 +171,7 @@ class PositionEmbedding(ParallelModule):
     Args:
         num_positions: the length of the longest sequence.
         dim: D.
-        options: `LayerOptions`. With `sequence_parallel`, the layer declares the table's gradient partial over tp (must
-            be all-reduced).
+        options: `LayerOptions`. With `sequence_parallel`, the table's gradient is declared partial over tp.
 
     Source: Gehring et al. 2017, arXiv:1705.03122, section 3.1.
 
@@ -197,8 +195,7 @@ class PositionEmbedding(ParallelModule):
         Args:
             positions: [T] integers, the position of each token in the full sequence; or [B, T], the position of each
                 token in its document (`document_positions`). None: 0 .. T-1. Under context parallelism pass this cp
-                rank's positions, for example from `sequence_index`: the default would be wrong. Under sequence
-                parallelism pass the positions of all tp ranks' tokens.
+                rank's positions (`sequence_index`), under sequence parallelism those of all tp ranks' tokens.
 
         Raises:
             ValueError: if the sequence is longer than the table, or the number of positions is not the number of

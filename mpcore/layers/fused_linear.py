@@ -95,9 +95,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         starts = [0, *accumulate(blocks)][:-1]
 
         def rows(*heads: Run) -> tuple[Run, ...]:
-            return tuple(
-                (start + a * head_dim, start + b * head_dim) for start, (a, b) in zip(starts, heads, strict=True)
-            )
+            runs = zip(starts, heads, strict=True)
+            return tuple((start + a * head_dim, start + b * head_dim) for start, (a, b) in runs)
 
         shard = Shard(tp, 0, tuple(map(rows, *(runs for _, runs in fused))))
         super().__init__(in_features, sum(blocks), bias, unit=head_dim, blocks=blocks, shard=shard, **options)

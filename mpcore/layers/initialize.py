@@ -28,12 +28,9 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     Buffers on other devices keep their values.
 
     Args:
-        model: changed in place. Its parameters must be plain tensors: call `shard_data_parallel` afterwards.
+        model: changed in place and returned. Parameters must be plain tensors: call `shard_data_parallel` afterwards.
         seed: the run's seed.
         device: the device of the storage.
-
-    Returns:
-        The same model.
 
     Raises:
         ValueError: if nothing fills a parameter or a buffer on the meta device (its module declares no initial values
@@ -91,10 +88,7 @@ def materialize(model: nn.Module, seed: int, device: torch.device | str = "cpu")
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the parameters that are on the meta device, without values, and move all other tensors to `device`.
-
-    Tied parameters stay tied, and each new parameter has the attributes of the old one.
-    """
+    """Allocate the parameters that are on the meta device, without values, and move all other tensors to `device`."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     roots: list[Any] = [model, *fsdp.units(model)]
     for module in dict.fromkeys(inner for root in roots for inner in root.modules()):
@@ -148,7 +142,6 @@ def _reset(name: str, module: nn.Module, seed: int, device: torch.device | str) 
 
 
 def _unfilled(name: str, module: nn.Module, leaf: str, what: str) -> ValueError:
-    """Make the error for a parameter or a buffer that nothing fills."""
     kind, full = type(module).__name__, name if what == "parameter" else f"{name}.{leaf}".lstrip(".")
     other = "" if what == "parameter" else ', or create the buffer with device="cpu"'
     fill = f"torch.nn.init.normal_(self.{leaf}, std=0.02)" if what == "parameter" else f"self.{leaf}.copy_(..)"

@@ -72,8 +72,7 @@ class ColumnParallelLinear(ParallelLinear):
         in_features, out_features: sizes of the unsharded layer. Shards may be uneven.
         bias: whether the layer has a bias.
         gather_output: all-gather the output, so that every rank returns all `out_features`.
-        regather: with sequence parallelism, keep only this rank's shard of the input and all-gather it again in
-            backward.
+        regather: with sequence parallelism, keep this rank's shard of the input, and all-gather it again in backward.
         unit: sharding keeps groups of `unit` neighbouring output features together, for example `unit=head_dim`.
         blocks: the output features of each projection, if several are fused in the weight, such as gate and up. Each is
             sharded separately, and a rank returns [its part of block 0 | its part of block 1 | ...].
@@ -121,9 +120,7 @@ class ColumnParallelLinear(ParallelLinear):
                 f"over {self.tp.name} {self.tp.size}"
             )
         if gather_output and (unit > 1 or len(shard.mine) > 1 or not evenly):
-            raise ValueError(
-                f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split them first"
-            )
+            raise ValueError(f"gather_output can't put {len(shard.mine)} blocks of unit {unit} in order: split first")
         rows = {"shard": shard, "blocks": blocks}
         self.declare_linear(bias, rows, rows)
 
@@ -232,7 +229,6 @@ def wrong_last(x: Tensor, size: int, what: str, hint: str = "") -> ValueError:
 
 
 def check_sequence(x: Tensor, dim: int, tp: Axis) -> None:
-    """Raise ValueError if the tp size does not divide the sequence length."""
     if x.shape[dim] % tp.size:
         raise input_error(
             f"sequence length {x.shape[dim]} is not a multiple of the {tp.name} size {tp.size}, as sequence_parallel "

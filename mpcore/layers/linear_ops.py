@@ -32,9 +32,8 @@ class Product:
     A product is never changed: hand the layer another one. A subclass overrides `column`, which `row` calls.
 
     Args:
-        split_backward: allow backward to compute the input's gradient and the weight's gradient in two separate passes,
-            as zero-bubble pipelines do. The product is then torch's own, which autograd can split, communication does
-            not overlap with it, and the whole input is kept for backward.
+        split_backward: let backward compute the gradients of input and weight in two passes, as zero-bubble pipelines
+            do. The product is then torch's own, without overlap, and the whole input is kept for backward.
     """
 
     split_backward: bool = False
@@ -46,12 +45,8 @@ class Product:
 
         Args:
             x: [..., D], the same on every rank; with `dim` this rank's equal shard of dimension `dim`, the sequence.
-            weight: [F/tp, D], this rank's rows.
-            bias: [F/tp] or None.
-            tp: the tensor-parallel axis.
-            dim: the sequence dimension, or None.
-            regather: keep only the shard for backward and all-gather it again there: one more all-gather, 1/tp of the
-                memory.
+            weight, bias: [F/tp, D] and [F/tp] or None, this rank's rows.
+            regather: keep only the shard for backward, 1/tp of the memory, and all-gather it again there.
 
         Returns:
             [..., F/tp], with the full sequence.
@@ -69,10 +64,8 @@ class Product:
         """Compute `reduce(linear(x)) + bias`, or `reduce_scatter(linear(x), dim) + bias` if `dim` is given.
 
         Args:
-            x: [..., D/tp], this rank's features.
-            weight: [F, D/tp], this rank's columns.
+            x, weight: [..., D/tp] and [F, D/tp], this rank's features.
             bias: [F] or None.
-            tp, dim: see `column`.
 
         Returns:
             [..., F], the same on every rank; with `dim` this rank's shard of the sequence.

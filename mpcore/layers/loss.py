@@ -159,8 +159,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute `vocab_parallel_cross_entropy(x @ weight.T, target)` chunk by chunk.
 
-    The forward pass also computes the gradients, in three matrix products per chunk: the logits, the gradient of x and
-    the gradient of the weight. With reduction "none", backward computes the logits of several chunks again.
+    Forward computes the gradients too, in three products per chunk: the logits, the gradients of x and of the weight.
+    With reduction "none", backward computes the logits of several chunks again.
 
     Args:
         x: [..., D], the same on every rank of tp; with `sequence_parallel` this rank's equal shard of the sequence.
@@ -206,8 +206,7 @@ def linear_log_prob(
         x, weight, target, head: see `linear_cross_entropy`, which also raises the same errors.
 
     Returns:
-        `(log_prob, entropy)`, differentiable, each of the shape of `target`, in nats, in float32 (float64 if x is
-        float64). Both are 0 for a target equal to `ignore_index`, by default -100.
+        `(log_prob, entropy)`, each of the shape of `target`, as of `vocab_parallel_log_prob`.
 
     Example:
         >>> head = mpcore.ColumnParallelLinear(4, 8, bias=False)
@@ -236,9 +235,7 @@ def _head(
     """Return the rows of the full sequence, the weight and the targets for the kernels, and the kernels' options."""
     check_axis(tp)
     if tp.sums is not None:
-        raise ValueError(
-            f"{what} can't sum as {tp.name} asks, {tp.sums}: take vocab_parallel_cross_entropy of the head's logits"
-        )
+        raise ValueError(f"{what} can't sum as {tp.name} asks, {tp.sums}: take vocab_parallel_cross_entropy of logits")
     check_names(columns, HeadLossOptions)
     if is_dtensor(weight):
         raise ValueError(
@@ -248,9 +245,7 @@ def _head(
     tokens, gathered = list(x.shape[:-1]), sequence_parallel and tp.size > 1
     if gathered:
         if not 0 <= sequence_dim < len(tokens):
-            raise ValueError(
-                f"sequence_dim {sequence_dim} is none of the {len(tokens)} in front of D in x {list(x.shape)}"
-            )
+            raise ValueError(f"sequence_dim {sequence_dim} is none of {len(tokens)} in front of D in x {list(x.shape)}")
         tokens[sequence_dim] *= tp.size
     how = _loss_of((*tokens, weight.shape[0]), target, tp, **columns)
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
@@ -392,7 +387,6 @@ class _CrossEntropy(Function):
         smooth = dloss * (how.label_smoothing / how.size)
 
         def gradient(softmax: Tensor, zero: Tensor, *rows: Tensor) -> Tensor:
-            """Turn the softmax into the gradient, in place."""
             scale, at_target, smooth, column = (row.unsqueeze(-1) for row in rows)
             softmax.mul_(scale)
             softmax.masked_fill_(zero.unsqueeze(-1), 0)

@@ -75,9 +75,8 @@ class ParallelMLP(torch.nn.Module):
         self.parts = 2 if gated else 1
         up = GateUpParallelLinear if gated else ColumnParallelLinear
         self.up: ColumnParallelLinear | GateUpParallelLinear = up(dim, hidden_dim, bias, **options)
-        self.down: RowParallelLinear = RowParallelLinear(
-            hidden_dim, dim, bias, **select_options(options, LayerOptions, init=output_init)
-        )
+        of_down = select_options(options, LayerOptions, init=output_init)
+        self.down: RowParallelLinear = RowParallelLinear(hidden_dim, dim, bias, **of_down)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]. The hidden activations are [..., F/tp]."""
@@ -89,13 +88,7 @@ class ParallelMLP(torch.nn.Module):
 
 
 def find_activation(given: Activation) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """Look up an activation by its name, or check a callable. Return the function and whether it is gated.
-
-    A gated activation computes F features from the 2F features [gate | up].
-
-    Raises:
-        ValueError: if the name is unknown, or a callable can't be sharded over the features.
-    """
+    """Look up an activation by its name, or check a callable. Return the function and whether it is gated: 2F to F."""
     if isinstance(given, str):
         if given not in ACTIVATIONS:
             raise ValueError(f"activation {given!r} is unknown: it is one of {sorted(ACTIVATIONS)}, or a callable")

@@ -142,10 +142,7 @@ def in_eval_mode(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def input_error(message: str) -> ValueError:
-    """Make the error for an invalid input of forward: the message, and the name of the module inside the called model.
-
-    The names come from the call stack, so a forward without an error costs nothing.
-    """
+    """Make the error for an invalid input of forward. The call stack gives the layer's name in the called model."""
     calls = [*dict.fromkeys(running_modules())]
     names = (name for root in reversed(calls) for name, module in named_modules(root) if module is calls[0] and name)
     name = next(names, "")
@@ -201,7 +198,6 @@ class RandomModule(nn.Module):
     key: int | None = None
 
     def seed_stream(self, seed: int, name: str) -> None:
-        """Derive the stream's key from the seed and this module's full name."""
         self.key = stream_key(seed, name)
 
 
@@ -278,9 +274,8 @@ class ParallelModule(ParallelLayer):
     ) -> None:
         """Register a parameter by its logical shape; this rank holds its shard.
 
-        The logical tensor is drawn from torch's global generator, and the rank keeps its shard. Ranks that called
-        `torch.manual_seed` with one seed therefore hold shards of the same tensor, and it equals that of torch's own
-        layer.
+        The logical tensor is drawn from torch's global generator. Ranks that called `torch.manual_seed` with one seed
+        therefore hold shards of the same tensor, and it equals that of torch's own layer.
 
         Args:
             name: the parameter's name in this module.
@@ -289,12 +284,8 @@ class ParallelModule(ParallelLayer):
             shard: how the tensor is sharded; None: replicated. The shards of a tuple are applied one after another, and
                 stay declared on axes of size 1 too: experts on ep 1 need their own data axis.
             partial: axes over which the gradient of a replica is partial (must be all-reduced).
-            blocks: lengths of the matrices that are concatenated in this parameter; see `Sharding`.
-            block_dim: the dimension along which the matrices are concatenated.
-            device, dtype: device and dtype of the parameter; None: those of the layer.
-
-        Raises:
-            TypeError: if `init` is not such a function.
+            blocks, block_dim: the matrices that are concatenated in this parameter; see `Sharding`.
+            device, dtype: None: those of the layer.
         """
         if not callable(init):
             check_init(init)

@@ -56,7 +56,6 @@ class OverlapProduct(Product):
         return _apply(_GatherColumn, x, weight, bias, (self, tp, dim, regather))
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None) -> Tensor:
-        """See `Product.row`."""
         summed = x.numel() // x.shape[-1] * len(weight)  # the same on every rank: it decides about messages
         chunks = min(CHUNKS, summed // self.smallest) if dim is None else tp.size
         if self.split_backward or tp.size == 1 or chunks < 2 or summed < chunks * self.smallest:
@@ -142,11 +141,7 @@ def overlap_communication(model: nn.Module, smallest: int = SMALLEST) -> None:
 
 
 def overlap_stages(stages: Sequence[nn.Module], mesh: Mesh, smallest: int | bool) -> None:
-    """Call `overlap_communication` on each stage of this rank.
-
-    Raises:
-        ValueError: on every rank, if no stage of the pipeline has a parallel linear layer on tp > 1.
-    """
+    """Call `overlap_communication` on each stage of this rank. Refuse a pipeline without a linear layer on tp > 1."""
     named = [each for stage in stages for each in named_modules(stage)]
     here = [(name, layer.tp.size) for name, layer in named if isinstance(layer, ParallelLinear)]
     found = [each for of_rank in gather_objects(here, mesh.pp.group) for each in of_rank]

@@ -65,9 +65,8 @@ class RotaryEmbedding(nn.Module):
         self.amplitude: float
         frequencies, self.amplitude = rope_frequencies(self.dim, base, self.scaling)
         everywhere = self.scaling.get("mscale_all_dim")
-        self.score_factor: float = (
-            _yarn_amplitude(float(self.scaling["factor"]), everywhere) ** 2 if everywhere else 1.0
-        )
+        of_scores = _yarn_amplitude(float(self.scaling["factor"]), everywhere) if everywhere else 1.0
+        self.score_factor: float = of_scores**2
         # Neither a parameter nor a buffer: `model.to(torch.bfloat16)` must not round the frequencies.
         self._frequencies = frequencies
         self.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device="cpu")
@@ -96,7 +95,6 @@ class RotaryEmbedding(nn.Module):
         return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
 
     def extra_repr(self) -> str:
-        """Return the sizes and options of the table."""
         return f"{self.dim}, base={self.base}, scaling={self.scaling or None}, interleaved={self.interleaved}"
 
 
@@ -104,12 +102,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
     """Rotate each pair of dimensions by its angle. Dimensions beyond those of the table are unchanged.
 
     Args:
-        x: [B, T, H, K], any floating dtype; computed in at least fp32.
+        x: [B, T, H, K], any floating dtype, as the result; computed in at least fp32.
         cos, sin: [T, R/2] or [B, T, R/2] with R <= K, from `RotaryEmbedding`.
         interleaved: rotate pairs (2i, 2i+1) instead of (i, i + R/2).
-
-    Returns:
-        A tensor of the shape and dtype of x.
 
     Example:
         >>> cos, sin = mpcore.RotaryEmbedding(4)(torch.arange(3))

@@ -32,12 +32,7 @@ _PART = 2**22  # bytes of a value: a TCPStore refuses 8 MiB
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the Python values of all ranks of a small group, in rank order.
-
-    Args:
-        value: this rank's value, of the types that `mpcore.mesh.secret.encode` takes. Named tuples become tuples.
-        group: the ranks. None: this process alone.
-    """
+    """Return the values of all ranks of a small group, in rank order (`exchange`)."""
     return exchange(None, value, group)
 
 
@@ -88,16 +83,10 @@ def raise_together(error: Exception | None, axis: Axis | None = None, line: str 
 
 @contextmanager
 def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Run a block on every rank of the job, and raise on every rank if the block raised on one.
-
-    The exception is raised at the end of the block.
+    """Run a block on every rank of the job. If it raised on one rank, raise on every rank at its end.
 
     Args:
         kinds: the exception types to share in this way. Other exceptions are raised at once, on their own rank.
-
-    Raises:
-        ValueError: on every rank, if the block raised one of `kinds` on any rank. The message is that of the first rank
-            that failed.
     """
     error = None
     try:
@@ -108,17 +97,11 @@ def raising_together(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iter
 
 
 def together(axis: Axis, work: Callable[[], T], line: str = "") -> T:
-    """Run `work` on every rank of an axis and wait for all ranks. If it fails on one rank, raise on all ranks.
+    """Run `work` on every rank of an axis and wait for all ranks. If it fails on one, raise on every rank.
 
     Args:
-        axis: the ranks that call this function.
-        work: what this rank does.
         line: a name for the calls of a background thread. Calls of different names are counted separately, so that a
             background thread and the main thread can call this function in any order.
-
-    Raises:
-        ValueError: on every rank, with the message of the first rank that failed. On a rank that failed, the cause is
-            its own exception.
     """
     error, result = _try(work)
     raise_together(error, axis, line)
@@ -126,16 +109,7 @@ def together(axis: Axis, work: Callable[[], T], line: str = "") -> T:
 
 
 def merged(axis: Axis, work: Callable[[], T], merge: Callable[[list[T]], R], line: str = "") -> R:
-    """Run `work` on every rank, merge the results on rank 0, and return the merged result on every rank.
-
-    Args:
-        axis, line: see `together`.
-        work: what this rank does. Its result has the types that `mpcore.mesh.secret.encode` takes.
-        merge: called on rank 0 with the results in rank order.
-
-    Raises:
-        ValueError: on every rank, if `work` failed on any rank or `merge` failed.
-    """
+    """Run `work` on every rank of an axis. Return on every rank what `merge` makes of all results (`exchange`)."""
     error, result = _try(work)
     return exchange(error, result, axis.group, merge, line)
 
@@ -150,18 +124,10 @@ def exchange(
     """Merge the values of all ranks on rank 0 of the group and return the result on every rank, or raise on every rank.
 
     Args:
-        error: the exception of this rank. None: this rank did not fail.
+        error, line: see `raise_together`. An error of `merge` is raised on every rank, too.
         value: this rank's value, of the types that `mpcore.mesh.secret.encode` takes. Named tuples become tuples.
         group: the ranks. None: this process alone.
         merge: called on rank 0 with the values in rank order. The default returns all values, for small groups.
-        line: see `together`.
-
-    Returns:
-        What `merge` returned on rank 0.
-
-    Raises:
-        ValueError: on every rank, with the message of the first rank that failed, or of `merge`. On a rank that failed,
-            the cause is its own exception.
     """
 
     def settle(answers: list[tuple[str | None, T]]) -> Any:
@@ -171,9 +137,8 @@ def exchange(
             raise ValueError(f"{answers[failed[0]][0]}{where}")
         error, result = _try(merge, [value for _, value in answers])
         if error is not None:
-            raise ValueError(
-                f"{_say(error)} (on rank 0 of {len(answers)})" if len(answers) > 1 else _say(error)
-            ) from error
+            where = f" (on rank 0 of {len(answers)})" if len(answers) > 1 else ""
+            raise ValueError(f"{_say(error)}{where}") from error
         return result
 
     answer = (_say(error), value)
@@ -189,12 +154,8 @@ def exchange(
 class Agreement:
     """One agreement among a group of ranks. All ranks must start their agreements in the same order.
 
-    The store counts the agreements of each rank, so the process keeps no state. The last rank that reaches an agreement
-    deletes the keys of the previous agreement, which all ranks have left.
-
-    Args:
-        store: the store, with a prefix that only these ranks use.
-        group: the process group. None: the whole job.
+    `store` has a prefix that only these ranks use. It counts the agreements of each rank, so the process keeps no
+    state. The last rank that reaches an agreement deletes the keys of the previous one, which all ranks have left.
     """
 
     def __init__(
@@ -283,9 +244,7 @@ class Agreement:
                 if waited > 2 * _LOOK_AFTER and self.store.add(self._key("told"), 1) == 1:  # only one rank tells
                     log.warning("waits: %s yet. Every rank must make this call", self._late())
             if waited > limit:
-                raise ValueError(
-                    f"{self._missing()} within {limit:g} s: read what ended it, or check the network to its host"
-                )
+                raise ValueError(f"{self._missing()} within {limit:g} s: read what ended it, or check its network")
             time.sleep(min(2e-4 + 2e-5 * self.size + waited / 8, 1.0))
         return self.store.get(key)
 
@@ -299,11 +258,11 @@ class Agreement:
 
     def _late(self) -> str:
         late = [rank for rank in range(self.size) if self.store.add(f"at/{rank}", 0) < self.number]
+        if not late:
+            return "all ranks came, but rank 0 did not answer"
         named = [dist.get_global_rank(self.group, rank) if self.group else rank for rank in late]
         ranks = name_ranks(default_store() if self.group else None, named)
-        return (
-            f"{ranks} of {self.size} did not {self._purpose()}" if late else "all ranks came, but rank 0 did not answer"
-        )
+        return f"{ranks} of {self.size} did not {self._purpose()}"
 
     def _missing(self) -> str:
         if self.store.add(self._key("looks"), 1) == 1:  # only one rank looks for the late ranks

@@ -74,7 +74,7 @@ class Axis:
                 raise ValueError(f"group is {self.group!r}: pass a process group, and a name as name={self.group!r}")
             if self.group.size() != self.size:
                 raise ValueError(
-                    f"the {self.name} axis has size {self.size}, but its process group has {self.group.size()} ranks"
+                    f"the {self.name} axis has size {self.size}, its process group {self.group.size()} ranks"
                 )
             # Collectives name their group by a string: a constant to torch.compile, unlike the group itself.
             object.__setattr__(self, "group_name", self.group.group_name)
@@ -170,9 +170,8 @@ class Mesh:
     def close(self) -> None:
         """Destroy the process groups that no other mesh of this process uses. Call it on every rank.
 
-        The job's default process group stays. Meshes of one process share the groups of the same axis and ranks. A
-        model or optimizer built on a closed mesh can't be used any more; gloo closes its connections when no object
-        refers to them. A `with` block closes its mesh at the end, unless the block raised.
+        The job's default process group stays, and a model or optimizer built on the mesh can't be used any more. gloo
+        closes connections when no object refers to them. A `with` block closes its mesh, unless the block raised.
 
         Example:
             >>> with mpcore.build_mesh() as mesh:

@@ -52,18 +52,14 @@ def build_mesh(
         cp_inner: the size of the inner groups of cp, for two-level context parallelism. `mesh.cp.levels` is then
             (outer, inner). None: one level.
         etp: the size of tensor parallelism inside each expert. None: the same as tp.
-        worlds: the number of worlds. The job is divided into this number of worlds of consecutive ranks, each with a
-            mesh and a model of its own. An observer of the run joins the models (`mpcore.training.Observer`).
+        worlds: the number of worlds, of consecutive ranks, each with a mesh and a model of its own. An observer of the
+            run joins the models (`mpcore.training.Observer`).
         timeout: the seconds to wait for all ranks, and the timeout of collectives of a default process group that is
             created here. None: torch's default.
 
-    Returns:
-        The mesh as this rank sees it.
-
     Raises:
-        ValueError: on every rank and before any group of an axis is created, if the sizes don't fit the world, ranks
-            pass different arguments, ranks don't arrive in time, the launcher's variables contradict each other, or
-            `device_type="cuda"` leaves a rank without a GPU.
+        ValueError: on every rank and before a group is created, if the sizes don't fit the world, ranks pass different
+            arguments or don't arrive in time, the launcher's variables contradict each other, or a rank has no GPU.
 
     Note:
         - It enables Python's faulthandler: a process that a signal such as SIGSEGV or SIGBUS ends prints its stack.

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -27,8 +27,7 @@ EXIT_CODE = 70  # the same code as for a hang in a training step
 def guard_start(start: Callable[P, T]) -> Callable[P, T]:
     """Decorate `start` so that the process ends if `start` runs `GRACE_S` seconds longer than its argument `timeout`.
 
-    If the connection to a host is cut, torch waits in C code for about 15 minutes, and no Python exception can end the
-    wait. The process ends with exit code `EXIT_CODE`.
+    If the connection to a host is cut, torch waits in C for about 15 minutes, and no Python exception can end the wait.
     """
     signature = inspect.signature(start)
 
@@ -38,8 +37,14 @@ def guard_start(start: Callable[P, T]) -> Callable[P, T]:
             return start(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments.get("timeout")
         limit = dist.default_pg_timeout.total_seconds() if given is None else given
-        with after_seconds(limit + GRACE_S, _end, limit), host_named():
-            return start(*args, **kwargs)
+        timer = threading.Timer(limit + GRACE_S, _end, (limit,))
+        timer.daemon = True
+        timer.start()
+        try:
+            with host_named():
+                return start(*args, **kwargs)
+        finally:
+            timer.cancel()
 
     return guarded
 
@@ -51,18 +56,6 @@ def host_named() -> Iterator[None]:
         yield
     except dist.DistNetworkError:
         raise ValueError("rank 0, or the host that keeps the store of the run, is gone: read what ended it") from None
-
-
-@contextmanager
-def after_seconds(seconds: float, call: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Call `call(*args)` in a thread if the block takes longer than this."""
-    timer = threading.Timer(seconds, call, args)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _end(limit: float) -> None:

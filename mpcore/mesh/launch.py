@@ -36,11 +36,9 @@ class Launch:
     node_gpus: int = 0
 
     def place(self, gpus: int) -> tuple[int, int]:
-        """Return this process's rank among the processes that share its visible GPUs, and their number.
+        """Return this process's rank among the processes that share the `gpus` that it sees, and their number.
 
-        Args:
-            gpus: the number of GPUs that this process sees. If it is less than `node_gpus`, Slurm gave each task its
-                own GPUs, and the result is (0, 1).
+        If there are fewer than `node_gpus`, Slurm gave each task its own GPUs, and the result is (0, 1).
         """
         own = 0 < gpus < self.node_gpus or self.local_size == 1
         return (0, 1) if own else (self.local_rank, self.local_size)
@@ -57,9 +55,6 @@ def read_launch(variables: Mapping[str, str], running: tuple[int, int] | None = 
     Args:
         variables: the environment, such as `os.environ`.
         running: (rank, size) of a world that runs already. The variables then give only the rank on the node.
-
-    Returns:
-        The launch.
 
     Raises:
         ValueError: if a variable is missing, is no number, or contradicts another.

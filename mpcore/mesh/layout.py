@@ -36,9 +36,6 @@ def mesh_shape(
         dp: the size of the data-parallel axis. None: the world size divided by tp x cp x pp.
         etp: the size of tensor parallelism inside each expert. None: the same as tp.
 
-    Returns:
-        The sizes of pp, tp, cp, ep, dp and etp.
-
     Raises:
         ValueError: if a size isn't a positive integer, the product isn't the world size, or etp x ep doesn't divide
             tp x cp x dp.
@@ -88,10 +85,7 @@ def mesh_ranks(
     """List the groups of every axis. No process group is needed.
 
     Every world rank is in exactly one group of each axis, except "ends": only the first and last pipeline ranks are.
-
-    Args:
-        tp, cp, pp, ep, dp: the sizes of the axes.
-        etp: the size of tensor parallelism inside each expert. None: the same as tp.
+    The arguments are those of `mesh_shape`.
 
     Returns:
         By axis name a list of groups; each group lists its world ranks in axis order.
@@ -127,8 +121,7 @@ def layout_table(
     """Return a drawing of the mesh: one line per pipeline stage, one cell per tensor-parallel group.
 
     Args:
-        tp, cp, pp, ep, dp: the sizes of the axes.
-        etp: the size of tensor parallelism inside each expert. None: the same as tp.
+        tp, cp, pp, ep, dp, etp: see `mesh_shape`.
         rank: the rank to mark with brackets. None: no mark.
         device_type: the type of device to print, such as "cuda". None: print none.
     """
@@ -161,9 +154,7 @@ def divisors(size: int) -> str:
 def world_size_of(job_size: int, worlds: int) -> int:
     """Return the number of ranks of each world. Raise ValueError if the worlds don't divide the job's ranks."""
     if not isinstance(worlds, int) or isinstance(worlds, bool) or worlds < 1 or job_size % worlds:
-        raise ValueError(
-            f"worlds {worlds!r} do not divide the job's {job_size} ranks into equal parts: {divisors(job_size)}"
-        )
+        raise ValueError(f"worlds {worlds!r} do not divide the job's {job_size} ranks: {divisors(job_size)}")
     return job_size // worlds
 
 

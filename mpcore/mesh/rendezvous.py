@@ -35,14 +35,7 @@ Absent = Callable[[Callable[[], list[int]]], str]
 def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
     """Create the default process group. Keys of earlier attempts in the launcher's store do no harm.
 
-    Args:
-        launch: what the launcher says about this process.
-        backend: the backend, as `torch.distributed.init_process_group` accepts it.
-        timeout: the seconds to wait for all ranks, and the timeout of collectives. None: torch's default.
-
-    Raises:
-        ValueError: if the address doesn't resolve, its port is in use, another world uses it, or ranks don't arrive in
-            time.
+    `timeout` is the seconds to wait for all ranks, and the timeout of collectives. None: torch's default.
     """
     limit = dist.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
     until = time.monotonic() + limit.total_seconds()
@@ -79,15 +72,7 @@ def _share_secret(store: dist.Store, launch: Launch, name: str, until: float) ->
 
 
 def open_store(launch: Launch, limit: timedelta) -> dist.Store:
-    """Connect to the store at which the ranks meet. If torchrun hosts no store, rank 0 hosts it.
-
-    Args:
-        launch: what the launcher says about this process.
-        limit: the timeout.
-
-    Raises:
-        ValueError: if the address doesn't resolve, the port is in use, or no store answers there in time.
-    """
+    """Connect to the store at which the ranks meet. If torchrun hosts no store, rank 0 hosts it."""
     is_here = launch.local_size == launch.world_size and launch.launcher != "torchrun"
     address = "127.0.0.1" if is_here else launch.address
     here, there = f"rank {launch.rank} on {socket.gethostname()}", f"{launch.address}:{launch.port}"
@@ -198,11 +183,7 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
 
 
 def enter_world(store: dist.Store, launch: Launch, timeout: float) -> None:
-    """Write the world's name to a store that rank 0 hosts, or compare the name there with this rank's.
-
-    Raises:
-        ValueError: if the store belongs to another world, or to a world of another size.
-    """
+    """Write the world's name to a store that rank 0 hosts, or refuse a store that belongs to another world."""
     if launch.launcher == "torchrun":  # torchrun separates worlds itself, and its store outlives them
         return
     if launch.rank == 0:
@@ -221,11 +202,7 @@ def _title(launch: Launch) -> str:
 
 
 def join_world(backend: str, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
-    """Create the default process group after all ranks have met.
-
-    Raises:
-        ValueError: if it can't be created. The message names the ranks that gave no answer.
-    """
+    """Create the default process group after all ranks have met, or name the ranks that gave no answer."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # otherwise gloo connects every pair of ranks
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
@@ -246,13 +223,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float, absent: Absent
     torchrun keeps its store over a restart, with the addresses of dead ranks in it. Its count of restarts differs
     between nodes, so the count can't name the attempt. Therefore each rank writes a random number under its own ticket,
     and rank 0 answers each number with the attempt's name. Each rank then writes its host's name under the attempt's
-    name.
-
-    Args:
-        store: the store at which the ranks meet.
-        rank, size: this process's rank, and the number of ranks.
-        timeout: the seconds to wait for all ranks.
-        absent: returns why some of these ranks will never arrive, or an empty text.
+    name. `absent` returns why some of these ranks will never arrive, or an empty text.
 
     Raises:
         ValueError: if ranks don't arrive in time or have ended, two processes have the same rank, or a rank may open
@@ -271,9 +242,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float, absent: Absent
         store.set(f"{name}/mpcore/host/{rank}", host)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files < _FILES:  # gloo would end the process, or wait without an end
-            text = (
-                f"rank {rank} on {host} may open {files} files, and needs {_FILES}: raise its limit, ulimit -n {_FILES}"
-            )
+            text = f"rank {rank} on {host} may open {files} files, and needs {_FILES}: raise it, ulimit -n {_FILES}"
             _tell(store, f"{name}/mpcore/files", text)
         if store.add(f"{name}/mpcore/here", 1) == size:
             few = f"{name}/mpcore/files"

@@ -89,11 +89,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         guard_optimizer(self, model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch, for example with the parameters of a layer that is now trained.
-
-        Raises:
-            ValueError: if a parameter is not the model's, or is float16 without a master weight. Nothing is added then.
-        """
+        """Add a parameter group, as in torch. If a parameter is not the model's, it raises and adds nothing."""
         super().add_param_group(param_group)
         if not all(p in self._declared for p in self.param_groups[-1]["params"]):
             self._declared = {p: (name, sharding) for name, p, sharding in declarations(self.model)}
@@ -112,15 +108,11 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, scale: Tensor | float | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient in `.grad` or `.main_grad`.
+        """Update each parameter that has a gradient in `.grad` or `.main_grad`. Return the result of `closure`.
 
         Args:
             closure: as in torch's optimizers.
-            scale: a float or scalar tensor that multiplies the gradients, for example to unscale or clip them in the
-                same pass.
-
-        Returns:
-            The result of `closure`, or None.
+            scale: a float or scalar tensor that multiplies the gradients, to unscale or clip them in the same pass.
         """
         if scale is not None and not isinstance(scale, Tensor):
             device = next((p.device for group in self.param_groups for p in group["params"]), None)
@@ -138,11 +130,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
         self.fused: bool = fused
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of the model's parameters to None.
-
-        If `groups` were given, drop only the gradients of the parameters in them. Main gradients, and gradients that
-        data parallelism has not summed yet, are dropped too.
-        """
+        """Drop the gradients of the model (`drop_gradients`), or of the parameters in `groups` if they were given."""
         mine = None if self._whole_model else [p for group in self.param_groups for p in group["params"]]
         drop_gradients(self.model, mine)
 
@@ -229,10 +217,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
 
 
 def logical_indices(p: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
-    """Return the logical index of each element of a local tensor, as int64 `[R]` and `[C]` with R C elements in all.
-
-    Local element i has the logical index `rows[i // C] + columns[i % C]`.
-    """
+    """Return int64 rows [R] and columns [C]: local element i has the logical index rows[i // C] + columns[i % C]."""
     dims = [torch.arange(size, device=p.device) for size in sharding.shape]
     for shard in sharding.shards:
         dims[shard.dim] = torch.cat([dims[shard.dim][start:end] for start, end in shard.mine or ((0, 0),)])

@@ -62,9 +62,6 @@ class LossScaler:
     def unscale(self, model: nn.Module | ModelTree) -> None:
         """Divide all gradients by the scale. Call it once per step, after `reduce_gradients`.
 
-        Args:
-            model: the model, or this rank's pipeline stage.
-
         Raises:
             ValueError: if `reduce_gradients` was not called.
         """
@@ -78,11 +75,7 @@ class LossScaler:
     def update(self, finite: Tensor | bool) -> bool:
         """Adapt the scale after a backward. This is a collective over all ranks of the world.
 
-        Args:
-            finite: whether this rank's gradients are finite. If any rank passes False, all ranks skip the step.
-
-        Returns:
-            Whether to step the optimizer; the same on every rank.
+        Return whether to step the optimizer: False on every rank if a rank's gradients are not finite.
         """
         found = torch.as_tensor(finite, device=self.mesh.device).to(torch.int32)
         good = bool(all_reduce(found, self.mesh.world, "min"))

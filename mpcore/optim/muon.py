@@ -36,9 +36,8 @@ class Muon(AdamW):
         exclude: parameters or modules that AdamW updates. Name the head, and tables that are bare parameters. AdamW
             always updates embeddings, convolutions and vectors.
         split_blocks: False orthogonalizes a parameter as one matrix although its layer declares blocks.
-        momentum, nesterov, ns_coefficients, ns_steps: as in `torch.optim.Muon`.
-        adjust_lr_fn: as in `torch.optim.Muon`. The default `"match_rms_adamw"` (Liu et al. 2025, section 2.2) lets Muon
-            use the learning rate of AdamW.
+        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`. The default
+            "match_rms_adamw" (Liu et al. 2025, section 2.2) lets Muon use the learning rate of AdamW.
         ns_dtype: dtype of Newton-Schulz; None: float32 (float64 for float64). bfloat16 is faster and, according to
             Jordan et al., accurate enough, but layouts then differ in the third digit.
         betas, eps: as in `AdamW`.
@@ -102,11 +101,7 @@ class Muon(AdamW):
         return blocks if len(blocks) > 1 else ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. `"muon": True` orthogonalizes its matrices; `"muon": False` updates them with AdamW.
-
-        Raises:
-            ValueError: if `AdamW.add_param_group` rejects the group, it has no "muon" key, or Muon would get a vector.
-        """
+        """Add a parameter group. With "muon": True its matrices are orthogonalized; with False AdamW steps it."""
         super().add_param_group({**self.options, **param_group} if param_group.get("muon") else param_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -194,14 +189,10 @@ class Muon(AdamW):
 
 
 def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Approximate U V^T of x = U S V^T by Newton-Schulz iterations.
+    """Approximate U V^T of x = U S V^T, [..., m, n], by Newton-Schulz iterations.
 
-    The singular values of the result lie in about [0.7, 1.2]; tiny singular values of x stay below 0.7.
-
-    Args:
-        x: [..., m, n].
-        coefficients: a, b, c of the polynomial a X + b (X X^T) X + c (X X^T)^2 X.
-        steps: the number of iterations.
+    Each step is a X + b (X X^T) X + c (X X^T)^2 X, with the coefficients a, b, c. The singular values of the result lie
+    in about [0.7, 1.2]; tiny singular values of x stay below 0.7.
 
     Source: Jordan et al. 2024, "Muon", the function `zeropower_via_newtonschulz5`.
     """

@@ -10,14 +10,6 @@ from mpcore.parallel.recompute import recompute
 from mpcore.parallel.sync import finish_gradients, gathered, set_gradient_sync
 
 __all__ = [
-    "autocast",
-    "convert_to_fp8",
-    "finish_gradients",
-    "gathered",
-    "offload_activations",
-    "offload_optimizer",
-    "offload_parameters",
-    "recompute",
-    "set_gradient_sync",
-    "shard_data_parallel",
+    "autocast", "convert_to_fp8", "finish_gradients", "gathered", "offload_activations", "offload_optimizer",
+    "offload_parameters", "recompute", "set_gradient_sync", "shard_data_parallel",
 ]  # fmt: skip

@@ -50,13 +50,13 @@ def shard_data_parallel(
     """Shard a model over the data ranks. Gradients are summed, never averaged: divide the loss once.
 
     Parameters of experts are replicated or sharded over `mesh.edp`, all others over `mesh.data`. Call
-    `reduce_gradients(model)` after each step's last backward. If you run micro-batches without
-    `mpcore.pipeline.Pipeline`, call `set_gradient_sync` before each forward, and if stages of this rank share
-    parameters call `finish_gradients` before `reduce_gradients`.
+    `reduce_gradients(model)` after each step's last backward. Without `mpcore.pipeline.Pipeline` call
+    `set_gradient_sync` before each forward, and `finish_gradients` before `reduce_gradients` if stages of this rank
+    share parameters.
 
     Args:
         model: the model, this rank's pipeline stage, or a list of its stages, which may share parameters. Parameters
-            must be plain tensors with values: call `materialize` first. The model is changed in place.
+            must be plain tensors with values: call `materialize` first. It is changed in place and returned.
         mesh: the model's mesh. With one data rank nothing is sharded, but gradients of experts whose etp differs from
             tp are declared partial over their replicas in tp.
         blocks: submodules in the order of forward, as a list or an `nn.ModuleDict`. Each block is gathered and reduced
@@ -71,12 +71,9 @@ def shard_data_parallel(
             parameters that stages share are gathered and reduced once per step.
         replicate: shard over groups of `data.size / replicate` consecutive data ranks, such as those of a node, and
             replicate across the groups (HSDP).
-        param_dtype: gather parameters and compute in this dtype. The parameters that the optimizer steps keep their
-            dtype and are the fp32 master weights. None: compute in the parameters' dtype.
+        param_dtype: gather parameters and compute in this dtype. The optimizer steps the parameters in their own dtype:
+            they are the master weights. None: compute in the parameters' dtype.
         reduce_dtype: the dtype in which gradients are summed; fp64 for fp64 parameters.
-
-    Returns:
-        The model, or the stages.
 
     Raises:
         ValueError: on every rank, before anything changes, if an argument doesn't fit the mesh or the model, or
@@ -183,7 +180,6 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
 
 
 def _check_units(stages: list[nn.Module], blocks: list[nn.Module]) -> None:
-    """Raise ValueError if one stage has a parameter in two units, or a unit has trained parameters of two dtypes."""
     seen: dict[nn.Parameter, tuple[str, nn.Module, nn.Module]] = {}
     units = set(blocks)
     for stage in stages:

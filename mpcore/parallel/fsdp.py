@@ -18,7 +18,7 @@ from mpcore._torch.autograd import is_view
 from mpcore._torch.compile import uncompiled
 from mpcore._torch.distributed import reserve_groups, share_group
 from mpcore._torch.pytree import map_tensors
-from mpcore.mesh.agreement import exchange
+from mpcore.mesh.agreement import merged
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.layout import divisors
 from mpcore.sharding.declare import Sharding
@@ -73,9 +73,7 @@ class Zero:
                 f"{self.reduce_dtype}: use torch.autocast, or zero=1"
             )
         if self.param_dtype is not None and mesh.device_mesh is None:
-            raise ValueError(
-                f"param_dtype {self.param_dtype} needs torch.distributed, which isn't running: use torch.autocast"
-            )
+            raise ValueError(f"param_dtype {self.param_dtype} needs a running torch.distributed: use torch.autocast")
 
 
 class ExchangeReduceScatter:
@@ -144,9 +142,7 @@ class UnitWrapper:
         self.experts: Any = None
         if mesh.edp.size > policy.replicate and mesh.edp.group is not mesh.data.group:
             if not fsdp_wrap.SEVERAL_MESHES:
-                raise ValueError(
-                    f"experts with zero {policy.stage} need torch 2.13, this is {torch.__version__}: use zero=0"
-                )
+                raise ValueError(f"experts with zero {policy.stage} need torch 2.13, not {torch.__version__}: zero=0")
             self.experts = fsdp_wrap.placement_on(_cut_axis(mesh.edp, policy.replicate, mesh.device_type))
 
     def __call__(self, module: nn.Module, ignored: set[nn.Parameter], zero: int) -> None:
@@ -185,7 +181,7 @@ def _cut_axis(axis: Axis, replicate: int, device_type: str) -> DeviceMesh:
     row, column = divmod(axis.rank, ranks.shape[1])
     names = (f"{axis.name}_replicate", f"{axis.name}_shard")
     # The ranks of the axis make these groups alone: the others of the world may not be here.
-    number = exchange(None, None, axis.group, lambda _: reserve_groups(axis.size))
+    number = merged(axis, lambda: None, lambda _: reserve_groups(axis.size))
     groups = [
         share_group(ranks[:, column].tolist(), f"mpcore {names[0]}", number + column),
         share_group(ranks[row].tolist(), f"mpcore {names[1]}", number + ranks.shape[1] + row),

@@ -87,16 +87,12 @@ def offload_optimizer(
 ) -> torch.optim.Optimizer:
     """Keep the state of an element-wise optimizer, such as AdamW, in host memory, and run its step on the host.
 
-    Learning-rate schedulers and checkpoints use `param_groups` and `state` as usual; the state's tensors are in host
-    memory.
+    Learning-rate schedulers and checkpoints use `param_groups` and `state` as usual.
 
     Args:
-        optimizer: changed in place. It must not have stepped yet.
+        optimizer: changed in place and returned. It must not have stepped yet.
         pin_memory: use pinned host memory; None: only if there is a GPU. Without it, copies don't overlap.
         bucket_bytes: bytes of the parameters that are copied and stepped together.
-
-    Returns:
-        The optimizer.
 
     Raises:
         ValueError: if the optimizer already has state, is not element-wise (such as Muon), or memory can't be pinned.
@@ -111,9 +107,7 @@ def offload_optimizer(
             f"shard: offload an element-wise optimizer, such as AdamW"
         )
     if optimizer.state:
-        raise ValueError(
-            f"the optimizer has states of {len(optimizer.state)} parameters: offload before the first step"
-        )
+        raise ValueError(f"the optimizer has state of {len(optimizer.state)} parameters: offload before the first step")
     stepped = _Step(_Copies(pin_memory), bucket_bytes)
 
     def step(optimizer: torch.optim.Optimizer, closure: None = None, **options: Any) -> None:
@@ -133,7 +127,7 @@ class _Step:
     def __call__(self, optimizer: torch.optim.Optimizer, closure: None, options: dict[str, Any]) -> None:
         if closure is not None:
             raise ValueError("an offloaded optimizer takes no closure")
-        optim.call_pre_hooks(optimizer)
+        optim.call_hooks(optimizer, "pre")
         with torch.no_grad():
             options = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
             arriving = []
@@ -149,7 +143,7 @@ class _Step:
                 leaving += [(self.copies.copy(local_tensor(p.data), self.on_host[p].data), p.device) for p in bucket]
             for event, device in leaving:
                 self.copies.wait(event, device)
-        optim.call_post_hooks(optimizer)
+        optim.call_hooks(optimizer, "post")
 
     def _fetch(self, p: nn.Parameter) -> Iterator[torch.cuda.Event]:
         """Copy a parameter, which others may have written to, and its gradient to the host. Yield the events."""
@@ -169,11 +163,7 @@ class _Step:
         yield from (event for event in events if event is not None)
 
     def _step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dict[str, Any],
-        bucket: list[nn.Parameter],
-        options: dict[str, Any],
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket: list[nn.Parameter], how: dict[str, Any]
     ) -> None:
         """Step a bucket by an optimizer of the same class and settings on the parameters' host copies."""
         inner: Any = type(optimizer).__new__(type(optimizer))
@@ -195,7 +185,7 @@ class _Step:
                     if isinstance(value, Tensor):
                         state[name] = local_tensor(value).to("cpu")
                 inner.state[self.on_host[p]] = state
-        type(optimizer).step(inner, **options)
+        type(optimizer).step(inner, **how)
         for p in bucket:
             optimizer.state[p] = inner.state[self.on_host[p]]
 
@@ -220,11 +210,7 @@ class _Moved:
             self.coming = flat, self.copies.copy(flat, self.host)
 
     def flat(self) -> Tensor:
-        """Return the bytes on the device.
-
-        Raises:
-            RuntimeError: if the tensor was written to after `offload_activations` began to copy it.
-        """
+        """Return the bytes on the device."""
         if self.writes._version != self.version:
             raise RuntimeError(
                 f"a tensor of {self.host.numel()} bytes that backward needs was written to in place after "
@@ -400,9 +386,9 @@ def offload_parameters(
 ) -> ParameterOffload:
     """Keep the blocks' parameters in host memory between uses.
 
-    The parameters of at most `keep` blocks are on the device: those of the running block, and those of the next block,
-    which are copied meanwhile. All other parameters have a shape but no memory: read and write them only inside
-    `here()`. Gradients, and the biases and fractions of routers, stay on the device.
+    The parameters of at most `keep` blocks are on the device: those of the running block and of the next one, which are
+    copied meanwhile. The others have a shape but no memory: read and write them only inside `here()`. Gradients, and
+    the biases and fractions of routers, stay on the device.
 
     Args:
         blocks: modules that are called one after another. Their parameters must be plain tensors that no other block
@@ -419,8 +405,7 @@ def offload_parameters(
             it if its output holds tensors in an unsupported type.
 
     Note:
-        - Second derivatives are not supported.
-        - Pipeline schedules that split backward are not supported: the second half runs no hooks.
+        - Second derivatives and pipeline schedules that split backward are not supported.
 
     Example:
         >>> model = nn.Sequential(mpcore.ColumnParallelLinear(4, 4), mpcore.ColumnParallelLinear(4, 4))

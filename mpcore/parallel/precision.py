@@ -24,13 +24,7 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
     Args:
         dtype: bfloat16 or float16. With another dtype the context does nothing.
         device_type: "cuda" or "cpu".
-        scaler: the `LossScaler`; float16 requires one.
-
-    Returns:
-        A context manager.
-
-    Raises:
-        ValueError: if dtype is float16 and `scaler` is None: gradients below 6e-8 would underflow.
+        scaler: the `LossScaler`. float16 without one raises ValueError: gradients below 6e-8 would underflow.
     """
     if dtype == torch.float16 and scaler is None:
         raise ValueError("float16 without a loss scaler loses gradients below 6e-8: give a LossScaler, or use bfloat16")
@@ -41,8 +35,7 @@ def autocast(dtype: torch.dtype, device_type: str, scaler: LossScaler | None = N
 def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
     """Round the model's parameters to `dtype`, except shards over data and the statistics of routers.
 
-    Returns:
-        The master weights: for each trained parameter, its float32 values before rounding.
+    Return the master weights: for each trained parameter, its float32 values before rounding.
     """
     kept = router_statistics(model)
     rounded = [p for p in model.parameters() if p not in kept and not is_dtensor(p)]
@@ -76,11 +69,8 @@ def convert_to_fp8(blocks: Blocks) -> None:
         >>> blocks[0].up.product
         Fp8Product(split_backward=False)
     """
-    named = [
-        (f"blocks[{i}] {name}".rstrip(), m)
-        for i, b in enumerate(as_module_list(blocks))
-        for name, m in named_modules(b)
-    ]
+    held = enumerate(as_module_list(blocks))
+    named = [(f"blocks[{i}] {name}".rstrip(), m) for i, b in held for name, m in named_modules(b)]
     found = {name: m for name, m in named if isinstance(m, ParallelLinear)}
     plain = [name for name, m in named if isinstance(m, nn.Linear)]
     if plain and not found:

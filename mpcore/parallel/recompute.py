@@ -63,14 +63,13 @@ def recompute(
 ) -> list[str]:
     """Recompute activations of the blocks in backward instead of storing them (activation checkpointing).
 
-    The blocks change in place: names, parameters, outputs, gradients and buffers stay the same. Call it again to change
-    the kind, or after you replaced submodules of a block. It works before and after `shard_data_parallel`, under any
-    pipeline schedule, autocast and torch.compile. If you assigned a function to `block.forward`, that function is
-    recomputed, and the kind "none" restores it.
+    Return the kind of each block. The blocks change in place: names, parameters, outputs, gradients and buffers stay
+    the same. Call it again to change the kind, or after you replaced submodules of a block. It works before and after
+    `shard_data_parallel`, under any pipeline schedule, autocast and torch.compile. If you assigned a function to
+    `block.forward`, that function is recomputed, and the kind "none" restores it.
 
     Note:
-        - State other than the block's buffers and the numbers in its modules' attributes, such as a list, is updated
-          again by the recomputation.
+        - State other than buffers and the numbers in modules' attributes, such as a list, is updated twice.
         - Use `nn.RReLU`: the backward refuses `torch.rrelu` and `torch.nn.functional.rrelu` at the end of a block.
 
     Args:
@@ -82,14 +81,10 @@ def recompute(
             become selective in order, then full in order, until the counted bytes fit.
         example: with `budget`, `(args, kwargs)` of a block's call, or a function of the block that returns them. Only
             shapes and dtypes matter: tensors may be on "meta".
-        axes: with `budget`, the axes over which the blocks communicate, such as `(mesh.tp, mesh.data)`. The
-            byte count is the maximum over the ranks of these axes, so that all ranks choose the same kinds. To find
-            the maximum is a collective.
+        axes: with `budget`, the axes over which the blocks communicate, such as `(mesh.tp, mesh.data)`. The byte count
+            is the maximum over their ranks, a collective, so that all ranks choose the same kinds.
         preserve_rng_state: save and restore the state of torch's generators. Only blocks that draw from them need it;
             mpcore's layers don't.
-
-    Returns:
-        The kind of each block.
 
     Raises:
         ValueError: if the kind is unknown, `every` is below 1, `budget` is outside (0, 1] or has no `example`, or
@@ -101,19 +96,25 @@ def recompute(
         ['selective', 'none']
     """
     blocks = as_module_list(blocks)
-    if kind not in KINDS:
-        raise ValueError(f"recompute kind {kind!r} is unknown: it is one of {', '.join(map(repr, KINDS))}")
-    if every < 1:
-        raise ValueError(f"every {every} is smaller than 1: 1 recomputes each block, 2 every second")
-    if budget is None:
+    check_recompute(kind, every, budget, example)
+    if budget is None or example is None:
         kinds = [kind if i % every == 0 else "none" for i in range(len(blocks))]
-    elif example is None:
-        raise ValueError(f"budget {budget} needs an example, (args, kwargs) of a block's call, to count bytes with")
     else:
         kinds = _within(budget, blocks, example, axes)
     for block, kind in zip(blocks, kinds, strict=True):
         _apply(block, kind, preserve_rng_state)
     return kinds
+
+
+def check_recompute(kind: str, every: int, budget: float | None, example: object) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"recompute kind {kind!r} is unknown: it is one of {', '.join(map(repr, KINDS))}")
+    if every < 1:
+        raise ValueError(f"every {every} is smaller than 1: 1 recomputes each block, 2 every second")
+    if budget is not None and not 0 < budget <= 1:
+        raise ValueError(f"recompute budget {budget} is not above 0 and at most 1")
+    if budget is not None and example is None:
+        raise ValueError(f"recompute budget {budget} needs example=, which returns a block's arguments")
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,6 @@ def kept_bytes(block: nn.Module, example: Example, kind: str | None = None) -> i
 def _within(
     budget: float, blocks: list[nn.Module], example: Example | Callable[[nn.Module], Example], axes: Sequence[Axis]
 ) -> list[str]:
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget {budget} is not in (0, 1]: it is the share of the blocks' activations to keep")
     calls = [example(block) if callable(example) else example for block in blocks]
     counted = [[kept_bytes(*call, kind) for kind in KINDS] for call in zip(blocks, calls, strict=True)]
     most = torch.tensor(counted, device=next((p.device for b in blocks for p in b.parameters() if not p.is_meta), None))

@@ -16,24 +16,15 @@ from mpcore.parallel.fsdp import UnitWrapper
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How `shard_data_parallel` sharded a stage. Read it with `state_of`, write it with `set_state`.
-
-    Attributes:
-        units: with zero 1 to 3, the stage and then its blocks. Each is gathered and reduced as one unit.
-        shared: units of the parameters that several stages of this rank share.
-        early: with zero 0, the all-reduces that start during backward.
-        leaves: keep each micro-batch's gradients until the step's last one, as `mpcore.tools.invariant` does.
-        replicate: with zero 1 to 3, the number of replicas of the shards (HSDP).
-        gathered: whether a forward without gradients leaves parameters gathered; see `gathered`.
-    """
+    """How `shard_data_parallel` sharded a stage. Read it with `state_of`, write it with `set_state`."""
 
     zero: int
-    units: tuple[FSDPModule, ...] = ()
-    shared: tuple[SharedUnit, ...] = ()
-    gathered: bool = False
-    leaves: bool = False
-    early: OverlappedAllReduce | None = None
-    replicate: int = 1
+    units: tuple[FSDPModule, ...] = ()  # with zero 1 to 3: the stage, then its blocks
+    shared: tuple[SharedUnit, ...] = ()  # of the parameters that several stages of this rank share
+    gathered: bool = False  # whether a forward without gradients leaves parameters gathered; see `gathered`
+    leaves: bool = False  # keep each micro-batch's gradients until the step's last, as `mpcore.tools.invariant` does
+    early: OverlappedAllReduce | None = None  # with zero 0: the all-reduces that start during backward
+    replicate: int = 1  # with zero 1 to 3: the number of replicas of the shards (HSDP)
 
     @property
     def last_differs(self) -> bool:
@@ -43,7 +34,6 @@ class DataParallel:
 
     @property
     def root(self) -> FSDPModule | None:
-        """The unit that is the stage itself; None with zero 0."""
         return self.units[0] if self.units else None
 
 
@@ -58,7 +48,6 @@ def state_of(stage: nn.Module) -> DataParallel:
 
 
 def set_state(stage: nn.Module, state: DataParallel) -> None:
-    """Remember how a stage is sharded."""
     stage.data_parallel = state  # pyright: ignore[reportArgumentType]
 
 
@@ -85,7 +74,6 @@ class SharedUnit(nn.Module):
         return {module.get_parameter(leaf) for module, leaf in self.places}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input."""
         return x * 1
 
     @torch.no_grad()
@@ -113,5 +101,4 @@ def share_parameters(stages: list[nn.Module], whole: set[nn.Parameter], wrap: Un
 
 
 def shared_units(stages: Iterable[nn.Module]) -> Iterator[SharedUnit]:
-    """Yield each unit shared by some of the stages once."""
     yield from dict.fromkeys(unit for stage in stages for unit in state_of(stage).shared)

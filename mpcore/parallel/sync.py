@@ -62,8 +62,8 @@ def _set_backward(state: DataParallel, *, reduce: bool, all_reduce: bool, reshar
 def finish_gradients(stages: Iterable[nn.Module]) -> None:
     """Sum the gradients of parameters that several stages of this rank share. Call it after the step's last backward.
 
-    A loop with one model doesn't need it. With ZeRO 1 to 3, `reduce_gradients` raises an error if the gradient of a
-    shared parameter is not summed. A run of `prepare` makes the call itself.
+    A loop with one model doesn't need it, and a run of `prepare` makes the call itself. With ZeRO 1 to 3,
+    `reduce_gradients` raises an error if the gradient of a shared parameter is not summed.
 
     Args:
         stages: all pipeline stages of this rank.

@@ -63,9 +63,7 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
     prove(plan)
     named = [action for actions in plan.ranks for action in actions if action.kind in MESSAGES]
     if named:
-        raise ValueError(
-            f"the schedule {plan.name} names messages, such as {named[0]}: leave them out, they are posted here"
-        )
+        raise ValueError(f"the schedule {plan.name} names messages, as {named[0]}: leave them out, the run adds them")
     mine = plan.stages_of(pp.rank)
     if len(mine) != stages:
         raise ValueError(f"the schedule {plan.name} lays {len(mine)} stages on rank {pp.rank}, which holds {stages}")

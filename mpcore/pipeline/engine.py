@@ -31,12 +31,10 @@ class Pipeline:
 
     A stage returns a tensor or a tuple of tensors, and the next stage receives them as positional arguments. For
     micro-batches of the same shape, the number, shapes, dtypes and `requires_grad` of the outputs must not change. The
-    last stage may return any object that `loss` accepts.
+    last stage may return any object that `loss` accepts. Every stage receives the keyword arguments of a step.
 
     Args:
         model: this rank's stage, or a list of its stages in pipeline order if the schedule places several on a rank.
-            The first stage of the pipeline receives the batch's input. Every stage receives the keyword arguments of
-            a step.
         mesh: the mesh; `mesh.pp` is the axis that stages lie on.
         micro_batches: the number of micro-batches of a step on each rank.
         loss: `loss(output, target)`, a scalar that requires grad; called on the last stage, once for each micro-batch.
@@ -51,9 +49,8 @@ class Pipeline:
         last_rank: the rank along `mesh.pp` that holds the last stage.
 
     Raises:
-        ValueError: on every rank of the pipeline, if the schedule doesn't exist for this number of ranks, micro-batches
-            or stages, fails its proof, contains send or receive actions (`Pipeline` adds them), or if ranks disagree
-            about the tied parameters whose gradients are summed over `mesh.pp` or `mesh.ends`.
+        ValueError: on every rank of the pipeline, if the schedule doesn't exist for these numbers, fails its proof, or
+            contains messages (`Pipeline` adds them), or if ranks disagree about the parameters tied over pp.
 
     Note:
         - For the first micro-batch of each shape the sender sends a header with the shapes, and the receiving rank's
@@ -118,13 +115,11 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of a batch.
 
-        A tensor is split into micro-batches along dimension 0. A list has one tensor per micro-batch; their shapes may
-        differ.
-
         Args:
-            x: [B, ...], the input of the first stage, on every rank.
-            target: [B, ...], the target of `loss`, on every rank.
-            arguments: tensors [B, ...], split in the same way and passed to every stage as keyword arguments.
+            x: [B, ...], the input of the first stage, on every rank. A tensor is split into micro-batches along
+                dimension 0. A list has one tensor per micro-batch; their shapes may differ.
+            target: [B, ...], the target of `loss`, on every rank; split like x.
+            arguments: tensors [B, ...], split like x, for the keyword arguments of every stage.
 
         Returns:
             The sum of the micro-batches' losses in fp64, the same on every stage, without a graph.
@@ -155,12 +150,8 @@ class Pipeline:
     def _raise_problems(self, meet: bool = True) -> None:
         """Raise a stage's error on its rank and, if all ranks come here, on the others."""
         mine = self.executor.problems[0] if self.executor.problems else None
-        texts: list[str | None] = [None]
-        if meet:
-            told = None
-            if mine is not None:
-                told = str(mine) if isinstance(mine, ValueError) else f"{type(mine).__name__}: {mine}"
-            texts = gather_objects(told, self.pp.group)
+        told = str(mine) if mine is None or isinstance(mine, ValueError) else f"{type(mine).__name__}: {mine}"
+        texts = gather_objects(None if mine is None else told, self.pp.group) if meet else ()
         if mine is not None:
             raise mine
         for rank, text in enumerate(texts):
@@ -229,15 +220,11 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
-        """Run only forward, batch after batch through the stages. Shapes may differ between batches.
+        """Run only forward, batch after batch through the stages. Yield the output of this rank's last stage for each.
 
         Args:
-            batches: the inputs of the first stage, on every rank.
+            batches: the inputs of the first stage, on every rank. Shapes may differ between batches.
             arguments: keyword arguments for every stage: one value for all batches, or a list with one value per batch.
-
-        Yields:
-            For each batch, the model's output on the rank of the last stage; on other ranks, the output of their last
-            stage.
         """
         with gathered(stage for stage in self.stages if not drops_parameters(stage)):
             for i, x in enumerate(batches):
@@ -269,10 +256,7 @@ class Pipeline:
         """Return what all ranks of this pipeline did since the last call, in seconds. This is a collective over pp.
 
         The span of a message begins when this rank posts it, and ends when the rank has waited for it. The wait has a
-        span of its own, whose kind begins with "exposed".
-
-        Raises:
-            ValueError: if this pipeline was created without `trace`.
+        span of its own, whose kind begins with "exposed". The pipeline needs `trace`.
         """
         if self.spans is None:
             raise ValueError("nothing was recorded: make the Pipeline with trace=True")

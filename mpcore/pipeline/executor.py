@@ -50,38 +50,24 @@ from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of a micro-batch.
-
-    Attributes:
-        key: shapes and dtypes of all of these tensors. Micro-batches with the same key have messages of the same
-            shapes.
-    """
+    """The inputs of a micro-batch. Micro-batches with the same key have messages of the same shapes."""
 
     x: Tensor
     target: Tensor
     arguments: Mapping[str, Tensor]
-    key: Any
+    key: Any  # shapes and dtypes of all of these tensors
 
 
 @dataclass
 class MicroBatchState:
-    """What a stage holds of one micro-batch.
+    """What a stage holds of one micro-batch."""
 
-    Attributes:
-        inputs: the stage's inputs; None: an earlier stage failed.
-        wanted: for each input, whether the previous stage needs its gradient.
-        ends: the gradient edges where backward begins, one for each output whose gradient the next stage returns.
-        grads: their gradients, if no message brings them.
-        sent: the tensors sent to the next stage; None: nothing.
-        deferred: the state between the two halves of a split backward.
-    """
-
-    inputs: Sequence[Tensor] | None = None
-    wanted: Sequence[bool] = ()
-    ends: list[GradientEdge | None] = field(default_factory=list)
-    grads: tuple[Tensor, ...] = ()
-    sent: tuple[Meta, ...] | None = None
-    deferred: Deferred | None = None
+    inputs: Sequence[Tensor] | None = None  # None: an earlier stage failed
+    wanted: Sequence[bool] = ()  # for each input, whether the previous stage needs its gradient
+    ends: list[GradientEdge | None] = field(default_factory=list)  # where backward begins
+    grads: tuple[Tensor, ...] = ()  # of `ends`, from the next stage or of the loss
+    sent: tuple[Meta, ...] | None = None  # to the next stage
+    deferred: Deferred | None = None  # between the two halves of a split backward
 
 
 class Executor:
@@ -90,9 +76,6 @@ class Executor:
     Args:
         stages: this rank's stages by number.
         plan: the schedule, with only F, B, I and W.
-        pp: the axis of the stages.
-        device: the device of messages.
-        loss: `loss(output, target)` of the last stage's output, a tensor with one element.
         noted: `noted(kind, stage, micro_batch)`, a context around each action, from a message's post until its wait is
             over, and around the wait, whose kind is the message's after `EXPOSED`.
 
@@ -116,13 +99,10 @@ class Executor:
         self.noted = noted
         self.plan: Schedule = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
         actions = self.plan.ranks[pp.rank]
-        self.peers: dict[Action, int] = {
-            action: peer_of(self.plan, action) for action in actions if action.kind in MESSAGES
-        }
+        self.peers: dict[Action, int] = {x: peer_of(self.plan, x) for x in actions if x.kind in MESSAGES}
         # On a GPU all messages of a group share a stream: an early receive there would hold the sends behind it.
-        self.early: list[Action] | tuple[Action, ...] = (
-            receive_early(self.plan, pp.rank) if pp.size > 1 and device.type == "cpu" else actions
-        )
+        early = pp.size > 1 and device.type == "cpu"
+        self.early: Sequence[Action] = receive_early(self.plan, pp.rank) if early else actions
         self.arrivals: dict[Action, list[Action]] = self._arrivals(actions)
         self.last: dict[int, Action] = {action.stage: action for action in actions if action.kind in ("B", "W")}
         self.shapes: dict[tuple[int, Any], tuple[Meta, ...]] = {}  # of the messages of a stage, by shape of batch
@@ -141,13 +121,9 @@ class Executor:
         return found
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run forward and backward of a step.
+        """Run a step. Return the sum of the losses in float64, without a graph; 0 on ranks without the last stage.
 
-        Returns:
-            The sum of the losses in float64, without a graph; 0 on ranks without the last stage.
-
-        Raises:
-            RuntimeError: if another rank is gone. On a single rank, errors of a stage are raised directly.
+        On a single rank, errors of a stage are raised directly.
         """
         self.problems.clear()
         return _Step(self, micro_batches).run()

@@ -49,18 +49,13 @@ class Message(NamedTuple):
     peer: int
 
     def wait(self) -> None:
-        """Wait until the tensors are transferred. On a GPU only the current stream waits.
-
-        Raises:
-            RuntimeError: if the peer is gone. The error names the message and the peer.
-        """
+        """Wait until the tensors are transferred. On a GPU only the current stream waits."""
         try:
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.action}, to or from rank {self.peer} of the pipeline, failed: {error}"
-            ) from error
+            text = f"{self.action}, to or from rank {self.peer} of the pipeline, failed: {error}"
+            raise RuntimeError(text) from error
 
 
 def post(transfer: Callable[..., Any], tensors: Sequence[Tensor], pp: Axis, peer: int, action: Action) -> Message:

@@ -23,7 +23,7 @@ from mpcore.sharding.declare import Sharding
 
 
 def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Split a list of blocks into consecutive stages so that the slowest stage is as fast as possible.
+    """Return the range of blocks of each stage, such that the slowest stage is as fast as possible.
 
     The result is exact, by dynamic programming. Among all splits with the least cost of the slowest stage, it is the
     one with the least sum of squares, so the other stages are even. In a tie, earlier stages get more blocks.
@@ -33,9 +33,6 @@ def partition(costs: Sequence[float], stages: int, *, first: float = 0.0, last: 
         stages: the number of stages; each gets at least one block.
         first: additional cost of the first stage, for example of the embedding.
         last: additional cost of the last stage, for example of the head and the loss.
-
-    Returns:
-        The range of blocks of each stage.
 
     Raises:
         ValueError: if there are more stages than blocks, or a cost is negative or not finite.
@@ -96,31 +93,12 @@ def split_sizes(sizes: Sequence[int], blocks: int) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
-def stage_ranks(ranks: int, virtual_stages: int = 1, style: str = "loop") -> list[int]:
-    """Return the rank of each of the `ranks * virtual_stages` stages.
-
-    Args:
-        style: "loop": stage s is on rank s mod P. "v": ranks go up and back down, so the two middle stages share a
-            rank.
-    """
-    if style not in ("loop", "v"):
-        raise ValueError(f"style {style!r} must be 'loop' or 'v'")
-    there = list(range(ranks))
-    return [rank for i in range(virtual_stages) for rank in (there[::-1] if style == "v" and i % 2 else there)]
-
-
 def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
     """Join a rank's stages in one module with the unsharded model's names, for the optimizer and checkpoints.
 
-    The joined module shares modules, parameters and buffers with the stages; nothing is copied. If several stages have
-    a module of one name, it must be the same module, be empty, or hold only other modules, as lists of blocks do. Such
-    lists are joined.
-
-    Args:
-        stages: this rank's stages. Their submodules have the names of the full model.
-
-    Returns:
-        A module to materialize, optimize and save. It can't be called.
+    The joined module shares modules, parameters and buffers with the stages, and can't be called. If several stages
+    have a module of one name, it must be the same module, be empty, or hold only other modules, as lists of blocks do.
+    Such lists are joined.
 
     Raises:
         ValueError: if two stages hold different parameters, buffers or modules under one name.
@@ -173,20 +151,14 @@ class _Joined(nn.Module):
 
 
 def parameter_costs(modules: Iterable[nn.Module]) -> list[float]:
-    """Return the number of weights that each module multiplies by.
+    """Return the number of weights that each module multiplies by: the elements of its matrices, except tables.
 
-    It counts all parameters with two or more dimensions, except tables. Of experts it counts the fraction that a token
-    uses (`GroupedLinear.used_share`). Tables are the weights of embeddings, which are read and not multiplied.
+    Of experts it counts the fraction that a token uses (`GroupedLinear.used_share`).
     """
-    return [
-        float(
-            sum(
-                parameter.numel() * (module.used_share if isinstance(module, GroupedLinear) else 1)
-                for module in root.modules()
-                if not isinstance(module, TABLES)
-                for parameter in module.parameters(recurse=False)
-                if parameter.dim() > 1
-            )
-        )
-        for root in modules
-    ]
+
+    def cost(module: nn.Module) -> float:
+        used = module.used_share if isinstance(module, GroupedLinear) else 1
+        held = () if isinstance(module, TABLES) else module.parameters(recurse=False)
+        return sum(p.numel() * used for p in held if p.dim() > 1)
+
+    return [float(sum(map(cost, root.modules()))) for root in modules]

@@ -20,14 +20,12 @@ import csv
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from mpcore._torch import pipelining
-from mpcore.pipeline.partition import stage_ranks
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
@@ -263,8 +261,3 @@ def find_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int
         if has[what] != number:
             raise ValueError(f"the schedule {name} is for {has[what]} {what}, the run has {number}")
     return schedule
-
-
-def default_placement(name: str, ranks: int, virtual_stages: int) -> Sequence[int]:
-    """Return the rank of each stage in a published schedule: looped, or in a V."""
-    return stage_ranks(ranks, virtual_stages, "v" if name in V_SHAPED else "loop")

@@ -26,35 +26,24 @@ class _Group:
 
 @dataclass
 class Deferred:
-    """Hold the state that the second half needs.
+    """Hold the state that the second half needs. It runs the full backward of `ends`."""
 
-    Attributes:
-        ends: the outputs that don't depend on an input, with their gradients. The second half runs their full backward.
-        groups: groups of leaves. Leaves of different groups share no operation.
-        caught: for each operation, the gradients that reached it in the first half.
-    """
-
-    ends: list[tuple[GradientEdge, Tensor]]
-    groups: list[_Group] = field(default_factory=list)
-    caught: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    ends: list[tuple[GradientEdge, Tensor]]  # the outputs that don't depend on an input, with their gradients
+    groups: list[_Group] = field(default_factory=list)  # they share no operation
+    caught: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)  # that reached it in the first half
 
 
 def backward_inputs(
     outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Any]
 ) -> tuple[tuple[Tensor | None, ...], Deferred]:
-    """Run the first half: compute the gradients of a stage's inputs.
+    """Run the first half: return the gradients of a stage's inputs, and the argument of `backward_weights`.
 
     Args:
         outputs: the stage's outputs or the loss, as tensors or as gradient edges.
         grads: the gradients of the outputs. An output whose gradient is None is ignored.
-        inputs: the stage's inputs. Gradients are computed for tensors that require them.
+        inputs: the stage's inputs. Gradients, contiguous, are computed for tensors that require them.
 
-    Returns:
-        The gradients of the inputs, contiguous, None for an input without a gradient; and the argument of
-        `backward_weights`.
-
-    Source:
-        Qi et al. (2024), Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+    Source: Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
     """
     ends = [
         (y if isinstance(y, GradientEdge) else get_gradient_edge(y), dy)

@@ -55,10 +55,7 @@ class ModelTree:
 
     @cached_property
     def derived(self) -> dict[tuple[str, int], Any]:
-        """Return a cache for values that other modules compute from the declarations.
-
-        The key is a name that the caller chooses and the `id` of the object that the value depends on.
-        """
+        """Cache what others compute from the declarations, by a name and the `id` of what the value depends on."""
         return {}
 
     @cached_property
@@ -74,18 +71,11 @@ def tree_of(model: nn.Module | ModelTree) -> ModelTree:
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Yield name, owning module, leaf name and parameter of every parameter.
 
-    A tied parameter is yielded once. Its owner is the first module that declares the parameter. If no module declares
-    it, the owner is the first module that holds it.
-
-    Args:
-        model: the model.
-
-    Yields:
-        The parameter's first full name, the owner, the parameter's name in the owner, and the parameter.
+    A tied parameter is yielded once, under its first full name. Its owner is the first module that declares the
+    parameter. If no module declares it, the owner is the first module that holds it.
 
     Raises:
-        ValueError: if a module declares a name that is not one of its parameters, for example after
-            `torch.nn.utils.parametrize`.
+        ValueError: see `declarations`.
     """
     for parameter, places in _places(named_modules(model)):
         owner = next((place for place in places if place.declared is not None), places[0])
@@ -96,9 +86,6 @@ def declarations(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Paramet
     """Yield name, parameter and `Sharding` of every parameter.
 
     A tied parameter is yielded once, under its first full name, with the declarations of all its modules joined.
-
-    Args:
-        model: the model, or its `ModelTree`.
 
     Raises:
         ValueError: if two modules declare one parameter differently, or a module declares a name that is not one of its
@@ -117,9 +104,6 @@ def named_modules(model: nn.Module | ModelTree) -> Iterator[tuple[str, nn.Module
     """Yield the full name and the module of each module once.
 
     Wrapper modules of `torch.compile` and `checkpoint_wrapper` are skipped, and their parts of the names are removed.
-
-    Args:
-        model: the model, or its `ModelTree`.
     """
     if isinstance(model, ModelTree):
         yield from model.modules
@@ -223,13 +207,7 @@ def declared_by(module: nn.Module) -> Mapping[str, Sharding]:
 
 
 def sharding_of(module: nn.Module, leaf: str, parameter: Tensor) -> Sharding:
-    """Return the `Sharding` of `module`'s parameter `leaf`. An undeclared parameter is replicated.
-
-    Args:
-        module: the module that holds the parameter.
-        leaf: the parameter's name in the module, such as "weight".
-        parameter: the parameter; an undeclared one has its shape.
-    """
+    """Return the `Sharding` of `module`'s parameter `leaf`. If it declares none, the parameter is replicated."""
     return declared_by(module).get(leaf) or Sharding(tuple(parameter.shape))
 
 

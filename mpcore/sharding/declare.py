@@ -124,12 +124,9 @@ class Sharding:
         return tuple(axis for axis in axes if axis.size > 1)
 
     def data_axis(self, mesh: Mesh) -> Axis:
-        """Return the axis whose ranks hold the same tensor and see different data.
+        """Return the axis whose ranks hold the same tensor and see different data: the gradient is summed over it.
 
-        The gradient must be summed over this axis.
-
-        Returns:
-            `mesh.edp` for a tensor that is sharded over `mesh.ep`, `mesh.data` for every other tensor.
+        It is `mesh.edp` for a tensor that is sharded over `mesh.ep`, `mesh.data` for every other tensor.
         """
         return mesh.edp if self._is_expert(mesh) else mesh.data
 
@@ -143,14 +140,7 @@ class Sharding:
         return any(shard.axis.key == mesh.ep.key for shard in self.shards)
 
     def take(self, full: Tensor) -> Tensor:
-        """Return this rank's part of a logical tensor.
-
-        Args:
-            full: the logical tensor, of shape `self.shape`.
-
-        Returns:
-            A tensor of shape `local_shape`. It is a copy, except that `full` itself is returned if no dimension is
-            sharded.
+        """Return this rank's part of a logical tensor: a copy of `local_shape`, or `full` if nothing is sharded.
 
         Raises:
             ValueError: if `full` doesn't have the logical shape.
@@ -163,14 +153,7 @@ class Sharding:
         return full
 
     def assemble(self, local: Tensor) -> Tensor:
-        """All-gather the logical tensor over the axes that it is sharded on. All ranks of these axes must call it.
-
-        Args:
-            local: this rank's tensor, of shape `local_shape`.
-
-        Returns:
-            A contiguous tensor of shape `self.shape`.
-        """
+        """All-gather the logical tensor, contiguous, over the axes that shard it. All their ranks must call it."""
         for shard in reversed(self.shards):
             if shard.axis.size == 1:
                 parts = [local.movedim(shard.dim, 0)]
@@ -190,10 +173,7 @@ class Sharding:
 
 
 def check_lies_on(name: str, parameter: Tensor, sharding: Sharding, mesh: Mesh) -> None:
-    """Check that a parameter is sharded over axes of `mesh`, not over those of another mesh.
-
-    On another mesh it would be unclear which ranks hold replicas.
-    """
+    """Refuse a parameter that is sharded over axes of another mesh: it would be unclear which ranks hold replicas."""
     if is_dtensor(parameter) and sharding.data is None and parameter.device_mesh.size() > 1:
         raise ValueError(
             f"{name} is a DTensor over {parameter.device_mesh.size()} ranks that shard_data_parallel didn't make: cut "

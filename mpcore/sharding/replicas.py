@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
-from mpcore.mesh.agreement import exchange, gather_objects
+from mpcore.mesh.agreement import gather_objects, merged
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.sharding.declarations import declarations
@@ -48,7 +48,7 @@ def compare_replicas(model: nn.Module, mesh: Mesh, cause: str = "so a rank's mem
             found += _name(axis, [name for name, _ in entries], differing.tolist(), hashes, held)
     count = torch.tensor(len(found), device=mesh.device)
     if int(all_reduce(count, mesh.world, "max")):
-        messages = exchange(None, found, mesh.world.group, lambda lists: list(dict.fromkeys(itertools.chain(*lists))))
+        messages = merged(mesh.world, lambda: found, lambda lists: list(dict.fromkeys(itertools.chain(*lists))))
         more = f"; and {len(messages) - 8} more" if len(messages) > 8 else ""
         raise ValueError(f"replicas differ, {cause}: {'; '.join(messages[:8])}{more}")
 
@@ -132,12 +132,11 @@ def _name(axis: Axis, names: Sequence[str], differing: Sequence[bool], hashes: T
                 by_hash.setdefault(values[i], []).append(rank)
         sets = sorted(by_hash.values(), key=len)
         if len(sets[-1]) == len(sets[-2]):
-            found.append(f"{name} over {axis.name}, on ranks {' and '.join(map(list_ranks, sets))}")
+            where = f"ranks {' and '.join(map(list_ranks, sets))}"
         else:
             odd = sorted(rank for ranks in sets[:-1] for rank in ranks)
-            found.append(
-                f"{name} over {axis.name}, on rank {list_ranks(odd)}, while ranks {list_ranks(sets[-1])} agree"
-            )
+            where = f"rank {list_ranks(odd)}, while ranks {list_ranks(sets[-1])} agree"
+        found.append(f"{name} over {axis.name}, on {where}")
     return found
 
 

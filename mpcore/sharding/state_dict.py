@@ -15,7 +15,7 @@ from mpcore.sharding.local import data_run, is_dtensor, local_tensor, reshard
 
 
 def check_present(name: str, x: Tensor) -> None:
-    """Check that a parameter has memory on the device: torch would read and write outside of its storage."""
+    """Refuse a parameter without memory on the device: torch would read and write outside of its storage."""
     x = local_tensor(x)
     if x.numel() and not x.untyped_storage().nbytes():
         raise ValueError(
@@ -141,10 +141,7 @@ def refuse_full_tensors(model: nn.Module, state: Mapping[str, Tensor], prefix: s
 
 @torch.no_grad()
 def copy_part(parameter: Tensor, sharding: Sharding, full: Tensor) -> None:
-    """Copy this rank's part of a logical tensor into a parameter. No communication.
-
-    The parameter may be sharded over tp and over data.
-    """
+    """Copy this rank's part of a logical tensor into a parameter, which may be sharded over tp and over data."""
     part = sharding.take(full)
     if is_dtensor(parameter):
         start, end = data_run(parameter)

@@ -10,15 +10,6 @@ from mpcore.training.prepare import lay_out, prepare
 from mpcore.training.run import Run, StepResult
 
 __all__ = [
-    "Compile",
-    "Observer",
-    "Offload",
-    "Phase",
-    "Precision",
-    "Recompute",
-    "Run",
-    "StepResult",
-    "Zero",
-    "lay_out",
+    "Compile", "Observer", "Offload", "Phase", "Precision", "Recompute", "Run", "StepResult", "Zero", "lay_out",
     "prepare",
-]
+]  # fmt: skip

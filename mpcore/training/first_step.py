@@ -96,9 +96,7 @@ class FirstStep(Observer):
                 "sends rank 0's weights to all. Wrap nothing: the run sums the gradients"
             )
         if not run.model.training and run.mesh.job.rank == 0:
-            log.warning(
-                "the model is in eval mode, as from_pretrained returns it, so dropout is off: call model.train()"
-            )
+            log.warning("the model is in eval mode, as of from_pretrained, so dropout is off: call model.train()")
         check_targets(run.mesh, arguments["target"])
         self.loss_check.begin(tokens, run.pipeline.micro_batches)
         self.replica_check = ReplicaCheck(run.mesh, self.half) if self.loss_check.tokens else None

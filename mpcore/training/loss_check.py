@@ -81,9 +81,7 @@ class LossCheck:
         except IndexError as error:
             if self.mesh.tp.size == 1:
                 raise
-            raise ValueError(
-                f"the loss looked outside of its input ({error}); if its input is sharded: {SHARDED}"
-            ) from error
+            raise ValueError(f"the loss looked outside its input ({error}); if that is sharded: {SHARDED}") from error
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
             if self.mesh.dp.size > 1 and (target != target.flatten()[:1]).any():  # not a batch of constants
                 self.samples = float(sketch(target, target.device)[0]) + float(once.detach())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.mesh.axis import Mesh
 
 if TYPE_CHECKING:
@@ -90,3 +91,24 @@ class Observer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned; a checkpoint of a run without this observer lacks it."""
+
+
+class BoundedDispatch(Observer):
+    """Repeat a step in which a mixture of experts' dispatch buffers, of fixed sizes, overflowed on any rank."""
+
+    def __init__(self, bounds: DispatchBounds) -> None:
+        self.bounds = bounds
+
+    def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        self.bounds.begin()
+
+    def after_backward(self, run: Run, total: Tensor) -> Tensor | None:
+        if not self.bounds.fits():
+            return None
+        self.bounds.end()
+        return total
+
+    def dropped(self, run: Run) -> None:
+        self.bounds.end()
+        for router in self.bounds.routers:
+            router.tally = None

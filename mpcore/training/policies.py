@@ -11,10 +11,10 @@ from torch import nn
 
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.fsdp import Zero
+from mpcore.parallel.recompute import check_recompute
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DTYPES |= {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RECOMPUTE_KINDS = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,7 @@ class Recompute:
     preserve_rng_state: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in RECOMPUTE_KINDS:
-            raise ValueError(
-                f"recompute kind {self.kind!r} is unknown: it is one of {', '.join(map(repr, RECOMPUTE_KINDS))}"
-            )
-        if self.budget is not None and not 0 < self.budget <= 1:
-            raise ValueError(f"recompute budget {self.budget} is not above 0 and at most 1")
-        if self.budget is not None and self.example is None:
-            raise ValueError(f"recompute budget {self.budget} needs example=, which returns a block's arguments")
+        check_recompute(self.kind, self.every, self.budget, self.example)
 
 
 @dataclass(frozen=True)

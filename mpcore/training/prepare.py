@@ -106,9 +106,6 @@ def prepare(
         observers: look at each step (`mpcore.training.Observer`), after the observers that every run has.
         trace: record when each action of the pipeline runs.
 
-    Returns:
-        The `Run`.
-
     Raises:
         ValueError: on every rank, before a collective of the model starts, if policies exclude each other or don't fit
             the mesh, ranks pass different arguments, the model doesn't use an axis above 1, or it can't be prepared.
@@ -232,7 +229,9 @@ def lay_out(
         seed_dropout(whole, seed)
         if data.stage == 0 or mesh.data.size == 1:  # otherwise sharding moves the model, block by block
             read_deferred(stages, whole, mesh, dtypes)
-            _move(whole, mesh.device)
+            held = [*whole.parameters(), *whole.buffers()]
+            if any(x.device.type != mesh.device.type for x in held) and not any(x.is_meta for x in held):
+                whole.to(mesh.device)
     masters = {} if precision.param_dtype is None else round_parameters(whole, precision.param_dtype)
     with raising_together():  # blocks of one rank alone may be refused, as for a budget that they can't keep
         if precision.fp8:
@@ -260,18 +259,10 @@ def lay_out(
     return whole, masters
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    held = [*model.parameters(), *model.buffers()]
-    if any(x.device.type != device.type for x in held) and not any(x.is_meta for x in held):
-        model.to(device)
-
-
 def _check_observers(observers: Sequence[Observer], mesh: Mesh, blocks: Any) -> None:
     for observer in observers:
         if not isinstance(observer, Observer):
-            raise ValueError(
-                f"observers holds {observer!r:.60}, which is no Observer: subclass mpcore.training.Observer"
-            )
+            raise ValueError(f"observers holds {observer!r:.60}, not an Observer: subclass mpcore.training.Observer")
         observer.check(mesh, blocks)
     if mesh.worlds.size > 1 and not any(observer.joins_worlds for observer in observers):
         raise ValueError(
@@ -281,7 +272,6 @@ def _check_observers(observers: Sequence[Observer], mesh: Mesh, blocks: Any) -> 
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Raise ValueError if `optimizer` is not a function that makes an optimizer from the model."""
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     kind: Any = type(optimizer) if is_made else getattr(optimizer, "func", optimizer)  # the class within a partial
     name = kind.__name__ if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) else ""

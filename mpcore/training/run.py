@@ -31,9 +31,8 @@ from mpcore.parallel.offload import ParameterOffload
 from mpcore.pipeline.engine import Pipeline
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
-from mpcore.training.dispatch import BoundedDispatch
 from mpcore.training.first_step import FirstStep, GradientWrites
-from mpcore.training.observers import Observer
+from mpcore.training.observers import BoundedDispatch, Observer
 from mpcore.training.phase import Phase
 from mpcore.training.policies import Offload, Precision
 from mpcore.training.rank_checks import AlikeCheck, smallest_count
@@ -67,11 +66,6 @@ class StepResult(NamedTuple):
 class Run:
     """The calls of a training loop, from `prepare`: `forward_backward`, optionally `clip_gradients`, `optimizer_step`.
 
-        for step in range(run.step, steps):
-            run.forward_backward(x, target)
-            run.clip_gradients(1.0)
-            result = run.optimizer_step()
-
     Attributes:
         model: the prepared model. Several stages are joined in one module, which you can save but not call.
         stages: this rank's pipeline stages, in pipeline order.
@@ -91,8 +85,11 @@ class Run:
         >>> loss = lambda output, target: (output - target).square().sum()
         >>> make = lambda model: torch.optim.SGD(model.parameters(), lr=0.01)
         >>> run = mpcore.prepare(model, mpcore.Mesh(), blocks=(), loss=loss, optimizer=make)
-        >>> _ = run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
-        >>> run.optimizer_step().taken
+        >>> for step in range(run.step, 1):
+        ...     _ = run.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+        ...     _ = run.clip_gradients(1.0)
+        ...     result = run.optimizer_step()
+        >>> result.taken
         True
     """
 
@@ -263,10 +260,8 @@ class Run:
         """Scale all gradients so that their norm is at most `max_norm`; 0 or less clips nothing.
 
         Note:
-            - Don't call torch's `clip_grad_norm_`: each rank would clip by the norm of its own shards, and replicas
-              would diverge.
-            - torch's function divides by norm + 1e-6, this one by the norm. Losses of an unsharded loop with torch's
-              function differ by about 1e-8 relative.
+            - Don't call torch's `clip_grad_norm_`: see `mpcore.gradients.clip_gradients`. Its 1e-6 changes losses by
+              about 1e-8 relative.
             - The run doesn't notice changes of `p.grad` after this call, for example `p.grad.mul_(0.5)`: the result's
               `grad_norm` and the check for values that aren't finite come from before. `p.grad` is this rank's shard.
 
@@ -285,14 +280,11 @@ class Run:
     def optimizer_step(self, lr: float | None = None) -> StepResult:
         """Step the optimizer. If the loss or a gradient is not finite, every rank skips the step.
 
-        Then drop the gradients, and update the routers' biases. The host waits for the device once.
+        Then drop the gradients, and update the routers' biases. The host waits for the device once, for the result.
 
         Args:
             lr: the learning rate to set in every parameter group, times the group's "lr_scale" if it has one; None:
                 leave the groups' learning rates unchanged.
-
-        Returns:
-            The `StepResult`.
 
         Raises:
             ValueError: if `forward_backward` was not called first; on every rank, if ranks are in different steps,
@@ -336,7 +328,6 @@ class Run:
             drop_gradients(module)
 
     def _refuse_bare_step(self, *_: object) -> None:
-        """Raise for `run.optimizer.step()`: it would skip the sums over ranks and the check for non-finite values."""
         if not self._stepping:
             raise ValueError("the optimizer of a run was stepped by itself: call run.optimizer_step() instead")
 
@@ -369,9 +360,7 @@ class Run:
         held = list(batches)
         for name, given in arguments.items():
             if isinstance(given, list | tuple) and len(given) != len(held):
-                raise ValueError(
-                    f"{name} has {len(given)} tensors, and evaluate got {len(held)} batches: give one each"
-                )
+                raise ValueError(f"{name} has {len(given)} tensors, and evaluate got {len(held)} batches: one each")
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
         self.factor = torch.ones_like(self.factor)
@@ -444,9 +433,8 @@ class Run:
         path, held = step_path(folder, self.step), (self.model, self.optimizer)
         if path.parent not in self._locks:
             lead = self.mesh.world.rank == 0 and not ranks_are_threads()  # these share the lock's process
-            self._locks[path.parent] = together(
-                self.mesh.world, lambda: store_of(path.parent).lock(path.parent) if lead else None
-            )
+            store = store_of(path.parent)
+            self._locks[path.parent] = together(self.mesh.world, lambda: store.lock(path.parent) if lead else None)
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)
@@ -471,9 +459,7 @@ class Run:
         """
         self.phase.check("forward_backward", "load")
         if not isinstance(path, str | os.PathLike):
-            raise ValueError(
-                f"load got {path!r} and no path: mpcore.checkpoint.latest gives None where there is no checkpoint"
-            )
+            raise ValueError(f"load got {path!r} and no path: mpcore.checkpoint.latest is None without a checkpoint")
         check_same("call of run.load", "", self.mesh.world)
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         for mine in (each for each in options if "initial_lr" in each):

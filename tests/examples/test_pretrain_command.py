@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
         ({"tp": 4}, "--eval-every -1", r"--eval-every -1 is smaller than 0"),
         ({"worlds": 4}, "--workers 4 --local-steps 0", r"--local-steps 0 is smaller than 1"),
         ({"worlds": 4}, "--workers 4 --set outer_lr=0", r"outer_lr 0.0 is no number above 0"),
-        ({"worlds": 3}, "", r"worlds 3 do not divide the job's 4 ranks into equal parts"),
+        ({"worlds": 3}, "", r"worlds 3 do not divide the job's 4 ranks: take one"),
         ({"tp": 4}, "--data /nowhere/corpus", r"/nowhere/corpus"),
     ]
     ranks(4, check_all_refused, cases, str(tmp_path / "out"))

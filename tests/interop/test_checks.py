@@ -105,7 +105,7 @@ def test_a_number_of_heads_must_be_divided_or_kept():
     ("size", "names", "message"),
     [
         (4, ("width",), None), (3, ("width",), "^layers.0.width 3 is not a multiple of the tp size 2$"),
-        (4.0, ("width",), "^layers.0.width is 4.0, so it is no size to divide by the tp size 2$"),
+        (4.0, ("width",), "^layers.0.width is 4.0, so it is no size to divide by tp 2$"),
         (4, ("depth",), "^layers.0.depth doesn't exist, so it is no size"),
         (None, ("width",), "^layers.0.width is None, so it is no size"),
     ],
@@ -238,12 +238,12 @@ def test_stars_match_within_a_component_and_fewer_stars_win():
         ({"head": "odd"}, r"^style 'odd' of 'head' is unknown: it is one of \['colwise', "),
         ({"head": "gather"}, "^style 'gather' of 'head' is one that parallelize doesn't support: it knows"),
         ({"layers.*.q": "colwise", "*.0.q": "rowwise"},
-         r"^plan patterns 'layers.\*.q' and '\*.0.q' both match layers.0.q, with different styles$"),
+         r"^plan patterns 'layers.\*.q' and '\*.0.q' both match layers.0.q, in different styles$"),
         ({"head.weight": "colwise"}, "^head.weight is a parameter, and 'colwise' is for modules: name its module"),
         ({"head.weight": "replicate"}, "^the plan of 1 patterns matches no module of Model: if it is of suggest"),
         ({}, "^the plan of 0 patterns matches no module"),
         ("odd", "^plan 'odd' is neither 'auto' nor a mapping"),
-        ("auto", "^Model carries no tp plan: give one"), (None, "^Model carries no tp plan"),
+        ("auto", "^Model carries no tp plan: give suggest_plan"), (None, "^Model carries no tp plan"),
     ],
 )  # fmt: skip
 def test_a_plan_that_fits_nothing_is_refused(plan, message):

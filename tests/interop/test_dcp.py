@@ -320,7 +320,7 @@ def test_checkpoint_convert_refuses_what_is_damaged_or_leads_out(tmp_path):
         other.state_dict_metadata[key] = replace(info, chunks=[])
     for name, data, words in (
         (".metadata", pickle.dumps(metadata), "leads out of the checkpoint"),
-        (".metadata", pickle.dumps(other), "the 0 chunks of model.a do not tile"),
+        (".metadata", pickle.dumps(other), "the 0 chunks of model.a don't tile"),
         (".metadata", pickle.dumps(torch.Size([1])), "holds a Size, not the metadata"),
         (".metadata", pickle.dumps(Metadata({}, storage_data={})), "holds no tensors of a model"),
         (".metadata", bytes(HEADER_LIMIT + 1), f"has {HEADER_LIMIT + 1} bytes, more than"),

@@ -244,7 +244,7 @@ def test_how_the_parameters_of_hugging_faces_experts_lie(held, hidden):
 @pytest.mark.parametrize(
     ("held", "hidden", "message"),
     [
-        ({}, {}, "^its hidden dimension is unknown: write Experts"),
+        ({}, {}, "^its hidden dimension is unknown: give Experts"),
         ({"is_transposed": True}, {}, "^its hidden dimension is unknown"),
         ({"is_concatenated": True}, {}, "^its hidden dimension is unknown"),
         ({}, {"w": Hidden(-1)}, "^it has no parameter 'w' of at least 2 dimensions$"),

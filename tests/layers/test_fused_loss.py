@@ -216,7 +216,7 @@ def test_token_weights_of_each_loss_have_a_gradient():
 def test_a_sequence_that_is_no_dimension_of_tokens_is_refused_before_anything_is_sent(shape, dim):
     how = {"tp": Axis(2, 0), "sequence_parallel": True, "sequence_dim": dim}  # no group: a message would fail
     for head in (linear_cross_entropy, linear_log_prob):
-        with pytest.raises(ValueError, match=rf"sequence_dim {dim} is none of the {len(shape) - 1} in front of D in x"):
+        with pytest.raises(ValueError, match=rf"sequence_dim {dim} is none of {len(shape) - 1} in front of D in x"):
             head(torch.ones(shape), torch.ones(V, D), torch.zeros(8, dtype=torch.long), **how)
 
 

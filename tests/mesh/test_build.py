@@ -31,7 +31,7 @@ def test_an_axis_is_known_by_its_group_or_by_role_size_and_rank():
     alone = Axis(4, 1, role="tp")
     assert (alone.key, alone.order, alone.group_name, Axis().name) == (("tp", 4, 1), ("tp", ""), "", "axis")
     for size in (3, 5):
-        with pytest.raises(ValueError, match=f"the tp axis has size {size}, but its process group has 4 ranks"):
+        with pytest.raises(ValueError, match=f"the tp axis has size {size}, its process group 4 ranks"):
             Axis(size, 0, group, role="tp")
     names = ["tp", "cp", "dp", "pp", "ep", "etp", "edp", "data", "ends", "world", "worlds", "job"]
     mesh = Mesh(tp=Axis(2, 1), ep=Axis(4))
@@ -92,9 +92,7 @@ def degrees_of(on: Mesh) -> dict[str, int]:
 def test_the_worlds_of_a_job_are_of_consecutive_ranks():
     assert [layout.world_size_of(12, worlds) for worlds in (1, 2, 3, 12)] == [12, 6, 4, 1]
     for wrong in (0, 5, 2.0, True, -1):
-        with pytest.raises(
-            ValueError, match=f"worlds {wrong} do not divide the job's 12 ranks into equal parts: take one"
-        ):
+        with pytest.raises(ValueError, match=f"worlds {wrong} do not divide the job's 12 ranks: take one"):
             layout.world_size_of(12, wrong)  # type: ignore[arg-type]
     found = layout.for_worlds({"tp": [[0, 1], [2, 3]], "ends": []}, 8, 2)
     assert found == {

@@ -124,7 +124,7 @@ def test_every_nth_block_is_recomputed_from_the_first():
             made(every=every)
     with pytest.raises(ValueError, match="recompute kind 'some' is unknown"):
         made(kind="some")
-    with pytest.raises(ValueError, match=r"budget 0\.5 needs an example"):
+    with pytest.raises(ValueError, match=r"budget 0\.5 needs example="):
         made(budget=0.5)
 
 

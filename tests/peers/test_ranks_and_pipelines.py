@@ -8,7 +8,6 @@ import pytest
 
 from mpcore.mesh.layout import mesh_ranks, mesh_shape
 from mpcore.pipeline import partition
-from mpcore.pipeline.partition import stage_ranks
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import Schedule, build_schedule
 from tests.peers import rows
@@ -154,7 +153,7 @@ def test_splits_that_megatron_refuses_are_refused(split, words):
 
 def test_virtual_stages_have_megatrons_layers():
     """Layers 2 and 6 are on rank 1 of 4 if stages of one layer follow each other over the ranks."""
-    on = stage_ranks(4, 2)
+    on = build_schedule("interleaved", 4, 4, 2).rank_of
     assert [[s for s in range(8) if on[s] == rank] for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 

@@ -158,8 +158,8 @@ class Words(nn.Module):
 @pytest.mark.parametrize(("model", "message"), [
     (lambda: Words("shared"), r"the layers of Words are called in the order \[.*\], not once each"),
     (lambda: Words("backwards"), r"called in the order \[3, 2, 1, 0\]"),
-    (lambda: Words("between"), "between is called between the layers"),
-    (lambda: Words("both tied"), "is used in the stages .*: only a table and the head may be tied"),
+    (lambda: Words("between"), "between is called between layers"),
+    (lambda: Words("both tied"), "is used in stages .*: only table and head may be tied"),
     (lambda: Words("at most six tokens"), r"Words fails on ids \(2, 7\): The size of .* as example="),
     (lambda: Words("long residual"), "in a row they return other values than the model"),
     (lambda: Words("between in words"), "in a row they return other values than the model"),

@@ -202,7 +202,7 @@ def check_refused(path: str) -> None:
     x = torch.ones(4, 2)  # micro-batches may pass in any order
     total = Pipeline(module, on, 2, loss, path + "/unordered.csv").forward_backward(x, x)
     close(total, Pipeline(module, on, 2, loss, "gpipe").forward_backward(x, x), "loss")
-    with pytest.raises(ValueError, match=r"names messages, such as 0SEND_F0: leave them out"):
+    with pytest.raises(ValueError, match=r"names messages, as 0SEND_F0: leave them out"):
         Pipeline(module, on, 2, loss, with_messages(build_schedule("gpipe", 2, 2)))
     with pytest.raises(ValueError, match=r"lays 1 stages on rank 0, which holds 2|disagree"):
         Pipeline([module, module], on, 2, loss, path + "/good.csv")

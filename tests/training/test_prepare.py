@@ -357,7 +357,7 @@ REFUSED: dict[int, list[tuple[dict[str, int], dict[str, Any], str]]] = {  # by t
         ({}, {"data": 3}, r"data is 3, which is no Zero: write data=Zero\(3\)"),
         ({}, {"data": None}, "data is None, which is no Zero"),
         ({}, {"offload": True}, "offload is True, which is no Offload"),
-        ({}, {"observers": [2]}, "observers holds 2, which is no Observer"),
+        ({}, {"observers": [2]}, "observers holds 2, not an Observer"),
         ({}, {"compile": True}, r"write compile=Compile\(\)"),
         ({}, {"optimizer": torch.optim.AdamW}, r"optimizer=lambda model: AdamW\(model.parameters\(\), lr"),
         ({}, {"optimizer": partial(torch.optim.SGD, lr=0.1)}, r"optimizer=lambda model: SGD\(model.parameters"),
@@ -821,7 +821,7 @@ def check_index() -> None:
         model, on, blocks=model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         loss=lambda y, t: nn.functional.cross_entropy(y, t, reduction="sum"),
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"outside of its input .*vocab_parallel_cross_entropy"):
+    with pytest.raises(ValueError, match=r"outside its input .*vocab_parallel_cross_entropy"):
         run.forward_backward(torch.ones(3, 4), torch.tensor([1, 5, 7]))
 
 

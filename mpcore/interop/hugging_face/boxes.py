@@ -52,9 +52,7 @@ class Weights:
         for key, like in group.files.items():
             file, found = files[keys[key]], tuple(files[keys[key]].header[keys[key]]["shape"])
             if found != tuple(like.shape):
-                raise ValueError(
-                    f"{file.path}: {keys[key]} has shape {found}, config.json makes it {tuple(like.shape)}"
-                )
+                raise ValueError(f"{file.path}: {keys[key]} has shape {found}, in config.json {tuple(like.shape)}")
         shapes = {name: tuple(self.dense.get_parameter_or_buffer(name).shape) for name in group.sources}
         whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         name_of = {address(x.untyped_storage()): name for name, x in whole.items()}
@@ -94,9 +92,7 @@ class Weights:
 
         def fill() -> tuple[list[tuple[LocalTensor, str]], int]:
             found = [(held, held.name.removeprefix("model/")) for held in held_by_model(model, mesh)]
-            items = sorted(
-                ((held, name) for held, name in found if name in dtypes), key=lambda item: self._number(item[1])
-            )
+            items = sorted((each for each in found if each[1] in dtypes), key=lambda item: self._number(item[1]))
             for held, name in items:
                 if held.shape != self.entries[name].shape:
                     raise ValueError(f"{name} has shape {held.shape}, in the folder {self.entries[name].shape}")

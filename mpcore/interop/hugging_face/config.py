@@ -22,18 +22,16 @@ SIZES = ("vocab_size", "seq_len", "layers", "d_model", "heads", "d_ff")
 class ModelSpec:
     """The names and shapes of your model, for import and export.
 
-    Your model must name its parameters as `mpcore.TransformerBlock` does: `embedding`, `position`,
-    `blocks.0.attention.qkv` and so on, `norm`, `head`. The tables of `mpcore.interop.hugging_face.architectures` list
-    the names.
+    Your model must name its parameters as the tables of `mpcore.interop.hugging_face.architectures` do: `embedding`,
+    `position`, `blocks.0.attention.qkv` and so on, `norm`, `head`.
 
     Attributes:
         config: a function that makes a configuration (a dataclass) from mpcore's fields as keyword arguments. `moe` and
             `latent` are mappings.
-        describe: a function that returns all of mpcore's fields of a configuration, defaults included. The fields of
-            `moe` and `latent` are nested mappings.
+        describe: a function that returns all of mpcore's fields of a configuration, defaults included.
         shapes: a function that returns the logical shape of each parameter, by name, for a configuration.
-        further: whether a configuration has a field `mtp`, the number of DeepSeek-V3's layers that predict further
-            tokens, in a `MultiTokenPrediction` of the name "mtp". False: such layers of a folder are left out.
+        further: whether a configuration has a field `mtp`, the number of DeepSeek-V3's layers in a
+            `MultiTokenPrediction` of the name "mtp". False: such layers of a folder are left out.
 
     Example::
 
@@ -112,10 +110,10 @@ def read_config(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Any:
 def _has_layer(folder: Path, layer: int) -> bool:
     """Return whether a folder has the weights of a layer; True if it has no weights at all."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    names = (
-        read_json(index)["weight_map"] if index.is_file() else TensorFile(single).header if single.is_file() else None
-    )
-    return names is None or any(f"layers.{layer}." in name for name in names)
+    if not (index.is_file() or single.is_file()):
+        return True
+    names = read_json(index)["weight_map"] if index.is_file() else TensorFile(single).header
+    return any(f"layers.{layer}." in name for name in names)
 
 
 def config_to_hf(config: Any, *, spec: ModelSpec, first: str | None = None) -> dict[str, Any]:

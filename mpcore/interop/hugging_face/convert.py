@@ -37,7 +37,7 @@ from mpcore.sharding.local import reshard
 def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(), *, spec: ModelSpec) -> Source:
     """Load the weights of a Hugging Face folder into a model on any layout. All ranks of the mesh must call it.
 
-    Each rank reads only the ranges that it holds, and casts them to its parameters' dtype. A router's bias and
+    Return the open folder. Each rank reads only what it holds, cast to its parameters' dtype. A router's bias and
     statistics keep their values, except that the bias is loaded from DeepSeek-V3.
 
     Args:
@@ -47,12 +47,8 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
         mesh: the mesh that the model is on.
         spec: the names and shapes of your model.
 
-    Returns:
-        The open folder.
-
     Raises:
-        ValueError: on every rank and before any value changes, if the folder can't be read or the model's tensors have
-            other names or shapes, or a weight is NaN or infinite.
+        ValueError: on every rank and before any value changes, if the folder can't be read or doesn't fit the model.
     """
     reshard(model)
 
@@ -87,17 +83,13 @@ def import_hf(
 
     Args:
         folder: a folder with config.json and safetensors files.
-        path: the checkpoint to write. It has step 0 and no optimizer.
+        path: the checkpoint to write, which is returned. It has step 0 and no optimizer.
         spec: the names and shapes of your model.
         dtype: the dtype of the tensors in the checkpoint. None: that of the folder.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own.
 
-    Returns:
-        The path of the checkpoint.
-
     Raises:
-        ValueError: if `folder` can't be read.
-        OSError: if `path` can't be written. No partial checkpoint is left.
+        ValueError: if `folder` can't be read. No partial checkpoint is left.
     """
     source, path = open_hf(folder, spec=spec), Path(path)
     pieces: dict[str, tuple[Entry, Chunk]] = {}
@@ -150,20 +142,16 @@ def export_hf(
 
     Args:
         path: the checkpoint, of a training run or of `import_hf`. Every byte of its model is checked.
-        folder: the folder to create.
+        folder: the folder to create, which is returned.
         spec: the names and shapes of your model.
         dtype: the dtype of the tensors in the folder. None: that of the checkpoint.
         tokenizer: a tokenizer.json, or a folder whose tokenizer files to copy. None: those stored in the checkpoint.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own. If there are
             several files, an index is written.
 
-    Returns:
-        The folder.
-
     Raises:
         ValueError: if the checkpoint is damaged, no architecture expresses the model (for example a nonzero router
-            bias), `tokenizer` has no such file, or `folder` exists and is not empty.
-        OSError: if the folder can't be written. No partial folder is left.
+            bias), `tokenizer` has no such file, or `folder` exists and is not empty. No partial folder is left.
     """
     folder = Path(folder)
     manifest, files, config = open_checkpoint(path, spec=spec)
@@ -201,11 +189,7 @@ def export_hf(
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, spec: ModelSpec) -> tuple[Manifest, Files, Any]:
-    """Open a checkpoint of mpcore. Return the manifest, the files, and the configuration of the model in it.
-
-    Raises:
-        ValueError: if `path` is no checkpoint, is incomplete, or its configuration doesn't fit `spec`.
-    """
+    """Open a checkpoint of mpcore. Return the manifest, the files, and the configuration of the model in it."""
     manifest = read_complete(resolve(path))
     try:
         config = spec.config(**manifest.config["model"])
@@ -232,14 +216,10 @@ def _pieces(
 
 def _check_model(manifest: Manifest, files: Files, exported: set[str]) -> None:
     """Check all bytes, and refuse a nonzero router bias that the Hugging Face architecture has no tensor for."""
-    for name, entry in manifest.tensors.items():
-        if not name.startswith("model/"):
-            continue
-        for chunk in entry.chunks:
-            for problem in files.problems([(name, entry, chunk)]):
-                raise ValueError(problem)
-            files[chunk.file].forget(chunk.key)
-        if name.endswith(ROUTER_BIAS) and name.removeprefix("model/") not in exported:
+    for problem in files.damage("model/"):
+        raise ValueError(problem)
+    for name in manifest.tensors:
+        if name.startswith("model/") and name.endswith(ROUTER_BIAS) and name.removeprefix("model/") not in exported:
             bias = files.assemble(name)
             if bias.any():
                 raise ValueError(f"{name} is not zero (up to {bias.abs().max():.3g}): only deepseek_v3 has such a bias")

@@ -25,10 +25,9 @@ _FILES = (
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """The files and fields that are stored with a model's weights.
+    """What is stored with a model's weights: fields of config.json, and files (tokenizer, generation_config.json).
 
-    The fields are those of config.json: `model_type`, the token ids, and the maximum length if the run's sequences are
-    shorter. The files are the tokenizer's and generation_config.json, by name.
+    The fields are `model_type`, the token ids, and the maximum length if the run's sequences are shorter.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -64,24 +63,18 @@ class ExtraFiles:
         if content is None or end_name is None:
             return ExtraFiles(ids)
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_name}
-        return ExtraFiles(
-            ids, {"tokenizer.json": content, "tokenizer_config.json": json.dumps(about, indent=2).encode()}
-        )
+        settings = json.dumps(about, indent=2).encode()
+        return ExtraFiles(ids, {"tokenizer.json": content, "tokenizer_config.json": settings})
 
 
 def carried_by_hf(folder: str | os.PathLike[str], values: Mapping[str, Any]) -> ExtraFiles:
     """Read the tokenizer files of a Hugging Face folder, and the token ids of `values`, its config.json."""
-    return ExtraFiles(
-        {name: value for name, value in values.items() if name in TOKENS | {"model_type"}}, _read_files(Path(folder))
-    )
+    kept = {name: value for name, value in values.items() if name in TOKENS | {"model_type"}}
+    return ExtraFiles(kept, _read_files(Path(folder)))
 
 
 def carried_by_checkpoint(path: str | os.PathLike[str]) -> ExtraFiles:
-    """Read the tokenizer files and token ids that are stored in a checkpoint of mpcore.
-
-    Raises:
-        ValueError: if the checkpoint or a file is missing or damaged.
-    """
+    """Read the tokenizer files and token ids that are stored in a checkpoint of mpcore."""
     found = inspect(path).extra.get(FOLDER, {})
     return ExtraFiles(found.get("config", {}), _read_files(resolve(path) / FOLDER, found.get("files", {})))
 

@@ -51,11 +51,8 @@ def parts_of(
 ) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
     """Return, for each mpcore tensor, its logical shape and the Hugging Face tensors that it consists of.
 
-    The Hugging Face tensors are in the order of the mpcore tensor's rows. A router's bias and statistics have none,
-    except that DeepSeek-V3 has the bias.
-
-    Raises:
-        ValueError: if no architecture expresses the model, or a parameter has no counterpart in the architecture.
+    They are in the order of the mpcore tensor's rows. A router's bias and statistics have none, except that DeepSeek-V3
+    has the bias. If a parameter has no counterpart, it raises ValueError.
     """
     kind = architecture_of(config, spec=spec, first=first)
     architecture, ours = ARCHITECTURES[kind], spec.describe(config)
@@ -153,7 +150,6 @@ def open_hf(folder: str | os.PathLike[str], *, spec: ModelSpec) -> Source:
 
 
 def _check_tensor(source: Source, where: dict[str, str], key: str, part: Part, name: str) -> str:
-    """Return a tensor's dtype. Raise ValueError if it is missing, has another shape, or isn't floating point."""
     if key not in where:
         raise ValueError(f"{source.folder} has no tensor {key!r}, which {name} needs")
     path, header = source.folder / where[key], source.files[where[key]].header[key]

@@ -69,20 +69,19 @@ def from_pretrained(
 
     Raises:
         ValueError: on every rank, if the folder doesn't exist (names on the Hub aren't accepted), transformers lacks
-            the architecture, config.json names code of the folder or of the Hub, the weights are pickles or quantized,
-            a tensor is missing, has another shape or holds NaN or infinity, an option is neither of the two, or
-            `parallelize` raises.
+            the architecture, config.json names code, the weights are pickles or quantized, a tensor is missing, has
+            another shape or holds NaN or infinity, an option is neither of the two, or `parallelize` raises.
 
     Note:
         - If config.json ties two weights and the files hold two different tensors, the weights are not tied, as in
           transformers: the model's config then has `tie_word_embeddings=False`.
-        - Tensors of multi-token prediction, which the classes of transformers don't compute, are not read or trained:
-          `save_pretrained` and `hf_tensors` copy them from this folder, with a warning here.
+        - Tensors of multi-token prediction, which transformers doesn't compute, are not read or trained:
+          `save_pretrained` and `hf_tensors` copy them from this folder.
         - Tensors must have the names that transformers 5 writes. Load and save older files once with transformers.
         - Without `defer`, call `shard_data_parallel` afterwards, or `prepare(initialize=False)`, which keeps the loaded
           weights.
-        - Ranks with the same shard, such as those of dp under ZeRO-0, read it once: each tensor is read by one of them
-          and broadcast. The groups of HSDP each read their own.
+        - Ranks with the same shard, such as those of dp under ZeRO-0, read it once, and one broadcasts it. The groups
+          of HSDP each read their own.
 
     Example:
         >>> import tempfile
@@ -161,9 +160,7 @@ def _open(
 ) -> tuple[Any, dict[str, TensorFile], dict[str, str]]:
     """Return the model with its parameters on the meta device, the open files, and the file name of each tensor."""
     if not path.is_dir():
-        raise ValueError(
-            f"{path} is no folder: download the model first, such as with huggingface_hub.snapshot_download"
-        )
+        raise ValueError(f"{path} is no folder: download the model first, as with huggingface_hub.snapshot_download")
     refuse_other_format(path)
     transformers = transformers_module()
     values, (files, where) = read_json(path / "config.json"), open_files(path)
@@ -192,14 +189,11 @@ def _make(
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} holds quantized weights: only plain ones are read here")
     names = config.architectures or []
-    said = (
-        f"{path}/config.json names the architectures {names}" if kind is None else f"model_class for {path} is {kind!r}"
-    )
+    said = f"{path}/config.json names the architectures {names}"
+    said = said if kind is None else f"model_class for {path} is {kind!r}"
     kind = getattr(transformers, names[0] if names else "", None) if kind is None else kind
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise ValueError(
-            f"{said}, no model class of transformers: give model_class=, such as transformers.LlamaForCausalLM"
-        )
+        raise ValueError(f"{said}, no model class of transformers: give model_class=, as transformers.LlamaForCausalLM")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {dtype!r} for {path}: give torch.bfloat16, or None for the dtype in config.json")
     wanted: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
@@ -213,9 +207,7 @@ def _make(
             model = kind(config)
             for name, other in different.items():
                 if model.get_parameter_or_buffer(name) is model.get_parameter_or_buffer(other):
-                    raise ValueError(
-                        f"{path} has two different tensors for {name} and {other}, which {kind.__name__} ties"
-                    )
+                    raise ValueError(f"{path} has two tensors for {name} and {other}, which {kind.__name__} ties")
     if wanted.itemsize == 2:
         with _parameters_on_meta(torch.float32):  # transformers computes tables in float32, and rounds them once
             exact = dict(kind(config).named_buffers())
@@ -274,7 +266,6 @@ def _unread(dense: Any, keys: Set[str]) -> list[str]:
 
 
 def _file_keys(model: Any, name: str) -> list[str]:
-    """Return the name that a parameter of a model has in its files, as a list of one."""
     (group,) = stored_groups(model, {name: torch.empty(model.get_parameter_or_buffer(name).shape, device="meta")})
     return list(group.files)
 

@@ -56,19 +56,15 @@ def save_pretrained(
     """Write the folder that transformers' `save_pretrained` writes for the unsharded model. All ranks must call it.
 
     The folder has config.json, generation_config.json if the model can generate, and the weights as safetensors with
-    the architecture's names, experts and fused projections included. If there are several files, it has an index. Rank
-    0 writes: it needs memory for its shard and for one full tensor, which may be all experts of a layer. The other
-    ranks send it their shards in pieces of 1 MiB.
+    the architecture's names, experts and fused projections included, with an index if there are several files. Rank 0
+    writes: it needs memory for its shard and for one full tensor, which may be all experts of a layer.
 
     Args:
         model: a model of transformers on any layout: sharded over tp and ep by `parallelize`, over data by
             `shard_data_parallel` or `prepare`, this rank's stage of `pipeline_stages`, or a list of its stages.
-        folder: the folder to create. It must not exist, or be empty.
+        folder: the folder to create, which is returned. It must not exist, or be empty.
         mesh: the mesh that the model is on.
         shard_bytes: the largest size of a file in bytes. A single larger tensor gets a file of its own.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: on every rank and before anything is written, if the model is not one of transformers, the ranks
@@ -128,9 +124,8 @@ def hf_tensors(
         ValueError: as `save_pretrained`, on every rank and before the first tensor.
 
     Note:
-        - Memory: the tensors made from one group of parameters, usually one tensor. If an architecture stores each
-          expert apart, a group is all experts of a layer. The caller's last tensor stays while the next is gathered;
-          `del` it first.
+        - Memory: one full tensor, or all experts of a layer if an architecture stores each apart. The caller's last
+          tensor stays while the next is gathered; `del` it first.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -168,10 +163,8 @@ def _hf_tensors(
         check_finite(((name, x.tensor, name in weights) for name, x in held.items()), otherwise)
         boxes = {name: [(box.start, box.shape) for box in x.boxes if box.owned] for name, x in held.items()}
         tensors = {name: (x.tensor.dtype, x.shape, boxes[name]) for name, x in held.items()}
-        adapters = {
-            name: (layer.scaling, is_transposed(layer), factor_prefix(name, layer))
-            for name, layer in adapters_of(whole).items()
-        }
+        layers = adapters_of(whole).items()
+        adapters = {name: (x.scaling, is_transposed(x), factor_prefix(name, x)) for name, x in layers}
         return _Owned(tensors, adapters, factor_names(whole))
 
     def plan(found: list[_Owned]) -> list[_Sent]:
@@ -233,9 +226,7 @@ def saved_state(dense: Any, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, x in dense.state_dict().items():
         if name not in named or named[name].shape != x.shape:
             found = f"with shape {tuple(named[name].shape)}" if name in named else "not there"
-            raise ValueError(
-                f"{name} is {found}, but has shape {tuple(x.shape)} by the model's config: save an unsharded model"
-            )
+            raise ValueError(f"{name} is {found}, but has shape {tuple(x.shape)} by its config: save it unsharded")
     if more := sorted(named.keys() - dense.state_dict().keys()):
         raise ValueError(f"a model of this config has no {more[:20]}: remove them, as from_pretrained won't load them")
     return {name: torch.empty_like(named[name], device="meta") for name in stored_names(dense)}

@@ -24,6 +24,7 @@ from mpcore.interop.lora.layers import (
     with_adapter,
     with_grouped,
 )
+from mpcore.interop.parallelize.checks import is_conv1d
 from mpcore.interop.parallelize.layers import ExpertsShard
 from mpcore.interop.parallelize.swap import EXPERTS, call_layers
 from mpcore.layers.initialize import deferred_reads
@@ -55,15 +56,13 @@ def add_lora(
 ) -> nn.Module:
     """Freeze a model and add a low-rank adapter to its linear layers: `y = x W^T + alpha / rank x A^T B^T`.
 
-    A is initialized as in PEFT, and B is zero, so the model's outputs don't change at first. The initial values depend
-    only on the seed and the layer's full name. The factors are sharded like the layer's weight, and the merged weight
-    is the same for every layout.
+    A is initialized as in PEFT, from the seed and the layer's full name, and B is zero, so outputs don't change at
+    first. The factors are sharded like the layer's weight, and the merged weight is the same for every layout.
 
     Args:
-        model: the model, changed in place. It may consist of mpcore's layers, of the layers that `parallelize` puts in,
-            or of plain torch layers. With a pipeline it is this rank's stage. Its parameters keep their names. The
-            adapter's parameters are `lora_A.weight` [rank, in_features] and `lora_B.weight` [out_features, rank] inside
-            each layer.
+        model: the model, or this rank's stage of it, changed in place and returned. It may consist of mpcore's layers,
+            those that `parallelize` puts in, or plain torch layers. Its parameters keep their names. The adapter's
+            are `lora_A.weight` [rank, in_features] and `lora_B.weight` [out_features, rank] inside each layer.
         rank: the number of features between A and B.
         alpha: the adapter's output is scaled by alpha / rank.
         targets: names of linear layers, complete or their last parts, as `target_modules` of PEFT: `("q_proj",
@@ -72,15 +71,11 @@ def add_lora(
             grouped weights [experts, M, N], such as `"experts.gate_up_proj"` of Hugging Face models, or of
             `GroupedLinear` layers: each expert then has factors [rank, N] and [M, rank].
         dropout: the probability, in [0, 1), with which an element of the adapter's input is zero in training. The mask
-            comes from torch's random generator: use the same seed on all ranks of tp, and different seeds on ranks with
-            different data.
+            comes from torch's random generator: use one seed on all ranks of tp, and others on ranks with other data.
         seed: the seed of A's initial values.
         rank_pattern, alpha_pattern: other ranks and alphas for the layers whose full name, or last parts of it, match a
             regular expression, as in PEFT. The first match counts.
         use_rslora: scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: before anything changes, if an argument is out of range, a pattern or target matches no linear
@@ -171,13 +166,8 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
 def merge_lora(model: nn.Module) -> nn.Module:
     """Merge each adapter's low-rank update into its layer's weight, and remove the adapters. Ranks don't communicate.
 
-    The outputs stay the same up to rounding. The layers get their old classes back. The parameters stay frozen.
-
-    Args:
-        model: the model, changed in place.
-
-    Returns:
-        The model.
+    The outputs stay the same up to rounding. The layers of the model, changed in place and returned, get their old
+    classes back. The parameters stay frozen.
 
     Raises:
         ValueError: before anything changes, if there are no adapters, or if parameters are sharded over the data ranks.
@@ -270,9 +260,7 @@ def weight_name(name: str, layer: LoRALayer) -> str:
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of each linear layer: mpcore's, torch's, and Conv1D of transformers."""
     for name, module in named_modules(model):
-        weight = module._parameters.get("weight")
-        conv1d = weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
-        if isinstance(module, ParallelLinear | nn.Linear) or conv1d:
+        if isinstance(module, ParallelLinear | nn.Linear) or is_conv1d(module):
             yield name, module
 
 
@@ -367,9 +355,8 @@ def _add_factors(name: str, layer: nn.Module, rank: int, seed: int, deferred: bo
     weight = layer.get_parameter("weight")
     lies, flipped = sharding_of(layer, "weight", weight), is_transposed(layer)
     n_in, n_out = sizes_of(layer)
-    of_in, of_out = (
-        next((shard for shard in lies.shards if shard.dim == dim), None) for dim in ((0, 1) if flipped else (1, 0))
-    )
+    by_dim = {shard.dim: shard for shard in lies.shards}
+    of_in, of_out = (by_dim.get(dim) for dim in ((0, 1) if flipped else (1, 0)))
     over_a = over_b = ()
     if isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel:
         over_a = (layer.tp,)  # A's input is this rank's part of the sequence

@@ -53,18 +53,12 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     """Write a model's adapters in PEFT's format. All ranks of the mesh must call it.
 
     Other modules with trained weights, such as the embedding or the head, are written too, as PEFT's `modules_to_save`.
-
-    `peft.PeftModel.from_pretrained(dense_model, folder)` can open the folder, and `load_lora` can on any layout. The
-    files don't depend on the layout.
+    `peft.PeftModel.from_pretrained(dense_model, folder)` can open the folder, and `load_lora` can on any layout.
 
     Args:
         model: the model, or this rank's stage of it, sharded over data or not.
-        folder: the folder. It is created if it doesn't exist; an adapter in it is replaced. Rank 0 of the job writes
-            the final files.
+        folder: the folder, which is returned. It is created if it doesn't exist; an adapter in it is replaced.
         mesh: the mesh that the model is on.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: on every rank, if the model has no adapters, a grouped weight has one, a layer with an adapter
@@ -109,9 +103,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
                 write_tensors(written, {key: file.whole(key) for file in files for key in file.header})
                 for part in parts:
                     part.unlink()
-            text = json.dumps(config, indent=2)
             part = folder / f".{CONFIG}.{secrets.token_hex(4)}.tmp"
-            store_of(part).write(part, f"{text}\n".encode())
+            store_of(part).write(part, f"{json.dumps(config, indent=2)}\n".encode())
             (folder / CONFIG).unlink(missing_ok=True)  # nothing loads new tensors with an old config
             os.replace(written, folder / TENSORS)
             os.replace(part, folder / CONFIG)
@@ -129,12 +122,9 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     modules of PEFT's `modules_to_save` get their values, and are trained, too.
 
     Args:
-        model: the model, or this rank's stage of it, changed in place.
+        model: the model, or this rank's stage of it, changed in place and returned.
         folder: a folder that `save_lora` or PEFT's `save_pretrained` wrote.
         mesh: the mesh that the model is on.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: on every rank and before anything changes, if the files are missing or damaged, need an unsupported
@@ -216,10 +206,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
 
 def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held], tuple[list[str], list[str]]]:
-    """Return the layers that have an adapter, and all tensors, which must have memory.
-
-    And the names of the weights that are trained beside adapters, and of the modules that have an adapter.
-    """
+    """Return the layers that have an adapter, all tensors, and the names for `_modules_to_save`."""
     layers, held = lora_layers(model), _held(model)
     _refuse_grouped(layers)
     for name, (x, _) in held.items():
@@ -230,11 +217,7 @@ def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held], t
 
 
 def _modules_to_save(stages: list[tuple[list[str], list[str]]]) -> list[str]:
-    """Return PEFT's `modules_to_save` for the weights that the ranks train beside adapters.
-
-    Raises:
-        ValueError: if PEFT can't save a module: a layer of any stage that has an adapter is or lies in it.
-    """
+    """Return PEFT's `modules_to_save`, of each stage's weights trained beside adapters, and adapted modules."""
     modules = {name: name.rpartition(".")[0] for trained, _ in stages for name in trained}
     adapted = {f"{at}." for _, each in stages for at in each}
     if bad := sorted(n for n, m in modules.items() if not m or any(_in_modules(at, [m]) for at in adapted)):
@@ -323,10 +306,7 @@ def _size(name: str, config: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _keys(file: TensorFile, modules: Sequence[str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return the keys of each layer's factors, by the layer's name and then by `lora_A` or `lora_B`.
-
-    And the keys of the tensors of `modules_to_save`, by their names in the model.
-    """
+    """Return the keys of factors by layer and `lora_A` or `lora_B`, and those of `modules_to_save` by their names."""
     found: dict[str, dict[str, str]] = {}
     extra: dict[str, str] = {}
     for key in file.header:

@@ -78,11 +78,7 @@ class LoRALayer(nn.Module):
     dropout: float
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute.
-
-        Raises:
-            ValueError: if it is a product that leaves the adapter out.
-        """
+        """Refuse a product that leaves the adapter out."""
         inner = value
         while name == "product" and not isinstance(inner, LoRAProduct):
             if not isinstance(inner, WrappedProduct):
@@ -94,12 +90,9 @@ class LoRALayer(nn.Module):
         super().__setattr__(name, value)
 
     def low_rank_output(self, x: Tensor, tp: Axis = _ALONE, dim: int | None = None, split: bool = False) -> Tensor:
-        """Return the adapter's output: [.., in_features] -> [.., out_features].
-
-        If A is sharded, it is partial: this rank's term of the sum over tp.
+        """Return the adapter's output: [.., in_features] -> [.., out_features]. If A is sharded, it is partial over tp.
 
         Args:
-            x: the layer's input.
             tp, dim: the axis over which B is sharded, and the dimension of x that sequence parallelism shards over it.
             split: as `Product.split_backward`.
         """
@@ -143,7 +136,6 @@ class LoRAGrouped(nn.Module):
     kind: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module's own forward."""
         adapters = [child for child in self.children() if isinstance(child, GroupedAdapter)]
         weights = {adapter.leaf: adapter.merged_weight(getattr(self, adapter.leaf)) for adapter in adapters}
         with in_place_of_parameters(self, weights):

@@ -43,6 +43,12 @@ def head_dim_of(parent: nn.Module) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, by its attributes."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of input and output features of a linear layer or Conv1D."""
     rows, columns = module.get_parameter("weight").shape
@@ -92,7 +98,6 @@ def _sharded(styles: list[Target]) -> Iterator[tuple[str, nn.Module, Colwise]]:
 
 
 def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = False) -> None:
-    """Check a plan against the model's sizes and attributes."""
     check_local_sizes(styles, tp)
     if tp.size > 1:
         check_shared_parameters(model, styles, tp)
@@ -102,7 +107,6 @@ def check_plan(model: nn.Module, styles: list[Target], tp: Axis, own: bool = Fal
 
 
 def check_not_sharded_over_data(model: nn.Module) -> None:
-    """Raise ValueError if `fully_shard` sharded a parameter first: it would keep the sizes of the unsharded layer."""
     if ranks := ranks_of_units(units(model)):
         raise ValueError(
             f"fully_shard has sharded parameters over {len(ranks)} ranks already: call parallelize first, and then "
@@ -183,9 +187,7 @@ def check_local_sizes(styles: list[Target], tp: Axis) -> None:
             size = getattr(target, attribute, None)
             if not isinstance(size, int):
                 what = f"is {size!r}" if attribute in dir(target) else "doesn't exist"
-                raise ValueError(
-                    f"{name}.{attribute} {what}, so it is no size to divide by the {tp.name} size {tp.size}"
-                )
+                raise ValueError(f"{name}.{attribute} {what}, so it is no size to divide by {tp.name} {tp.size}")
             if size % tp.size:
                 raise ValueError(f"{name}.{attribute} {size} is not a multiple of the {tp.name} size {tp.size}")
 
@@ -194,14 +196,12 @@ _LEAVE_OUT = "give parallelize skip=(name,) to leave it whole, or plan=suggest_p
 
 
 def check_plain(name: str, module: nn.Module, style: Style) -> None:
-    """Raise ValueError for a module that can't be replaced without losing something, or that a style can't shard."""
     kind = type(module).__name__
     if isinstance(module, ParallelModule | VocabShard):
         raise ValueError(f"{name} is a {kind} already: parallelize a model once, by one plan")
     base = next((base for base in (nn.Linear, nn.Embedding) if isinstance(module, base)), None)
     weight = module._parameters.get("weight")
-    conv1d = weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
-    if base is None and not conv1d:
+    if base is None and not is_conv1d(module):
         raise ValueError(f"{name} is a {kind}, which {style} can't cut: it is for nn.Linear, nn.Embedding and Conv1D")
     if weight is None or is_dtensor(weight):
         raise ValueError(

@@ -58,11 +58,8 @@ class ContextMask:
 
 
 def check_decoder(model: nn.Module, what: str) -> None:
-    """Raise ValueError if a model has an encoder and a decoder."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} is an encoder with a decoder, and {what} serves a decoder alone: use tp and ZeRO"
-        )
+        raise ValueError(f"{type(model).__name__} has an encoder, and {what} serves a decoder alone: use tp and ZeRO")
 
 
 def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True, tp: Axis | None = None) -> None:
@@ -83,7 +80,8 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
             f"{what} serves models of transformers that take input_ids and attention_mask, and this is a "
             f"{type(model).__name__}: build it from mpcore's layers, such as mpcore.ParallelAttention(.., cp=mesh.cp)"
         )
-    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ())
     served = LAYER_TYPES if cp.size > 1 else LAYER_TYPES | RECURRENT
     other = next((at for at, each in enumerate(kinds) if each not in served), None)
     recurrent = next((each for each in kinds if each in RECURRENT), None)
@@ -92,7 +90,6 @@ def serve_context(model: nn.Module, cp: Axis, kind: str, documents: bool = True,
             f"layer {other} of {type(model).__name__} is of the type {kinds[other]!r}, which {what} can't serve: "
             f"{way_out}"
         )
-    text = config.get_text_config()
     bare = 0 in (getattr(text, "no_rope_layers", None) or ())  # as in Llama 4
     if cp.size > 1 and bare and getattr(text, "attn_temperature_tuning", False):
         raise ValueError(
@@ -240,9 +237,7 @@ def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axi
             )
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in TENSORS and (name != "labels" or cp.size > 1):
-            raise ValueError(
-                f"{kind} with {what} takes the tensors {', '.join(TENSORS)}, and {name} is none of them: {WAY_OUT}"
-            )
+            raise ValueError(f"{kind} with {what} takes the tensors {', '.join(TENSORS)}, and not {name}: {WAY_OUT}")
     for name, dims in {"attention_mask": 2, "position_ids": 2, "input_ids": 2}.items():
         value = given.get(name)
         if value is not None and (not isinstance(value, Tensor) or value.dim() != dims):
@@ -252,11 +247,7 @@ def _refuse_arguments(model: nn.Module, given: dict[str, Any], cp: Axis, tp: Axi
 
 
 def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, cp: Axis, kind: str) -> list[int]:
-    """Return the number of tokens of each rank of cp.
-
-    Raises:
-        ValueError: on every rank, if the ranks' arguments are no shards of one sequence.
-    """
+    """Return the number of tokens of each rank of cp. Raise on every rank if they are no shards of one sequence."""
     rows, mine = tokens.shape[:2]
     wrong = next((x for x in (position_ids, mask) if x is not None and x.shape[1] != mine), None)
     if cp.size == 1 or torch.compiler.is_compiling() or tokens.is_meta or is_fake(tokens):
@@ -269,9 +260,7 @@ def _lengths(tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None, c
     every = collectives.all_gather(torch.cat([torch.tensor(told, device=ids.device), seen])[None], cp, 0).tolist()
     lengths = [each[0] for each in every]
     if any(each[4] for each in every):
-        raise ValueError(
-            f"position_ids and attention_mask must have the shape [B, T/cp] of the {mine} tokens of a rank"
-        )
+        raise ValueError(f"position_ids and attention_mask must have the shape [B, T/cp] of a rank's {mine} tokens")
     if lengths != collectives.shard_sizes(sum(lengths), cp.size):
         raise ValueError(
             f"the ranks of cp hold {', '.join(map(str, lengths))} tokens, which shard_sequence cuts from no "
@@ -352,8 +341,7 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention over the full sequence. An attention function of transformers.
 
-    It takes [B, H, T/cp, K], [B, Hkv, T/cp, K] and [B, Hkv, T/cp, V]; `s_aux` are sinks [H]. It returns
-    [B, T/cp, H, V], and None in place of the weights.
+    [B, H, T/cp, K], [B, Hkv, T/cp, K], [B, Hkv, T/cp, V], sinks `s_aux` [H] -> [B, T/cp, H, V], and no weights.
     """
     kind, cp = type(module).__name__, getattr(module, "cp", None)
     if cp is None:
@@ -363,13 +351,9 @@ def attend(
     if attention_mask.wrong:
         raise ValueError(f"the mask of {kind} is {attention_mask.wrong}, which cp {cp.size} can't follow")
     if query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"{kind} attends from {query.shape[2]} tokens to {key.shape[2]}, which cp {cp.size} can't follow"
-        )
+        raise ValueError(f"{kind} attends from {query.shape[2]} tokens to {key.shape[2]}: cp {cp.size} can't follow")
     if dropout:
-        raise ValueError(
-            f"{kind} has attention dropout {dropout}, and cp {cp.size} has none: set attention_dropout to 0"
-        )
+        raise ValueError(f"{kind} has attention dropout {dropout}, and cp {cp.size} has none: set attention_dropout=0")
     extra = [name for name, x in others.items() if x is not None and x is not False and name not in UNUSED]
     if extra:
         raise ValueError(f"{kind} gives its attention {', '.join(extra)}, which cp {cp.size} can't follow")

@@ -76,9 +76,8 @@ class ExpertsShard(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.ep.size > 1:
             return self._dispatched(args, kwargs)
-        args, kwargs = map_tensors(
-            lambda x: collectives.copy(x, self.tp) if x.is_floating_point() else x, (args, kwargs)
-        )
+        given = args, kwargs
+        args, kwargs = map_tensors(lambda x: collectives.copy(x, self.tp) if x.is_floating_point() else x, given)
         return collectives.reduce(self._own(*args, **kwargs), self.tp)
 
     def _own(self, *args: Any, **kwargs: Any) -> Tensor:

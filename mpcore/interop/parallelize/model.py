@@ -64,13 +64,12 @@ def parallelize(
 ) -> nn.Module:
     """Make an existing model tensor and expert parallel: replace its layers by sharded ones, in place.
 
-    On entry every rank must hold the full model with the same weights. Each rank keeps its shard. Create the optimizer
-    afterwards: sharding replaces parameters. After each backward call `mpcore.gradients.reduce_gradients`. A model
-    with dropout needs the same random seed on all ranks of tp. tp must divide the sharded sizes.
+    Every rank holds the full model with the same weights, and keeps its shard. Create the optimizer afterwards, because
+    parameters are replaced. After each backward call `mpcore.gradients.reduce_gradients`. With dropout, all ranks of tp
+    need the same random seed. tp must divide the sharded sizes.
 
-    Before any weight is sharded, the plan is tested: rank 0 of tp runs a small copy of the model (on its CPU, in
-    float64, with random weights and fewer layers) once unsharded and once sharded. Outputs and gradients must agree to
-    rounding.
+    First the plan is tested: rank 0 of tp runs a small copy of the model (on its CPU, in float64, with random weights
+    and fewer layers) once unsharded and once sharded. Outputs and gradients must agree to rounding.
 
     Args:
         module: the model. `nn.Linear`, `nn.Embedding` and transformers' `Conv1D` can be sharded.
@@ -84,15 +83,14 @@ def parallelize(
             then names nothing but experts.
         etp: the axis over which each expert is sharded, `mesh.etp`. None, or with ep 1 an axis above 1: tp.
         data: the axis whose ranks have different tokens, `mesh.data`, for a model that returns a balance loss
-            (`output_router_logits=True` in its config, on all ranks of data): `aux_loss` is then this rank's share, and
-            the sum of the shares over data is the balance loss of all tokens. All ranks of data must call
-            `parallelize`, and run the same number of forwards, except within `generate`. None: with ep, a model that
-            returns a balance loss raises.
+            (`output_router_logits=True` in its config, on all ranks of data): `aux_loss` is then this rank's share of
+            the balance loss of all tokens, a sum over data. All ranks of data must call `parallelize`, and run the same
+            number of forwards, except within `generate`. None: with ep, a model that returns a balance loss raises.
         cp: the context-parallel axis, `mesh.cp`, for a model of transformers: its attention then exchanges keys over cp
             (docs/parallelize.md). Call `parallelize` on each of its ranks.
         context: the kind of context parallelism: "zigzag", "ring", "alltoall", "allgather" or "two-level". Shard each
             batch with `shard_sequence(batch, mesh.cp, context)`.
-        check: whether to test the plan as described above. False: the plan is not tested.
+        check: whether to test the plan.
         example: arguments of a forward for the test: a tensor, a tuple of arguments, or a dict of arguments by name.
             None: guess them from the model's forward; if that fails, the first forward tests the plan with its
             arguments.
@@ -119,9 +117,8 @@ def parallelize(
         - If a parameter of your own meets sharded heads or features, call `mpcore.add_partial` for it before this call.
         - If the last layer is "colwise", the model returns this rank's shard of the logits: compute the loss with
           `mpcore.vocab_parallel_cross_entropy`. With "colwise_gather_output" it returns all logits.
-        - Don't wrap the model in `DistributedDataParallel` over ranks of tp, as `Trainer` and `accelerate` do: it would
-          copy rank 0's shards to all of them, and the forward raises. Without ep, wrapping over ranks of dp is right.
-          The first forward raises for `fully_shard` over ranks of tp, too.
+        - Don't wrap the model in `DistributedDataParallel` or `fully_shard` over ranks of tp, as `Trainer` and
+          `accelerate` do: the forward raises. Without ep, wrapping over ranks of dp is right.
         - Call transformers' `generate` on every rank of tp and ep. It raises if ranks could choose different tokens.
 
     Example:
@@ -190,7 +187,6 @@ def parallelize(
 
 
 def _agree(value: dict[str, Any], axes: list[Axis]) -> None:
-    """Raise ValueError on every rank of these axes if a value differs between two of them."""
     problem = None
     for axis in axes:
         try:
@@ -235,7 +231,6 @@ def _without(model: nn.Module, styles: list[Target], skip: tuple[str, ...]) -> l
 
 
 def _check_share(model: nn.Module, swaps: dict[int, Swap], styles: list[Target], tp: Axis, strict: bool) -> None:
-    """Warn if a plan leaves most of the model replicated; with `strict` raise ValueError."""
     nbytes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
     cut = sharded_parameters(swaps, styles, tp)
     whole, total = sum(size for key, size in nbytes.items() if key not in cut), sum(nbytes.values())
@@ -321,9 +316,8 @@ def _try_plan(model: nn.Module, styles: list[Target], tp: Axis, ep: Axis, exampl
         _cannot_try(str(error), strict)
         return None
     unknown = trial.run(None if example is None else as_arguments(example))
-    if unknown is None:
-        return None
-    if strict or example is not None:
+    if unknown is not None and not strict and example is None:
+        return trial
+    if unknown is not None:
         _cannot_try(unknown, strict)
-        return None
-    return trial
+    return None

@@ -24,15 +24,13 @@ class Colwise:
         blocks: the number of equal blocks of output features (3 for a fused [Q|K|V]), or a tuple of their lengths. Each
             block is sharded separately. An embedding has one block.
         gather_output: whether to all-gather the output, so that every rank returns all features.
-        unit: the number of consecutive output features that stay on one rank, such as the size of a head. None: for a
-            linear layer, the parent module's `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`).
-            None means 1 for an embedding, with `gather_output`, if the parent has no such attribute, or if a block is
-            no multiple of the attribute. A linear layer with `gather_output` ignores `unit`.
+        unit: the number of consecutive output features that stay on one rank, such as the size of a head. None: the
+            parent module's `head_dim` (or `head_size`, `attention_head_size`, `key_value_proj_dim`); 1 for an embedding
+            and if it has none that divides the blocks. A linear layer with `gather_output` ignores `unit`.
 
     Raises:
-        ValueError: from `parallelize`, if the lengths in `blocks` don't sum to out_features, the number of blocks
-            doesn't divide out_features, `unit` doesn't divide a block, tp doesn't divide the number of units in a
-            block, or an embedding has several blocks.
+        ValueError: from `parallelize`, if `blocks` don't fit out_features, `unit` doesn't divide a block, tp doesn't
+            divide the number of units in a block, or an embedding has several blocks.
 
     Example:
         >>> from mpcore.interop.parallelize import Colwise
@@ -225,9 +223,7 @@ def model_plan(model: nn.Module, tp: int = 2, ep: int = 1) -> dict[str, str | St
     if not plan:
         axis, sizes = ("ep", f", tp={tp}, ep={ep}") if ep > 1 else ("tp", "")
         other = ", or build the mesh with ep 1" if ep > 1 else ""
-        raise ValueError(
-            f"{type(model).__name__} carries no {axis} plan: give one, such as suggest_plan(model{sizes}).plan{other}"
-        )
+        raise ValueError(f"{type(model).__name__} carries no {axis} plan: give suggest_plan(model{sizes}).plan{other}")
     return plan
 
 
@@ -266,9 +262,7 @@ def resolve(model: nn.Module, plan: Plan | str | None, tp: int = 2, ep: int = 1)
             if name in modules:
                 first, (_, _, old) = chosen.setdefault(id(modules[name]), (pattern, (name, modules[name], style)))
                 if old != style and first.count("*") == pattern.count("*"):
-                    raise ValueError(
-                        f"plan patterns {first!r} and {pattern!r} both match {name}, with different styles"
-                    )
+                    raise ValueError(f"plan patterns {first!r} and {pattern!r} both match {name}, in different styles")
             elif style != Replicate():
                 raise ValueError(
                     f"{name} is a parameter, and {rules[pattern]!r} is for modules: name its module, or leave that "

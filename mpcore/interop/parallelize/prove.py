@@ -95,10 +95,9 @@ def shapes_of(model: nn.Module) -> nn.Module:
 
 
 class PlanTester:
-    """Tests plans on a twin of a model. The twin, and its unsharded results, are made when the first plan is tested.
+    """Tests plans on a twin of a model, which is made of `shapes_of(model)` when the first plan is tested.
 
     Args:
-        shapes: the result of `shapes_of`.
         example: arguments of a forward. None: guess them.
         tolerance: the largest difference that is accepted, relative to the largest value.
     """
@@ -162,7 +161,6 @@ def _mesh_sizes(styles: dict[str, Style], tp: int) -> dict[str, int]:
 
 
 def summed(gradients: list[dict[str, Tensor | None]]) -> dict[str, Tensor | None]:
-    """Return the sums of the parameters' gradients over ranks."""
     found: dict[str, Tensor | None] = {}
     for name in gradients[0]:
         parts = [x for each in gradients if (x := each[name]) is not None]
@@ -204,8 +202,7 @@ def plain_run(twin: ModelCopy, arguments: Arguments) -> Run:
 
 
 def _twin(shapes: nn.Module, few_layers: bool) -> ModelCopy:
-    size = size_of(shapes)
-    if not few_layers and size > MOST:
+    if not few_layers and (size := size_of(shapes)) > MOST:
         raise CannotCheckError(f"it has {size} parameters, and a copy may have {MOST}")
     return twin_of(shapes, few_layers)
 
@@ -233,13 +230,13 @@ def run(model: nn.Module, arguments: Arguments, *over: Mesh, sharded: bool = Tru
             module.register_forward_hook(lambda *of, name=name: _record(found, stack, name, of[2])),
         ]
     args, kwargs = plain_arguments(arguments)
-    inputs = [x.requires_grad_() for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    inputs = [x.requires_grad_() for x in _floats((args, kwargs))]
     args, kwargs = map_tensors(lambda x: x.clone(), (args, kwargs))
     state = torch.get_rng_state()
     try:
         out = model(*args, **kwargs)
         stack[:] = ["the backward"]
-        found.outputs = [x for x in _tensors(out) if x.is_floating_point()]
+        found.outputs = _floats(out)
         loss = sum(((x + x.square() / 2).sum() for x in found.outputs if x.requires_grad), torch.zeros(()))
         loss.backward()
         held = list(declarations(model))
@@ -262,13 +259,13 @@ def run(model: nn.Module, arguments: Arguments, *over: Mesh, sharded: bool = Tru
     return found
 
 
-def _tensors(out: Any) -> list[Tensor]:
-    return [x for x in leaves(out) if isinstance(x, Tensor)]
+def _floats(tree: Any) -> list[Tensor]:
+    return [x for x in leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _record(found: Run, stack: list[str], name: str, out: Any) -> None:
     stack.pop()
-    found.calls.append((name, [x.detach().clone() for x in _tensors(out) if x.is_floating_point()]))
+    found.calls.append((name, [x.detach().clone() for x in _floats(out)]))
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -325,10 +322,7 @@ def compare(
 
 
 def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> Mismatch | None:
-    """Return how a tensor differs from the unsharded one, or None if it doesn't.
-
-    Each rank may have the full tensor or a shard of it, in any order.
-    """
+    """Return how a tensor differs from the unsharded one. Each rank has it, or a shard of it in any order."""
     if all(x.shape == want.shape for x in got):
         error = max(_error(x, want) for x in got)
         return Mismatch(name, "value", error) if error > tolerance else None
@@ -344,7 +338,6 @@ def _departure(name: str, want: Tensor, got: list[Tensor], tolerance: float) -> 
 
 
 def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
-    """Return the largest difference, relative to the largest expected value."""
     if want.numel() == 0:
         return 0.0
     both = (got.double() - want.double()).abs()

@@ -42,8 +42,7 @@ LOCAL = 13  # tokens of a rank in the test: seldom another size of a model
 def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, required: bool) -> bool:
     """Test on the CPU of the axis's rank 0 whether cp serves a model. Return whether documents stay apart.
 
-    Raises:
-        ValueError: on every rank of the axis, if `required` and cp can't serve the model.
+    If cp can't serve the model, and must (`required`), every rank of the axis raises ValueError.
     """
     wrong, documents = None, True
     try:
@@ -65,10 +64,7 @@ def check_context(model: nn.Module, axis: Axis, kind: str, example: Any, require
 
 
 def prove_context(prover: PlanTester, kind: str, size: int = 2, documents: bool = False) -> str | None:
-    """Compare a small random copy of a model with the same copy whose sequence is sharded over cp.
-
-    Return what is wrong, as text that names the first module that differs, or None.
-    """
+    """Compare a small copy of a model with the same copy on cp. Return what is wrong, and in which module, or None."""
     kind = "zigzag" if kind == "two-level" else kind  # they have the same order
     length = size * LOCAL + 1
     twin, given = tokens_of_example(prover, length)
@@ -117,7 +113,6 @@ def prove_sequence(prover: PlanTester, styles: dict[str, Style], size: int, cut:
 
 
 def _without_cache(twin: ModelCopy) -> Any:
-    """Return a copy of the model whose packed documents don't see each other."""
     part: Any = copy.deepcopy(twin.model)
     if (config := getattr(part, "config", None)) is not None:
         config.use_cache = False
@@ -212,10 +207,8 @@ def join_calls(runs: list[Run], length: int, axis: Axis, kind: str) -> list[tupl
     """Return `Run.calls` of the full sequence; empty if the ranks called other modules."""
     if any([name for name, _ in each.calls] != [name for name, _ in runs[0].calls] for each in runs):
         return []
-    return [
-        (
-            same[0][0],
-            [join_tokens(list(parts), length, axis, kind) for parts in zip(*(x for _, x in same), strict=False)],
-        )
-        for same in zip(*(each.calls for each in runs), strict=True)
-    ]
+    joined = []
+    for same in zip(*(each.calls for each in runs), strict=True):
+        outputs = zip(*(x for _, x in same), strict=False)
+        joined.append((same[0][0], [join_tokens(list(parts), length, axis, kind) for parts in outputs]))
+    return joined

@@ -51,10 +51,8 @@ class Suggestion:
     def __str__(self) -> str:
         lines = [f"{pattern!r}: {style!r}," for pattern, style in self.plan.items()]
         lines += [f"# {pattern} stays whole: {why}" for pattern, why in self.left.items()]
-        lines += [
-            f"# each rank computes the full input of {name} (all heads, if this is attention): {why}"
-            for name, why in self.replicated.items()
-        ]
+        full = "# each rank computes the full input of {} (all heads, if this is attention): {}"
+        lines += [full.format(*each) for each in self.replicated.items()]
         sure = "proven equal to the unsharded model" if self.proven else "not proven"
         full = f"; attention, or what else feeds {', '.join(self.replicated)}, is computed in full on each rank"
         return "\n".join([*lines, f"# shards {self.share:.0%} of the bytes, {sure}{full if self.replicated else ''}"])
@@ -86,8 +84,7 @@ def suggest_plan(
         sequence_parallel: also try to shard the tokens between sharded layers: `{"": "sequence_parallel"}`.
 
     Returns:
-        A `Suggestion`: the plan, the fraction of the bytes that it shards, whether it was proven, why each other part
-        stays unsharded, and why attention is computed in full on each rank. `print` it to see all of these.
+        A `Suggestion`: the plan, what it shards, and why it leaves other parts. `print` it to see all.
 
     Raises:
         ValueError: if the model can't be copied, or its forward accepts none of the arguments tried.
@@ -104,9 +101,7 @@ def suggest_plan(
         prover = PlanTester(shapes_of(model), None if example is None else as_arguments(example))
         flow = _flow(prover.whole[0], prover)
     except CannotCheckError as error:
-        raise ValueError(
-            f"no plan can be tried on this model: {error}. Give arguments of a forward: example=.."
-        ) from None
+        raise ValueError(f"no plan can be tried on this model: {error}. Give a forward's arguments: example=") from None
     twin, plan, left, replicated = prover.whole[0], {}, {}, {}
     for region in _regions(flow) if tp > 1 or ep == 1 else ():
         rows = dict.fromkeys(flow.patterns[name] for name in region.rows)
@@ -155,7 +150,6 @@ def share_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) ->
 
 
 def targets_of(model: nn.Module, plan: Plan | str | None, tp: int, ep: int = 1) -> list[Target]:
-    """Return the targets of a plan on axes of these sizes, without groups."""
     return on_axes(resolve(model, plan, tp, ep), Axis(ep, role="ep"))
 
 
@@ -186,7 +180,6 @@ class _Sources(TorchDispatchMode):
         self.alive: list[Tensor] = []
 
     def of(self, tree: Any) -> frozenset[str]:
-        """Return the sources of all tensors in nested containers."""
         return frozenset().union(*(self.found.get(id(x), ()) for x in leaves(tree)))
 
     def set(self, tree: Any, sources: frozenset[str]) -> None:
@@ -218,7 +211,6 @@ class _Flow:
     labelled: dict[str, list[str]] = field(default_factory=dict)
 
     def spelled(self, said: dict[str, T]) -> dict[str, T]:
-        """Replace labels by the names of their modules."""
         return {name: what for pattern, what in said.items() for name in self.labelled.get(pattern, [pattern])}
 
 
@@ -232,9 +224,8 @@ def is_linear(module: nn.Module) -> bool:
 def _flow(twin: ModelCopy, prover: PlanTester) -> _Flow:
     found, sources, handles = _Flow(), _Sources(), []
     args, kwargs = plain_arguments(prover.whole[1])
-    sources.set(
-        [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()], frozenset([_WHOLE])
-    )
+    given = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    sources.set(given, frozenset([_WHOLE]))
     sizes = {name: linear_sizes(m)[1] for name, m in twin.model.named_modules() if is_linear(m)}
     widths_in = {linear_sizes(m)[0] for m in twin.model.modules() if is_linear(m)}
 

@@ -41,13 +41,10 @@ class Summary:
 
 
 def parallelize_summary(model: nn.Module) -> Summary:
-    """List how each parameter of a parallelized model is sharded, and how many bytes this rank holds.
+    """List how each parameter of a parallelized model is sharded, and its bytes here. `print` the result for a table.
 
     Args:
         model: the model that `parallelize` returned.
-
-    Returns:
-        The summary. `print` it to see a table.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -92,7 +92,7 @@ def _check_tie(ends: list[Place], swaps: dict[int, Swap]) -> None:
     for (name, _, leaf), shards in zip(ends, cuts, strict=True):
         if shards != cuts[0]:
             raise ValueError(
-                f"{ends[0][0]}.{ends[0][2]} and {name}.{leaf} are one tied weight, but the plan cuts them differently"
+                f"{ends[0][0]}.{ends[0][2]} and {name}.{leaf} are one tied weight, which the plan cuts in two ways"
             )
 
 
@@ -104,9 +104,8 @@ def _parallel_embedding(module: nn.Embedding, style: Style, tp: Axis) -> nn.Modu
         return VocabParallelEmbedding(*module.weight.shape, **like)
     if style.blocks != 1 or type(module).forward is not nn.Embedding.forward:
         raise ValueError("an embedding of several blocks, or with a forward of its own, is cut by 'vocab' alone")
-    return ColumnParallelEmbedding(
-        *module.weight.shape, gather_output=style.gather_output, unit=style.unit or 1, **like
-    )
+    like |= {"gather_output": style.gather_output, "unit": style.unit or 1}
+    return ColumnParallelEmbedding(*module.weight.shape, **like)
 
 
 def _parallel_linear(name: str, parent: nn.Module, module: nn.Module, style: Style, tp: Axis) -> nn.Module:
@@ -201,7 +200,7 @@ def _hidden_of(module: nn.Module) -> dict[str, Hidden]:
     gated = "gate_up_proj" in module._parameters
     if transposed is None or together is None:
         raise ValueError(
-            "its hidden dimension is unknown: write Experts({'w_in': Hidden(-2, blocks=2), 'w_out': Hidden(-1)})"
+            "its hidden dimension is unknown: give Experts({'w_in': Hidden(-2, blocks=2), 'w_out': Hidden(-1)})"
         )
     packed = {"blocks": 2} if gated and together else {"unit": 2} if gated else {}
     up = "gate_up_proj" if gated else "up_proj"
