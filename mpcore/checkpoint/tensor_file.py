@@ -126,7 +126,9 @@ class TensorFile:
             raise ValueError(f"{path} has {size} bytes{written}")
         (length,) = struct.unpack("<Q", self.file.read(0, 8))
         if length > min(HEADER_LIMIT, size - 8):
-            raise ValueError(f"{path} is damaged: a header of {length} bytes in {size}, at most {HEADER_LIMIT}")
+            raise ValueError(
+                f"{path} is damaged: a header of {length} bytes, in a file of {size} and at most {HEADER_LIMIT}"
+            )
         text = bytes(self.file.read(8, 8 + length))
         found = zlib.crc32(text, zlib.crc32(struct.pack("<Q", length)))
         if record is not None and found != record.header_crc32:

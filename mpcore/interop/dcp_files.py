@@ -109,10 +109,10 @@ def _import(folder: Path, path: Path, config: dict[str, Any] | None) -> list[str
                     shape = tuple(likes[name].shape)
                     chunks = () if 0 in shape else (Chunk(file, name, (0,) * len(shape), shape, checksum),)
                     tensors[name] = Entry(shape, dtype_name(likes[name].dtype), chunks)
-        names = list(about.pop("beside", {}))
-        for name in names:
+        small = list(about.pop("beside", {}))
+        for name in small:
             check_inside(name)
-        beside = write_beside(new, {name: (folder / name).read_bytes() for name in names})
+        beside = write_beside(new, {name: (folder / name).read_bytes() for name in small})
         known = convert(Manifest, {"step": 0, **about, "files": {}, "tensors": {}, "beside": {}}, str(folder / ABOUT))
         known = dataclasses.replace(known, config=known.config if config is None else config)
         write_manifest(new, dataclasses.replace(known, files=files, tensors=tensors, beside=beside))

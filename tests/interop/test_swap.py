@@ -158,7 +158,7 @@ def test_the_other_end_of_a_tie_follows(plan, gathers):
 
 
 def test_a_tie_that_is_cut_in_two_ways_is_refused():
-    with pytest.raises(ValueError, match=r"^embed.weight and head.weight are one tied weight, but the plan cuts them"):
+    with pytest.raises(ValueError, match=r"^embed.weight and head.weight are one tied weight, which the plan cuts"):
         cut(Tied(), {"embed": "colwise", "head": "colwise_rep"})
     with pytest.raises(ValueError, match="are one tied weight"):
         cut(Tied(), {"embed": "vocab", "head": "rowwise"})
