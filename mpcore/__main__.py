@@ -20,18 +20,11 @@ COMMANDS = {
     "convert": ("mpcore.tools.convert", "convert between Hugging Face and checkpoints"),
     "from-config": ("mpcore.tools.from_config", "write a run.toml from the settings of another trainer"),
     "explain": ("mpcore.tools.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
-    "compare": (
-        "mpcore.tools.analysis.compare",
-        "say whether two runs differ by rounding alone, or name the step and tensor",
-    ),
-    "replay": (
-        "mpcore.tools.simulation.replay",
-        "play a step of a run again, and name the first operator that isn't finite",
-    ),
+    "replay": ("mpcore.tools.simulation.replay", "play a step again, and name the first operator that isn't finite"),
     "coordinate-check": ("mpcore.tools.coordinate_check", "check that activations keep their size over widths"),
     "replay-workers": (
         "mpcore.tools.workers.command",
-        "train a run of workers again in one process, and compare the bits; or draw it",
+        "train a run of workers again and compare the bits, or draw it",
     ),
     "documents": ("mpcore.tools.documents", "list the documents behind a step of a run, or behind its spikes"),
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
@@ -48,14 +41,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: the arguments; None: those of the process.
-
-    Returns:
-        The exit status: 0 for success, 1 if the command found a difference or a fault, 2 if it could not run.
-    """
+    """Run a command. Return 0 for success, 1 if it found a difference or a fault, 2 if it could not run."""
     search_current_folder()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):

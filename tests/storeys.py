@@ -18,10 +18,10 @@ LIMITS = {
     "core": 25_480,
     "interop": 7_880,
     "experimental": 2_160,
-    "tools": 15_380,
-    "examples": 5_320,
+    "tools": 14_440,
+    "examples": 5_060,
     "bench": 4_480,
-    "tests": 59_060,
+    "tests": 58_520,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.gpt.arguments import parse
-from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter, WithoutDocuments
+from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from examples.gpt.pretrain import Trainer
 from examples.gpt.samples import Blend, Corpora, TokenSamples, read_without, split_documents, split_samples
 from mpcore import Mesh
@@ -49,7 +49,7 @@ def test_the_pieces_of_a_sample_are_its_tokens(tmp_path):
     )
     lone = write(tmp_path / "lone", [draws.integers(0, 256, 200)])
     files = {prefix: IndexedDataset(prefix) for prefix in (one, two, lone)}
-    without = WithoutDocuments(files[two], [0, 7, 8, 39])
+    without = IndexedDataset(two, [0, 7, 8, 39])
     parts = [TokenSamples(files[one], 7, seed=1), TokenSamples(without, 7, seed=1, documents=range(5, 30))]
     held_out = split_samples(files[lone], 7, seed=0)[1]
     for samples in (*parts, Blend(parts, [0.5, 0.5], seed=2), held_out):
@@ -74,7 +74,7 @@ def test_documents_that_are_left_out_are_not_there(tmp_path):
     with pytest.raises(ValueError, match="largest token id 3 is outside"):
         data.check_tokens(3, 0, 1)
     with pytest.raises(ValueError, match=r"has no document 3: it has 3, counted from 0"):
-        WithoutDocuments(IndexedDataset(prefix), [3])
+        IndexedDataset(prefix, [3])
 
 
 def finish(flags: list[str], sizes: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -81,8 +81,8 @@ class Texts:
     def __getitem__(self, index: int) -> np.ndarray:
         return self.parts[index]
 
-    def origin(self, index: int) -> tuple[str, int, int]:
-        return self.name, index, 0
+    def origin(self, index: int) -> tuple[str, int]:
+        return self.name, index
 
     def read(self, piece: Piece) -> list[int]:
         return self.parts[piece.document][piece.first : piece.first + piece.count].tolist()

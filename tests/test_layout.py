@@ -54,7 +54,7 @@ def check_equal(flags: str, sizes: dict[str, int], gpu: bool = True) -> None:
                 assert abs(getattr(got, name) - getattr(want, name)) <= 0.04 * full.work_peak, (name, rank)
                 setattr(got, name, getattr(want, name))
         assert fast.work_peak == pytest.approx(full.work_peak, rel=0.04)
-        for name in ("held", "stages", "times", "peak", "theory"):
+        for name in ("held", "stages", "times", "peak"):
             assert getattr(full, name) == getattr(fast, name), (name, rank)
         assert full.ledger.counts == fast.ledger.counts
         most = max(most, full.most)

@@ -98,8 +98,6 @@ def test_the_plan_counts_what_the_run_sends(ranks, request, sizes, flags):
     for rank in range(4) if request.node.get_closest_marker("slow") else (0, 3):
         planned = dry_run(build, [*FLAGS, *flags.split()], rank, **sizes)
         assert counts(planned.ledger) == real[rank], f"rank {rank}"
-        for key, size in planned.theory.items():
-            assert real[rank].get(key, (0, 0))[1] == size, key
 
 
 def check_every_kind() -> dict:

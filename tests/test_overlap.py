@@ -15,7 +15,7 @@ from bench.overlap.modes import MODES
 from mpcore.collectives import wait
 from mpcore.pipeline.messages import receive_early
 from mpcore.pipeline.schedules import build_schedule
-from mpcore.tools.analysis.makespan import resolve
+from mpcore.tools.analysis.seconds import resolve
 
 # Seconds exposed and messages of a step, where each message and each whole product takes a second; with a pipeline's
 # bubble.

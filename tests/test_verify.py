@@ -159,10 +159,10 @@ def test_what_a_layout_cant_run_is_its_error(ranks, build, batch, layout, option
 
 
 def test_the_command_exits_with_1_on_a_difference(tmp_path, capsys):
-    html = tmp_path / "verify.html"
-    assert main(["tests.verify_models:Encoder", "--layouts", "tp2", "--html", str(html)]) == 0
+    plot = tmp_path / "verify.svg"
+    assert main(["tests.verify_models:Encoder", "--layouts", "tp2", "--plot", str(plot)]) == 0
     assert re.search(r"^tp2 .* equal$", capsys.readouterr().out, re.MULTILINE)
-    assert html.read_text()
+    assert plot.read_text()
     assert main(["tests.verify_models:wrong_heads", "--layouts", "tp2"]) == 1
     assert "forward of attention" in capsys.readouterr().out
     for wrong in ("tests.no_such:build", "tests.verify_models:none"):

@@ -26,8 +26,7 @@ from tqdm import tqdm
 from bench.planner.rows import Row, read_rows, read_run
 from mpcore.tools.analysis.layout import Counter, Layout
 from mpcore.tools.analysis.machine import Machine, load_machine, save_machine
-from mpcore.tools.analysis.rate_errors import NAMES, NOISE, SPREADS, errors_of, sensitivities
-from mpcore.tools.analysis.seconds import estimate
+from mpcore.tools.analysis.seconds import NAMES, NOISE, SPREADS, errors_of, estimate, sensitivities
 from mpcore.tools.command_line import Parser, find_object
 from mpcore.tools.parsers import profile_names
 
@@ -45,6 +44,14 @@ class Run:
     layout: Layout
 
 
+def with_gradients(layout: Layout, size: int) -> Layout:
+    """Return the same layout in a runtime whose gradients take `size` bytes per parameter instead of 4."""
+    each = [(kept, kept.unsummed * size // 4, kept.made * size // 4) for kept in layout.stages]
+    stages = tuple(replace(kept, unsummed=unsummed, made=made) for kept, unsummed, made in each)
+    held = tuple(replace(each, gradients=each.gradients * size // 4) for each in layout.held)
+    return replace(layout, stages=stages, held=held)
+
+
 def count_rows(rows: Sequence[Row], stands_for_gpu: bool = True) -> list[Run]:
     """Count the layouts of rows."""
     counters: dict[str, Counter] = {}
@@ -54,7 +61,7 @@ def count_rows(rows: Sequence[Row], stands_for_gpu: bool = True) -> list[Run]:
             if row.target not in counters:
                 counters[row.target] = Counter(find_object(row.target), stands_for_gpu, share=True)
             layout = counters[row.target].layout(row.arguments, **row.sizes)
-            runs.append(Run(row, layout.with_gradients(row.gradient_bytes)))
+            runs.append(Run(row, with_gradients(layout, row.gradient_bytes)))
         except (ValueError, SystemExit) as error:
             raise ValueError(f"{row.name}: {error}") from error
     return runs

@@ -133,13 +133,11 @@ class Fields:
     weight_decay: float = 0.1
     clip: float = 1.0
     recompute_every: int = 1
-    twin: int = 0
     autocast: bool = False
     residual_dtype: str | None = None
     first_loss_scale: float = 2.0**16
     eval_samples: int = 32
     log_to: list[str] = dataclasses.field(default_factory=list)
-    record_tensors: int = 0
     profile: str | None = None
     no_save: bool = False
     keep: int | None = None
@@ -166,11 +164,12 @@ RENAMED = {
 }  # fmt: skip
 GONE = {
     "balance": "set moe.aux_loss and moe.bias_rate: a bias alone is moe.aux_loss=none moe.bias_rate=0.001",
+    "twin": "mpcore verify, preflight and --dtype float64 tell rounding from a bug",
     "init_from_hf": "mpcore convert examples.gpt.hf:SPEC --from-hf DIR --to CKPT, then --init-from CKPT",
 }
 """Flags of version 0.2: the field that does it now, or what to do."""
-FROM_0 = ("bitwise", "overlap", "experts", "moe.shared_experts", "warmup", "warmup_samples", "twin", "eval_every",
-          "record_tensors", "save_every", "max_skips", "check_replicas", "check_speed")  # fmt: skip
+FROM_0 = ("bitwise", "overlap", "experts", "moe.shared_experts", "warmup", "warmup_samples", "eval_every",
+          "save_every", "max_skips", "check_replicas", "check_speed")  # fmt: skip
 FROM_1 = ("tp", "pp", "cp", "ep", "dp", "etp", "replicate", "cp_inner", "virtual_stages", "workers", "local_steps",
           "fragments", "layers", "d_model", "heads", "kv_heads", "d_ff", "moe.top_k", "moe.d_ff", "moe.every",
           "seq_len", "steps", "lr_decay_steps", "global_batch", "rampup_batch_size", "micro_batch", "eval_samples",
@@ -233,14 +232,8 @@ def _parser() -> Parser:
         "--config", metavar="PATH",
         help="a .toml with flags and fields, or the config.json of another run; flags on the command line win",
     )  # fmt: skip
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="fields as in the .toml of --config",
-    )
+    text = "fields as in the .toml of --config"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="FIELD=VALUE", help=text)
     for title, rows in FLAGS.items():
         group = parser.add_argument_group(title)
         for name, (default, text) in rows.items():

@@ -29,7 +29,6 @@ from mpcore.collectives import all_reduce
 from mpcore.interop.hugging_face import ROUTER_BIAS, ROUTER_STATISTICS
 from mpcore.mesh import raise_together, raising_together
 from mpcore.mesh.agreement import gather_objects
-from mpcore.tools.analysis.curves import FILE as TENSORS
 from mpcore.tools.fault_tolerance.faults import check_writable, was_restarted
 from mpcore.tools.fault_tolerance.metrics import read_records, write_whole
 from mpcore.tools.fault_tolerance.signals import SharedRequests, StopSignals
@@ -195,9 +194,7 @@ class Checkpoints:
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
         records = read_records(out / "metrics.jsonl", self.first_step)
-        curves = read_records(out / TENSORS, self.first_step)
-        for name, entries in (("metrics.jsonl", records), *(((TENSORS, curves),) if (out / TENSORS).exists() else ())):
-            write_whole(out / name, "".join(json.dumps(entry) + "\n" for entry in entries))
+        write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
         if not self.args.no_save:
             self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
         return records
@@ -226,10 +223,8 @@ class Checkpoints:
         if not self.args.async_save:
             self.run.save(self.path, **state)
             return
-        after, self.saving = self.saving, None
-        if after is not None:
-            after.wait()
-            self.tell_saved(after)
+        after = self.saving
+        self._wait()
         began = time.perf_counter()
         saving = self.run.save(self.path, background=True, after=after, **state)
         assert isinstance(saving, Saving)
@@ -243,14 +238,9 @@ class Checkpoints:
 
     def save_last(self) -> None:
         """Save, and wait until it is written. A failed save is an error here, because no other save follows."""
-        if self.saving is not None:
-            self._try(self.saving.wait)
-            self.tell_saved()
-            self.saving = None
+        self._try(self._wait)
         self.save()
-        if self.saving is not None:
-            self.saving.wait()
-            self.tell_saved()
+        self._wait()
 
     def save_and_leave(self) -> None:
         """Save, because the run ends before its last step."""
@@ -267,13 +257,20 @@ class Checkpoints:
 
     def tell_failed(self) -> None:
         """Print why a save in the background failed. Call it on all ranks."""
-        if self.saving is not None:
-            saving, self.saving = self.saving, None
-            self._try(saving.wait)
+        self._try(self._wait)
 
-    def tell_saved(self, saving: Saving | None = None) -> None:
+    def _wait(self) -> None:
+        """Wait until a save in the background has ended."""
+        if self.saving is not None:
+            try:
+                self.saving.wait()
+                self.tell_saved()
+            finally:
+                self.saving = None
+
+    def tell_saved(self) -> None:
         """Print the size and speed of a save in the background, once, when it has ended."""
-        saving = saving or self.saving
+        saving = self.saving
         if saving is not None and self.console.lead and saving.done and saving.bytes and saving is not self.told:
             self.told = saving
             size, rate = saving.bytes / 1e6, saving.bytes / 1e6 / max(saving.seconds, 1e-9)
@@ -290,9 +287,7 @@ def other_run(path: Path, about: Mapping[str, Any], seed: int, dtype: str, begun
     """Return why a run can't resume from a checkpoint, or None. `load` refuses a checkpoint that can't be read.
 
     Args:
-        path: the checkpoint.
         about: the facts of this run that must be the same in the checkpoint.
-        seed, dtype: those of this run.
         begun_elsewhere: whether the flags name a model to begin with.
     """
     try:
@@ -364,11 +359,7 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any], within: str = "
 
 
 def init_from(path: str, model: nn.Module, mesh: Mesh) -> None:
-    """Load the weights of a checkpoint. If it has no bias or statistics of routers, these keep their first values.
-
-    Raises:
-        ValueError: as `load`.
-    """
+    """Load the weights of a checkpoint. If it has no bias or statistics of routers, these keep their first values."""
     loaded = load(path, model, mesh=mesh, strict=False, cast=True)  # an import may be in half precision
     missing = [name for name in loaded.missing_keys if not name.endswith((ROUTER_BIAS, ROUTER_STATISTICS))]
     if missing or any(not name.endswith(ROUTER_STATISTICS) for name in loaded.unexpected_keys):
@@ -397,9 +388,8 @@ class Stop:
     def after_step(self) -> bool:
         """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
 
-        Ranks hear of each other a step late (`SharedRequests`).
-
-        Workers ask each other in the last step before a merge, because a merge waits for every worker.
+        Ranks hear of each other a step late. Workers ask each other in the last step before a merge, which waits for
+        every worker.
         """
         late = time.monotonic() >= self.ends
         asked = self.asked or late or (self.signals is not None and self.signals.asked)

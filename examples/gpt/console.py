@@ -218,14 +218,10 @@ def summary(trainer: Trainer) -> str:
     here = sum(local_tensor(p).numel() for p in model.parameters())
     widths = {2: 2 + 16, 4: 16, 8: 32}  # with gradient and two moments; of 16-bit ones in float32, as the master is
     size = sum(local_tensor(p).numel() * widths[p.element_size()] for p in model.parameters())
-    if mesh.device_type == "cuda":
-        held = f"{torch.cuda.memory_allocated() / 2**20:.0f} MiB allocated"
-    else:
-        held = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB resident"
     return (
         f"{mesh}\n"
         f"{count_parameters(config):,} parameters{active}, {here:,} on rank [{mesh.world.rank}]; "
-        f"parameters, gradients and Adam: {size / 2**20:.1f} MiB ({held} so far)\n"
+        f"parameters, gradients and Adam: {size / 2**20:.1f} MiB ({peak_memory(mesh) / 2**20:.0f} MiB held so far)\n"
         f"{len(trainer.setup.train):,} training samples of {config.seq_len} tokens, "
         f"{len(trainer.held_out or ()):,} held out; {trainer.setup.micro_batches} micro-batches a step"
         + (f"\n{warning}" if (warning := long_warmup(trainer.args)) else "")

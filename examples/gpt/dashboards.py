@@ -15,11 +15,7 @@ from mpcore import Mesh
 
 
 def check_installed(kinds: list[str]) -> None:
-    """Refuse `log_to` where its package is missing.
-
-    Raises:
-        ValueError: naming the package.
-    """
+    """Raise ValueError for a `log_to` whose package is missing."""
     for kind in kinds:
         if importlib.util.find_spec(kind) is None:
             raise ValueError(f"log_to {kind} needs the package {kind}: pip install {kind}")
@@ -29,8 +25,6 @@ class Dashboards:
     """TensorBoard's files in OUT/tensorboard, and a run of Weights & Biases, offline unless WANDB_MODE says otherwise.
 
     Args:
-        kinds: those of the field `log_to`.
-        out: the run's folder.
         config: what Weights & Biases shows of the run.
         first_step: the step that the run begins with: what TensorBoard's files have of it and of later ones is hidden.
     """

@@ -48,14 +48,9 @@ class HarnessTokenizer:
 
 
 def evaluate(path: str | Path, tokenizer: Tokenizer, tasks: list[Any], mesh: Mesh, **options: Any) -> dict[str, Any]:
-    """Return lm-eval-harness's report; all ranks of tp call it.
+    """Return lm-eval-harness's report of a checkpoint, which `mesh.tp` shards; all its ranks call it.
 
-    Args:
-        path: the checkpoint, of any layout.
-        tokenizer: the tokenizer that it was trained with.
-        tasks: the tasks of `simple_evaluate`.
-        mesh: shards the model over its tp.
-        options: further arguments of `simple_evaluate`, such as `limit`.
+    `tasks` and `options` are arguments of `simple_evaluate`.
     """
     model = load_model(path, mesh)
     sizes = {"vocab_size": model.config.vocab_size, "max_length": model.config.seq_len}
@@ -66,11 +61,7 @@ def evaluate(path: str | Path, tokenizer: Tokenizer, tasks: list[Any], mesh: Mes
 
 @reports_errors("python -m examples.gpt.evaluate")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0: done; 2: the checkpoint, the tokenizer or lm-eval-harness is missing.
-    """
+    """Run the command. Return 0, or 2 if the checkpoint or the tokenizer is missing."""
     parser = Parser(prog="python -m examples.gpt.evaluate", description="Evaluate a checkpoint with lm-eval-harness.")
     add_checkpoint_flags(parser)
     parser.add_argument("--tasks", required=True, help="names of lm-eval-harness, such as lambada_openai,hellaswag")

@@ -52,8 +52,7 @@ def generate(
     Args:
         model: this rank's stage, in eval mode for the call.
         pipeline: runs the stages.
-        mesh: the mesh of the stages.
-        tokenizer: the tokenizer that the model was trained with. An id that it doesn't have is not drawn.
+        tokenizer: that of the training. An id that it doesn't have is not drawn.
         prompt: the beginning of the text; an empty prompt begins a new document.
         new_tokens: how many tokens to add at most; the end of a document ends the text.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -185,11 +184,7 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 @reports_errors("python -m examples.gpt.generate")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0: done; 2: the checkpoint or the tokenizer can't be read.
-    """
+    """Run the command. Return 0, or 2 if the checkpoint or the tokenizer can't be read."""
     parser = Parser(prog="python -m examples.gpt.generate", description="Sample from a checkpoint.")
     add_checkpoint_flags(parser)
     parser.add_argument("--prompt", default="", help="what the text begins with (default: a new document)")
@@ -207,8 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = find_tokenizer(args)
     model = load_model(args.checkpoint)
     pipeline = Pipeline(model, Mesh(), 1, lambda y, target: y.sum())
-    options = {"new_tokens": args.new_tokens, "temperature": args.temperature, "seed": args.seed}
-    options["draft"] = args.draft
+    options = {name: getattr(args, name) for name in ("new_tokens", "temperature", "seed", "draft")}
     print(generate(model, pipeline, Mesh(), tokenizer, args.prompt, **options))
     return 0
 

@@ -24,14 +24,14 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_CHUNK = 1 << 20  # entries read at a time, so that checking a huge corpus takes little memory
+_CHUNK = 1 << 20  # tokens checked at a time, so that a huge corpus takes little memory
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -44,32 +44,38 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 class IndexedDataset:
     """A corpus in Megatron's format, memory-mapped: `len(d)` documents, `d[i]` the tokens of document i.
 
-    Opening checks the whole index; only 16 bytes a document stay in memory. Sequences must lie end to end and fill
+    Opening checks the whole index; only 24 bytes a document stay in memory. Sequences must lie end to end and fill
     the .bin exactly, as every Megatron writer lays them. This finds a .bin and an .idx that do not belong together.
 
     Args:
         prefix: path of the two files without `.bin` and `.idx`.
+        without: numbers of documents to leave out, as if they had never been in the corpus.
 
     Raises:
-        ValueError: a file is missing, damaged, or not the other's partner.
+        ValueError: a file is missing, damaged, or not the other's partner; or no document has a number of `without`.
     """
 
     prefix: str
     dtype: np.dtype
+    numbers: np.ndarray  # int64 [documents], the number of each document in the files
     lengths: np.ndarray  # int64 [documents], tokens of each document
     num_tokens: int
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        self.prefix = os.fspath(prefix)
+    def __init__(self, prefix: str | os.PathLike[str], without: Sequence[int] = ()) -> None:
+        self.prefix, self.without = os.fspath(prefix), sorted(set(without))
         bin_path = f"{self.prefix}.bin"
         with _open(bin_path, self.prefix) as file:
             bin_size = os.fstat(file.fileno()).st_size
             self.dtype, self._offsets = _read_index(f"{self.prefix}.idx", self.prefix, bin_path, bin_size)
-            self.num_tokens = int(self._offsets[-1])
-            self.lengths = np.diff(self._offsets)
             self._tokens = np.empty(0, self.dtype)  # an empty file cannot be mapped
-            if self.num_tokens:
-                self._tokens = np.memmap(file, self.dtype, mode="r", shape=(self.num_tokens,))
+            if bin_size:
+                self._tokens = np.memmap(file, self.dtype, mode="r", shape=(int(self._offsets[-1]),))
+        count = len(self._offsets) - 1
+        if strange := [number for number in self.without if not 0 <= number < count]:
+            raise ValueError(f"{self.prefix} has no document {strange[0]}: it has {count}, counted from 0")
+        self.numbers = np.delete(np.arange(count), self.without)
+        self.lengths = np.diff(self._offsets)[self.numbers]
+        self.num_tokens = int(self.lengths.sum())
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,40 +85,37 @@ class IndexedDataset:
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.prefix}: document {index} of {len(self)}")
-        index %= len(self)
-        needed = int(self._offsets[index + 1]) * self.dtype.itemsize
+        number = self.numbers[index]
+        needed = int(self._offsets[number + 1]) * self.dtype.itemsize
         mapped: Any = self._tokens.base
         if isinstance(mapped, mmap.mmap) and mapped.size() < needed:  # a read would be a SIGBUS
             raise ValueError(f"{self.prefix}.bin was cut to {mapped.size()} bytes after it was opened")
-        return np.asarray(self._tokens[self._offsets[index] : self._offsets[index + 1]])
+        return np.asarray(self._tokens[self._offsets[number] : self._offsets[number + 1]])
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[i] for i in range(len(self)))
 
     def __reduce__(self) -> tuple:
         # A memory map pickles as a copy of the whole corpus; a worker opens the files instead.
-        return IndexedDataset, (self.prefix,)
+        return IndexedDataset, (self.prefix, self.without)
 
-    def origin(self, index: int) -> tuple[str, int, int]:
-        """Return the prefix of the files, the number of a document in them, and its first token that counts here."""
-        return self.prefix, index, 0
+    def origin(self, index: int) -> tuple[str, int]:
+        """Return the prefix of the files, and the number of a document in them."""
+        return self.prefix, int(self.numbers[index])
 
-    def check_tokens(
-        self, vocab_size: int, part: int = 0, parts: int = 1, *, without: Sequence[int] | np.ndarray = ()
-    ) -> None:
-        """Read every token, and refuse a corpus made with a larger vocabulary.
+    def check_tokens(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
+        """Read every token, and refuse a corpus made with a larger vocabulary. Documents that are left out aren't read.
 
         Args:
             vocab_size: number of token ids that the model has.
             part, parts: read only part `part` of `parts` equal ones, so that the ranks of a run share the work.
-            without: documents that are not read, ascending.
 
         Raises:
             ValueError: a token is negative or not below vocab_size.
         """
         smallest = largest = (0, 0)  # (token, position)
-        first, end = (self.num_tokens * i // parts for i in (part, part + 1))
-        cuts = [first, *(int(self._offsets[k + i]) for k in without for i in (0, 1)), end]
+        first, end = (len(self._tokens) * i // parts for i in (part, part + 1))
+        cuts = [first, *(int(self._offsets[k + i]) for k in self.without for i in (0, 1)), end]
         spans = [(max(a, first), min(b, end)) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
         for start, end in ((at, min(at + _CHUNK, b)) for a, b in spans for at in range(a, b, _CHUNK)):
             chunk = self._tokens[start:end]
@@ -131,41 +134,6 @@ class IndexedDataset:
                 )
 
 
-class WithoutDocuments:
-    """A corpus without some of its documents, as if they had never been in it.
-
-    Args:
-        dataset: the corpus.
-        dropped: numbers of documents.
-
-    Raises:
-        ValueError: a number that no document has.
-    """
-
-    def __init__(self, dataset: IndexedDataset, dropped: Sequence[int]) -> None:
-        self.dataset, self.prefix, self.dropped = dataset, dataset.prefix, sorted(set(dropped))
-        strange = next((number for number in self.dropped if not 0 <= number < len(dataset)), None)
-        if strange is not None:
-            raise ValueError(f"{self.prefix} has no document {strange}: it has {len(dataset)}, counted from 0")
-        self.kept = np.setdiff1d(np.arange(len(dataset)), self.dropped)
-        self.lengths = dataset.lengths[self.kept]
-        self.num_tokens = int(self.lengths.sum())
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.dataset[int(self.kept[index])]
-
-    def origin(self, index: int) -> tuple[str, int, int]:
-        """As of `IndexedDataset`."""
-        return self.dataset.origin(int(self.kept[index]))
-
-    def check_tokens(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
-        """As of `IndexedDataset`. Documents that are left out aren't read."""
-        self.dataset.check_tokens(vocab_size, part, parts, without=self.dropped)
-
-
 def _open(path: str, prefix: str) -> BinaryIO:
     try:
         return open(path, "rb")
@@ -178,62 +146,41 @@ def _open(path: str, prefix: str) -> BinaryIO:
         raise ValueError(f"{path}: cannot be read: {error.strerror}{hint}") from error
 
 
-class _Header(NamedTuple):
-    """Dtype of the tokens, and the counts of sequences and document boundaries."""
-
-    dtype: np.dtype
-    sequences: int
-    boundaries: int
-
-
 def _read_index(path: str, prefix: str, bin_path: str, bin_size: int) -> tuple[np.dtype, np.ndarray]:
     """Dtype of the tokens, and int64 [documents + 1] the token at which each document begins, then ends."""
     with _open(path, prefix) as file:
-        header = _read_header(path, file)
-        lengths_at = _HEADER.size
-        pointers_at = lengths_at + 4 * header.sequences
-        firsts = _read_array(file, "<i8", pointers_at + 8 * header.sequences, header.boundaries)
-        if firsts[0] != 0 or firsts[-1] != header.sequences or np.any(firsts[1:] < firsts[:-1]):
-            raise ValueError(
-                f"{path}: document boundaries must rise from 0 to the number of sequences {header.sequences}, "
-                f"but run from {firsts[0]} to {firsts[-1]} and fall {np.sum(firsts[1:] < firsts[:-1])} times"
-            )
-        itemsize = header.dtype.itemsize
-        offsets = np.empty(header.boundaries, np.int64)
-        total = 0
-        for start in range(0, header.sequences, _CHUNK):
-            count = min(_CHUNK, header.sequences - start)
-            lengths = _read_array(file, "<i4", lengths_at + 4 * start, count)
-            pointers = _read_array(file, "<i8", pointers_at + 8 * start, count)
-            if lengths.min() < 0:
-                worst = int(lengths.argmin())
-                raise ValueError(f"{path}: sequence {start + worst} has length {lengths[worst]}, below 0")
-            ends = total + np.cumsum(lengths, dtype=np.int64)
-            begins = ends - lengths
-            wrong = np.flatnonzero(pointers != begins * itemsize)
-            if len(wrong):
-                k = int(wrong[0])
-                raise ValueError(
-                    f"{path}: sequence {start + k} begins at byte {pointers[k]}, but the lengths before it "
-                    f"end at byte {begins[k] * itemsize} of {bin_path} ({bin_size} bytes)"
-                )
-            low, high = np.searchsorted(firsts, [start, start + count])
-            offsets[low:high] = begins[firsts[low:high] - start]
-            total = int(ends[-1])
-            if total * itemsize > bin_size:
-                break  # before the sum of absurd lengths can overflow
-    if total * itemsize != bin_size:
-        fault = "truncated" if total * itemsize > bin_size else "too long"
+        dtype, sequences, boundaries = _read_header(path, file)
+        lengths = _read_array(file, "<i4", _HEADER.size, sequences)
+        pointers = _read_array(file, "<i8", _HEADER.size + 4 * sequences, sequences)
+        firsts = _read_array(file, "<i8", _HEADER.size + 12 * sequences, boundaries)
+    if firsts[0] != 0 or firsts[-1] != sequences or np.any(firsts[1:] < firsts[:-1]):
         raise ValueError(
-            f"{bin_path}: {path} describes {total * itemsize} bytes of {header.dtype}, but the file has "
-            f"{bin_size}: {fault}, or not the partner of this index"
+            f"{path}: document boundaries must rise from 0 to the number of sequences {sequences}, "
+            f"but run from {firsts[0]} to {firsts[-1]} and fall {np.sum(firsts[1:] < firsts[:-1])} times"
         )
-    offsets[np.searchsorted(firsts, header.sequences) :] = total
-    return header.dtype, offsets
+    if sequences and lengths.min() < 0:
+        worst = int(lengths.argmin())
+        raise ValueError(f"{path}: sequence {worst} has length {lengths[worst]}, below 0")
+    begins = np.zeros(sequences + 1, np.int64)  # of each sequence, then the end
+    np.cumsum(lengths, out=begins[1:])
+    wrong = np.flatnonzero(pointers != begins[:-1] * dtype.itemsize)
+    if len(wrong):
+        k = int(wrong[0])
+        raise ValueError(
+            f"{path}: sequence {k} begins at byte {pointers[k]}, but the lengths before it end at byte "
+            f"{begins[k] * dtype.itemsize} of {bin_path} ({bin_size} bytes)"
+        )
+    if (size := int(begins[-1]) * dtype.itemsize) != bin_size:
+        fault = "truncated" if size > bin_size else "too long"
+        raise ValueError(
+            f"{bin_path}: {path} describes {size} bytes of {dtype}, but the file has {bin_size}: {fault}, or not the "
+            f"partner of this index"
+        )
+    return dtype, begins[firsts]
 
 
-def _read_header(path: str, file: BinaryIO) -> _Header:
-    """The header, checked against the size of the file before anything is allocated."""
+def _read_header(path: str, file: BinaryIO) -> tuple[np.dtype, int, int]:
+    """Dtype of the tokens and the counts of sequences and document boundaries, which fit the size of the file."""
     size = os.fstat(file.fileno()).st_size
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
@@ -256,7 +203,7 @@ def _read_header(path: str, file: BinaryIO) -> _Header:
         )
     if boundaries < 1:
         raise ValueError(f"{path}: 0 document boundaries, but even 0 documents have 1")
-    return _Header(dtype, sequences, boundaries)
+    return dtype, sequences, boundaries
 
 
 def _read_array(file: BinaryIO, dtype: str, offset: int, count: int) -> np.ndarray:

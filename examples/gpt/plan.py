@@ -29,7 +29,6 @@ from mpcore.layers.overlap import overlap_stages
 from mpcore.pipeline.partition import split_sizes
 from mpcore.pipeline.schedules import V_SHAPED, Schedule, check_schedule, default_virtual_stages, find_schedule
 from mpcore.sharding.local import is_dtensor
-from mpcore.tools.analysis.counts import block_bytes
 from mpcore.tools.analysis.work import HOLD_ALL, Choice, LayoutSpec, Model, Work
 from mpcore.tools.command_line import Parser
 from mpcore.tools.diloco import OUTER_SLOTS
@@ -63,7 +62,6 @@ def outline(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         args.schedule, pp, micro_batches, args.virtual_stages, blocks,
         kind=config.kind,
         work=partial(work, args, config, mesh),
-        theory=partial(theory, args, config, mesh, micro_batches, blocks),
         linear=recompute_kind(args.recompute)[1] is None
         and not (config.shares_embedding and args.schedule in V_SHAPED),
         sharded=args.zero > 0,
@@ -110,7 +108,6 @@ def with_set(words: Sequence[str]) -> list[str]:
 
 build = Model(outline, trainer)
 DEFAULTS = vars(parse([]))
-SPLITTING = ("zb", "zbv", "dualpipev")
 UNSHARED = ("global_batch", "schedule", "virtual_stages")  # what counts of a stage don't depend on
 OWN = Parser(prog="examples.gpt.plan:build", add_help=False)
 OWN.add_argument("--vocab-size", type=int, help="tokens of the vocabulary (default: the preset's)")
@@ -234,40 +231,3 @@ def work(
         return made
 
     return Work(stages, plan, inputs, loss, optimizer, autocast=precision(args).autocast_dtype)
-
-
-def theory(
-    args: argparse.Namespace, config: GPTConfig, mesh: Mesh, micro_batches: int, blocks: Sequence[range],
-    stages: Sequence[int],
-) -> dict[tuple[str, str], int]:  # fmt: skip
-    """Return the bytes that these stages of a dense model send over tp: blocks, embedding, the head's input gradient,
-    and loss. No formula covers blocks that differ, nor full recomputation with a split backward."""
-    splits = args.schedule in SPLITTING or args.schedule.endswith(".csv")
-    if recompute_kind(args.recompute)[1] is not None or (splits and args.recompute == "full"):
-        return {}
-    if mesh.tp.size == 1 or config.moe is not None or (args.overlap and args.sequence_parallel):  # sends in parts
-        return {}
-    if config.layers_spec or config.mtp:
-        return {}
-    width = {"float64": 8, "float32": 4}.get(args.dtype, 2)
-    tokens = args.micro_batch * config.seq_len // mesh.cp.size
-    size = tokens * config.d_model * width
-    stats = tokens * 4 * max(width, 4)  # the loss gathers four numbers a token
-    about: dict[str, Any] = {"recompute": args.recompute if args.recompute == "full" else "none"}
-    about |= {"dropout": config.dropout > 0, "regather": args.regather}
-    if config.latent is not None:
-        c = config.latent
-        queries = config.d_model if c.q_lora_rank is None else c.q_lora_rank
-        about["latents"] = tokens * width * (queries + c.kv_lora_rank + c.qk_rope_head_dim)
-    total: dict[tuple[str, str], int] = {}
-    for stage in stages:
-        first, last = blocks[stage].start == 0, blocks[stage].stop == config.layers
-        each = block_bytes(size, sequence_parallel=args.sequence_parallel, **about)
-        ends: dict[str, int] = {"all_reduce": size * (first + last)}
-        if args.sequence_parallel:
-            ends = {"all_gather": size * (first + last + last * args.regather), "reduce_scatter": size * (first + last)}
-        ends["all_gather"] = ends.get("all_gather", 0) + last * mesh.tp.size * stats
-        for name in sorted(each.keys() | ends.keys()):
-            key, inner = ("tp", name), len(blocks[stage]) * each.get(name, 0)
-            total[key] = total.get(key, 0) + micro_batches * (inner + ends[name])
-    return total

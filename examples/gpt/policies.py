@@ -60,14 +60,10 @@ def policies(args: argparse.Namespace, stages: Sequence[GPT]) -> dict[str, Any]:
     }
 
 
-def local_updates(run: Run) -> LocalUpdates | None:
-    """Return the observer of a run that merges the workers of this job; None if there is one worker."""
-    return next((each for each in run.observers if isinstance(each, LocalUpdates) and not each.are_jobs), None)
-
-
-def worker_of(run: Run) -> LocalUpdates | None:
-    """Return the observer of a run that is one worker of several jobs; None if it isn't."""
-    return next((each for each in run.observers if isinstance(each, LocalUpdates) and each.are_jobs), None)
+def local_updates(run: Run, are_jobs: bool = False) -> LocalUpdates | None:
+    """Return the observer of a run that merges the workers of this job, or this job with others; None if none does."""
+    merging = (each for each in run.observers if isinstance(each, LocalUpdates))
+    return next((each for each in merging if each.are_jobs == are_jobs), None)
 
 
 def worker_settings(args: argparse.Namespace, config: GPTConfig) -> dict[str, str]:

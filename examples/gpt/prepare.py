@@ -310,17 +310,10 @@ def _build_corpus(home: str, root: str, files: list[str], tokenizer: Tokenizer) 
     building = f"{home}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     os.mkdir(building)
     try:
-        writer = IndexedDatasetWriter(os.path.join(building, "corpus"), smallest_dtype(tokenizer.vocab_size))
-        with writer:
-            for path in files:
-                with open(os.path.join(root, path), "rb") as file:
-                    content = file.read()
-                try:
-                    text = content.decode("utf-8")
-                except UnicodeDecodeError:
-                    continue
-                if text:
-                    writer.add_document(encode_document(tokenizer, text))
+        sources = [_Source(os.path.join(root, path), named=False) for path in files]
+        with IndexedDatasetWriter(os.path.join(building, "corpus"), smallest_dtype(tokenizer.vocab_size)) as writer:
+            for _, text in _Reader(sources, "text", False, ""):
+                writer.add_document(encode_document(tokenizer, text))
         IndexedDataset(writer.prefix).check_tokens(tokenizer.vocab_size)
         try:
             os.rename(building, home)

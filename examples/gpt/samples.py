@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from examples.gpt.indexed_dataset import IndexedDataset, WithoutDocuments
+from examples.gpt.indexed_dataset import IndexedDataset
 from mpcore import Mesh
 from mpcore.tools.fault_tolerance.versions import file_versions
 
@@ -25,15 +25,14 @@ class Documents(Protocol):
     def lengths(self) -> np.ndarray: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> np.ndarray: ...
-    def origin(self, index: int) -> tuple[str, int, int]: ...
+    def origin(self, index: int) -> tuple[str, int]: ...
 
 
 class Piece(NamedTuple):
     """Tokens of a document in a sample.
 
     Attributes:
-        corpus: prefix of its files.
-        document: its number in them.
+        corpus, document: the prefix of its files, and its number in them.
         first: the first of its tokens in the sample, counted from 0.
         count: how many tokens.
     """
@@ -85,7 +84,7 @@ class TokenSamples(Samples):
         seq_len: tokens that the model reads, at least 1.
         seed: any integer.
         documents: ids of the documents to use, in this order; None: all.
-        shuffle: False: every epoch visits the windows from first to last.
+        tokens: the first of the documents' tokens to use, and the one behind the last; None: all.
 
     Raises:
         ValueError: an unknown document, or fewer tokens than one window takes.
@@ -98,18 +97,19 @@ class TokenSamples(Samples):
         *,
         seed: int,
         documents: Sequence[int] | np.ndarray | None = None,
-        shuffle: bool = True,
+        tokens: tuple[int, int] | None = None,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} is below 1")
         chosen = np.arange(len(dataset)) if documents is None else np.asarray(documents, dtype=np.int64)
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < len(dataset):
             raise ValueError(f"documents {chosen.min()} to {chosen.max()} are asked for, but there are {len(dataset)}")
-        self.dataset, self.seq_len, self.seed, self.shuffle = dataset, seq_len, seed, shuffle
+        self.dataset, self.seq_len, self.seed = dataset, seq_len, seed
         self._documents = chosen
         self._starts = np.zeros(len(chosen) + 1, np.int64)  # token at which each document begins, then the total
         np.cumsum(dataset.lengths[chosen], out=self._starts[1:])
-        self.num_tokens = int(self._starts[-1])
+        self._first, end = tokens or (0, int(self._starts[-1]))
+        self.num_tokens = end - self._first
         if self.num_tokens < seq_len + 1:
             hold = "document holds" if len(chosen) == 1 else "documents hold"
             raise ValueError(
@@ -129,8 +129,7 @@ class TokenSamples(Samples):
 
     def pieces(self, index: int) -> list[Piece]:
         """As of `Samples`."""
-        origins = [(*self.dataset.origin(k), first, count) for k, first, count in self._spans(index)]
-        return [Piece(corpus, number, begin + first, count) for corpus, number, begin, first, count in origins]
+        return [Piece(*self.dataset.origin(k), first, count) for k, first, count in self._spans(index)]
 
     def _spans(self, index: int) -> Iterator[tuple[int, int, int]]:
         """The documents of a sample: of each its number, its first token and the number of tokens."""
@@ -138,9 +137,9 @@ class TokenSamples(Samples):
         if index < 0:
             raise ValueError(f"sample index {index} is below 0")
         epoch, window = divmod(index, len(self))
-        if self.shuffle:
-            window = permute(window, len(self), seed=self.seed, epoch=epoch)
-        start, end = window * self.seq_len, (window + 1) * self.seq_len + 1
+        window = permute(window, len(self), seed=self.seed, epoch=epoch)
+        start = self._first + window * self.seq_len
+        end = start + self.seq_len + 1
         # "right" passes over empty documents, which begin where the next one does.
         k = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < end:
@@ -214,24 +213,6 @@ def split_documents(num_documents: int, held_out: float = 0.05, seed: int = 0) -
     return np.flatnonzero(~validation), np.flatnonzero(validation)
 
 
-class _Excerpt:
-    """The tokens [start, end) of a dataset's first document, as a dataset of one."""
-
-    def __init__(self, dataset: Documents, start: int, end: int) -> None:
-        self.dataset, self.start, self.end = dataset, start, end
-        self.lengths = np.array([end - start])
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.dataset[index][self.start : self.end]
-
-    def origin(self, index: int) -> tuple[str, int, int]:
-        corpus, number, first = self.dataset.origin(index)
-        return corpus, number, first + self.start
-
-
 def split_samples(
     dataset: Documents, seq_len: int, *, seed: int, evaluate: bool = True, held_out: float = 0.05
 ) -> tuple[TokenSamples, TokenSamples | None]:
@@ -242,26 +223,23 @@ def split_samples(
     sample.
 
     Args:
-        dataset: the documents.
-        seq_len, seed: as of `TokenSamples`.
         evaluate: False: a held-out part that is too short for a sample may be None.
         held_out: share of the documents; 0: none.
 
     Raises:
         ValueError: a part is too short for a sample; the message names it.
     """
-    parts: list[tuple[Documents, np.ndarray | None]]
-    parts = [(dataset, ids) for ids in split_documents(len(dataset), held_out)]
+    parts: list[dict[str, Any]] = [{"documents": ids} for ids in split_documents(len(dataset), held_out)]
     if len(dataset) == 1:
         tokens = int(dataset.lengths[0])
         end = max(tokens - max(int(tokens * held_out), seq_len + 1), 0) if held_out else tokens
         end = tokens if end <= seq_len and not evaluate else end
-        parts = [(_Excerpt(dataset, 0, end), None), (_Excerpt(dataset, end, tokens), None)]
+        parts = [{"tokens": (0, end)}, {"tokens": (end, tokens)}]
     found: list[TokenSamples] = []
-    for name, (documents, ids) in zip(("training", "held-out"), parts, strict=True):
+    for name, part in zip(("training", "held-out"), parts, strict=True):
         try:
             # The first held-out samples are measured: the seed must not choose which these are.
-            found.append(TokenSamples(documents, seq_len, seed=0 if found else seed, documents=ids))
+            found.append(TokenSamples(dataset, seq_len, seed=0 if found else seed, **part))
         except ValueError as problem:
             if found and not evaluate:
                 return found[0], None
@@ -421,12 +399,8 @@ class Corpora:
         without: Mapping[str, Sequence[int]] | None = None,
         held_out: float = 0.05,
     ) -> None:
-        self.datasets: list[IndexedDataset | WithoutDocuments] = [IndexedDataset(prefix) for prefix in prefixes]
         self.weights, self.held_out, without = weights, held_out, without or {}
-        self.datasets = [
-            WithoutDocuments(data, without[data.prefix]) if isinstance(data, IndexedDataset) and data.prefix in without
-            else data for data in self.datasets
-        ]  # fmt: skip
+        self.datasets = [IndexedDataset(prefix, without.get(prefix, ())) for prefix in prefixes]
         for data in self.datasets:
             if not len(data):
                 raise ValueError(f"{data.prefix}.idx has no document: there is nothing to train on")
@@ -478,11 +452,7 @@ class Corpora:
 
 
 def open_eval_sets(words: Sequence[str], trained: Sequence[str]) -> dict[str, Corpora]:
-    """Open the corpora of eval_data, NAME=PREFIX each, by name.
-
-    Args:
-        words: the words of the flag.
-        trained: prefixes of the corpora that are trained on.
+    """Open the corpora of eval_data, NAME=PREFIX each, by name. `trained`: prefixes of what is trained on.
 
     Raises:
         ValueError: a word of another form, a name given twice, a corpus that is trained on, or one that can't be read.
@@ -495,8 +465,6 @@ def open_eval_sets(words: Sequence[str], trained: Sequence[str]) -> dict[str, Co
         if name in found:
             raise ValueError(f"eval_data names {name} twice: give each set a name of its own")
         if os.path.realpath(f"{prefix}.bin") in {os.path.realpath(f"{other}.bin") for other in trained}:
-            raise ValueError(
-                f"eval_data {word} is trained on: --data names it too; a part of --data is held out anyway"
-            )
+            raise ValueError(f"eval_data {word} is trained on: --data names it too, and a part of it is held out")
         found[name] = Corpora([prefix], None)
     return found

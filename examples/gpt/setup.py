@@ -18,11 +18,11 @@ from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, LinearConfig, 
 from examples.gpt.dashboards import check_installed
 from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
 from examples.gpt.model import GPT
-from examples.gpt.policies import Ramp, merge_options, precision, read_ramp, recompute_kind
+from examples.gpt.policies import Ramp, merge_options, policies, read_ramp
 from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import Corpora, Samples, open_eval_sets, parse_sources, read_without
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
-from mpcore import Compile, Mesh
+from mpcore import Mesh
 from mpcore.checkpoint import Manifest, inspect
 from mpcore.interop.hugging_face import LENGTH, ExtraFiles, carried_by_checkpoint
 from mpcore.layers.attention.context import check_heads
@@ -33,6 +33,7 @@ from mpcore.pipeline.partition import parameter_costs, partition
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import Schedule, find_schedule
 from mpcore.tools.fault_tolerance.versions import code_versions
+from mpcore.training.policies import check_policies
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Setup:
     """The parts of a run that exist before its model.
 
     Attributes:
-        tokenizer, carried: the tokenizer, and the files that are saved beside each checkpoint.
-        config: the model's configuration.
+        carried: the files that are saved beside each checkpoint.
         corpus: the facts of the data, by flag.
         train, held_out: the samples; without evaluation `held_out` is None.
         eval_sets: the samples of each validation set, by its name.
@@ -223,28 +223,18 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     """
     if args.min_lr is not None and args.min_lr > args.lr:
         raise ValueError(f"min_lr {args.min_lr} is not from 0 to --lr {args.lr}")
-    recompute_kind(args.recompute)
     profiled_steps(args.profile)
-    if args.twin and config.moe is not None and config.moe.aux_loss == "micro_batch":
-        raise ValueError(
-            f"twin {args.twin} deals the samples out in another order, which changes moe.aux_loss micro_batch by more "
-            f"than rounding: take sequence or global"
-        )
+    chosen = policies(args, [])
+    check_policies(mesh, False, **{name: chosen[name] for name in ("data", "offload", "compile")})
+    merge_options(args)
     if args.embedding_lr_scale != 1 and args.optimizer == "muon":
         raise ValueError(f"embedding_lr_scale {args.embedding_lr_scale} can't go with --optimizer muon: take adamw")
     if args.no_save and args.save_every:
         raise ValueError(f"no_save and --save-every {args.save_every}: give one of them")
-    if args.compile is not None:
-        Compile(args.compile)  # refuses an unknown backend
     if "none" in args.offload and len(set(args.offload)) > 1:
         raise ValueError(f"--offload {' '.join(args.offload)}: none and others")
     if "optimizer" in args.offload and args.optimizer == "muon":
         raise ValueError("--offload optimizer goes with --optimizer adamw or adamw-bf16: muon's step needs the device")
-    if "parameters" in args.offload and args.zero and mesh.data.size > 1:
-        raise ValueError(
-            f"--offload parameters goes with --zero 0: --zero {args.zero} shards them over the {mesh.data.size} data "
-            f"ranks"
-        )
     if config.moe is None and (mesh.ep.size > 1 or mesh.etp.size != mesh.tp.size):
         raise ValueError(
             f"--ep {mesh.ep.size} and --etp {mesh.etp.size} are of experts, and there are none: --experts says how many"
@@ -259,8 +249,6 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         raise ValueError(f"--seq-len {config.seq_len} is longer than the {preset.seq_len} positions of {args.preset}")
     if config.heads < mesh.tp.size:
         raise ValueError(f"--heads {config.heads} is smaller than the tp size {mesh.tp.size}")
-    if config.layers < mesh.pp.size:
-        raise ValueError(f"--layers {config.layers} is smaller than the pp size {mesh.pp.size}")
     check_kind(args.cp_kind, mesh.cp)
     check_heads(args.cp_kind, mesh.cp, config.heads // mesh.tp.size)
     cuts = [axis for axis in (mesh.cp, mesh.tp) if axis.size > 1 and (axis is mesh.cp or args.sequence_parallel)]
@@ -269,9 +257,6 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         sizes = " x ".join(f"{axis.name} size {axis.size}" for axis in cuts)
         near = max(config.seq_len // unit, 1) * unit
         raise ValueError(f"--seq-len {config.seq_len} is not a multiple of the {sizes} that cut it: {near} is")
-    merge_options(args)
-    precision(args)
-    check_replicate(args, mesh)
     if args.bitwise:  # a forward is of one leaf of the batch
         if args.global_batch % args.bitwise:
             raise ValueError(
@@ -286,28 +271,7 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             f"--global-batch {args.global_batch} is not a multiple of {workers}dp x micro-batch = {times}"
             f"{mesh.dp.size} x {args.micro_batch} = {each}: {-(-args.global_batch // each) * each} is"
         )
-    micro_batches = args.global_batch // each
-    if args.schedule == "1f1b" and micro_batches < mesh.pp.size:
-        raise ValueError(
-            f"{micro_batches} micro-batches (--global-batch {args.global_batch} / {each}) are fewer than the pp size "
-            f"{mesh.pp.size}: --global-batch {each * mesh.pp.size} is enough"
-        )
-    return micro_batches
-
-
-def check_replicate(args: argparse.Namespace, mesh: Mesh) -> None:
-    """Refuse replicas that the data ranks can't hold, as `shard_data_parallel` does later.
-
-    Raises:
-        ValueError: with the sizes that fit.
-    """
-    n, data, edp = args.replicate, mesh.data.size, mesh.edp.size
-    if n != 1 and (args.zero == 0 or data % n or edp % n or n == data):
-        experts = f" and the {edp} of the experts" if edp != data else ""
-        raise ValueError(
-            f"replicate {n} with --zero {args.zero} on {data} data ranks leaves nothing to shard, or unequal groups: "
-            f"take --zero 1 to 3, and a number below {data} that divides it{experts}"
-        )
+    return args.global_batch // each
 
 
 def profiled_steps(value: str | None) -> range:
@@ -326,11 +290,6 @@ def plan_stages(
     """Return the proved schedule, and the blocks of each stage, balanced by cost with the head included."""
     plan = find_schedule(args.schedule, pp, micro_batches, args.virtual_stages)
     prove(plan)
-    if "parameters" in args.offload and plan.splits_backward:
-        raise ValueError(
-            f"--offload parameters can't load a block's parameters for the second half of the split backward of "
-            f"--schedule {args.schedule}: take --schedule 1f1b or interleaved"
-        )
     return plan, stage_blocks(config, plan.stages)
 
 

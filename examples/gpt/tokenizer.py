@@ -3,11 +3,13 @@
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from examples.gpt.indexed_dataset import smallest_dtype
+from mpcore.tools.fault_tolerance.metrics import write_whole
 
 try:
     import tokenizers
@@ -154,9 +156,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
     """Train a byte-level byte-pair encoding, and write it as a `tokenizer.json`, whole or not at all.
 
     Args:
-        texts: the documents.
         vocab_size: at least 257, the bytes and the end of a document; a small corpus may give fewer.
-        path: the file to write.
 
     Source:
         Sennrich et al. 2016, arXiv:1508.07909; on bytes: Radford et al. 2019 (GPT-2), section 2.2.
@@ -175,17 +175,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | os.PathLi
         show_progress=False,
     )  # fmt: skip
     bpe.train_from_iterator(texts, trainer)
-    temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(bpe.to_str(pretty=True))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
+    write_whole(Path(path), bpe.to_str(pretty=True))
     return JsonTokenizer(path, END_OF_DOCUMENT)
 
 

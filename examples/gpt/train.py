@@ -23,10 +23,9 @@ from examples.gpt.policies import (
     lr_schedule,
     policies,
     residual_dtype,
-    worker_of,
     worker_settings,
 )
-from examples.gpt.samples import Samples, permute, to_device
+from examples.gpt.samples import Samples, to_device
 from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.collectives import all_reduce
@@ -34,7 +33,6 @@ from mpcore.experimental import overlap_experts, shift_tokens
 from mpcore.layers import RouterStatistics
 from mpcore.tools import invariant
 from mpcore.tools.analysis.communication import StepTimes
-from mpcore.tools.analysis.curves import TensorCurves, round_anew
 from mpcore.tools.fault_tolerance.faults import Faults, is_timed
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
 
@@ -69,14 +67,11 @@ class Trainer:
         self.console = Console(mesh, self.out)
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
-        if (worker := worker_of(self.run)) is not None:
+        if (worker := local_updates(self.run, are_jobs=True)) is not None:
             offset = self.checkpoints.first_sample - self.checkpoints.first_step * args.global_batch
             data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step, from sample {offset}"
             worker.data = {"data": data, **worker_settings(args, setup.config)}
             worker.begin()
-        if args.twin and self.run.step == 0:
-            round_anew(self.run, args.twin, getattr(torch, args.dtype))
-        self.curves = TensorCurves(self.run, args.record_tensors, self.out)
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
         self.times = StepTimes(mesh, compiled=args.compile is not None)  # of the last step
@@ -104,7 +99,8 @@ class Trainer:
         micro_batches = len(samples) * self.setup.micro_batches // args.global_batch
         if micro_batches != self.run.pipeline.micro_batches:  # the ranks compare the number
             self.run.set_micro_batches(micro_batches)
-        return reorder(self.run.share(len(samples)), step, samples, args.twin, args.workers)
+        mine = self.run.share(len(samples))
+        return samples[mine.start : mine.stop]
 
     def step(self) -> dict[str, Any]:
         """Train one step. Return the loss before it, the gradient norm, the learning rate and the experts' loads."""
@@ -120,7 +116,6 @@ class Trainer:
             arguments["loss_factor"] = self.run.loss_factor(count).repeat(len(tokens))
         self.run.forward_backward(tokens, targets, tokens=count, **arguments)
         self.run.clip_gradients(self.args.clip)
-        self.curves.after_backward()
         result = self.run.optimizer_step(lr=lr)
         entry: dict[str, Any] = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
         if self.config.mtp:
@@ -165,7 +160,7 @@ class Trainer:
         with checkpoints.folder() as records, console.recording(self, records):
             faults = Faults(self.mesh, records, self.out, max_skips=args.max_skips,
                             check_replicas=args.check_replicas, check_speed=args.check_speed)  # fmt: skip
-            until, worker = min(args.steps, args.exit_step or args.steps), worker_of(self.run)
+            until, worker = min(args.steps, args.exit_step or args.steps), local_updates(self.run, are_jobs=True)
             bar = console.bar(range(self.run.step, until), args.steps)
             for step in self.steps(bar, until):
                 self.profile.before(step)
@@ -202,33 +197,11 @@ class Trainer:
         return False
 
 
-def reorder(mine: range, step: int, samples: range, twin: int, workers: int = 1) -> Sequence[int]:
-    """Return this rank's samples of a step in twin number `twin`: each worker's samples, dealt out in another order.
-
-    Args:
-        mine: the places of this rank's samples in the step.
-        step: its number.
-        samples: the step's samples.
-        twin: 0 is the run itself.
-        workers: each keeps its own samples.
-    """
-    if twin == 0:
-        return samples[mine.start : mine.stop]
-    each = len(samples) // workers
-    first = mine.start // each * each
-    return [samples[first + permute(i - first, each, seed=twin, epoch=step)] for i in mine]
-
-
 FACTS = ("entropy", "dropped", "max_violation", "aux_loss", "z_loss")
 
 
 def summarize_experts(routers: Mapping[str, RouterStatistics], config: GPTConfig, mesh: Mesh) -> dict[str, Any]:
-    """Return, for each layer with experts, its facts and how many tokens each expert got. A collective over pp.
-
-    Args:
-        routers: the statistics of this rank's routers, by name.
-        config, mesh: those of the run.
-    """
+    """Return, for each layer with experts, its facts and how many tokens each expert got. A collective over pp."""
     assert config.moe is not None
     L = config.layers
     rows = torch.zeros(L + config.mtp, len(FACTS) + config.moe.experts, dtype=torch.float64, device=mesh.device)

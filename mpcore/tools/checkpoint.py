@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from mpcore.checkpoint.report import describe, diff, verify
@@ -14,12 +13,7 @@ from mpcore.tools.command_line import reports_errors
 
 @reports_errors("mpcore checkpoint")
 def main(argv: list[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit status. 0: done, undamaged, or equal. 1: damaged or different. 2: there is no checkpoint, or its
-        manifest can't be read.
-    """
+    """Run the command. Return 0 (done, undamaged or equal), 1 (damaged or different) or 2 (there is no checkpoint)."""
     args = parsers.checkpoint().parse_args(argv)
     if args.command == "diff":
         lines = diff(args.a, args.b, rtol=args.rtol)
@@ -45,7 +39,3 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(problems) or f"{path}: every byte is as written")
             bad |= bool(problems)
     return bad
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,7 +35,6 @@ class Coordinates:
     """The mean absolute activations of each module.
 
     Attributes:
-        widths: the widths.
         sizes: maps each module's name to a list by width of lists by step.
         slopes: the exponent of growth with the width, by module: the least-squares slope of log(size) after the last
             step over log(width).

@@ -1,9 +1,4 @@
-"""`mpcore doctor`: check this machine, and print what to paste into a bug report.
-
-The command lists which implementation of each kernel runs. It checks each kernel against its reference, each collective
-between two processes against its definition, and the requirements of a launch: torchrun's port, the host's name, open
-files and shared memory.
-"""
+"""`mpcore doctor`: check this machine, and print what to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -38,12 +32,7 @@ OK, FAILED, SKIPPED, WARNING = "ok", "FAILED", "skipped", "warning"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        state: "ok", "FAILED", "warning" or "skipped".
-        detail: numbers, or the problem and how to fix it.
-    """
+    """The result of one check; `state` is "ok", "FAILED", "warning" or "skipped"."""
 
     name: str
     state: str
@@ -113,7 +102,6 @@ def check_launch(port: int = PORT) -> Iterator[Finding]:
 
 
 def check_kernel(name: str, device: str) -> Finding:
-    """Run a kernel's self-test."""
     began = time.perf_counter()
     try:
         why = _self_test.fault(name, device)
@@ -203,11 +191,7 @@ def check_collectives() -> Iterator[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0 if no check failed, otherwise 1.
-    """
+    """Run the command. Return 0 if no check failed, otherwise 1."""
     port = parsers.doctor().parse_args(argv).port
     print("\n".join(versions()))
     bad = []
@@ -218,7 +202,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(choices()))
     print(f"failed: {', '.join(bad)}" if bad else "all is well")
     return int(bool(bad))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -61,9 +61,7 @@ class Text:
         corpora, _ = self.program.open_data(self.args, self.tokenizer)
         first = self.records[0]
         self.seq_len: Any = first["tokens"] // (first["samples"][1] + 1)
-        self.samples: Any = corpora.split(
-            self.seq_len, seed=self.args.seed, evaluate=self.args.eval_every > 0
-        )[0]  # fmt: skip
+        self.samples, _ = corpora.split(self.seq_len, seed=self.args.seed, evaluate=self.args.eval_every > 0)
 
     def spikes(self) -> list[int]:
         """List the steps whose loss was a spike, as the run saw them, and those that were skipped."""
@@ -111,11 +109,7 @@ class Text:
 
 @reports_errors("mpcore documents")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0: done, 2: the run, its data or the checkpoint can't be read.
-    """
+    """Run the command. Return 0, or 2 if the run, its data or the checkpoint can't be read."""
     args = parsers.documents().parse_args(argv)
     text = Text(args.run, args.program)
     steps = text.spikes() if args.steps is None else args.steps
@@ -126,7 +120,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(found) > args.most:
         print(f"# and {len(found) - args.most} more: --most")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,7 +195,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(proof.spans, args.out, title=plan_title(schedule, proof), unit=unit)
     print(f"{plan_title(schedule, proof)}; wrote {args.out}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

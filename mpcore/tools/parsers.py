@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpcore.tools.command_line import Parser
@@ -17,7 +18,6 @@ WIDE = ("micro-batch=1,2,4", "recompute=none,selective,full", "zero=1,2,3", "sch
 OVERLAP = ("--overlap", "4194304")
 """The flags that `--wide` adds for the rows of the table with tp above 1."""
 PROFILES = Path(__file__).parent / "analysis" / "profiles"
-HF_TARGET = "mpcore.tools.analysis.hugging_face:build"
 
 
 def documents() -> Parser:
@@ -159,7 +159,7 @@ def verify() -> Parser:
         "needed loss(output, target, mesh), a sum. For pp build(mesh) returns the "
         "stage of mesh.pp.rank, for sp it takes sequence_parallel.",
         examples=[
-            "mpcore verify mine:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html",
+            "mpcore verify mine:build --layouts tp2,tp2sp,pp2,dp2zero3 --plot verify.png",
             "mpcore verify --hf path/to/model --layouts tp2,tp3,pp2,tp2pp2,dp2zero3 --set hidden_size=96",
         ],
     )
@@ -185,25 +185,7 @@ def verify() -> Parser:
     text = "require equal bits, with this virtual degree (docs/bitwise.md); also pass --dtype float32"
     run.add_argument("--bitwise", type=int, default=0, metavar="V", help=text)
     output = parser.add_argument_group("output")
-    output.add_argument("--html", metavar="PATH", help="write the result as a page too")
     output.add_argument("--plot", metavar="PATH", help="draw each gradient's difference, as .png, .svg or .pdf")
-    return parser
-
-
-def compare() -> Parser:
-    parser = Parser(
-        prog="mpcore compare", description="Do two runs differ by rounding alone?",
-        examples=[
-            "mpcore compare runs/a runs/b",
-            "mpcore compare runs/a runs/b --twins runs/a-twin-1 runs/a-twin-2 runs/a-twin-3 runs/a-twin-4",
-        ],
-    )  # fmt: skip
-    parser.add_argument("a", metavar="RUN_A", type=Path, help="folder of a run that you trust")
-    parser.add_argument("b", metavar="RUN_B", type=Path, help="folder of the run in question")
-    parser.add_argument(
-        "--twins", nargs="+", type=Path, metavar="RUN",
-        help="folders of twins of RUN_A: the same command with --set twin=1, twin=2, ..; 4 are enough",
-    )  # fmt: skip
     return parser
 
 
@@ -212,13 +194,13 @@ def replay() -> Parser:
         prog="mpcore replay",
         description="Replay steps of a run as all of its ranks in this process, and name the first operator whose "
         "output isn't finite.",
-        examples=["mpcore replay runs/gpt --step 120", "mpcore replay runs/mine --step 7 --program mine.replay:replay"],
+        examples=["mpcore replay runs/gpt --step 120", "mpcore replay runs/mine --step 7 --program mine.train"],
     )  # fmt: skip
     parser.add_argument("run", metavar="RUN", help="folder of a run, with config.json and checkpoints")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, as in metrics.jsonl")
     parser.add_argument(
-        "--program", default="examples.gpt.pretrain", metavar="package.module:replay",
-        help="the module that trains the run, or a function that says how (default: %(default)s)",
+        "--program", default="examples.gpt.pretrain", metavar="MODULE",
+        help="the module that trained it, with parse, mesh_arguments and Trainer (default: %(default)s)",
     )  # fmt: skip
     return parser
 
@@ -294,7 +276,7 @@ def _add_target(parser: Parser, argv: Sequence[str], about: str, nargs: str | No
     """Add the flag --hf, and the target unless this flag is in `argv`: its place could take the value of another."""
     parser.add_argument("--hf", metavar="FOLDER", help="a config.json of transformers, not a target")
     if any(word.partition("=")[0] == "--hf" for word in argv):
-        parser.set_defaults(target=HF_TARGET)
+        parser.set_defaults(target="mpcore.tools.analysis.hugging_face:build")
     else:
         parser.add_argument("target", help=about, nargs=nargs)
 
@@ -304,7 +286,7 @@ def plan(argv: Sequence[str] = ()) -> Parser:
     parser = Parser(
         prog="mpcore plan", usage="mpcore plan TARGET --world N [FLAGS] [FLAGS OF THE TARGET]",
         description="Find the layouts of a model that fit a machine, and estimate how long a step of each takes there.",
-        examples=[example, "mpcore plan --fit 65e9 --dp 64"],
+        examples=[example, "mpcore plan --hf llama-3-8b --world 16 --seq-len 4096 --zero 3"],
     )  # fmt: skip
     add = parser.add_argument
     text = "module:function, called as function(mesh, arguments), which returns a Work; flags not listed here are its "
@@ -322,12 +304,18 @@ def plan(argv: Sequence[str] = ()) -> Parser:
     add("--wide", action="store_true", help=f"vary flags of examples.gpt: {' '.join(WIDE)}; overlap of rows shown")
     add("--top", type=int, default=20, help="lines to print (20)")
     add("--explain", type=int, metavar="ROW", help="print only where the time and the memory of a row go")
-    add("--what-if", action="append", metavar="RATE=2x", help="also plan on a machine with another rate")
     add("--unfused", action="store_true", help="attention is written out: its scores are in memory")
     add("--cpu", action="store_true", help="count the operators of a CPU instead of a GPU's kernels")
-    add("--fit", type=float, metavar="PARAMETERS", help="print what a model's state takes with each stage of ZeRO")
     add("--out", type=Path, help=f"draw the layouts that fit, as {' or '.join(PICTURES)}")
     return parser
+
+
+def parse_target(parser: Callable[[Sequence[str]], Parser], argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. All flags that the parser doesn't know are for the target, and returned as `arguments`."""
+    argv = sys.argv[1:] if argv is None else argv
+    args, args.arguments = parser(argv).parse_known_args(argv)
+    args.arguments += [] if args.hf is None else ["--hf", args.hf]
+    return args
 
 
 def _sizes(text: str) -> list[int]:
@@ -345,30 +333,24 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
-def convert(prog: str = "mpcore convert", *, with_spec: bool = True) -> Parser:
-    named = " examples.gpt.hf:SPEC" if with_spec else " convert"
-    parser = flags = Parser(
-        prog=prog,
+def convert() -> Parser:
+    parser = Parser(
+        prog="mpcore convert",
         description="Convert models between Hugging Face and checkpoints.",
         examples=[
-            f"{prog}{named} --from-hf llama/ --to checkpoints/step-00000000",
-            f"{prog}{named} --from checkpoints/step-00000120 --to-hf out/ --tokenizer llama/",
+            "mpcore convert examples.gpt.hf:SPEC --from-hf llama/ --to checkpoints/step-00000000",
+            "mpcore convert examples.gpt.hf:SPEC --from checkpoints/step-00000120 --to-hf out/ --tokenizer llama/",
         ],
     )
-    if with_spec:
-        parser.add_argument("spec", metavar="package.module:SPEC", help="the ModelSpec, such as examples.gpt.hf:SPEC")
-    else:
-        commands = parser.add_subparsers(dest="command", required=True)
-        flags = commands.add_parser("convert", help="Hugging Face to a checkpoint, or back")
-    read = flags.add_argument_group("import")
-    write = flags.add_argument_group("export")
+    parser.add_argument("spec", metavar="package.module:SPEC", help="the ModelSpec, such as examples.gpt.hf:SPEC")
+    read = parser.add_argument_group("import")
+    write = parser.add_argument_group("export")
     read.add_argument("--from-hf", metavar="DIR", help="a folder with config.json and safetensors files")
     read.add_argument("--to", metavar="CKPT", help="the checkpoint to make of it")
     write.add_argument("--from", metavar="CKPT", dest="source", help="a checkpoint, of any layout")
     write.add_argument("--to-hf", metavar="DIR", help="the folder to make of it")
     read.add_argument("--force", action="store_true", help="replace an existing checkpoint")
-    write.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder whose tokenizer files go along"
-    )
-    flags.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: no cast)")
+    text = "a tokenizer.json, or a folder whose tokenizer files go along"
+    write.add_argument("--tokenizer", metavar="PATH", help=text)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast to it (default: no cast)")
     return parser

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from bench.planner import fit as planner
-from bench.planner.fit import Run, fit, leave_one_out, predict, scalars_of, with_scalars
+from bench.planner.fit import Run, fit, leave_one_out, predict, scalars_of, with_gradients, with_scalars
 from bench.planner.rows import read_row, read_rows
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine, load_machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.rate_errors import NAMES, NOISE, SPREADS, sensitivities
+from mpcore.tools.analysis.seconds import NAMES, NOISE, SPREADS, sensitivities
 from mpcore.tools.analysis.work import Count, MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 from tests.analysis.test_rows import PUBLISHED
 
@@ -35,7 +35,7 @@ def run(products: float, moved: float, sent: float, data: float, *, attention: i
     kept = MicroBatchMemory(rounds=[MicroBatchWork(part, part)] * 3)
     held = StepMemory(parameters=40, optimizer=60, gradients=30, sent={("dp", "reduce_scatter"): Count(1, int(data))})
     sizes, plan = {"tp": 2, "dp": 8, "pp": pp}, build_schedule("gpipe", pp, M)
-    layout = Layout(sizes, (), M, plan, None, (kept,) * pp, (3,) * pp, ([1, 6, 1],) * pp, (held,) * pp,  # type: ignore[arg-type]
+    layout = Layout(sizes, M, plan, None, (kept,) * pp, (3,) * pp, ([1, 6, 1],) * pp, (held,) * pp,  # type: ignore[arg-type]
                     {"tp": (0, 1), "dp": (0, 8)})  # fmt: skip
     return Run(read_row({"seconds": 1.0}), layout)
 
@@ -107,7 +107,7 @@ def test_gradients_of_two_bytes_need_less_memory():
     kept, held = MicroBatchMemory(unsummed=400), StepMemory(parameters=50, gradients=100)
     layout = replace(LARGE[0].layout, stages=(kept,), held=(held,))
     assert layout.fullest[1] == 50 + 100 + 400
-    assert layout.with_gradients(2).fullest[1] == 50 + 50 + 200
+    assert with_gradients(layout, 2).fullest[1] == 50 + 50 + 200
 
 
 def test_the_command_fits_writes_and_tests(tmp_path, capsys):

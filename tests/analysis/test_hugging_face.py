@@ -29,16 +29,16 @@ def config(folder) -> int:
 def test_ranks_together_hold_the_model_once(tmp_path, sizes, flags, share):
     count, arguments = config(tmp_path), ["--hf", str(tmp_path), *f"--dtype float32 --seq-len 8 {flags}".split()]
     found = [dry_run(build, arguments, rank, **sizes) for rank in range(share)]
-    assert sum(each.parameters for each in found) == 4 * count
-    assert sum(each.optimizer for each in found) == pytest.approx(8 * count, rel=0.01)  # and the steps' numbers
+    assert sum(each.held.parameters for each in found) == 4 * count
+    assert sum(each.held.optimizer for each in found) == pytest.approx(8 * count, rel=0.01)  # and the steps' numbers
     assert all(each.peak > 0 for each in found)
 
 
 def test_adapters_alone_are_trained(tmp_path):
     count = config(tmp_path)
     found = dry_run(build, ["--hf", str(tmp_path), "--seq-len", "8", "--lora", "2"])
-    assert 2 * count < found.parameters < 3 * count
-    assert found.optimizer < 2 * count  # of all weights: 12 bytes each
+    assert 2 * count < found.held.parameters < 3 * count
+    assert found.held.optimizer < 2 * count  # of all weights: 12 bytes each
 
 
 def test_hidden_messages_of_tp_are_counted(tmp_path):

@@ -14,9 +14,8 @@ from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.layout import Layout, TooLargeError
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.rate_errors import NOISE, errors_of
 from mpcore.tools.analysis.search import IDLE, Estimate, choices, consider, frontier, meshes, ranked, search, useful
-from mpcore.tools.analysis.seconds import Seconds, estimate
+from mpcore.tools.analysis.seconds import NOISE, Seconds, errors_of, estimate
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 MACHINE = Machine("test", peak=1000.0, hbm=1e9, memory=1000.0, reserve=100.0, errors={"tau": 0.5})
@@ -99,9 +98,7 @@ def layout(seconds: float, memory: int) -> Layout:
     """Of products alone: forward and backward of one micro-batch, and of parameters alone."""
     part = PassWork(OperatorCounts({"bfloat16": int(350 * seconds)}))
     kept = MicroBatchMemory(rounds=[MicroBatchWork(part, part)])
-    return Layout(
-        ONE, (), 1, build_schedule("gpipe", 1, 1), None, (kept,), (0,), ([1],), (StepMemory(parameters=memory),)
-    )
+    return Layout(ONE, 1, build_schedule("gpipe", 1, 1), None, (kept,), (0,), ([1],), (StepMemory(parameters=memory),))
 
 
 class Counts:

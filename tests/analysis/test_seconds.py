@@ -39,7 +39,7 @@ def layout(
     plan = build_schedule("gpipe", len(held), M)
     sizes = {"tp": 2, "cp": 1, "pp": len(held), "ep": 1, "dp": 2}
     told: dict[str, Any] = {"axes": {"tp": (0, 1), "dp": (0, 2), "odd": (0, 3)}} | more
-    return Layout(sizes, (), M, plan, None, made, blocks, ((1, M - 2, 1),) * len(made), held, **told)  # type: ignore[arg-type]
+    return Layout(sizes, M, plan, None, made, blocks, ((1, M - 2, 1),) * len(made), held, **told)  # type: ignore[arg-type]
 
 
 def test_every_part_has_the_rate_of_its_own_unit():

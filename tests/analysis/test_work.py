@@ -68,8 +68,7 @@ def test_gradients_before_and_after_their_reduction_exist_together_only_at_the_e
     assert held.all == 33 + gradients
     assert most_bytes(held, stages, work) == most
     found = DryRunCounts(held, stages, peak=work - 2, work_peak=work)
-    assert (found.most, found.total, found.between) == (most, held.all + work - 2, held.all)
-    assert (found.parameters, found.buffers, found.gradients, found.optimizer) == (10, 3, gradients, 20)
+    assert found.most == most
 
 
 def test_flops_are_those_of_a_micro_batch_in_the_middle():
@@ -81,7 +80,8 @@ def test_flops_are_those_of_a_micro_batch_in_the_middle():
 
     for count, middle in ((1, 1), (2, 2), (3, 2), (4, 2)):
         kept = MicroBatchMemory(rounds=[round_of(i + 1) for i in range(count)])
-        assert (kept.forward_flops, kept.backward_flops) == (middle + 1, 10 * middle + 2)
+        flops = [part.operators.flops for part in (kept.middle.forward, kept.middle.backward)]
+        assert flops == [middle + 1, 10 * middle + 2]
 
 
 def nothing(*_: Any) -> Any:
@@ -102,10 +102,8 @@ def test_a_schedule_is_shortened_to_some_micro_batches_a_rank_unless_it_holds_al
         assert made.short(3) == build_schedule(name, made.ranks, short)
 
 
-def test_a_given_schedule_is_never_shortened(tmp_path):
+def test_a_schedule_of_a_file_is_never_shortened(tmp_path):
     plan = build_schedule("1f1b", 2, 40)
-    made = outline("1f1b", 2, 40, given=plan)
-    assert made.plan() is made.short(3) is made.plan(8) is plan
     path = tmp_path / "mine.csv"
     path.write_text("\n".join(",".join(map(str, row)) for row in plan.ranks) + "\n")
     assert outline(str(path), 2, 40).short(3).ranks == plan.ranks
@@ -122,17 +120,14 @@ def test_a_model_builds_all_stages_of_its_rank():
 
     def draw(mesh: Mesh, arguments: list[str]) -> LayoutSpec:
         blocks = [range(2 * i, 2 * i + 2) for i in range(4)]
-        return LayoutSpec(
-            arguments[0], 2, 4, None, blocks, nothing, work, theory=lambda stages: {("tp", str(stages)): 1}
-        )
+        return LayoutSpec(arguments[0], 2, 4, None, blocks, nothing, work)
 
     with on_mesh(1, pp=2) as mesh:
-        found = Model(draw)(mesh, ["interleaved"])
+        Model(draw)(mesh, ["interleaved"])
     ((plan, blocks, choice),) = told
     assert plan == build_schedule("interleaved", 2, 4)
     assert choice == {1: range(2, 4), 3: range(6, 8)}
     assert len(blocks) == 4
-    assert found.theory == {("tp", "[1, 3]"): 1}
 
 
 def test_the_work_of_a_whole_model_is_laid_out_as_it_would_be_prepared():
@@ -148,7 +143,7 @@ def test_the_work_of_a_whole_model_is_laid_out_as_it_would_be_prepared():
     assert made is not x
     assert list(work.stages) == [block]
     assert work.loss is Tensor.sum
-    assert (work.optimizer, work.theory) == (torch.optim.AdamW, {})
+    assert work.optimizer is torch.optim.AdamW
     assert work.autocast == Precision("bfloat16").autocast_dtype
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from examples.gpt import policies as optimizer
@@ -18,11 +15,7 @@ from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.hf import shapes
 from examples.gpt.model import GPT, flops_of_token
-from examples.gpt.samples import permute
-from examples.gpt.train import reorder
 from mpcore import Axis
-from mpcore.random import generator
-from mpcore.tools.analysis import curves as twins
 
 SMALL = GPTConfig(vocab_size=11, seq_len=8, layers=3, d_model=16, heads=4, d_ff=24)
 CONFIG = GPTConfig(
@@ -140,27 +133,3 @@ def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
         for step in range(12):
             assert rate("--lr 0.5", step, f"--set {warmup}") == rate("--lr 0.5", step)
     assert rate("--lr 0.5 --lr-decay-steps 5", 5) == rate("--lr 0.5 --lr-decay-steps 5", 9) == pytest.approx(0.05)
-
-
-def test_a_twin_deals_each_workers_samples_out_in_another_order():
-    step = range(100, 112)
-    assert list(reorder(range(2, 5), 3, step, 0)) == [102, 103, 104]
-    for workers in (1, 3):
-        each = 12 // workers
-        for twin in (1, 2):
-            found = [i for first in range(0, 12, 2) for i in reorder(range(first, first + 2), 3, step, twin, workers)]
-            assert found == [100 + i // each * each + permute(i % each, each, seed=twin, epoch=3) for i in range(12)]
-            assert sorted(found) == list(step)
-
-
-def test_a_twin_begins_with_weights_rounded_another_way():
-    model = nn.Linear(4, 3, dtype=torch.float64)
-    model.bias.requires_grad_(False)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    run: Any = SimpleNamespace(parameters=lambda: nullcontext(model))
-    for dtype, eps in ((torch.bfloat16, 2.0**-7), (torch.float32, 2.0**-23)):
-        model.load_state_dict(before)
-        twins.round_anew(run, 2, dtype)
-        draws = torch.rand(3, 4, generator=generator(2, "weight")).double()
-        assert torch.allclose(model.weight, before["weight"] * (1 + (draws - 0.5) * eps), rtol=1e-12, atol=0)
-        assert torch.equal(model.bias, before["bias"])

@@ -11,7 +11,7 @@ import pytest
 from examples.gpt.arguments import parse
 from examples.gpt.config import PRESETS, BlockKind, GPTConfig, LatentConfig
 from examples.gpt.model import GPT
-from examples.gpt.plan import even_blocks, given_blocks, least_bytes, outline, theory
+from examples.gpt.plan import even_blocks, given_blocks, least_bytes, outline
 from tests.examples.test_checks import mesh_of
 
 CONFIG = GPTConfig(vocab_size=1000, seq_len=64, layers=8, d_model=32, heads=4, kv_heads=2, d_ff=96)
@@ -82,53 +82,6 @@ def test_what_waits_for_backward_is_held_beside_the_state(text, sizes, micro_bat
     state = 18 if "bfloat16" in text else 16
     want = mine * state + first * held * 2 * 10**6 * saved * width
     assert bound(text, long, micro_batches, first, **sizes) == pytest.approx(want, rel=1e-9)
-
-
-def sent(text: str, config: GPTConfig = CONFIG, stages: tuple = (0,), blocks: list[range] | None = None,
-         micro_batches: int = 8, regather: bool = False, **sizes: int) -> dict[tuple[str, str], int]:  # fmt: skip
-    blocks = blocks or [range(8)]
-    return theory(flags(text, regather=regather), config, mesh_of(*sizes.items()), micro_batches, blocks, stages)
-
-
-S = 2 * T * D * 4  # bytes of a micro-batch of hidden states in float32
-STATS = 2 * T * 4 * 4  # four numbers a token
-
-
-def test_a_step_sends_four_reductions_a_block_and_one_at_each_end():
-    gathers = {("tp", "all_gather"): 8 * 2 * STATS}
-    assert sent("", tp=2) == {("tp", "all_reduce"): 8 * (8 * 4 * S + 2 * S), **gathers}
-    assert sent("--dtype float64", tp=2) == {
-        ("tp", "all_reduce"): 8 * (8 * 4 + 2) * 2 * S, ("tp", "all_gather"): 8 * 2 * 2 * STATS
-    }  # fmt: skip
-    for half in ("bfloat16", "float16"):
-        assert sent(f"--dtype {half}", tp=2) == {("tp", "all_reduce"): 8 * (8 * 4 + 2) * S // 2, **gathers}
-    assert sent("", tp=4)[("tp", "all_gather")] == 8 * 4 * STATS
-    assert sent("", tp=2, cp=2) == {key: size // 2 for key, size in sent("", tp=2).items()}
-    assert sent("--micro-batch 6", tp=2) == {key: 3 * size for key, size in sent("", tp=2).items()}
-    assert sent("", micro_batches=3, tp=2) == {key: 3 * size // 8 for key, size in sent("", tp=2).items()}
-
-
-def test_a_step_with_sequence_parallel_gathers_and_scatters_as_much():
-    scattered = {("tp", "reduce_scatter"): 8 * (8 * 4 + 2) * S}
-    gathered = 8 * ((8 * 4 + 2) * S + 2 * STATS)
-    assert sent("--sequence-parallel", tp=2) == {**scattered, ("tp", "all_gather"): gathered}
-    again = sent("--sequence-parallel", regather=True, tp=2)  # two more a block, and one of the head
-    assert again == {**scattered, ("tp", "all_gather"): gathered + 8 * (8 * 2 + 1) * S}
-
-
-def test_recomputation_repeats_the_forward_and_a_stage_has_its_own_blocks():
-    full = sent("--recompute full", tp=2)
-    assert full[("tp", "all_reduce")] == 8 * (8 * 5 + 2) * S, "but for the last reduction of a block"
-    assert sent("--recompute selective", tp=2) == sent("", tp=2)
-    dropped = dataclasses.replace(CONFIG, dropout=0.1)
-    assert sent("--recompute full", dropped, tp=2)[("tp", "all_reduce")] == 8 * (8 * 6 + 2) * S
-    blocks = [range(3), range(3, 5), range(5, 8)]
-    first, middle, last = (sent("", stages=(i,), blocks=blocks, tp=2) for i in range(3))
-    assert first == {("tp", "all_reduce"): 8 * (3 * 4 + 1) * S, ("tp", "all_gather"): 0}
-    assert middle == {("tp", "all_reduce"): 8 * 2 * 4 * S, ("tp", "all_gather"): 0}
-    assert last == {("tp", "all_reduce"): 8 * (3 * 4 + 1) * S, ("tp", "all_gather"): 8 * 2 * STATS}
-    both = sent("", stages=(0, 2), blocks=blocks, tp=2)
-    assert both == {key: first[key] + last[key] for key in first}
 
 
 def outlined(text: str, **sizes: int):

@@ -82,10 +82,8 @@ def test_a_folder_gets_the_configuration_and_the_records_of_earlier_steps(tmp_pa
     assert sorted(path.name for path in out.iterdir()) == [".lock", "checkpoints", "config.json", "metrics.jsonl"]
     assert list((out / "checkpoints").iterdir()) == []
     (out / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
-    (out / "tensors.jsonl").write_text('{"step": 0}\n{"step": 2}\n')
     assert opened(out, first=2) == [{"step": 0}, {"step": 1}]
     assert (out / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
-    assert (out / "tensors.jsonl").read_text() == '{"step": 0}\n'
     other = tmp_path / "c"
     opened(other, "--set no_save=true")
     assert not (other / "checkpoints").exists()

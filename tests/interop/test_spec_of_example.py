@@ -43,7 +43,6 @@ from mpcore.interop.hugging_face.config import JSON_LIMIT
 from mpcore.layers import materialize
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
-from mpcore.tools import convert
 from tests.examples.test_pretrain import save_as, trainer
 from tests.pool import mesh
 from tests.quick import some
@@ -52,7 +51,7 @@ config_from_hf, config_to_hf, open_hf, parts_of, export_hf, import_hf, load_hf =
     partial(f, spec=SPEC)
     for f in (hf.config_from_hf, hf.config_to_hf, hf.open_hf, hf.parts_of, hf.export_hf, hf.import_hf, hf.load_hf)
 )
-main = partial(convert.main, spec=SPEC)
+CONVERT = ["convert", "examples.gpt.hf:SPEC"]
 SIZES = {
     "vocab_size": 53, "hidden_size": 24, "intermediate_size": 21, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -654,24 +653,38 @@ def test_a_conversion_holds_one_tensor_at_a_time(tmp_path):
 
 def test_the_command_converts_both_ways(folders, tmp_path, capsys):
     step, back = str(tmp_path / "step"), str(tmp_path / "back")
-    assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 0
-    assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step]) == 2
+    assert mpcore_main([*CONVERT, "--from-hf", str(folders["gpt2"]), "--to", step]) == 0
+    assert mpcore_main([*CONVERT, "--from-hf", str(folders["gpt2"]), "--to", step]) == 2
     assert f"error: {step} exists: --force replaces it" in capsys.readouterr().err
-    assert main(["convert", "--from-hf", str(folders["gpt2"]), "--to", step, "--force"]) == 0
-    assert main(["convert", "--from", step, "--to-hf", back, "--dtype", "bfloat16"]) == 0
+    assert mpcore_main([*CONVERT, "--from-hf", str(folders["gpt2"]), "--to", step, "--force"]) == 0
+    assert mpcore_main([*CONVERT, "--from", step, "--to-hf", back, "--dtype", "bfloat16"]) == 0
     assert tensors_of(tmp_path / "back")["transformer.wte.weight"].dtype == torch.bfloat16
-    assert main(["convert", "--from", step, "--to-hf", back]) == 2
+    assert mpcore_main([*CONVERT, "--from", step, "--to-hf", back]) == 2
     assert "exists: it is not overwritten" in capsys.readouterr().err
     for path in (tmp_path, tmp_path / "gone.json"):
-        assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), "--tokenizer", str(path)]) == 2
+        assert (
+            mpcore_main(
+                [
+                    "convert",
+                    "examples.gpt.hf:SPEC",
+                    "--from",
+                    step,
+                    "--to-hf",
+                    str(tmp_path / "new"),
+                    "--tokenizer",
+                    str(path),
+                ]
+            )
+            == 2
+        )
         assert f"error: {path} is no tokenizer.json, and no folder with one of tok" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]
     (tmp_path / "mine.json").write_text('{"model": {}}')
     named = ["--tokenizer", str(tmp_path / "mine.json")]
-    assert main(["convert", "--from", step, "--to-hf", str(tmp_path / "new"), *named]) == 0
+    assert mpcore_main([*CONVERT, "--from", step, "--to-hf", str(tmp_path / "new"), *named]) == 0
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"model": {}}'
     with pytest.raises(SystemExit):
-        main(["convert", "--from-hf", step])
+        mpcore_main([*CONVERT, "--from-hf", step])
 
 
 def check_training(folder: str, out: str, sizes: dict, flags: list[str]) -> tuple[float, list[float]]:

@@ -30,12 +30,12 @@ from mpcore.pipeline.schedules import Action, Schedule
 from mpcore.sharding import declare
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.tools.analysis.dry_run import pretend
-from mpcore.tools.analysis.makespan import resolve
 from mpcore.tools.analysis.plan import main as plan
+from mpcore.tools.analysis.seconds import resolve
 from mpcore.tools.command_line import find_object
 from mpcore.tools.invariant import invariant_mesh, prepare
 from mpcore.tools.invariant.run import InvariantStep
-from mpcore.tools.simulation.replay import of_trainer
+from mpcore.tools.simulation.replay import replay
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
 from tests.theory import layer_activation_bytes
@@ -67,7 +67,7 @@ def replay_without_mesh() -> None:
     folder = Path("run")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"run": {"dp": None, "steps": 3}}))
-    of_trainer("examples.gpt.pretrain")(folder, 1)
+    replay(folder, 1, "examples.gpt.pretrain")
 
 
 def unequal_messages(mesh: mp.Mesh) -> None:

@@ -22,8 +22,8 @@ class Corpus:
     def __getitem__(self, index: int) -> np.ndarray:
         return self.starts[index] + np.arange(self.lengths[index])
 
-    def origin(self, index: int) -> tuple[str, int, int]:
-        return "corpus", index, 0
+    def origin(self, index: int) -> tuple[str, int]:
+        return "corpus", index
 
 
 def parts(*counts: int) -> list[TokenSamples]:

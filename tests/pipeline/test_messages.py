@@ -20,7 +20,7 @@ from mpcore.pipeline.messages import (
 )
 from mpcore.pipeline.prove import Times, prove
 from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
-from mpcore.tools.analysis.makespan import resolve
+from mpcore.tools.analysis.seconds import resolve
 
 CPU = torch.device("cpu")
 

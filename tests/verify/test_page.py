@@ -1,9 +1,8 @@
-"""The table, the page and the picture of `mpcore verify`, and its command line."""
+"""The table and the picture of `mpcore verify`, and its command line."""
 
 from __future__ import annotations
 
 import math
-import re
 import types
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from mpcore.tools.verify import __main__ as command
 from mpcore.tools.verify.judge import STAGES, Mismatch, Verdict
-from mpcore.tools.verify.page import draw, page, result
+from mpcore.tools.verify.page import draw, result
 
 RIGHT = Verdict("tp2", dict.fromkeys(STAGES, 0.0) | {"gradient": 12.345}, {"w": 1.5, "b": 0.0})
 WRONG = Verdict("dp2zero3x", {"loss": math.inf}, {"b": 7e15, "w": 2e4}, Mismatch("gradient", "b", 7e15, "a < b"))
@@ -23,12 +22,7 @@ def test_a_result_is_one_of_three_words():
     assert [result(verdict) for verdict in ALL] == ["equal", "DIFFERS", "FAILED"]
 
 
-def test_the_page_has_the_table_and_counts_what_is_equal(tmp_path):
-    text = page("a & b", ALL)
-    assert "<h1>a &amp; b</h1><p>1 of 3 layouts equal the unsharded model." in text
-    assert "gradient of b differs by 7e+15 ULPs: a &lt; b" in text
-    assert "lost &amp; gone" in text
-    assert re.findall(r'<tr class="(\w+)"', text) == ["equal", "off", "off"]
+def test_the_picture_is_drawn(tmp_path):
     draw(ALL, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
 

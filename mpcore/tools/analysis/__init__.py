@@ -5,7 +5,7 @@ The package uses everything that a training step uses. Read `work.py` first: it 
 """
 
 from mpcore.tools.analysis.communication import CommunicationClock
-from mpcore.tools.analysis.counts import CommunicationCounter, block_bytes, volume
+from mpcore.tools.analysis.counts import CommunicationCounter, volume
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.layout import Counter, Layout
 from mpcore.tools.analysis.machine import Machine, load_machine
@@ -13,21 +13,5 @@ from mpcore.tools.analysis.peak import peak
 from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.analysis.work import LayoutSpec, Model, Work, make_work
 
-__all__ = [
-    "CommunicationClock",
-    "CommunicationCounter",
-    "Counter",
-    "Layout",
-    "LayoutSpec",
-    "Machine",
-    "Model",
-    "Seconds",
-    "Work",
-    "block_bytes",
-    "dry_run",
-    "estimate",
-    "load_machine",
-    "make_work",
-    "peak",
-    "volume",
-]  # fmt: skip
+__all__ = ["CommunicationClock", "CommunicationCounter", "Counter", "Layout", "LayoutSpec", "Machine", "Model",
+           "Seconds", "Work", "dry_run", "estimate", "load_machine", "make_work", "peak", "volume"]  # fmt: skip

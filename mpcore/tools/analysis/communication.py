@@ -60,9 +60,7 @@ class CommunicationClock:
         self._names = dict(reversed(axes))  # the first of axes that share a group
 
     def __enter__(self) -> CommunicationClock:
-        self.seconds: float = 0.0
-        self.axes: dict[str, float] = {}
-        self.messages = []
+        self.seconds, self.axes, self.messages = 0.0, {}, []
         self._thread = threading.get_ident()
         self._begun = _OTHER
         self._flying = dict[int, tuple[str, str, float]]()  # of results that are not waited for, by address

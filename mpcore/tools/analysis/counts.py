@@ -10,8 +10,7 @@ The bytes of a call are those of its full tensor, such as the result of an all-g
 all-reduce twice, because it is a reduce-scatter and an all-gather, and all others once. A ring sends (p - 1)/p of the
 volume.
 
-Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7; Shoeybi et al. 2019, arXiv:1909.08053, section 3;
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
 """
 
 from __future__ import annotations
@@ -64,12 +63,7 @@ class CommunicationCounter(TorchDispatchMode):
 
     Attributes:
         counts: the counts by (axis, kind).
-
-    Example::
-
-        with CommunicationCounter(mesh) as ledger:
-            pipeline.forward_backward(x, target)
-        print(ledger)
+        ranks_of: the ranks of each axis, in the order of its group.
     """
 
     def __init__(self, mesh: Mesh = Mesh(), **axes: Axis) -> None:
@@ -81,7 +75,7 @@ class CommunicationCounter(TorchDispatchMode):
         self.sizes: dict[str, int] = {name: axis.size for name, axis in named}
         self.by_group: dict[str, str] = {}
         self.by_ranks: dict[tuple[int, ...], str] = {}
-        self.ranks_of: dict[str, tuple[int, ...]] = {}  # two axes may have groups of the same ranks
+        self.ranks_of: dict[str, tuple[int, ...]] = {}
         for name, axis in named:
             self.ranks_of[name] = tuple(dist.get_process_group_ranks(axis.group))
             self.by_group.setdefault(axis.group_name, name)
@@ -143,27 +137,13 @@ class CommunicationCounter(TorchDispatchMode):
         """Return the volume in bytes over each axis."""
         return {axis: self.volume(axis) for axis, _ in self.counts}
 
-    def ranks(self, axis: str) -> tuple[int, ...]:
-        """Return the ranks of an axis that was counted, in the order of its group."""
-        return self.ranks_of.get(axis, ())
-
     def __str__(self) -> str:
-        return self.table()
-
-    def table(self, theory: dict[tuple[str, str], int] | None = None) -> str:
-        """Return the counts as a table, in the order of the axes.
-
-        Args:
-            theory: expected bytes by (axis, kind), shown beside the counts. None: not shown.
-        """
-        theory = theory or {}
-        head = f"{'axis':<10} {'ranks':>6} {'kind':<15} {'calls':>8} {'bytes':>20} {'volume':>20}"
-        lines = [head + (f" {'theory, bytes':>20}" if theory else "")]
+        """Return the counts as a table, in the order of the axes."""
+        lines = [f"{'axis':<10} {'ranks':>6} {'kind':<15} {'calls':>8} {'bytes':>20} {'volume':>20}"]
         order = {name: i for i, name in enumerate(self.sizes)}
         for (axis, kind), count in sorted(self.counts.items(), key=lambda e: (order.get(e[0][0], 99), e[0][1])):
             cells = f"{count.calls:>8,} {count.bytes:>20,} {volume(kind, count.bytes):>20,}"
-            line = f"{axis:<10} {self.sizes.get(axis, 1):>6} {kind:<15} {cells}"
-            lines.append(line + (f" {theory[axis, kind]:>20,}" if (axis, kind) in theory else ""))
+            lines.append(f"{axis:<10} {self.sizes.get(axis, 1):>6} {kind:<15} {cells}")
         return "\n".join(lines)
 
 
@@ -179,37 +159,3 @@ def _group_of(x: object) -> dist.ProcessGroup | None:
     if isinstance(x, (Tensor, str, int, float, list, tuple, type(None))):
         return None
     return as_group(x)
-
-
-def block_bytes(
-    size: int,
-    *,
-    sequence_parallel: bool = False,
-    regather: bool = False,
-    recompute: str = "none",
-    dropout: bool = False,
-    latents: int | None = None,
-) -> dict[str, int]:
-    """Return the expected bytes over tp of one transformer block and micro-batch, forward and backward, by kind.
-
-    A block has four all-reduces. With sequence parallel it has four all-gathers and four reduce-scatters, which have
-    the same volume.
-
-    Args:
-        size: the bytes of the block's full input, batch x sequence x width.
-        sequence_parallel: whether the block is sequence parallel.
-        regather: whether its linear layers gather their input again in backward.
-        recompute: "full" repeats the collectives of the forward, except the last reduction if no dropout follows it.
-        dropout: whether the block has dropout.
-        latents: with latent attention, the bytes that the block sends instead of its input. None: no latent attention.
-
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, figure 4; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
-    """
-    gathers = sums = 2 if recompute == "full" else 0
-    sums -= recompute == "full" and not dropout
-    less = 0 if latents is None else size - latents
-    if not sequence_parallel:
-        return {"all_reduce": (4 + sums) * size - less}
-    again = 2 if recompute == "full" else 1
-    gathered = (4 + gathers + 2 * regather) * size - again * less
-    return {"all_gather": gathered, "reduce_scatter": (4 + sums) * size - less}

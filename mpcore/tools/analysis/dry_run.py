@@ -83,13 +83,8 @@ def dry_run(
 
     Args:
         build: the function that makes the rank's work. It is called as `build(mesh, arguments)`.
-        arguments: the second argument of `build`.
-        rank: the rank.
         stands_for_gpu: whether to count the operators that a GPU runs, or those of a CPU.
         sizes: the sizes tp, cp, pp, ep, dp, etp and cp_inner of the mesh.
-
-    Returns:
-        The counts.
 
     Raises:
         ValueError: if the mesh has no such rank, the work can't be run without values, or two pipeline ranks have
@@ -145,12 +140,7 @@ def call_build(build: Build, mesh: Mesh, arguments: Sequence[str]) -> Work:
 
 
 def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> DryRunCounts:
-    """Run a rank's work on fake tensors, and count.
-
-    Args:
-        work: the work.
-        mesh: this rank's mesh.
-        stands_for_gpu: whether to run the operators that a GPU runs, or those of a CPU.
+    """Run a rank's work on fake tensors, and count, as `dry_run` does.
 
     Raises:
         ValueError: if `work` is no `Work`, has the wrong number of stages for this rank, or can't be run without
@@ -169,20 +159,19 @@ def run_dry(work: Work, mesh: Mesh, stands_for_gpu: bool = False) -> DryRunCount
     patterns = [tuple(split for split, _ in each) for each in rounds]
     stages, held, ledger = count_stages(work, list(zip(wanted, patterns, strict=True)), mesh, stands_for_gpu)
     times = [[time for _, time in each] for each in rounds]
-    return assemble(work.plan, mesh.pp.rank, stages, times, held, ledger, work.theory, early=not stands_for_gpu)
+    return assemble(work.plan, mesh.pp.rank, stages, times, held, ledger, early=not stands_for_gpu)
 
 
 def assemble(
     plan: Schedule, rank: int, stages: list[MicroBatchMemory], times: list[list[int]], held: StepMemory,
-    ledger: CommunicationCounter, theory: dict[tuple[str, str], int] | None = None,
-    early: bool = False,
+    ledger: CommunicationCounter, early: bool = False,
 ) -> DryRunCounts:  # fmt: skip
     """Combine the counts of a rank's stages into those of its step: all micro-batches, and what follows the last."""
     rounds = [(t, r) for kept, each in zip(stages, times, strict=True) for t, r in zip(each, kept.rounds, strict=True)]
     sent = [(time, part.sent) for time, r in rounds for part in (r.forward, r.backward)]
     ledger.counts = combine([*sent, (1, held.sent)])
     at_end, at_any_time = peak(plan, rank, stages, early)
-    return DryRunCounts(held, stages, times, at_end, at_any_time, ledger, theory or {}, plan)
+    return DryRunCounts(held, stages, times, at_end, at_any_time, ledger, plan)
 
 
 def count_stages(

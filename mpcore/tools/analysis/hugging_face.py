@@ -32,11 +32,7 @@ from mpcore.training.prepare import lay_out
 
 
 def build(mesh: Mesh, arguments: list[str]) -> Work:
-    """Return the work of the mesh's rank.
-
-    Args:
-        mesh: the mesh.
-        arguments: the flags, as text.
+    """Return the work of the mesh's rank, for flags as text.
 
     Raises:
         ValueError: if the folder has no config.json of a model of transformers, or the model has no such layout.

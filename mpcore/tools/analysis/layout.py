@@ -53,12 +53,9 @@ class Layout:
 
     Attributes:
         sizes: the sizes of the mesh's axes.
-        arguments: the arguments of the build function.
-        micro_batches: the micro-batches per step.
         short, shorter: the schedule with `ROUNDS` micro-batches per pipeline rank, and with one less. `shorter` is None
             if `short` is the full schedule.
-        stages: the counts of each stage.
-        blocks: the number of blocks of each stage.
+        stages, blocks: the counts and the number of blocks of each stage.
         rounds: for each stage, how many micro-batches each of its rounds stands for.
         held: what each pipeline rank holds between steps, and sends after its last backward.
         axes: the ranks of each axis that this rank is on.
@@ -66,7 +63,6 @@ class Layout:
     """
 
     sizes: Sizes
-    arguments: tuple[str, ...]
     micro_batches: int
     short: Schedule
     shorter: Schedule | None
@@ -89,13 +85,6 @@ class Layout:
             alike.setdefault(tuple(self.signature(i) for i in mine), []).append(rank)
         ranks = {rank for each in alike.values() for rank in (each[0], each[-1])}
         return max(((rank, self.bytes_of(rank)) for rank in ranks), key=lambda pair: pair[1])
-
-    def with_gradients(self, size: int) -> Layout:
-        """Return the same layout in a runtime whose gradients take `size` bytes per parameter instead of 4."""
-        each = [(kept, kept.unsummed * size // 4, kept.made * size // 4) for kept in self.stages]
-        stages = tuple(replace(kept, unsummed=unsummed, made=made) for kept, unsummed, made in each)
-        held = tuple(replace(each, gradients=each.gradients * size // 4) for each in self.held)
-        return replace(self, stages=stages, held=held)
 
     def signature(self, index: int) -> tuple[bool, bool, int]:
         """Return what distinguishes a stage: whether it is the first, whether it is the last, its number of blocks."""
@@ -149,11 +138,6 @@ class Counter:
         """Count one rank, with the same integers as `dry_run`.
 
         If kinds of blocks alternate, the peaks while operators run are within a few percent.
-
-        Args:
-            arguments: the arguments of the build function.
-            rank: the rank.
-            sizes: the sizes of the mesh's axes.
         """
         if not isinstance(self.build, Model):
             return dry_run(self.build, arguments, rank, self.stands_for_gpu, **sizes)
@@ -166,30 +150,16 @@ class Counter:
             here = sizes | {"at": rank % (mesh.world.size // mesh.pp.size)}  # shards of data ranks may differ
             counted = [self._stage(outline, here, index, lambda: nullcontext((mesh, outline))) for index in mine]
             times = [[time for _, time in rounds_of(plan, index)] for index in mine]
-            held = combine([(1, held) for _, held in counted])
-            return assemble(
-                plan,
-                mesh.pp.rank,
-                [kept for kept, _ in counted],
-                times,
-                held,
-                ledger,
-                outline.theory(mine),
-                early=not self.stands_for_gpu,
-            )
+            stages, held = [kept for kept, _ in counted], combine([(1, held) for _, held in counted])
+            return assemble(plan, mesh.pp.rank, stages, times, held, ledger, early=not self.stands_for_gpu)
 
     def layout(self, arguments: Sequence[str] = (), room: float = math.inf, **sizes: Any) -> Layout:
         """Count all pipeline ranks of a layout, for the ranks that hold the last part of the sequences.
 
         With causal masks, these ranks compute the most if cp isn't balanced.
 
-        Args:
-            arguments: the arguments of the build function.
-            room: the bytes of memory of a rank. A layout whose lower bound is larger isn't counted.
-            sizes: the sizes of the mesh's axes.
-
         Raises:
-            TooLargeError: if the layout's lower bound is larger than `room`.
+            TooLargeError: if the layout's lower bound is larger than `room`, the bytes of memory of a rank.
         """
         arguments, pp = list(arguments), sizes.get("pp", 1)
         tp, cp, dp = (sizes.get(axis, 1) for axis in ("tp", "cp", "dp"))
@@ -210,12 +180,10 @@ class Counter:
             with on_mesh(first[rank], **sizes) as mesh:
                 yield mesh, self.build.outline(mesh, arguments)
 
-        counted = [
-            self._stage(outline, sizes, index, partial(enter, short.rank_of[index])) for index in range(short.stages)
-        ]
+        counted = [self._stage(outline, sizes, i, partial(enter, short.rank_of[i])) for i in range(short.stages)]
         held = [combine([(1, counted[index][1]) for index in short.stages_of(rank)]) for rank in range(pp)]
         stages = tuple(kept for kept, _ in counted)
-        return _layout(outline, sizes, arguments, stages, held, axes, not self.stands_for_gpu)
+        return _layout(outline, sizes, stages, held, axes, not self.stands_for_gpu)
 
     def _stage(
         self, outline: LayoutSpec, sizes: Sizes, index: int, enter: Enter
@@ -298,14 +266,14 @@ class Counter:
                 work = call_build(self.build, mesh, arguments)
                 found.append(run_dry(work, mesh, self.stands_for_gpu))
         check_stages(self.build, arguments, **sizes)
-        plan = found[0].plan
-        stages = {i: kept for r, f in enumerate(found) for i, kept in zip(plan.stages_of(r), f.stages, strict=True)}
-        ordered = tuple(stages[i] for i in range(plan.stages))
-        if outline is None:
-            blocks = [range(1)] * plan.stages
-            outline = LayoutSpec("", len(ranks), plan.micro_batches, None, blocks, _unknown, _unknown, given=plan)
-        all_held, axes = [f.held for f in found], found[0].ledger.ranks_of
-        return _layout(outline, sizes, arguments, ordered, all_held, axes, not self.stands_for_gpu)
+        plan, places = found[0].plan, [(r, k) for r, f in enumerate(found) for k in range(len(f.stages))]
+        places.sort(key=lambda place: plan.stages_of(place[0])[place[1]])
+        stages = tuple(found[r].stages[k] for r, k in places)
+        held, axes, early = [f.held for f in found], found[0].ledger.ranks_of, not self.stands_for_gpu
+        if outline is not None:
+            return _layout(outline, sizes, stages, held, axes, early)
+        m, rounds, blocks = plan.micro_batches, tuple(found[r].times[k] for r, k in places), (1,) * len(stages)
+        return Layout(dict(sizes), m, plan, None, stages, blocks, rounds, tuple(held), dict(axes), early)
 
 
 def _growth(more: MicroBatchMemory, is_split: bool) -> Sizes:
@@ -328,10 +296,6 @@ def _resharded(outline: LayoutSpec, held: StepMemory, counted: int, dp: int) -> 
     return replace(held, **parts)
 
 
-def _unknown(*_: Any) -> Any:
-    raise NotImplementedError
-
-
 def _pattern(outline: LayoutSpec, index: int) -> tuple[bool, ...]:
     """Return, for each micro-batch of a stage that is run, whether its backward is split."""
     plan = outline.plan() if outline.short(ROUNDS).splits_backward else outline.short(ROUNDS)
@@ -339,14 +303,9 @@ def _pattern(outline: LayoutSpec, index: int) -> tuple[bool, ...]:
 
 
 def _layout(
-    outline: LayoutSpec,
-    sizes: Sizes,
-    arguments: Sequence[str],
-    stages: tuple[MicroBatchMemory, ...],
-    held: Sequence[StepMemory],
-    axes: dict[str, tuple[int, ...]],
-    early: bool,
-) -> Layout:
+    outline: LayoutSpec, sizes: Sizes, stages: tuple[MicroBatchMemory, ...], held: Sequence[StepMemory],
+    axes: dict[str, tuple[int, ...]], early: bool,
+) -> Layout:  # fmt: skip
     short, m = outline.short(ROUNDS), outline.micro_batches
     shorter = None if short.micro_batches == m else outline.short(ROUNDS - 1)
     if short.splits_backward:
@@ -354,6 +313,4 @@ def _layout(
     else:
         rounds = [[1] * m if m < 4 else [1, m - 2, 1]] * short.stages
     blocks = tuple(len(of) for of in outline.blocks)
-    return Layout(
-        dict(sizes), tuple(arguments), m, short, shorter, stages, blocks, tuple(rounds), tuple(held), dict(axes), early
-    )
+    return Layout(dict(sizes), m, short, shorter, stages, blocks, tuple(rounds), tuple(held), dict(axes), early)

@@ -87,9 +87,8 @@ class Machine:
         A ring that leaves its node uses as many network links at the same time as it has ranks per node.
 
         Args:
-            kind: the kind of collective, such as "all_reduce", or "send".
+            kind: such as "all_reduce" or "send".
             size: the bytes of all calls together.
-            calls: the number of calls.
             ranks: the ranks of the group.
 
         Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", section 4.

@@ -1,6 +1,6 @@
 """Count the memory that a rank of any layout needs, on fake tensors: nothing is allocated.
 
-    python -m mpcore.tools.analysis memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
+    mpcore memory examples.gpt.plan:build --tp 8 --pp 4 --dp 32 --preset llama3-70b
 
 Activations are the bytes that live between the forward and the backward of a micro-batch, times the number of
 micro-batches that the schedule holds at the same time. With ZeRO, the line "gathered" has the parameters that are
@@ -18,10 +18,10 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 def parts_of(found: DryRunCounts) -> dict[str, int]:
     """Return the largest bytes of each kind of memory that a rank holds, by the names of tables and pictures."""
-    gathered = min(found.peak, sum(stage.gathered + stage.unsummed for stage in found.stages))
+    held, gathered = found.held, min(found.peak, sum(stage.gathered + stage.unsummed for stage in found.stages))
     return {
-        "parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer,
-        "buffers": found.buffers, "activations": found.peak - gathered, "gathered": gathered,
+        "parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer,
+        "buffers": held.buffers, "activations": found.peak - gathered, "gathered": gathered,
         "working set": max(found.work_peak - found.peak, 0),
     }  # fmt: skip
 

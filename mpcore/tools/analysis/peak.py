@@ -15,9 +15,7 @@ def peak(plan: Schedule, rank: int, stages: Sequence[MicroBatchMemory], early: b
     The function goes through the rank's actions in the order in which `mpcore.pipeline.executor` runs them.
 
     Args:
-        plan: the schedule.
-        rank: the pipeline rank.
-        stages: what each of its stages keeps.
+        stages: what each stage of the rank keeps.
         early: whether receives are posted early, as on a CPU.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Print and draw the results of `mpcore plan`."""
+"""Print and draw the results of `mpcore plan`, and draw those of `mpcore memory`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.memory import UNITS, unit_of
+from mpcore.tools.analysis.memory import UNITS, parts_of, unit_of
 from mpcore.tools.analysis.search import Estimate, frontier
 from mpcore.tools.analysis.seconds import Seconds
+from mpcore.tools.analysis.work import DryRunCounts
 from mpcore.tools.draw import matplotlib_part
 from mpcore.tools.parsers import AXES
 
@@ -52,16 +53,10 @@ def why(seconds: Seconds) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
 
 
-def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend: bool = True) -> str:
+def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str:
     """Return a table of the layouts that fit, one line each, the fastest first.
 
-    After the table come the number of layouts that don't fit or are refused, and why.
-
-    Args:
-        estimates: the layouts, as `search` returns them.
-        machine: the machine.
-        top: the largest number of rows.
-        legend: if True, the text below the rows explains the words of the table.
+    After the table come what its words mean, the number of layouts that don't fit or are refused, and why.
     """
     fits = [e for e in estimates if e.fits(machine)]
     large = [e for e in estimates if not e.fits(machine) and not e.refused]
@@ -82,7 +77,7 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend
         hidden = sum(e.seconds.hidden.values()) / e.step
         numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {later:>11} {compute:>8.1%}"
         lines.append(f"{i:>3}{cells} {numbers} {hidden:>6.0%}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
-    if fits and legend:
+    if fits:
         lines.append(LEGEND.replace("UNIT", unit))
     same = [f"{' '.join(more)} (row {i})" for i, e in enumerate(fits[:top], start=1) for more in e.same]
     if same:
@@ -105,12 +100,7 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20, legend
 
 
 def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
-    """Return where the seconds and the memory of a layout go, and its flags.
-
-    Args:
-        e: the layout.
-        machine: the machine.
-        given: flags that all layouts share.
+    """Return where the seconds and the memory of a layout go, and its flags with those `given` for all layouts.
 
     Raises:
         ValueError: if the layout doesn't fit or is refused.
@@ -143,14 +133,8 @@ def explain(e: Estimate, machine: Machine, given: Sequence[str] = ()) -> str:
 def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row: int = 1, title: str = "") -> None:
     """Draw the layouts that fit: time per step over memory, in the units and with the rows of the table.
 
-    A line joins the layouts that no other layout beats in both; up to eight of them have the numbers of their rows.
-
-    Args:
-        estimates: the layouts, as `search` returns them.
-        machine: the machine.
-        path: the file: .png, .svg or .pdf.
-        row: the chosen row, which gets a ring.
-        title: the first line of the title.
+    A line joins the layouts that no other layout beats in both; up to eight of them have the numbers of their rows. The
+    chosen row gets a ring.
     """
     fits = [e for e in estimates if e.fits(machine)]
     if not fits:
@@ -195,4 +179,37 @@ def draw(estimates: Sequence[Estimate], machine: Machine, path: Path | str, row:
         taken.append((x, y + away))
         axes.annotate(str(number), at[id(e)], xytext=(6, away * 72 / figure.dpi), fontsize=9, weight="bold",
                       textcoords="offset points", arrowprops={"arrowstyle": "-", "linewidth": 0.5})  # fmt: skip
+    figure.savefig(path, dpi=150)
+
+
+def draw_memory(
+    ranks: Sequence[DryRunCounts], path: Path | str, machine: Machine | None = None, title: str = ""
+) -> None:
+    """Draw what each pipeline rank holds as stacked bars, and name the rank that holds the most.
+
+    With a machine, also draw a line at the memory of its GPU without the reserve. `title` is the title's first line.
+    """
+    most = max(found.most for found in ranks)
+    fullest = next(i for i, found in enumerate(ranks) if found.most == most)
+    name = unit_of(most)
+    figure = matplotlib_part("figure").Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.add_subplot()
+    bottom = [0.0] * len(ranks)
+    for colour, kind in zip(COLOURS, parts_of(ranks[0]), strict=False):
+        sizes = [parts_of(found)[kind] / UNITS[name] for found in ranks]
+        if any(sizes):
+            axes.bar(range(len(ranks)), sizes, 0.8, bottom, color=colour, label=kind, edgecolor="white", linewidth=0.5)
+            bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
+    totals = [found.most / UNITS[name] for found in ranks]  # not all parts are largest at the same time
+    size = (190 / max(len(ranks), 8)) ** 2
+    axes.scatter(range(len(ranks)), totals, size, color="#000000", marker="_", label="total", zorder=3)
+    if machine is not None:
+        usable = (machine.memory - machine.reserve) / UNITS[name]
+        axes.axhline(usable, color="#000000", linestyle="--", label=f"room of {machine.name}")
+    kind, size = max(parts_of(ranks[fullest]).items(), key=lambda part: part[1])
+    axes.set(xlabel="pipeline rank", ylabel=f"{name} of one GPU", xticks=range(0, len(ranks), -(-len(ranks) // 16)))
+    title += f"\nthe largest total is {most / UNITS[name]:.1f} {name}, of pipeline rank {fullest};\n"
+    axes.set_title(f"{title.lstrip()}its largest part: {kind}, {size / most:.0%} of it", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)

@@ -10,8 +10,7 @@ from typing import Any
 
 from mpcore.tools.analysis.layout import Counter, TooLargeError
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.rate_errors import NOISE, errors_of
-from mpcore.tools.analysis.seconds import Seconds, estimate
+from mpcore.tools.analysis.seconds import NOISE, Seconds, errors_of, estimate
 from mpcore.tools.parsers import AXES
 
 Choice = tuple[dict[str, int], tuple[str, ...]]
@@ -147,13 +146,9 @@ def consider(counter: Counter, machine: Machine, given: Sequence[str], choice: C
 
 
 def search(
-    counter: Counter,
-    machine: Machine,
-    given: Sequence[str],
-    layouts: Sequence[Choice],
-    unfused: bool = False,
+    counter: Counter, machine: Machine, given: Sequence[str], layouts: Sequence[Choice], unfused: bool = False,
     each: Callable[[int, Sequence[Estimate]], None] = lambda done, found: None,
-) -> list[Estimate]:
+) -> list[Estimate]:  # fmt: skip
     """Estimate layouts. Ctrl-C stops the search and keeps its results.
 
     If a mesh doesn't fit with one micro-batch size, a larger size is not tried: it needs at least the same memory.

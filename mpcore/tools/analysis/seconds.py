@@ -20,15 +20,16 @@ pass reads and writes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from mpcore.pipeline.schedules import Schedule
+from mpcore.pipeline.prove import in_order
+from mpcore.pipeline.schedules import COMPUTE, Action, Schedule
 from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
-from mpcore.tools.analysis.makespan import Resolved, resolve
 from mpcore.tools.analysis.operators import OperatorCounts
 from mpcore.tools.analysis.work import PassWork, Sent
 
@@ -77,15 +78,7 @@ class Seconds:
 
 
 def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds:
-    """Estimate a step of a layout.
-
-    Args:
-        layout: the counts of the layout.
-        machine: the rates of the machine.
-        unfused: whether attention writes its scores to memory.
-
-    Returns:
-        The parts of the step's seconds. `step` is their sum.
+    """Estimate the parts of a step's seconds. With `unfused`, attention writes its scores to memory.
 
     Example:
         >>> from examples.gpt.plan import build  # in a clone of the repository
@@ -104,7 +97,11 @@ def estimate(layout: Layout, machine: Machine, unfused: bool = False) -> Seconds
     ]
     forward = [sum(f.values()) for f, _ in stages]
     backward = [sum(b.values()) for _, b in stages]
-    message = max((machine.seconds("send", size, 1, _hop(layout)) for size in _messages(layout)), default=0.0)
+    message = 0.0
+    if len(layout.held) > 1:  # the largest, between neighbors along pp
+        stride = math.prod(layout.sizes.get(axis, 1) for axis in ("tp", "cp", "dp"))
+        largest = max(max(kept.received, kept.sent_back) for kept in layout.stages)
+        message = machine.seconds("send", largest, 1, (0, stride))
     makespan = _makespan(layout, forward, backward, message)
     busy = [sum(forward[i] + backward[i] for i in layout.short.stages_of(r)) for r in range(len(layout.held))]
     slowest = max(range(len(busy)), key=busy.__getitem__)
@@ -200,22 +197,45 @@ def _data(layout: Layout, machine: Machine, rank: int) -> dict[str, float]:
     return {axis: machine.x_dp * seconds for axis, seconds in found.items() if axis not in (*INSIDE, "pp")}
 
 
-def _messages(layout: Layout) -> list[int]:
-    """Return the largest message of each kind of stage."""
-    if len(layout.held) == 1:
-        return []
-    return sorted({max(kept.received, kept.sent_back) for kept in layout.stages})
+@dataclass(frozen=True)
+class Resolved:
+    """A schedule's actions in an order in which each action comes after those it waits for.
+
+    Attributes:
+        steps: for each action its rank, kind, stage, and the index here of the action on another rank whose result it
+            needs, or -1.
+    """
+
+    ranks: int
+    steps: tuple[tuple[int, str, int, int], ...]
+
+    def makespan(self, times: Mapping[str, Sequence[float]], message: float = 0.0) -> float:
+        """Return the seconds from the first start to the last end.
+
+        Args:
+            times: for each kind (F, I, W, B), the seconds of an action of each stage.
+            message: seconds between the end of an action and the start of the action on another rank that waits for it.
+        """
+        clock, ends = [0.0] * self.ranks, [0.0] * len(self.steps)
+        for i, (rank, kind, stage, needed) in enumerate(self.steps):
+            start = clock[rank]
+            if needed >= 0 and ends[needed] + message > start:
+                start = ends[needed] + message
+            clock[rank] = ends[i] = start + times[kind][stage]
+        return max(clock)
 
 
-def _hop(layout: Layout) -> tuple[int, int]:
-    """Return two ranks that pass messages: neighbors along pp."""
-    world = 1
-    for axis in ("tp", "cp", "pp", "dp"):
-        world *= layout.sizes.get(axis, 1)
-    return 0, world // len(layout.held)
-
-
-_resolved = lru_cache(maxsize=64)(resolve)
+@lru_cache(maxsize=64)
+def resolve(schedule: Schedule) -> Resolved:
+    """Order the actions of a schedule of F, B, I and W."""
+    rows = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in schedule.ranks)
+    place: dict[Action, int] = {}
+    steps: list[tuple[int, str, int, int]] = []
+    for rank, action, before in in_order(replace(schedule, ranks=rows), named=False):
+        remote = [place[other] for other in before if schedule.rank_of[other.stage] != rank]
+        place[action] = len(steps)
+        steps.append((rank, action.kind, action.stage, remote[0] if remote else -1))
+    return Resolved(len(rows), tuple(steps))
 
 
 def _makespan(layout: Layout, forward: list[float], backward: list[float], message: float) -> float:
@@ -224,13 +244,44 @@ def _makespan(layout: Layout, forward: list[float], backward: list[float], messa
     The schedule is run for a few micro-batches. Each other micro-batch adds the difference between two such runs.
     """
     times = {"F": forward, "B": backward, "I": [b / 2 for b in backward], "W": [b / 2 for b in backward]}
-    found = _of(layout.short).makespan(times, message)
+    found = resolve(layout.short).makespan(times, message)
     if layout.shorter is None:
         return found
     step = layout.short.micro_batches - layout.shorter.micro_batches
-    slope = (found - _of(layout.shorter).makespan(times, message)) / step
+    slope = (found - resolve(layout.shorter).makespan(times, message)) / step
     return found + (layout.micro_batches - layout.short.micro_batches) * slope
 
 
-def _of(schedule: Schedule) -> Resolved:
-    return _resolved(schedule)
+NOISE = 0.03
+"""The relative standard deviation of a run's time."""
+
+SPREADS = {"e_gemm": 0.15, "e_hbm": 0.3, "x_tp": 0.5, "x_dp": 0.8, "tau": 1.0, "cluster": 0.05}
+"""The rates that may be fitted, and what is believed of each before any run: the profile's value within a factor of
+e^spread, two times out of three."""
+NAMES = tuple(SPREADS)
+
+
+def sensitivities(layout: Layout, machine: Machine, unfused: bool = False) -> list[float]:
+    """Return [6], the derivative of the logarithm of the step's seconds by the logarithm of each rate of `NAMES`.
+
+    The bubble is divided in proportion to the other parts. `cluster` multiplies the whole step.
+    """
+    found = estimate(layout, machine, unfused)
+    busy = found.products + found.attention + found.operators + found.host
+    inside = sum(found.exposed.get(axis, 0.0) for axis in INSIDE)
+    grown = 1 + found.bubble / max(busy + inside, 1e-30)
+    parts = [  # a higher rate lowers the time
+        -found.products * grown, -(found.operators * grown + found.optimizer), inside * grown,
+        sum(found.exposed.values()) - inside, found.host * grown,
+    ]  # fmt: skip
+    whole = found.step / machine.cluster
+    return [*(part / whole for part in parts), 1.0]
+
+
+def errors_of(layout: Layout, machine: Machine, unfused: bool = False) -> tuple[float, ...]:
+    """Return the relative error of a predicted step that one standard error of each rate causes, with its sign.
+
+    A rate that was never fitted has the standard deviation of its prior. The errors are taken as independent.
+    """
+    J = sensitivities(layout, machine, unfused)
+    return tuple(j * machine.errors.get(name, SPREADS[name]) for j, name in zip(J, NAMES, strict=True))

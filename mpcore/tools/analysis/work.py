@@ -1,7 +1,5 @@
 """Define what planners need of a layout (`Work`, `LayoutSpec`, `Model`) and what they count.
 
-They count into `MicroBatchMemory`, `StepMemory` and `DryRunCounts`.
-
 A planner calls a function of the user, `build(mesh, arguments)`, which returns a `Work`. If this function is a `Model`,
 the planner can build parts of a stage. It then counts a stage of 96 blocks from stages of one and two blocks.
 """
@@ -41,7 +39,6 @@ class Work:
         loss: the loss, as a function of the last stage's output.
         optimizer: the function that makes an optimizer from a list of parameters.
         autocast: the dtype of matrix products. None: that of the parameters.
-        theory: the bytes that the step's collectives should have, by (axis, kind).
     """
 
     stages: Sequence[nn.Module]
@@ -50,7 +47,6 @@ class Work:
     loss: Callable[[Tensor], Tensor]
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
     autocast: torch.dtype | None = None
-    theory: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def make_work(
@@ -63,11 +59,9 @@ def make_work(
 
     Args:
         model: the model, on the meta device, built for the mesh.
-        mesh: a mesh with one pipeline rank.
         inputs: the model's arguments for one micro-batch of this rank. Their values don't matter.
         loss: the loss, as a function of what the model returns.
         blocks: the modules that ZeRO and recomputation treat as units.
-        micro_batches: the micro-batches per step.
         data, precision, recompute: as for `prepare`.
         optimizer: the function that makes an optimizer from a list of parameters.
 
@@ -81,7 +75,7 @@ def make_work(
         ...     with torch.device("meta"):
         ...         model = mp.ParallelMLP(64, 256, tp=mesh.tp, bias=False)
         ...     return make_work(model, mesh, inputs=(torch.empty(8, 64),), loss=torch.sum, blocks=[model])
-        >>> dry_run(work, tp=2).parameters  # bytes
+        >>> dry_run(work, tp=2).held.parameters  # bytes
         98304
     """
     if mesh.pp.size > 1:
@@ -133,8 +127,6 @@ class LayoutSpec:
             2 if the gradients of a block are reduced while the backward of the next block runs.
         key: everything else that the counts of a stage depend on, besides the mesh and its blocks. Layouts with equal
             keys share counts.
-        theory: a function: for some stages of a rank, the bytes that their collectives should have, by (axis, kind).
-        given: the schedule, if it is built already. None: it isn't.
         parameters: the number of parameters of the unsharded model. 0: unknown.
         least: a lower bound of the bytes that the fullest rank holds, by arithmetic. A layout with less memory isn't
             counted.
@@ -151,15 +143,11 @@ class LayoutSpec:
     sharded: bool = False
     few: int = 1
     key: Hashable = None
-    theory: Callable[[Sequence[int]], dict[tuple[str, str], int]] = lambda stages: {}
-    given: Schedule | None = None
     parameters: int = 0
     least: int = 0
 
     def plan(self, micro_batches: int | None = None) -> Schedule:
         """Return the schedule, of all micro-batches or of `micro_batches`."""
-        if self.given is not None:
-            return self.given
         return plan_of(self.schedule, self.ranks, micro_batches or self.micro_batches, self.virtual_stages)
 
     def short(self, rounds: int) -> Schedule:
@@ -168,22 +156,12 @@ class LayoutSpec:
         A schedule in a file, and one that holds every micro-batch at the same time, is never shortened.
         """
         least = rounds * self.ranks
-        whole = (
-            self.given is not None
-            or self.schedule.endswith(".csv")
-            or self.schedule in HOLD_ALL
-            or self.micro_batches <= least
-        )
+        whole = self.schedule.endswith(".csv") or self.schedule in HOLD_ALL or self.micro_batches <= least
         return self.plan(None if whole else least)
 
 
 HOLD_ALL = ("gpipe", "bfs")
-
-
-@lru_cache(maxsize=64)
-def plan_of(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> Schedule:
-    """Return the schedule (`mpcore.pipeline.schedules.find_schedule`), cached."""
-    return find_schedule(schedule, ranks, micro_batches, virtual_stages)
+plan_of = lru_cache(maxsize=64)(find_schedule)
 
 
 @dataclass(frozen=True)
@@ -205,8 +183,7 @@ class Model:
         plan = outline.plan()
         prove(plan)
         choice = {stage: outline.blocks[stage] for stage in plan.stages_of(mesh.pp.rank)}
-        work = outline.work(plan, outline.blocks, choice)
-        return replace(work, theory=outline.theory(list(choice)))
+        return outline.work(plan, outline.blocks, choice)
 
 
 @dataclass
@@ -271,19 +248,6 @@ class MicroBatchMemory:
         """A micro-batch that is neither the first nor the last, if there is one."""
         return self.rounds[min(1, len(self.rounds) - 1)]
 
-    @property
-    def forward_flops(self) -> int:
-        """The floating-point operations of products and attention in the forward of one micro-batch.
-
-        Attention counts all pairs, without regard to its mask.
-        """
-        return self.middle.forward.operators.flops
-
-    @property
-    def backward_flops(self) -> int:
-        """The same for the backward."""
-        return self.middle.backward.operators.flops
-
 
 @dataclass
 class StepMemory:
@@ -328,7 +292,6 @@ class DryRunCounts:
         peak: the most bytes that the stages hold at the end of a forward, in the order of the schedule.
         work_peak: the most bytes at any time, with what operators hold while they run.
         ledger: the step's collectives and messages.
-        theory: the bytes that they should have, by (axis, kind), if the work says so.
         plan: the schedule of the pipeline, possibly with fewer micro-batches.
     """
 
@@ -338,38 +301,7 @@ class DryRunCounts:
     peak: int = 0
     work_peak: int = 0
     ledger: CommunicationCounter = field(default_factory=CommunicationCounter)
-    theory: dict[tuple[str, str], int] = field(default_factory=dict)
     plan: Schedule = field(default_factory=lambda: build_schedule("gpipe", 1, 1))
-
-    @property
-    def parameters(self) -> int:
-        """The bytes of parameters between steps."""
-        return self.held.parameters
-
-    @property
-    def buffers(self) -> int:
-        """The bytes of buffers."""
-        return self.held.buffers
-
-    @property
-    def gradients(self) -> int:
-        """The bytes of gradients after backward."""
-        return self.held.gradients
-
-    @property
-    def optimizer(self) -> int:
-        """The bytes of the optimizer state, with master weights."""
-        return self.held.optimizer
-
-    @property
-    def between(self) -> int:
-        """The bytes of parameters, buffers, gradients and optimizer state."""
-        return self.held.all
-
-    @property
-    def total(self) -> int:
-        """The bytes of `between` plus `peak`, each at its largest."""
-        return self.between + self.peak
 
     @property
     def most(self) -> int:

@@ -13,25 +13,6 @@ from mpcore.tools.fault_tolerance.trace import explain, read_log, record
 from mpcore.tools.fault_tolerance.versions import code_versions, file_versions
 from mpcore.tools.fault_tolerance.watchdog import Watchdog
 
-__all__ = [
-    "EXIT_PEER",
-    "EXIT_STOPPED",
-    "MetricsWriter",
-    "SharedRequests",
-    "Skips",
-    "SlowRank",
-    "Spikes",
-    "StopSignals",
-    "Stragglers",
-    "Watchdog",
-    "code_versions",
-    "compare_replicas",
-    "explain",
-    "file_versions",
-    "late_ranks",
-    "leave",
-    "leave_together",
-    "read_log",
-    "record",
-    "tell_launcher",
-]  # fmt: skip
+__all__ = ["EXIT_PEER", "EXIT_STOPPED", "MetricsWriter", "SharedRequests", "Skips", "SlowRank", "Spikes",
+           "StopSignals", "Stragglers", "Watchdog", "code_versions", "compare_replicas", "explain", "file_versions",
+           "late_ranks", "leave", "leave_together", "read_log", "record", "tell_launcher"]  # fmt: skip

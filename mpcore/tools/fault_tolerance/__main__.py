@@ -14,11 +14,7 @@ from mpcore.tools.fault_tolerance.trace import LIMIT, Log, explain
 
 @reports_errors("mpcore explain")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit status: 0, or 2 if the folder has no logs that can be read.
-    """
+    """Run the command. Return 0, or 2 if the folder has no logs that can be read."""
     folder = parsers.explain().parse_args(argv).folder
     files = sorted(Path(folder).glob("rank*.json"))
     if not files:

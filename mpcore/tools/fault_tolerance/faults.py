@@ -21,7 +21,6 @@ class Faults:
     """Runs the detectors of faults after each step.
 
     Args:
-        mesh: the mesh.
         records: the records of the steps before the one that this run begins with.
         out: the folder for the list of skipped steps.
         max_skips: the most steps in a row that may be skipped.
@@ -46,7 +45,6 @@ class Faults:
         Args:
             entry: the record of the step.
             samples: the global indices of its samples, over all workers.
-            run: the run after the step.
             stragglers: has timed how long this rank took to load the batch.
 
         Returns:

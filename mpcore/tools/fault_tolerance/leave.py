@@ -353,17 +353,9 @@ def store_address(store: dist.Store) -> str:
 
 
 def end_after(seconds: float, line: str, status: int) -> threading.Timer:
-    """Start a timer that logs a line and ends the process.
+    """Return a started timer that logs a line and ends the process. Cancel it if all went well.
 
     The timer works even if the other threads wait in C code for a host that is gone.
-
-    Args:
-        seconds: the delay in seconds.
-        line: the line to log.
-        status: the exit status.
-
-    Returns:
-        The timer. Cancel it if all went well.
     """
 
     def end() -> None:

@@ -18,9 +18,6 @@ class MetricsWriter:
     """Append lines of JSON to a file. A number that isn't finite becomes null.
 
     A line that can't be written, for example on a full disk, is kept in memory and written with the next line.
-
-    Args:
-        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,9 +26,6 @@ class MetricsWriter:
 
     def add(self, entry: dict[str, Any]) -> None:
         """Write the waiting lines and this one.
-
-        Args:
-            entry: the metrics, as JSON values.
 
         Raises:
             OSError: if the lines can't be written. The file stays as it was, and the lines wait for the next call.

@@ -80,9 +80,6 @@ class Stragglers:
         """Time a block of work without communication.
 
         On a GPU the time includes the block's kernels and excludes the kernels queued before it.
-
-        Args:
-            phase: the name of the phase.
         """
         self._synchronize()
         began = time.perf_counter()
@@ -104,11 +101,7 @@ class Stragglers:
             torch.cuda.synchronize(self.mesh.device)
 
     def check(self) -> list[SlowRank]:
-        """Compare the ranks' times since the last check. All ranks must call it, and get the same result.
-
-        Returns:
-            The slow ranks. Empty: none.
-        """
+        """Return the slow ranks since the last check. All ranks must call it, and get the same result."""
         mine = {phase: statistics.fmean(seconds) for phase, seconds in self.times.items()}
         self.times = {}
         late = exchange(None, mine, self.mesh.world.group, lambda times: late_ranks(times, self.threshold, self.least))
@@ -122,9 +115,7 @@ class Stragglers:
 def late_ranks(times: Sequence[dict[str, float]], threshold: float, least: float) -> list[SlowRank]:
     """Return the ranks whose time in a phase is more than `threshold` times the median of the other ranks' times.
 
-    Args:
-        times: for each rank its seconds by phase.
-        threshold, least: see `Stragglers`.
+    `times` has for each rank its seconds by phase; `threshold` and `least` are those of `Stragglers`.
     """
     found = []
     for phase in sorted({phase for own in times for phase in own}):

@@ -1,12 +1,5 @@
 """Explain why ranks wait for each other: match their logs of collectives and find the first mismatch.
 
-    record()                              # before the first process group is created
-    mesh = build_mesh(tp=2)
-    with Watchdog(mesh, model, timeout=300) as watchdog:
-        for step in range(steps):
-            train(step)
-            watchdog.beat()
-
 The logs are those of torch's flight recorders of gloo and NCCL. A flight recorder keeps the last collectives of its
 process, with their call sites. On gloo it doesn't record point-to-point messages; there, only the line at which each
 rank's main thread stands shows the cause.
@@ -62,10 +55,9 @@ class Call:
     """A collective that a rank entered.
 
     Attributes:
-        group: the name of its process group.
         number: its number among the collectives of its group and backend, from 1.
-        kind: the collective, such as "all_reduce".
-        shape, dtype: shape and dtype of its input.
+        kind: such as "all_reduce".
+        shape, dtype: those of its input.
         site: the file and line outside of torch that called it. If that line is in mpcore, the line that called mpcore
             follows.
         done: whether it has completed.
@@ -89,7 +81,6 @@ class Log:
     """One rank's report.
 
     Attributes:
-        rank: the rank in the job.
         groups: the axis and the ranks of each process group, by the group's name.
         calls: the last collectives, oldest first.
         site: the file and line where the main thread is.
@@ -110,16 +101,11 @@ class Log:
     members: list[Rank] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return the log as JSON text."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Log:
-        """Return the log that `to_json` wrote.
-
-        Raises:
-            ValueError: if it is damaged.
-        """
+        """Return the log that `to_json` wrote. ValueError if it is damaged."""
         return convert(Log, load_json(text.encode(), "the log"), "the log")
 
 
@@ -127,9 +113,6 @@ def record(entries: int = 512) -> None:
     """Record the last collectives of this process in torch's flight recorder.
 
     Call it before a process group is created.
-
-    Args:
-        entries: the number of collectives to keep.
 
     Raises:
         ValueError: if a process group already exists, or `entries` is below 1.
@@ -161,16 +144,12 @@ def read_log(mesh: Mesh, model: nn.Module | None = None, thread: int | None = No
     found: Any = next((f.f_locals["self"] for f, _ in traceback.walk_stack(frame) if f.f_code is _HEARS), None)
     members = [] if found is None else dist.get_process_group_ranks(found.group)
     doing = doing or (f"the agreement about the {found.what}" if found is not None and found.what else "")
-    doing = doing or (f"the agreement about the {found.what}" if found is not None and found.what else "")
     waits = ("", 0, []) if found is None else (found.prefix, found.number, members)
     return Log(mesh.job.rank, groups, calls_of(entries, mesh.made_ns), site, doing, waiting, *waits)
 
 
 def give_no_answer(ranks: Sequence[int], store: dist.Store | None = None) -> str:
-    """Return text such as `rank 3 gives no answer`.
-
-    With a store the text includes the ranks' hosts, except this process's own host.
-    """
+    """Return text such as `rank 3 gives no answer`. With a store it includes the ranks' hosts, except this one."""
     return f"{name_ranks(store, ranks)} {'gives' if len(ranks) == 1 else 'give'} no answer"
 
 
@@ -181,12 +160,7 @@ def last_call(mesh: Mesh) -> str:
 
 
 def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Call]:
-    """Return the collectives in entries of flight recorders, oldest first.
-
-    Args:
-        entries: the entries, as torch's flight recorder returns them.
-        since_ns: skip calls that began before this time, in nanoseconds of the host's clock.
-    """
+    """Return the collectives in entries of torch's flight recorders that began since then, oldest first."""
     calls = []
     for e in entries:
         if e["is_p2p"] or e["time_created_ns"] < since_ns:
@@ -221,21 +195,12 @@ def _places(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def call_site(frame: FrameType | None) -> str:
-    """Return where a stack is outside of torch, such as `layers/linear.py:88, called at gpt/model.py:40`.
-
-    Args:
-        frame: the innermost frame of the stack.
-    """
+    """Return where a stack is outside of torch, such as `layers/linear.py:88, called at gpt/model.py:40`."""
     return _places((f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame))
 
 
 def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, str, bool]:
-    """Return where a thread is: the values `site`, `doing` and `waiting` of its `Log`.
-
-    Args:
-        frame: the innermost frame of the thread.
-        names: the names of the model's modules, by `id` of the module.
-    """
+    """Return where a thread is: the values `site`, `doing` and `waiting` of its `Log`. `names`: of modules, by `id`."""
     site, doing, waiting = "", "", False
     while frame is not None:
         file, held = frame.f_code.co_filename, frame.f_locals
@@ -252,14 +217,9 @@ def stands_in(frame: FrameType | None, names: Mapping[int, str]) -> tuple[str, s
 
 
 def explain(logs: Sequence[Log], size: int) -> str:
-    """Explain why the ranks don't make progress. The text depends only on the logs.
+    """Explain why the ranks don't make progress, from the logs of those of the `size` ranks that answered.
 
-    Args:
-        logs: the logs of the ranks that answered.
-        size: the number of ranks in the job.
-
-    Returns:
-        A text: first the rank at fault and where it is, then one line per rank.
+    The text names first the rank at fault and where it is, then has one line per rank.
     """
     by_rank = {log.rank: log for log in logs}
     silent = [rank for rank in range(size) if rank not in by_rank]

@@ -39,6 +39,8 @@ class Watchdog:
 
     Example::
 
+        record()  # before the first process group is created
+        mesh = build_mesh(tp=2)
         with Watchdog(mesh, model, timeout=300) as watchdog:
             for batch in batches:
                 train(batch)

@@ -62,15 +62,9 @@ class InvariantParallelAttention(ParallelAttention):
     """The invariant form of `ParallelAttention`."""
 
     def core(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor | None,
-        length: int,
-        mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """softmax(scale q k^T) v: queries [B, T, H/tp, K] -> [B, T, H/tp, V], with this rank's KV heads."""
         if bias is not None:
             raise input_error("a bias on the scores has no invariant form: leave it out, or leave out make_invariant")

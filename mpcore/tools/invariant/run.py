@@ -85,7 +85,9 @@ def prepare(
     check_same("arguments of prepare", {"micro_batches": micro_batches, **threads})
     with raising_together():
         precision = precision if isinstance(precision, Precision) else Precision(precision)
-        leaves = _leaves_of_rank(mesh, micro_batches)
+        if (leaves := pieces(mesh.data)) % micro_batches:
+            text = f"micro_batches {micro_batches} does not divide the {leaves} leaves of a rank: take one that does"
+            raise ValueError(text)
         _check_policies(precision, data, offload, schedule, **options)
         make_invariant(stages)
     how: dict[str, Any] = {"precision": precision, "data": data, "offload": offload, "schedule": schedule, **options}
@@ -102,16 +104,6 @@ def prepare(
     run.measure_norm = exact_norm
     run.observers.insert(0, step)
     return run
-
-
-def _leaves_of_rank(mesh: Mesh, micro_batches: int) -> int:
-    """Return the number of leaves on each rank: the run's number of micro-batches."""
-    leaves = pieces(mesh.data)
-    if leaves % micro_batches:
-        raise ValueError(
-            f"micro_batches {micro_batches} does not divide the {leaves} leaves of a rank: take one that does"
-        )
-    return leaves
 
 
 def _check_policies(

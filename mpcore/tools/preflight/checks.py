@@ -26,7 +26,6 @@ class Check:
     """One check, printed as one line.
 
     Attributes:
-        name: the name of the check.
         run: runs the check and returns the measured numbers as text. It raises ValueError with the problem and how to
             fix it, or `Skip` with the reason why the check doesn't apply.
         meaning: one sentence: what a failure means, and what to do.
@@ -41,14 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a check.
-
-    Attributes:
-        name, meaning: the `Check`'s name and meaning.
-        state: "ok", "FAILED" or "skipped".
-        detail: the numbers, the problem, or the reason for skipping.
-        seconds: the time the check took.
-    """
+    """The result of a check: its state is "ok", "FAILED" or "skipped", `detail` the numbers, the problem or why."""
 
     name: str
     state: str

@@ -166,11 +166,7 @@ def load_model(task: Task, layout: Layout, folder: str) -> dict[str, torch.Tenso
 
 
 def checks_of(command: Command, options: Options, pool: Pool) -> list[Check]:
-    """Make the checks of a command.
-
-    Raises:
-        ValueError: if its module has none.
-    """
+    """Make the checks of a command. ValueError if its module has none."""
     if ":" in command.target:
         return checks_of_model(command.target, command.flags, options, pool)
     search_current_folder()
@@ -195,11 +191,7 @@ def _has(module: str, names: Sequence[str]) -> bool:
 
 @reports_errors("mpcore preflight")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        0 if no check failed, 1 if one did, 2 if they could not run.
-    """
+    """Run the command. Return 0 if no check failed, 1 if one did, 2 if they could not run."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
     args: argparse.Namespace = parsers.preflight().parse_args(words[:at])
@@ -230,7 +222,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(checks: Sequence[Check], at: int) -> None:
     """Draw how far the checks are, on the terminal's last line."""
     print(f"\r\x1b[K[{'#' * at}{'.' * (len(checks) - at)}] {checks[at].name}\r", end="", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,11 +30,7 @@ def pick(ranks: Sequence[Rehearsal], worker: int) -> Rehearsal:
 
 
 def compare(got: Rehearsal, want: Rehearsal, steps: range, what: str, cause: str) -> None:
-    """Refuse a run that is another one.
-
-    Raises:
-        ValueError: with the first step or tensor that differs.
-    """
+    """Raise ValueError, with the first step or tensor that differs, for a run that is another one."""
     for step in steps:
         for name, field in (("loss", "losses"), ("norm", "norms")):
             a, b = getattr(got, field)[step], getattr(want, field)[step]
@@ -71,11 +67,7 @@ def differing(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str, 
 
 
 def resumed(got: Rehearsal, whole: Rehearsal, step: int, what: str) -> None:
-    """Refuse a resumed run that is not the run that went on.
-
-    Raises:
-        ValueError: with what of the state seems to be lost.
-    """
+    """Raise ValueError, with what of the state seems to be lost, if a resumed run is not the run that went on."""
     if step in whole.kept:
         differing(got.begun, whole.kept[step], what, "it was not saved, or not loaded, as it was")
     if got.scale != whole.scales.get(step, got.scale):
@@ -102,15 +94,9 @@ def distinct(begun: Mapping[str, Tensor]) -> None:
 
 
 def within_rounding(
-    dtype: str,
-    eps: float,
-    truth: RankRecord,
-    rounded: Sequence[RankRecord],
-    got: RankRecord,
-    *,
-    layers: int,
+    dtype: str, eps: float, truth: RankRecord, rounded: Sequence[RankRecord], got: RankRecord, *, layers: int,
     experts: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse gradients that are farther from float64 than one process's in the same dtype, some times over.
 
     The errors of two runs in one dtype are sums of equally many roundings, and the 2-norm of a tensor's error is the

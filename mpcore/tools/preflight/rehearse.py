@@ -79,7 +79,6 @@ def rehearse(
     """Train a toy on this rank.
 
     Args:
-        toy: the toy.
         out: its folder.
         until: the steps of the whole run.
         save_at: after so many steps, save.

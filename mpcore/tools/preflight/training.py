@@ -20,7 +20,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from importlib import import_module
@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mpcore.checkpoint import checkpoints, verify
 from mpcore.mesh import build_mesh
@@ -49,7 +50,7 @@ NEEDED = ("parse", "mesh_arguments", "read_model", "open_data", "other_run", "In
 TOKENS_READ = 2**29  # of each corpus: a few seconds of a disk
 DRY_RANKS = 3
 E4M3_EPS = 2.0**-3
-TWINS = 3  # runs of one process whose roundings say how far those of a layout may go
+NUDGED = 3  # runs of one process whose roundings say how far those of a layout may go
 
 
 class Preflight:
@@ -179,10 +180,10 @@ class Preflight:
         ranks = sorted({0, min(1, sizes["pp"] - 1), sizes["pp"] - 1})[:DRY_RANKS]
         build = find_object(f"{self.name.rpartition('.')[0]}.plan:build")
         found = [dry_run(build, flags, rank * stride, args.device != "cpu", **sizes) for rank in ranks]
-        most = max(found, key=lambda each: each.total)
-        sent = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sorted(most.ledger.volumes().items()) if size)
-        told = f"{most.total / UNITS['GiB']:.3g} GiB on the fullest rank; GB sent a step: {sent or 'none'}"
-        if self.options.memory and most.total > self.options.memory and "offload" not in dropped:
+        fullest = max(found, key=lambda each: each.most)
+        sent = ", ".join(f"{axis} {size / 1e9:.3g}" for axis, size in sorted(fullest.ledger.volumes().items()) if size)
+        told = f"{fullest.most / UNITS['GiB']:.3g} GiB on the fullest rank; GB sent a step: {sent or 'none'}"
+        if self.options.memory and fullest.most > self.options.memory and "offload" not in dropped:
             raise ValueError(f"{told}, and a GPU has {self.options.memory / UNITS['GiB']:.3g} GiB")
         return told + (f" (without --{' and --'.join(dropped)})" if dropped else "")
 
@@ -317,11 +318,8 @@ class Preflight:
         alone = toy.alone(**own)
         dense = self.train(alone, "dtype-dense", poison_at=1, look=True)
         moe = toy.config.moe
-        ordered = moe is not None and moe.aux_loss == "micro_batch"  # the order of samples changes this loss
-        twins = [
-            self.train(replace(alone, args=with_flags(alone.args, twin=i)), f"dtype-twin-{i}", until=1, look=True)
-            for i in range(1, 1 if ordered else TWINS + 1)
-        ]  # fmt: skip
+        starts = [nudged(dense[0].begun, seed, getattr(torch, args.dtype)) for seed in range(NUDGED)]
+        others = [self.train(alone, f"dtype-{i}", until=1, look=True, start=each) for i, each in enumerate(starts)]
         whole = self.train(mine, "dtype", save_at=2, poison_at=1, look=True)
         truths = self.train(toy.alone(), "dtype-float64", until=1, look=True, start=dense[0].begun)
         near = OWN_DTYPE.get(args.dtype, 0.03)
@@ -336,7 +334,7 @@ class Preflight:
             if not abs(got - want) <= near * abs(want):
                 raise ValueError(f"the first loss in {args.dtype} is {got:.6g}, on one process {want:.6g}")
             truth = pick(truths, rank.worker).seen
-            rounded = [one.seen, *(pick(twin, rank.worker).seen for twin in twins)]
+            rounded = [one.seen, *(pick(other, rank.worker).seen for other in others)]
             layers = toy.config.layers
             within_rounding(args.dtype, eps, truth, rounded, rank.seen, layers=layers, experts=moe is not None)
         data = toy.sizes["dp"] * toy.sizes["cp"]
@@ -356,6 +354,12 @@ class Preflight:
         if toy.ranks == 1:
             raise Skip("one rank")
         return kill(toy, str(Path(self.folder.name) / "killed"), self.options.timeout)
+
+
+def nudged(values: Mapping[str, Tensor], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Change each value by up to half a unit in the last place of a dtype."""
+    dice, eps = torch.Generator().manual_seed(seed), torch.finfo(dtype).eps
+    return {name: x * (1 + (torch.rand(x.shape, generator=dice) - 0.5) * eps) for name, x in values.items()}
 
 
 def layout_of(toy: Toy) -> Layout:

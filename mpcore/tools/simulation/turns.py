@@ -88,7 +88,7 @@ class Turns:
                 self._vain[rank] += 1
         while self.failure is None and not ready():
             self._waits[rank] = ready, polls
-            other = self._first(rank, self._can_go)
+            other = self._next(rank)
             if other is None:
                 other = self._looks = self._next_look(rank)
                 if other is None:
@@ -112,7 +112,7 @@ class Turns:
         if not self.alive:
             self.over.set()
             return
-        other = self._first(rank, self._can_go)
+        other = self._next(rank)
         if other is None:
             other = self._looks = self._next_look(rank)
         if other is None:
@@ -141,7 +141,7 @@ class Turns:
         waits = self._waits[thread]
         return self.failure is not None or waits is None or waits[0]()
 
-    def _first(self, rank: int, fits: Callable[[int], bool]) -> int | None:
-        """Return the first living thread after this rank that fits, this rank last."""
+    def _next(self, rank: int) -> int | None:
+        """Return the first living thread after this rank that can go on, this rank last."""
         order = ((rank + step) % self.size for step in range(1, self.size + 1))
-        return next((thread for thread in order if thread in self.alive and fits(thread)), None)
+        return next((thread for thread in order if thread in self.alive and self._can_go(thread)), None)

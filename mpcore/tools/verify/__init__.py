@@ -1,6 +1,6 @@
 """Check that a parallel model is still the same model: compare any model made with mpcore with itself on one process.
 
-    mpcore verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --html verify.html
+    mpcore verify package.module:build --layouts tp2,tp2sp,pp2,dp2zero3 --plot verify.png
 
 The module `package.module` must have:
 
@@ -77,7 +77,6 @@ def verify(
             own rounding error in that dtype: the largest of five runs whose parameters differ by half a rounding. If a
             float64 run differs only by float32 roundings because the model casts to float32, both runs are repeated
             without these casts.
-        seed: the seed of the initial values.
         timeout: the seconds that one layout's run may take. After them the verdict says where each rank is.
         pool: the processes to use. None: start as many as needed, and end them afterwards.
         report: called with each verdict as soon as it is known. None: not called.
@@ -175,11 +174,7 @@ def _useful(text: str, timeout: float) -> str:
 
 
 def what_happened(text: str, timeout: float = 0.0) -> str:
-    """Return the cause of a failure in one line, from the text of the ranks that failed.
-
-    Args:
-        text: the message of a `RankError`.
-    """
+    """Return the cause of a failure in one line, from the message of a `RankError`."""
     errors = [line for line in text.splitlines() if line and not line.startswith((" ", "---"))]
     killed = [line for line in errors if line.startswith(f"{DIED} (")]  # the others only lost a connection
     if killed:

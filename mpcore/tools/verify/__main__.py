@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from mpcore.tools.command_line import find_object, reports_errors
 from mpcore.tools.verify import verify
 from mpcore.tools.verify.hugging_face import HuggingFaceModel, token_loss
 from mpcore.tools.verify.judge import Verdict
-from mpcore.tools.verify.page import draw, page, table
+from mpcore.tools.verify.page import draw, table
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         virtual=args.bitwise,
     )  # fmt: skip
     print(table(verdicts))
-    if args.html:
-        Path(args.html).write_text(page(f"{args.model or args.hf} under {len(verdicts)} layouts", verdicts))
-        print(f"wrote {args.html}")
     if args.plot:
         draw(verdicts, args.plot)
         print(f"wrote {args.plot}")

@@ -24,8 +24,7 @@ ROWS, TOKENS, LAYERS = 8, 16, 4
 class HuggingFaceModel:
     """Build a causal language model from a folder or a config.json, with at most `LAYERS` layers, for `verify`.
 
-    Args:
-        changes: values of config fields, such as ("hidden_size", 64).
+    `changes` are values of config fields, such as ("hidden_size", 64).
     """
 
     path: str

@@ -15,7 +15,6 @@ class Layout:
 
     Attributes:
         name: the name that the user wrote.
-        tp, cp, pp, dp, ep: the sizes of the axes.
         sequence_parallel: whether activations are sharded along the sequence between tensor-parallel regions.
         zero: the stage of ZeRO, 0 to 3 (`mpcore.parallel.data.shard_data_parallel`).
         mb: the number of micro-batches per step. 0: the number of pipeline stages.
@@ -33,12 +32,10 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The number of processes."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches per step."""
         return self.mb or self.pp
 
 

@@ -1,22 +1,12 @@
-"""Show the verdicts as a table for the terminal, as an HTML page, and as a picture."""
+"""Show the verdicts as a table for the terminal, and as a picture."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpcore.tools.draw import matplotlib_part
 from mpcore.tools.verify.judge import STAGES, Verdict
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222 }
-table { border-collapse: collapse }
-td, th { padding: .3rem .8rem; border-bottom: 1px solid #ddd; text-align: right }
-td:first-child, th:first-child, td:last-child { text-align: left }
-.equal { background: #e5f5ea }
-.off { background: #fdeaea }
-"""
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -28,26 +18,6 @@ def table(verdicts: Sequence[Verdict]) -> str:
         lines.append(f"{v.layout:<{width}}  {cells}  {result(v)}")
     lines += [f"{v.layout}: {v.mismatch or v.error}" for v in verdicts if not v.equal]
     return "\n".join(lines)
-
-
-def page(title: str, verdicts: Sequence[Verdict]) -> str:
-    """Return the table as an HTML page without scripts."""
-    head = "".join(f"<th>{name}</th>" for name in ("layout", *STAGES, "result"))
-    rows = []
-    for v in verdicts:
-        cells = "".join(f"<td>{_number(v, stage)}</td>" for stage in STAGES)
-        why = "equal" if v.equal else html.escape(str(v.mismatch or v.error))
-        rows.append(
-            f'<tr class="{"equal" if v.equal else "off"}"><td><code>{html.escape(v.layout)}</code></td>{cells}'
-            f"<td>{why}</td></tr>"
-        )
-    equal = sum(v.equal for v in verdicts)
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{html.escape(title)}</h1><p>{equal} of {len(verdicts)} layouts equal the unsharded model. Numbers are "
-        f"the largest differences in units of the last place of each tensor's largest value.</p>"
-        f"<table><tr>{head}</tr>{''.join(rows)}</table>\n"
-    )
 
 
 def draw(verdicts: Sequence[Verdict], path: Path | str) -> None:
