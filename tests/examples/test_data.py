@@ -325,7 +325,7 @@ def test_of_a_single_document_the_end_is_held_out(tokens, seq_len, seed):
     end = tokens - held_out.num_tokens
     for samples, first, last in ((train, 0, end), (held_out, end, tokens)):
         read = {int(token) for i in range(len(samples)) for token in samples.sample(i)}
-        assert read == set(range(first, last - (last - first - 1) % seq_len)), "windows from the first token of the part"
+        assert read == set(range(first, last - (last - first - 1) % seq_len)), "windows from its first token"
 
 
 def test_too_little_text_says_of_which_part_and_the_way_out():
