@@ -191,7 +191,7 @@ def test_the_planner_plans_a_model_of_its_real_size():
         dry_run(held["work"], ["--zero", "2", "--micro-batch", "2", "--recompute", how], dp=16)
         for how in ("none", "selective")
     )
-    assert plain.parameters == 4 * (2 * block + ends) / 16, "masters in float32, sharded over 16 ranks"
+    assert plain.held.parameters == 4 * (2 * block + ends) / 16, "masters in float32, sharded over 16 ranks"
     assert recomputed.peak < plain.peak
     with pytest.raises(ValueError, match="64 samples are not a multiple of dp 16 x --micro-batch 3"):
         dry_run(held["work"], ["--micro-batch", "3"], dp=16)

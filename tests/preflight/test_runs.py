@@ -59,7 +59,7 @@ def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
     ("--pp 4", "flags", "2 blocks are fewer than the 4 stages"),
     ("--dp 5", "flags", "--global-batch 16 is not a multiple of dp x micro-batch = 5"),
     ("--ep 2 --dp 2", "flags", "--experts says how many"),
-    ("--pp 2 --global-batch 1", "flags", "1 micro-batches .* are fewer than the pp size 2"),
+    ("--pp 2 --global-batch 1", "flags", "1 micro-batches are fewer than the pp size 2"),
     ("--cp-kind alltoall --cp 8", "flags", "can't cut 4 heads over the cp size 8"),
     ("--set rampup_batch_size=5,3,9", "flags", "no multiple of the increment 3"),
     ("--dp 2 --set replicate=2", "flags", "replicate 2 with zero 1 on 2 data ranks leaves nothing to shard"),
