@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mpcore as mp
-from bench.steps import Step, prepared, squares
 from mpcore.experimental import overlap_experts
 from mpcore.gradients import overlap
 from mpcore.layers.overlap import overlap_communication
 from mpcore.pipeline import Pipeline
 
 WIDTH, ROWS, BLOCKS, MICRO_BATCHES = 64, 128, 4, 4
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,26 @@ class Mode:
     whole: int = 1
 
 
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    """A loss that sums."""
+    return (y - target).square().sum()
+
+
 def data(zero: int) -> Step:
     """Blocks of two plain linear layers, whose weights count as large: ZeRO-0 sums each by itself."""
     overlap.ALONE = WIDTH * WIDTH
     mesh = mp.build_mesh(device_type="cpu")
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(BLOCKS)))
-    return prepared(mesh, model, list(model), torch.ones(ROWS, WIDTH), data=mp.Zero(zero))
+    how: dict[str, Any] = {"blocks": list(model), "loss": squares, "initialize": False, "data": mp.Zero(zero)}
+    run = mp.prepare(model, mesh, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), **how)
+    x = torch.ones(ROWS, WIDTH)
+
+    def step() -> None:
+        run.forward_backward(x, x)
+        run.clip_gradients(1.0)
+        run.optimizer_step()
+
+    return step
 
 
 def layers(model: nn.Module, shape: tuple[int, ...]) -> Step:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.planner.fit import with_gradients
 from mpcore import Mesh
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import Schedule, build_schedule
@@ -28,7 +27,7 @@ from mpcore.tools.analysis.work import (
     Work,
     most_bytes,
 )
-from tests.analysis.test_dry_run import B, D, H, Stage, W
+from tests.analysis.test_dry_run import B, D, Stage
 
 
 class Blocks(nn.Sequential):
@@ -195,13 +194,3 @@ def test_the_fullest_rank_is_the_one_with_the_most_bytes(parameters, blocks, ful
     assert layout.fullest == (fullest, max(each))
     ends = [(i == 0, i == 3, n) for i, n in enumerate(blocks)]
     assert [layout.signature(i) for i in range(4)] == ends
-
-
-def test_gradients_of_other_widths_scale_what_is_held_of_them():
-    layout = made(StepMemory(3, 5, 64, 9), StepMemory(3, 5, 32, 9), blocks=(1, 2))
-    half = with_gradients(layout, 2)
-    assert [(k.unsummed, k.made, k.activations) for k in half.stages] == [(20, 10, 100), (40, 20, 200)]
-    assert half.held == (StepMemory(3, 5, 32, 9), StepMemory(3, 5, 16, 9))
-    assert with_gradients(layout, 6).held[0].gradients == 96
-    assert with_gradients(layout, 4) == layout
-    assert W == 2 * 4 * D * H

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from bench.planner.rows import read_run
 from mpcore.checkpoint import inspect, latest, load, loading, save, verify
 from mpcore.checkpoint.folders import read_complete
 from mpcore.checkpoint.format import MANIFEST, sign
@@ -179,9 +178,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "log of other groups": (lambda at: explain.main([log(at, groups={"a": ["tp"]})]), "rank0.json"),
     "metrics without a step": (lambda at: [*read_lines(metrics(at, '{"loss": 1}') / "metrics.jsonl")], "line 1"),
     "metrics of a list": (lambda at: [*read_lines(metrics(at, '{"step": 0}', "[]") / "metrics.jsonl")], "line 2"),
-    "metrics without numbers": (
-        lambda at: read_run(metrics(at, *['{"step": 0, "loss": 1, "seconds": "x"}'] * 3)), "seconds is damaged"
-    ),
 }  # fmt: skip
 
 

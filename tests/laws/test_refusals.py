@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 import mpcore as mp
-from bench.planner.fit import main as fit
-from bench.planner.rows import read_run
 from examples.gpt.config import GPTConfig
 from mpcore import Axis, collectives, from_pretrained
 from mpcore.checkpoint import save
@@ -39,8 +37,6 @@ from mpcore.tools.simulation.replay import replay
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
 from tests.theory import layer_activation_bytes
-
-ROWS = Path(__file__).parents[2] / "docs" / "planner_cpu.json"
 
 
 class Quantized(nn.Module):
@@ -146,9 +142,6 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"norm 'batch' must be 'rms' or 'layer', positions 'rope' 'rope' or": (ValueError, lambda: GPTConfig(norm="batch")),
     r"positions 'none' 'rope' or 'learned'": (ValueError, lambda: GPTConfig(positions="none")),  # type: ignore[arg-type]
     r"run has no checkpoint, and config.json doesn't tell dp: set run.dp": (ValueError, replay_without_mesh),
-    r"nowhere holds no run: config.json and metrics.jsonl can't be read": (
-        ValueError, lambda: read_run(Path("nowhere"))
-    ),
     r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size": (
         Exception, lambda: mp.simulate(unequal_messages, dp=2)
     ),
@@ -182,7 +175,6 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     r"0.scale is a parameter beside the layers, and no stage is known": (ValueError, cut_beside_a_parameter),
     r"Linear has no table of ids: give ids \[B, T\]": (ValueError, lambda: cut._ids(nn.Linear(2, 2))),
-    r"no row is of --set mine": (ValueError, lambda: fit([str(ROWS), "--set", "mine"])),
     r"the blocks have 1 nn.Linear, such as 'blocks\[0\]', and no parallel": (
         ValueError, lambda: mp.parallel.convert_to_fp8([nn.Linear(2, 2)])
     ),
