@@ -14,7 +14,8 @@ import torch
 
 from bench.cases import KERNELS
 from bench.interleave import device_clock, judge
-from bench.protocol import OURS, label, measure, short
+from bench.measure import measure
+from bench.protocol import OURS, label, short
 from mpcore.kernels import use_kernels
 
 HOST_US = 60  # to launch forward

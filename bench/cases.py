@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench.protocol import FORWARD, Draw, Function, Kernel, Peer, Shape, always, compiled, imported, needs_cuda
+from bench.attention_cases import ATTENTION, MERGE
+from bench.protocol import (
+    FORWARD,
+    Draw,
+    Function,
+    Kernel,
+    Peer,
+    Shape,
+    always,
+    compiled,
+    ids,
+    imported,
+    in_float32,
+    needs_cuda,
+    plain,
+    rates,
+)
 from mpcore.kernels import activation, adamw
-from mpcore.kernels._router_linear import router_linear, router_linear_reference
-from mpcore.kernels.attention import attention, attention_backward, attention_reference
 from mpcore.kernels.dropout_add import dropout_add, dropout_add_reference
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.grouped_linear import grouped_linear, grouped_linear_reference
@@ -38,42 +48,17 @@ from mpcore.kernels.moe_permute import (
 from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope_qkv, rope_reference
-from mpcore.kernels.top_k import top_k, top_k_reference
-from mpcore.layers.attention.ring import merge
+from mpcore.kernels.router import (
+    route,
+    route_reference,
+    router_linear,
+    router_linear_reference,
+    top_k,
+    top_k_reference,
+)
 from mpcore.layers.loss import vocab_parallel_cross_entropy
 
 LIGER = "liger_kernel.transformers.functional"
-
-
-def plain(eager: Function) -> dict[str, Peer]:
-    """A function of plain torch, as it is and compiled."""
-    return {"eager": always(eager), "torch.compile": compiled(eager)}
-
-
-def rates(forward: str, both: str) -> Callable[[Shape, int], tuple[float, float]]:
-    """Bytes of elements that move in `(forward, forward+backward)`, each a factor and names of sizes: `"5 M D"`."""
-
-    def cost(s: Shape, b: int) -> tuple[float, float]:
-        first, second = (b * int(f.split()[0]) * math.prod(s[n] for n in f.split()[1:]) for f in (forward, both))
-        return first, second
-
-    return cost
-
-
-def ids(end: str, *sizes: str) -> Draw:
-    """Draw whole numbers below a size."""
-    return lambda s, like: torch.randint(s[end], [s[n] for n in sizes], device=like["device"])
-
-
-def in_float32(draw: Callable[..., Tensor], *sizes: str) -> Draw:
-    """Draw in float32, whatever the case's dtype."""
-    return lambda s, like: draw([s[n] for n in sizes], device=like["device"])
-
-
-def first(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
-    """The output of attention, as peers return it, without the log-sum-exp."""
-    return lambda **given: function(**given)[0]
-
 
 # --- norms and activations --------------------------------------------------------------------------------------------
 
@@ -230,172 +215,6 @@ HEADS = [
         "verl": imported("verl.utils.kernel.linear_cross_entropy:linear_cross_entropy",
                          lambda f, x, weight, target: f(x, weight, target, 1.0, "none")),
     }),
-]  # fmt: skip
-
-# --- attention, a row for each mask -----------------------------------------------------------------------------------
-
-
-def sdpa(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
-    """torch's own, in our order of dimensions."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask).transpose(1, 2)
-
-
-def pinned(backend: SDPBackend) -> Peer:
-    """torch's own by one backend, which on CUDA only some have."""
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return sdpa(query, key, value, is_causal=True)
-
-    return needs_cuda(lambda shape: run, "a backend of CUDA")
-
-
-def seen(i: Tensor, j: Tensor, s: Shape) -> Tensor:
-    """Whether query i sees key j: causal, within the window and the document of a shape that has them."""
-    length = s["T"] // s.get("documents", 1)
-    return (i >= j) & (i - j < s.get("window", s["T"])) & (i // length == j // length)
-
-
-def sdpa_masked(shape: Shape) -> Function:
-    """torch's own with a mask as a tensor."""
-
-    def run(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
-        i = torch.arange(query.shape[1], device=query.device)
-        return sdpa(query, key, value, attn_mask=seen(i[:, None], i[None], shape))
-
-    return run
-
-
-def flex(shape: Shape) -> Function:
-    """FlexAttention, compiled, its mask made beforehand."""
-    causal = not shape.keys() & {"window", "documents"}
-    of_pair: Any = (lambda b, h, i, j: i >= j) if causal else lambda b, h, i, j: seen(i, j, shape)
-    mask = create_block_mask(of_pair, None, None, shape["T"], shape["T"], device="cuda")
-    attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)  # or an error: never run as it is
-
-    def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = attend(q, k, v, block_mask=mask, enable_gqa=True)
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
-
-    return run
-
-
-def flash4(f: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """FA4's, which returns its lse too."""
-    out = f(query, key, value, causal=True)
-    return out[0] if isinstance(out, tuple) else out
-
-
-def products(s: Shape, b: int) -> tuple[float, float]:
-    """Two products forward and five backward, of the pairs that the mask leaves; half of T x T if it is causal."""
-    T = s["T"] // s.get("documents", 1)
-    window = min(s.get("window", T), T)
-    pairs = s.get("documents", 1) * (window * T - window * (window - 1) / 2)
-    once = 2.0 * s["B"] * s["H"] * s["K"] * (pairs if "window" in s or "documents" in s else T * T / 2)
-    return 2 * once, 7 * once
-
-
-FLEX = needs_cuda(flex, "compiled for CUDA only")
-CAUSAL = Kernel(
-    "attention", {"query": "B T H K", "key": "B T Hkv K", "value": "B T Hkv K"},
-    first(attention), first(attention_reference),
-    {
-        "SDPA": always(functools.partial(sdpa, is_causal=True)),
-        "SDPA flash": pinned(SDPBackend.FLASH_ATTENTION),
-        "SDPA cuDNN": pinned(SDPBackend.CUDNN_ATTENTION),
-        "SDPA efficient": pinned(SDPBackend.EFFICIENT_ATTENTION),
-        "FlexAttention": FLEX,
-        "FA4": imported("flash_attn.cute:flash_attn_func", flash4),
-    },
-    products,
-    [{"B": 2, "T": t, "H": 32, "Hkv": h, "K": 128} for t, h in ((2048, 32), (8192, 32), (8192, 8))],
-    {"B": 2, "T": 13, "H": 4, "Hkv": 2, "K": 16}, unit="TFLOP/s", check={"B": 1, "T": 2048},
-)  # fmt: skip
-LONG = [{"B": 1, "T": t, "H": 32, "Hkv": 32, "K": 128} for t in (8192, 2048)]
-
-
-def masked(name: str, extra: Shape, toy: Shape, option: str, draw: Draw) -> Kernel:
-    """Make a row of another mask, beside SDPA with the mask as a tensor and FlexAttention with it compiled.
-
-    Args:
-        name: of the row.
-        extra, toy: sizes of the mask, besides those of `LONG`, and without CUDA.
-        option: of `attention`, which `draw` makes of the shape.
-    """
-    return replace(
-        CAUSAL, name=name, tensors={**CAUSAL.tensors, option: draw}, peers={"SDPA": sdpa_masked, "FlexAttention": FLEX},
-        shapes=[{**s, **extra} for s in LONG], toy={"B": 1, "T": 12, "H": 4, "Hkv": 4, "K": 16, **toy},
-        check={"H": 4, "Hkv": 4},
-    )  # fmt: skip
-
-
-class Ring(torch.autograd.Function):
-    """One rank of a ring over 8 ranks. Nothing is sent: all blocks of keys lie here, and each is met, merged and led
-    back through as the ring does it. Every query sees every key, so that one call of torch's own is the same function.
-    """
-
-    RANKS = 8
-
-    @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, impl: str | None = None) -> Tensor:
-        """Merged in float32, block after block."""
-        ctx.impl = impl
-        wide, merged = torch.promote_types(query.dtype, torch.float32), None
-        for k, v in zip(key.chunk(Ring.RANKS, 1), value.chunk(Ring.RANKS, 1), strict=True):
-            part = attention(query, k, v, causal=False, out_dtype=wide, impl=impl)
-            merged = part if merged is None else merge(*merged, *part)
-        assert merged is not None
-        output = merged[0].to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, merged[1])
-        return output
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        """Each block's terms, from the merged output and log-sum-exp."""
-        query, key, value, output, lse = ctx.saved_tensors
-        wide = torch.promote_types(query.dtype, torch.float32)
-        dq, parts = torch.zeros_like(query, dtype=wide), []
-        for k, v in zip(key.chunk(Ring.RANKS, 1), value.chunk(Ring.RANKS, 1), strict=True):
-            how = {"causal": False, "out_dtype": wide, "impl": ctx.impl}
-            of_block = attention_backward(grad, query, k, v, output, lse, **how)
-            dq += of_block[0]
-            parts.append([x.to(query.dtype) for x in of_block[1:]])
-        dk, dv = (torch.cat(each, 1) for each in zip(*parts, strict=True))
-        return dq.to(query.dtype), dk, dv, None
-
-
-def ring_products(s: Shape, b: int) -> tuple[float, float]:
-    """Two products forward and five backward, of the queries of one rank."""
-    once = 2.0 * s["H"] * s["K"] * s["T"] * (s["T"] // Ring.RANKS)
-    return 2 * once, 7 * once
-
-
-ATTENTION = [
-    CAUSAL,
-    masked("attention, window", {"window": 1024}, {"window": 5}, "window", lambda s, like: s["window"]),
-    masked("attention, documents", {"documents": 8}, {"documents": 3}, "cu_seqlens", lambda s, like: torch.arange(
-        0, s["T"] + 1, s["T"] // s["documents"], dtype=torch.int32, device=like["device"])),  # of one length
-    replace(  # at 50, as in Gemma 2
-        CAUSAL, name="attention, soft cap", tensors={**CAUSAL.tensors, "softcap": lambda s, like: 50.0},
-        peers=plain(first(attention_reference)), shapes=LONG,
-    ),
-    Kernel(
-        "ring attention",
-        {"query": lambda s, like: torch.randn(1, s["T"] // Ring.RANKS, s["H"], s["K"], **like),
-         "key": "1 T Hkv K", "value": "1 T Hkv K"},
-        Ring.apply, lambda query, key, value: attention_reference(query, key, value, causal=False)[0],
-        {
-            "SDPA": always(sdpa),
-            "mpcore, torch's kernels": always(lambda query, key, value: Ring.apply(query, key, value, "torch")),
-            "mpcore, one block": always(lambda query, key, value: attention(query, key, value, causal=False)[0]),
-        },
-        ring_products, [{"T": 131072, "H": 8, "Hkv": 8, "K": 128}], {"T": 64, "H": 4, "Hkv": 2, "K": 16},
-        unit="TFLOP/s", check={"T": 4096},
-        slack=4,  # of float32, eight blocks merged in float32 round eight times
-    ),
 ]  # fmt: skip
 
 # --- rotary positions, dropout, experts, FP8, AdamW -------------------------------------------------------------------
@@ -588,11 +407,30 @@ PRODUCTS = [
     ),
 ]  # fmt: skip
 
+
+def chosen_by(logits_of: Function, choose: Function) -> Function:
+    """A router in parts: logits, and normalized weights of the K best experts."""
+
+    def run(x: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        logits = logits_of(x, weight)
+        scores = logits.softmax(-1)
+        weights = scores.gather(-1, choose(scores.detach(), k))
+        return logits, weights / weights.sum(-1, keepdim=True)
+
+    return run
+
+
 ROUTER = Kernel(
-    "router logits", {"x": "T D", "weight": "E D"}, router_linear, router_linear_reference,
-    {"float32 copies": always(router_linear_reference)},
-    lambda s, b: (2.0 * s["T"] * s["D"] * s["E"], 6.0 * s["T"] * s["D"] * s["E"]),
-    [{"T": 8192, "D": 2048, "E": 128}], {"T": 7, "D": 16, "E": 5}, unit="TFLOP/s",
+    "route", {"x": "T D", "weight": "E D", "k": lambda s, like: s["K"]},
+    lambda **given: route(**given)[::3], lambda **given: route_reference(**given)[::3],
+    {
+        "in parts": always(chosen_by(router_linear, top_k)),  # what runs without `impl`
+        **plain(chosen_by(router_linear_reference, lambda scores, k: scores.topk(k).indices)),
+    },
+    # reads tokens and weights, writes logits and scores of all, ids and weights of the choices; backward twice as much
+    lambda s, b: (n := b * s["D"] * (s["T"] + s["E"]) + s["T"] * (8.0 * s["E"] + 12 * s["K"]), 3 * n),
+    [{"T": 8192, "D": 2048, "E": e, "K": 8} for e in (128, 256)], {"T": 7, "D": 16, "E": 5, "K": 2},
+    check={"T": 64}, constants=("bias",), random=True,  # near ties fall either way
 )  # fmt: skip
 CHOICE = Kernel(
     "top_k", {"scores": "T E", "k": lambda s, like: s["K"], "bias": "E"}, top_k, top_k_reference,
@@ -623,23 +461,6 @@ def fused(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, mast
     return param, exp_avg, exp_avg_sq, master
 
 
-def foreach(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor, now: Tensor):
-    """The formula in torch's lists of tensors, as its default optimizer runs it, and a copy."""
-    lr, correct1, correct2 = (now[i].float() for i in range(3))
-    g = [grad.float()]
-    torch._foreach_mul_([master], 1 - LR * HOW["weight_decay"])
-    torch._foreach_lerp_([exp_avg], g, 1 - HOW["betas"][0])
-    torch._foreach_mul_([exp_avg_sq], HOW["betas"][1])
-    torch._foreach_addcmul_([exp_avg_sq], g, g, 1 - HOW["betas"][1])
-    below = torch._foreach_sqrt([exp_avg_sq])
-    torch._foreach_div_(below, correct2)
-    torch._foreach_add_(below, HOW["eps"])
-    torch._foreach_mul_(below, -correct1 / lr)
-    torch._foreach_addcdiv_([master], [exp_avg], below)
-    param.copy_(master)
-    return param, exp_avg, exp_avg_sq, master
-
-
 def master(s: Shape, like: Mapping[str, Any]) -> Tensor:
     """The same for each call: the weights are this one rounded."""
     generator = torch.Generator(like["device"]).manual_seed(2)
@@ -653,7 +474,7 @@ ADAMW = Kernel(
         "exp_avg": in_float32(torch.randn, "n"), "exp_avg_sq": in_float32(torch.rand, "n"), "master": master,
         "now": lambda s, like: adamw.adamw_now(torch.tensor([10.0], device=like["device"]), LR, HOW["betas"])[0],
     },
-    step, plain_step, {"foreach": always(foreach), "torch fused": always(fused), "torch.compile": compiled(plain_step)},
+    step, plain_step, {"torch fused": always(fused), "torch.compile": compiled(plain_step)},
     lambda s, b: ((2 * b + 24) * s["n"], 0),  # reads gradient, master and moments; writes weight, master and moments
     [{"n": 2**26}, {"n": 10**9}], {"n": 100}, passes=(FORWARD,), check={"n": 2**24}, in_float64=False,
 )  # fmt: skip
@@ -662,7 +483,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         *(*NORMS[:2], CROSS_ENTROPY, *HEADS, *ACTIVATIONS, *ATTENTION, ROPE, NORMS[2], ADAMW, DROPOUT_ADD, MOE_PERMUTE),
-        *(*PRODUCTS, ROUTER, CHOICE),
+        *(*PRODUCTS, ROUTER, CHOICE, MERGE),
         *(quantize_row("quantize_fp8", False), quantize_row("quantize_fp8 both ways", True)),
     )
 }

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from bench.machine import ROOT, describe
-from bench.protocol import OURS, SCALES
+from bench.measure import SCALES
+from bench.protocol import OURS
 from mpcore import Mesh, build_mesh
 
 torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from . import _self_test
 
 TRITON, TORCH, REFERENCE = "triton", "torch", "reference"
 TORCH_BY_RULE = ("plain_attention", "grouped_linear", "fp8_matmul")
+REFERENCE_BY_RULE = ("attention_merge", "route")  # plain torch, until a GPU has shown that the kernel is faster
 _forced: str | None = None
 
 
@@ -67,7 +68,7 @@ def chosen(operator: str, x: Any) -> str:
 
 def by_rule(operator: str) -> str:
     """Return the implementation that runs if the kernel passes its self-test."""
-    return TORCH if operator in TORCH_BY_RULE else TRITON
+    return TORCH if operator in TORCH_BY_RULE else REFERENCE if operator in REFERENCE_BY_RULE else TRITON
 
 
 def describe() -> Iterator[str]:

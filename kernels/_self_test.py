@@ -60,6 +60,11 @@ def _experts(x: Tensor, weight: Tensor, chosen: Tensor, impl: str) -> Tensor:
     return moe.moe_unpermute(moe.moe_permute(x, row, row.numel(), impl=impl), row, weight, impl=impl)
 
 
+def _merge(impl: str, **given: Tensor) -> tuple[Tensor, ...]:
+    merge = import_module("mpcore.kernels.attention").attention_merge
+    return merge(**{name: x.detach().clone() for name, x in given.items()}, impl=impl)
+
+
 def _quantize(x: Tensor, impl: str) -> tuple[Tensor, ...]:
     module = import_module("mpcore.kernels.quantize_fp8")
     both = [q for square in (True, False) for q in module.quantize_fp8(x, square=square, columns=True, impl=impl)]
@@ -70,6 +75,10 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "adamw": (lambda: {"param": _draw(300), "grad": _draw(300)}, _adamw),
     "attention": (
         lambda: {"query": _draw(1, 37, 4, 16), "key": _draw(1, 37, 2, 16), "value": _draw(1, 37, 2, 16)}, None
+    ),
+    "attention_merge": (
+        lambda: {"output": _draw(1, 9, 2, 16), "lse": _draw(1, 2, 9), "other": _draw(1, 5, 2, 16),
+                 "other_lse": _draw(1, 2, 5)}, _merge
     ),
     "dropout_add": (lambda: {"x": _draw(2, 9, 33), "residual": _draw(2, 9, 33), "p": 0.3, "samples": _ids(9, 2)}, None),
     "fp8_matmul": (lambda: {"a": _ids(3, 64, 512), "b": _ids(3, 256, 512)}, _fp8_products),
@@ -87,11 +96,13 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
         lambda: {"q": _draw(1, 9, 2, 16), "k": _draw(1, 9, 2, 16), "cos": _draw(9, 8).cos(), "sin": _draw(9, 8).sin()},
         None,
     ),
+    "route": (lambda: {"x": _draw(9, 16), "weight": _draw(21, 16), "k": 3, "bias": _ids(2, 21)}, None),
     "swiglu": (lambda: {"x": _draw(9, 66)}, None),
     "top_k": (lambda: {"scores": _draw(9, 21), "k": 3, "bias": _draw(21)}, None),
 }  # fmt: skip
 """By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
 MODULES: dict[str, str] = dict.fromkeys(("geglu", "gelu", "relu_squared", "swiglu"), "activation")
+MODULES |= {"route": "router", "top_k": "router"}
 IN_FP8 = ("fp8_matmul", "quantize_fp8")
 OPERATORS = {name: name for name in TESTS} | {
     "cross_entropy": "linear_cross_entropy",
@@ -113,10 +124,10 @@ def run_kernel(name: str, impl: str, dtype: torch.dtype, device: str | torch.dev
             given[key] = x.to(device, dtype if real else x.dtype).requires_grad_(real and key not in CONSTANT)
     outs = call(**given, impl=impl)
     outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
-    if any(out.requires_grad for out in outs):
+    if summed := [out for out in outs if out.requires_grad]:
         leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
-        weights = [torch.arange(1, out.numel() + 1, device=device).view(out.shape) / out.numel() for out in outs]
-        outs += torch.autograd.grad(outs, leaves, [w.to(out.dtype) for w, out in zip(weights, outs, strict=True)])
+        weights = [torch.arange(1, out.numel() + 1, device=device).view(out.shape) / out.numel() for out in summed]
+        outs += torch.autograd.grad(summed, leaves, [w.to(out.dtype) for w, out in zip(weights, summed, strict=True)])
     return [out.detach().double().cpu() for out in outs]
 
 

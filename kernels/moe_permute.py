@@ -163,10 +163,8 @@ def _rows_op(experts: Tensor, num_experts: int) -> Iterator[tuple[Tensor, Tensor
     held = row.new_empty((num_experts, blocks))  # so that the scan over blocks runs along contiguous memory
     shared = {"experts_ptr": experts, "N": N, "E": num_experts, "BLOCK_N": block_n, "BLOCK_E": block_e}
     launch(_count_kernel, (blocks, 1, 1), num_warps=4, held_ptr=held, **shared)
-    # The choices of the experts before, and of this expert in the blocks before: one scan, expert by expert.
-    first = held.view(-1).cumsum(0, dtype=torch.int32).view(num_experts, blocks) - held
-    counts.copy_(held.sum(1, dtype=torch.int32))
-    launch(_place_kernel, (blocks, 1, 1), num_warps=4, first_ptr=first, row_ptr=row, **shared)
+    launch(_scan_kernel, (num_experts, 1, 1), num_warps=4, held_ptr=held, counts_ptr=counts, blocks=blocks, BLOCK=256)
+    launch(_place_kernel, (blocks, 1, 1), num_warps=4, held_ptr=held, counts_ptr=counts, row_ptr=row, **shared)
 
 
 @operator("moe_permute(Tensor x, Tensor row, SymInt rows) -> Tensor y")
@@ -243,11 +241,27 @@ def _count_kernel(experts_ptr, held_ptr, N, E: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _place_kernel(experts_ptr, first_ptr, row_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr):
+def _scan_kernel(held_ptr, counts_ptr, blocks, BLOCK: tl.constexpr):
+    """Replace what each block holds of an expert by what the blocks before it hold."""
+    held_ptr += tl.program_id(0).to(tl.int64) * blocks
+    total = tl.zeros((1,), tl.int32)
+    for start in range(0, blocks, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        held = tl.load(held_ptr + places, mask=places < blocks, other=0)
+        tl.store(held_ptr + places, total + tl.cumsum(held, 0) - held, mask=places < blocks)
+        total += tl.sum(held, 0)
+    tl.store(counts_ptr + tl.program_id(0) + tl.arange(0, 1), total)
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr, held_ptr, counts_ptr, row_ptr, N, E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr
+):
     places, chosen = _chosen(experts_ptr, N, E, BLOCK_N, BLOCK_E)  # pyright: ignore[reportGeneralTypeIssues]
     experts = tl.arange(0, BLOCK_E)
-    first_ptr += experts * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
-    first = tl.load(first_ptr, mask=experts < E, other=0)
+    held_ptr += experts * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
+    counts = tl.load(counts_ptr + experts, mask=experts < E, other=0)
+    first = tl.load(held_ptr, mask=experts < E, other=0) + tl.cumsum(counts, 0) - counts
     row = tl.sum(chosen * (tl.cumsum(chosen, 0) + first[None, :]), 1) - 1  # no expert: nothing is summed, -1
     tl.store(row_ptr + places, row, mask=places < N)
 

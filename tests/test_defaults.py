@@ -45,7 +45,7 @@ from mpcore.kernels.moe_permute import moe_unpermute, moe_unpermute_reference
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
-from mpcore.kernels.top_k import top_k, top_k_reference
+from mpcore.kernels.router import top_k, top_k_reference
 from mpcore.layers.module import normal, uniform
 from mpcore.layers.moe.experts import Experts
 from mpcore.mesh.launch import Launch

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from bench.interleave import device_clock, judge, spread
 from bench.machine import ROOT
-from bench.protocol import OURS, begin, time_calls
+from bench.measure import begin, time_calls
+from bench.protocol import OURS
 from examples.gpt.config import PRESETS, GPTConfig, MoEConfig
 from examples.gpt.console import PEAK_FLOPS
 from examples.gpt.model import GPT, flops_of_token

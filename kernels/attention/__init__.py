@@ -33,12 +33,13 @@ from .._dispatch import refuse_second_derivative, runs_triton
 from .backward import backward_op
 from .bounds import Bounds, Scores, check_documents, check_ends, key_bounds
 from .forward import forward_op
+from .merge import attention_merge
 from .tiles import WIDEST_HEAD
 from .torch_blocks import check_torch, torch_backward, torch_forward
 
 __all__ = [
-    "Bounds", "attention", "attention_backward", "attention_reference", "check_documents", "check_ends",
-    "check_torch", "key_bounds",
+    "Bounds", "attention", "attention_backward", "attention_merge", "attention_reference", "check_documents",
+    "check_ends", "check_torch", "key_bounds",
 ]  # fmt: skip
 
 

@@ -20,7 +20,8 @@ GRADIENTS = {
     "grouped_linear": "x weight", "layer_norm": "x weight bias residual", "linear_cross_entropy": "x weight",
     "linear_cross_entropy_rows": "x weight", "linear_log_prob": "x weight", "moe_rows": "", "moe_permute": "x",
     "moe_unpermute": "y weight", "quantize_fp8": "", "relu_squared": "x", "rms_norm": "x weight residual",
-    "rope": "q k q_weight k_weight", "rope_qkv": "qkv q_weight k_weight", "swiglu": "x", "top_k": "",
+    "rope": "q k q_weight k_weight", "rope_qkv": "qkv q_weight k_weight", "swiglu": "x", "attention_merge": "",
+    "route": "x weight", "top_k": "",
 }  # fmt: skip
 HEAD = """\
 # Kernels
@@ -33,7 +34,8 @@ a GPU the first of these rules that applies chooses the implementation:
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first if a loss is wrong.
 3. Defaults, each the fastest on an H100, or within 2 % of the fastest. Plain attention (causal or full, without a
    window, documents or a soft cap), grouped products and FP8 products use torch's `scaled_dot_product_attention`,
-   `grouped_mm` and, on Hopper, `scaled_mm`. All other operators use Triton.
+   `grouped_mm` and, on Hopper, `scaled_mm`. `route` and `attention_merge` run in parts, until a GPU has shown that
+   their kernels are faster. All other operators use Triton.
 
 On a new device, or with new versions of torch, Triton or mpcore, the first call of a kernel without `impl=` compares
 it with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a kernel fails, plain

@@ -160,6 +160,9 @@ CASES: dict[str, Callable[[], None]] = {case: make(case) for case, make in {
     "attention K=64 fp32": row("attention", **HEADS), "moe_permute D=4096 K=8 E=64 bf16": moe_permute,
     "moe_permute D=2000 K=2 E=8 fp32": moe_permute, "top_k E=256 K=8 fp32": row("top_k"),
     "top_k E=60 K=4 bf16": row("top_k", without="bias"),
+    "route D=2048 E=128 K=8 bf16": row("route"), "route D=7168 E=256 K=8 bf16": row("route"),
+    "route D=1000 E=60 K=4 fp32": row("route", lambda: {"bias": empty(60), "score": "sigmoid"}),
+    "attention_merge H=8 K=128 bf16": row("attention_merge"), "attention_merge H=5 K=80 fp32": row("attention_merge"),
 }.items()}  # fmt: skip
 # For what multiplies e4m3.
 FP8_TARGETS = ("sm_90", "sm_100")
@@ -203,6 +206,9 @@ torch runs |
 | RoPE and the norm of queries and keys | `rope`, `rope_qkv`: one launch for both; `rope_qkv` accepts a packed \
 projection | - |
 | softmax with a soft cap | `attention`, `cross_entropy`, `linear_cross_entropy`: the argument `softcap` | - |
+| the router of experts | `route`: the product, softmax or sigmoid, the choice and the weights in one launch, and one \
+for its backward. No GPU has timed it, so torch's product and `top_k` run without `impl` | Groups of experts, and more \
+than 256 |
 | weighted sum of a token's experts | `moe_unpermute`: multiplies by the router's weights and adds in float32. \
 Backward computes the gradient of the weights in the pass that scatters the rows | The experts' matrix products and \
 their activation: `grouped_linear` calls torch's `grouped_mm`, which reads contiguous rows |
@@ -222,9 +228,9 @@ Facts = dict[str, Any]
 
 
 def cases_of(target: str) -> dict[str, Callable[[], None]]:
-    """The cases that are compiled for a target: where memory is small only attention, whose tiles depend on it."""
+    """The cases that are compiled for a target: where memory is small only those whose tiles depend on it."""
     if target in ("sm_89", "sm_120"):
-        return {case: run for case, run in CASES.items() if case.startswith("attention")}
+        return {case: run for case, run in CASES.items() if case.startswith(("attention", "route"))}
     return CASES | (FP8_CASES if target in FP8_TARGETS else {})
 
 

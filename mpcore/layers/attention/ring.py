@@ -13,7 +13,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from mpcore import collectives
-from mpcore.kernels.attention import attention, attention_backward
+from mpcore.kernels._choice import TORCH
+from mpcore.kernels.attention import attention, attention_backward, attention_merge
 from mpcore.layers.attention.sequence import Runs, tokens_of
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
@@ -128,14 +129,16 @@ class _RingAttention(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         options, shapes, rank, merged = {**options, "out_dtype": wide}, _Shapes(k, v), ring.axis.rank, None
         held = shapes.pack(k, v)
+        later = {**options, "out_dtype": None} if options["impl"] == TORCH else options  # torch's kernel rounds anyway
         for step in range(ring.steps + 1):
             coming = ring.pass_on(held, shapes.unit, step) if step < ring.steps else held
             block = ring.block(rank, step)
             if ring.here(step) and block in ring.reads[rank]:
                 first, keys, mask = ring.mask(low, high, block)
                 k_part, v_part = (t[:, :keys] for t in shapes.unpack(held))
-                part = attention(q[:, first:], k_part, v_part, **mask, **options)
-                merged = part if merged is None else merge(*merged, *part)
+                how = options if merged is None else later
+                part = attention(q[:, first:], k_part, v_part, **mask, **how)
+                merged = part if merged is None else attention_merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself
         merged = merged if sinks is None else with_sinks(*merged, sinks)
@@ -196,15 +199,6 @@ class _Shapes:
         tokens = x.numel() // max(self.unit, 1)
         k, v = x.split([self.B * tokens * self.heads * d for d in (self.K, self.V)])
         return k.view(self.B, tokens, self.heads, self.K), v.view(self.B, tokens, self.heads, self.V)
-
-
-def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Add to attention over some keys, [B, T, H, K] and [B, H, T], that of the last queries over others, in place."""
-    first = lse.shape[2] - other_lse.shape[2]
-    share = (other_lse - lse[..., first:]).sigmoid().masked_fill(other_lse == -torch.inf, 0)
-    output[:, first:].lerp_(other, rearrange(share, "b h t -> b t h 1"))
-    lse[..., first:] = torch.logaddexp(lse[..., first:], other_lse)
-    return output, lse
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

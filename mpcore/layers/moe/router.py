@@ -29,12 +29,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from mpcore.collectives import all_gather, all_reduce
-from mpcore.kernels._router_linear import router_linear
-from mpcore.kernels.top_k import top_k
+from mpcore.kernels.router import route
 from mpcore.layers.module import Init, ParallelModule, RandomModule, constant, input_error, recomputing, uniform
 from mpcore.mesh.axis import Axis, check_axis
 from mpcore.random import random_words
@@ -262,18 +260,17 @@ class Router(ParallelModule, RandomModule):
             places: the row and position of each token.
             samples, loss_scale: see `ParallelMoE.forward`.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
+        rule = self.options
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            logits = router_linear(self._jittered(x, places, samples), self.weight)
-            scores = logits.softmax(-1) if self.options.score == "softmax" else logits.sigmoid()
-            chosen = self._choose(scores.detach()) if places.experts is None else places.experts
-            weights = scores.gather(-1, chosen)
-            if self.normalizes:
-                weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
+            logits, scores, chosen, weights = route(
+                self._jittered(x, places, samples), self.weight, self.top_k, self.expert_bias, score=rule.score,
+                normalize=self.normalizes, scale=rule.routed_scale, groups=(rule.groups, self.top_groups),
+                experts=places.experts,
+            )  # fmt: skip
             wanted = torch.where(places.real[:, None], chosen, self.num_experts)
             taken = self._within_capacity(wanted, places)
             loss = self._balance(logits, scores, wanted, taken, places, loss_scale)
-        return Routing(taken, weights * self.options.routed_scale, loss)
+        return Routing(taken, weights, loss)
 
     def _jittered(self, x: Tensor, places: Places, samples: Tensor | None) -> Tensor:
         jitter = self.options.jitter
@@ -289,20 +286,6 @@ class Router(ParallelModule, RandomModule):
         words = random_words(self.key, samples[places.sequence], places.position[:, None], range(x.shape[1]))
         uniform = (words.view(x.shape).to(x.dtype) + 0.5) / 2**31 - 1
         return x * (1 + jitter * uniform)
-
-    @torch.no_grad()
-    def _choose(self, scores: Tensor) -> Tensor:
-        """Return the K best experts [N, K] of scores [N, E], best first. Ties go to the lower index."""
-        bias = None if self.expert_bias is None else self.expert_bias.to(scores.dtype)
-        if self.top_groups < self.options.groups:
-            scores, bias = scores if bias is None else scores + bias, None
-            grouped = rearrange(scores, "n (g e) -> n g e", g=self.options.groups)
-            best = min(-(-self.top_k // self.top_groups), grouped.shape[-1])
-            merit = grouped.sort(dim=-1, descending=True).values[..., :best].sum(-1)
-            kept = top_k(merit, self.top_groups)
-            open_ = torch.zeros_like(merit, dtype=torch.bool).scatter_(1, kept, True)
-            scores = rearrange(grouped.masked_fill(~open_[..., None], -math.inf), "n g e -> n (g e)")
-        return top_k(scores, self.top_k, bias)
 
     @torch.no_grad()
     def _within_capacity(self, experts: Tensor, places: Places) -> Tensor:

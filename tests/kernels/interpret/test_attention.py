@@ -5,7 +5,7 @@ import pytest
 import torch
 from attention_cases import draw, mask, seen
 
-from mpcore.kernels.attention import attention, attention_backward, attention_reference
+from mpcore.kernels.attention import attention, attention_backward, attention_merge, attention_reference
 from tests.quick import some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -178,3 +178,29 @@ def test_operators(name, impl):
 @pytest.mark.parametrize("name", ["causal", "packed window", "window"])
 def test_compiles_in_one_graph(name):
     laws.check_compiles(triton, draw(9, 4, 2, dtype=BF16), softcap=20.0, **mask(name, 9))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided rows"])
+@pytest.mark.parametrize(("B", "T", "t", "H", "V", "dtype"), [
+    (1, 9, 9, 3, 24, F32), (2, 37, 20, 2, 80, BF16), (2, 6, 1, 5, 128, F32), (1, 4, 0, 2, 16, F32),
+])  # fmt: skip
+def test_errors_of_merged_blocks(B, T, t, H, V, dtype, layout):
+    """Also where a query sees no key of one block or of both, in 16 bits, and with heads before tokens."""
+    generator = torch.Generator().manual_seed(T)
+    shapes = {"output": (B, T, H, V), "lse": (B, H, T), "other": (B, H, t, V), "other_lse": (B, H, t)}
+    given = {name: laws.drawn(torch.randn, shape, generator=generator) for name, shape in shapes.items()}
+    given["other"] = given["other"].to(dtype).transpose(1, 2)
+    given["other_lse"][..., 1:3], given["lse"][..., T - t :][..., 2:4] = -torch.inf, -torch.inf
+    given["other"][:, 1:3], given["output"][:, T - t :][:, 2:4] = 0, 0
+
+    def merged(impl):
+        def run(output, lse, other, other_lse):
+            kept = [x.detach().contiguous().clone() for x in (output, lse)]
+            attention_merge(*kept, other.detach(), other_lse.detach(), impl=impl)
+            assert torch.equal(kept[0][:, : T - t], output[:, : T - t])
+            return kept
+
+        return seen(run)
+
+    laws.check_errors(merged("triton"), merged("reference"), given, layout, gradients=False)
+    laws.check_operator(torch.ops.mpcore.attention_merge, *given.values())
