@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from examples.gpt.arguments import parse
 from examples.gpt.checkpoints import Checkpoints, Stop
-from examples.gpt.config import GPTConfig
+from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.console import Console, Lines
 from examples.gpt.dashboards import Profile
 from examples.gpt.model import GPT, build_stages
@@ -71,6 +72,7 @@ class Trainer:
             offset = self.checkpoints.first_sample - self.checkpoints.first_step * args.global_batch
             data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step, from sample {offset}"
             worker.data = {"data": data, **worker_settings(args, setup.config)}
+            worker.defaults = worker_settings(parse([]), GPTConfig(moe=MoEConfig())) | {"moe.experts": "0"}
             worker.begin()
         self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
         self.profile = Profile(profiled_steps(args.profile), mesh, self.out)

@@ -25,7 +25,7 @@ from mpcore.training.run import Run
 
 log: Logger = get_logger(__name__)
 _OF_JOBS = ("steps", "folder", "token", "data", "rule", "wait", "staleness", "dynamic", "timeout", "replicas",
-            "update_dtype", "overlap")  # fmt: skip
+            "update_dtype", "overlap", "defaults")  # fmt: skip
 
 
 @dataclass
@@ -49,6 +49,7 @@ class LocalUpdates(Observer):
         token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
         data: names the data, or settings by name. A worker with other data, another model, optimizer or option is
             refused, with the name and both values.
+        defaults: the settings in `data` of a run that an older program began, without them.
         rule: the outer rule (`mpcore.tools.workers`), instead of `Average(lr)` or `Nesterov(lr, momentum, nesterov)`.
         wait, staleness, dynamic, timeout, replicas, update_dtype, overlap: of `mpcore.tools.workers.outer.Options`;
             wait None is "all". Worlds always wait for all, and take equal steps.
@@ -82,6 +83,7 @@ class LocalUpdates(Observer):
     folder: str | os.PathLike[str] | None = None
     token: str | os.PathLike[str] | None = None
     data: str | Mapping[str, str] = ""
+    defaults: Mapping[str, str] | None = None
     rule: Rule | None = None
     wait: str | None = None
     staleness: int | None = None
@@ -138,7 +140,6 @@ class LocalUpdates(Observer):
 
     def attach(self, run: Run) -> None:
         """Wrap the optimizer of the run, if the workers are worlds."""
-        options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
         self.run = run
         self.begun = False
         if self.are_jobs:
@@ -147,7 +148,7 @@ class LocalUpdates(Observer):
                 join=[self.join] if isinstance(self.join, str) else self.join, token=self.token, folder=self.folder,
             )  # fmt: skip
             return
-        options["fragments"] = self.fragments
+        options = {name: getattr(self, name) for name in ("lr", "momentum", "nesterov", "fragments")}
         self.optimizer: DiLoCo = DiLoCo(run.optimizer, run.model, run.mesh, self.every, blocks=self.blocks, **options)
         run.optimizer = self.optimizer
 
@@ -161,7 +162,7 @@ class LocalUpdates(Observer):
         """
         if not self.begun:
             if self.worker is not None:
-                self.worker.begin(self.data)
+                self.worker.begin(self.data, self.defaults or {})
             else:
                 with self.run.parameters():
                     self.optimizer.begin()

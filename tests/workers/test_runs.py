@@ -1,5 +1,6 @@
 """Runs as workers: any layout in a worker, the bits of a replay, the example, and signals to processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -138,6 +139,9 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     assert main(["replay-workers", str(tmp_path / "1")]) == 1
 
 
+OLDER = {"overlap": "False", "embedding_scale": "1.0"}
+
+
 def test_a_stopped_run_goes_on_from_its_last_outer_step(tmp_path):
     """At exit_step, which lies within a phase, and as on a signal. The replay has the bits of all three starts."""
     kept = []
@@ -148,6 +152,9 @@ def test_a_stopped_run_goes_on_from_its_last_outer_step(tmp_path):
         lines = read_lines(tmp_path)
         assert lines[: len(kept)] == kept
         assert lines[-1]["op"] == "leave"
+        about = lines[0]["about"]  # the next start finds a folder as from before these settings
+        assert [about.pop(name, default) for name, default in OLDER.items()] == [*OLDER.values()]
+        (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         kept = lines
     spans, zero = command.spans(kept)[0], kept[0]["at"]
     for line in kept:  # the picture has each worker stopped from the moment on at which the journal has it leave

@@ -67,6 +67,7 @@ class Worker(threading.Thread):
         self.seconds, self.dead, self.error, self.steps, self.anchor = seconds, False, None, 0, None
         self.exchanging, self.trained = 0.0, (0.0, 0.0)  # seconds of exchanges; these and the clock, at the last step
         said = {"rule": rule or Nesterov(), "first": first, "until": until, "about": about, "join": join}
+        said["defaults"] = {"newer": "no"}
         self.peer = start(listen="127.0.0.1:0", token=TOKEN, options=options, anchor=anchor, folder=folder, **said)
         self.start()
 
@@ -343,6 +344,11 @@ def test_a_run_resumes_after_all_of_its_workers_ended(tmp_path):
     second.kill()
     with pytest.raises(ValueError, match=r"steps is 300 here, and 200"):
         Worker(folder=tmp_path, **{**options, "until": 300})
+    path = tmp_path / "journal.jsonl"
+    path.write_text(path.read_text().replace(', "overlap": "False"', ""))  # as a version before this option wrote it
+    with pytest.raises(ValueError, match=r"overlap is True here, and False"):
+        Worker(folder=tmp_path, **options, overlap=True)
+    options["about"] = {**ABOUT, "newer": "no"}  # a setting that the program has since then
     again = Worker(folder=tmp_path, **options)
     finish(again, Worker([again.address], **options))
     lines = check(tmp_path, 200, [again])

@@ -51,7 +51,9 @@ class RunTensors:
         for x in self._held()[0]:
             dtype = torch.promote_types(x.tensor.dtype, torch.float32)
             mine[x.name] = tuple(x.shape), dtype
-        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = exchange(None, mine, self.group, _union)
+        self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = exchange(
+            None, mine, self.group, lambda all_of: {n: tuple(said) for each in all_of for n, said in each.items()}
+        )
         self.base: Tensors = {}
         self.handed: Tensors = {}  # the tensors at the last `moved`
         self.rest: Tensors = {}  # what rounding cut off the last update
@@ -131,10 +133,6 @@ class RunTensors:
         return {"model": model, "optimizer": f"{type(self.run.optimizer).__name__} {' '.join(options)}"}
 
 
-def _union(shapes: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: tuple(said) for each in shapes for name, said in each.items()}
-
-
 class ElasticWorker:
     """Trains a run in phases, as one worker of several.
 
@@ -169,25 +167,24 @@ class ElasticWorker:
         self.last: int = 0
         self.merged: int = 0
         self.began: float = 0.0
-        self.start: Callable[..., Peer] = lambda about, anchor: start(
+        self.start: Callable[..., Peer] = lambda **given: start(
             listen=listen or near(join[0]), token=read_token(token), options=options, rule=rule, until=until,
-            about=about, anchor=anchor, first=run.step, join=join, folder=None if folder is None else Path(folder),
+            first=run.step, join=join, folder=None if folder is None else Path(folder), **given,
         )  # fmt: skip
 
     def news(self) -> list[str]:
         """Return who joined, left and took over the lead since the last call, a text each; on rank 0."""
-        news = [] if self.peer is None else self.peer.news[:]
-        if self.peer is not None:
-            del self.peer.news[: len(news)]
-        return news
+        news = self.peer.news if self.peer else []
+        return [news.pop(0) for _ in range(len(news))]
 
-    def begin(self, data: str | Mapping[str, str]) -> None:
+    def begin(self, data: str | Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Join the run, load the anchor, and set `run.step` to the first step of the first phase.
 
         A new run begins at `run.step`.
 
         Args:
             data: names the data, or settings by name. All workers must have the same.
+            defaults: the settings of a run whose journal lacks them.
 
         Raises:
             ValueError: on every rank, if this worker doesn't fit the run, or nobody answers.
@@ -196,7 +193,7 @@ class ElasticWorker:
         about, anchor = {**said, **self.tensors.about()}, self.tensors.read()
 
         def work() -> int:
-            self.peer = self.start(about, anchor)
+            self.peer = self.start(about=about, defaults=defaults, anchor=anchor)
             return self.peer.number
 
         self.number = self._on_rank_0(work)

@@ -141,7 +141,7 @@ def replay(
         raise ValueError(f"the replay begins with {digest(outer.anchor)}, the run began with {lines[0]['anchor']}")
     updates = [entry for line in lines for entry in line.get("updates", ())]
     last_use = {entry["base"]: place for place, entry in enumerate(updates)}
-    anchors, differing, place = {0: _copy(outer.anchor)}, list[str](), 0
+    anchors, differing, place = {0: {name: x.clone() for name, x in outer.anchor.items()}}, list[str](), 0
     for line in lines[1:]:
         trained = []
         for entry in line.get("updates", ()):
@@ -155,10 +155,6 @@ def replay(
             place += 1
         outer.apply(line, trained)
         if trained:
-            anchors[outer.version] = _copy(outer.anchor)
+            anchors[outer.version] = {name: x.clone() for name, x in outer.anchor.items()}
             differing += [f"anchor {outer.version}"] if digest(outer.anchor) != line["anchor"] else []
     return Replayed(outer, place, differing)
-
-
-def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: x.clone() for name, x in tensors.items()}

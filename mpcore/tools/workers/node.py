@@ -263,7 +263,7 @@ class Node:
     def _join(self, message: Message, _: memoryview) -> Message:
         with self.state:
             outer = self._led()
-            check_settings(message["about"], outer.begin["about"], "at the run")
+            check_settings(message["about"], outer.begin["about"], "at the run", message.get("defaults", {}))
             worker = outer.next_worker
             self.seen[worker] = 0, time.monotonic()
             self._commit({"op": "join", "worker": worker, "address": message["address"]})

@@ -148,8 +148,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:32]
 
 
-def check_settings(here: Mapping[str, str], run: Mapping[str, str], where: str) -> None:
-    """Raise ValueError that names the first settings in which a worker differs from the run, with both values."""
+def check_settings(here: Mapping[str, str], run: Mapping[str, str], where: str, defaults: Mapping[str, str]) -> None:
+    """Raise ValueError that names the first settings in which a worker differs from the run, with both values.
+
+    A setting that one of them lacks, because it is older than the setting, is as in `defaults` or `Options()`.
+    """
+    defaults = {**{name: str(value) for name, value in vars(Options()).items()}, **defaults}
+    here, run = {**defaults, **here}, {**defaults, **run}
     names = [name for name in sorted(here.keys() | run.keys()) if here.get(name) != run.get(name)]
     names = [name for name in names if name not in ("model", "optimizer")] or names  # a setting says more than a hash
     if names:

@@ -76,8 +76,8 @@ class Peer:
         self.members: dict[int, str] = {}
         self.leader: str = ""
 
-    def join(self, about: Mapping[str, str]) -> None:
-        """Join the run of the leader.
+    def join(self, about: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+        """Join the run of the leader. `about` and `defaults` are those of `start`.
 
         Raises:
             ValueError: if this worker's settings, model, optimizer or data are not those of the run.
@@ -85,7 +85,8 @@ class Peer:
         if self.node.leading:
             self.number = self.node.number
         else:
-            answer, _ = self.ask({"kind": "join", "about": dict(about), "address": self.node.address})
+            said = {"about": dict(about), "defaults": dict(defaults), "address": self.node.address}
+            answer, _ = self.ask({"kind": "join", **said})
             self.number = self.node.number = answer["worker"]
         self.news.append(f"this is worker {self.number} of the run")
         Node.thread(self._beat)
@@ -306,7 +307,7 @@ class Peer:
 
 def start(
     *, listen: str, token: bytes, options: Options, rule: Rule, until: int, about: Mapping[str, str], anchor: Tensors,
-    first: int = 0, join: Iterable[str] = (), folder: Path | None = None,
+    first: int = 0, join: Iterable[str] = (), folder: Path | None = None, defaults: Mapping[str, str] | None = None,
 ) -> Peer:  # fmt: skip
     """Join a run, or begin one, or resume one after all of its workers ended.
 
@@ -320,6 +321,7 @@ def start(
         rule: the outer rule.
         first, until: the steps of the run, from `first` to below `until`. Who joins takes `first` from the run.
         about: what must be the same in all workers, by name.
+        defaults: the settings in `about` of a run whose journal lacks them.
         anchor: this worker's parameters, by logical name, on the CPU.
         join: addresses of workers of the run.
         folder: for the journal. None: none.
@@ -351,9 +353,9 @@ def start(
                 log.warning(
                     "workers %s went on after the state in %s: their folders may have a later one", others, folder
                 )
-            check_settings(said, outer.begin["about"], f"in the run of {folder}")
+            check_settings(said, outer.begin["about"], f"in the run of {folder}", defaults or {})
             node.lead(outer, lines)
-        peer.join(said)
+        peer.join(said, defaults or {})
     except BaseException:
         peer.close()
         raise
