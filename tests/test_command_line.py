@@ -128,9 +128,10 @@ def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys
     assert Path(sys.argv[0]).name == "mpcore"
 
 
-@pytest.mark.parametrize("name", ["documents"])
-def test_the_installed_command_finds_the_program_of_this_folder(name, tmp_path):
+def test_the_installed_command_finds_the_program_of_this_folder(tmp_path):
     script = Path(sys.executable).with_name("mpcore")
-    done = subprocess.run([script, name, tmp_path], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [script, "documents", tmp_path], cwd=Path(__file__).parent.parent, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert f"{tmp_path / 'config.json'} isn't there" in done.stderr

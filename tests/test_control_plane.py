@@ -3,8 +3,6 @@
 import gc
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -20,6 +18,7 @@ from mpcore.mesh.agreement import Agreement, check_same, exchange, raise_togethe
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.rendezvous import meet
 from mpcore.tools.fault_tolerance import SharedRequests, leave_together
+from tests.forked import Forked
 from tests.pool import mesh, on_ranks
 from tests.test_launch import free_port
 
@@ -294,17 +293,12 @@ mpcore.build_mesh(tp=2)
 """
 
 
-@pytest.mark.parametrize("limited", ["1"])
-def test_a_rank_that_may_open_too_few_files_is_named_on_all(limited):
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LIMITED": limited}
+def test_a_rank_that_may_open_too_few_files_is_named_on_all():
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LIMITED": "1"}
     variables |= {"MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", FEW_FILES], stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [Forked(FEW_FILES, env={**os.environ, **variables, "RANK": r, "LOCAL_RANK": r}) for r in "01"]
     for rank in ranks:
-        assert f"rank {limited} on {socket.gethostname()} may open 24 files" in rank.communicate(timeout=60)[1]
+        assert f"rank 1 on {socket.gethostname()} may open 24 files" in rank.communicate(timeout=60)[1]
         assert rank.returncode == 1
 
 
@@ -323,10 +317,10 @@ guard.guard_start(lambda timeout: time.sleep(60))(timeout=0.3)
 
 def test_a_start_that_hangs_ends_and_names_the_host_that_gives_no_answer():
     variables = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    run = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=60, check=False,
-                         env={**os.environ, **variables})  # fmt: skip
-    assert run.returncode == 70, run.stderr
-    assert "the mesh was not built within 0.3 s: the host of rank 0 at 127.0.0.1:1 gives no answer" in run.stderr
+    run = Forked(GUARDED, env={**os.environ, **variables})
+    _, stderr = run.communicate(timeout=60)
+    assert run.returncode == 70, stderr
+    assert "the mesh was not built within 0.3 s: the host of rank 0 at 127.0.0.1:1 gives no answer" in stderr
 
 
 # --- who is dead --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from mpcore import build_mesh
 from mpcore.mesh import Launch, build, choose_device, read_launch
 from mpcore.mesh.launch import first_host, tasks_per_node
 from mpcore.mesh.rendezvous import enter_world, open_store, start_world
+from tests.forked import Forked
 
-ROOT = Path(__file__).parents[1]
 VARIABLES = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
              "MASTER_ADDR": "a", "MASTER_PORT": "29400"}  # fmt: skip
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}
@@ -348,10 +347,8 @@ with StopSignals(leave_with=75) as signals:
 
 def test_a_signal_before_the_first_step_leaves_at_once_with_75_even_inside_a_call_that_waits():
     for number, status in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
-        run = subprocess.Popen([sys.executable, "-c", BUILDS], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)  # fmt: skip
+        run = Forked(BUILDS)
         try:
-            assert run.stdout is not None
             assert run.stdout.readline() == "ready\n"
             run.send_signal(number)
             _, stderr = run.communicate(timeout=10)

@@ -7,8 +7,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -35,11 +33,11 @@ from mpcore.tools.fault_tolerance.signals import StopSignals
 from mpcore.tools.fault_tolerance.spikes import Skips, Spikes
 from mpcore.tools.fault_tolerance.stragglers import Stragglers
 from mpcore.tools.fault_tolerance.versions import code_versions, file_versions
+from tests.forked import Forked
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 from tests.test_launch import free_port
 
-ROOT = Path(__file__).parents[1]
 CONFIG = GPTConfig(vocab_size=29, seq_len=8, layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
 
 
@@ -327,11 +325,7 @@ FAULTS = {
 
 def start(code, size, tmp_path):
     """A process for each rank, which is told its rank and where the store of all is."""
-    return [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path / "store")], cwd=ROOT, text=True,
-                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for rank in range(size)
-    ]  # fmt: skip
+    return [Forked(code, str(rank), str(tmp_path / "store")) for rank in range(size)]
 
 
 @pytest.mark.parametrize("fault", some("killed", of=FAULTS))
@@ -423,9 +417,7 @@ with StopSignals(apart=0.2):
 
 
 def test_row_32_a_second_interrupt_leaves_at_once_even_inside_a_call_that_waits():
-    run = subprocess.Popen([sys.executable, "-c", WAITS], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.PIPE)  # fmt: skip
-    assert run.stdout is not None
+    run = Forked(WAITS)
     assert run.stdout.readline() == "ready\n"
     began = time.monotonic()
     while run.poll() is None and time.monotonic() - began < 20:

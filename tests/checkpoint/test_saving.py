@@ -27,6 +27,7 @@ from mpcore.checkpoint.format import Chunk, Entry, FileRecord, read_manifest
 from mpcore.checkpoint.store import Store, in_threads
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.tools import checkpoint as command
+from tests.forked import Forked
 
 FILE = "model-00000.safetensors"
 
@@ -507,22 +508,18 @@ sys.stdin.read()
 
 
 def test_a_second_job_that_saves_into_a_folder_is_refused_by_name(tmp_path):
-    command = [sys.executable, "-c", SAVER, str(tmp_path / "all")]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as one:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "saved\n"
-        two = subprocess.run(command, capture_output=True, text=True, input="", check=False)
-        assert f"is in use by 'process {one.pid} on " in two.stderr
-        assert two.stdout == ""
-        one.communicate("")
-    three = subprocess.run(command, capture_output=True, text=True, input="", check=False)  # a lock of a dead process
-    assert three.stdout == "saved\n", three.stderr
+    one = Forked(SAVER, str(tmp_path / "all"))
+    assert one.stdout.readline() == "saved\n"
+    printed, errors = Forked(SAVER, str(tmp_path / "all")).communicate(60)
+    assert f"is in use by 'process {one.pid} on " in errors
+    assert printed == ""
+    one.communicate(60)
+    printed, errors = Forked(SAVER, str(tmp_path / "all")).communicate(60)  # a lock of a dead process
+    assert printed == "saved\n", errors
 
 
 def test_two_processes_that_write_one_checkpoint_are_told_apart(tmp_path):
     held = Store().prepare(tmp_path / "c")  # a save in this process
     text = "import sys, pathlib\nfrom mpcore.checkpoint.store import Store\nStore().prepare(pathlib.Path(sys.argv[1]))"
-    other = subprocess.run([sys.executable, "-c", text, tmp_path / "c"], capture_output=True, text=True, check=False)
-    assert f"is in use by 'process {os.getpid()} on " in other.stderr
+    assert f"is in use by 'process {os.getpid()} on " in Forked(text, str(tmp_path / "c")).communicate(60)[1]
     held.close()
