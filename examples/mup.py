@@ -65,7 +65,7 @@ def train(width: int, mesh: mp.Mesh, mup: bool = True, zero: int = 1) -> tuple[m
         return mp.AdamW(model, LR, groups=rates.groups(model, LR) if rates else None)
 
     run = mp.prepare(
-        model, mesh, blocks=model.blocks, loss=loss, optimizer=optimizer, micro_batches=2, data=mp.Zero(zero)
+        model, mesh, blocks=model.blocks.values(), loss=loss, optimizer=optimizer, micro_batches=2, data=mp.Zero(zero)
     )
     text = torch.randint(V, (8, T + 1), generator=torch.Generator().manual_seed(0)).to(mesh.device)
     share = run.share(8)

@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_480,
+    "core": 25_840,
     "interop": 7_880,
     "experimental": 2_160,
-    "tools": 14_440,
+    "tools": 14_460,
     "examples": 5_060,
-    "bench": 4_480,
+    "bench": 3_820,
     "tests": 58_520,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""

@@ -32,6 +32,7 @@ from mpcore.sharding.local import lies_as, local_tensor, reshard
 
 _MOST_TOLD = 20
 _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}
+_HOW = {"foreach", "fused", "capturable"}  # how a step is computed here, which changes no rule
 
 
 @dataclass(frozen=True)
@@ -190,13 +191,21 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         others = sorted(_OF_METHODS & (options.keys() ^ optimizer.param_groups[i].keys()))
         if others:
             plan.problems.append(
-                f"parameter group {i} is of another kind of optimizer: {', '.join(others)} is a setting of one alone. "
-                f"load(..., optimizer=None) leaves the checkpoint's unread"
+                f"parameter group {i} was saved by another kind of optimizer: only one of both has {', '.join(others)}."
+                f" Take that kind, or read the weights alone: mpcore.checkpoint.load(path, model, mesh=mesh)"
             )
-        for name in options:
+            continue
+        slots_of = {*options} & ({"amsgrad", "centered"} | ({"momentum"} if "alpha" in options else {*()}))
+        for name in sorted(slots_of):
+            if optimizer.param_groups[i].get(name) and not options[name]:
+                plan.problems.append(
+                    f"parameter group {i} has {name} {optimizer.param_groups[i][name]}, whose state the checkpoint "
+                    f"lacks, as it was saved with {options[name]}: set it so"
+                )
+        for name in {*options} - _HOW:
             if not _fits(options[name], optimizer.param_groups[i].get(name)):
                 plan.problems.append(f"parameter group {i} has {name} {options[name]!r:.200}, which is of another type")
-        plan.options.append(options)
+        plan.options.append({name: value for name, value in options.items() if name not in _HOW})
         split = manifest.optimizer[found[0]].get("blocks")  # None: an older checkpoint
         if split is None or "blocks" not in group:
             continue

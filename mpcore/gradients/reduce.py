@@ -19,7 +19,7 @@ from mpcore.gradients.overlap import StartedAllReduce, begin_sum, distinct, is_l
 from mpcore.layers.moe.layer import check_experts, check_replicas
 from mpcore.mesh.axis import Axis, Mesh, check_axis
 from mpcore.sharding.declarations import ModelTree, tree_of
-from mpcore.sharding.declare import Shard
+from mpcore.sharding.declare import Shard, Sharding
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 
 # Elements that one all-reduce sums: 256 MiB in float32, of which two copies live; a link is long at its full rate.
@@ -93,6 +93,8 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
                 f"{name} is sharded, and what register_hook was given is never called for its gradient: use "
                 f"register_post_accumulate_grad_hook, which sees this rank's shard of the sum"
             )
+        if has_gradient_hooks(parameter):
+            refuse_hooks(name, sharding, once.values())
         data = sharding.data
         if data is not None and data.size > 1 and data.group not in once and not cut:
             raise ValueError(f"{name} is gathered from the {data.size} ranks of {data.name}: {UNSUMMED}")
@@ -128,6 +130,17 @@ def reduce_gradients(model: nn.Module | ModelTree, *over: Axis | Mesh) -> None:
             apart = []
     for _, parameter, _ in itertools.chain.from_iterable(entries for _, entries in pending.values()):
         mark_reduced(parameter)
+
+
+def refuse_hooks(name: str, sharding: Sharding, over: Iterable[Axis]) -> None:
+    """Raise ValueError if a hook on the gradient would see a shard of it, or one rank's term of its sum."""
+    shards = [shard.axis for shard in sharding.shards if shard.axis.size > 1]
+    for axis in [*shards, *(axis for axis in (*sharding.partial, *over) if axis.size > 1)]:
+        seen = "shard" if axis in shards else "term of the sum"
+        raise ValueError(
+            f"{name} has a hook on its gradient, which would see a rank's {seen} over {axis.name} {axis.size}, where "
+            f"one process gives it all of the gradient: change .grad after run.finish_gradients() or reduce_gradients"
+        )
 
 
 def _check_unsummed(name: str, parameter: nn.Parameter, axis: Axis) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch import fsdp
+from mpcore._torch.autograd import has_accumulation_hooks, has_gradient_hooks
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.module import fill
 from mpcore.mesh.axis import Mesh
@@ -157,6 +158,11 @@ def _to_empty(model: nn.Module, device: torch.device | str) -> None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+        if has_gradient_hooks(parameter) or has_accumulation_hooks(parameter):
+            raise ValueError(
+                f"{name} has a hook on its gradient and no memory: the parameter that takes its place has no hook. "
+                f"Register it after prepare, or build the model with values and pass initialize=False"
+            )
 
     def empty(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=device) if x.is_meta or isinstance(x, nn.Parameter) else x.to(device)

@@ -25,6 +25,7 @@ from mpcore._torch.autograd import has_accumulation_hooks, has_gradient_hooks
 from mpcore._torch.fsdp import add_unit, units
 from mpcore.gradients.accumulate import mark_replaced
 from mpcore.gradients.overlap import OverlappedAllReduce
+from mpcore.gradients.reduce import refuse_hooks
 from mpcore.layers.module import as_module_list
 from mpcore.layers.moe.layer import check_experts
 from mpcore.mesh.agreement import check_same
@@ -165,11 +166,13 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
             if is_dtensor(parameter):
                 raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")
             check_lies_on(name, parameter, sharding, mesh)
-            if zero and (has_gradient_hooks(parameter) or has_accumulation_hooks(parameter)):
-                raise ValueError(
-                    f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
-                    f"register_post_accumulate_grad_hook of those after shard_data_parallel, or use zero=0"
-                )
+            if has_gradient_hooks(parameter) or has_accumulation_hooks(parameter):
+                if zero:
+                    raise ValueError(
+                        f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
+                        f"register_post_accumulate_grad_hook of those after shard_data_parallel"
+                    )
+                refuse_hooks(name, sharding, [mesh.data])
             if zero and not parameter.is_contiguous():
                 raise ValueError(
                     f"{name} of strides {parameter.stride()} can't be cut by zero {zero}: make it contiguous before, "

@@ -25,6 +25,17 @@ from mpcore.pipeline.executor import Executor, MicroBatch
 from mpcore.pipeline.messages import receive_tensors, send_tensors, sent_on
 from mpcore.pipeline.schedules import Action, Schedule, Span
 
+_LOSS = "the loss is {}: return a tensor of one number, made of the output without detach()"
+
+
+def one_number(loss: object) -> Tensor:
+    """Return a loss as a tensor without dimensions; raise ValueError if it isn't one real number."""
+    if not isinstance(loss, Tensor):
+        raise ValueError(_LOSS.format(type(loss).__name__))
+    if loss.numel() != 1 or loss.is_complex():
+        raise ValueError(_LOSS.format(f"a {str(loss.dtype)[6:]} tensor of shape {tuple(loss.shape)}"))
+    return loss.reshape(())
+
 
 class Pipeline:
     """Run one training step: forward and backward of every micro-batch, on this rank's stages.
@@ -186,19 +197,15 @@ class Pipeline:
 
     def _checked_loss(self, output: Any, target: Tensor) -> Tensor:
         """Return the loss in its own memory; raise ValueError if it is not a valid loss."""
-        loss: Any = self.loss(output, target)
-        is_ = type(loss).__name__
-        if isinstance(loss, Tensor):
-            if loss.numel() == 1 and loss.requires_grad:
-                alone = loss.dim() == 0 and loss.untyped_storage().nbytes() == loss.element_size()
-                return loss if alone else loss.reshape(()).clone()
-            if loss.numel() == 1 and not any(x.requires_grad for x in leaves(output) if isinstance(x, Tensor)):
-                raise ValueError(
-                    "the output of the model needs no gradient: no parameter that it is made of requires one, so there "
-                    "is nothing to train"
-                )
-            is_ = "a tensor that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {tuple(loss.shape)}"
-        raise ValueError(f"the loss is {is_}: return a tensor of one number, made of the output without detach()")
+        loss = one_number(self.loss(output, target))
+        if loss.requires_grad:
+            return loss if loss.untyped_storage().nbytes() == loss.element_size() else loss.clone()
+        if not any(x.requires_grad for x in leaves(output) if isinstance(x, Tensor)):
+            raise ValueError(
+                "the output of the model needs no gradient: no parameter that it is made of requires one, so there "
+                "is nothing to train"
+            )
+        raise ValueError(_LOSS.format("a tensor that needs no gradient"))
 
     @contextmanager
     def _trained_as_built(self) -> Iterator[list[Exception]]:

@@ -73,7 +73,7 @@ class LossCheck:
                 if isinstance(output, Tensor) and target.shape == output.shape[:-1] and not target.is_floating_point():
                     flat = float(loss(torch.zeros_like(output), target))
                     self.width: int = output.shape[-1]
-                    self.flat: float = flat / max(1, int((target != -100).sum()))
+                    self.flat: float = flat / max(1, int((target.long() != -100).sum()))
         except Exception:  # for example, a loss that accepts only one batch size
             twice = math.nan
         try:
@@ -83,7 +83,9 @@ class LossCheck:
                 raise
             raise ValueError(f"the loss looked outside its input ({error}); if that is sharded: {SHARDED}") from error
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
-            if self.mesh.dp.size > 1 and (target != target.flatten()[:1]).any():  # not a batch of constants
+            if (
+                self.mesh.dp.size > 1 and target.numel() and (target != target.flatten()[0]).any()
+            ):  # not a batch of constants
                 self.samples = float(sketch(target, target.device)[0]) + float(once.detach())
             value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
             self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large

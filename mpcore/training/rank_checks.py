@@ -13,6 +13,7 @@ from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import check_same, merged
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.shared import state_of
+from mpcore.sharding.declarations import ModelTree
 
 
 def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: int) -> int:
@@ -36,14 +37,29 @@ def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: in
 class AlikeCheck:
     """Compare small values on all ranks by numbers, whose sums over the ranks the caller puts into `sums`."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, tree: ModelTree) -> None:
         self.mesh = mesh
+        self.tree = tree
+        self.trained = 0
         self.values: dict[str, object] = {}
         self.options: str = ""
         self.sums: list[Tensor] = []
 
     def begin(self, values: dict[str, object], groups: list[dict[str, Any]]) -> list[int]:
-        """Return a number of the values and, for each pipeline stage, of its parameter groups; each with its square."""
+        """Return a number of the values and, for each pipeline stage, of its parameter groups; each with its square.
+
+        Raises:
+            ValueError: if the optimizer got a parameter that the model did not have in `prepare`.
+        """
+        before, self.trained = self.trained, sum(len(group["params"]) for group in groups)
+        if before != self.trained:
+            new = {p for group in groups for p in group["params"]}.difference(self.tree.parameters)
+            if new and self.mesh.world.size > 1:
+                raise ValueError(
+                    f"the optimizer got parameters that the model lacked in prepare, such as one of shape "
+                    f"{tuple(next(iter(new)).shape)}, and nothing sums their gradients over the ranks: add modules "
+                    f"before prepare, frozen, and give them to add_param_group later"
+                )
         self.values, pp = values, self.mesh.pp
         of_groups = [
             [x for x in map(group.get, ("lr", "weight_decay")) if isinstance(x, int | float)] for group in groups

@@ -23,12 +23,12 @@ from mpcore.gradients.norm import norm_of
 from mpcore.layers.module import in_eval_mode
 from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
-from mpcore.mesh.agreement import check_same, together
+from mpcore.mesh.agreement import check_same, raise_together, together
 from mpcore.mesh.axis import Mesh
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
-from mpcore.pipeline.engine import Pipeline
+from mpcore.pipeline.engine import Pipeline, one_number
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.first_step import FirstStep, GradientWrites
@@ -123,7 +123,7 @@ class Run:
         self._loss = self._norm = self.factor
         self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
         self._given: dict[str, float | None] = {}  # since the last norm; replicas must be given the same
-        self._alike: AlikeCheck = AlikeCheck(mesh)
+        self._alike: AlikeCheck = AlikeCheck(mesh, self.tree)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -141,18 +141,19 @@ class Run:
     def loss_factor(self, tokens: Tensor | int) -> Tensor:
         """Return the factor of each token's loss, for layers that add a loss of their own, such as experts."""
         scale = self.scaler.scale if self.scaler else 1.0
-        count = torch.as_tensor(tokens, dtype=torch.float64, device=self.mesh.device)
-        if count.numel() != 1:
+        if isinstance(tokens, bool) or not isinstance(tokens, Tensor | int | float) or torch.as_tensor(tokens).dim():
+            is_ = f"has shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"is {tokens!r:.100}"
             raise ValueError(
-                f"tokens has shape {tuple(count.shape)}, and is the step's number of tokens, which divides the loss: "
-                f"give one number, and rename an argument of the model that is called tokens"
+                f"tokens {is_}, and is the step's number of tokens, which divides the loss: give one number, and "
+                f"rename an argument of the model that is called tokens"
             )
+        count = torch.as_tensor(tokens, dtype=torch.float64, device=self.mesh.device)
         return scale / torch.where(count == 0, 1.0, count)  # a batch without tokens has loss 0 and gradients 0
 
     def count_tokens(self, target: Tensor | Sequence[Tensor]) -> Tensor:
         """Count the targets that are not -100, as torch's cross_entropy does, over all data-parallel ranks."""
         targets = [target] if isinstance(target, Tensor) else target
-        count = sum((t != -100).sum() for t in targets)
+        count = sum(((t if t.is_floating_point() else t.long()) != -100).sum() for t in targets)  # 156 isn't -100
         return all_reduce(torch.as_tensor(count, device=self.mesh.device), self.mesh.data).double()
 
     def forward_backward(
@@ -189,7 +190,7 @@ class Run:
         self.factor = self.loss_factor(tokens)
         if told and (not isinstance(tokens, Tensor) or self._first in self.observers):
             self._given["tokens"] = float(tokens)  # a tensor in the first step only: the host waits for it
-            if float(tokens) < 0:
+            if not 0 <= float(tokens) < math.inf:
                 raise ValueError(f"tokens is {float(tokens):g}, and divides the loss: give the number over all ranks")
         self.phase = Phase.COMPUTING
         for observer in self.observers:
@@ -343,17 +344,25 @@ class Run:
         with in_eval_mode(self.stages), torch.no_grad(), self._autocast(), eagerly():
             yield
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]], **arguments: Tensor | Sequence[Tensor]) -> float:
+    def evaluate(
+        self,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        *,
+        tokens: Tensor | int | None = None,
+        **arguments: Tensor | Sequence[Tensor],
+    ) -> float:
         """Return the mean loss over the tokens of all batches on all ranks, without gradients.
 
         The result is the same on every rank of a world.
 
         Args:
             batches: pairs `(x, target)` of this rank. Every rank must have the same number, and at least one.
+            tokens: the divisor of the summed loss, as of `forward_backward`.
             arguments: tensors for the model's keyword arguments, or lists with one tensor per batch.
 
         Raises:
-            ValueError: on every rank, if a rank has no batch, or ranks have different numbers where one would wait.
+            ValueError: on every rank, if a rank has no batch, ranks have different numbers where one would wait, or the
+                loss raised it on one rank.
         """
         self.phase.check("forward_backward", "evaluate")
         check_same("step of run.evaluate", {"step": self.step}, self.mesh.world)
@@ -364,14 +373,18 @@ class Run:
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
         self.factor = torch.ones_like(self.factor)
-        last = self.pipeline.last_rank == self.mesh.pp.rank
+        count = self.count_tokens([target for _, target in held]) if tokens is None else tokens
+        factor = self.loss_factor(count) / (self.scaler.scale if self.scaler else 1.0)
+        last, error = self.pipeline.last_rank == self.mesh.pp.rank, None
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.evaluating():
             for y, (_, target) in zip(self.pipeline.forward([x for x, _ in held], **arguments), held, strict=True):
-                if last:
-                    total += self.pipeline.loss(y, target)
-        count = self.count_tokens(torch.cat([target.flatten() for _, target in held]))
-        return float(all_reduce(self.pipeline.from_last(total), self.mesh.data)) / max(int(count), 1)
+                try:
+                    total += one_number(self.pipeline.loss(y, target)) if last else 0
+                except (RuntimeError, TypeError, ValueError) as problem:  # the other stages go on to send
+                    error = error or problem
+        raise_together(error, self.mesh.world)
+        return float(all_reduce(self.pipeline.from_last(total), self.mesh.data) * factor)
 
     # --- parameters and state -----------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ REFUSED: list[tuple[mp.Zero, Any, str]] = [
     (mp.Zero(1, 1), mesh_of(4, 1), ""), (mp.Zero(0, 1, HALF), mesh_of(4), "zero 0 computes in the parameters' own"),
     (mp.Zero(0, 1, None, HALF), mesh_of(4), "zero 0 computes in the parameters' own"),
     (mp.Zero(1, 1, HALF, HALF), mesh_of(4), ""),
-    (mp.Zero(1, 1, HALF), mesh_of(1, running=False), "param_dtype torch.bfloat16 needs torch.distributed"),
+    (mp.Zero(1, 1, HALF), mesh_of(1, running=False), "param_dtype torch.bfloat16 needs a running torch.distributed"),
     (mp.Zero(1, 1), mesh_of(1, running=False), ""),
 ]  # fmt: skip
 
@@ -183,7 +183,11 @@ def test_models_that_cant_be_sharded_are_refused(change, said):
     on = dataclasses.replace(mp.Mesh(), data=mp.Axis(2))
     with pytest.raises(ValueError, match=said):
         data._check_model([model], blocks, on, 1)
-    if "hooks" in said or "strides" in said:
+    if "strides" in said:
         data._check_model([model], blocks, on, 0)
+    if "hooks" in said:
+        data._check_model([model], blocks, mp.Mesh(), 0)
+        with pytest.raises(ValueError, match="weight has a hook on its gradient, .* term of the sum over .* 2"):
+            data._check_model([model], blocks, on, 0)
     if "max_norm" in said:
         data._check_model([model], blocks, mp.Mesh(), 1)

@@ -4,7 +4,6 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
 
 from mpcore._torch.pipelining import PlannedStage
-from mpcore.pipeline.partition import stage_ranks
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import (
     NAMES,

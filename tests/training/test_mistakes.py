@@ -76,7 +76,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
     if wrong == "Axis":
         mp.Axis(2, 0, "tp")  # type: ignore[arg-type]
     torch.manual_seed(mesh.job.rank if wrong == "seeds" else 0)
-    seeded = wrong in ("seeds", "nn.init", "moved", "DDP")
+    seeded = wrong in ("seeds", "nn.init", "moved", "DDP", "hook")
     with torch.device(mesh.device if seeded else "meta"):
         net = Net(mesh, wrong)
     if wrong == "nn.init":
@@ -89,16 +89,23 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         shard_data_parallel(net, mesh, [], zero=1)
         guard_optimizer(optimizer, net)
     made: Any = torch.optim.AdamW(net.parameters()) if wrong == "optimizer" else partial(mp.AdamW, lr=0.1)
+    if wrong.startswith("hook") and "prepare" not in wrong:
+        net.up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
     if wrong == "DDP":
         net = nn.parallel.DistributedDataParallel(net)
-    run = mp.prepare(net, mesh, blocks=[], loss=loss, initialize=not seeded, data=mp.Zero(1), optimizer=made,
-                     micro_batches=2 if wrong == "/ micro-batches" else 1)  # fmt: skip
+    how: dict[str, Any] = {
+        "micro_batches": 2 if wrong == "/ micro-batches" else 1,
+        "data": mp.Zero(int("hook" not in wrong)),
+    }
+    run = mp.prepare(net, mesh, blocks=[], loss=loss, initialize=not seeded, optimizer=made, **how)
     if wrong == "nn.Dropout":
         torch.manual_seed(mesh.job.rank)
     if wrong == "load_state_dict":
         run.model.load_state_dict(mp.full_state_dict(run.model))
     if wrong == "eval":
         run.model.eval()
+    if wrong == "hook after prepare":
+        net.up.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     if wrong == "DDP after prepare":
         nn.parallel.DistributedDataParallel(run.model)
     text = torch.randint(
@@ -111,7 +118,8 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         if wrong == "no backward":
             run.optimizer_step()
         given: dict[str, Any] = {"samples": torch.arange(len(mine)) + ("dp" in wrong) * run.step * B}
-        tokens = {"own tokens": 40 + mesh.job.rank, "negative tokens": -40}
+        tokens = {"own tokens": 40 + mesh.job.rank, "negative tokens": -40, "tokens of nan": math.nan,
+                  "tokens that are true": True, "tokens of a list": torch.tensor([40])}  # fmt: skip
         given = given if "same" in wrong else {"tokens": tokens[wrong]} if wrong in tokens else {}
         run.forward_backward(mine[:, :-1], mine[:, 1:], **given)
         if "group" in wrong:
@@ -129,6 +137,9 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         if wrong == "step":
             run.optimizer.step()
         run.optimizer_step(lr=LR.get(wrong))
+        if wrong == "added":
+            run.model.late = nn.Linear(D, D)
+            run.optimizer.add_param_group({"params": [*run.model.late.parameters()]})
         calls = {"evaluate": lambda: run.evaluate([(mine[:, :-1], mine[:, 1:])]), "save": lambda: run.save("unused"),
                  "full_state_dict": lambda: mp.full_state_dict(run.model), "load": lambda: run.load("unused"),
                  "set_micro_batches": lambda: run.set_micro_batches(2)}  # fmt: skip
@@ -182,7 +193,12 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("no backward", TP, "forward_backward, clip_gradients"), ("backward twice", TP, "micro_batches="),
     ("DDP", DP, "wrapped in DistributedDataParallel"),
     ("same samples on dp", DP, "all 2 ranks of dp have the same sample indices.*run.samples"),
-    ("negative tokens", DP, "tokens is -40"),
+    ("negative tokens", DP, "tokens is -40"), ("tokens of nan", DP, "tokens is nan"),
+    ("tokens that are true", DP, "tokens is True"), ("tokens of a list", TP, r"tokens has shape \(1,\)"),
+    *[(f"hook{when}", sizes, f"hook on its gradient.*a rank's {seen} over .* 2") for when in ("", " after prepare")
+      for sizes, seen in ((TP, "shard"), (DP, "term of the sum"))],
+    ("hook on meta", TP, "up.weight has a hook on its gradient and no memory"),
+    ("added", DP, r"parameters that the model lacked in prepare, such as one of shape \(8"),
     ("three lists", DP, "samples has 3 tensors, and evaluate got 2 batches"),
     *[("own tokens", sizes, r"tokens: 40.0 and 41.0") for sizes in (TP, DP)],
     *[(f"group {name}", sizes, r"other options in the optimizer's groups.*\[0.1.* and .*\[.*1.1")

@@ -151,6 +151,7 @@ def test_the_loss_of_an_evaluation_is_over_all_tokens_of_all_batches():
     close(run.evaluate(iter(batches), bias=shift), float(squares(moved, T[:4])) / 8)
     none = torch.full((1, 2), -100.0, dtype=torch.float64)
     close(run.evaluate([(X[:1], none)]), float(squares(y[:1], none)))
+    close(run.evaluate(batches, tokens=4), float(squares(y, T[:4])) / 4)
     assert run.model.training
     with pytest.raises(ValueError, match="evaluate got 0 batches"):
         run.evaluate([])

@@ -31,6 +31,8 @@ from mpcore.tools.parsers import AXES, OVERLAP, PICTURES, WIDE
 
 ROOM = 0.05
 """The part of the memory to leave free: twice the largest measured error of a planned peak (docs/memory.md)."""
+CLOSE = 0.2
+"""How much slower than the fastest row one may be that is 'perhaps as fast', however little is known about it."""
 EVERY = 10.0
 """Seconds between lines of progress where there is no terminal."""
 
@@ -86,7 +88,7 @@ def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> tup
         return 1 - (fits[row - 1].memory + machine.reserve) / machine.memory
 
     differences = [e.slower(fits[0]) for e in fits]
-    close = [row for row, (later, error) in enumerate(differences, start=1) if later <= 2 * error]
+    close = [row for row, (later, error) in enumerate(differences, start=1) if later <= min(2 * error, CLOSE)]
     best = [fits.index(e) + 1 for e in frontier(fits, machine)]
     roomy = [row for row in close if free(row) >= ROOM]
     row = min(roomy or close, key=lambda row: (sum(size > 1 for size in fits[row - 1].sizes.values()), row))
@@ -95,7 +97,7 @@ def _rows_to_choose(fits: Sequence[Estimate], machine: Machine, top: int) -> tup
         why = f"it has the fewest axes above 1, but leaves {free(row):.0%} free; planned peaks were up to 2.44% off"
     return row, [
         f"no other layout is both faster and smaller than these: {named(best)}",
-        f"perhaps as fast as row 1, by two standard errors: {named(close)}",
+        f"perhaps as fast as row 1, by two standard errors and at most {CLOSE:.0%}: {named(close)}",
         f"choose row {row}: {why}",
     ]
 

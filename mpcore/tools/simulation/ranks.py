@@ -54,8 +54,8 @@ def simulate(
 
     Args:
         function: called as `function(mesh, *args)` on each rank, or as `function(*args)` if `ranks` is given.
-        args: the arguments; every rank gets the same objects. Build models inside the function, so that each rank has
-            its own.
+        args: the arguments; every rank gets the same objects. `functools.partial` gives it keyword arguments. Build
+            models inside the function, so that each rank has its own.
         tp, cp, pp, ep: the sizes of the mesh's axes. The mesh is on the CPU.
         dp: the size of the data-parallel axis. None: 1, or the smallest size that ep needs.
         ranks: the number of ranks, for a function that calls `build_mesh` itself.
