@@ -7,6 +7,7 @@ rank's main thread stands shows the cause.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -175,6 +176,7 @@ def calls_of(entries: Sequence[Mapping[str, Any]], since_ns: int = 0) -> list[Ca
     return sorted(calls, key=lambda call: call.time)
 
 
+@functools.cache
 def _site(file: str, line: int) -> str | None:
     """Return text such as `layers/linear.py:88`, or None for a file of torch or one that all collectives go through."""
     if file.startswith(_INSIDE) or file in _OURS or os.sep not in file:
