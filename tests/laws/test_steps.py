@@ -306,9 +306,6 @@ def data(row: Row) -> int:
     return row["dp"] * (1 + (row["context"] != "none"))
 
 
-LEAST = {"1f1b": 2, "dualpipev": 4}
-
-
 def is_invariant(row: Row) -> bool:
     """Whether a row has invariant numerics, of degree 2."""
     return row["numerics"] == "invariant"
