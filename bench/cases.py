@@ -429,7 +429,7 @@ ROUTER = Kernel(
     },
     # reads tokens and weights, writes logits and scores of all, ids and weights of the choices; backward twice as much
     lambda s, b: (n := b * s["D"] * (s["T"] + s["E"]) + s["T"] * (8.0 * s["E"] + 12 * s["K"]), 3 * n),
-    [{"T": 8192, "D": 2048, "E": e, "K": 8} for e in (128, 256)], {"T": 7, "D": 16, "E": 5, "K": 2},
+    [{"T": 8192, "D": 2048, "E": e, "K": 8} for e in (64, 128)], {"T": 7, "D": 16, "E": 5, "K": 2},
     check={"T": 64}, constants=("bias",), random=True,  # near ties fall either way
 )  # fmt: skip
 CHOICE = Kernel(

@@ -29,7 +29,7 @@ from ._rows import as_rows, ceil_div, contiguous, next_power_of_2
 from ._torch import has_no_values
 from ._triton import launch, tl, triton
 
-MOST, MOST_LOGITS = 1024, 256  # experts: a program holds the scores of all, and if it multiplies the sums of products
+MOST, MOST_LOGITS = 1024, 128  # experts: a program holds the scores of all, and if it multiplies the sums of products
 _BF16, _F32, _TINY = torch.bfloat16, torch.float32, torch.finfo(torch.float32).tiny
 
 
@@ -50,7 +50,7 @@ def route(
         groups: into how many groups E is cut, and in how many of them a token may choose.
         experts: int64 `[N, K]` in place of the choice.
         impl: `"triton"`, `"reference"`, or `None`: torch's product and `top_k`, until a GPU has shown that the one
-            kernel is faster. It serves bfloat16 and float32, E up to 256, and neither groups nor `experts`.
+            kernel is faster. It serves bfloat16 and float32, E up to 128, and neither groups nor `experts`.
 
     Returns:
         `(logits, scores, experts, weights)`: `[N, E]`, `[N, E]`, int64 `[N, K]`, best first and ties to the lower
@@ -230,7 +230,7 @@ def _route_op(
     logits, scores, weights = (x.new_empty((N, n), dtype=_F32) for n in (E, E, k))
     experts = x.new_empty((N, k), dtype=torch.int64)
     yield logits, scores, experts, weights
-    blocks = (64, 64 if E <= 128 else 32) if x.dtype == _BF16 else (16, 16)
+    blocks = (64, 64) if x.dtype == _BF16 else (16, 16)
     given = {"weight_ptr": weight.contiguous(), "logits_ptr": logits, "scores_ptr": scores, "weights_ptr": weights}
     _launch_choice(x, E, bias, experts, *blocks, **given, SOFTMAX=softmax, NORMALIZE=normalize, scale=scale)
 
@@ -249,7 +249,7 @@ def _launch_choice(x: Tensor, E: int, bias: Tensor | None, experts: Tensor, rows
     """Launch the kernel for tokens, or for scores where it has no weight, with blocks of some rows and features."""
     (N, k), (x, stride), block_e = experts.shape, as_rows(x), max(next_power_of_2(E), 16)
     launch(
-        _choice_kernel, (ceil_div(N, rows), 1, 1), num_warps=4 if rows * block_e <= 8192 else 8, x_ptr=x,
+        _choice_kernel, (ceil_div(N, rows), 1, 1), num_warps=4 if rows * block_e <= 4096 else 8, x_ptr=x,
         bias_ptr=None if bias is None else bias.contiguous(), experts_ptr=experts, N=N, STRIDE=stride, D=x.shape[1],
         E=E, K=k, TINY=_TINY, BLOCK_N=rows, BLOCK_D=D, BLOCK_E=block_e, BLOCK_K=next_power_of_2(k), **given,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def test_largest_scores(N, E, K, dtype, layout):
 
 ROUTERS = [  # N, D, E, K, dtype, bias, and what else the router is asked
     (70, 100, 60, 8, BF16, True, {}), (9, 33, 21, 3, F32, False, {"scale": 2.5}),
-    (5, 16, 200, 1, BF16, False, {"normalize": False}), (18, 24, 7, 7, F32, True, {"score": "sigmoid"}),
+    (5, 16, 120, 1, BF16, False, {"normalize": False}), (18, 24, 7, 7, F32, True, {"score": "sigmoid"}),
     (3, 8, 17, 2, BF16, True, {"score": "sigmoid", "normalize": False, "scale": 0.5}),
 ]  # fmt: skip
 
