@@ -115,6 +115,8 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     until = time.monotonic() + 900
     while sum("version" in line for line in lines()) < 12 and time.monotonic() < until:
         time.sleep(0.1)
+        for job in jobs:
+            assert job.poll() is None, job.communicate()[0]
     while not (saved := list(tmp_path.glob("0/checkpoints/step-*"))) and time.monotonic() < until:
         time.sleep(0.1)
     os.kill(jobs[0].pid, signal.SIGKILL)
