@@ -187,7 +187,7 @@ def test_models_that_cant_be_sharded_are_refused(change, said):
         data._check_model([model], blocks, on, 0)
     if "hooks" in said:
         data._check_model([model], blocks, mp.Mesh(), 0)
-        with pytest.raises(ValueError, match="weight has a hook on its gradient, .* term of the sum over .* 2"):
+        with pytest.raises(ValueError, match=r"weight has a hook on its gradient, .* term of the sum over .* 2"):
             data._check_model([model], blocks, on, 0)
     if "max_norm" in said:
         data._check_model([model], blocks, mp.Mesh(), 1)
