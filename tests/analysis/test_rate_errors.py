@@ -6,13 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from mpcore.tools.analysis.rate_errors import NAMES, SPREADS, errors_of, sensitivities
 
 from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.seconds import estimate
+from mpcore.tools.analysis.seconds import NAMES, SPREADS, errors_of, estimate, sensitivities
 from mpcore.tools.analysis.work import Count, MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 SMALL = Machine(

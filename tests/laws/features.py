@@ -73,13 +73,6 @@ def _freeze_biases(model: nn.Module) -> nn.Module:
     return model
 
 
-def _split_backward(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, ParallelLinear):
-            module.product = module.product.split(True)
-    return model
-
-
 def _add_unused(model: Block) -> Block:
     model.unused = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
     return model
@@ -105,7 +98,7 @@ FEATURES: dict[str, Feature] = {
     "LoRA": Feature(change=_add_lora, truth=_with_adapters),
     "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
     "full recompute": _recompute("full"), "selective recompute": _recompute("selective"),
-    "overlapped communication": Feature(of_run={"overlap": 1}), "split backward": Feature(change=_split_backward),
+    "overlapped communication": Feature(of_run={"overlap": 1}), "split backward": Feature(of_run={"schedule": "zb"}),
     "deepcopy": Feature(change=copy.deepcopy), "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused), "parameter of one step": Feature(change=_add_sometimes),
     "ZeRO-1": _zero(1), "ZeRO-2": _zero(2), "ZeRO-3": _zero(3), "2 micro-batches": Feature(of_run={"micro_batches": 2}),
@@ -117,7 +110,8 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 
 REFUSED = [
-    {"LoRA", "invariant"}, {"invariant", "parameter offload"}, {"invariant", "compile"},
+    {"LoRA", "invariant"}, {"invariant", "parameter offload"}, {"invariant", "compile"}, {"invariant", "split backward"},
+    {"parameter offload", "split backward"},
     {"overlapped communication", "invariant"}, *({f"ZeRO-{stage}", "parameter offload"} for stage in (1, 2, 3)),
 ]  # fmt: skip
 """The pairs that are refused. All others are equal."""
