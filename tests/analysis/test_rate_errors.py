@@ -30,7 +30,7 @@ def layout(products: float, moved: float, sent: float, data: float, *, attention
     kept = MicroBatchMemory(rounds=[MicroBatchWork(part, part)] * 3)
     held = StepMemory(parameters=40, optimizer=60, gradients=30, sent={("dp", "reduce_scatter"): Count(1, int(data))})
     sizes, plan = {"tp": 2, "dp": 8, "pp": pp}, build_schedule("gpipe", pp, M)
-    return Layout(sizes, (), M, plan, None, (kept,) * pp, (3,) * pp, ([1, 6, 1],) * pp, (held,) * pp,  # type: ignore[arg-type]
+    return Layout(sizes, M, plan, None, (kept,) * pp, (3,) * pp, ([1, 6, 1],) * pp, (held,) * pp,  # type: ignore[arg-type]
                   {"tp": (0, 1), "dp": (0, 8)})  # fmt: skip
 
 
