@@ -15,13 +15,16 @@ COMMANDS = {
     "plan": ("mpcore.tools.analysis.__main__", "list the layouts that fit a machine, the fastest first"),
     "memory": ("mpcore.tools.analysis.__main__", "print what a rank of a layout holds"),
     "ledger": ("mpcore.tools.analysis.__main__", "print what a rank of a layout sends in a step"),
-    "schedule": ("mpcore.tools.draw", "prove a pipeline schedule, and draw it"),
+    "schedule": ("mpcore.tools.draw", "prove that a pipeline schedule is complete and free of deadlock, and draw it"),
     "checkpoint": ("mpcore.tools.checkpoint", "inspect, verify, compare and convert checkpoints"),
     "convert": ("mpcore.tools.convert", "convert between Hugging Face and checkpoints"),
     "from-config": ("mpcore.tools.from_config", "write a run.toml from the settings of another trainer"),
     "explain": ("mpcore.tools.fault_tolerance.__main__", "say why a run hung, from the logs that its watchdog left"),
     "replay": ("mpcore.tools.simulation.replay", "play a step again, and name the first operator that isn't finite"),
-    "coordinate-check": ("mpcore.tools.coordinate_check", "check that activations keep their size over widths"),
+    "coordinate-check": (
+        "mpcore.tools.coordinate_check",
+        "check that the mean activation does not grow with the width",
+    ),
     "replay-workers": (
         "mpcore.tools.workers.command",
         "train a run of workers again and compare the bits, or draw it",

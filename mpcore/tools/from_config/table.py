@@ -100,7 +100,7 @@ train-data-path valid-data-path test-data-path data-args-path per-split-data-arg
 tokenizer-type tokenizer-model vocab-file merge-file tiktoken-pattern | | | + | pass --tokenizer byte or a tokenizer.json
 reset-position-ids reset-attention-mask | | document_masking:flag | ~ | one field for both
 eod-mask-loss | | | - | the loss counts a document's last token
-mock-data | | | ~ | nothing to do: without data the run reads Python's library
+mock-data | | | ~ | nothing to do: without data the run trains on Python's standard library
 num-experts | | experts:count | = |
 moe-router-topk | 2 | moe.top_k:moe | ~ | with top-k 1 the score is not normalized, as with --moe-router-pre-softmax
 moe-ffn-hidden-size | | moe.d_ff:moe | = |
