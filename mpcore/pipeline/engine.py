@@ -33,7 +33,7 @@ def one_number(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ValueError(_LOSS.format(type(loss).__name__))
     if loss.numel() != 1 or loss.is_complex():
-        raise ValueError(_LOSS.format(f"a {str(loss.dtype)[6:]} tensor of shape {tuple(loss.shape)}"))
+        raise ValueError(_LOSS.format(f"a {'complex ' * loss.is_complex()}tensor of shape {tuple(loss.shape)}"))
     return loss.reshape(())
 
 
