@@ -45,7 +45,7 @@ from mpcore.kernels.moe_permute import moe_unpermute, moe_unpermute_reference
 from mpcore.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope, rope_qkv
-from mpcore.kernels.router import top_k, top_k_reference
+from mpcore.kernels.router import route, top_k, top_k_reference
 from mpcore.layers.module import normal, uniform
 from mpcore.layers.moe.experts import Experts
 from mpcore.mesh.launch import Launch
@@ -284,6 +284,12 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
         name_of(f): (partial(f, draw(5, D), 2), {"bias": (torch.zeros(D, dtype=WIDE), 9 * draw(D))})
         for f in (top_k, top_k_reference)
     },
+    "route": (
+        lambda **options: route(draw(5, D), draw(6, D, seed=1), 2, **options)[3],
+        {"bias": (torch.zeros(6, dtype=WIDE), 9 * draw(6)), "score": ("softmax", "sigmoid"), "normalize": (True, False),
+         "scale": (1.0, 2.0), "groups": ((1, 1), (3, 1)),
+         "experts": (route(draw(5, D), draw(6, D, seed=1), 2)[2], torch.tensor([[0, 1]] * 5))},
+    ),
 }  # fmt: skip
 
 # Arguments whose default says where or how, and not what: a layout, a device, a storage, a speed. Laws of layouts have
@@ -299,6 +305,7 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
         "every": 100, "lr": None, "momentum": None, "nesterov": True, "fragments": 1, "listen": None, "join": (),
         "steps": 0, "folder": None, "token": None, "data": "", "rule": None, "wait": None, "staleness": None,
         "dynamic": True, "timeout": 60.0, "replicas": 1, "update_dtype": "same", "overlap": False,
+        "defaults": None,
     },
     experimental.DiLoCo: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "blocks": None},
     mp.Zero: {"stage": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32},
