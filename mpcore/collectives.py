@@ -119,12 +119,14 @@ def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Start to all-gather equal shards along dimension 0. `wait` returns the result."""
-    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, _group(axis))
+    group = _group(axis)  # checks the axis
+    return _call(_ops.all_gather_into_tensor.default, x.contiguous(), axis.size, group)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Start to sum over the axis and keep this rank's equal shard of dimension 0. `wait` returns the result."""
-    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
+    group = _group(axis)
+    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, group)
 
 
 def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:

@@ -269,7 +269,7 @@ def test_what_cant_be_had_is_refused():
     cases: list[tuple[Callable, str]] = [
         (partial(offload_parameters, [model], keep=0), "keep 0 is smaller than 1"),
         (partial(offload_parameters, [model, model]), "block 1 shares 2 parameters"),
-        (partial(offload_optimizer, used), "states of 2 parameters"),
+        (partial(offload_optimizer, used), "state of 2 parameters"),
         (partial(offload_optimizer(fresh()).step, lambda: torch.zeros(())), "takes no closure"),
         (offload_activations(ahead=-1).__enter__, "ahead -1 is negative"),
         (trainer("--offload", "none", "optimizer"), "--offload none optimizer"),
