@@ -273,7 +273,7 @@ def test_what_cant_be_had_is_refused():
         (partial(offload_optimizer(fresh()).step, lambda: torch.zeros(())), "takes no closure"),
         (offload_activations(ahead=-1).__enter__, "ahead -1 is negative"),
         (trainer("--offload", "none", "optimizer"), "--offload none optimizer"),
-        (trainer("--offload", "parameters", "--schedule", "zb"), "second half of a split backward: take the schedule 1f1b"),
+        (trainer("--offload", "parameters", "--schedule", "zb"), "split backward: take the schedule 1f1b"),
         (trainer("--offload", "optimizer", "--optimizer", "muon"), "--offload optimizer .*muon's"),
         (trainer("--recompute", "budget=much"), "--recompute 'budget=much' is none of"),
     ]

@@ -85,6 +85,8 @@ class ReplicaCheck:
                 f"if {meets}; otherwise the ranks of tp compute different things with it or behind it: run mpcore "
                 f"verify, which names the first module that is off"
             )
+            if others:
+                why += ". All of these may lack one sum in backward, in what reads them last: add_partial would hide it"
         return ValueError(
             f"{name} is replicated, but the ranks of tp have different gradients of it (by {off:.1%}"
             f"{f'; and of {first_names(others, 3)}' if others else ''}), so the replicas would drift apart: {why}"

@@ -187,6 +187,17 @@ def test_a_small_tensor_is_measured_by_a_thousandth_of_the_largest_of_all():
         )
 
 
+def test_where_gradients_of_several_parameters_differ_the_last_of_them_is_named_too():
+    fields = {name: number(1.0, 2) for name in "abc"}
+    for wrong, said in (("ab", "the gradients behind b are right"), ("b", "")):
+        truth, ranks = runs(2, "tp", initial=fields, gradients=fields)
+        for name in wrong:
+            ranks[1].gradients[name][0] += 0.3
+        found = judged(truth, parse_layout("tp2"), ranks).mismatch
+        assert found.name == wrong[0]
+        assert (said in found.cause, "gradients behind" in found.cause) == (True, bool(said))
+
+
 def test_the_first_tensor_that_differs_is_named_and_the_worst_is_counted():
     fields = {name: number(1.0, 2) for name in "abc"}
     truth, ranks = runs(2, "tp", initial=fields, updated=fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ class Judge:
     ) -> tuple[float, Mismatch | None]:
         want: Mapping[str, Tensor] = getattr(self.truth, which)
         floor = 1e-3 * max((t.abs().max().item() for t in want.values() if t.numel()), default=0.0)
-        worst, first, each = 0.0, None, {} if each is None else each
+        worst, first, last, each = 0.0, None, "", {} if each is None else each
 
         def is_whole(name: str) -> bool:
             same = (seen.initial.get(name, want[name]).shape == want[name].shape for seen in ranks)
@@ -165,10 +165,17 @@ class Judge:
                 offs = [self._off(t, tensor, own, floor) for t in there]
                 each[name] = max(ulps for ulps, _ in offs)
                 worst = max(worst, each[name])
-                if first is None and any(bad for _, bad in offs):
+                last = name if any(bad for _, bad in offs) else last
+                if first is None and last:
                     ulps = max(ulps for ulps, bad in offs if bad)
                     far = there[max(range(len(offs)), key=lambda i: offs[i][::-1])]
                     first = Mismatch(stage, name, ulps, why_parameter(layout, stage, name, held, far, tensor))
+        if which == "gradients" and first is not None and last not in ("", first.name):
+            behind = (
+                f"; the gradients behind {last} are right, so also look at what reads the output of its module: a sum "
+                f"over ranks may be missing there in backward, as where F.linear multiplies by a layer's shard"
+            )
+            first = replace(first, cause=first.cause + behind)
         if which == "gradients":
             zeros = layout.zero > 0  # with ZeRO an unused parameter's gradient is zero, not None
             extra = sorted(
