@@ -174,5 +174,5 @@ def test_what_cannot_be_exported(tmp_path):
     assert convert.open_checkpoint(path, spec=odd)[2] == Config()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
-    with pytest.raises(ValueError, match=r"exists: it is not overwritten$"):
+    with pytest.raises(ValueError, match=r"exists: it is not overwritten, so pass another folder$"):
         convert.export_hf(path, tmp_path / "out", spec=SPEC)

@@ -85,7 +85,7 @@ def test_a_folder_is_new_and_whole(tmp_path):
     writing.check_new(tmp_path)
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ValueError, match=f"^{path} exists: it is not overwritten$"):
+        with pytest.raises(ValueError, match=f"^{path} exists: it is not overwritten, so pass another folder$"):
             writing.check_new(path)
     with writing.new_folder(tmp_path / "made") as new:
         writing.write_json(new / "a.json", {"b": 1})

@@ -20,7 +20,7 @@ SHARD_BYTES = 5 * 10**9  # the default size limit of a file
 
 def check_new(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists: it is not overwritten")
+        raise ValueError(f"{folder} exists: it is not overwritten, so pass another folder")
 
 
 @contextlib.contextmanager
