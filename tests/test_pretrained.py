@@ -246,7 +246,7 @@ def stage():
 @pytest.mark.parametrize(("make", "match"), [
     (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers: save a model of your own with"),
     (grown, r"config has no \['extra.bias', 'extra.weight'\]"),
-    (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by the model's config"),
+    (resized, r"lm_head.weight is with shape \(70, 48\), but has shape \(66, 48\) by its config"),
     (stage, r"model.layers.1.\S+ is not there, but has shape .*: save it unsharded"),
 ])  # fmt: skip
 def test_what_from_pretrained_would_not_read_is_refused(tmp_path, make, match):

@@ -92,7 +92,8 @@ def _asks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the choices of each expert [E], the sums of their probabilities [E], and the number of tokens []."""
-    weights = torch.ones(len(logits[0]), device=logits[0].device) if mask is None else mask.reshape(-1).float()
+    ones = torch.ones(len(logits[0]), device=logits[0].device)
+    weights = ones if mask is None else mask.reshape(-1).to(torch.float32)
     counts = sums = torch.zeros(logits[0].shape[-1], device=weights.device)
     for each in logits:
         p = each.softmax(-1).to(weights.device)

@@ -101,7 +101,8 @@ def suggest_plan(
         prover = PlanTester(shapes_of(model), None if example is None else as_arguments(example))
         flow = _flow(prover.whole[0], prover)
     except CannotCheckError as error:
-        raise ValueError(f"no plan can be tried on this model: {error}. Give a forward's arguments: example=") from None
+        why = f"no plan can be tried on this model: {error}. Give arguments of a forward: example=.."
+        raise ValueError(why) from None
     twin, plan, left, replicated = prover.whole[0], {}, {}, {}
     for region in _regions(flow) if tp > 1 or ep == 1 else ():
         rows = dict.fromkeys(flow.patterns[name] for name in region.rows)
