@@ -29,7 +29,7 @@ def test_every_memory_bound_kernel_is_at_its_floor(moved):
 def test_all_kernels_but_products_are_counted(moved):
     counted = {case.split()[0] for case, kernels in moved.items() if kernels}
     named = {case.split()[0] for case in moved}
-    assert named - counted == {"attention", "column"}
+    assert named - counted == {"attention", "attention_merge", "column"}  # records have the merge
 
 
 def test_no_pass_adds_a_weights_gradient_to_its_main_gradient():
@@ -37,7 +37,7 @@ def test_no_pass_adds_a_weights_gradient_to_its_main_gradient():
     added = {part: step_bytes.count(part)["add_"] for part in step_bytes.PARTS}
     assert [part for part, size in added.items() if size > 2**20] == ["experts of 30B-A3B"]
     copied = step_bytes.count("experts of 30B-A3B")["_to_copy"]
-    assert copied < 8192 * 2048  # the router copies no tokens
+    assert copied < 2 * 8192 * 2048  # bytes of the tokens: the router copies none, but the parts of dlogits
 
 
 @pytest.mark.parametrize(("window", "documents", "most"), [(3, False, 4), (None, True, 4), (3, True, 6)])

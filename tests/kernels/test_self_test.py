@@ -23,9 +23,9 @@ def test_inputs_are_the_same_each_time_and_reach_every_part(name):
     assert all(out.dtype == F64 for out in run_kernel(name, "reference", F32, "cpu"))
 
 
-GRADIENTS = {"adamw": 1, "attention": 2 + 3, "dropout_add": 1 + 2, "fp8_matmul": 4, "geglu": 2, "gelu": 2,
-             "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 4,
-             "relu_squared": 2, "rms_norm": 1 + 2, "rope": 2 + 2, "swiglu": 2, "top_k": 1}  # fmt: skip
+GRADIENTS = {"adamw": 1, "attention": 2 + 3, "attention_merge": 2, "dropout_add": 1 + 2, "fp8_matmul": 4, "geglu": 2,
+             "gelu": 2, "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 4,
+             "relu_squared": 2, "rms_norm": 1 + 2, "rope": 2 + 2, "route": 4 + 2, "swiglu": 2, "top_k": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TESTS)
