@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +142,8 @@ class Run:
     def loss_factor(self, tokens: Tensor | int) -> Tensor:
         """Return the factor of each token's loss, for layers that add a loss of their own, such as experts."""
         scale = self.scaler.scale if self.scaler else 1.0
-        if isinstance(tokens, bool) or not isinstance(tokens, Tensor | int | float) or torch.as_tensor(tokens).dim():
+        shape = tokens.shape if isinstance(tokens, Tensor) else ()
+        if isinstance(tokens, bool) or not isinstance(tokens, Tensor | Real) or shape:
             is_ = f"has shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"is {tokens!r:.100}"
             raise ValueError(
                 f"tokens {is_}, and is the step's number of tokens, which divides the loss: give one number, and "
