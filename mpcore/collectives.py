@@ -444,7 +444,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None = None) -> Tensor:
-    """S(concat_dim) -> S(split_dim). Gather `concat_dim`, and shard `split_dim`, of which `x` has all.
+    """S(concat_dim) -> S(split_dim). `x` is sharded along `concat_dim`; the result along `split_dim`.
 
     Args:
         concat_length: length of the full `concat_dim`. Required if its shards are uneven.

@@ -195,17 +195,17 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
                 f" Take that kind, or read the weights alone: mpcore.checkpoint.load(path, model, mesh=mesh)"
             )
             continue
-        slots_of = {*options} & ({"amsgrad", "centered"} | ({"momentum"} if "alpha" in options else {*()}))
-        for name in sorted(slots_of):
-            if optimizer.param_groups[i].get(name) and not options[name]:
+        for name in ("amsgrad", "centered", *(["momentum"] if "alpha" in options else [])):  # each has a state tensor
+            if optimizer.param_groups[i].get(name) and not options.get(name, True):
                 plan.problems.append(
                     f"parameter group {i} has {name} {optimizer.param_groups[i][name]}, whose state the checkpoint "
                     f"lacks, as it was saved with {options[name]}: set it so"
                 )
-        for name in {*options} - _HOW:
-            if not _fits(options[name], optimizer.param_groups[i].get(name)):
-                plan.problems.append(f"parameter group {i} has {name} {options[name]!r:.200}, which is of another type")
-        plan.options.append({name: value for name, value in options.items() if name not in _HOW})
+        kept = {name: value for name, value in options.items() if name not in _HOW}
+        for name, value in kept.items():
+            if not _fits(value, optimizer.param_groups[i].get(name)):
+                plan.problems.append(f"parameter group {i} has {name} {value!r:.200}, which is of another type")
+        plan.options.append(kept)
         split = manifest.optimizer[found[0]].get("blocks")  # None: an older checkpoint
         if split is None or "blocks" not in group:
             continue

@@ -166,12 +166,13 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
             if is_dtensor(parameter):
                 raise ValueError(f"{name} is sharded already: stages that share parameters are to be given in one call")
             check_lies_on(name, parameter, sharding, mesh)
-            if has_gradient_hooks(parameter) or has_accumulation_hooks(parameter):
-                if zero:
-                    raise ValueError(
-                        f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
-                        f"register_post_accumulate_grad_hook of those after shard_data_parallel"
-                    )
+            adds = has_accumulation_hooks(parameter)
+            if zero and (adds or has_gradient_hooks(parameter)):
+                raise ValueError(
+                    f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
+                    f"register_post_accumulate_grad_hook of those after shard_data_parallel"
+                )
+            if has_gradient_hooks(parameter) or (adds and not hasattr(parameter, "main_grad")):  # whose hook adds to it
                 refuse_hooks(name, sharding, [mesh.data])
             if zero and not parameter.is_contiguous():
                 raise ValueError(
