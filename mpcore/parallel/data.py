@@ -26,6 +26,7 @@ from mpcore._torch.fsdp import add_unit, units
 from mpcore.gradients.accumulate import mark_replaced
 from mpcore.gradients.overlap import OverlappedAllReduce
 from mpcore.gradients.reduce import refuse_hooks
+from mpcore.kernels._main_grad import main_grad
 from mpcore.layers.module import as_module_list
 from mpcore.layers.moe.layer import check_experts
 from mpcore.mesh.agreement import check_same
@@ -172,7 +173,7 @@ def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, z
                     f"{name} has hooks on its gradient, and zero {zero} puts shards in its place: call "
                     f"register_post_accumulate_grad_hook of those after shard_data_parallel"
                 )
-            if has_gradient_hooks(parameter) or (adds and not hasattr(parameter, "main_grad")):  # whose hook adds to it
+            if has_gradient_hooks(parameter) or (adds and main_grad(parameter) is None):  # whose hook adds to it
                 refuse_hooks(name, sharding, [mesh.data])
             if zero and not parameter.is_contiguous():
                 raise ValueError(

@@ -159,7 +159,7 @@ def test_a_model_that_takes_nothing_is_refused():
             return self.one(a) + b
 
     with pytest.raises(
-        ValueError, match=r"^no plan can be tried on this model: .*\. Give a forward's arguments: example"
+        ValueError, match=r"^no plan can be tried on this model: .*\. Give arguments of a forward: example"
     ):
         suggest_plan(Odd())
     assert suggest_plan(Odd(), example={"a": torch.ones(1, 2), "b": torch.ones(1, 2)}).left == {}
