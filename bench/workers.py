@@ -19,18 +19,20 @@ from examples.gpt.samples import TokenSamples, split_documents
 from mpcore import Mesh
 from mpcore.tools.workers import Average, DelayedNesterov, Nesterov
 from mpcore.tools.workers.elastic import RunTensors
-from mpcore.tools.workers.outer import Options, Outer, Tensors
+from mpcore.tools.workers.outer import Lease, Options, Outer, Tensors
 from mpcore.tools.workers.rules import Rule, describe
 
 TINY = ["--layers", "2", "--d-model", "64", "--heads", "4", "--d-ff", "256", "--seq-len", "128", "--device", "cpu",
         "--eval-every", "0"]  # fmt: skip
-ROWS: dict[str, tuple[str, bool, Rule]] = {
-    "all, Nesterov": ("all", False, Nesterov()),
-    "all, Nesterov, dynamic": ("all", True, Nesterov()),
-    "all, average, dynamic": ("all", True, Average()),
-    "none, average": ("none", False, Average()),
-    "none, average 1.4": ("none", False, Average(1.4)),
-    "none, delayed Nesterov": ("none", False, DelayedNesterov(lr=1.0, momentum=0.5)),
+ROWS: dict[str, tuple[str, bool, Rule, float | None]] = {
+    "all, Nesterov": ("all", False, Nesterov(), None),
+    "all, Nesterov, dynamic": ("all", True, Nesterov(), None),
+    "all, Nesterov, dynamic, overlap": ("all", True, Nesterov(), 0.5),
+    "all, average, dynamic": ("all", True, Average(), None),
+    "none, average": ("none", False, Average(), None),
+    "none, average, overlap": ("none", False, Average(), 0.5),
+    "none, average 1.4": ("none", False, Average(1.4), None),
+    "none, delayed Nesterov": ("none", False, DelayedNesterov(lr=1.0, momentum=0.5), None),
 }
 
 
@@ -40,9 +42,13 @@ def trainer(folder: str, seed: int, *flags: str) -> Trainer:
 
 
 def trained(
-    start: Tensors, folder: str, seed: int, args: argparse.Namespace, wait: str, dynamic: bool, rule: Rule
-) -> dict[str, float]:
-    """Train. Return the held-out loss of the anchor at the end, and at the clock when nobody waited for others."""
+    start: Tensors, folder: str, seed: int, args: argparse.Namespace,
+    wait: str, dynamic: bool, rule: Rule, travel: float | None,
+) -> dict[str, float]:  # fmt: skip
+    """Train. Return the held-out loss of the anchor at the end, and at the clock when nobody waited for others.
+
+    With `travel` workers overlap: a new anchor arrives after this share of a fast worker's phase.
+    """
     every, seconds, first = args.every, args.seconds, args.begin * 16 // args.batch
     until, soon = first + args.steps, args.steps // len(args.seconds) * 4 // 3
     flags = ["--steps", str(max(until, 2 * first)), "--warmup", str(320 // args.batch if first else 20)]
@@ -55,27 +61,62 @@ def trained(
         each.train_samples = TokenSamples(data.dataset, data.seq_len, seed=seed, documents=mine)
     tensors, options = [RunTensors(each.run) for each in runs], Options(every=every, wait=wait, dynamic=dynamic)
     outer = Outer({"rule": describe(rule), "first": first, "until": until}, start)
-    events, pending, clock, early = list[tuple[float, int]](), dict[int, tuple[Any, Tensors]](), 0.0, None
-    for worker in range(len(seconds)):
+    pending, clock, early = dict[int, tuple[Any, Tensors]](), 0.0, None
+    events: list[tuple[float, str, int]] = []  # an "anchor" arrives, a phase "ends"
+    trains, bases = dict[int, tuple[float, Lease]](), dict[int, int]()  # since when, and the version of the anchor
+    flying, late = set(range(len(seconds))), set[int]()  # whose anchor is on its way, and who waits for it
+    for worker in sorted(flying):
         outer.apply({"op": "join", "worker": worker, "address": ""})
+        heapq.heappush(events, (clock, "anchor", worker))
 
-    def lease(worker: int) -> None:
-        steps = outer.free_steps(options.steps_of(worker, known, until - outer.done))
-        if steps is not None:
-            line = {"op": "lease", "worker": worker, "phase": 0, "steps": steps, "base": outer.version}
-            outer.apply(line)
-            tensors[worker].write(outer.anchor)
-            heapq.heappush(events, (clock + (steps[1] - steps[0]) * seconds[worker], worker))
+    def begin(worker: int, lease: Lease) -> None:
+        trains[worker] = clock, lease
+        runs[worker].run.step = lease.first
+        heapq.heappush(events, (clock + (lease.last - lease.first) * seconds[worker], "ends", worker))
 
-    for worker in range(len(seconds)):
-        lease(worker)
-    while not outer.ended:
-        clock, worker = heapq.heappop(events)
-        runs[worker].run.step, known[worker] = outer.leases[worker].first, seconds[worker]
-        while runs[worker].run.step < outer.leases[worker].last:
+    def train(worker: int) -> None:
+        since, lease = trains[worker]
+        while runs[worker].run.step < min(lease.first + round((clock - since) / seconds[worker]), lease.last):
             runs[worker].step()
-        entry = {"worker": worker, "base": outer.leases[worker].base, "applied": True}
+
+    def hand_in(worker: int) -> None:
+        del trains[worker]
+        known[worker] = seconds[worker]
+        entry = {"worker": worker, "base": bases[worker], "applied": True}
         pending[worker] = entry, tensors[worker].moved()
+        flying.add(worker)
+        if worker in outer.ahead:
+            begin(worker, outer.ahead[worker])
+
+    def arrive(worker: int) -> None:
+        flying.remove(worker)
+        for phase in range(outer.phases[worker], outer.phases[worker] + (1 if travel is None else 2)):
+            held = [each[worker].phase for each in (outer.leases, outer.ahead) if worker in each]
+            steps = outer.free_steps(options.steps_of(worker, known, until - outer.done))
+            if phase not in held and steps is not None:
+                line = {"op": "lease", "worker": worker, "phase": phase, "steps": steps, "base": outer.version}
+                outer.apply(line)
+        bases[worker], anchor = outer.version, {name: x.clone() for name, x in outer.anchor.items()}
+        if worker in trains:
+            train(worker)
+            tensors[worker].merge(anchor)
+        elif worker in outer.leases:
+            tensors[worker].write(anchor)
+            begin(worker, outer.leases[worker])
+
+    while not outer.ended:
+        clock, event, worker = heapq.heappop(events)
+        if event == "anchor":
+            arrive(worker)
+            if worker not in late:
+                continue
+            late.remove(worker)
+        else:
+            train(worker)
+            if worker in flying:
+                late.add(worker)
+                continue
+        hand_in(worker)
         if len(pending) >= options.needed(len(outer.leases), len(seconds)):
             entries, updates = zip(*(pending[each] for each in sorted(pending)), strict=True)
             pending.clear()
@@ -85,7 +126,7 @@ def trained(
             if early is None and clock >= soon:
                 early = evaluated(folder, seed, flags, outer.anchor)
             for each in entries:
-                lease(each["worker"])
+                heapq.heappush(events, (clock + (travel or 0.0) * every, "anchor", each["worker"]))
     return {"loss": evaluated(folder, seed, flags, outer.anchor), f"loss at {soon}": early or 0.0, "clock": clock}
 
 

@@ -306,7 +306,7 @@ def in_short(table: str) -> str:
 def counted(table: str) -> str:
     """How many of the families that a mesh applies to are equal. One that isn't shrunk counts as not equal."""
     rows, found = rows_of(table), []
-    for kind, families in {"causal": CAUSAL, "with an expert plan": with_experts()}.items():
+    for kind, families in {"causal": CAUSAL, "with experts (most are causal too)": with_experts()}.items():
         found.append([kind])
         for layout in rows[0].results:
             held = [each.results[layout] for each in rows if each.family in families]

@@ -20,7 +20,7 @@ LIMITS = {
     "experimental": 2_160,
     "tools": 14_460,
     "examples": 5_060,
-    "bench": 3_820,
+    "bench": 3_860,
     "tests": 58_520,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""

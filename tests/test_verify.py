@@ -58,7 +58,7 @@ FAULTS = [
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum, and nothing adds"),
-    (16, "heads", "tp2", models.loss, "forward", "attention.output", "model's number of heads"),
+    (16, "heads", "tp2", models.loss, "forward", "attention.output", "model's H heads"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),

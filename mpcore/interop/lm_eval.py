@@ -26,7 +26,7 @@ from mpcore.training.run import Run
 class Model(TemplateLM):
     """A language model of lm-eval-harness: `lm_eval.simple_evaluate(model=Model(run, tokenizer), tasks=..)`.
 
-    All ranks of the mesh must call it with the same tasks, and all get the same results. Each rank computes every
+    All ranks of the mesh must call it with the same tasks. Rank 0 gets the results; others may get None. Each rank computes every
     request; ranks of dp don't divide them.
 
     Args:

@@ -21,15 +21,15 @@ WORDS = {
     "+-": "standard error of the step, mostly common to all rows",
     "slower": "than row 1, +- the standard error of this difference",
     "compute": "matrix products and attention",
-    "hidden": "communication beside computation, relative to the step and no part of it",
+    "hidden": "communication during computation, as a share of the step; it adds no time",
     "not compute": "the three largest other parts; --explain ROW prints all parts",
     "operators": "all other kernels",
-    "AXIS sent": "communication over an axis that computation doesn't hide",
+    "AXIS sent": "exposed communication over an axis",
     "bubble": "waiting for other pipeline ranks",
     "host": "kernel launches and small shapes",
     "optimizer": "the optimizer's step",
     "cluster": "stragglers, jitter, and what isn't modeled",
-    "flags": "what a row adds to the sizes of its mesh and to the flags of this command",
+    "flags": "what to pass besides the sizes of the mesh and this command's flags",
 }
 """The words of the table, and what each means."""
 LEGEND = textwrap.fill(
