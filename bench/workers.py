@@ -92,7 +92,7 @@ def trained(
         flying.remove(worker)
         for phase in range(outer.phases[worker], outer.phases[worker] + (1 if travel is None else 2)):
             held = [each[worker].phase for each in (outer.leases, outer.ahead) if worker in each]
-            steps = outer.free_steps(options.steps_of(worker, known, until - outer.done))
+            steps = outer.free_steps(options.steps_of(worker, known, outer.left_steps(phase > outer.phases[worker])))
             if phase not in held and steps is not None:
                 line = {"op": "lease", "worker": worker, "phase": phase, "steps": steps, "base": outer.version}
                 outer.apply(line)

@@ -26,8 +26,8 @@ from mpcore.training.run import Run
 class Model(TemplateLM):
     """A language model of lm-eval-harness: `lm_eval.simple_evaluate(model=Model(run, tokenizer), tasks=..)`.
 
-    All ranks of the mesh must call it with the same tasks. Rank 0 gets the results; others may get None. Each rank computes every
-    request; ranks of dp don't divide them.
+    All ranks of the mesh must call it with the same tasks. Rank 0 gets the results; others may get None. Each rank
+    computes every request; ranks of dp don't divide them.
 
     Args:
         model: a causal model on any layout without cp, or its `Run`. It maps tokens [B, T] to logits [B, T, vocabulary]

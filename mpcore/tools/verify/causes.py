@@ -195,8 +195,9 @@ def faults_of_module(layout: Layout) -> str:
     """Return what may be wrong where a module's output is the first that differs, and nothing more is known."""
     sharded = (
         "its weights are sharded otherwise than its forward computes, an attention splits this rank's features into "
-        "the model's H heads (a rank has H/tp: use x.unflatten(-1, (-1, head_dim))), its input lacks a sum over tp (mp.RowParallelLinear sums), it uses another rank's shard, a norm or a "
-        "softmax before it used only this rank's features"
+        "the model's H heads (a rank has H/tp: use x.unflatten(-1, (-1, head_dim))), its input lacks a sum over tp "
+        "(mp.RowParallelLinear sums), it uses another rank's shard, a norm or a softmax before it used only this "
+        "rank's features"
     )
     mixed = "it mixes the samples or the tokens of a batch, of which each rank holds a part"
     positions = (

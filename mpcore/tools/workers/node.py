@@ -300,7 +300,7 @@ class Node:
         outer = self._led()
         held = outer.leases if outer.phases[worker] == phase else outer.ahead
         if worker not in held:
-            most = self.options.steps_of(worker, self.seconds, outer.until - outer.done)
+            most = self.options.steps_of(worker, self.seconds, outer.left_steps(held is outer.ahead))
             if (steps := outer.free_steps(most)) is None:
                 return None
             line = {"op": "lease", "worker": worker, "phase": phase, "steps": [*steps], "base": outer.version}

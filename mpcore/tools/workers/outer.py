@@ -215,6 +215,11 @@ class Outer:
         """Whether all steps of the run are in the anchor."""
         return self.done >= self.until
 
+    def left_steps(self, ahead: bool) -> int:
+        """Return how many steps no update has brought yet; `ahead`: and no worker trains now."""
+        trained = sum(lease.last - lease.first for lease in self.leases.values()) if ahead else 0
+        return self.until - self.done - trained
+
     def free_steps(self, most: int) -> tuple[int, int] | None:
         """Return the steps to train next, at most `most`; None if each is done or some worker's."""
         if self.returned:
