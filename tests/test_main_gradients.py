@@ -215,11 +215,15 @@ def test_an_optimizer_that_reads_grad_alone_refuses_main_gradients(wrap):
 
 
 @on_ranks(2)
-def test_what_fully_shard_accumulates_is_left_to_it():
+def test_main_gradients_under_data_parallelism():
     m = mesh(dp=2)
     model = shard_data_parallel(ColumnParallelLinear(4, 4), m)
     with pytest.raises(ValueError, match="weight is sharded over data: its gradients accumulate in fully_shard's"):
         main_gradients(model)
+    same = shard_data_parallel(main_gradients(ColumnParallelLinear(4, 4)), m, zero=0)
+    same(torch.full((1, 4), 1.0 + m.data.rank)).sum().backward()
+    reduce_gradients(same)
+    assert torch.equal(gradient_of(same.weight), torch.full((4, 4), 3.0))
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=m.data.group)
     with pytest.raises(ValueError, match="DistributedDataParallel sums no main gradients"):
         main_gradients(wrapped)

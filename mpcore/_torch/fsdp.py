@@ -80,12 +80,8 @@ def unreduced_parameter(units: Iterable[FSDPModule]) -> str | None:
     for context in _contexts(units):
         for group in _groups_of(context):
             for p in group.fsdp_params:
-                whole = whole_parameter(p)
-                held = (
-                    group._partial_reduce_output,
-                    p.unsharded_accumulated_grad,
-                    None if whole is None else whole.grad,
-                )
+                whole_grad = getattr(whole_parameter(p), "grad", None)
+                held = group._partial_reduce_output, p.unsharded_accumulated_grad, whole_grad
                 if any(grad is not None for grad in held):
                     return p._param_fqn
     return None

@@ -97,6 +97,7 @@ def zero_grad(stage: nn.Module, set_to_none: bool = True) -> None:
 def before_forward(stage: Any, unit: Any, args: Any) -> None:
     """Check that a unit's parameters may be gathered."""
     fsdp.make_root(stage)  # a block that is called before its model is not a model of its own
+    torch.clear_autocast_cache()  # a cast of an earlier forward has its gradient after `fully_shard` reduced
     if unit is stage and torch.is_grad_enabled() and fsdp.backward_failed(stage):
         raise ValueError(
             "a backward raised, so gradients are neither whole nor summed: give the step up with "
