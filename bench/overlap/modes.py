@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.experimental import overlap_experts
+from mpcore.experimental import overlap_experts, overlap_halves
 from mpcore.gradients import overlap
 from mpcore.layers.overlap import overlap_communication
 from mpcore.pipeline import Pipeline
@@ -80,6 +80,16 @@ def tensor(sequence_parallel: bool, overlapped: bool = False) -> Step:
     return layers(mlps, (1, ROWS, WIDTH))
 
 
+def dense() -> Step:
+    """Blocks that compute two halves of their rows, with as many all-reduces as the MLPs of `tensor`, for each half."""
+    like = {"bias": False, "tp": mp.build_mesh(tp=2, device_type="cpu").tp}
+    model = nn.Sequential(*(mp.TransformerBlock(
+        mp.ParallelAttention(WIDTH, 2, **like), mp.ParallelMLP(WIDTH, 2 * WIDTH, "relu", **like), nn.Identity(),
+        nn.Identity()) for _ in range(BLOCKS // 2)))  # fmt: skip
+    overlap_halves(model)
+    return layers(model, (2, ROWS // 2, WIDTH))
+
+
 def context() -> Step:
     """Attention on a ring, with the reference on CPUs, whose products are torch's."""
     cp = mp.build_mesh(cp=2, device_type="cpu").cp
@@ -123,6 +133,8 @@ MODES = [
     Mode("tensor parallel, `overlap_communication`",
          "and half of each all-reduce in forward, under the other half's product",
          partial(tensor, False, True), ROWS * WIDTH * WIDTH),
+    Mode("tensor parallel, `overlap_halves`", "and three of four all-reduces in forward, beside other rows",
+         dense, ROWS * WIDTH * WIDTH),
     Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, in parts",
          partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),

@@ -15,6 +15,10 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or nn.modules.module._global_forward_hooks)
+
+
 def remove_forward_pre_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     for key in [key for key, held in module._forward_pre_hooks.items() if held is hook]:
         del module._forward_pre_hooks[key]

@@ -12,6 +12,7 @@ from mpcore.experimental.mamba2 import Mamba2, state_space_dual
 from mpcore.experimental.multi_token import IndependentHeads, MultiTokenPrediction, shift_tokens
 from mpcore.experimental.mup import Mup, apply_mup
 from mpcore.experimental.overlap_experts import overlap_experts
+from mpcore.experimental.overlap_halves import overlap_halves
 from mpcore.experimental.qk_clip import QKClip
 from mpcore.experimental.recurrence import RecurrentCache
 from mpcore.experimental.replay import record_routing
@@ -43,6 +44,7 @@ __all__ = [
     "gated_delta_rule",
     "make_invariant",
     "overlap_experts",
+    "overlap_halves",
     "overlap_in_symmetric_memory",
     "record_routing",
     "shift_tokens",

@@ -14,6 +14,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 3.4.1, two micro-batches with si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,8 +95,22 @@ def _problem(moe: ParallelMoE, in_block: bool) -> str:
     return "has invariant numerics, which don't sum gradients of 2 halves" if moe.tp.sums or moe.ep.sums else ""
 
 
+@dataclass
+class Half:
+    """Half of the rows of a block's input, with their arguments and the message that is under way."""
+
+    x: Tensor
+    samples: Tensor | None
+    tokens: Tensor | None
+    attention: dict[str, Any]
+    mlp: dict[str, Any]
+    flight: Any = None
+
+
 class HalvesBlock(TransformerBlock):
     """A `TransformerBlock` with a mixture of experts, made by `overlap_experts`."""
+
+    maker = "overlap_experts"
 
     def forward(
         self,
@@ -108,31 +123,57 @@ class HalvesBlock(TransformerBlock):
         **attention_arguments: Any,
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; see `TransformerBlock.forward`."""
-        moe: Any = self.mlp
         documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             about: dict[str, Any] = {"samples": samples, "tokens": tokens, "mlp_arguments": mlp_arguments}
             return super().forward(x, **about, **documents, **attention_arguments)
         if len(x) < 2:
-            raise input_error(f"x {tuple(x.shape)} has {len(x)} row, and overlap_experts needs 2 in each micro-batch")
-        half = -(-len(x) // 2)
-        xs, flights = [], []
-        for here in (slice(0, half), slice(half, len(x))):
-            attention, mlp = _of(here, x, attention_arguments, ATTENTION), _of(here, x, mlp_arguments or {}, EXPERTS)
-            part, mine = x[here], _of(here, x, {"samples": samples}, EXPERTS)["samples"]
+            raise input_error(f"x {tuple(x.shape)} has {len(x)} row, and {self.maker} needs 2 in each micro-batch")
+        middle, halves = -(-len(x) // 2), []
+        for here in (slice(0, middle), slice(middle, len(x))):
+            attention, mlp = (
+                _of(here, x, arguments, dims, self.maker)
+                for arguments, dims in ((attention_arguments, ATTENTION), (mlp_arguments or {}, EXPERTS))
+            )
+            part, mine = x[here], _of(here, x, {"samples": samples}, EXPERTS, self.maker)["samples"]
             if cu_seqlens is not None:
-                attention["cu_seqlens"], factor = _documents(here, len(x), cu_seqlens)
+                attention["cu_seqlens"], factor = _documents(here, len(x), cu_seqlens, self.maker)
                 part = part if factor is None else part * factor.to(part)
-            y = self.attention(self.attention_norm(part), **attention)
-            part = self.attention_dropout(y, mine, tokens, residual=part)
-            xs.append((part, mine))
-            flights.append(moe.send(self.mlp_norm(part), **mlp))
-        flights = [moe.compute(flight) for flight in flights]
-        pairs = zip(xs, flights, strict=True)
-        return torch.cat([self.mlp_dropout(moe.receive(f), mine, tokens, residual=part) for (part, mine), f in pairs])
+            halves.append(Half(part, mine, tokens, attention, mlp))
+        try:
+            for half in halves:
+                self.begin(half)
+            for half in halves:
+                self.go_on(half)
+            return torch.cat([self.end(half) for half in halves])
+        finally:
+            for half in halves:
+                self.stop(half)
+
+    def begin(self, half: Half) -> None:
+        """Compute attention, and start the first message."""
+        y = self.attention(self.attention_norm(half.x), **half.attention)
+        half.x = self.attention_dropout(y, half.samples, half.tokens, residual=half.x)
+        moe: Any = self.mlp
+        half.flight = moe.send(self.mlp_norm(half.x), **half.mlp)
+
+    def go_on(self, half: Half) -> None:
+        """Compute with what the first message brought, and start the second one."""
+        moe: Any = self.mlp
+        half.flight = moe.compute(half.flight)
+
+    def end(self, half: Half) -> Tensor:
+        """Wait for the second message, and return the block's output."""
+        moe: Any = self.mlp
+        return self.mlp_dropout(moe.receive(half.flight), half.samples, half.tokens, residual=half.x)
+
+    def stop(self, half: Half) -> None:
+        """Wait for a message that forward has left, as recomputation does when it has what backward needs."""
 
 
-def _of(here: slice, x: Tensor, arguments: Mapping[str, Any], dims: Mapping[str, int | None]) -> dict[str, Any]:
+def _of(
+    here: slice, x: Tensor, arguments: Mapping[str, Any], dims: Mapping[str, int | None], maker: str
+) -> dict[str, Any]:
     """Return the arguments for these rows of x."""
 
     def cut(name: str, value: Any) -> Any:
@@ -148,11 +189,11 @@ def _of(here: slice, x: Tensor, arguments: Mapping[str, Any], dims: Mapping[str,
     for name, value in arguments.items():
         if name not in dims and value is not None:
             known = ", ".join(dims)
-            raise input_error(f"overlap_experts can't cut {name} into the rows of 2 halves: pass no other than {known}")
+            raise input_error(f"{maker} can't cut {name} into the rows of 2 halves: pass no other than {known}")
     return {name: cut(name, value) for name, value in arguments.items()}
 
 
-def _documents(here: slice, rows: int, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+def _documents(here: slice, rows: int, ends: Tensor, maker: str) -> tuple[Tensor, Tensor | None]:
     """Return the document ends of these of all rows, and where the host can't read them a factor.
 
     The factor is NaN if a document lies in both halves, and otherwise 1.
@@ -161,7 +202,7 @@ def _documents(here: slice, rows: int, ends: Tensor) -> tuple[Tensor, Tensor | N
     one = ((ends == begin).any() & (ends == end).any()).logical_not()
     if can_read(ends) and bool(one):
         raise input_error(
-            f"a document of cu_seqlens goes across the end of row {here.stop or rows} of {rows}, and overlap_experts "
+            f"a document of cu_seqlens goes across the end of row {here.stop or rows} of {rows}, and {maker} "
             f"computes the rows in 2 halves: end documents at rows, as document_ends does"
         )
     return ends.clamp(begin, end) - begin, None if can_read(ends) else torch.where(one, torch.nan, 1.0)

@@ -29,6 +29,7 @@ from mpcore.experimental import (
     MultiTokenPrediction,
     clamped_swiglu,
     overlap_experts,
+    overlap_halves,
     shift_tokens,
 )
 from mpcore.layers.attention.documents import document_ends
@@ -427,6 +428,14 @@ def _halves(**on: Any) -> nn.Module:
     return block
 
 
+def _dense(halves: bool = False, **on: Any) -> nn.Module:
+    attention, norms = mp.ParallelAttention(D, H, head_dim=K, **on), (mp.RMSNorm(D, **on) for _ in range(2))
+    block = mp.TransformerBlock(attention, mp.ParallelMLP(D, FF, **on), *norms)
+    if on and halves:
+        overlap_halves(block)
+    return block
+
+
 ON_THREE: dict[str, Any] = {"mesh": {"tp": 3}, "refuses": ("invariant",)}  # whose degrees are powers of two
 CASES: dict[str, Case] = {
     "column": Case(lambda **on: mp.ColumnParallelLinear(D, FF, **on), _linear, gives="features"),
@@ -472,9 +481,8 @@ CASES: dict[str, Case] = {
         lambda **on: nn.Sequential(mp.LayerNorm(D, **on), mp.ColumnParallelLinear(D, FF, **on)),
         lambda p, x: _linear(p, F.layer_norm(x, (D,), p["0.weight"], p["0.bias"], 1e-5), "1."), gives="features",
     ),
-    "block": Case(
-        lambda **on: mp.TransformerBlock(mp.ParallelAttention(D, H, head_dim=K, **on), mp.ParallelMLP(D, FF, **on),
-                                         mp.RMSNorm(D, **on), mp.RMSNorm(D, **on)), _block),
+    "block": Case(_dense, _block),
+    "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant", "sequence parallel")),
     "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
     "multi-token prediction": Case(lambda **on: Predicted(**on), _predicted, refuses=("invariant",)),
     "multi-token prediction, zigzag": Case(lambda **on: Predicted(context="zigzag", **on), _predicted,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.experimental import overlap_experts
+from mpcore.experimental import overlap_experts, overlap_halves
 from mpcore.pipeline.schedules import NAMES, find_schedule
 from mpcore.tools import invariant
 from tests.oracles.gpt import GPT, Call
@@ -231,6 +231,8 @@ def train(row: Row) -> dict[str, Tensor]:
             mp.add_partial(stage.embedding, "weight", mesh.ends)
     if row["experts"].endswith("in halves"):
         overlap_experts(stages, mesh.pp)
+    if row.get("halves"):
+        overlap_halves(stages, mesh.pp)
     for stage in stages:
         stage.double() if row["dtype"] == "float64" else stage
         for name, p in stage.named_parameters():
@@ -372,7 +374,7 @@ def cover(seed: int = 0, most: int = 4) -> list[Row]:
 def check(rows: Sequence[Row]) -> None:
     """Fail with the list of all rows that are not equal, or that `REFUSED` names and that are not refused."""
     found = [(row, outcome(row), "refused" if refused(row) else "equal") for row in rows]
-    wrong = [f"{({k: v for k, v in row.items() if v != FIRST[k]})}: {what}" for row, what, want in found
+    wrong = [f"{({k: v for k, v in row.items() if v != FIRST.get(k)})}: {what}" for row, what, want in found
              if not what.startswith(want)]  # fmt: skip
     assert not wrong, f"{len(wrong)} of {len(rows)} rows:\n" + "\n".join(wrong)
 
@@ -387,6 +389,7 @@ FOUND: list[Row] = [  # each was wrong once
     {**FIRST, "dp": 2, "zero": 3, "micro-batches": 2, "unused": "in half of the samples", "dtype": "autocast"},
 ]  # fmt: skip
 ON_TP: Row = {**FIRST, "tp": 2, "overlap": 1, "micro-batches": 2}
+DENSE: Row = {**FIRST, "tp": 2, "halves": True, "micro-batches": 2}
 IN_HALVES: Row = {**FIRST, "experts": "on ep, in halves", "micro-batches": 2}
 OVERLAPPED: list[Row] = [
     {**ON_TP, "schedule": "1f1b", "sequence parallel": True, "dtype": "bfloat16", "frozen": "first half"},
@@ -399,6 +402,9 @@ OVERLAPPED: list[Row] = [
     {**IN_HALVES, "schedule": "zbv", "dp": 2, "tied": True},
     {**IN_HALVES, "schedule": "dualpipev", "context": "ring", "micro-batches": 4, "targets": "unequal"},
     {**IN_HALVES, "dp": 2, "tp": 2, "sequence parallel": True, "overlap": 1, "evaluated": True, "zero": 2},
+    {**DENSE, "schedule": "1f1b", "dp": 2, "zero": 3, "dtype": "bfloat16", "frozen": "first half"},
+    {**DENSE, "schedule": "zbv", "tied": True},
+    {**DENSE, "context": "zigzag", "evaluated": True, "overlap": 1, "optimizer": "Muon", "dtype": "autocast"},
 ]
 PARTS = 5
 

@@ -1,0 +1,89 @@
+"""Dense blocks that compute two halves of their rows: equal to the unsharded block on tp, or refused."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpcore import Axis, ParallelAttention, ParallelMLP, ParallelMoE, RMSNorm, RotaryEmbedding, TransformerBlock
+from mpcore.experimental import overlap_halves
+from mpcore.layers import materialize, overlap_communication
+from mpcore.parallel import recompute
+from tests.equality import same_model
+from tests.layers.test_overlap_experts import CALLS, B, D, T, draw
+from tests.pool import mesh, on_ranks
+
+
+def build(halves=True, change=id, mlp=ParallelMLP, **on):
+    """A block with uneven heads and hidden units on tp 3."""
+    attention = ParallelAttention(D, 4, 2, head_dim=4, rope=RotaryEmbedding(4), **on)
+    block = TransformerBlock(attention, mlp(D, 10, **on), RMSNorm(D, **on), RMSNorm(D, **on), dropout=0.2, **on)
+    materialize(block, 0)
+    if halves and on:
+        overlap_halves(block)
+    change(block)
+    return block
+
+
+def hook(block):
+    for module in (block.attention, block.mlp.down):
+        module.register_forward_hook(lambda _, x, y: 2 * y)
+
+
+CHANGES = {
+    "hooks": hook, "overlap": lambda block: overlap_communication(block, smallest=1),
+    "frozen": lambda block: [p.requires_grad_("norm" in name) for name, p in block.named_parameters()],
+    "full": lambda block: recompute([block], "full"), "selective": lambda block: recompute([block], "selective"),
+    "attention alone": lambda block: recompute([block.attention], "full"),
+}  # fmt: skip
+
+
+def check_halves(call, change, needs_gradient):
+    def run(block):
+        x = draw(B, T, D).requires_grad_(needs_gradient)
+        y = block(x, samples=torch.arange(B) + 4, **call)
+        (y * draw(*y.shape, seed=2)).sum().backward()
+        return {"y": y.detach()} | ({"dx": x.grad} if needs_gradient else {})
+
+    same_model(partial(build, change=change), run, tp=mesh(tp=dist.get_world_size()).tp)
+
+
+@on_ranks(2, 3)
+def test_two_halves_on_tp_equal_the_unsharded_block():
+    calls = [call for call in CALLS.values() if not {"mlp_arguments", "bias"} & call.keys()]
+    changed = [(CALLS["documents"], change) for change in CHANGES.values()]
+    for case, needs_gradient in itertools.product([*((call, id) for call in calls), *changed], (True, False)):
+        check_halves(*case, needs_gradient)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0, "a message was never waited for"
+
+
+class Own(ParallelMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+TP = {"tp": Axis(2, 0, None, "tp")}
+
+
+def moe(dim, hidden, **on):
+    return ParallelMoE(dim, hidden, 4, 2, **on)
+
+
+@pytest.mark.parametrize(("on", "message"), [
+    ({}, "model has none .on this rank 1 blocks, 0 with experts"),
+    ({**TP, "mlp": moe}, "1 with experts.: leave it out, or call overlap_experts"),
+    ({**TP, "mlp": Own}, "has a Own that may not return"),
+    ({**TP, "mlp": lambda *_, **on: nn.Identity()}, "has a Identity that may not return"),
+    ({**TP, "sequence_parallel": True}, "sequence parallel on tp 2"), ({**TP, "sequence_dim": 0}, "sequence_dim=0"),
+])  # fmt: skip
+def test_a_model_without_dense_halves_is_refused(on, message):
+    with pytest.raises(ValueError, match=message):
+        overlap_halves(build(halves=False, **on))
+
+
+def test_one_row_is_refused():
+    with pytest.raises(ValueError, match=r"has 1 row, and overlap_halves needs 2"):
+        build(**TP)(draw(1, T, D))
