@@ -264,11 +264,13 @@ def test_a_row_is_explained_and_trained_by_the_commands_below_the_table(capsys):
 
 
 ON_TP = "--tp 2 --vary overlap=off,1024 --sequence-parallel"
+ON_HALVES = "--tp 2 --vary overlap-halves=off,on --micro-batch 2"
 ON_EP = "--tp 1 --ep 2 --vary overlap-experts=off,on --experts 2 --micro-batch 2 --set moe.dispatch=all_to_all"
 
 
 @pytest.mark.parametrize(("hbm", "flags", "wins"), [
     (1e15, ON_TP, "--set overlap=1024"), (1e9, ON_TP, ""), (1e15, ON_EP, "--set overlap_experts=true"),
+    (1e15, ON_HALVES, "--set overlap_halves=true"),
 ])  # fmt: skip
 def test_the_command_of_the_chosen_row_hides_messages_where_that_is_faster(tmp_path, capsys, hbm, flags, wins):
     """Where memory is slow, the copies of a product in parts cost more than its messages."""

@@ -105,6 +105,7 @@ class Fields:
     bitwise: int = 0
     overlap: int = 0
     overlap_experts: bool = False
+    overlap_halves: bool = False
     trace: bool = False
     token: str | None = None
     staleness: int | None = None

@@ -22,7 +22,7 @@ from examples.gpt.model import build_stages, count_parameters, parameter_shares
 from examples.gpt.policies import hidden, keywords, merge_options, policies, precision, recompute_kind, residual_dtype
 from examples.gpt.setup import check, model_config, stage_blocks
 from mpcore import Mesh
-from mpcore.experimental import overlap_experts
+from mpcore.experimental import overlap_experts, overlap_halves
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.layers.mlp import GATED
 from mpcore.layers.overlap import overlap_stages
@@ -200,6 +200,8 @@ def work(
     layers = [block for stage in stages for block in stage.blocks.values()]
     if args.overlap_experts:
         overlap_experts(stages, mesh.pp)
+    if args.overlap_halves:
+        overlap_halves(stages, mesh.pp)
     if args.overlap:
         overlap_stages(stages, mesh, args.overlap)
     told = {name: policy for name, policy in policies(args, stages).items() if name not in ("offload", "observers")}

@@ -30,7 +30,7 @@ from examples.gpt.samples import Samples, to_device
 from examples.gpt.setup import profiled_steps, set_up
 from mpcore import Mesh, document_ids, prepare, shard_sequence
 from mpcore.collectives import all_reduce
-from mpcore.experimental import overlap_experts, shift_tokens
+from mpcore.experimental import overlap_experts, overlap_halves, shift_tokens
 from mpcore.layers import RouterStatistics
 from mpcore.tools import invariant
 from mpcore.tools.analysis.communication import StepTimes
@@ -57,6 +57,8 @@ class Trainer:
         )  # fmt: skip
         if args.overlap_experts:
             overlap_experts(self.stages, mesh.pp)
+        if args.overlap_halves:
+            overlap_halves(self.stages, mesh.pp)
         ends = [each for s in self.stages for name, each in s.named_children() if name in ("embedding", "head")]
         self.run = (invariant.prepare if args.bitwise else prepare)(
             self.stages, mesh, blocks={int(i): block for stage in self.stages for i, block in stage.blocks.items()},

@@ -267,6 +267,7 @@ FLAGS: dict[str, tuple[Callable[[str, Path], Any], str, str]] = {
     "offload": (asks_of_prepare, "", "--offload activations"), "seed": (trains, "", "--seed 1"),
     "bitwise": (sums_by, "", "--set bitwise=2"), "overlap": (asks_of_prepare, "", "--set overlap=64"),
     "overlap_experts": (leaves, EXPERTS, "--set overlap_experts=true"),
+    "overlap_halves": (leaves, "", "--set overlap_halves=true"),
     "dtype": (trains, "--dtype float32", "--dtype bfloat16"),
     "autocast": (asks_of_prepare, "--dtype bfloat16", "--set autocast=true"),
     "residual_dtype": (asks_of_model, "--dtype bfloat16", "--set residual_dtype=float32"),
