@@ -36,7 +36,7 @@ def hook(block):
 CHANGES = {
     "hooks": hook, "overlap": lambda block: overlap_communication(block, smallest=1),
     "frozen": lambda block: [p.requires_grad_("norm" in name) for name, p in block.named_parameters()],
-    "full": lambda block: recompute([block], "full"), "selective": lambda block: recompute([block], "selective"),
+    "full": lambda block: recompute([block.eval()], "full"), "selective": lambda block: recompute([block], "selective"),
     "attention alone": lambda block: recompute([block.attention], "full"),
 }  # fmt: skip
 
