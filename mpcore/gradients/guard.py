@@ -132,7 +132,8 @@ class _Guard:
 
 
 def _check_mixed(kind: str, group: dict[str, Any]) -> None:
-    if not _steps_together(group):
+    said, on_gpu = (group.get("foreach"), group.get("fused")), any(p.is_cuda for p in group["params"][:1])
+    if not any(said) and not ("foreach" in group and said == (None, None) and on_gpu):
         return
     stepped = [p for p in group["params"] if p.grad is not None]
     cut = [p for p in stepped if is_dtensor(p)]
@@ -143,11 +144,6 @@ def _check_mixed(kind: str, group: dict[str, Any]) -> None:
             f"{len(plain)} are not, as one of shape {tuple(plain[0].shape)}: foreach=False, a group for each kind, "
             f"or mpcore.AdamW"
         )
-
-
-def _steps_together(group: dict[str, Any]) -> bool:
-    said = group.get("foreach"), group.get("fused")
-    return any(said) or ("foreach" in group and said == (None, None) and any(p.is_cuda for p in group["params"][:1]))
 
 
 def check_reduced(name: str, parameter: Tensor, axes: Sequence[Axis]) -> None:

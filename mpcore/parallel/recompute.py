@@ -149,7 +149,8 @@ def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **
     options: dict[str, Any] = {}
     if torch.compiler.is_compiling():  # the graph has the modes, and returns what it writes to buffers
         if setting.kind == "selective":
-            options["context_fn"] = _selective_compiled
+            # torch's own contexts: the compiler reads the tags that these put on operators, and supports no others
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     else:
         to_the_end = any(isinstance(module, nn.RReLU) and module.training for module in setting.modules)
         options["early_stop"] = not to_the_end  # torch stops when autograd saves the noise, before RReLU fills it
@@ -271,11 +272,6 @@ def _within(
 
 def _is_kept(func: Any) -> bool:
     return func.overloadpacket in _PRODUCTS or func.namespace == "_c10d_functional"
-
-
-def _selective_compiled() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return torch's own contexts: the compiler reads the tags that these put on operators, and supports no others."""
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -32,7 +32,11 @@ def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
             for p, sharding in {p: sharding for stage in stages for _, p, sharding in declarations(stage)}.items()
             if any(pending.group is axis.group for pending in sharding.partial)
         )
-        check_same(f"number of parameters pending over {axis.name}, which all its ranks must hold", shapes, axis)
+        what = (
+            f"number of parameters pending over {axis.name}, which all its ranks must hold, unless one rank holds both "
+            f"stages: then share one module between them, without add_partial"
+        )
+        check_same(what, shapes, axis)
 
 
 def agree_on_schedule(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:

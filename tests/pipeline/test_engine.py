@@ -550,7 +550,7 @@ def test_stages_join_under_the_models_names_and_clashes_are_refused():
     names = [f"layers.{layer}.{kind}" for layer in ("one", "two", "four") for kind in ("weight", "bias")]
     assert [name for name, _ in joined.named_parameters()] == names
     assert dict(joined.named_parameters())["layers.four.bias"] is four.bias
-    with pytest.raises(ValueError, match="2 stages hold a Linear four each, with tensors in it"):
+    with pytest.raises(ValueError, match="2 stages of a rank hold a Linear four each: give them one module"):
         join_stages([part(four=four), part(four=nn.Linear(2, 2))])
     shared = part(one=one)
     assert join_stages([shared, shared]).get_submodule("layers.one") is one
