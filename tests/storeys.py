@@ -18,7 +18,7 @@ LIMITS = {
     "core": 25_841,
     "interop": 7_880,
     "experimental": 2_370,
-    "tools": 14_460,
+    "tools": 14_506,
     "examples": 5_060,
     "bench": 3_874,
     "tests": 58_630,

@@ -116,8 +116,8 @@ def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
         hold = [child for child in children if child._parameters or child._buffers]
         if len(children) > 1 and hold:
             raise ValueError(
-                f"{len(children)} stages of a rank hold a {type(hold[0]).__name__} {name} each: give them one module, and "
-                f"if its weight is tied, leave out add_partial over mesh.ends"
+                f"{len(children)} stages of a rank hold a {type(hold[0]).__name__} {name} each: give them one module, "
+                f"and if its weight is tied, leave out add_partial over mesh.ends"
             )
         joined.add_module(name, children[0] if len(children) == 1 else join_stages(children))
     return joined

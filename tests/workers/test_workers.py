@@ -1,5 +1,6 @@
 """Workers that exchange updates: who leads, who waits, who dies, and what a stranger can do."""
 
+import fcntl
 import os
 import random
 import socket
@@ -332,6 +333,35 @@ def test_a_hung_worker_is_left_out_and_says_so(tmp_path):
     assert "worker 1 was left out" in str(hung.error)
     assert "2 s" in str(hung.error)
     assert [line["worker"] for line in check(tmp_path, 100, [first]) if line["op"] == "leave"] == [1, 0]
+
+
+def test_a_replica_that_stood_still_does_not_lead(caplog):
+    """As after SIGSTOP or the sleep of its machine: the others may have ended the run without it."""
+    first = Worker(until=10**6, timeout=1.0)
+    second = Worker([first.address], until=10**6, timeout=1.0)
+    wait_for(lambda: second.peer.node.outer is not None)
+    with second.peer.node.pulse:
+        first.kill()
+        second.peer.node.awake -= 10.0
+    second.join(30)
+    assert "no worker of the run answered within 3 s" in str(second.error)
+    assert "worker 1 stood still for 10 s, and the timeout is 1 s: the others went on without it" in caplog.text
+
+
+def test_a_folder_belongs_to_one_run_and_one_process(tmp_path):
+    finish(Worker(folder=tmp_path / "old", until=10))
+    first, old = Worker(until=10**6), (tmp_path / "old" / "journal.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"old has the journal of run \w+, and the workers there train run \w+: give"):
+        Worker([first.address], folder=tmp_path / "old")
+    assert (tmp_path / "old" / "journal.jsonl").read_bytes() == old
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is in use by"):
+            Worker([first.address], folder=tmp_path)
+    with pytest.raises(ValueError, match=f"can't listen at {first.address}: Address already in use"):
+        start(listen=first.address, token=TOKEN, options=Options(), anchor=ANCHOR, rule=Average(), until=1, about=ABOUT)
+    assert first.peer.node.outer.members.keys() == {0}
+    first.kill()
 
 
 def test_a_run_resumes_after_all_of_its_workers_ended(tmp_path):

@@ -157,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.run} ends at step {outer.done} of {outer.until}: another worker's folder has the rest")
     if found.differing:
         print(f"{total}: {len(found.differing)} hashes differ, the first of {found.differing[0]}")
+        print(f"workers of another layout than {args.run} round otherwise: compare their values with replay_runs")
         return 1
     print(f"{total}: the same bits")
     return 0

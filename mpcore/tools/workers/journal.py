@@ -10,10 +10,11 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from torch import Tensor
 
+from mpcore.checkpoint.store import Store
 from mpcore.checkpoint.tensor_file import write_tensors
 from mpcore.tools.workers.outer import Line, Outer, Tensors, digest, like
 from mpcore.tools.workers.wire import unpack
@@ -23,17 +24,24 @@ _KEPT = 2  # files of tensors
 
 
 class Journal:
-    """Writes the lines of a run to a folder. None: keep nothing on the disk.
+    """Locks a folder, and writes the lines of a run to it. None: keep nothing on the disk.
 
     Attributes:
         lines: all lines of the run.
+
+    Raises:
+        ValueError: if another process uses the folder.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.lines: list[Line] = list[Line]()
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        self.lock: IO[str] | None = None if folder is None else Store[Path]().lock(folder)
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        if self.lock is not None:
+            self.lock.close()
 
     def replace(self, lines: Sequence[Line]) -> None:
         """Begin with these lines, in the place of those in the folder."""

@@ -24,6 +24,7 @@ from mpcore.tools.workers.wire import Channel, Message, connect, pack, split_add
 
 log: Logger = get_logger(__name__)
 _STRANGERS = 64  # connections that have not signed a message yet
+CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # where it can, it counts the sleep of the machine
 _GRACE = 1.0  # seconds in which a worker whose connection broke may connect again
 
 
@@ -58,16 +59,24 @@ class Node:
         self.leader: str = ""
         self.copies: dict[int, Channel] = {}  # to the replicas
         self.seen: dict[int, tuple[int, float]] = {}  # of each worker: its progress, and when that changed
+        self.broken: dict[int, str] = {}  # workers whose connection broke
         self.pending: dict[int, tuple[Line, Tensors]] = {}  # updates that wait for others
         self.seconds: dict[int, float] = {}  # of a step of each worker
         self.packed: tuple[int, bytes] = -1, b""
         self.channels: set[Channel] = set()
         self.strangers: threading.Semaphore = threading.Semaphore(_STRANGERS)
         self.closed: bool = False
+        self.pulse: threading.Lock = threading.Lock()
+        self.awake: float = time.clock_gettime(CLOCK)  # when this process was last seen to run
         host, port = split_address(listen)
-        self.sock: socket.socket = socket.create_server((host, port), backlog=256)
+        try:
+            self.sock: socket.socket = socket.create_server((host, port), backlog=256)
+        except OSError as error:
+            self.journal.close()
+            raise ValueError(f"can't listen at {listen}: {error.strerror}. Listen at another port") from None
         self.address: str = f"{host}:{self.sock.getsockname()[1]}"
         self.thread(self._accept)
+        self.thread(self._stay_awake)
 
     @staticmethod
     def thread(work: Any, *arguments: Any) -> None:
@@ -83,6 +92,7 @@ class Node:
         self.sock.close()
         for channel in [*self.channels, *self.copies.values()]:
             channel.close()
+        self.journal.close()
 
     def save(self) -> None:
         """Write the outer state, if this worker holds it."""
@@ -138,6 +148,7 @@ class Node:
             if beats in self.seen:  # it ended, or its link broke: it may connect again
                 progress, _ = self.seen[beats]
                 self.seen[beats] = progress, time.monotonic() - self.options.timeout + _GRACE
+                self.broken[beats] = "its connection broke"
             if channel is not None:
                 self.channels.discard(channel)
             sock.close()
@@ -151,6 +162,7 @@ class Node:
         if kind not in handlers:
             return {"refused": f"there is no message {str(kind)[:40]!r}"}, b""
         try:
+            self._check_awake()
             answer = handlers[kind](message, tensors)
             return answer if isinstance(answer, tuple) else (answer, b"")
         except NotLeadingError:
@@ -187,11 +199,33 @@ class Node:
 
     def _step_down(self) -> None:
         log.warning("worker %d leads no longer: another worker took over while this one was not heard of", self.number)
+        self._forget()
+        raise NotLeadingError
+
+    def _forget(self) -> None:
         self.leading = False
         self.outer = None
         self.leader: str = ""
         self.state.notify_all()
-        raise NotLeadingError
+
+    def _stay_awake(self) -> None:
+        while not self.closed:
+            time.sleep(min(self.options.timeout / 8, 0.5))
+            self._check_awake()
+
+    def _check_awake(self) -> None:
+        """Neither lead nor hold a copy if this process was stopped for longer than the timeout: others went on."""
+        with self.pulse:
+            before, self.awake = self.awake, time.clock_gettime(CLOCK)
+            if self.awake - before < self.options.timeout:
+                return
+            with self.state:
+                if self.outer is not None and len(self.outer.members) > 1:
+                    log.warning(
+                        "worker %d stood still for %.0f s, and the timeout is %g s: the others went on without it",
+                        self.number, self.awake - before, self.options.timeout,
+                    )  # fmt: skip
+                    self._forget()
 
     def _commit(self, line: Line, updates: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Let something happen: here, at the replicas, and then in the journal."""
@@ -245,18 +279,15 @@ class Node:
             self._merge()
 
     def _watch(self, term: int) -> None:
-        """Leave out the workers that make no progress. Stop to lead if this process itself was stopped."""
+        """Leave out the workers that make no progress."""
         limit = self.options.timeout
         while self.leading and self.term == term and not self.closed:
-            before = time.monotonic()
             time.sleep(min(limit / 8, 0.5))
-            stopped = time.monotonic() - before > limit
+            self._check_awake()
             with self.state, contextlib.suppress(NotLeadingError):
-                if stopped and len(self._led().members) > 1:
-                    self._step_down()
                 for worker, (_, since) in [*self.seen.items()]:
                     if time.monotonic() - since > limit and worker in self._led().members:
-                        self._leave_out(worker, f"no step for {limit:g} s, or its connection broke")
+                        self._leave_out(worker, self.broken.get(worker, f"no step for {limit:g} s"))
 
     # --- what workers ask the leader ----------------------------------------------------------------------------------
 
@@ -342,6 +373,7 @@ class Node:
 
     def _beat(self, message: Message, _: memoryview) -> Message:
         outer, worker = self._led(), message["worker"]
+        self.broken.pop(worker, None)
         if worker in self.seen and self.seen[worker][0] != message["progress"]:
             self.seen[worker] = message["progress"], time.monotonic()
         members = [[number, address] for number, address in [*outer.members.items()]]

@@ -332,7 +332,7 @@ def start(
     said: dict[str, Any] = {**about, **{name: str(value) for name, value in vars(options).items()}}
     said = {**said, "rule": str(rule), "steps": str(until)}
     node, given = Node(listen, token, options, folder), [*join]
-    known = list[str]()
+    known, begin = list[str](), dict[str, Any]()
     if folder is not None and (folder / FILE).is_file():
         begin, *lines = read_lines(folder)
         known = [*Outer(begin, {}, lines).members.values()]
@@ -344,6 +344,11 @@ def start(
             except ValueError:
                 if given:
                     raise
+        if begin and peer.run not in ("", begin["run"]):
+            raise ValueError(
+                f"{folder} has the journal of run {begin['run']}, and the workers there train run {peer.run}: give "
+                f"this worker a folder of its own"
+            )
         if peer.channel is None:
             found = None if folder is None else resume(folder, anchor)
             begin = new_run(rule, first, until, said, anchor)
