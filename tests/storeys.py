@@ -18,10 +18,10 @@ LIMITS = {
     "core": 25_841,
     "interop": 7_880,
     "experimental": 2_370,
-    "tools": 14_506,
+    "tools": 14_509,
     "examples": 5_060,
     "bench": 3_874,
-    "tests": 58_630,
+    "tests": 58_660,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

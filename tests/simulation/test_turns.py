@@ -119,12 +119,14 @@ def draw() -> list[float]:
 
 def test_what_a_process_has_once_is_kept_and_restored():
     assert "numpy" in sys.modules
-    before = process_state()
+    before, one, other = process_state(), process_state(new=True), process_state(new=True)
     try:
+        restore(one)
         first = draw()
         torch.set_default_dtype(torch.float64)
-        restore(before)
+        restore(other)
         assert torch.get_default_dtype() == torch.float32
         assert draw() == first
     finally:
         restore(before)
+    assert draw() == first
