@@ -100,7 +100,7 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-    """Compute the loss of each token for the logits `x @ weight.T`; backward computes those of several chunks again.
+    """Compute the loss of each token for the logits `x @ weight.T`. Backward recomputes the logits of several chunks.
 
     Args:
         x, weight, target, options: the parameters of `linear_cross_entropy`; the three tensors are saved for backward,
@@ -118,7 +118,7 @@ def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **optio
 def linear_log_prob(
     x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LogitOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, as `linear_cross_entropy_rows`.
+    """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, in chunks of tokens.
 
     Args:
         x, weight, target: the parameters of `linear_cross_entropy_rows`.

@@ -22,7 +22,7 @@ from .._triton import launch, tl, triton
 def attention_merge(
     output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add to attention over some keys, in place, that of the last queries over other keys.
+    """Merge the last queries' attention over other keys into attention over some keys, in place.
 
     Args:
         output, lse: contiguous `[B, T, H, V]` and `[B, H, T]`, in float32 or float64; both are changed.

@@ -32,10 +32,11 @@ a GPU the first of these rules that applies chooses the implementation:
 
 1. The argument `impl="triton"` (for products and attention also `impl="torch"`) or `impl="reference"` of the call.
 2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first if a loss is wrong.
-3. Defaults, each the fastest on an H100, or within 2 % of the fastest. Plain attention (causal or full, without a
-   window, documents or a soft cap), grouped products and FP8 products use torch's `scaled_dot_product_attention`,
-   `grouped_mm` and, on Hopper, `scaled_mm`. `route` and `attention_merge` run in parts, until a GPU has shown that
-   their kernels are faster. All other operators use Triton.
+   It doesn't switch the attention by torch of rule 3.
+3. Defaults, each the fastest on an H100, or within 2 % of the fastest. Layers with plain attention (causal or full,
+   without a window, documents or a soft cap), grouped products and FP8 products use torch's
+   `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. No GPU has timed the kernels of `route`
+   and `attention_merge`, so they run as several operators. All other operators use Triton.
 
 On a new device, or with new versions of torch, Triton or mpcore, the first call of a kernel without `impl=` compares
 it with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a kernel fails, plain
