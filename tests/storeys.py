@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_841,
+    "core": 25_843,
     "interop": 7_880,
-    "experimental": 2_370,
-    "tools": 14_509,
+    "experimental": 2_408,
+    "tools": 14_524,
     "examples": 5_060,
     "bench": 3_874,
-    "tests": 58_660,
+    "tests": 58_714,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

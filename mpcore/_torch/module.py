@@ -11,8 +11,11 @@ from torch.distributed import get_process_group_ranks
 from mpcore._torch.fsdp import is_unit, ranks_of_units
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def has_hooks(module: nn.Module, besides: str = "-") -> bool:
+    """Return whether a module has hooks, where functions of the package `besides` don't count."""
+    held = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    hooks: list[Any] = [hook for hooks in held for hook in hooks.values()]
+    return any(getattr(hook, "func", hook).__module__.partition(".")[0] != besides for hook in hooks)
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.autograd import in_backward
+from mpcore._torch.module import has_hooks
 from mpcore.kernels._checks import can_read
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.module import input_error
@@ -40,9 +43,9 @@ def overlap_experts(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role
     without it by the rounding of weights' gradients, which are sums over the two halves.
 
     Note:
-        - Three of the four messages in each pass of a block run beside computation. In compiled code, and with
-          `dispatch="all_gather"` on a CPU, none does.
-        - The rows of a block must not depend on each other.
+        - Three of the four messages in each pass of a block run beside computation. In compiled code, in a block whose
+          modules have hooks, and with `dispatch="all_gather"` on a CPU, none does.
+        - The rows of a block must not depend on each other: layers of mpcore, and torch's norms of features, don't.
         - Forward without gradients computes all rows at once.
 
     Args:
@@ -77,7 +80,7 @@ def overlap_experts(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role
     }
     with raising_together():
         for name, moe in mixtures.items():
-            why = _problem(moe, moe in blocks)
+            why = _problem(moe, moe in blocks) or foreign(blocks[moe])
             if why:
                 raise ValueError(f"{name or 'the model'} {why}: leave out overlap_experts, or change it")
     for moe in mixtures.values():
@@ -93,6 +96,26 @@ def _problem(moe: ParallelMoE, in_block: bool) -> str:
     if moe.router.options.aux_loss == "micro_batch":
         return "has aux_loss='micro_batch', which is another loss for each of 2 halves"
     return "has invariant numerics, which don't sum gradients of 2 halves" if moe.tp.sums or moe.ep.sums else ""
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Return whether a module has a forward that isn't its class's. `recompute` calls the class's."""
+    held = vars(module).get("forward")
+    if isinstance(held, partial) and held.func.__module__ == "mpcore.parallel.recompute":
+        held = held.args[1]
+    return held is not None
+
+
+ROWWISE = (nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList)
+
+
+def foreign(block: TransformerBlock) -> str:
+    """Return which module of a block may not compute each row by itself, such as a batch norm."""
+    for name, module in block.named_modules():
+        kind = type(module)
+        if own_forward(module) or (kind.__module__.partition(".")[0] != "mpcore" and kind not in ROWWISE):
+            return f"has a {kind.__name__}{name and f' {name}'} with a forward of its own, which may mix the rows"
+    return ""
 
 
 @dataclass
@@ -111,6 +134,7 @@ class HalvesBlock(TransformerBlock):
     """A `TransformerBlock` with a mixture of experts, made by `overlap_experts`."""
 
     maker = "overlap_experts"
+    hooked: tuple[bool, ...] = ()  # whether a module had hooks in the last forward. A recomputation resets numbers
 
     def forward(
         self,
@@ -124,7 +148,15 @@ class HalvesBlock(TransformerBlock):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D]; see `TransformerBlock.forward`."""
         documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        modules = () if torch.compiler.is_compiling() else [*self.modules()][1:]
+        hooked = any(has_hooks(module, besides="mpcore") for module in modules)
+        if in_backward() and self.hooked != (hooked,):
+            raise input_error(
+                f"hooks of a block were added or removed before its recomputation, and {self.maker} computes all "
+                f"rows at once where there are hooks: keep them until backward has ended"
+            )
+        self.hooked = (hooked,)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or hooked:
             about: dict[str, Any] = {"samples": samples, "tokens": tokens, "mlp_arguments": mlp_arguments}
             return super().forward(x, **about, **documents, **attention_arguments)
         if len(x) < 2:
@@ -177,13 +209,16 @@ def _of(
     """Return the arguments for these rows of x."""
 
     def cut(name: str, value: Any) -> Any:
-        if isinstance(value, tuple):
+        if isinstance(value, tuple | list):
             return tuple(cut(name, each) for each in value)
-        least, is_one = dims.get(name), name == "loss_scale" and isinstance(value, Tensor) and value.numel() == 1
-        if not isinstance(value, Tensor) or least is None or value.dim() < least or is_one:
+        least, is_one = dims.get(name), name not in ("samples", "rows", "experts")  # one row counts for all
+        if not isinstance(value, Tensor) or least is None or value.dim() < least or (is_one and len(value) == 1):
             return value
         if len(value) != len(x):
-            raise input_error(f"{name} {tuple(value.shape)} has {len(value)} rows, and x has {len(x)}: give as many")
+            raise input_error(
+                f"{name} {tuple(value.shape)} has {len(value)} rows, and {maker} cuts the {len(x)} rows of x: give as "
+                f"many"
+            )
         return value[here]
 
     for name, value in arguments.items():

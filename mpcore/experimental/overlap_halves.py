@@ -21,7 +21,7 @@ from torch.autograd import Function
 from mpcore import collectives
 from mpcore._torch.module import has_forward_hooks
 from mpcore.collectives import start_all_reduce, wait
-from mpcore.experimental.overlap_experts import Half, HalvesBlock
+from mpcore.experimental.overlap_experts import Half, HalvesBlock, foreign, own_forward
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.linear import ParallelLinear, RowParallelLinear
@@ -33,6 +33,8 @@ from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declarations import named_modules
 
+OUT = "leave out overlap_halves"
+
 
 def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role="pp")) -> None:
     """Hide all-reduces of tensor parallelism under the other half of their micro-batch, in each dense block on tp > 1.
@@ -43,8 +45,8 @@ def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role=
     Note:
         - Three of the four all-reduces in forward of a block run beside computation. In backward each one runs beside
           the gradient of a weight, as without this call.
-        - In compiled code, and in a module with forward hooks, no all-reduce of forward runs beside computation.
-        - The rows of a block must not depend on each other.
+        - In compiled code, and in a block whose modules have hooks, no all-reduce of forward runs beside computation.
+        - The rows of a block must not depend on each other: layers of mpcore, and torch's norms of features, don't.
         - Forward without gradients computes all rows at once.
         - Blocks with experts stay as they are: see `overlap_experts`.
 
@@ -54,7 +56,7 @@ def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role=
 
     Raises:
         ValueError: on every rank of pp, before anything is changed, if no stage has a dense `TransformerBlock` on tp >
-            1, or one is sequence parallel, or has `sequence_dim=0`, invariant numerics, or an attention or MLP with a
+            1, or one is sequence parallel, or has `sequence_dim=0`, invariant numerics, or a module with a
             forward of its own. In forward, if a micro-batch has one row, or an argument is unknown or doesn't have a
             row for each of x.
 
@@ -80,8 +82,9 @@ def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role=
         )
     with raising_together():
         for name, block in dense.items():
-            for owner in (block.attention, block.mlp):
-                if why := _problem(owner):
+            own = foreign(block)
+            for why in (own and f"{own}: {OUT}", *map(_problem, (block.attention, block.mlp))):
+                if why:
                     raise ValueError(f"{name or 'the model'} {why}")
     for block in dense.values():
         block.__class__ = DenseHalvesBlock  # so that copies, recomputation and data parallelism find its forward
@@ -89,21 +92,21 @@ def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role=
 
 def _problem(owner: nn.Module) -> str:
     """Return why attention or an MLP can't leave its all-reduce to the block, and the way out."""
-    row, out = _row(owner), "leave out overlap_halves"
+    row = _row(owner)
     if row is None:
-        return f"has a {type(owner).__name__} that may not return the output of a RowParallelLinear: {out}"
+        return f"has a {type(owner).__name__} that may not return the output of a RowParallelLinear: {OUT}"
     if row.sequence_parallel:
-        return f"is sequence parallel on tp {row.tp.size}, without all-reduces: {out}, and pass prepare overlap=True"
+        return f"is sequence parallel on tp {row.tp.size}, without all-reduces: {OUT}, and pass prepare overlap=True"
     if row.sequence_dim == 0:
-        return f"has sequence_dim=0, and halves are of dimension 0: {out}"
-    return f"has invariant numerics, which don't sum gradients of 2 halves: {out}" if row.tp.sums is not None else ""
+        return f"has sequence_dim=0, and halves are of dimension 0: {OUT}"
+    return f"has invariant numerics, which don't sum gradients of 2 halves: {OUT}" if row.tp.sums is not None else ""
 
 
 def _row(owner: nn.Module) -> RowParallelLinear | None:
     """Return the layer whose output a plain attention or MLP returns; None: there is none."""
     kind, leaf = (HeadAttention, "output") if isinstance(owner, HeadAttention) else (ParallelMLP, "down")
     row = getattr(owner, leaf, None)
-    if not isinstance(row, RowParallelLinear) or "forward" in vars(owner) | vars(row):
+    if not isinstance(row, RowParallelLinear) or own_forward(owner) or own_forward(row):
         return None
     is_plain = type(owner).forward is kind.forward and type(row).forward is RowParallelLinear.forward
     return row if is_plain else None

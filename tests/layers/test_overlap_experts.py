@@ -33,6 +33,7 @@ CALLS = {
     "mask, positions": {"mask": torch.rand(B, T, T, generator=torch.Generator().manual_seed(0)) > 0.3,
                         "positions": torch.arange(B * T).view(B, T)},
     "shared mask, bias": {"mask": torch.ones(T, T).tril().bool(), "bias": draw(B, HEADS, T, T), "positions": None},
+    "one row for all": {"mask": torch.ones(1, T, T).tril().bool(), "positions": torch.arange(T)[None] + 2},
     "documents": {"cu_seqlens": ENDS},
     "rotary": {"rotary": RotaryEmbedding(4)(torch.arange(B * T).view(B, T), torch.float64)},
     "padding": {"mlp_arguments": {"mask": torch.arange(B * T).view(B, T) % 4 > 0, "positions": torch.arange(T) + 2}},
@@ -65,8 +66,8 @@ def test_two_halves_equal_all_rows_with_every_argument(name):
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    ({"cache": object()}, "cache"), ({"samples": torch.arange(2)}, "has 2 rows, and x has 3"),
-    ({"positions": torch.zeros(1, T, dtype=torch.int64)}, "has 1 rows, and x has 3"),
+    ({"cache": object()}, "cache"),
+    ({"samples": torch.arange(2)}, "has 2 rows, and overlap_experts cuts the 3 rows of x"),
     ({"cu_seqlens": torch.tensor([0, 7, 12, 15])}, "end of row 2 of 3"),
     ({"x": draw(1, T, D)}, "has 1 row"),
 ])  # fmt: skip

@@ -33,8 +33,14 @@ def hook(block):
         module.register_forward_hook(lambda _, x, y: 2 * y)
 
 
+def hook_backward(block):
+    block.mlp.register_full_backward_pre_hook(lambda _, dy: (2 * dy[0],))
+
+
 CHANGES = {
-    "hooks": hook, "overlap": lambda block: overlap_communication(block, smallest=1),
+    "hooks": hook, "backward hooks": hook_backward,
+    "recompute first": lambda block: recompute([block.eval()], "selective"),
+    "overlap": lambda block: overlap_communication(block, smallest=1),
     "frozen": lambda block: [p.requires_grad_("norm" in name) for name, p in block.named_parameters()],
     "full": lambda block: recompute([block.eval()], "full"), "selective": lambda block: recompute([block], "selective"),
     "attention alone": lambda block: recompute([block.attention], "full"),
@@ -75,13 +81,47 @@ def moe(dim, hidden, **on):
 @pytest.mark.parametrize(("on", "message"), [
     ({}, "model has none .on this rank 1 blocks, 0 with experts"),
     ({**TP, "mlp": moe}, "1 with experts.: leave it out, or call overlap_experts"),
-    ({**TP, "mlp": Own}, "has a Own that may not return"),
+    ({**TP, "mlp": Own}, "has a Own mlp with a forward of its own"),
     ({**TP, "mlp": lambda *_, **on: nn.Identity()}, "has a Identity that may not return"),
     ({**TP, "sequence_parallel": True}, "sequence parallel on tp 2"), ({**TP, "sequence_dim": 0}, "sequence_dim=0"),
 ])  # fmt: skip
 def test_a_model_without_dense_halves_is_refused(on, message):
     with pytest.raises(ValueError, match=message):
         overlap_halves(build(halves=False, **on))
+
+
+class Kept(RMSNorm):
+    def forward(self, x):
+        return super().forward(x) * getattr(self, "rows", 1.0)
+
+
+def twice(block):
+    block.forward = block.forward
+
+
+def own_norm(block):
+    block.mlp_norm.__class__ = Kept
+
+
+def batch_norm(block):
+    block.attention_norm = nn.BatchNorm1d(T)
+
+
+@pytest.mark.parametrize("change", [twice, own_norm, batch_norm])
+def test_a_block_whose_rows_may_depend_on_each_other_is_refused(change):
+    with pytest.raises(ValueError, match="with a forward of its own, which may mix the rows: leave out overlap_halves"):
+        overlap_halves(build(halves=False, change=change, **TP))
+
+
+@on_ranks(2)
+def test_hooks_that_change_before_a_recomputation_are_refused():
+    block = build(tp=mesh(tp=2).tp)
+    recompute([block], "full")
+    handle = block.mlp.register_forward_hook(lambda *_: None)
+    loss = block(draw(B, T, D).float().requires_grad_(), samples=torch.arange(B)).sum()
+    handle.remove()
+    with pytest.raises(ValueError, match="hooks of a block were added or removed before its recomputation"):
+        loss.backward()
 
 
 def test_one_row_is_refused():

@@ -430,6 +430,27 @@ def test_an_outer_state_of_other_lines_is_not_resumed(tmp_path):
     assert torch.equal(found.anchor["a"], ANCHOR["a"])
 
 
+def test_a_worker_with_a_later_outer_state_joins_no_run_that_lacks_it(tmp_path):
+    """One of two stops, and later the other: started in this order, the run would go on from the earlier state."""
+    options = {"until": 10**6, "seconds": 0.002, "timeout": 2.0}
+    first = Worker(folder=tmp_path / "0", **options)
+    second = Worker([first.address], folder=tmp_path / "1", **options)
+    for worker in (first, second):
+        version = worker.peer.node.outer.version if worker.peer.node.outer else 0
+        wait_for(lambda: (outer := second.peer.node.outer) is not None and outer.version > version + 3)  # noqa: B023
+        worker.stops = 0.5
+        finish(worker)
+    again = Worker(folder=tmp_path / "0", **options)
+    with pytest.raises(
+        ValueError, match=r"has an outer state after \d+ lines of the journal, and the run goes on from"
+    ):
+        Worker([again.address], folder=tmp_path / "1", **options)
+    again.kill()
+    last = Worker(folder=tmp_path / "1", **options)
+    assert last.peer.node.outer.version > again.peer.node.outer.version
+    last.kill()
+
+
 def test_updates_that_are_too_stale_are_trained_again(tmp_path):
     options = {"first": 40, "until": 160, "staleness": 1, "timeout": 10.0}
     first = Worker(folder=tmp_path, seconds=0.002, **options)

@@ -76,6 +76,11 @@ def saved(folder: Path) -> list[Path]:
     return sorted(folder.glob("outer-*.safetensors"))
 
 
+def line_count(path: Path) -> int:
+    """Return how many lines of the journal a file of an outer state has."""
+    return int(path.stem.removeprefix("outer-"))
+
+
 def read_lines(folder: Path) -> list[Line]:
     """Return the lines of a journal. A last line that was cut off in a crash is left out.
 
@@ -104,7 +109,7 @@ def resume(folder: Path, anchor: Mapping[str, Tensor]) -> tuple[Outer, list[Line
     files = saved(folder) if (folder / FILE).is_file() else []
     written = read_lines(folder) if files else []
     for path in reversed(files):
-        lines = written[: int(path.stem.removeprefix("outer-"))]
+        lines = written[: line_count(path)]
         outer = Outer(lines[0], anchor, lines[1:])
         outer.load_tensors(unpack(memoryview(path.read_bytes()), str(path)))
         if digest(outer.anchor) == [line["anchor"] for line in lines if "anchor" in line][-1]:

@@ -295,6 +295,13 @@ class Node:
         with self.state:
             outer = self._led()
             check_settings(message["about"], outer.begin["about"], "at the run", message.get("defaults", {}))
+            count, last = message.get("held", (0, []))
+            if self.journal.lines[:count][-1:] != last:
+                raise ValueError(
+                    f"this worker's folder has an outer state after {count} lines of the journal, and the run goes on "
+                    f"from an earlier one: stop the others and start this worker first, without join; or give the "
+                    f"state up, and join with another folder"
+                )
             worker = outer.next_worker
             self.seen[worker] = 0, time.monotonic()
             self._commit({"op": "join", "worker": worker, "address": message["address"]})

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mpcore.mesh.log import Logger, get_logger
-from mpcore.tools.workers.journal import FILE, read_lines, resume
+from mpcore.tools.workers.journal import FILE, line_count, read_lines, resume, saved
 from mpcore.tools.workers.node import Node
-from mpcore.tools.workers.outer import ENDED, STOPPED, Options, Outer, Tensors, check_settings, new_run
+from mpcore.tools.workers.outer import ENDED, STOPPED, Line, Options, Outer, Tensors, check_settings, new_run
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
@@ -76,8 +76,10 @@ class Peer:
         self.members: dict[int, str] = {}
         self.leader: str = ""
 
-    def join(self, about: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+    def join(self, about: Mapping[str, str], defaults: Mapping[str, str], held: tuple[int, list[Line]]) -> None:
         """Join the run of the leader. `about` and `defaults` are those of `start`.
+
+        `held` is how many lines of the journal the newest outer state in the folder has, with the last of them.
 
         Raises:
             ValueError: if this worker's settings, model, optimizer or data are not those of the run.
@@ -85,7 +87,7 @@ class Peer:
         if self.node.leading:
             self.number = self.node.number
         else:
-            said = {"about": dict(about), "defaults": dict(defaults), "address": self.node.address}
+            said = {"about": dict(about), "defaults": dict(defaults), "address": self.node.address, "held": held}
             answer, _ = self.ask({"kind": "join", **said})
             self.number = self.node.number = answer["worker"]
         self.news.append(f"this is worker {self.number} of the run")
@@ -332,9 +334,11 @@ def start(
     said: dict[str, Any] = {**about, **{name: str(value) for name, value in vars(options).items()}}
     said = {**said, "rule": str(rule), "steps": str(until)}
     node, given = Node(listen, token, options, folder), [*join]
-    known, begin = list[str](), dict[str, Any]()
+    known, begin, held = list[str](), Line(), (0, list[Line]())
     if folder is not None and (folder / FILE).is_file():
         begin, *lines = read_lines(folder)
+        count = max((n for n in map(line_count, saved(folder)) if n <= 1 + len(lines)), default=0)
+        held = count, [begin, *lines][:count][-1:]
         known = [*Outer(begin, {}, lines).members.values()]
     peer = Peer(node, [at for at in (*given, *known) if at != node.address])
     try:
@@ -360,7 +364,7 @@ def start(
                 )
             check_settings(said, outer.begin["about"], f"in the run of {folder}", defaults or {})
             node.lead(outer, lines)
-        peer.join(said, defaults or {})
+        peer.join(said, defaults or {}, held)
     except BaseException:
         peer.close()
         raise
