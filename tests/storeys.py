@@ -21,7 +21,7 @@ LIMITS = {
     "tools": 14_524,
     "examples": 5_060,
     "bench": 3_874,
-    "tests": 58_714,
+    "tests": 58_715,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

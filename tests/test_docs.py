@@ -323,7 +323,8 @@ def test_the_page_on_debugging_runs(capsys):
 @pytest.mark.parametrize(
     "page", ["parallelize.md", "concepts.md", "planner.md", "weights.md", "bitwise.md", "own_layer.md"]
 )
-def test_a_page_runs(page):
+def test_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a page writes files
     run_page(page)
 
 
