@@ -18,10 +18,10 @@ LIMITS = {
     "core": 25_843,
     "interop": 7_880,
     "experimental": 2_408,
-    "tools": 14_524,
+    "tools": 14_548,
     "examples": 5_060,
     "bench": 3_874,
-    "tests": 58_715,
+    "tests": 58_746,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

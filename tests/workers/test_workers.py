@@ -451,6 +451,37 @@ def test_a_worker_with_a_later_outer_state_joins_no_run_that_lacks_it(tmp_path):
     last.kill()
 
 
+def test_a_full_disk_is_told_and_written_later(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    worker = Worker(folder=tmp_path, until=300, seconds=0.005)
+    wait_for(lambda: worker.steps > 40)
+    with monkeypatch.context() as patch:
+        patch.setattr("mpcore.tools.workers.journal.open", full, raising=False)
+        patch.setattr("mpcore.tools.workers.journal.write_tensors", full)
+        patch.setattr("pathlib.Path.write_text", full)
+        wait_for(lambda: caplog.text.count("NOT WRITTEN") == 2)
+    finish(worker)
+    assert "journal.jsonl: [Errno 28] No space left" in caplog.text
+    assert f"the outer state in {tmp_path}: [Errno 28]" in caplog.text
+    check(tmp_path, 300, [worker])
+    for path in tmp_path.glob("outer-*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="has a journal of 60 outer steps, and no outer state to go on from"):
+        Worker(folder=tmp_path, until=300)
+
+
+def test_a_worker_joins_by_the_address_of_any_other():
+    first = Worker(until=10**6, replicas=0)
+    second = Worker([first.address], until=10**6, replicas=0)
+    wait_for(lambda: second.peer.leader == first.address)
+    third = Worker([second.address], until=10**6, replicas=0)
+    assert third.peer.number == 2
+    for worker in (first, second, third):
+        worker.kill()
+
+
 def test_updates_that_are_too_stale_are_trained_again(tmp_path):
     options = {"first": 40, "until": 160, "staleness": 1, "timeout": 10.0}
     first = Worker(folder=tmp_path, seconds=0.002, **options)

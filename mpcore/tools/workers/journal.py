@@ -16,9 +16,11 @@ from torch import Tensor
 
 from mpcore.checkpoint.store import Store
 from mpcore.checkpoint.tensor_file import write_tensors
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.tools.workers.outer import Line, Outer, Tensors, digest, like
 from mpcore.tools.workers.wire import unpack
 
+log: Logger = get_logger(__name__)
 FILE = "journal.jsonl"
 _KEPT = 2  # files of tensors
 
@@ -36,6 +38,7 @@ class Journal:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.lines: list[Line] = list[Line]()
+        self.whole: bool = True  # whether the file has all lines
         self.lock: IO[str] | None = None if folder is None else Store[Path]().lock(folder)
 
     def close(self) -> None:
@@ -52,14 +55,30 @@ class Journal:
             os.replace(temporary, self.folder / FILE)
 
     def append(self, line: Line) -> None:
-        """Write one more line."""
+        """Write one more line. Warn if the disk is full, and write all lines when it has room again."""
         self.lines.append(line)
-        if self.folder is not None:
-            with open(self.folder / FILE, "a") as file:
-                file.write(json.dumps(line) + "\n")
+        if self.folder is None:
+            return
+        try:
+            if self.whole:
+                with open(self.folder / FILE, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+            else:
+                self.replace(self.lines)
+            self.whole = True
+        except OSError as error:
+            if self.whole:
+                log.warning("NOT WRITTEN, training goes on: %s: %s", self.folder / FILE, error)
+            self.whole = False
 
     def save(self, outer: Outer) -> None:
-        """Write the tensors of the outer state after the last line, and remove older ones."""
+        """Write the tensors of the outer state after the last line, and remove older ones. Warn if the disk is full."""
+        try:
+            self._save(outer)
+        except OSError as error:
+            log.warning("NOT WRITTEN, training goes on: the outer state in %s: %s", self.folder, error)
+
+    def _save(self, outer: Outer) -> None:
         if self.folder is None:
             return
         path = self.folder / f"outer-{len(self.lines):08d}.safetensors"

@@ -287,7 +287,7 @@ class Peer:
         if leader != self.leader:
             self.news.append(f"worker {numbers.get(leader, '?')} at {leader} leads: it orders the updates")
         self.members = members
-        self.leader = leader
+        self.leader = self.node.leader = leader
 
     def _copy_journal(self, channel: Channel) -> None:
         """Get the lines that this worker's journal lacks. The leader sends them to its replicas by itself."""
@@ -334,7 +334,7 @@ def start(
     said: dict[str, Any] = {**about, **{name: str(value) for name, value in vars(options).items()}}
     said = {**said, "rule": str(rule), "steps": str(until)}
     node, given = Node(listen, token, options, folder), [*join]
-    known, begin, held = list[str](), Line(), (0, list[Line]())
+    known, begin, lines, held = list[str](), Line(), list[Line](), (0, list[Line]())
     if folder is not None and (folder / FILE).is_file():
         begin, *lines = read_lines(folder)
         count = max((n for n in map(line_count, saved(folder)) if n <= 1 + len(lines)), default=0)
@@ -355,6 +355,11 @@ def start(
             )
         if peer.channel is None:
             found = None if folder is None else resume(folder, anchor)
+            if begin and found is None and (steps := Outer(begin, {}, lines).version) >= options.save_every:
+                raise ValueError(
+                    f"{folder} has a journal of {steps} outer steps, and no outer state to go on from: start "
+                    f"the worker whose folder has one first, or give this one an empty folder to begin anew"
+                )
             begin = new_run(rule, first, until, said, anchor)
             outer, lines = found or (Outer(begin, anchor), [begin])
             if found and outer.members:
