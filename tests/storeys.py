@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_843,
+    "core": 25_849,
     "interop": 7_880,
-    "experimental": 2_408,
-    "tools": 14_548,
+    "experimental": 2_403,
+    "tools": 14_550,
     "examples": 5_060,
     "bench": 3_874,
     "tests": 58_746,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from mpcore.layers.module import input_error
 from mpcore.layers.moe.layer import ParallelMoE
 from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Axis
+from mpcore.parallel.recompute import assigned_forward
 from mpcore.sharding.declarations import named_modules
 
 # An argument has one entry a row if it has at least this many dimensions; None: it never has.
@@ -98,14 +98,6 @@ def _problem(moe: ParallelMoE, in_block: bool) -> str:
     return "has invariant numerics, which don't sum gradients of 2 halves" if moe.tp.sums or moe.ep.sums else ""
 
 
-def own_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward that isn't its class's. `recompute` calls the class's."""
-    held = vars(module).get("forward")
-    if isinstance(held, partial) and held.func.__module__ == "mpcore.parallel.recompute":
-        held = held.args[1]
-    return held is not None
-
-
 ROWWISE = (nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ModuleList)
 
 
@@ -113,7 +105,9 @@ def foreign(block: TransformerBlock) -> str:
     """Return which module of a block may not compute each row by itself, such as a batch norm."""
     for name, module in block.named_modules():
         kind = type(module)
-        if own_forward(module) or (kind.__module__.partition(".")[0] != "mpcore" and kind not in ROWWISE):
+        if assigned_forward(module) is not None or (
+            kind.__module__.partition(".")[0] != "mpcore" and kind not in ROWWISE
+        ):
             return f"has a {kind.__name__}{name and f' {name}'} with a forward of its own, which may mix the rows"
     return ""
 

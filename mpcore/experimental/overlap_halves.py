@@ -21,7 +21,7 @@ from torch.autograd import Function
 from mpcore import collectives
 from mpcore._torch.module import has_forward_hooks
 from mpcore.collectives import start_all_reduce, wait
-from mpcore.experimental.overlap_experts import Half, HalvesBlock, foreign, own_forward
+from mpcore.experimental.overlap_experts import Half, HalvesBlock, foreign
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.block import TransformerBlock
 from mpcore.layers.linear import ParallelLinear, RowParallelLinear
@@ -31,6 +31,7 @@ from mpcore.layers.moe.layer import ParallelMoE
 from mpcore.layers.overlap import OverlapProduct
 from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Axis
+from mpcore.parallel.recompute import assigned_forward
 from mpcore.sharding.declarations import named_modules
 
 OUT = "leave out overlap_halves"
@@ -106,7 +107,7 @@ def _row(owner: nn.Module) -> RowParallelLinear | None:
     """Return the layer whose output a plain attention or MLP returns; None: there is none."""
     kind, leaf = (HeadAttention, "output") if isinstance(owner, HeadAttention) else (ParallelMLP, "down")
     row = getattr(owner, leaf, None)
-    if not isinstance(row, RowParallelLinear) or own_forward(owner) or own_forward(row):
+    if not isinstance(row, RowParallelLinear) or any(assigned_forward(x) is not None for x in (owner, row)):
         return None
     is_plain = type(owner).forward is kind.forward and type(row).forward is RowParallelLinear.forward
     return row if is_plain else None

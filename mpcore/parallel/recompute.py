@@ -131,13 +131,19 @@ _SETTING = "_mpcore_recompute"
 
 def _apply(block: nn.Module, kind: str, preserve_rng_state: bool = True) -> None:
     block.__dict__[_SETTING] = _Setting(kind, preserve_rng_state, tuple(block.modules()))
-    held = block.__dict__.pop("forward", None)
-    own = held.args[1] if isinstance(held, partial) and held.func is _forward else held
+    own = assigned_forward(block)
+    block.__dict__.pop("forward", None)
     if kind != "none":
         # A partial: a deep copy of the block calls its own forward, and a pickled block finds it.
         block.__dict__["forward"] = partial(_forward, block, own)
     elif own is not None:
         block.__dict__["forward"] = own
+
+
+def assigned_forward(module: nn.Module) -> Any:
+    """Return the forward that was assigned to this module, without its recomputation; None: it has its class's."""
+    held = module.__dict__.get("forward")
+    return held.args[1] if isinstance(held, partial) and held.func is _forward else held
 
 
 def _forward(block: nn.Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:

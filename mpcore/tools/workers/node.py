@@ -59,7 +59,7 @@ class Node:
         self.leader: str = ""
         self.copies: dict[int, Channel] = {}  # to the replicas
         self.seen: dict[int, tuple[int, float]] = {}  # of each worker: its progress, and when that changed
-        self.broken: dict[int, str] = {}  # workers whose connection broke
+        self.broken: set[int] = set()  # workers whose connection broke
         self.pending: dict[int, tuple[Line, Tensors]] = {}  # updates that wait for others
         self.seconds: dict[int, float] = {}  # of a step of each worker
         self.packed: tuple[int, bytes] = -1, b""
@@ -148,7 +148,7 @@ class Node:
             if beats in self.seen:  # it ended, or its link broke: it may connect again
                 progress, _ = self.seen[beats]
                 self.seen[beats] = progress, time.monotonic() - self.options.timeout + _GRACE
-                self.broken[beats] = "its connection broke"
+                self.broken.add(beats)
             if channel is not None:
                 self.channels.discard(channel)
             sock.close()
@@ -287,7 +287,8 @@ class Node:
             with self.state, contextlib.suppress(NotLeadingError):
                 for worker, (_, since) in [*self.seen.items()]:
                     if time.monotonic() - since > limit and worker in self._led().members:
-                        self._leave_out(worker, self.broken.get(worker, f"no step for {limit:g} s"))
+                        broke = worker in self.broken
+                        self._leave_out(worker, "its connection broke" if broke else f"no step for {limit:g} s")
 
     # --- what workers ask the leader ----------------------------------------------------------------------------------
 
@@ -380,7 +381,7 @@ class Node:
 
     def _beat(self, message: Message, _: memoryview) -> Message:
         outer, worker = self._led(), message["worker"]
-        self.broken.pop(worker, None)
+        self.broken.discard(worker)
         if worker in self.seen and self.seen[worker][0] != message["progress"]:
             self.seen[worker] = message["progress"], time.monotonic()
         members = [[number, address] for number, address in [*outer.members.items()]]

@@ -334,12 +334,13 @@ def start(
     said: dict[str, Any] = {**about, **{name: str(value) for name, value in vars(options).items()}}
     said = {**said, "rule": str(rule), "steps": str(until)}
     node, given = Node(listen, token, options, folder), [*join]
-    known, begin, lines, held = list[str](), Line(), list[Line](), (0, list[Line]())
+    written, held = None, (0, list[Line]())
     if folder is not None and (folder / FILE).is_file():
-        begin, *lines = read_lines(folder)
-        count = max((n for n in map(line_count, saved(folder)) if n <= 1 + len(lines)), default=0)
-        held = count, [begin, *lines][:count][-1:]
-        known = [*Outer(begin, {}, lines).members.values()]
+        lines = read_lines(folder)
+        written = Outer(lines[0], {}, lines[1:])
+        count = max((n for n in map(line_count, saved(folder)) if n <= len(lines)), default=0)
+        held = count, lines[:count][-1:]
+    known = [*written.members.values()] if written else []
     peer = Peer(node, [at for at in (*given, *known) if at != node.address])
     try:
         if peer.addresses:
@@ -348,16 +349,16 @@ def start(
             except ValueError:
                 if given:
                     raise
-        if begin and peer.run not in ("", begin["run"]):
+        if written and peer.run not in ("", written.begin["run"]):
             raise ValueError(
-                f"{folder} has the journal of run {begin['run']}, and the workers there train run {peer.run}: give "
-                f"this worker a folder of its own"
+                f"{folder} has the journal of run {written.begin['run']}, and the workers there train run {peer.run}: "
+                f"give this worker a folder of its own"
             )
         if peer.channel is None:
             found = None if folder is None else resume(folder, anchor)
-            if begin and found is None and (steps := Outer(begin, {}, lines).version) >= options.save_every:
+            if written and found is None and written.version >= options.save_every:
                 raise ValueError(
-                    f"{folder} has a journal of {steps} outer steps, and no outer state to go on from: start "
+                    f"{folder} has a journal of {written.version} outer steps, and no outer state to go on from: start "
                     f"the worker whose folder has one first, or give this one an empty folder to begin anew"
                 )
             begin = new_run(rule, first, until, said, anchor)
