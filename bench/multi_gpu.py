@@ -43,6 +43,7 @@ AXES = {  # what each axis adds to the flags of one GPU; {n} is the number of ra
     "tp": "--tp {n}", "tp, sequence parallel": "--tp {n} --sequence-parallel",
     "tp, sequence parallel, overlap": "--tp {n} --sequence-parallel --set overlap=256",
     "tp, in halves": "--tp {n} --set overlap_halves=true",
+    "tp, sequence parallel, in halves": "--tp {n} --sequence-parallel --set overlap_halves=true",
     **{f"ZeRO-{stage}": f"--dp {{n}} --zero {stage}" for stage in range(4)},
     **{f"cp, {kind}": f"--cp {{n}} --cp-kind {kind}" for kind in ("zigzag", "ring", "alltoall", "allgather")},
     **{f"pp, {kind}": f"--pp {{n}} --schedule {kind}" for kind in ("1f1b", "interleaved", "zb")},
@@ -54,6 +55,7 @@ PAIRS = {  # a layout, and the field that hides more of its messages; "": nothin
     "tp": ("--tp {n}", "overlap=4194304"),
     "tp, in halves": ("--tp {n} --micro-batch 2", "overlap_halves=true"),
     "tp, sequence parallel": ("--tp {n} --sequence-parallel", "overlap=4194304"),
+    "tp, sequence parallel, in halves": ("--tp {n} --sequence-parallel --micro-batch 2", "overlap_halves=true"),
     "ZeRO-1": ("--dp {n} --zero 1", ""), "ZeRO-3": ("--dp {n} --zero 3", ""), "pp, 1f1b": ("--pp {n}", ""),
     "ep, all-to-all": (f"--dp {{n}} --ep {{n}} --micro-batch 2 {MOE} moe.dispatch=all_to_all", "overlap_experts=true"),
 }  # fmt: skip

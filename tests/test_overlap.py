@@ -22,6 +22,7 @@ from mpcore.tools.analysis.seconds import resolve
 EXPOSED = {
     "tensor parallel, tp 2": (4, 8), "the same with sequence parallel": (12, 16),
     "tensor parallel, `overlap_communication`": (6, 12), "sequence parallel, `overlap_communication`": (6, 16),
+    "sequence parallel, `overlap_halves`": (13, 32),
     "tensor parallel, `overlap_halves`": (5, 16), "ring attention on cp 2": (6, 8), "1F1B on pp 2": (13, 5),
     "GPipe on pp 2": (12, 5), "DualPipeV on pp 2": (9, 9),
     "experts on ep 2, one shared": (2, 12), "experts on ep 2, none shared": (12, 12),
@@ -31,6 +32,7 @@ PLANTED = {
     "tensor parallel, tp 2": "mpcore.layers.linear_ops.start_sum",
     "tensor parallel, `overlap_halves`": "mpcore.experimental.overlap_halves.start_all_reduce",
     "sequence parallel, `overlap_communication`": "mpcore.layers.overlap.start_rows",
+    "sequence parallel, `overlap_halves`": "mpcore.collectives.Flying.begin",
     "GPipe on pp 2": "mpcore.pipeline.executor.receive_early",
     "experts on ep 2, none shared, `overlap_experts`": "mpcore.collectives.Flying.begin",
 }

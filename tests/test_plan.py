@@ -270,7 +270,7 @@ ON_EP = "--tp 1 --ep 2 --vary overlap-experts=off,on --experts 2 --micro-batch 2
 
 @pytest.mark.parametrize(("hbm", "flags", "wins"), [
     (1e15, ON_TP, "--set overlap=1024"), (1e9, ON_TP, ""), (1e15, ON_EP, "--set overlap_experts=true"),
-    (1e15, ON_HALVES, "--set overlap_halves=true"),
+    *((1e15, ON_HALVES + more, "--set overlap_halves=true") for more in ("", " --sequence-parallel")),
 ])  # fmt: skip
 def test_the_command_of_the_chosen_row_hides_messages_where_that_is_faster(tmp_path, capsys, hbm, flags, wins):
     """Where memory is slow, the copies of a product in parts cost more than its messages."""

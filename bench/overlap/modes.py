@@ -80,9 +80,9 @@ def tensor(sequence_parallel: bool, overlapped: bool = False) -> Step:
     return layers(mlps, (1, ROWS, WIDTH))
 
 
-def dense() -> Step:
-    """Blocks that compute two halves of their rows, with as many all-reduces as the MLPs of `tensor`, for each half."""
-    like = {"bias": False, "tp": mp.build_mesh(tp=2, device_type="cpu").tp}
+def dense(sequence_parallel: bool) -> Step:
+    """Blocks that compute two halves of their rows, with as many messages as the MLPs of `tensor`, for each half."""
+    like = {"bias": False, "tp": mp.build_mesh(tp=2, device_type="cpu").tp, "sequence_parallel": sequence_parallel}
     model = nn.Sequential(*(mp.TransformerBlock(
         mp.ParallelAttention(WIDTH, 2, **like), mp.ParallelMLP(WIDTH, 2 * WIDTH, "relu", **like), nn.Identity(),
         nn.Identity()) for _ in range(BLOCKS // 2)))  # fmt: skip
@@ -134,9 +134,11 @@ MODES = [
          "and half of each all-reduce in forward, under the other half's product",
          partial(tensor, False, True), ROWS * WIDTH * WIDTH),
     Mode("tensor parallel, `overlap_halves`", "and three of four all-reduces in forward, beside other rows",
-         dense, ROWS * WIDTH * WIDTH),
+         partial(dense, False), ROWS * WIDTH * WIDTH),
     Mode("sequence parallel, `overlap_communication`", "gathers and reduce-scatters in both passes, in parts",
          partial(tensor, True, True), 2 * ROWS * WIDTH * WIDTH),
+    Mode("sequence parallel, `overlap_halves`", "and six of eight messages of a block, beside other rows",
+         partial(dense, True), 2 * ROWS * WIDTH * WIDTH),
     Mode("ring attention on cp 2", "the next keys are sent while attention runs", context),
     Mode("experts on ep 2, one shared", "the shared expert computes beside both all-to-alls, in both passes",
          partial(experts, 1)),

@@ -167,14 +167,18 @@ class HalvesBlock(TransformerBlock):
                 part = part if factor is None else part * factor.to(part)
             halves.append(Half(part, mine, tokens, attention, mlp))
         try:
-            for half in halves:
-                self.begin(half)
-            for half in halves:
-                self.go_on(half)
-            return torch.cat([self.end(half) for half in halves])
+            return self.compute(halves)
         finally:
             for half in halves:
                 self.stop(half)
+
+    def compute(self, halves: list[Half]) -> Tensor:
+        """Compute both halves in turns."""
+        for half in halves:
+            self.begin(half)
+        for half in halves:
+            self.go_on(half)
+        return torch.cat([self.end(half) for half in halves])
 
     def begin(self, half: Half) -> None:
         """Compute attention, and start the first message."""

@@ -482,7 +482,7 @@ CASES: dict[str, Case] = {
         lambda p, x: _linear(p, F.layer_norm(x, (D,), p["0.weight"], p["0.bias"], 1e-5), "1."), gives="features",
     ),
     "block": Case(_dense, _block),
-    "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant", "sequence parallel")),
+    "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant",)),
     "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
     "multi-token prediction": Case(lambda **on: Predicted(**on), _predicted, refuses=("invariant",)),
     "multi-token prediction, zigzag": Case(lambda **on: Predicted(context="zigzag", **on), _predicted,

@@ -405,6 +405,17 @@ OVERLAPPED: list[Row] = [
     {**DENSE, "schedule": "1f1b", "dp": 2, "zero": 3, "dtype": "bfloat16", "frozen": "first half"},
     {**DENSE, "schedule": "zbv", "tied": True},
     {**DENSE, "context": "zigzag", "evaluated": True, "overlap": 1, "optimizer": "Muon", "dtype": "autocast"},
+    {
+        **DENSE,
+        "schedule": "1f1b",
+        "sequence parallel": True,
+        "dp": 2,
+        "zero": 3,
+        "dtype": "bfloat16",
+        "frozen": "norms",
+    },
+    {**DENSE, "schedule": "zbv", "sequence parallel": True, "tied": True, "overlap": 1, "dtype": "autocast"},
+    {**DENSE, "schedule": "dualpipev", "sequence parallel": True, "context": "ring", "micro-batches": 4},
 ]
 PARTS = 5
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpcore import Axis, ParallelAttention, ParallelMLP, ParallelMoE, RMSNorm, RotaryEmbedding, TransformerBlock
+from mpcore.collectives import gather, split
 from mpcore.experimental import overlap_halves
 from mpcore.layers import materialize, overlap_communication
 from mpcore.parallel import recompute
@@ -37,24 +38,36 @@ def hook_backward(block):
     block.mlp.register_full_backward_pre_hook(lambda _, dy: (2 * dy[0],))
 
 
+SIXES = torch.tensor([0, 4, 6, 12, 17, 18])  # documents of rows of 6, which 2 and 3 ranks share
+
+
+def regather(block):
+    block.attention.qkv.regather = True
+
+
 CHANGES = {
     "hooks": hook, "backward hooks": hook_backward,
     "recompute first": lambda block: recompute([block.eval()], "selective"),
     "overlap": lambda block: overlap_communication(block, smallest=1),
     "frozen": lambda block: [p.requires_grad_("norm" in name) for name, p in block.named_parameters()],
     "full": lambda block: recompute([block.eval()], "full"), "selective": lambda block: recompute([block], "selective"),
-    "attention alone": lambda block: recompute([block.attention], "full"),
+    "regather": regather, "attention alone": lambda block: recompute([block.attention], "full"),
 }  # fmt: skip
 
 
-def check_halves(call, change, needs_gradient):
+def check_halves(call, change, needs_gradient, **options):
+    tp = mesh(tp=dist.get_world_size()).tp
+
     def run(block):
-        x = draw(B, T, D).requires_grad_(needs_gradient)
-        y = block(x, samples=torch.arange(B) + 4, **call)
+        x = draw(B, 6 if options else T, D).requires_grad_(needs_gradient)
+        if block.attention.sequence_parallel:
+            y = gather(block(split(x, tp, 1), samples=torch.arange(B) + 4, **call), tp, 1)
+        else:
+            y = block(x, samples=torch.arange(B) + 4, **call)
         (y * draw(*y.shape, seed=2)).sum().backward()
         return {"y": y.detach()} | ({"dx": x.grad} if needs_gradient else {})
 
-    same_model(partial(build, change=change), run, tp=mesh(tp=dist.get_world_size()).tp)
+    same_model(partial(build, change=change), run, tp=tp, **options)
 
 
 @on_ranks(2, 3)
@@ -63,6 +76,8 @@ def test_two_halves_on_tp_equal_the_unsharded_block():
     changed = [(CALLS["documents"], change) for change in CHANGES.values()]
     for case, needs_gradient in itertools.product([*((call, id) for call in calls), *changed], (True, False)):
         check_halves(*case, needs_gradient)
+    for change, needs_gradient in itertools.product((id, *CHANGES.values()), (True, False)):
+        check_halves({"cu_seqlens": SIXES}, change, needs_gradient, sequence_parallel=True)
     assert torch._C._distributed_c10d._get_work_registry_size() == 0, "a message was never waited for"
 
 
@@ -83,7 +98,7 @@ def moe(dim, hidden, **on):
     ({**TP, "mlp": moe}, "1 with experts.: leave it out, or call overlap_experts"),
     ({**TP, "mlp": Own}, "has a Own mlp with a forward of its own"),
     ({**TP, "mlp": lambda *_, **on: nn.Identity()}, "has a Identity that may not return"),
-    ({**TP, "sequence_parallel": True}, "sequence parallel on tp 2"), ({**TP, "sequence_dim": 0}, "sequence_dim=0"),
+    ({**TP, "sequence_dim": 0}, "sequence_dim=0"),
 ])  # fmt: skip
 def test_a_model_without_dense_halves_is_refused(on, message):
     with pytest.raises(ValueError, match=message):
