@@ -68,6 +68,8 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
     named = [action for actions in plan.ranks for action in actions if action.kind in MESSAGES]
     if named:
         raise ValueError(f"the schedule {plan.name} names messages, as {named[0]}: leave them out, the run adds them")
+    if pp.size > 1:
+        prove(plan.with_messages)
     mine = plan.stages_of(pp.rank)
     if len(mine) != stages:
         raise ValueError(f"the schedule {plan.name} lays {len(mine)} stages on rank {pp.rank}, which holds {stages}")

@@ -44,7 +44,7 @@ from mpcore.pipeline.messages import (
     send_header,
     sent_on,
 )
-from mpcore.pipeline.schedules import EXPOSED, MESSAGES, Action, Schedule, with_messages
+from mpcore.pipeline.schedules import EXPOSED, MESSAGES, Action, Schedule
 from mpcore.pipeline.split import Deferred, backward_inputs, backward_weights
 
 
@@ -97,7 +97,7 @@ class Executor:
         self.device = device
         self.loss = loss
         self.noted = noted
-        self.plan: Schedule = with_messages(plan) if pp.size > 1 else _one_by_one(plan)
+        self.plan: Schedule = plan.with_messages if pp.size > 1 else _one_by_one(plan)
         actions = self.plan.ranks[pp.rank]
         self.peers: dict[Action, int] = {x: peer_of(self.plan, x) for x in actions if x.kind in MESSAGES}
         # On a GPU all messages of a group share a stream: an early receive there would hold the sends behind it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import build_stages
 from mpcore import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
+from mpcore._torch import pipelining
 from mpcore.pipeline import Pipeline
 from mpcore.pipeline.partition import join_stages
 from mpcore.pipeline.schedules import (
@@ -208,6 +210,12 @@ def check_refused(path: str) -> None:
         Pipeline([module, module], on, 2, loss, path + "/good.csv")
     with pytest.raises(ValueError, match="is for 2 ranks and 2 micro-batches, the pipeline has 2 and 3"):
         Pipeline(module, on, 3, loss, build_schedule("gpipe", 2, 2))
+    good = pipelining.with_messages
+    with (
+        mock.patch.object(pipelining, "with_messages", lambda *args: [good(*args)[0], good(*args)[1][1:]]),
+        pytest.raises(ValueError, match=r"^1RECV_F0 is missing: the schedule names"),  # PITFALL 35
+    ):
+        Pipeline(module, on, 5, loss, "gpipe")
     with pytest.raises(ValueError, match="ranks 0 and 1 disagree about the pipeline"):
         Pipeline(module, on, 4, loss, "gpipe" if on.pp.rank else "1f1b")
     with pytest.raises(ValueError, match="make the Pipeline with trace=True"):
