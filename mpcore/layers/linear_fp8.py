@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpcore._torch.autograd import will_run
 from mpcore._torch.dispatch import unsafe_view
+from mpcore._torch.storage import StorageWeakRef
 from mpcore.collectives import start_all_gather, wait
 from mpcore.kernels._main_grad import add_or_return, main_grad
+from mpcore.kernels._torch import has_no_values, is_tracing
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8
 from mpcore.layers.linear_ops import Product, autocast_dtype, cast, column_sum, flat_tokens, gathered, share, start_sum
-from mpcore.layers.module import refuse_second_derivative
+from mpcore.layers.module import input_error, refuse_second_derivative
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declare import Sharding
 
 _ALONE = Axis()
 
 
+class KeptWeight:
+    """The quantized form of one parameter, and of its transpose, until the parameter changes.
+
+    An optimizer's step, an operation in place, or other memory (`parameter.data = ..`) changes it. A copy, or what
+    `pickle` loads, belongs to the copied parameter and holds no forms yet.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter: Tensor = parameter
+        self.forms: list[Quantized | None] = [None, None]
+        self.stamp: tuple[Any, ...] | None = None
+        hook = register_optimizer_step_post_hook(partial(_drop, weakref.ref(self)))  # some write through `.data`
+        weakref.finalize(self, hook.remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptWeight:
+        return KeptWeight(copy.deepcopy(self.parameter, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeptWeight, (self.parameter,)
+
+    def form(self, weight: Tensor, turned: bool, both: bool) -> Quantized:
+        """Return the weight quantized, or its transpose; with `both`, compute what is missing in one pass."""
+        now = (StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), weight._version)
+        if now != self.stamp:
+            self.stamp, self.forms = now, [None, None]
+        if self.forms[turned] is None:
+            made = quantize_fp8(weight, square=True, rows=both or not turned, columns=both or turned)
+            self.forms = [old if new is None else new for old, new in zip(self.forms, made, strict=True)]
+        return _given(self.forms[turned])
+
+
+def _drop(kept: weakref.ref[KeptWeight], *_: Any) -> None:
+    held = kept()
+    if held is not None:
+        held.stamp, held.forms = None, [None, None]
+
+
+@dataclass(frozen=True)
 class Fp8Product(Product):
-    """A `Product` in FP8. The input kept for backward is in FP8 too; the parameter keeps its dtype."""
+    """A `Product` in FP8. The input kept for backward is in FP8 too; the parameter keeps its dtype.
+
+    Args:
+        kept: where the quantized weight is kept from one product to the next; None: each product quantizes it.
+    """
+
+    kept: KeptWeight | None = field(default=None, compare=False, repr=False)
 
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
         main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
+        if self.kept is not None and self.kept.parameter is not weight:
+            raise input_error(
+                f"keep_weights=True, but the weight {tuple(weight.shape)} is another tensor than the parameter that "
+                f"convert_to_fp8 found: convert after the parameters are made, or leave out keep_weights"
+            )
         x = cast(x, autocast_dtype(x))
         if self.split_backward:
             x, tp, dim = share(x, tp, dim), _ALONE, None
-        return _Fp8Linear.apply(x, weight, bias, tp, dim, regather and dim is not None, main, self.split_backward)
+        how = main, self.split_backward, self.kept
+        return _Fp8Linear.apply(x, weight, bias, tp, dim, regather and dim is not None, *how)
+
+    def check_sharding(self, name: str, zero: int) -> None:
+        """See `Product`."""
+        if self.kept is not None:
+            raise ValueError(
+                f"{name} keeps its FP8 weight (keep_weights), and zero {zero} gathers the weight into memory that it "
+                f"fills again without a new version: leave out keep_weights, or use zero=0"
+            )
 
 
-def to_fp8(product: Product, sharding: Sharding, name: str) -> Product:
+def to_fp8(product: Product, sharding: Sharding, name: str, kept: KeptWeight | None = None) -> Product:
     """Return the form of a layer's product that computes in FP8."""
     for shard in sharding.shards:
         for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
@@ -52,7 +117,7 @@ def to_fp8(product: Product, sharding: Sharding, name: str) -> Product:
     def convert(base: Product) -> Product:
         if type(base) not in (Product, Fp8Product):
             raise ValueError(f"{name} computes with {base}, which has no FP8: don't convert this layer")
-        return Fp8Product(base.split_backward)
+        return Fp8Product(base.split_backward, kept or (base.kept if isinstance(base, Fp8Product) else None))
 
     return product.change(convert)
 
@@ -61,17 +126,17 @@ class _Fp8Linear(Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
-        main: tuple[Tensor, Tensor | None] | None, split: bool,
+        main: tuple[Tensor, Tensor | None] | None, split: bool, kept: KeptWeight | None,
     ) -> Tensor:  # fmt: skip
         whole = x if dim is None else gathered(start_all_gather(x, tp), tp, dim)
         wanted = ctx.needs_input_grad[1]
         rows, columns = quantize_fp8(flat_tokens(whole), columns=wanted and not regather)
-        y = fp8_matmul(_given(rows), _given(quantize_fp8(weight, square=True)[0]), x.dtype)
+        y = fp8_matmul(_given(rows), _form(kept, weight, False, ctx.needs_input_grad[0]), x.dtype)
         if bias is not None:
             y += bias.to(y.dtype)
-        kept = (None, None) if columns is None else columns
-        ctx.save_for_backward(x if wanted and regather else None, *kept, weight)
-        ctx.tp, ctx.dim, ctx.main, ctx.dtype, ctx.split = tp, dim, main, weight.dtype, split
+        saved = (None, None) if columns is None else columns
+        ctx.save_for_backward(x if wanted and regather else None, *saved, weight)
+        ctx.tp, ctx.dim, ctx.main, ctx.dtype, ctx.split, ctx.kept = tp, dim, main, weight.dtype, split, kept
         return unsafe_view(y, (*whole.shape[:-1], len(weight)))
 
     @staticmethod
@@ -85,8 +150,7 @@ class _Fp8Linear(Function):
         rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
         dx = summing = dweight = None
         if rows is not None:
-            transposed = _given(quantize_fp8(weight, square=True, rows=False, columns=True)[1])
-            dx = fp8_matmul(rows, transposed, dy.dtype).view(*dy.shape[:-1], weight.shape[1])
+            dx = fp8_matmul(rows, _form(ctx.kept, weight, True), dy.dtype).view(*dy.shape[:-1], weight.shape[1])
             summing = start_sum(dx, tp, dim)
         weight_main, bias_main = ctx.main or (None, None)
         if columns is not None:
@@ -96,7 +160,15 @@ class _Fp8Linear(Function):
             product = partial(_weight_product, ctx.dtype)
             dweight = add_or_return(weight_main, product, *columns, values, scales)
         dbias = add_or_return(bias_main, column_sum, flat) if for_bias else None
-        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 5
+        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 6
+
+
+def _form(kept: KeptWeight | None, weight: Tensor, turned: bool, both: bool = False) -> Quantized:
+    """Return the quantized weight, or its transpose. What is traced or captured in a graph is never kept."""
+    traced = torch.compiler.is_compiling() or has_no_values(weight) or is_tracing()
+    if kept is None or traced or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _given(quantize_fp8(weight, square=True, rows=not turned, columns=turned)[turned])
+    return kept.form(weight, turned, both)
 
 
 def _weight_product(

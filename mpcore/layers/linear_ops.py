@@ -80,6 +80,9 @@ class Product:
         """Return `change(self)`; a `WrappedProduct` changes the product that it wraps."""
         return change(self)
 
+    def check_sharding(self, name: str, zero: int) -> None:
+        """Raise ValueError if ZeRO may not shard the weight of layer `name` over data."""
+
     def split(self, on: bool) -> Product:
         """Return this product with `split_backward` on or off."""
         return self.change(lambda product: replace(product, split_backward=on))
@@ -98,6 +101,10 @@ class WrappedProduct(Product):
     def change(self, change: Callable[[Product], Product]) -> Product:
         """Return this product around `change(base)`."""
         return replace(self, base=self.base.change(change))
+
+    def check_sharding(self, name: str, zero: int) -> None:
+        """Check the product that this one wraps."""
+        self.base.check_sharding(name, zero)
 
 
 class _ColumnLinear(Function):

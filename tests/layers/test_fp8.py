@@ -1,6 +1,8 @@
 """Linear layers in eight bits: the formula of their three products, and every layout computes the same ones."""
 
+import copy
 import itertools
+import pickle
 import re
 
 import pytest
@@ -22,11 +24,13 @@ from mpcore import (
     parallelize,
 )
 from mpcore import collectives as c
+from mpcore._torch.fake import fake_tensors
 from mpcore.gradients import main_gradients
 from mpcore.kernels import quantize_fp8
 from mpcore.layers import linear_fp8 as products
 from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.linear_ops import Product
+from mpcore.parallel import shard_data_parallel
 from mpcore.parallel.precision import convert_to_fp8
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
@@ -41,8 +45,8 @@ def draw(seed, *shape, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def converted(module):
-    convert_to_fp8([module])
+def converted(module, **options):
+    convert_to_fp8([module], **options)
     return module
 
 
@@ -209,11 +213,89 @@ def test_every_tp_size_and_order_computes_the_same_products():
 
 
 class _Products(TorchDispatchMode):
-    count = 0
+    count = weights = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.overloadpacket is torch.ops.mpcore.fp8_matmul
+        self.weights += func.overloadpacket is torch.ops.mpcore.quantize_fp8 and args[1]
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "want"), [("none", 16), ("full", 24)])
+def test_a_kept_weight_is_quantized_once_a_step(kind, want, monkeypatch):
+    monkeypatch.setattr(quantize_fp8, "runs_triton", lambda *_: True)
+    found = {}
+    for keep in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(ColumnParallelLinear(200, 300), nn.GELU(), RowParallelLinear(300, 150))
+        recompute([converted(model, keep_weights=keep)], kind)
+        optimizer, found[keep] = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(2):
+            with _Products() as counted:
+                for seed in range(4):  # micro-batches
+                    model(draw(seed, 130, 200, dtype=torch.float32).requires_grad_()).square().sum().backward()
+            found[keep] += [p.grad for p in model.parameters()]
+            assert counted.weights == (2 if keep else want)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, *found.values()))
+
+
+class _WritesData(torch.optim.Optimizer):
+    def step(self):
+        self.param_groups[0]["params"][0].data.mul_(3)
+
+
+def other_memory(layer):
+    for _ in range(3):  # the allocator gives the same address again
+        layer.weight.data = layer.weight.data * 3
+
+
+@torch.no_grad()
+def in_place(layer):
+    layer.weight.mul_(3)
+
+
+def dry_run(layer):
+    in_place(layer)
+    with fake_tensors():
+        layer(torch.ones(130, 200, dtype=torch.float64))
+
+
+CHANGES = {
+    "in place": in_place, "other memory": other_memory,
+    "load_state_dict": lambda layer: layer.load_state_dict({k: 3 * x for k, x in layer.state_dict().items()}),
+    "optimizer": lambda layer: _WritesData([layer.weight], {}).step(),
+    "deepcopy": lambda layer: in_place(made := copy.deepcopy(layer)) or made,
+    "pickle": lambda layer: in_place(made := pickle.loads(pickle.dumps(layer))) or made,
+    "dry run": dry_run,
+    "compile": lambda layer: in_place(layer) or torch.compile(layer, fullgraph=True, backend="aot_eager"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kept_weight_follows_its_parameter(change):
+    layer, x = converted(ColumnParallelLinear(200, 150).double(), keep_weights=True), draw(1, 130, 200)
+    before = layer(x)
+    changed = CHANGES[change](layer)
+    changed = changed if isinstance(changed, nn.Module) else layer
+    fresh = ColumnParallelLinear(200, 150).double()
+    fresh.load_state_dict({name.removeprefix("_orig_mod."): p for name, p in changed.state_dict().items()})
+    got, want = (each(x.clone().requires_grad_()) for each in (changed, converted(fresh)))
+    assert torch.equal(got, want)
+    assert not torch.equal(got, before)
+    assert change not in ("deepcopy", "pickle") or torch.equal(layer(x), before)
+
+
+@on_ranks(2)
+def test_a_kept_weight_and_another_parameter_are_refused():
+    layer = converted(ColumnParallelLinear(256, 256), keep_weights=True)
+    with pytest.raises(ValueError, match=r"0 keeps its FP8 weight \(keep_weights\), and zero 1 gathers"):
+        shard_data_parallel(nn.Sequential(layer), mesh(dp=2), zero=1)
+    assert converted(layer).product.kept is layer.product.kept
+    layer.weight = nn.Parameter(layer.weight.detach())
+    with pytest.raises(ValueError, match=r"the weight \(256, 256\) is another tensor than the parameter that conv"):
+        layer(torch.ones(1, 256))
 
 
 def test_selective_recomputation_keeps_the_products_of_a_gpu(monkeypatch):
