@@ -15,7 +15,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "Float64", "OpOverload", "TorchDispatchMode", "collective_ops", "overload_name", "unsafe_view", "written_arguments",
+    "Float64", "OpOverload", "TorchDispatchMode", "collective_ops", "overload_name", "unsafe_view", "wrapper",
+    "written_arguments",
 ]  # fmt: skip
 collective_ops = torch.ops._c10d_functional
 unsafe_view = torch.ops.aten._unsafe_view.default
@@ -51,3 +52,8 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
 def overload_name(operator: OpOverload) -> str:
     """Return the overload's name, such as "out". "": the default overload."""
     return operator._schema.overload_name
+
+
+def wrapper(kind: type[torch.Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """Make a tensor of a subclass that has no memory of its own: its `__torch_dispatch__` runs each operator."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)

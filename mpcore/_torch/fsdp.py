@@ -60,6 +60,11 @@ def renew_parameters(model: nn.Module) -> None:
                 p.reset_sharded_param()
 
 
+def parameters_of(unit: FSDPModule) -> list[Any]:
+    """Return torch's records of the parameters that a unit gathers."""
+    return [p for group in _groups(_state(unit)) for p in group.fsdp_params]
+
+
 def make_root(unit: FSDPModule) -> None:
     """Make a unit the root of the units below it, unless it has a root already."""
     _state(unit)._lazy_init()

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpcore._torch.autograd import will_run
-from mpcore._torch.dispatch import unsafe_view
+from mpcore._torch.dispatch import unsafe_view, wrapper
 from mpcore._torch.storage import StorageWeakRef
 from mpcore.collectives import start_all_gather, wait
 from mpcore.kernels._main_grad import add_or_return, main_grad
@@ -36,12 +36,23 @@ class KeptWeight:
     `pickle` loads, belongs to the copied parameter and holds no forms yet.
     """
 
+    stamp: tuple[Any, ...] | None
+    forms: list[Quantized | None]
+
     def __init__(self, parameter: Tensor) -> None:
         self.parameter: Tensor = parameter
-        self.forms: list[Quantized | None] = [None, None]
-        self.stamp: tuple[Any, ...] | None = None
-        hook = register_optimizer_step_post_hook(partial(_drop, weakref.ref(self)))  # some write through `.data`
-        weakref.finalize(self, hook.remove)
+        self.drop()
+        drop: Any = weakref.WeakMethod(self.drop)
+
+        def stepped(*_: Any) -> None:  # an optimizer may write through `.data`
+            if (found := drop()) is not None:
+                found()
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def drop(self, stamp: tuple[Any, ...] | None = None) -> None:
+        """Drop the forms. The next ones are of the parameter's memory and version in `stamp`."""
+        self.stamp, self.forms = stamp, [None, None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptWeight:
         return KeptWeight(copy.deepcopy(self.parameter, memo))
@@ -53,17 +64,55 @@ class KeptWeight:
         """Return the weight quantized, or its transpose; with `both`, compute what is missing in one pass."""
         now = (StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), weight._version)
         if now != self.stamp:
-            self.stamp, self.forms = now, [None, None]
+            self.drop(now)
         if self.forms[turned] is None:
             made = quantize_fp8(weight, square=True, rows=both or not turned, columns=both or turned)
             self.forms = [old if new is None else new for old, new in zip(self.forms, made, strict=True)]
         return _given(self.forms[turned])
 
 
-def _drop(kept: weakref.ref[KeptWeight], *_: Any) -> None:
-    held = kept()
-    if held is not None:
-        held.stamp, held.forms = None, [None, None]
+class Fp8Weight(Tensor):
+    """A weight that ZeRO gathered in FP8, of the weight's shape and dtype. Only an `Fp8Product` reads it.
+
+    Its one form serves forward and backward: the transpose of square blocks has the transposed values and scales.
+    """
+
+    quantized: Quantized
+
+    @staticmethod
+    def __new__(cls, quantized: Quantized, dtype: torch.dtype) -> Fp8Weight:
+        values = quantized.values
+        made = wrapper(cls, values.shape, dtype, values.device)
+        made.quantized = quantized
+        return made
+
+    @staticmethod
+    def cut(shard: Tensor) -> tuple[Tensor, Tensor]:
+        """See `GatherForm`."""
+        values, scales = _given(quantize_fp8(shard, square=True)[0])
+        return values, scales.contiguous()
+
+    @staticmethod
+    def join(gathered: tuple[Tensor, Tensor], dtype: torch.dtype) -> Fp8Weight:
+        """See `GatherForm`."""
+        return Fp8Weight(Quantized(*gathered), dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x, aten = args[0], torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # all that `fully_shard` needs
+            return Fp8Weight(x.quantized, x.dtype)
+        if func is aten.zeros_like.default:
+            return torch.zeros(x.shape, dtype=(kwargs or {}).get("dtype", x.dtype), device=x.device)
+        raise ValueError(
+            f"{func} reads a weight {tuple(x.shape)} that ZeRO gathered in FP8: only FP8 layers read it; convert the "
+            f"layer without all_gather"
+        )
+
+    def form(self, turned: bool) -> Quantized:
+        """Return the values and scales, or those of the transpose."""
+        values, scales = self.quantized
+        return Quantized(values.t().contiguous(), scales.t()) if turned else self.quantized
 
 
 @dataclass(frozen=True)
@@ -72,9 +121,11 @@ class Fp8Product(Product):
 
     Args:
         kept: where the quantized weight is kept from one product to the next; None: each product quantizes it.
+        all_gather: whether ZeRO gathers the weight as an `Fp8Weight`.
     """
 
     kept: KeptWeight | None = field(default=None, compare=False, repr=False)
+    all_gather: bool = field(default=False, repr=False)
 
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
@@ -91,16 +142,25 @@ class Fp8Product(Product):
         how = main, self.split_backward, self.kept
         return _Fp8Linear.apply(x, weight, bias, tp, dim, regather and dim is not None, *how)
 
-    def check_sharding(self, name: str, zero: int) -> None:
+    def gather_form(self, name: str, rows: int, zero: int, shards: int) -> type[Fp8Weight] | None:
         """See `Product`."""
         if self.kept is not None:
             raise ValueError(
                 f"{name} keeps its FP8 weight (keep_weights), and zero {zero} gathers the weight into memory that it "
                 f"fills again without a new version: leave out keep_weights, or use zero=0"
             )
+        if self.all_gather and rows % (BLOCK * shards) and shards > 1:
+            raise ValueError(
+                f"{name} has {rows} output features on this rank, which zero {zero} cuts into {shards} shards at no "
+                f"multiple of {BLOCK}, the block of FP8: take {-(-rows // (BLOCK * shards)) * BLOCK * shards} or fewer "
+                f"shards, or convert this layer without all_gather"
+            )
+        return Fp8Weight if self.all_gather else None
 
 
-def to_fp8(product: Product, sharding: Sharding, name: str, kept: KeptWeight | None = None) -> Product:
+def to_fp8(
+    product: Product, sharding: Sharding, name: str, kept: KeptWeight | None = None, all_gather: bool = False
+) -> Product:
     """Return the form of a layer's product that computes in FP8."""
     for shard in sharding.shards:
         for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
@@ -117,7 +177,8 @@ def to_fp8(product: Product, sharding: Sharding, name: str, kept: KeptWeight | N
     def convert(base: Product) -> Product:
         if type(base) not in (Product, Fp8Product):
             raise ValueError(f"{name} computes with {base}, which has no FP8: don't convert this layer")
-        return Fp8Product(base.split_backward, kept or (base.kept if isinstance(base, Fp8Product) else None))
+        old = base if isinstance(base, Fp8Product) else Fp8Product()
+        return Fp8Product(base.split_backward, kept or old.kept, all_gather or old.all_gather)
 
     return product.change(convert)
 
@@ -165,6 +226,8 @@ class _Fp8Linear(Function):
 
 def _form(kept: KeptWeight | None, weight: Tensor, turned: bool, both: bool = False) -> Quantized:
     """Return the quantized weight, or its transpose. What is traced or captured in a graph is never kept."""
+    if isinstance(weight, Fp8Weight):
+        return weight.form(turned)
     traced = torch.compiler.is_compiling() or has_no_values(weight) or is_tracing()
     if kept is None or traced or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _given(quantize_fp8(weight, square=True, rows=not turned, columns=turned)[turned])

@@ -80,8 +80,12 @@ class Product:
         """Return `change(self)`; a `WrappedProduct` changes the product that it wraps."""
         return change(self)
 
-    def check_sharding(self, name: str, zero: int) -> None:
-        """Raise ValueError if ZeRO may not shard the weight of layer `name` over data."""
+    def gather_form(self, name: str, rows: int, zero: int, shards: int) -> Any:
+        """Return the `GatherForm` in which ZeRO gathers the weight; None: as it is.
+
+        Raises:
+            ValueError: if ZeRO may not shard these rows of layer `name` into so many shards.
+        """
 
     def split(self, on: bool) -> Product:
         """Return this product with `split_backward` on or off."""
@@ -102,9 +106,9 @@ class WrappedProduct(Product):
         """Return this product around `change(base)`."""
         return replace(self, base=self.base.change(change))
 
-    def check_sharding(self, name: str, zero: int) -> None:
-        """Check the product that this one wraps."""
-        self.base.check_sharding(name, zero)
+    def gather_form(self, name: str, rows: int, zero: int, shards: int) -> Any:
+        """Return the form of the product that this one wraps."""
+        return self.base.gather_form(name, rows, zero, shards)
 
 
 class _ColumnLinear(Function):

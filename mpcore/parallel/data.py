@@ -27,7 +27,6 @@ from mpcore.gradients.accumulate import mark_replaced
 from mpcore.gradients.overlap import OverlappedAllReduce
 from mpcore.gradients.reduce import refuse_hooks
 from mpcore.kernels._main_grad import main_grad
-from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.module import as_module_list
 from mpcore.layers.moe.layer import check_experts
 from mpcore.mesh.agreement import check_same
@@ -120,16 +119,15 @@ def shard_data_parallel(
                 set_state(stage, DataParallel(0, early=OverlappedAllReduce(stage, stages)))
         return model
 
-    for name, module in ((name, m) for stage in stages for name, m in stage.named_modules()):
-        if isinstance(module, ParallelLinear):
-            module.product.check_sharding(name, zero)
     before = [p for stage in stages for p in stage.parameters()]
     declared = {p: sharding for stage in stages for _, p, sharding in declarations(stage)}
+    wrap = UnitWrapper(mesh, declared, policy)
+    for name, module in ((name, m) for stage in stages for name, m in stage.named_modules()):
+        wrap.form(module, "weight", zero, name)
     whole = {p for p, sharding in declared.items() if _stays_whole(p, sharding, mesh, replicate)}
     whole |= {p for stage in stages for p in router_statistics(stage)}  # else they would be cast to `param_dtype`
     for stage in stages:
         _declare_pending(stage, mesh, whole.__contains__)
-    wrap = UnitWrapper(mesh, declared, policy)
     shared = share_parameters(stages, whole, wrap)
     whole |= {p for unit in shared for p in unit.shared}
     for stage in stages:

@@ -18,6 +18,7 @@ from mpcore._torch.autograd import is_view
 from mpcore._torch.compile import uncompiled
 from mpcore._torch.distributed import reserve_groups, share_group
 from mpcore._torch.pytree import map_tensors
+from mpcore.layers.linear import ParallelLinear
 from mpcore.mesh.agreement import merged
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.layout import divisors
@@ -159,12 +160,23 @@ class UnitWrapper:
         unit = fully_shard(module, ignored_params=ignored, **options)
         for owner, leaf, p in mine:
             vars(owner.get_parameter(leaf)).update(vars(p))  # attributes that others read, such as groups' marks
+        found = {(owner, leaf): self.form(owner, leaf, zero) for owner, leaf, _ in mine}
+        fsdp_wrap.gather_in(unit, {place: form for place, form in found.items() if form is not None})
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if self.is_gloo and not any(self._placed(p) for *_, p in mine):  # torch refuses units on several meshes
             unit.set_custom_reduce_scatter(ExchangeReduceScatter())  # pyright: ignore[reportArgumentType]
             unit.set_custom_all_gather(BroadcastAllGather())  # pyright: ignore[reportArgumentType]
         fsdp.reduce_unused(unit)  # ranks may use different parameters
+
+    def form(self, owner: nn.Module, leaf: str, zero: int, name: str = "") -> fsdp_wrap.GatherForm | None:
+        """Return the form in which a layer's product wants its weight gathered, None for the weight as it is.
+
+        Raises ValueError if the product refuses to have the weight sharded.
+        """
+        if not isinstance(owner, ParallelLinear) or leaf != "weight":
+            return None
+        return owner.product.gather_form(name, len(owner.weight), zero, self.mesh.data.size // self.policy.replicate)
 
     def _placed(self, parameter: nn.Parameter) -> Any:
         sharding = self.declared.get(parameter)

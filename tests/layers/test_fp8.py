@@ -25,15 +25,16 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore._torch.fake import fake_tensors
-from mpcore.gradients import main_gradients
+from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.kernels import quantize_fp8
 from mpcore.layers import linear_fp8 as products
 from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.linear_ops import Product
-from mpcore.parallel import shard_data_parallel
+from mpcore.parallel import gathered, set_gradient_sync, shard_data_parallel
 from mpcore.parallel.precision import convert_to_fp8
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
+from mpcore.tools.analysis.counts import CommunicationCounter
 from tests.equality import close, same_model
 from tests.pool import mesh, on_ranks
 
@@ -287,8 +288,51 @@ def test_a_kept_weight_follows_its_parameter(change):
     assert change not in ("deepcopy", "pickle") or torch.equal(layer(x), before)
 
 
+def gathered_bytes(zero, all_gather, dtype, kind):
+    """Train sharded layers, and return their parameters and the bytes of a step's messages that gather."""
+    torch.manual_seed(1)
+    whole = mesh(dp=2)
+    model = nn.Sequential(ColumnParallelLinear(256, 512), nn.GELU(), RowParallelLinear(512, 256, False))
+    with torch.no_grad():  # of another scale in each block
+        for weight in (model[0].weight, model[2].weight):
+            weight *= ((torch.arange(len(weight)) // 128)[:, None] - torch.arange(weight.shape[1]) // 128 * 3).exp2()
+    converted(model, all_gather=all_gather)
+    recompute([model], kind)
+    shard_data_parallel(model, whole, zero=zero, param_dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for _ in range(2):
+        with CommunicationCounter(whole) as ledger:
+            for last in (False, True):
+                set_gradient_sync(model, last)
+                x = draw(5 + whole.data.rank, 128, 256, dtype=dtype or torch.float32).requires_grad_()
+                model(x).float().square().sum().backward()
+        reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad(), gathered(model):
+        y = model(torch.ones(1, 256, dtype=dtype))
+        if all_gather:
+            with pytest.raises(ValueError, match=r"reads a weight \(512, 256\) that ZeRO gathered in"):
+                model[0].weight.sum()
+    return [y, *(p.full_tensor() for p in model.parameters())], ledger.counts["dp", "broadcast"].bytes
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("zero", [1, 2, 3])
 @on_ranks(2)
-def test_a_kept_weight_and_another_parameter_are_refused():
+def test_zero_gathers_weights_in_fp8_and_computes_the_same(zero, dtype, kind):
+    (want, plain), (got, fp8) = (gathered_bytes(zero, on, dtype, kind) for on in (False, True))
+    assert all(map(torch.equal, got, want))
+    weights, bias, width, times = 2 * 512 * 256, 512, 2 if dtype else 4, 4 if zero == 3 else 1
+    assert (plain, fp8) == (width * times * (weights + bias), times * (weights + weights // 128**2 * 4 + width * bias))
+
+
+@on_ranks(2)
+def test_what_can_be_neither_kept_nor_gathered_is_refused():
+    cut = nn.Sequential(converted(ColumnParallelLinear(256, 384), all_gather=True))
+    with pytest.raises(ValueError, match=r"0 has 384 output features on this rank, .* 2 shards .* take 512 or fewer"):
+        shard_data_parallel(cut, mesh(dp=2), zero=3)
     layer = converted(ColumnParallelLinear(256, 256), keep_weights=True)
     with pytest.raises(ValueError, match=r"0 keeps its FP8 weight \(keep_weights\), and zero 1 gathers"):
         shard_data_parallel(nn.Sequential(layer), mesh(dp=2), zero=1)
