@@ -46,7 +46,7 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 def ranks_of_units(units: Iterable[FSDPModule], layer: nn.Module | None = None) -> set[int]:
     """Return the ranks over which units shard or replicate parameters: all of them, or those of one layer."""
-    held = [p for unit in units for group in _groups(_state(unit)) for p in group.fsdp_params]
+    held = [p for unit in units for p in parameters_of(unit)]
     meshes = {p.mesh_info.mesh for p in held if layer in (None, p._module_info.module)}
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     return {rank for group in groups for rank in torch.distributed.get_process_group_ranks(group)}
@@ -55,9 +55,8 @@ def ranks_of_units(units: Iterable[FSDPModule], layer: nn.Module | None = None) 
 def renew_parameters(model: nn.Module) -> None:
     """Let the units of a model use the parameters that its modules hold now, after they were replaced."""
     for unit in units(model):
-        for group in _groups(_state(unit)):
-            for p in group.fsdp_params:
-                p.reset_sharded_param()
+        for p in parameters_of(unit):
+            p.reset_sharded_param()
 
 
 def parameters_of(unit: FSDPModule) -> list[Any]:
@@ -72,7 +71,7 @@ def make_root(unit: FSDPModule) -> None:
 
 def was_gathered(unit: FSDPModule) -> bool:
     """Return whether the unit's parameters were gathered before, so that the memory to gather them into exists."""
-    return all(whole_parameter(p) is not None for group in _groups(_state(unit)) for p in group.fsdp_params)
+    return all(whole_parameter(p) is not None for p in parameters_of(unit))
 
 
 def backward_failed(unit: FSDPModule) -> bool:
@@ -131,7 +130,7 @@ def records(units: Iterable[FSDPModule]) -> Iterator[tuple[nn.Parameter, Any]]:
 
 def trains(unit: FSDPModule) -> bool:
     """Return whether a parameter that this unit gathers requires a gradient."""
-    return any(p.sharded_param.requires_grad for group in _groups(_state(unit)) for p in group.fsdp_params)
+    return any(p.sharded_param.requires_grad for p in parameters_of(unit))
 
 
 def exchange_gradient(record: Any, grad: Tensor | None) -> Tensor | None:

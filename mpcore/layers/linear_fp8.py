@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpcore._torch.autograd import will_run
+from mpcore._torch.compile import uncompiled
 from mpcore._torch.dispatch import unsafe_view, wrapper
 from mpcore._torch.storage import StorageWeakRef
 from mpcore.collectives import start_all_gather, wait
@@ -158,21 +160,47 @@ class Fp8Product(Product):
         return Fp8Weight if self.all_gather else None
 
 
-def to_fp8(
-    product: Product, sharding: Sharding, name: str, kept: KeptWeight | None = None, all_gather: bool = False
-) -> Product:
-    """Return the form of a layer's product that computes in FP8."""
-    for shard in sharding.shards:
+@uncompiled
+def grouped_fp8(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Compute `grouped_linear` in FP8, expert by expert, with the rows of each padded to a multiple of 128.
+
+    The host reads the counts: see docs/decisions.md. On tensors without values experts have equally many rows.
+    """
+    if not isinstance(weight, torch.nn.Parameter):
+        raise input_error(
+            f"the experts' weight {tuple(weight.shape)} is computed from others, such as merged adapters, which FP8 "
+            f"would round away: leave these experts out of convert_to_fp8"
+        )
+    even = [len(x) // len(weight)] * len(weight)
+    sizes = even if has_no_values(counts) or is_tracing() else counts.tolist()
+    *groups, rest = x.split([*sizes, len(x) - sum(sizes)])
+    outputs = []
+    for group, w in zip(groups, weight.unbind(), strict=True):
+        padded = F.pad(group, (0, 0, 0, -len(group) % BLOCK))
+        outputs.append(_Fp8Linear.apply(padded, w, None, _ALONE, None, False, None, False, None)[: len(group)])
+    return torch.cat([*outputs, rest.new_zeros(len(rest), weight.shape[1])])
+
+
+def check_blocks(sharding: Sharding, name: str, first: int = 0) -> None:
+    """Raise ValueError if a matrix, whose rows are dimension `first`, is not cut at multiples of `BLOCK`."""
+    for shard in [shard for shard in sharding.shards if shard.dim >= first]:
         for edge in sorted({edge for runs in shard.runs for run in runs for edge in run}):
             if edge % BLOCK and edge != sharding.shape[shard.dim]:
                 axis, step = shard.axis, BLOCK * shard.axis.size
-                parts = (shard.dim == 0 and sharding.blocks) or (sharding.shape[shard.dim],)
+                parts = (shard.dim == first and sharding.blocks) or (sharding.shape[shard.dim],)
                 found, wanted = (" + ".join(map(str, w)) for w in (parts, [-(-n // step) * step for n in parts]))
                 raise ValueError(
                     f"{name} is cut over {axis.name} {axis.size} at feature {edge}, which is no multiple of {BLOCK}, "
                     f"the block of FP8: take {wanted} features instead of {found}, a smaller {axis.name}, or don't "
                     f"convert this layer"
                 )
+
+
+def to_fp8(
+    product: Product, sharding: Sharding, name: str, kept: KeptWeight | None = None, all_gather: bool = False
+) -> Product:
+    """Return the form of a layer's product that computes in FP8."""
+    check_blocks(sharding, name)
 
     def convert(base: Product) -> Product:
         if type(base) not in (Product, Fp8Product):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.layers.linear import ParallelLinear
-from mpcore.layers.linear_fp8 import KeptWeight, to_fp8
+from mpcore.layers.linear_fp8 import KeptWeight, check_blocks, grouped_fp8, to_fp8
 from mpcore.layers.linear_ops import Product
 from mpcore.layers.module import Blocks, as_module_list
 from mpcore.layers.moe.experts import GroupedLinear
@@ -46,7 +46,9 @@ def round_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter,
     return masters
 
 
-def convert_to_fp8(blocks: Blocks, *, keep_weights: bool = False, all_gather: bool = False) -> None:
+def convert_to_fp8(
+    blocks: Blocks, *, keep_weights: bool = False, all_gather: bool = False, experts: bool = False
+) -> None:
     """Compute the products of the blocks' parallel linear layers in FP8, in forward and backward.
 
     Parameters, gradients, the optimizer and all communication keep their dtypes. Inputs and output gradients are
@@ -58,7 +60,7 @@ def convert_to_fp8(blocks: Blocks, *, keep_weights: bool = False, all_gather: bo
     Args:
         blocks: a list, `nn.ModuleList` or mapping of modules, for example `model.blocks` or single linear layers. Their
             parallel linear layers are converted. Leave out the head: its rounding errors would directly change the
-            loss. Embeddings, norms, routers and grouped experts keep their dtype.
+            loss. Embeddings, norms and routers keep their dtype.
         keep_weights: quantize each weight and its transpose once, and use them in all micro-batches, in recomputation
             and in backward until the weight changes. It costs 2 bytes more per element of these weights. Without it,
             each forward and each backward quantizes the weight again. Results are the same.
@@ -66,13 +68,17 @@ def convert_to_fp8(blocks: Blocks, *, keep_weights: bool = False, all_gather: bo
             element in place of 2 (bfloat16) or 4 (float32), in messages and in memory. Results are the same. Each
             data rank must hold a multiple of 128 of the layer's output features. Until it is sharded again, the
             gathered weight can be read by its layer only.
+        experts: convert the experts of `ParallelMoE` too. Each expert has its own products, so the host reads how many
+            tokens each has, which `grouped_mm` in bfloat16 does not: it pays for few, large experts on a rank, on a GPU
+            that multiplies e4m3. Blocks of 128 tokens begin with each expert, in the order of its tokens: gradients of
+            experts differ between layouts by rounding. `keep_weights` and `all_gather` leave out experts.
 
     Raises:
         ValueError: before anything is converted, if `blocks` is a single module, tp does not cut a layer at multiples
-            of 128, a layer's product has no FP8, or no linear layer can be converted (all are torch's own or experts').
-            Forward raises it if `keep_weights` finds another parameter than at the conversion, and
-            `shard_data_parallel` if ZeRO 1-3 would gather a weight that is kept, or with `all_gather` cuts a layer at
-            no multiple of 128.
+            of 128, a layer's product has no FP8, or no linear layer can be converted (all are torch's own, or experts'
+            without `experts`). `shard_data_parallel` raises it if ZeRO 1-3 would gather a weight that is kept, or with
+            `all_gather` cuts a layer at no multiple of 128. Forward raises it if `keep_weights` finds another parameter
+            than at the conversion, or the weight of `experts` is merged with adapters.
 
     Note:
         - Converting a layer again keeps its `keep_weights` and `all_gather`.
@@ -96,15 +102,19 @@ def convert_to_fp8(blocks: Blocks, *, keep_weights: bool = False, all_gather: bo
             f"the blocks have {len(plain)} nn.Linear, such as {plain[0]!r}, and no parallel linear layer to convert: "
             f"parallelize(model, plan) comes before convert_to_fp8"
         )
-    grouped = [name for name, m in named if isinstance(m, GroupedLinear)]
-    if grouped and not found:
+    grouped = {name: m for name, m in named if isinstance(m, GroupedLinear)}
+    if grouped and not (found or experts):
         raise ValueError(
-            f"the blocks have {len(grouped)} grouped linear layers of experts, such as {grouped[0]!r}, which stay in "
-            f"their dtype, and no other linear layer to convert"
+            f"the blocks have {len(grouped)} grouped linear layers of experts, such as {next(iter(grouped))!r}, which "
+            f"stay in their dtype, and no other linear layer to convert: pass experts=True"
         )
+    for name, layer in grouped.items() if experts else ():
+        check_blocks(layer.shardings["weight"], name, first=1)
     products: dict[ParallelLinear, Product] = {}
     for name, layer in found.items():
         kept = KeptWeight(layer.weight) if keep_weights else None
         products[layer] = to_fp8(layer.product, layer.shardings["weight"], name, kept, all_gather)
     for layer, product in products.items():
         layer.product = product
+    for layer in grouped.values() if experts else ():
+        layer.product = grouped_fp8

@@ -16,6 +16,7 @@ from mpcore import (
     ColumnParallelLinear,
     ParallelAttention,
     ParallelMLP,
+    ParallelMoE,
     QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
@@ -27,13 +28,15 @@ from mpcore import collectives as c
 from mpcore._torch.fake import fake_tensors
 from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.kernels import quantize_fp8
+from mpcore.layers import GroupedLinear, materialize
 from mpcore.layers import linear_fp8 as products
-from mpcore.layers.linear_fp8 import Fp8Product
+from mpcore.layers.linear_fp8 import Fp8Product, grouped_fp8
 from mpcore.layers.linear_ops import Product
 from mpcore.parallel import gathered, set_gradient_sync, shard_data_parallel
 from mpcore.parallel.precision import convert_to_fp8
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
+from mpcore.sharding.declare import cut
 from mpcore.tools.analysis.counts import CommunicationCounter
 from tests.equality import close, same_model
 from tests.pool import mesh, on_ranks
@@ -80,6 +83,38 @@ def test_the_three_products_are_those_of_quantized_factors(kind, bias, shape):
     close(layer.weight.grad, eight_bits(g.t(), 1) @ eight_bits(flat.t(), 1).t(), "dweight")
     if bias:
         close(layer.bias.grad, g.sum(0), "dbias")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_products_of_experts_are_those_of_quantized_factors(compiled):
+    experts = GroupedLinear(3, 200, 150, ep=NONE, shard=cut(150, NONE, 1)).double()
+    converted(experts, experts=True)
+    with torch.no_grad():
+        experts.weight *= draw(3, 3, 150, 200).exp2()
+    x, dy = draw(1, 140, 200).requires_grad_(), draw(2, 140, 150)
+    run = torch.compile(experts, backend="aot_eager") if compiled else experts
+    y = run(x, torch.tensor([130, 0, 7]))
+    y.backward(dy)
+    assert not any(left.any() for left in (y[137:], x.grad[137:], experts.weight.grad[1]))
+    for e, rows in ((0, slice(130)), (2, slice(130, 137))):
+        flat, g, w = x.detach()[rows], dy[rows], experts.weight.detach()[e]
+        close(y.detach()[rows], eight_bits(flat, 1) @ eight_bits(w, 128).t(), "y")
+        close(x.grad[rows], eight_bits(g, 1) @ eight_bits(w, 128), "dx")
+        close(experts.weight.grad[e], eight_bits(g.t(), 1) @ eight_bits(flat.t(), 1).t(), "dweight")
+
+
+@on_ranks(2)
+def test_experts_in_fp8_on_ep_compute_the_same_and_refuse_other_cuts_and_merged_weights():
+    world, found = mesh(dp=2, ep=2), []
+    for ep in (Axis(role="ep"), world.ep):
+        moe = converted(materialize(ParallelMoE(128, 128, 4, 2, ep=ep, device="meta"), seed=3), experts=True)
+        found.append(moe(draw(1, 2, 96, 128, dtype=torch.float32)))
+    assert torch.equal(*found)
+    etp = mesh(tp=2).tp
+    with pytest.raises(ValueError, match=r"experts.gate_up is cut over .*tp 2 at feature 96, which .* take 256 \+ 256"):
+        converted(ParallelMoE(128, 192, 4, 2, tp=etp), experts=True)
+    with pytest.raises(ValueError, match=r"weight .* is computed from others, such as merged adapters"):
+        grouped_fp8(torch.ones(1, 4), moe.experts.down.weight * 2, torch.tensor([1, 0]))
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias"), ("x",)], ids="-".join)

@@ -32,6 +32,9 @@ class GroupedLinear(ParallelModule):
             `torch.nn.Linear`.
         like: `TensorOptions`.
 
+    Attributes:
+        product: `grouped_linear`, or another function of x, weight and counts.
+
     Example:
         >>> from mpcore.sharding.declare import cut
         >>> experts = mpcore.layers.GroupedLinear(2, 4, 6, ep=mpcore.Axis(), shard=cut(6, mpcore.Axis(), 1))
@@ -40,6 +43,7 @@ class GroupedLinear(ParallelModule):
     """
 
     weight: Tensor
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_linear)
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class GroupedLinear(ParallelModule):
         dtype = autocast_dtype(x)
         if dtype is None and not x.is_meta and x.dtype != self.weight.dtype:
             raise input_error(f"x is of {x.dtype}, the experts of {self.weight.dtype}: cast one, or use torch.autocast")
-        return grouped_linear(cast(x, dtype), self.weight, counts)
+        return self.product(cast(x, dtype), self.weight, counts)
 
     def extra_repr(self) -> str:
         """Return the sizes of the unsharded layer."""
