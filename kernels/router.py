@@ -29,8 +29,8 @@ from ._rows import as_rows, ceil_div, contiguous, next_power_of_2
 from ._torch import has_no_values
 from ._triton import launch, tl, triton
 
-MOST, MOST_LOGITS = 1024, 128  # experts: a program holds the scores of all, and if it multiplies the sums of products
 _BF16, _F32, _TINY = torch.bfloat16, torch.float32, torch.finfo(torch.float32).tiny
+MOST, MOST_LOGITS = 1024, {_BF16: 512, _F32: 128}  # experts: a program holds all scores, and if it multiplies all sums
 
 
 def route(
@@ -50,7 +50,7 @@ def route(
         groups: into how many groups E is cut, and in how many of them a token may choose.
         experts: int64 `[N, K]` in place of the choice.
         impl: `"triton"`, `"reference"`, or `None`: torch's product and `top_k`, until a GPU has shown that the one
-            kernel is faster. It serves bfloat16 and float32, E up to 128, and neither groups nor `experts`.
+            kernel is faster. It serves E up to 512 in bfloat16 and 128 in float32, and neither groups nor `experts`.
 
     Returns:
         `(logits, scores, experts, weights)`: `[N, E]`, `[N, E]`, int64 `[N, K]`, best first and ties to the lower
@@ -66,8 +66,8 @@ def route(
                 [1, 0]])
     """
     check_shapes(x=(x, "N D"), weight=(weight, "E D"), bias=(bias, "E"), experts=(experts, "N K"))
-    plain = experts is None and groups[0] == groups[1] and len(weight) <= MOST_LOGITS and x.dtype == weight.dtype
-    if runs_triton(impl, x, "route") and plain and x.dtype in (_BF16, _F32) and 1 <= k <= len(weight):
+    plain = experts is None and groups[0] == groups[1] and x.dtype == weight.dtype
+    if runs_triton(impl, x, "route") and plain and 1 <= k <= len(weight) <= MOST_LOGITS.get(x.dtype, 0):
         return _Route.apply(x, weight, bias, k, score == "softmax", normalize, scale)
     logits = router_linear(x, weight)
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
@@ -230,7 +230,8 @@ def _route_op(
     logits, scores, weights = (x.new_empty((N, n), dtype=_F32) for n in (E, E, k))
     experts = x.new_empty((N, k), dtype=torch.int64)
     yield logits, scores, experts, weights
-    blocks = (64, 64) if x.dtype == _BF16 else (16, 16)
+    wide = next_power_of_2(E) // 128
+    blocks = (16, 16) if x.dtype != _BF16 else (64, 64) if wide < 2 else (64 // wide, 32)  # sums of 64 x 128 at most
     given = {"weight_ptr": weight.contiguous(), "logits_ptr": logits, "scores_ptr": scores, "weights_ptr": weights}
     _launch_choice(x, E, bias, experts, *blocks, **given, SOFTMAX=softmax, NORMALIZE=normalize, scale=scale)
 

@@ -160,7 +160,8 @@ CASES: dict[str, Callable[[], None]] = {case: make(case) for case, make in {
     "attention K=64 fp32": row("attention", **HEADS), "moe_permute D=4096 K=8 E=64 bf16": moe_permute,
     "moe_permute D=2000 K=2 E=8 fp32": moe_permute, "top_k E=256 K=8 fp32": row("top_k"),
     "top_k E=60 K=4 bf16": row("top_k", without="bias"),
-    "route D=2048 E=128 K=8 bf16": row("route"),
+    "route D=2048 E=128 K=8 bf16": row("route"), "route D=2048 E=256 K=8 bf16": row("route"),
+    "route D=2048 E=512 K=8 bf16": row("route"),
     "route D=1000 E=60 K=4 fp32": row("route", lambda: {"bias": empty(60), "score": "sigmoid"}),
     "attention_merge H=8 K=128 bf16": row("attention_merge"), "attention_merge H=5 K=80 fp32": row("attention_merge"),
 }.items()}  # fmt: skip
@@ -188,6 +189,7 @@ if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
 
 # The tiles that wgmma takes spill.
 MMA_SYNC = {"attention K=256 bf16": {"backward_keys_kernel"}}
+MMA_SYNC |= {f"route D=2048 E={E} K=8 bf16": {"choice_kernel"} for E in (256, 512)}  # 64 tokens would spill
 IN_TURN = {"attention K=256 bf16": {"forward_kernel"}}
 # Three stages don't fit into 163 KiB of shared memory.
 TWO_STAGES = {("sm_80", f"{norm} D=8192 fp32 residual") for norm in ("rms_norm", "layer_norm")}

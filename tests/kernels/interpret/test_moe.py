@@ -62,6 +62,7 @@ ROUTERS = [  # N, D, E, K, dtype, bias, and what else the router is asked
     (70, 100, 60, 8, BF16, True, {}), (9, 33, 21, 3, F32, False, {"scale": 2.5}),
     (5, 16, 120, 1, BF16, False, {"normalize": False}), (18, 24, 7, 7, F32, True, {"score": "sigmoid"}),
     (3, 8, 17, 2, BF16, True, {"score": "sigmoid", "normalize": False, "scale": 0.5}),
+    (35, 70, 256, 8, BF16, True, {"score": "sigmoid"}), (17, 40, 400, 6, BF16, False, {}),
 ]  # fmt: skip
 
 
