@@ -67,7 +67,7 @@ def convert_to_fp8(
         all_gather: let ZeRO 1-3 quantize the shards of these weights, and gather them in FP8: 1 byte and 4 / 128^2 per
             element in place of 2 (bfloat16) or 4 (float32), in messages and in memory. Results are the same. Each
             data rank must hold a multiple of 128 of the layer's output features. Until it is sharded again, the
-            gathered weight can be read by its layer only.
+            gathered weight can be read by its layer only. A weight that stages of one rank share is gathered as it is.
         experts: convert the experts of `ParallelMoE` too. Each expert has its own products, so the host reads how many
             tokens each has, which `grouped_mm` in bfloat16 does not: it pays for few, large experts on a rank, on a GPU
             that multiplies e4m3. Blocks of 128 tokens begin with each expert, in the order of its tokens: gradients of
