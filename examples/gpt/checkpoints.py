@@ -376,6 +376,7 @@ class Stop:
 
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
         self.run, self.checkpoints, self.updates = run, checkpoints, local_updates(run)
+        self.job = local_updates(run, are_jobs=True)
         self.signals: StopSignals | None = None
         self.ends = time.monotonic() + 60 * (checkpoints.args.exit_minutes or math.inf)
         self.asked = self.stopped = False
@@ -385,15 +386,21 @@ class Stop:
         """Save and leave after this step, as on a signal."""
         self.asked = True
 
+    def is_asked(self) -> bool:
+        """Return whether this rank was asked to stop. Other ranks may not know yet."""
+        late = time.monotonic() >= self.ends
+        return self.asked or late or (self.signals is not None and self.signals.asked)
+
     def after_step(self) -> bool:
         """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
 
         Ranks hear of each other a step late. Workers ask each other in the last step before a merge, which waits for
         every worker.
         """
-        late = time.monotonic() >= self.ends
-        asked = self.asked or late or (self.signals is not None and self.signals.asked)
-        granted = self.wishes.after_step(self.run.step, stop=asked, failed=self.checkpoints.failed)
+        if self.job is not None and self.job.stopped:  # all ranks know it, and there is no next step
+            self.stopped = True
+            return True
+        granted = self.wishes.after_step(self.run.step, stop=self.is_asked(), failed=self.checkpoints.failed)
         stop = "stop" in granted
         if "failed" in granted:
             self.checkpoints.tell_failed()

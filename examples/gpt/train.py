@@ -70,16 +70,29 @@ class Trainer:
         self.console = Console(mesh, self.out)
         self.checkpoints = Checkpoints(self.run, setup, args, self.out, self.console)
         self.checkpoints.begin()  # loads a checkpoint or other weights, if the flags name any
+        self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
+        self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
+        self.times = StepTimes(mesh, compiled=args.compile is not None)  # of the last step
+        self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
         if (worker := local_updates(self.run, are_jobs=True)) is not None:
             offset = self.checkpoints.first_sample - self.checkpoints.first_step * args.global_batch
             data = f"{setup.corpus}, seed {args.seed}, {args.global_batch} samples a step, from sample {offset}"
             worker.data = {"data": data, **worker_settings(args, setup.config)}
             worker.defaults = worker_settings(parse([]), GPTConfig(moe=MoEConfig())) | {"moe.experts": "0"}
+            worker.should_stop = self.while_waiting
             worker.begin()
-        self.stragglers, self.stop = Stragglers(mesh), Stop(self.run, self.checkpoints)
-        self.profile = Profile(profiled_steps(args.profile), mesh, self.out)
-        self.times = StepTimes(mesh, compiled=args.compile is not None)  # of the last step
-        self.beat: Callable[[], None] = lambda: None  # tells a watchdog of progress
+
+    def tell_workers(self) -> None:
+        """Print which workers joined and left, if this job is one of several."""
+        job = local_updates(self.run, are_jobs=True)
+        for line in job.worker.news() if job is not None and job.worker is not None else ():
+            self.console.tell(line)
+
+    def while_waiting(self) -> bool:
+        """Tell the watchdog that this worker waits for others. Return whether this rank was asked to stop."""
+        self.beat()
+        self.tell_workers()
+        return self.stop.is_asked()
 
     def batch(self, samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return tokens and targets of these samples, this rank's part over cp, and the model's arguments by name.
@@ -177,9 +190,7 @@ class Trainer:
                 for line in faults.after(entry, checkpoints.samples(step), self.run, self.stragglers):
                     console.tell(line)
                 console.record_merge(step, merge)
-                if worker is not None and worker.worker is not None:
-                    for line in worker.worker.news():
-                        console.tell(line)
+                self.tell_workers()
                 if args.eval_every and ((step + 1) % args.eval_every == 0 or self.run.step == args.steps):
                     sets = {name: self.evaluate(samples) for name, samples in self.setup.eval_sets.items()}
                     console.record_evaluation(step, self.evaluate(), sets)

@@ -8,7 +8,7 @@ Between two merges, workers do not communicate. Or each worker is a job of its o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from mpcore.training.run import Run
 
 log: Logger = get_logger(__name__)
 _OF_JOBS = ("steps", "folder", "token", "data", "rule", "wait", "staleness", "dynamic", "timeout", "replicas",
-            "update_dtype", "overlap", "defaults")  # fmt: skip
+            "update_dtype", "overlap", "defaults", "should_stop")  # fmt: skip
 
 
 @dataclass
@@ -49,6 +49,8 @@ class LocalUpdates(Observer):
         token: the file with the secret that these workers share. None: the variable MPCORE_SECRET.
         data: names the data, or settings by name. A worker with other data, another model, optimizer or option is
             refused, with the name and both values.
+        should_stop: called on each rank about once a second while this worker waits for others. If it returns True on
+            any rank, the wait ends on all ranks, and `stopped` is True.
         defaults: the settings in `data` of a run that an older program began, without them.
         rule: the outer rule (`mpcore.tools.workers`), instead of `Average(lr)` or `Nesterov(lr, momentum, nesterov)`.
         wait, staleness, dynamic, timeout, replicas, update_dtype, overlap: of `mpcore.tools.workers.outer.Options`;
@@ -84,6 +86,7 @@ class LocalUpdates(Observer):
     token: str | os.PathLike[str] | None = None
     data: str | Mapping[str, str] = ""
     defaults: Mapping[str, str] | None = None
+    should_stop: Callable[[], bool] | None = field(default=None, repr=False, compare=False)
     rule: Rule | None = None
     wait: str | None = None
     staleness: int | None = None
@@ -162,6 +165,7 @@ class LocalUpdates(Observer):
         """
         if not self.begun:
             if self.worker is not None:
+                self.worker.should_stop = self.should_stop or self.worker.should_stop
                 self.worker.begin(self.data, self.defaults or {})
             else:
                 with self.run.parameters():
@@ -179,6 +183,11 @@ class LocalUpdates(Observer):
         """
         if self.worker is not None and self.begun:
             self.worker.stop(seconds)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `should_stop` ended a wait, on all ranks alike: there is no step to train, so save and call `stop`."""
+        return self.worker is not None and self.worker.stopped
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         """Call `begin`."""

@@ -92,6 +92,29 @@ def test_workers_of_unlike_layouts_equal_dense_ones(overlap, tmp_path):
         torch.testing.assert_close(x, anchor[name], rtol=1e-10, atol=1e-10)
 
 
+def stopped_while_waiting(out):
+    """Rank 1 alone is asked to stop while the worker waits for a second one. Return when, and how the run ended."""
+    one = trainer(
+        build_mesh(tp=2, device_type="cpu"), out, "--tp", "2", "--listen", "127.0.0.1:0", "--wait", "quorum:2"
+    )
+    worker, calls = worker_of(one.run), []
+    inner = worker.should_stop
+
+    def should_stop():
+        calls.append(time.monotonic())
+        one.stop.asked = one.mesh.world.rank == 1 and len(calls) > 3
+        return inner()
+
+    worker.should_stop = should_stop
+    return one.train(), one.run.step, len(calls) < 6
+
+
+def test_ranks_of_a_worker_that_waits_agree_to_stop(tmp_path):
+    assert simulate(stopped_while_waiting, tmp_path, ranks=2) == [(True, 3, True)] * 2
+    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
+    assert [line["op"] for line in read_lines(tmp_path)] == ["begin", "join", "lease", "leave"]
+
+
 def program(out, *flags, steps=18):
     saves = () if "--save-every" in flags else ("--set", "no_save=true")
     words = [*TINY, "--local-steps", "3", "--steps", str(steps), "--out", str(out), *saves, *flags]

@@ -148,6 +148,9 @@ class ElasticWorker:
         tensors: the run's `RunTensors`.
         peer: the `Peer`, on rank 0 after `begin`.
         last: the step after which the worker hands in its update.
+        should_stop: called on each rank, about once a second while the worker waits for others. True on any rank ends
+            the wait on all ranks.
+        stopped: whether a wait ended so. Then leave with `stop`: there are no steps to train.
     """
 
     def __init__(
@@ -167,6 +170,8 @@ class ElasticWorker:
         self.last: int = 0
         self.merged: int = 0
         self.began: float = 0.0
+        self.should_stop: Callable[[], bool] = lambda: False
+        self.stopped: bool = False
         self.start: Callable[..., Peer] = lambda **given: start(
             listen=listen or near(join[0]), token=read_token(token), options=options, rule=rule, until=until,
             first=run.step, join=join, folder=None if folder is None else Path(folder), **given,
@@ -196,7 +201,7 @@ class ElasticWorker:
             self.peer = self.start(about=about, defaults=defaults, anchor=anchor)
             return self.peer.number
 
-        self.number = self._on_rank_0(work)
+        self.number, _ = self._on_rank_0(work)
         self._take()
 
     def after_step(self) -> None:
@@ -208,11 +213,14 @@ class ElasticWorker:
         if self.arrived is not None:
             here = self.arrived.after_step(step, here=self.peer is not None and self.peer.arrived())
             if ends or here:
-                self.tensors.merge(self._phase())
+                anchor = self._phase()
+                if self.stopped:
+                    return
+                self.tensors.merge(anchor)
                 self.merged = step
         if ends:
             moved, later = self.tensors.moved(self.options.update_dtype), self.later
-            facts: Any = moved, seconds, self.merged, bool(later)
+            facts: Any = moved, seconds, self.merged
             self._on_rank_0(lambda: self.peer.hand_in(*facts) if self.peer else None)
             if not later:
                 self._take()
@@ -226,34 +234,50 @@ class ElasticWorker:
         self._on_rank_0(lambda: self.peer.stop(seconds) if self.peer else None)
 
     def _phase(self) -> Tensors:
-        """Take the next phase, and wait for it. Return the anchor, on rank 0."""
+        """Take the next phase, and wait for it unless a rank shall stop. Return the anchor, on rank 0."""
         phase: list[Phase] = []
 
-        def work() -> list[Any]:
+        def work() -> list[Any] | None:
             assert self.peer is not None
-            phase.append(self.peer.take())
-            return list(phase[0][:4])
+            phase.extend(each for each in [self.peer.take()] if each is not None)
+            return list(phase[0][:4]) if phase else None
 
-        self.first, self.last, self.version, self.later = self._on_rank_0(work)
-        self.arrived = None
+        found = self._until(work)
+        if found is not None:
+            self.first, self.last, self.version, self.later = found
+            self.arrived = None
         return phase[0].anchor if phase else {}
 
+    def _until(self, work: Callable[[], Any]) -> Any:
+        """Let rank 0 repeat `work` until it returns something. None, and `stopped`, if a rank shall stop before."""
+        while True:
+            value, stop = self._on_rank_0(work, self.should_stop())
+            self.stopped: bool = stop and value is None
+            if value is not None or stop:
+                return value
+
     def _take(self) -> None:
-        self.tensors.write(self._phase())
+        anchor = self._phase()
+        if self.stopped:
+            return
+        self.tensors.write(anchor)
         self.run.step = self.merged = self.first
         self.began = time.monotonic()
         if self.first == self.last:  # the end
             self.run.step = self.until
-            self._on_rank_0(lambda: self.peer.leave() if self.peer else None)
+            if self._until(lambda: self.peer.is_alone() if self.peer else None):
+                self._on_rank_0(lambda: self.peer.leave() if self.peer else None)
 
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+    def _on_rank_0(self, work: Callable[[], Any], stop: bool = False) -> tuple[Any, bool]:
+        """Let rank 0 work. Return on all ranks its result, and whether `stop` is True on any rank."""
         error, value = None, None
         if self.run.mesh.world.rank == 0:
             try:
                 value = work()
             except (ValueError, OSError) as problem:
                 error = problem
-        return exchange(error, value, self.run.mesh.world.group, lambda values: values[0])
+        group, both = self.run.mesh.world.group, (value, stop)
+        return exchange(error, both, group, lambda of: (of[0][0], any(each for _, each in of)))
 
 
 def near(address: str) -> str:

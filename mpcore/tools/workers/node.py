@@ -66,6 +66,7 @@ class Node:
         self.channels: set[Channel] = set()
         self.strangers: threading.Semaphore = threading.Semaphore(_STRANGERS)
         self.closed: bool = False
+        self.ending: bool = False  # this worker trains no more, and leads until the others have left
         self.pulse: threading.Lock = threading.Lock()
         self.awake: float = time.clock_gettime(CLOCK)  # when this process was last seen to run
         host, port = split_address(listen)
@@ -104,6 +105,9 @@ class Node:
         """Let the leader serve until the others have left, for at most so many seconds, and then leave and save."""
         until = time.monotonic() + seconds
         with contextlib.suppress(NotLeadingError):
+            with self.state:
+                self.ending = True
+                self._merge()  # what the others have handed in waits for this worker no longer
             while len(self._led().members) > 1 and time.monotonic() < until:
                 time.sleep(0.02)  # it stays a member: without it a replica would lead
             with self.state:
@@ -286,6 +290,8 @@ class Node:
             self._check_awake()
             with self.state, contextlib.suppress(NotLeadingError):
                 for worker, (_, since) in [*self.seen.items()]:
+                    if self.ending and worker == self.number:  # it serves the others, and takes no more steps
+                        continue
                     if time.monotonic() - since > limit and worker in self._led().members:
                         broke = worker in self.broken
                         self._leave_out(worker, "its connection broke" if broke else f"no step for {limit:g} s")
@@ -320,7 +326,7 @@ class Node:
     def _take(self, message: Message, _: memoryview) -> tuple[Message, bytes]:
         """Give a worker that has handed in `phase` updates its next steps and the anchor, as soon as there are any."""
         worker, phase = message["worker"], message["phase"]
-        until = time.monotonic() + min(self.options.timeout / 4, 5.0)
+        until = time.monotonic() + min(self.options.timeout / 12, 5.0)
         with self.state:
             while True:
                 outer = self._member(worker)
@@ -332,8 +338,20 @@ class Node:
                     leases = [self._lease(worker, phase + i) for i in range(1 + self.options.overlap)]
                     if leases[0] is not None:
                         return {"leases": [x[1:3] for x in leases if x], "base": outer.version}, self._anchor()
+                    if self._merge():  # nobody else can train: these updates are enough
+                        continue
                 if not self.state.wait(until - time.monotonic()):
-                    return {"wait": True}, b""
+                    return {"wait": True, "for": self._awaited(worker)}, b""
+
+    def _awaited(self, worker: int) -> tuple[str, bool]:
+        """Return what a worker waits for, and whether it comes if no worker joins."""
+        outer, here, needed = self._led(), len(self.pending), self._needed()
+        others = ", ".join(f"{n} at {outer.members[n]}" for n in sorted(outer.leases.keys() - self.pending.keys()))
+        more = f"still trains: {others} (removed after {self.options.timeout:g} s without a step)"
+        if worker in self.pending and needed > len(outer.leases):
+            return f"{len(outer.members)} of {needed} workers are here (wait {self.options.wait!r}): start more", False
+        what = f"{here} of {needed} updates are here" if worker in self.pending else "no steps are left for this worker"
+        return f"{what}; {more}", True
 
     def _lease(self, worker: int, phase: int) -> Lease | None:
         outer = self._led()
@@ -366,11 +384,16 @@ class Node:
             self._merge()
             return {}
 
-    def _merge(self) -> None:
-        """Apply the updates that wait, if they are enough."""
+    def _needed(self) -> int:
+        outer, own = self._led(), self.number
+        idle = self.ending and own in outer.leases and own not in self.pending
+        return self.options.needed(len(outer.leases) - idle, len(outer.members))
+
+    def _merge(self) -> bool:
+        """Apply the updates that wait, if they are enough. Return whether they are."""
         outer, limit = self._led(), self.options.staleness
-        if not self.pending or len(self.pending) < self.options.needed(len(outer.leases), len(outer.members)):
-            return
+        if not self.pending or len(self.pending) < self._needed():
+            return False
         held = [self.pending[worker] for worker in sorted(self.pending)]
         self.pending = {}
         entries = [{**entry, "applied": limit is None or outer.version - entry["base"] <= limit} for entry, _ in held]
@@ -378,6 +401,7 @@ class Node:
         workers = len(outer.members) if outer.rule.shares and self.options.wait != "all" else moved
         line = {"op": "update", "version": outer.version + bool(moved), "updates": entries, "workers": workers}
         self._commit(line, [update for _, update in held])
+        return True
 
     def _beat(self, message: Message, _: memoryview) -> Message:
         outer, worker = self._led(), message["worker"]

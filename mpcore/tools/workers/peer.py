@@ -22,6 +22,10 @@ from mpcore.tools.workers.wire import Channel, Message, connect, pack, unpack
 
 log: Logger = get_logger(__name__)
 _TRIES = 8  # of a question whose connection breaks
+_GO_ON = (
+    f"To go on from {FILE} and the newest outer state, start the worker whose folder has the highest outer-N first, "
+    f"without join"
+)
 
 
 class Phase(NamedTuple):
@@ -50,6 +54,7 @@ class Peer:
         phase: how many updates it has handed in.
         progress: a counter of signs of life. The caller raises it at each step.
         waited: the seconds that it waited for others or the network.
+        awaits: what it waits for, in words; and whether more time alone brings it.
         sent: the bytes of its updates.
         news: who joined, left and took over the lead since the caller emptied this list: one text each.
     """
@@ -65,11 +70,15 @@ class Peer:
         self.progress: int = 0
         self.waited: float = 0.0
         self.told: float = 0.0  # of the seconds that it waited, those of phases that it handed in
+        self.wait: float = 0.0  # the seconds that it has waited for this phase
+        self.tell_at: float = self.options.timeout / 10  # of these seconds
+        self.awaits: tuple[str, bool] = "", True
+        self.heard: float = 0.0  # when `awaits` was set
         self.sent: int = 0
         self.run: str = ""
         self.facts: dict[str, Any] = {}
         self.update: bytes = b""
-        self.answers: queue.SimpleQueue[Phase | Exception] | None = None  # of the exchange in the background
+        self.answers: queue.SimpleQueue[Phase | Exception] | None = None  # of the exchange, which a thread makes
         self.channel: Channel | None = None
         self.left: threading.Event = threading.Event()
         self.news: list[str] = []
@@ -93,14 +102,34 @@ class Peer:
         self.news.append(f"this is worker {self.number} of the run")
         Node.thread(self._beat)
 
-    def take(self) -> Phase:
-        """Return the next steps and the newest anchor. Wait while all remaining steps are those of other workers."""
-        began, answers, self.answers = time.monotonic(), self.answers, None
-        phase = self._take() if answers is None else answers.get()
-        self.waited += time.monotonic() - began
+    def take(self) -> Phase | None:
+        """Return the next steps and the newest anchor, or None after a second in which they didn't come: call again.
+
+        A warning says what a long wait is for: after a tenth of the timeout, and then each time the wait has doubled.
+        """
+        began, limit, phase = time.monotonic(), self.options.timeout, None
+        if self.answers is None:
+            self._exchange()
+        assert self.answers is not None
+        with contextlib.suppress(queue.Empty):
+            phase = self.answers.get(timeout=min(1.0, limit / 10))
+        now = time.monotonic()
+        self.waited += now - began
+        self.wait += now - began
+        if phase is None:
+            if self.wait >= self.tell_at:
+                self.tell_at = 2 * self.wait
+                quiet, silent = now - self.heard, f"; the leader {self.leader} gave no answer for"
+                more = f"{silent} {quiet:.0f} s, at most {limit:g} s" if quiet > min(limit / 4, 5.0) + 1 else ""
+                log.warning("worker %d has waited for %.0f s: %s", self.number, self.wait, self.awaits[0] + more)
+            return None
+        self.answers, self.wait, self.tell_at = None, 0.0, limit / 10
         if isinstance(phase, Exception):
             raise phase
         return phase
+
+    def _set_awaits(self, what: str, comes: bool) -> None:
+        self.awaits, self.heard = (what, comes), time.monotonic()
 
     def _take(self) -> Phase:
         while True:
@@ -110,47 +139,55 @@ class Peer:
                 self.ask(self.facts, self.update)
             elif not answer.get("wait"):
                 break
+            self._set_awaits(*answer.get("for", ("its next steps", True)))
         self.base = answer["base"]
         (first, last), *later = answer.get("leases", [(0, 0)])
         return Phase(first, last, self.base, later[0] if later else (), unpack(tensors))
 
-    def hand_in(
-        self, update: Mapping[str, Tensor], seconds: float = 0.0, merged: int = 0, behind: bool = False
-    ) -> None:
-        """Hand in the update of the phase that was taken, x_anchor - x_local.
+    def hand_in(self, update: Mapping[str, Tensor], seconds: float = 0.0, merged: int = 0) -> None:
+        """Hand in the update of the phase that was taken, x_anchor - x_local, and ask for the next phase.
+
+        A thread does both. `take` waits for the phase and raises what failed; `arrived` says if it must wait.
 
         Args:
             update: the tensors by logical name. The leader converts them to the anchor's dtypes.
             seconds: the time of one step, for dynamic local steps.
             merged: the step before which the anchor came, with `Options.overlap`.
-            behind: hand in and take the next phase in the background. `take` waits for it; `arrived` says if it must.
         """
         self.facts = {"kind": "hand", "worker": self.number, "phase": self.phase, "base": self.base, "merged": merged}
         self.facts |= {"seconds": seconds, "waited": round(self.waited - self.told, 3)}
         self.phase, self.told = self.phase + 1, self.waited
-        if behind:
-            self.answers = queue.SimpleQueue()
-            Node.thread(self._exchange, update, self.answers)
-        else:
-            began = time.monotonic()
-            self._hand(update)
-            self.waited += time.monotonic() - began
+        self._exchange(update)
 
     def arrived(self) -> bool:
-        """Whether `take` has an answer at once, or an exchange in the background failed."""
+        """Whether `take` has an answer at once, or the exchange failed."""
         return self.answers is not None and not self.answers.empty()
 
-    def _hand(self, update: Mapping[str, Tensor]) -> None:
-        self.update = pack(update)
-        self.sent += len(self.update)
-        self.ask(self.facts, self.update)
+    def _exchange(self, update: Mapping[str, Tensor] | None = None) -> None:
+        answers = self.answers = queue.SimpleQueue[Phase | Exception]()
+        self._set_awaits("its message travels to the leader", True)
 
-    def _exchange(self, update: Mapping[str, Tensor], answers: queue.SimpleQueue[Phase | Exception]) -> None:
-        try:
-            self._hand(update)
-            answers.put(self._take())
-        except (OSError, ValueError) as error:
-            answers.put(error)
+        def work() -> None:
+            try:
+                if update is not None:
+                    self.update = pack(update)
+                    self.sent += len(self.update)
+                    self.ask(self.facts, self.update)
+                answers.put(self._take())
+            except (OSError, ValueError) as error:
+                answers.put(error)
+
+        Node.thread(work)
+
+    def is_alone(self) -> bool | None:
+        """Return True if no other worker needs this one to lead; None after a second in which one does."""
+        node, until = self.node, time.monotonic() + 1.0
+        while node.leading and node.outer is not None and len(node.outer.members) > 1:
+            if time.monotonic() > until:
+                self.progress += 1
+                return None
+            time.sleep(0.02)
+        return True
 
     def leave(self) -> None:
         """Leave a run that ended. The leader serves until the others have left, too, or were left out."""
@@ -160,14 +197,16 @@ class Peer:
         """Leave the run. Others train the steps whose update isn't handed in. The leader and replicas save their state.
 
         Args:
-            seconds: how long an update that travels may still need, and then the leader serves others that stop, too.
-                If all have left by then, its folder has all that was applied. If not, a replica leads on.
+            seconds: how long an update that was handed in may wait to be applied, and the leader serves others that
+                stop, too. If all have left by then, its folder has all that was applied. If not, a replica leads on.
             why: the reason, for the journal.
         """
-        node, limit = self.node, min(seconds, self.options.timeout)
-        if self.answers is not None:
-            with contextlib.suppress(queue.Empty):
-                self.answers.get(timeout=limit)
+        if self.left.is_set():
+            return
+        node, end = self.node, time.monotonic() + seconds
+        until = min(end, time.monotonic() + self.options.timeout)
+        while self.answers is not None and not self.arrived() and self.awaits[1] and time.monotonic() < until:
+            time.sleep(0.02)
         self.left.set()
         message = {"kind": "leave", "worker": self.number, "why": why}
         try:
@@ -177,8 +216,8 @@ class Peer:
                         self._copy_journal(self.channel)
                 node.save()
                 with contextlib.suppress(ValueError):
-                    self.ask(message, limit=limit)
-            node.end(message, seconds)
+                    self.ask(message, limit=until - time.monotonic())
+            node.end(message, end - time.monotonic())
         finally:
             self.close()
 
@@ -201,7 +240,7 @@ class Peer:
         while True:
             channel, self.channel = self.channel, None  # a connection that failed is not used again
             try:
-                channel = channel or self.find(3 * self.options.timeout if limit is None else limit)
+                channel = channel or self.find(self.options.timeout if limit is None else limit, True)
                 answer, found = channel.ask(message, tensors)
             except OSError as error:
                 if channel is not None:
@@ -218,19 +257,24 @@ class Peer:
             channel.close()
             time.sleep(0.05)
 
-    def find(self, seconds: float) -> Channel:
+    def find(self, seconds: float, waits: bool = False) -> Channel:
         """Return a connection to the leader.
 
+        Args:
+            seconds: how long to look. As long again, at most twice, if a worker begins to lead and isn't ready by then.
+            waits: whether this worker waits for it: `awaits` says so.
+
         Raises:
-            ValueError: if nobody says to lead within so many seconds, or the tokens differ.
+            ValueError: if nobody says to lead in this time, or the tokens differ.
         """
-        until, asked, told = time.monotonic() + seconds, list[str](), False
-        problem, refused = list[str](), list[str]()
+        began, asked, told = time.monotonic(), list[str](), False
+        until, problem, refused = began + seconds, list[str](), list[str]()
         while True:
             asked = asked or list(dict.fromkeys([self.node.address, *self.addresses]))
-            address = asked.pop(0)
+            address, reached = asked.pop(0), False
             try:
                 channel = connect(address, self.token, self.options.timeout)
+                reached = True
                 answer, _ = channel.ask({"kind": "who"})
                 if answer.get("leads") and self.run in ("", answer["run"]):
                     self.run = answer["run"]
@@ -243,12 +287,19 @@ class Peer:
                 refused.append(f"{address}: {error}")
             except OSError as error:
                 problem.append(f"{address}: {error}")
+                if reached and isinstance(error, TimeoutError):  # it looks for dead workers before it leads
+                    until = min(time.monotonic() + seconds, began + 3 * seconds)
             if not asked:
                 if refused and self.number < 0:  # one that has a number goes on to look for the others
                     raise ValueError("; ".join(refused))
                 found = "; ".join(problem + refused) or "none of the workers there leads"
-                if time.monotonic() > until:
-                    raise ValueError(f"no worker of the run answered within {seconds:g} s: {found}")
+                now = time.monotonic()
+                if waits:
+                    found = f"0 of {len(self.addresses)} known workers lead or hold the outer state ({found})"
+                    self._set_awaits(f"{found}; this worker ends in {max(until - now, 0):.0f} s", False)
+                if now > until:
+                    found += f". {_GO_ON}" if waits else ""
+                    raise ValueError(f"no worker of the run answered within {until - began:.3g} s: {found}")
                 if not told and self.number < 0:
                     log.warning("wait at most %g s for a worker of the run: %s", seconds, found)
                 problem, refused, told = [], [], True
