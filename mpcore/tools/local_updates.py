@@ -186,7 +186,7 @@ class LocalUpdates(Observer):
 
     @property
     def stopped(self) -> bool:
-        """Whether `should_stop` ended a wait, on all ranks alike: there is no step to train, so save and call `stop`."""
+        """Whether `should_stop` ended a wait, on all ranks alike. Then no step is left to train: call `stop`."""
         return self.worker is not None and self.worker.stopped
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:

@@ -164,7 +164,7 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     assert main(["replay-workers", str(tmp_path / "1")]) == 1
 
 
-OLDER = {"overlap": "False", "embedding_scale": "1.0"}
+OLDER = {"overlap": "False", "embedding_scale": "1.0", "precision": "float64"}
 
 
 def test_a_stopped_run_goes_on_from_its_last_outer_step(tmp_path):
@@ -236,16 +236,19 @@ def test_what_a_run_of_workers_refuses(tmp_path, caplog):
         updates.check(replace(Mesh(), worlds=Axis(size=2)), [])
     with pytest.raises(ValueError, match=r"worlds=1"):
         LocalUpdates().check(Mesh(), [])
-    first = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0")
+    single = ["--dtype", "float32"]
+    first = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0", *single)
     address = worker_of(first.run).peer.node.address
     for flags, said in (
         (["--d-model", "64"], "--d-model is 64"),
         (["--seed", "1"], "data is"),
         (["--lr", "1"], "--lr is 1.0"),
         (["--warmup", "7"], "--warmup is 7"),
+        (["--dtype", "bfloat16"], "precision is bfloat16"),
+        (["--dtype", "bfloat16", "--set", "autocast=true"], "precision is bfloat16 autocast"),
     ):
         with pytest.raises(ValueError, match=f"{said}.* here, and .* at the run"):
-            trainer(Mesh(), tmp_path / "1", "--join", address, *flags)
+            trainer(Mesh(), tmp_path / "1", "--join", address, *single, *flags)
     worker_of(first.run).peer.close()
 
 

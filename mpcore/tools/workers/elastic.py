@@ -26,6 +26,7 @@ from mpcore.tools.workers.outer import Options, Tensors, like, rounded
 from mpcore.tools.workers.peer import Peer, Phase, start
 from mpcore.tools.workers.rules import Rule
 from mpcore.tools.workers.wire import read_token, split_address
+from mpcore.training.policies import DTYPES
 from mpcore.training.run import Run
 
 
@@ -119,7 +120,7 @@ class RunTensors:
         return sent
 
     def about(self) -> dict[str, str]:
-        """Return texts that name the model and the optimizer. They do not depend on the layout."""
+        """Return texts that name the model, the optimizer and the precision. They do not depend on the layout."""
         names = hashlib.sha256(repr(sorted((n, s, str(d)) for n, (s, d) in self.shapes.items())).encode()).hexdigest()
         values = sum(torch.Size(shape).numel() for shape, _ in self.shapes.values())
         dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in self.shapes.values()}))
@@ -130,7 +131,11 @@ class RunTensors:
         ]
         options = exchange(None, options, self.group, lambda all_of: sorted({x for each in all_of for x in each}))
         model = f"{len(self.shapes)} tensors, {values} values in {dtypes}, {names[:12]}"
-        return {"model": model, "optimizer": f"{type(self.run.optimizer).__name__} {' '.join(options)}"}
+        chosen = self.run.precision
+        words = [str(DTYPES.get(chosen.dtype, chosen.dtype)).removeprefix("torch.")]  # type: ignore[call-overload]
+        words += ["autocast"] * (chosen.autocast_dtype is not None) + ["fp8"] * chosen.fp8
+        optimizer = f"{type(self.run.optimizer).__name__} {' '.join(options)}"
+        return {"model": model, "optimizer": optimizer, "precision": " ".join(words)}
 
 
 class ElasticWorker:
@@ -196,6 +201,7 @@ class ElasticWorker:
         """
         said = {"data": data} if isinstance(data, str) else data
         about, anchor = {**said, **self.tensors.about()}, self.tensors.read()
+        defaults = {"precision": about["precision"], **defaults}  # a journal of an older program lacks it
 
         def work() -> int:
             self.peer = self.start(about=about, defaults=defaults, anchor=anchor)

@@ -159,7 +159,7 @@ def check_settings(here: Mapping[str, str], run: Mapping[str, str], where: str, 
     names = [name for name in names if name not in ("model", "optimizer")] or names  # a setting says more than a hash
     if names:
         told = [f"{name} is {here.get(name)} here, and {run.get(name)} {where}" for name in names[:3]]
-        raise ValueError("; ".join(told))
+        raise ValueError(f"{'; '.join(told)}: use the same here, or begin another run (an empty folder, without join)")
 
 
 def new_run(rule: Rule, first: int, until: int, about: Mapping[str, str], anchor: Mapping[str, Tensor]) -> Line:
