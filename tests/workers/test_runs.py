@@ -122,6 +122,25 @@ def program(out, *flags, steps=18):
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def test_a_worker_that_lacks_others_says_so_and_stops_on_sigterm(tmp_path, capsys):
+    job = program(tmp_path, "--wait", "quorum:2", "--listen", "127.0.0.1:0", "--set", "worker_timeout=5")
+    lines = []
+    while "1 of 2 workers are here" not in "".join(lines[-1:]):
+        lines.append(job.stdout.readline())
+        assert lines[-1], lines
+    os.kill(job.pid, signal.SIGTERM)
+    out = job.communicate(timeout=60)[0]
+    assert job.returncode == 75, out
+    assert "and stopped; the same command joins the run again" in out
+    assert main(["replay-workers", str(tmp_path)]) == 0
+    said = "ends with outer step 0, at step 0 of 18: all workers had left the run, so no folder has more"
+    assert said in capsys.readouterr().out
+    path = tmp_path / "journal.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))  # killed, or of another worker's folder
+    assert main(["replay-workers", str(tmp_path)]) == 0
+    assert "in the run then: 0 (if a worker went on, its folder has more" in capsys.readouterr().out
+
+
 @pytest.mark.timeout(1800)  # on a busy machine; it ends when what it waits for is there
 def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, capsys):
     """Three jobs of the example; the leader is killed, and started again where its checkpoints are."""

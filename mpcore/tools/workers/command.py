@@ -19,7 +19,7 @@ from mpcore.tools.simulation.replay import saved_arguments
 from mpcore.tools.simulation.turns import RankError
 from mpcore.tools.workers.elastic import replay_runs
 from mpcore.tools.workers.journal import Replayed, read_lines
-from mpcore.tools.workers.outer import ENDED, STOPPED, Line
+from mpcore.tools.workers.outer import ENDED, STOPPED, Line, Outer
 from mpcore.training.run import Run
 
 EVERY = 5.0
@@ -138,6 +138,14 @@ def replay_program(run: Path, program: str) -> Replayed:
     return simulate(play, ranks=ranks)[0]
 
 
+def why(outer: Outer) -> str:
+    """Return why a journal ends before the last step, as far as it says."""
+    if not outer.members:  # the last worker that leaves is the leader, which writes this
+        return "all workers had left the run, so no folder has more"
+    here = ", ".join(map(str, sorted(outer.members)))
+    return f"in the run then: {here} (if a worker went on, its folder has more; if all stopped or died, none has)"
+
+
 @reports_errors("mpcore replay-workers", RankError, ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
@@ -154,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outer = found.outer
     total = f"{found.updates} updates in {outer.version} outer steps, to step {outer.done} of {outer.until}"
     if not outer.ended:
-        print(f"{args.run} ends at step {outer.done} of {outer.until}: another worker's folder has the rest")
+        print(f"{args.run} ends with outer step {outer.version}, at step {outer.done} of {outer.until}: {why(outer)}")
     if found.differing:
         print(f"{total}: {len(found.differing)} hashes differ, the first of {found.differing[0]}")
         print(f"workers of another layout than {args.run} round otherwise: compare their values with replay_runs")
