@@ -380,7 +380,7 @@ def test_a_replica_that_stood_still_does_not_lead(caplog):
         first.kill()
         second.peer.node.awake -= 10.0
     second.join(30)
-    assert "no worker of the run answered within 1 s" in str(second.error)
+    assert "no worker of the run answered within" in str(second.error)
     assert "worker 1 stood still for 10 s, and the timeout is 1 s: the others went on without it" in caplog.text
 
 

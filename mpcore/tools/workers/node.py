@@ -466,6 +466,7 @@ class Node:
         if not self.leading and self.outer is not None:
             lower = {n: at for n, at in [*self.outer.members.items()] if n < self.number}
             if not any(self._is_alive(worker, at) for worker, at in lower.items()):
+                self._check_awake()  # it may have stood still since the message came
                 with self.state:
                     if not self.leading and self.outer is not None and not self.closed:
                         self._begin_to_lead()
