@@ -305,7 +305,7 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
         "every": 100, "lr": None, "momentum": None, "nesterov": True, "fragments": 1, "listen": None, "join": (),
         "steps": 0, "folder": None, "token": None, "data": "", "rule": None, "wait": None, "staleness": None,
         "dynamic": True, "timeout": 60.0, "replicas": 1, "update_dtype": "same", "overlap": False,
-        "defaults": None,
+        "defaults": None, "should_stop": None,
     },
     experimental.DiLoCo: {"every": 100, "lr": 0.7, "momentum": 0.9, "nesterov": True, "fragments": 1, "blocks": None},
     mp.Zero: {"stage": 1, "replicate": 1, "param_dtype": None, "reduce_dtype": torch.float32},
