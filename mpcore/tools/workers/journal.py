@@ -17,6 +17,7 @@ from torch import Tensor
 from mpcore.checkpoint.store import Store
 from mpcore.checkpoint.tensor_file import write_tensors
 from mpcore.mesh.log import Logger, get_logger
+from mpcore.tools.fault_tolerance.metrics import MetricsWriter, write_whole
 from mpcore.tools.workers.outer import Line, Outer, Tensors, digest, like
 from mpcore.tools.workers.wire import unpack
 
@@ -38,7 +39,7 @@ class Journal:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.lines: list[Line] = list[Line]()
-        self.whole: bool = True  # whether the file has all lines
+        self.writer: MetricsWriter | None = None if folder is None else MetricsWriter(folder / FILE)
         self.lock: IO[str] | None = None if folder is None else Store[Path]().lock(folder)
 
     def close(self) -> None:
@@ -49,27 +50,21 @@ class Journal:
     def replace(self, lines: Sequence[Line]) -> None:
         """Begin with these lines, in the place of those in the folder."""
         self.lines = list(lines)
-        if self.folder is not None:
-            temporary = self.folder / f"{FILE}.new"
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            os.replace(temporary, self.folder / FILE)
+        if self.writer is not None:
+            write_whole(self.writer.path, "".join(json.dumps(line) + "\n" for line in lines))
+            self.writer.waiting = b""
 
     def append(self, line: Line) -> None:
-        """Write one more line. Warn if the disk is full, and write all lines when it has room again."""
+        """Write one more line. Warn if the disk is full: the lines wait, and the next call writes them."""
         self.lines.append(line)
-        if self.folder is None:
+        if self.writer is None:
             return
+        fits = not self.writer.waiting
         try:
-            if self.whole:
-                with open(self.folder / FILE, "a") as file:
-                    file.write(json.dumps(line) + "\n")
-            else:
-                self.replace(self.lines)
-            self.whole = True
+            self.writer.add(line)
         except OSError as error:
-            if self.whole:
-                log.warning("NOT WRITTEN, training goes on: %s: %s", self.folder / FILE, error)
-            self.whole = False
+            if fits:
+                log.warning("NOT WRITTEN, training goes on: %s: %s", self.writer.path, error)
 
     def save(self, outer: Outer) -> None:
         """Write the tensors of the outer state after the last line, and remove older ones. Warn if the disk is full."""
