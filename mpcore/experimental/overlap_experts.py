@@ -13,6 +13,7 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 3.4.1, two micro-batches with si
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,8 @@ def overlap_experts(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role
         - Three of the four messages in each pass of a block run beside computation. In compiled code, in a block whose
           modules have hooks, and with `dispatch="all_gather"` on a CPU, none does.
         - The rows of a block must not depend on each other: layers of mpcore, and torch's norms of features, don't.
-        - Forward without gradients computes all rows at once.
+        - Forward without gradients computes all rows at once. A micro-batch of one row hides nothing, and warns.
+        - What draws from torch's generators, such as LoRA's dropout, draws other numbers than for all rows at once.
 
     Args:
         model: the model, or this rank's pipeline stages. Its mixtures on ep > 1 must be the `mlp` of a
@@ -56,8 +58,7 @@ def overlap_experts(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role
     Raises:
         ValueError: on every rank of pp, before anything is changed, if no stage has a mixture on ep > 1, or one can't
             compute in halves: it isn't a block's `mlp`, has `sequence_dim=0`, `aux_loss="micro_batch"` or invariant
-            numerics. In forward, if a micro-batch has one row, or an argument is unknown or doesn't have a row for each
-            of x.
+            numerics. In forward, if an argument is unknown or doesn't have a row for each of x.
 
     Example:
         >>> moe = mpcore.ParallelMoE(8, 16, num_experts=4, top_k=2, ep=mpcore.Axis(rank=0, size=2, role="ep"))
@@ -128,7 +129,8 @@ class HalvesBlock(TransformerBlock):
     """A `TransformerBlock` with a mixture of experts, made by `overlap_experts`."""
 
     maker = "overlap_experts"
-    hooked: tuple[bool, ...] = ()  # whether a module had hooks in the last forward. A recomputation resets numbers
+    fewest = 0  # rows that are halved: all ranks of ep send messages of two halves, also if one of them has no row
+    last: tuple[bool, ...] = ()  # whether the last forward had hooks, or all rows at once. Recomputation resets numbers
 
     def forward(
         self,
@@ -144,17 +146,21 @@ class HalvesBlock(TransformerBlock):
         documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         modules = () if torch.compiler.is_compiling() else [*self.modules()][1:]
         hooked = any(has_hooks(module, besides="mpcore") for module in modules)
-        if in_backward() and self.hooked != (hooked,):
+        whole = hooked or not torch.is_grad_enabled() or torch.compiler.is_compiling() or len(x) < self.fewest
+        if in_backward() and self.last[:1] != (hooked,):
             raise input_error(
                 f"hooks of a block were added or removed before its recomputation, and {self.maker} computes all "
                 f"rows at once where there are hooks: keep them until backward has ended"
             )
-        self.hooked = (hooked,)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or hooked:
+        if in_backward():  # as in forward, which torch's reentrant checkpoint runs without gradients
+            whole = whole or self.last[1]
+        else:
+            self.last = (hooked, whole)
+        if len(x) == 1 and torch.is_grad_enabled() and not hooked:
+            warnings.warn(f"{self.maker} hides nothing in a micro-batch of 1 row: give it 2 or more", stacklevel=2)
+        if whole:
             about: dict[str, Any] = {"samples": samples, "tokens": tokens, "mlp_arguments": mlp_arguments}
             return super().forward(x, **about, **documents, **attention_arguments)
-        if len(x) < 2:
-            raise input_error(f"x {tuple(x.shape)} has {len(x)} row, and {self.maker} needs 2 in each micro-batch")
         middle, halves = -(-len(x) // 2), []
         for here in (slice(0, middle), slice(middle, len(x))):
             attention, mlp = (
@@ -209,9 +215,9 @@ def _of(
     def cut(name: str, value: Any) -> Any:
         if isinstance(value, tuple | list):
             return tuple(cut(name, each) for each in value)
-        least, is_one = dims.get(name), name not in ("samples", "rows", "experts")  # one row counts for all
+        least, is_one = dims.get(name), here.start < here.stop and name not in ("samples", "rows", "experts")
         if not isinstance(value, Tensor) or least is None or value.dim() < least or (is_one and len(value) == 1):
-            return value
+            return value  # one row counts for all
         if len(value) != len(x):
             raise input_error(
                 f"{name} {tuple(value.shape)} has {len(value)} rows, and {maker} cuts the {len(x)} rows of x: give as "
@@ -231,7 +237,7 @@ def _documents(here: slice, rows: int, ends: Tensor, maker: str) -> tuple[Tensor
 
     The factor is NaN if a document lies in both halves, and otherwise 1.
     """
-    begin, end = (ends[-1] // rows * row for row in (here.start, here.stop))
+    begin, end = (ends[-1] // max(rows, 1) * row for row in (here.start, here.stop))
     one = ((ends == begin).any() & (ends == end).any()).logical_not()
     if can_read(ends) and bool(one):
         raise input_error(

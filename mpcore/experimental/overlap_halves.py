@@ -56,7 +56,8 @@ def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role=
           all-gather runs beside nothing if its layer has `regather` or an adapter, or attention recomputes alone.
         - In compiled code, and in a block whose modules have hooks, no message of forward runs beside computation.
         - The rows of a block must not depend on each other: layers of mpcore, and torch's norms of features, don't.
-        - Forward without gradients computes all rows at once.
+        - Forward without gradients computes all rows at once. A micro-batch of one row hides nothing, and warns.
+        - What draws from torch's generators, such as LoRA's dropout, draws other numbers than for all rows at once.
         - Blocks with experts stay as they are: see `overlap_experts`.
 
     Args:
@@ -65,8 +66,8 @@ def overlap_halves(model: nn.Module | Sequence[nn.Module], pp: Axis = Axis(role=
 
     Raises:
         ValueError: on every rank of pp, before anything is changed, if no stage has a dense `TransformerBlock` on tp >
-            1, or one has `sequence_dim=0`, invariant numerics, or a module with a forward of its own. In forward, if a
-            micro-batch has one row, or an argument is unknown or doesn't have a row for each of x.
+            1, or one has `sequence_dim=0`, invariant numerics, or a module with a forward of its own. In forward, if an
+            argument is unknown or doesn't have a row for each of x.
 
     Example:
         >>> tp = mpcore.Axis(rank=0, size=2, role="tp")
@@ -134,6 +135,7 @@ class DenseHalvesBlock(HalvesBlock):
     """A dense `TransformerBlock`, made by `overlap_halves`. A flight is a `_Part`."""
 
     maker = "overlap_halves"
+    fewest = 2  # all ranks of tp have the same rows
 
     def compute(self, halves: list[Half]) -> Tensor:
         """Compute both halves, in the order of the pictures above."""
@@ -168,6 +170,8 @@ class _Part:
         alone = any("forward" in vars(layer) for layer in parts)  # recomputed by itself
         if any(map(has_forward_hooks, parts)) or (alone and self.row is not None and self.row.sequence_parallel):
             self.row = None  # a hook sees the whole input, and the sum
+        if self.row is not None and type(self.row.product).row not in SUMS:
+            self.row = None  # a product that communicates in a way of its own
         self.column = column if self.row is not None else None
         self.messages: list[_Gather | _Sum | _Scatter] = []
         if self.column is not None:
@@ -176,7 +180,7 @@ class _Part:
     def run(self, between: Callable[[], None] = lambda: None) -> None:
         """Call the module, and leave its sum under way. With sequence parallelism, `between` is before the product."""
         row, column, waiting = self.row, self.column, [between]
-        if row is None or type(row.product).row not in (Product.row, OverlapProduct.row):
+        if row is None:
             self.y = self.owner(self.x, **self.arguments)
         else:
             before: dict[ParallelLinear, Product] = {row: row.product}
@@ -214,6 +218,9 @@ class _StartingProduct(WrappedProduct):
         y = self.base.column(x, weight, None, Axis())
         self.messages.append(_Sum(y, bias, tp) if dim is None else _Scatter(y, bias, tp, dim))
         return y
+
+
+SUMS = (Product.row, OverlapProduct.row, _StartingProduct.row)  # one sum, or chunks of it
 
 
 @dataclass(frozen=True)

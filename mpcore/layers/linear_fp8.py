@@ -34,8 +34,9 @@ _ALONE = Axis()
 class KeptWeight:
     """The quantized form of one parameter, and of its transpose, until the parameter changes.
 
-    An optimizer's step, an operation in place, or other memory (`parameter.data = ..`) changes it. A copy, or what
-    `pickle` loads, belongs to the copied parameter and holds no forms yet.
+    An optimizer's step, an operation in place, or other memory (`parameter.data = ..`) changes it. A forward without
+    gradients adds no forms, because between steps weights are swapped and written in more ways than torch counts. A
+    copy, or what `pickle` loads, belongs to the copied parameter and holds no forms yet.
     """
 
     stamp: tuple[Any, ...] | None
@@ -52,9 +53,9 @@ class KeptWeight:
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
-    def drop(self, stamp: tuple[Any, ...] | None = None) -> None:
-        """Drop the forms. The next ones are of the parameter's memory and version in `stamp`."""
-        self.stamp, self.forms = stamp, [None, None]
+    def drop(self) -> None:
+        """Drop the forms."""
+        self.stamp, self.forms = None, [None, None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptWeight:
         return KeptWeight(copy.deepcopy(self.parameter, memo))
@@ -62,15 +63,17 @@ class KeptWeight:
     def __reduce__(self) -> tuple[Any, ...]:
         return KeptWeight, (self.parameter,)
 
-    def form(self, weight: Tensor, turned: bool, both: bool) -> Quantized:
+    def form(self, weight: Tensor, turned: bool, both: bool, add: bool) -> Quantized:
         """Return the weight quantized, or its transpose; with `both`, compute what is missing in one pass."""
-        now = (StorageWeakRef(weight.untyped_storage()), weight.storage_offset(), weight._version)
-        if now != self.stamp:
-            self.drop(now)
-        if self.forms[turned] is None:
+        place = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
+        now = (StorageWeakRef(weight.untyped_storage()), *place, weight._version)
+        forms: list[Quantized | None] = self.forms if now == self.stamp else [None, None]
+        if forms[turned] is None:
             made = quantize_fp8(weight, square=True, rows=both or not turned, columns=both or turned)
-            self.forms = [old if new is None else new for old, new in zip(self.forms, made, strict=True)]
-        return _given(self.forms[turned])
+            forms = [old if new is None else new for old, new in zip(forms, made, strict=True)]
+        if add:
+            self.stamp, self.forms = now, forms
+        return _given(forms[turned])
 
 
 class Fp8Weight(Tensor):
@@ -133,15 +136,17 @@ class Fp8Product(Product):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None = None, regather: bool = False
     ) -> Tensor:
         main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
-        if self.kept is not None and self.kept.parameter is not weight:
-            raise input_error(
-                f"keep_weights=True, but the weight {tuple(weight.shape)} is another tensor than the parameter that "
-                f"convert_to_fp8 found: convert after the parameters are made, or leave out keep_weights"
-            )
+        if self.kept is not None and self.kept.parameter is not weight and not has_no_values(weight):
+            if not isinstance(weight, torch.nn.Parameter):
+                raise input_error(
+                    f"keep_weights=True, but the weight {tuple(weight.shape)} is no parameter but computed from "
+                    f"others, such as merged adapters: leave out keep_weights"
+                )
+            self.kept.parameter = weight  # as `materialize` makes anew; its memory is other memory
         x = cast(x, autocast_dtype(x))
         if self.split_backward:
             x, tp, dim = share(x, tp, dim), _ALONE, None
-        how = main, self.split_backward, self.kept
+        how = main, self.split_backward, self.kept, torch.is_grad_enabled()
         return _Fp8Linear.apply(x, weight, bias, tp, dim, regather and dim is not None, *how)
 
     def gather_form(self, name: str, rows: int, zero: int, shards: int) -> type[Fp8Weight] | None:
@@ -177,7 +182,7 @@ def grouped_fp8(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     outputs = []
     for group, w in zip(groups, weight.unbind(), strict=True):
         padded = F.pad(group, (0, 0, 0, -len(group) % BLOCK))
-        outputs.append(_Fp8Linear.apply(padded, w, None, _ALONE, None, False, None, False, None)[: len(group)])
+        outputs.append(_Fp8Linear.apply(padded, w, None, _ALONE, None, False, None, False, None, False)[: len(group)])
     return torch.cat([*outputs, rest.new_zeros(len(rest), weight.shape[1])])
 
 
@@ -215,12 +220,12 @@ class _Fp8Linear(Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, dim: int | None, regather: bool,
-        main: tuple[Tensor, Tensor | None] | None, split: bool, kept: KeptWeight | None,
+        main: tuple[Tensor, Tensor | None] | None, split: bool, kept: KeptWeight | None, add: bool,
     ) -> Tensor:  # fmt: skip
         whole = x if dim is None else gathered(start_all_gather(x, tp), tp, dim)
         wanted = ctx.needs_input_grad[1]
         rows, columns = quantize_fp8(flat_tokens(whole), columns=wanted and not regather)
-        y = fp8_matmul(_given(rows), _form(kept, weight, False, ctx.needs_input_grad[0]), x.dtype)
+        y = fp8_matmul(_given(rows), _form(kept, weight, False, ctx.needs_input_grad[0], add), x.dtype)
         if bias is not None:
             y += bias.to(y.dtype)
         saved = (None, None) if columns is None else columns
@@ -249,17 +254,17 @@ class _Fp8Linear(Function):
             product = partial(_weight_product, ctx.dtype)
             dweight = add_or_return(weight_main, product, *columns, values, scales)
         dbias = add_or_return(bias_main, column_sum, flat) if for_bias else None
-        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 6
+        return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 7
 
 
-def _form(kept: KeptWeight | None, weight: Tensor, turned: bool, both: bool = False) -> Quantized:
+def _form(kept: KeptWeight | None, weight: Tensor, turned: bool, both: bool = False, add: bool = True) -> Quantized:
     """Return the quantized weight, or its transpose. What is traced or captured in a graph is never kept."""
     if isinstance(weight, Fp8Weight):
         return weight.form(turned)
     traced = torch.compiler.is_compiling() or has_no_values(weight) or is_tracing()
     if kept is None or traced or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _given(quantize_fp8(weight, square=True, rows=not turned, columns=turned)[turned])
-    return kept.form(weight, turned, both)
+    return kept.form(weight, turned, both, add)
 
 
 def _weight_product(

@@ -77,14 +77,17 @@ def convert_to_fp8(
         ValueError: before anything is converted, if `blocks` is a single module, tp does not cut a layer at multiples
             of 128, a layer's product has no FP8, or no linear layer can be converted (all are torch's own, or experts'
             without `experts`). `shard_data_parallel` raises it if ZeRO 1-3 would gather a weight that is kept, or with
-            `all_gather` cuts a layer at no multiple of 128. Forward raises it if `keep_weights` finds another parameter
-            than at the conversion, or the weight of `experts` is merged with adapters.
+            `all_gather` cuts a layer at no multiple of 128. Forward raises it for a weight of `keep_weights` or of
+            `experts` that is computed from others, such as merged adapters.
 
     Note:
         - Converting a layer again keeps its `keep_weights` and `all_gather`.
-        - `keep_weights` sees optimizer steps, operations in place on the parameter, and new memory (`p.data = x`). It
-          doesn't see a write through `.data`, such as `p.data.mul_(2)`, outside an optimizer's step: write to `p`
-          under `torch.no_grad()`.
+        - `keep_weights` sees steps of torch's optimizers, operations in place on the parameter, and new memory
+          (`p.data = x`). Between a training forward and the step it doesn't see writes that torch doesn't count:
+          through `.data` (`p.data.mul_(2)`), through another tensor of the same memory, or by a collective such as
+          `dist.broadcast(p)`. Write to `p` under `torch.no_grad()`.
+        - The forms of `keep_weights` stay on the device if `Offload(parameters=True)` moves the parameters.
+        - With ZeRO 0, or on one data rank, `all_gather` has nothing to gather.
         - A layer that is compiled, or captured in a CUDA graph, quantizes its weight each time.
 
     Example:

@@ -12,7 +12,7 @@ from mpcore.layers.linear import ParallelLinear
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.pipeline.prove import prove
-from mpcore.pipeline.schedules import MESSAGES, Schedule, find_schedule
+from mpcore.pipeline.schedules import COMPUTE, MESSAGES, NAMES, Schedule, build_schedule, find_schedule
 from mpcore.sharding.declarations import declarations
 
 
@@ -52,6 +52,16 @@ def agree_on_schedule(schedule: str | Schedule, pp: Axis, micro_batches: int, st
     return plan
 
 
+def check_published(plan: Schedule, micro_batches: int) -> None:
+    """Raise ValueError if no schedule of this name can be built again with another number of micro-batches."""
+    ranks = len(plan.ranks)
+    if plan.name not in NAMES or build_schedule(plan.name, ranks, plan.micro_batches, plan.stages // ranks) != plan:
+        raise ValueError(
+            f"the schedule {plan.name} is your own, for {plan.micro_batches} micro-batches: build a Pipeline with one "
+            f"for {micro_batches}"
+        )
+
+
 def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
     if isinstance(schedule, Schedule):
         plan = schedule
@@ -64,10 +74,13 @@ def _check_plan(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: 
             f"the schedule {plan.name} is for {len(plan.ranks)} ranks and {plan.micro_batches} micro-batches, the "
             f"pipeline has {pp.size} and {micro_batches}"
         )
+    for action in (action for actions in plan.ranks for action in actions):
+        if action.kind in MESSAGES:
+            raise ValueError(f"the schedule {plan.name} names messages, as {action}: leave them out, the run adds them")
+        if action.kind not in COMPUTE or min(action.stage, action.micro_batch) < 0:
+            kinds = ", ".join(COMPUTE)
+            raise ValueError(f"the schedule {plan.name} has {action!r}: kinds are {kinds}, and numbers begin at 0")
     prove(plan)
-    named = [action for actions in plan.ranks for action in actions if action.kind in MESSAGES]
-    if named:
-        raise ValueError(f"the schedule {plan.name} names messages, as {named[0]}: leave them out, the run adds them")
     if pp.size > 1:
         prove(plan.with_messages)
     mine = plan.stages_of(pp.rank)

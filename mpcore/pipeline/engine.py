@@ -20,7 +20,7 @@ from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.parallel.sync import drops_parameters, finish_gradients, gathered
-from mpcore.pipeline.checks import agree_on_schedule, check_pending, split_linears
+from mpcore.pipeline.checks import agree_on_schedule, check_pending, check_published, split_linears
 from mpcore.pipeline.executor import Executor, MicroBatch
 from mpcore.pipeline.messages import receive_tensors, send_tensors, sent_on
 from mpcore.pipeline.schedules import Action, Schedule, Span
@@ -117,6 +117,7 @@ class Pipeline:
         Raises:
             ValueError: on every rank, if the schedule does not support this number, or is not a published one.
         """
+        check_published(self.plan, micro_batches)
         self.plan = agree_on_schedule(self.plan.name, self.pp, micro_batches, len(self.stages))
         self.micro_batches = micro_batches
         self._make_executor()

@@ -298,13 +298,26 @@ def dry_run(layer):
         layer(torch.ones(130, 200, dtype=torch.float64))
 
 
+@torch.no_grad()
+def average(layer):  # of the weights, swapped in for an evaluation and written in between
+    own, mean = layer.weight.data, 3 * layer.weight.data
+    for _ in range(2):
+        layer.weight.data = mean
+        layer(torch.ones(130, 200, dtype=torch.float64))
+        layer.weight.data = own
+        mean *= 5
+    layer.weight.data = mean
+
+
 CHANGES = {
     "in place": in_place, "other memory": other_memory,
     "load_state_dict": lambda layer: layer.load_state_dict({k: 3 * x for k, x in layer.state_dict().items()}),
     "optimizer": lambda layer: _WritesData([layer.weight], {}).step(),
     "deepcopy": lambda layer: in_place(made := copy.deepcopy(layer)) or made,
     "pickle": lambda layer: in_place(made := pickle.loads(pickle.dumps(layer))) or made,
-    "dry run": dry_run,
+    "dry run": dry_run, "average": average,
+    "new parameter": lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight.detach())),
+    "strides": lambda layer: setattr(layer.weight, "data", layer.weight.data.as_strided((150, 200), (1, 150))),
     "compile": lambda layer: in_place(layer) or torch.compile(layer, fullgraph=True, backend="aot_eager"),
 }  # fmt: skip
 
@@ -372,9 +385,8 @@ def test_what_can_be_neither_kept_nor_gathered_is_refused():
     with pytest.raises(ValueError, match=r"0 keeps its FP8 weight \(keep_weights\), and zero 1 gathers"):
         shard_data_parallel(nn.Sequential(layer), mesh(dp=2), zero=1)
     assert converted(layer).product.kept is layer.product.kept
-    layer.weight = nn.Parameter(layer.weight.detach())
-    with pytest.raises(ValueError, match=r"the weight \(256, 256\) is another tensor than the parameter that conv"):
-        layer(torch.ones(1, 256))
+    with pytest.raises(ValueError, match=r"the weight \(256, 256\) is no parameter but computed from others, such as"):
+        layer.product.column(torch.ones(1, 256), 2 * layer.weight, None, Axis())
 
 
 def test_selective_recomputation_keeps_the_products_of_a_gpu(monkeypatch):

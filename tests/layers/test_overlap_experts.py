@@ -1,6 +1,7 @@
 """Blocks that compute two halves of their rows: each argument reaches its rows, or is refused."""
 
 import copy
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -65,11 +66,32 @@ def test_two_halves_equal_all_rows_with_every_argument(name):
     assert torch.equal(*one)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("call", [{}, {"cu_seqlens": torch.tensor([0, 2, T])}, {"mask": torch.ones(1, T, T).bool()}])
+def test_a_rank_with_one_row_or_none_sends_as_many_messages(rows, call):
+    whole = build(aux_loss=None, jitter=0.0).double().eval()
+    materialize(whole, 0)
+    halves = copy.deepcopy(whole)
+    halves.__class__ = HalvesBlock
+    call = {name: (value[:rows] if name == "mask" else value * rows) for name, value in call.items()}
+    found = []
+    with mock.patch.object(ParallelMoE, "send", autospec=True, side_effect=ParallelMoE.send) as sent:
+        for block in (whole, halves):
+            x = draw(rows, T, D).requires_grad_()
+            with pytest.warns(match="hides nothing") if rows and block is halves else nullcontext():
+                y = block(x, **call)
+            y.sum().backward()
+            found.append({"y": y, "dx": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
+    assert sent.call_count >= 2
+    for key in found[0]:
+        if found[0][key] is not None:
+            close(found[1][key], found[0][key], key)
+
+
 @pytest.mark.parametrize(("call", "message"), [
     ({"cache": object()}, "cache"),
     ({"samples": torch.arange(2)}, "has 2 rows, and overlap_experts cuts the 3 rows of x"),
     ({"cu_seqlens": torch.tensor([0, 7, 12, 15])}, "end of row 2 of 3"),
-    ({"x": draw(1, T, D)}, "has 1 row"),
 ])  # fmt: skip
 def test_what_has_no_halves_is_refused(call, message):
     block = build(aux_loss=None, jitter=0.0).double().eval()

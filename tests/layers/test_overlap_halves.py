@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mpcore import Axis, ParallelAttention, ParallelMLP, ParallelMoE, RMSNorm, RotaryEmbedding, TransformerBlock
 from mpcore.collectives import gather, split
 from mpcore.experimental import overlap_halves
 from mpcore.layers import materialize, overlap_communication
+from mpcore.layers.linear_ops import Product
 from mpcore.parallel import recompute
-from tests.equality import same_model
+from tests.equality import close, same_model
 from tests.layers.test_overlap_experts import CALLS, B, D, T, draw
 from tests.pool import mesh, on_ranks
 
@@ -139,6 +141,32 @@ def test_hooks_that_change_before_a_recomputation_are_refused():
         loss.backward()
 
 
-def test_one_row_is_refused():
-    with pytest.raises(ValueError, match=r"has 1 row, and overlap_halves needs 2"):
-        build(**TP)(draw(1, T, D))
+class _Own(Product):
+    def row(self, x, weight, bias, tp, dim=None):
+        return super().row(x, weight, bias, tp, dim)
+
+
+@on_ranks(2)
+def test_one_row_and_a_product_that_communicates_in_its_own_way_are_whole():
+    def change(block):
+        block.mlp.down.product = _Own()
+
+    check_halves({}, change, True, sequence_parallel=True)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0, "a message was never waited for"
+    block = build(tp=mesh(tp=2).tp).double()
+    with pytest.warns(match="overlap_halves hides nothing in a micro-batch of 1 row"):
+        one = block.eval()(draw(1, T, D))
+    close(torch.cat([one] * 2), block(draw(1, T, D).expand(2, -1, -1)), "one row")
+
+
+@on_ranks(2)
+def test_a_reentrant_checkpoint_draws_the_masks_of_its_forward():
+    found = []
+    for halves in (False, True):
+        block = build(halves, mlp=partial(ParallelMLP, activation="relu"), tp=mesh(tp=2).tp).double().eval()
+        block.mlp.activation = nn.functional.dropout
+        x = draw(B, T, D).requires_grad_()
+        torch.manual_seed(0)
+        checkpoint(block, x, use_reentrant=True).square().sum().backward()
+        found.append(x.grad)
+    close(found[1], found[0], "dx")

@@ -22,6 +22,8 @@ from mpcore.pipeline.schedules import (
     COMPUTE,
     MESSAGES,
     NAMES,
+    Action,
+    Schedule,
     build_schedule,
     default_virtual_stages,
     with_messages,
@@ -206,6 +208,12 @@ def check_refused(path: str) -> None:
     close(total, Pipeline(module, on, 2, loss, "gpipe").forward_backward(x, x), "loss")
     with pytest.raises(ValueError, match=r"names messages, as 0SEND_F0: leave them out"):
         Pipeline(module, on, 2, loss, with_messages(build_schedule("gpipe", 2, 2)))
+    for action in (Action("Z", 0, 0), Action("F", 0, -1)):
+        rows = [(action, *row) for row in build_schedule("gpipe", 2, 2).ranks]
+        with pytest.raises(ValueError, match=r"kinds are F, B, I, W, and numbers begin at 0"):
+            Pipeline(module, on, 2, loss, Schedule("own", tuple(rows), 2, 2))
+    with pytest.raises(ValueError, match=r"unordered.csv is your own, for 2 micro-batches: build"):
+        Pipeline(module, on, 2, loss, path + "/unordered.csv").set_micro_batches(4)
     with pytest.raises(ValueError, match=r"lays 1 stages on rank 0, which holds 2|disagree"):
         Pipeline([module, module], on, 2, loss, path + "/good.csv")
     with pytest.raises(ValueError, match="is for 2 ranks and 2 micro-batches, the pipeline has 2 and 3"):
