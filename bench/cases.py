@@ -137,7 +137,6 @@ gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 ACTIVATIONS = [
     activation_row("swiglu", gated(F.silu), 2, 14336, "LigerSiLUMulFunction"),
     activation_row("geglu", gated(gelu_tanh), 2, 14336, "LigerGELUMulFunction"),
-    activation_row("gelu", gelu_tanh, 1, 16384),
     activation_row("relu_squared", lambda x: F.relu(x).square(), 1, 16384),
 ]
 
@@ -279,14 +278,13 @@ ROPE = Kernel(
 DROPPED = 0.1
 DROPOUT_ADD = Kernel(
     "dropout_add",
-    {"x": "B T D", "residual": "B T D", "bias": "D",
-     "samples": lambda s, like: torch.arange(s["B"], device=like["device"])},
+    {"x": "B T D", "residual": "B T D", "samples": lambda s, like: torch.arange(s["B"], device=like["device"])},
     functools.partial(dropout_add, p=DROPPED, key=7), functools.partial(dropout_add_reference, p=DROPPED, key=7),
     {
-        **plain(lambda x, residual, bias, samples: residual + F.dropout(x + bias, DROPPED)),  # with a mask of torch's
+        **plain(lambda x, residual, samples: residual + F.dropout(x, DROPPED)),  # with a mask of torch's
         "Megatron": imported(
             "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
-            lambda f, x, residual, bias, samples: f(True, True)((x, bias), residual, DROPPED),
+            lambda f, x, residual, samples: f(True, True)((x, None), residual, DROPPED),
         ),
     },
     # backward reads dy and writes dx; the gradient of the residual is dy itself

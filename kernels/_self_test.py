@@ -83,7 +83,6 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "dropout_add": (lambda: {"x": _draw(2, 9, 33), "residual": _draw(2, 9, 33), "p": 0.3, "samples": _ids(9, 2)}, None),
     "fp8_matmul": (lambda: {"a": _ids(3, 64, 512), "b": _ids(3, 256, 512)}, _fp8_products),
     "geglu": (lambda: {"x": _draw(9, 66)}, None),
-    "gelu": (lambda: {"x": _draw(9, 33)}, None),
     "layer_norm": (lambda: {"x": _draw(9, 33), "weight": _draw(33), "bias": _draw(33)}, None),
     "linear_cross_entropy": (
         lambda: {"x": _draw(9, 16), "weight": _draw(50, 16), "target": _ids(50, 9), "scale": torch.ones(9)}, None
@@ -101,7 +100,7 @@ TESTS: dict[str, tuple[Callable[[], Inputs], Callable[..., Any] | None]] = {
     "top_k": (lambda: {"scores": _draw(9, 21), "k": 3, "bias": _draw(21)}, None),
 }  # fmt: skip
 """By test: the inputs, in float64, and what calls the kernels; None: the function of that name."""
-MODULES: dict[str, str] = dict.fromkeys(("geglu", "gelu", "relu_squared", "swiglu"), "activation")
+MODULES: dict[str, str] = dict.fromkeys(("geglu", "relu_squared", "swiglu"), "activation")
 MODULES |= {"route": "router", "top_k": "router"}
 IN_FP8 = ("fp8_matmul", "quantize_fp8")
 OPERATORS = {name: name for name in TESTS} | {

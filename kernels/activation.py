@@ -1,4 +1,4 @@
-"""Activations of an MLP, plain or gated: SwiGLU, GeGLU, GELU and squared ReLU.
+"""Activations of an MLP: SwiGLU, GeGLU and squared ReLU.
 
     y = f(x),  or with a gate f(gate) up,  x = gate | up
     dx = dy f'(x),  or dgate = dy up f'(gate),  dup = dy f(gate)
@@ -69,27 +69,12 @@ def geglu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> T
     return _activate("geglu", f"gelu_{approximate}", x, impl)
 
 
-def gelu(x: Tensor, *, approximate: str = "tanh", impl: str | None = None) -> Tensor:
-    """Apply GELU to each element of `x`.
-
-    Args:
-        x: `[..., F]`, with the dtypes and strides of `swiglu`.
-        approximate, impl: the parameters of `geglu`.
-
-    Returns:
-        `y` `[..., F]` in the dtype of `x`.
-
-    Raises:
-        ValueError: the dtype is another, `approximate` is unknown, or `impl` can't run here.
-    """
-    return _activate("gelu", f"gelu_{approximate}", x, impl)
-
-
 def relu_squared(x: Tensor, *, impl: str | None = None) -> Tensor:
     """Apply the square of ReLU to each element of `x`.
 
     Args:
-        x, impl: the parameters of `gelu`.
+        x: `[..., F]`, with the dtypes and strides of `swiglu`.
+        impl: the parameter of `swiglu`.
 
     Returns:
         `y` `[..., F]` in the dtype of `x`.
@@ -102,7 +87,6 @@ def relu_squared(x: Tensor, *, impl: str | None = None) -> Tensor:
 
 swiglu_reference: partial[Tensor] = partial(swiglu, impl="reference")
 geglu_reference: partial[Tensor] = partial(geglu, impl="reference")
-gelu_reference: partial[Tensor] = partial(gelu, impl="reference")
 relu_squared_reference: partial[Tensor] = partial(relu_squared, impl="reference")
 
 

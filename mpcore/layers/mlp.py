@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from mpcore._torch.values import real_tensors
-from mpcore.kernels.activation import geglu, gelu, relu_squared, swiglu
+from mpcore.kernels.activation import geglu, relu_squared, swiglu
 from mpcore.layers.fused_linear import GateUpParallelLinear
 from mpcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, check_names, select_options
@@ -25,8 +25,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu,
     "geglu": partial(geglu, approximate="none"),
     "geglu_tanh": geglu,
-    "gelu": partial(gelu, approximate="none"),
-    "gelu_tanh": gelu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu_squared": relu_squared,
     "silu": F.silu,

@@ -16,7 +16,7 @@ MODULES = sorted(
 # The inputs that each has a gradient for.
 GRADIENTS = {
     "adamw_foreach": "", "attention": "query key value", "attention_backward": "", "cross_entropy_stats": "",
-    "cross_entropy_backward": "", "dropout_add": "x residual bias", "fp8_matmul": "", "geglu": "x", "gelu": "x",
+    "cross_entropy_backward": "", "dropout_add": "x residual", "fp8_matmul": "", "geglu": "x",
     "grouped_linear": "x weight", "layer_norm": "x weight bias residual", "linear_cross_entropy": "x weight",
     "linear_cross_entropy_rows": "x weight", "linear_log_prob": "x weight", "moe_rows": "", "moe_permute": "x",
     "moe_unpermute": "y weight", "quantize_fp8": "", "relu_squared": "x", "rms_norm": "x weight residual",

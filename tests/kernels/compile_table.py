@@ -136,15 +136,16 @@ CASES: dict[str, Callable[[], None]] = {case: make(case) for case, make in {
     "layer_norm D=8192 fp32 residual": row("layer_norm", lambda: {"residual": empty(ROWS, 8192)}),
     "layer_norm D=12288 bf16 residual": row("layer_norm", lambda: {"residual": empty(ROWS, 12288, dtype=BF16)}),
     "swiglu F=14336 bf16": row("swiglu"), "swiglu F=1000 fp32": row("swiglu"), "geglu F=16384 bf16": row("geglu"),
-    "gelu F=16384 bf16": row("gelu"), "exact gelu F=16384 bf16": row("gelu", lambda: {"approximate": "none"}),
+    "exact geglu F=16384 bf16": row("geglu", lambda: {"approximate": "none"}),
     "relu_squared F=16384 bf16": row("relu_squared"), "cross_entropy V=128256 bf16": row("cross_entropy"),
     "cross_entropy V=128256 bf16 all options": all_of_cross_entropy(30.0),
     "cross_entropy V=50257 bf16": row("cross_entropy"), "cross_entropy V=50257 fp32 outputs": all_of_cross_entropy(),
     "cross_entropy V=16032 fp32": row("cross_entropy"), "adamw fp32": adamw("master"), "adamw bf16 master": adamw(),
     "adamw bf16 master bf16 moments": adamw(key=2**40 + 1),
     "adamw bf16 bf16 moments": adamw("master", key=2**40 + 1),
-    "dropout_add D=4096 bf16": row("dropout_add", without="bias"), "dropout_add D=4096 bf16 bias": row("dropout_add"),
-    "dropout_add D=1000 fp32 bias from feature 2": row("dropout_add", lambda: {"first_feature": 2}),
+    "dropout_add D=4096 bf16 backward": row("dropout_add"),
+    "dropout_add D=1000 fp32 from feature 2 forward": lambda case: lambda: ops.dropout_add(
+        empty(2, 32, 1000), empty(2, 32, 1000), F32, torch.arange(2), None, 0.1, 7, 2, 1),
     "rope 32+8 heads of 128 bf16": row("rope", H=32, Hkv=8, K=128),
     "rope 32+8 heads of 128 bf16 interleaved": row("rope", lambda: {"interleaved": True}, H=32, Hkv=8, K=128),
     "rope 32+8 heads of 128 bf16 norm": row("rope", gains(128), H=32, Hkv=8, K=128),
@@ -179,7 +180,6 @@ if triton.__version__.startswith("3.6."):  # 8 to 16 bytes a thread
         ("sm_80", "adamw bf16 master"): {"adamw_kernel"},
         ("sm_90", "adamw bf16 master"): {"adamw_kernel"},
         ("sm_100", "rms_norm D=16384 bf16 residual"): {"backward_kernel"},
-        ("sm_80", "dropout_add D=1000 fp32 bias from feature 2"): {"backward_kernel"},
         ("sm_80", "moe_permute D=2000 K=2 E=8 fp32"): {"scatter_kernel"},
         ("sm_90", "attention K=128 bf16"): {"backward_keys_kernel"},
         ("sm_100", "attention K=80 fp16"): {"backward_keys_kernel"},
@@ -199,9 +199,8 @@ LEFT_OUT = """
 
 | fusion | fused in | not fused, and why |
 |---|---|---|
-| bias + dropout + residual | `dropout_add`: one pass. Backward draws the mask again | The next norm: with dropout \
-on it is a second launch, which reads the residual stream again. With dropout off the norm kernel adds the residual \
-|
+| dropout + residual | `dropout_add`: one pass. Backward draws the mask again | The next norm: it is a second launch, \
+which reads the residual stream again |
 | norm backward | `rms_norm`, `layer_norm`: the gradients of input, residual, weight and bias in one pass | Rows \
 above 16384 (12288 with a bias), or above 8192 in float32: a multiprocessor can't hold a row and its sums, so plain \
 torch runs |

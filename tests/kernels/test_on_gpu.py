@@ -8,7 +8,7 @@ import torch
 
 from bench.cases import KERNELS
 from mpcore.kernels import use_kernels
-from mpcore.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from mpcore.kernels.activation import relu_squared, relu_squared_reference, swiglu, swiglu_reference
 from mpcore.kernels.attention import attention, attention_reference
 from mpcore.kernels.fp8_matmul import fp8_matmul
 from mpcore.kernels.grouped_linear import grouped_linear
@@ -88,7 +88,7 @@ CASES = {
     "rms_norm": lambda: row("rms_norm", M=M, D=D), "rms_norm of wide rows": lambda: row("rms_norm", M=300, D=16384),
     "layer_norm": lambda: row("layer_norm", lambda: {"residual": draw(M, D)}, M=M, D=D),
     "layer_norm of wide rows": lambda: row("layer_norm", M=300, D=12288),
-    **{name: functools.partial(row, name, M=M, F=D) for name in ("swiglu", "geglu", "gelu", "relu_squared")},
+    **{name: functools.partial(row, name, M=M, F=D) for name in ("swiglu", "geglu", "relu_squared")},
     "cross_entropy": lambda: cross_entropy(M, V),
     **{name: functools.partial(row, name, lambda: {"chunk_rows": M // 2}, M=M, D=256, V=V)
        for name in ("linear_cross_entropy", "linear_log_prob")},
@@ -190,7 +190,7 @@ GIANTS = {
     "layer_norm": (of(layer_norm, bias=None), functools.partial(layer_norm_reference, bias=None),
                    (4096,), (4096,), {"weight": (4096,)}),
     "swiglu": (of(swiglu), swiglu_reference, (2 * 4096,), (2 * 4096, 4096), {}),
-    "gelu": (of(gelu), gelu_reference, (4096,), (4096,), {}),
+    "relu_squared": (of(relu_squared), relu_squared_reference, (4096,), (4096,), {}),
     "attention": (packed(attention, impl="triton"), packed(attention_reference), (16, 24, 64), (16 * 24 * 64,), {}),
 }  # fmt: skip
 

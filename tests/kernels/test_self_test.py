@@ -24,7 +24,7 @@ def test_inputs_are_the_same_each_time_and_reach_every_part(name):
 
 
 GRADIENTS = {"adamw": 1, "attention": 2 + 3, "attention_merge": 2, "dropout_add": 1 + 2, "fp8_matmul": 4, "geglu": 2,
-             "gelu": 2, "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 4,
+             "layer_norm": 1 + 3, "linear_cross_entropy": 1 + 2, "moe_permute": 1 + 2, "quantize_fp8": 4,
              "relu_squared": 2, "rms_norm": 1 + 2, "rope": 2 + 2, "route": 4 + 2, "swiglu": 2, "top_k": 1}  # fmt: skip
 
 
@@ -60,7 +60,7 @@ EPS = torch.finfo(F32).eps
 def test_a_kernel_errs_at_most_twice_as_its_reference_or_by_four_roundings(plain, error, right, monkeypatch):
     """Of the largest value, which is 8."""
     results(monkeypatch, [[0.0, -8.0]], [[plain, -8.0]], [[error, -8.0]])
-    said = fault("gelu", "cpu")
+    said = fault("swiglu", "cpu")
     assert (said == "") == right
     if not right:
         assert said.startswith("result 0 is off by ")
@@ -69,10 +69,10 @@ def test_a_kernel_errs_at_most_twice_as_its_reference_or_by_four_roundings(plain
 
 def test_whatever_a_compiler_raises_is_the_finding_but_a_refusal_is_raised(monkeypatch):
     results(monkeypatch, [[1.0]], [[1.0]], RuntimeError("long\nstory\n the end \n"))
-    assert fault("gelu", "cpu") == "RuntimeError:  the end"
+    assert fault("swiglu", "cpu") == "RuntimeError:  the end"
     results(monkeypatch, [[1.0]], [[1.0]], ValueError("x is on cpu"))
     with pytest.raises(ValueError, match="x is on cpu"):
-        fault("gelu", "cpu")
+        fault("swiglu", "cpu")
 
 
 @pytest.fixture
@@ -94,9 +94,9 @@ def test_a_kernel_is_tested_once_by_the_name_of_its_test(cache, monkeypatch):
     assert passes("plain_attention", x)
     assert passes("attention", x)
     assert cache == [("attention", CPU)]
-    _self_test._verdicts["gelu", CPU] = "is wrong"
-    assert not passes("gelu", x)
-    assert torch.compile(lambda y: y + passes("gelu", y), backend="eager")(x).tolist() == [1, 1]  # its verdict
+    _self_test._verdicts["geglu", CPU] = "is wrong"
+    assert not passes("geglu", x)
+    assert torch.compile(lambda y: y + passes("geglu", y), backend="eager")(x).tolist() == [1, 1]  # its verdict
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     assert passes("swiglu", on_gpu)  # while a graph is captured nothing runs
@@ -137,7 +137,7 @@ def test_which_implementation_runs(impl, forced, x, triton, interprets, found, m
     monkeypatch.setattr(_choice, "_forced", forced)
     if " " in found:
         with pytest.raises(ValueError, match=found):
-            _dispatch.implementation(impl, x, "gelu")
+            _dispatch.implementation(impl, x, "swiglu")
         return
-    assert _dispatch.implementation(impl, x, "gelu") == ("gelu" if found == "chosen" else found)
-    assert _dispatch.runs_triton(impl, x, "gelu") == (found == "triton")
+    assert _dispatch.implementation(impl, x, "swiglu") == ("swiglu" if found == "chosen" else found)
+    assert _dispatch.runs_triton(impl, x, "swiglu") == (found == "triton")

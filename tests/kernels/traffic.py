@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MULTIPROCESSORS = 132  # an H100's
-COUNTING = ("_norm", "dropout_add", "rope")
+COUNTING = ("_norm", "rope")
 # Bound by products, or by latency: rows of experts are found from a megabyte of ids, which stays in the cache.
 UNBOUND = ("attention", "moe_rows")
 

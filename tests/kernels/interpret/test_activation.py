@@ -1,4 +1,4 @@
-"""Numerics of swiglu, geglu, gelu and relu_squared, which keep the same laws."""
+"""Numerics of swiglu, geglu and relu_squared, which keep the same laws."""
 
 import functools
 import importlib
@@ -32,8 +32,6 @@ ACTIVATIONS = {
     "swiglu": Activation("swiglu", "silu"),
     "geglu": Activation("geglu", "gelu_tanh", approximate="tanh"),
     "exact geglu": Activation("geglu", "gelu_none", approximate="none"),
-    "gelu": Activation("gelu", "gelu_tanh", approximate="tanh"),
-    "exact gelu": Activation("gelu", "gelu_none", approximate="none"),
     "relu_squared": Activation("relu_squared", "squared"),
 }
 
