@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,20 +41,36 @@ from ._triton import launch
 BLOCK_V = 4096  # columns of a tile
 
 
+@dataclass(frozen=True)
+class Loss:
+    """The terms of a loss, and the columns that this rank holds.
+
+    Attributes:
+        vocab_size: V.
+        start: the id of the first column on this rank.
+        ignore_index: rows with this target are not read; their loss and gradient are 0.
+        softcap: c; 0 for none.
+        label_smoothing, z_loss: a and b.
+    """
+
+    vocab_size: int
+    start: int = 0
+    ignore_index: int = -100
+    softcap: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
 def cross_entropy_stats(
-    logits: Tensor, target: Tensor, *, start: int = 0, ignore_index: int = -100, softcap: float = 0.0,
-    sum_logits: bool = False, entropy: bool = False, impl: str | None = None,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, target: Tensor, loss: Loss, *, entropy: bool = False, impl: str | None = None
+) -> Tensor:
     """Compute the statistics that each row of this rank's logits adds to the cross-entropy. Not differentiable.
 
     Args:
         logits: `[..., V/tp]`, float32, bfloat16 or float16 (the reference takes float64 too), with any strides.
         target: `[...]`, int64 or int32, ids in the whole vocabulary, or `ignore_index`. Ids are not checked: one
             outside the vocabulary counts as a logit of 0, so its loss is lse.
-        start: the id of the first column on this rank.
-        ignore_index: rows with this target are not read.
-        softcap: c; 0 for none.
-        sum_logits: compute u, which label smoothing needs; otherwise u is 0.
+        loss: the terms of the loss. Without label smoothing u is 0.
         entropy: compute w.
         impl: `"triton"`, `"reference"`, or `None` to choose by the device of `logits`.
 
@@ -65,14 +82,15 @@ def cross_entropy_stats(
 
     Example:
         >>> logits, target = torch.randn(6, 10), torch.arange(6)
-        >>> stats = torch.stack([cross_entropy_stats(logits[:, i : i + 5], target, start=i) for i in (0, 5)])
-        >>> loss = loss_of_stats(combine_stats(stats), target, vocab_size=10)
-        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target, reduction="none"), atol=1e-5)
+        >>> stats = [cross_entropy_stats(logits[:, i : i + 5], target, Loss(10, start=i)) for i in (0, 5)]
+        >>> found = loss_of_stats(combine_stats(torch.stack(stats)), target, Loss(10))
+        >>> torch.allclose(found, torch.nn.functional.cross_entropy(logits, target, reduction="none"), atol=1e-5)
         True
     """
-    _check(logits, target, softcap)
+    _check(logits, target, loss)
     compute = _stats_op if runs_triton(impl, logits, "cross_entropy") else _stats_reference
-    return compute(logits.detach(), target, start, ignore_index, softcap, sum_logits, entropy)
+    smooths = loss.label_smoothing > 0
+    return compute(logits.detach(), target, loss.start, loss.ignore_index, loss.softcap, smooths, entropy)
 
 
 cross_entropy_stats_reference: functools.partial[Tensor] = functools.partial(cross_entropy_stats, impl="reference")
@@ -105,48 +123,38 @@ def combine_stats(stats: Tensor) -> Tensor:
     return torch.stack(merged)
 
 
-def loss_of_stats(
-    stats: Tensor, target: Tensor, *, vocab_size: int, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Compute the loss of each row, `[...]`, from the merged statistics; 0 for ignored tokens.
-
-    Args:
-        stats: `[4 or 5, ...]`, of all ranks; computed with `sum_logits` if there is label smoothing.
-        target, ignore_index: the parameters of `cross_entropy_stats`.
-    """
+def loss_of_stats(stats: Tensor, target: Tensor, loss: Loss) -> Tensor:
+    """Compute the loss of each row, `[...]`, from the merged statistics `[4 or 5, ...]`; 0 for ignored tokens."""
     largest, log_total = stats[0], stats[1].log()
-    loss = log_total + (1 - label_smoothing) * (largest - stats[2])
-    if label_smoothing:
-        loss = loss + label_smoothing * (largest - stats[3] / vocab_size)
-    if z_loss:
-        loss = loss + z_loss * (largest + log_total).square()
-    return loss.masked_fill(target == ignore_index, 0)
+    rows = log_total + (1 - loss.label_smoothing) * (largest - stats[2])
+    if loss.label_smoothing:
+        rows = rows + loss.label_smoothing * (largest - stats[3] / loss.vocab_size)
+    if loss.z_loss:
+        rows = rows + loss.z_loss * (largest + log_total).square()
+    return rows.masked_fill(target == loss.ignore_index, 0)
 
 
-def log_prob_of_stats(stats: Tensor, target: Tensor, *, ignore_index: int = -100) -> tuple[Tensor, Tensor | None]:
+def log_prob_of_stats(stats: Tensor, target: Tensor, loss: Loss) -> tuple[Tensor, Tensor | None]:
     """Compute log p of each target and the entropy of p, `[...]`, from the merged statistics; 0 for ignored tokens.
 
     With statistics of four numbers, the entropy is `None`.
     """
-    ignored, log_total = target == ignore_index, stats[1].log()
+    ignored, log_total = target == loss.ignore_index, stats[1].log()
     entropy = (log_total - stats[4] / stats[1]).masked_fill(ignored, 0) if stats.shape[0] == 5 else None
     return (stats[2] - stats[0] - log_total).masked_fill(ignored, 0), entropy
 
 
 @torch.no_grad()
 def cross_entropy_backward(
-    logits: Tensor, target: Tensor, stats: Tensor, dloss: Tensor | None, *, vocab_size: int, start: int = 0,
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+    logits: Tensor, target: Tensor, stats: Tensor, loss: Loss, *, dloss: Tensor | None = None,
     dlog_prob: Tensor | None = None, dentropy: Tensor | None = None, in_place: bool = False, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of this rank's logits, 0 for ignored rows, from the logits. Not differentiable.
 
     Args:
-        logits, target, start, ignore_index, softcap, impl: the parameters of `cross_entropy_stats`.
+        logits, target, loss, impl: the parameters of `cross_entropy_stats`.
         stats: `[4 or 5, ...]`, of all ranks.
         dloss: `[...]`, the gradient of each row's loss, of any dtype; it carries the weights of tokens.
-        vocab_size, label_smoothing, z_loss: the parameters of `loss_of_stats`.
         dlog_prob, dentropy: `[...]`, the gradients of log p and of the entropy.
         in_place: overwrite `logits` and return it.
 
@@ -158,8 +166,8 @@ def cross_entropy_backward(
 
     Example:
         >>> logits, target = torch.randn(6, 10), torch.arange(6)
-        >>> stats = cross_entropy_stats(logits, target)
-        >>> dlogits = cross_entropy_backward(logits, target, stats, torch.ones(6), vocab_size=10)
+        >>> stats = cross_entropy_stats(logits, target, Loss(10))
+        >>> dlogits = cross_entropy_backward(logits, target, stats, Loss(10), dloss=torch.ones(6))
         >>> bool(dlogits.sum(-1).abs().max() < 1e-5)
         True
     """
@@ -167,10 +175,10 @@ def cross_entropy_backward(
         raise ValueError(f"stats have shape {tuple(stats.shape)}; they are 4 or 5 numbers for each row")
     if dentropy is not None and stats.shape[0] == 4:
         raise ValueError("dentropy needs stats of 5 numbers: ask cross_entropy_stats for the entropy")
-    _check(logits, target, softcap, stats=stats[0], dloss=dloss, dlog_prob=dlog_prob, dentropy=dentropy)
+    _check(logits, target, loss, stats=stats[0], dloss=dloss, dlog_prob=dlog_prob, dentropy=dentropy)
     rows = _Rows(
-        target, stats, dloss, dlog_prob, dentropy, start, ignore_index, 1 - label_smoothing,
-        label_smoothing / vocab_size, 2 * z_loss, softcap,
+        target, stats, dloss, dlog_prob, dentropy, loss.start, loss.ignore_index, 1 - loss.label_smoothing,
+        loss.label_smoothing / loss.vocab_size, 2 * loss.z_loss, loss.softcap,
     )  # fmt: skip
     if not runs_triton(impl, logits, "cross_entropy"):
         dlogits = _backward_reference(logits, rows)
@@ -234,14 +242,14 @@ def _target_column(z: Tensor, target: Tensor, start: int, ignore_index: int) -> 
     return column.masked_fill(~here, 0).unsqueeze(-1), here
 
 
-def _check(logits: Tensor, target: Tensor, softcap: float, **rows: Tensor | None) -> None:
+def _check(logits: Tensor, target: Tensor, loss: Loss, **rows: Tensor | None) -> None:
     check_inputs(logits)
     if logits.shape[-1] == 0:
         raise ValueError(f"logits {tuple(logits.shape)} have no columns")
     if target.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"target is {target.dtype}; it must be int64 or int32")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap {softcap} is not a positive number, or 0 for none")
+    if not 0 <= loss.softcap < float("inf"):
+        raise ValueError(f"softcap {loss.softcap} is not a positive number, or 0 for none")
     for name, row in {"target": target, **rows}.items():
         if row is not None and row.shape != logits.shape[:-1]:
             raise ValueError(f"{name} has shape {tuple(row.shape)}, but logits {tuple(logits.shape)} have other rows")

@@ -57,6 +57,7 @@ def dropout_add(
     if p == 0:
         return x if residual is None else residual + x
     _check_places(x, samples, tokens, sequence_dim)
+    assert samples is not None
     run = _DropoutAdd.apply if triton_runs else _reference
     return run(x, residual, samples, tokens, p, key if key < 2**63 else key - 2**64, first_feature, sequence_dim)
 

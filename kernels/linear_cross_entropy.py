@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -31,42 +31,36 @@ from ._dispatch import refuse_second_derivative
 from ._main_grad import add_product, remember_main_grad, take_main_grad
 from ._rows import ceil_div
 from ._torch import graph_is_kept
-from .cross_entropy import combine_stats, cross_entropy_backward, cross_entropy_stats, log_prob_of_stats, loss_of_stats
+from .cross_entropy import (
+    Loss,
+    combine_stats,
+    cross_entropy_backward,
+    cross_entropy_stats,
+    log_prob_of_stats,
+    loss_of_stats,
+)
 
 CHUNK_BYTES = 2**29
 
 
-class LogitOptions(TypedDict, total=False):
+class HeadOptions(TypedDict, total=False):
     """How the functions below compute and read the logits `x @ weight.T`.
 
     Attributes:
-        start: the id of the first row of `weight`.
-        vocab_size: V; by default `weight` has all rows.
-        ignore_index, softcap, impl: the parameters of `cross_entropy_stats`.
+        impl: the parameter of `cross_entropy_stats`.
         gather: all-gathers statistics `[4 or 5, n]` of this rank to `[P, 4 or 5, n]` of all P ranks; by default there
             is one rank. With `gather`, the gradient of `x` is one term of the sum over ranks.
         chunk_rows: tokens of a chunk, the same on all ranks; by default as many as make 512 MiB of logits, or all if
             their logits are no larger than the float32 gradient of the weight that several chunks need, and a chunk.
     """
 
-    start: int
-    vocab_size: int | None
-    ignore_index: int
-    softcap: float
     gather: Callable[[Tensor], Tensor] | None
     chunk_rows: int | None
     impl: str | None
 
 
-class LossOptions(LogitOptions, total=False):
-    """`LogitOptions`, and the parameters of `loss_of_stats`, by default 0."""
-
-    label_smoothing: float
-    z_loss: float
-
-
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, **options: Unpack[LossOptions]
+    x: Tensor, weight: Tensor, target: Tensor, scale: Tensor, loss: Loss | None = None, **options: Unpack[HeadOptions]
 ) -> Tensor:
     """Compute the sum over tokens of `scale * loss` for the logits `x @ weight.T`.
 
@@ -77,7 +71,8 @@ def linear_cross_entropy(
             elsewhere an id outside the vocabulary counts as a logit of 0. Rows of `x` with an ignored target count as 0
             in dW, whatever they hold.
         scale: `[N]`, the weight of each token in the sum, of any dtype; not differentiated.
-        options: of `LossOptions`.
+        loss: the terms of the loss; by default `weight` has all rows, and the loss is the plain cross-entropy.
+        options: of `HeadOptions`.
 
     Returns:
         A scalar, float32, or float64 for float64 logits.
@@ -93,17 +88,19 @@ def linear_cross_entropy(
         >>> tuple(x.grad.shape), tuple(weight.grad.shape)
         ((6, 4), (10, 4))
     """
-    head = _Head.of(x, weight, target, scale, **options)
+    head = _Head.of(x, weight, target, scale, loss, **options)
     scale = scale.detach().to(torch.promote_types(x.dtype, torch.float32))
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     return _LinearCrossEntropy.apply(x, weight, target, scale, head, wanted)
 
 
-def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+def linear_cross_entropy_rows(
+    x: Tensor, weight: Tensor, target: Tensor, loss: Loss | None = None, **options: Unpack[HeadOptions]
+) -> Tensor:
     """Compute the loss of each token for the logits `x @ weight.T`. Backward recomputes the logits of several chunks.
 
     Args:
-        x, weight, target, options: the parameters of `linear_cross_entropy`; the three tensors are saved for backward,
+        x, weight, target, loss, options: the parameters of `linear_cross_entropy`. Backward keeps the three tensors,
             and the logits if all tokens are one chunk.
 
     Returns:
@@ -112,17 +109,17 @@ def linear_cross_entropy_rows(x: Tensor, weight: Tensor, target: Tensor, **optio
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), False)
+    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, loss, **options), False)
 
 
 def linear_log_prob(
-    x: Tensor, weight: Tensor, target: Tensor, **options: Unpack[LogitOptions]
+    x: Tensor, weight: Tensor, target: Tensor, loss: Loss | None = None, **options: Unpack[HeadOptions]
 ) -> tuple[Tensor, Tensor]:
     """Compute log p of each target and the entropy of p for the logits `x @ weight.T`, in chunks of tokens.
 
     Args:
-        x, weight, target: the parameters of `linear_cross_entropy_rows`.
-        options: of `LogitOptions`.
+        x, weight, target, options: the parameters of `linear_cross_entropy_rows`.
+        loss: the columns, `ignore_index` and `softcap` of the logits.
 
     Returns:
         `(log_prob, entropy)`, each `[N]`, float32, or float64 for float64 logits; 0 for ignored tokens.
@@ -130,7 +127,7 @@ def linear_log_prob(
     Raises:
         ValueError: as `linear_cross_entropy`.
     """
-    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, **options), True)
+    return _LinearRows.apply(x, weight, target, _Head.of(x, weight, target, None, loss, **options), True)
 
 
 def rows_of_chunk(x: Tensor, columns: int, weight: Tensor) -> int:
@@ -150,18 +147,16 @@ def rows_of_chunk(x: Tensor, columns: int, weight: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Head:
+    loss: Loss
     gather: Callable[[Tensor], Tensor] | None
     chunk_rows: int
+    impl: str | None
     dtype: torch.dtype  # of the logits
-    columns: dict[str, Any]  # options of `cross_entropy_stats`
-    loss: dict[str, Any]  # options of `loss_of_stats`
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, *, start: int = 0,
-        vocab_size: int | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-        softcap: float = 0.0, gather: Callable[[Tensor], Tensor] | None = None, chunk_rows: int | None = None,
-        impl: str | None = None,
+        x: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, loss: Loss | None, *,
+        gather: Callable[[Tensor], Tensor] | None = None, chunk_rows: int | None = None, impl: str | None = None,
     ) -> _Head:  # fmt: skip
         """Raise `ValueError` unless the parameters of the public functions go together; return how to read logits."""
         check_shapes(x=(x, "N D"), weight=(weight, "V D"), target=(target, "N"), scale=(scale, "N"))
@@ -172,32 +167,28 @@ class _Head:
         chunk_rows = rows_of_chunk(x, weight.shape[0], weight) if chunk_rows is None else chunk_rows
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows {chunk_rows} is not positive")
-        vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-        wrong = outside(target, vocab_size, ignore_index)
+        loss = Loss(weight.shape[0]) if loss is None else loss
+        wrong = outside(target, loss.vocab_size, loss.ignore_index)
         if wrong is not None:
-            raise ValueError(f"target {wrong} is outside the vocabulary of {vocab_size}")
+            raise ValueError(f"target {wrong} is outside the vocabulary of {loss.vocab_size}")
         dtype = torch.get_autocast_dtype(device) if autocast and x.dtype != torch.float64 else x.dtype
-        columns = {"start": start, "ignore_index": ignore_index, "softcap": softcap, "impl": impl}
-        loss = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        return _Head(gather, chunk_rows, dtype, columns, loss | {"vocab_size": vocab_size})
+        return _Head(loss, gather, chunk_rows, impl, dtype)
 
     def stats(self, z: Tensor, target: Tensor, entropy: bool = False) -> Tensor:
         """Return the statistics of a chunk, merged over ranks."""
-        smoothed = self.loss["label_smoothing"] > 0
-        stats = cross_entropy_stats(z, target, sum_logits=smoothed, entropy=entropy, **self.columns)
+        stats = cross_entropy_stats(z, target, self.loss, entropy=entropy, impl=self.impl)
         return stats if self.gather is None else combine_stats(self.gather(stats))
 
     def backward(self, z: Tensor, target: Tensor, stats: Tensor, in_place: bool = True, **given: Tensor) -> Tensor:
         """Return the gradient of the logits: in place, unless they are kept."""
-        options: dict[str, Any] = {"dloss": None, "in_place": in_place} | self.columns | self.loss | given
-        return cross_entropy_backward(z, target, stats, **options)
+        return cross_entropy_backward(z, target, stats, self.loss, in_place=in_place, impl=self.impl, **given)
 
     def products(
         self, x: Tensor, weight: Tensor, target: Tensor, wanted: Sequence[bool],
         gradient: Callable[[Tensor, slice], Tensor | None], logits: Tensor | None = None, main: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Return dx and dweight (added to `main`), each if wanted; `gradient(z, rows)` returns that of logits z."""
-        ignored = (target == self.loss["ignore_index"]).unsqueeze(1)
+        ignored = (target == self.loss.ignore_index).unsqueeze(1)
         narrow = weight.to(self.dtype)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
         dweight = main
@@ -236,7 +227,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         def gradient(z: Tensor, rows: slice) -> Tensor | None:
             stats = head.stats(z, target[rows])
-            totals.append((loss_of_stats(stats, target[rows], **head.loss) * scale[rows]).sum())
+            totals.append((loss_of_stats(stats, target[rows], head.loss) * scale[rows]).sum())
             return head.backward(z, target[rows], stats, dloss=scale[rows]) if any(wanted) else None
 
         ctx.save_for_backward(*head.products(x, weight, target, wanted, gradient))
@@ -270,9 +261,9 @@ class _LinearRows(torch.autograd.Function):
         ctx.head, ctx.main = head, remember_main_grad(weight) if ctx.needs_input_grad[1] else None
         if log_prob:
             ctx.name, ctx.outputs = "linear_log_prob", ("dlog_prob", "dentropy")
-            return log_prob_of_stats(stats, target, ignore_index=head.loss["ignore_index"])
+            return log_prob_of_stats(stats, target, head.loss)
         ctx.name, ctx.outputs = "linear_cross_entropy_rows", ("dloss",)
-        return loss_of_stats(stats, target, **head.loss)
+        return loss_of_stats(stats, target, head.loss)
 
     @staticmethod
     def backward(ctx, *given):

@@ -52,7 +52,7 @@ from mpcore.sharding.declare import cut
 from tests.default_recipes import IDS, WIDE, B, D, G, T, X, draw, made, prepared, same, scales, stepped, with_gradient
 
 LOGITS, TARGET, ROWS = draw(6, 7), torch.tensor([0, 6, 2, 3, -100, 5]), draw(7, D, seed=3)
-STATS = ce.cross_entropy_stats(LOGITS, TARGET, sum_logits=True, entropy=True)
+STATS = ce.cross_entropy_stats(LOGITS, TARGET, ce.Loss(7, label_smoothing=0.1), entropy=True)
 HEADS = draw(B, T, 4, 6)
 ANGLES = mp.RotaryEmbedding(6)(torch.arange(T), WIDE)
 QKV = draw(B, T, 4, 6, seed=2)
@@ -188,28 +188,27 @@ TABLE: dict[str, tuple[Callable[..., Any], Defaults]] = {
     "vocab_parallel_log_prob": (
         partial(with_gradient, mp.layers.vocab_parallel_log_prob, LOGITS, TARGET), {**HEAD, "vocab_size": (7, None)},
     ),
-    "linear_log_prob": (partial(with_gradient, mp.layers.linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
+    "linear_log_prob (layer)": (partial(with_gradient, mp.layers.linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
     "prepare": (prepared, {"seed": (0, 1), "micro_batches": (1, 2)}),
     "partition": (lambda **options: partition([1.0] * 6, 3, **options), {"first": (0.0, 2.0), "last": (0.0, 2.0)}),
     "shard_sequence": (
         lambda **options: mp.shard_sequence(draw(4, 4), mp.Axis(2, 0), "zigzag", **options), {"dim": (-1, 0)},
     ),
     "cross_entropy_stats": (
-        partial(with_gradient, ce.cross_entropy_stats, LOGITS, TARGET),
-        {**HEAD, "start": (0, 1), "sum_logits": (False, True), "entropy": (False, True)},
+        partial(with_gradient, ce.cross_entropy_stats, LOGITS, TARGET, ce.Loss(7)), {"entropy": (False, True)},
     ),
-    "loss_of_stats": (
-        partial(with_gradient, ce.loss_of_stats, STATS, TARGET, vocab_size=7),
-        {name: LOSSES[name] for name in ("label_smoothing", "z_loss", "ignore_index")},
-    ),
-    "log_prob_of_stats": (partial(with_gradient, ce.log_prob_of_stats, STATS, TARGET), {"ignore_index": (-100, None)}),
     "cross_entropy_backward": (
-        partial(ce.cross_entropy_backward, LOGITS, TARGET, STATS, draw(6), vocab_size=7),
-        {**LOSSES, "start": (0, 1), "dlog_prob": (None, draw(6, seed=1)), "dentropy": (None, draw(6, seed=1))},
+        partial(ce.cross_entropy_backward, LOGITS, TARGET, STATS, ce.Loss(7)),
+        {name: (None, draw(6, seed=seed)) for seed, name in enumerate(("dloss", "dlog_prob", "dentropy"))},
     ),
-    "linear_cross_entropy (kernel)": (partial(with_gradient, linear_ce, draw(6, D), ROWS, TARGET, WEIGHTS), LOSSES),
-    "linear_cross_entropy_rows": (partial(with_gradient, linear_cross_entropy_rows, draw(6, D), ROWS, TARGET), LOSSES),
-    "linear_log_prob (kernel)": (partial(with_gradient, linear_log_prob, draw(6, D), ROWS, TARGET), HEAD),
+    "Loss": (
+        lambda **terms: with_gradient(linear_ce, draw(6, D), ROWS, TARGET, WEIGHTS, ce.Loss(7, **terms)),
+        {**LOSSES, "start": (0, 1)},
+    ),
+    **{
+        name_of(f): (partial(with_gradient, f, draw(6, D), ROWS, TARGET), {"loss": (None, ce.Loss(7, softcap=1.0))})
+        for f in (linear_cross_entropy_rows, linear_log_prob)
+    },
     "dropout_add": (
         partial(with_gradient, dropout_add, draw(T, T, D), None, 0.5, samples=torch.arange(T)),
         {

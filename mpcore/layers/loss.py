@@ -16,7 +16,7 @@ section 7, for smoothing; Chowdhery et al. 2022 (arXiv:2204.02311), section 5, f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypedDict
 
@@ -31,6 +31,7 @@ from mpcore.collectives import shard_range, start_all_gather, wait
 from mpcore.kernels import linear_cross_entropy as fused
 from mpcore.kernels._dispatch import runs_triton
 from mpcore.kernels.cross_entropy import (
+    Loss,
     combine_stats,
     cross_entropy_backward,
     cross_entropy_stats,
@@ -85,16 +86,16 @@ def vocab_parallel_cross_entropy(
         tensor(2.0794)
     """
     _check_loss(target, reduction, label_smoothing, token_weight)
-    terms = {"softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, **terms)
+    given = {"ignore_index": ignore_index, "softcap": softcap, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    terms = _loss_of(logits.shape, target, tp, vocab_size, **given)
     if tp.sums is not None or runs_triton(None, logits, "cross_entropy"):
-        loss = _FusedCrossEntropy.apply(logits, target, how, False)
+        loss = _FusedCrossEntropy.apply(logits, target, terms, tp, False)
     else:
         if softcap:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             wide = wide.masked_fill((target == ignore_index).unsqueeze(-1), 0)  # else 0 times NaN
             logits = softcap * torch.tanh(wide / softcap)
-        loss = _CrossEntropy.apply(logits, target, how)
+        loss = _CrossEntropy.apply(logits, target, terms, tp)
     if token_weight is not None:
         loss = loss * token_weight
     if reduction == "none":
@@ -126,8 +127,8 @@ def vocab_parallel_log_prob(
         >>> log_prob
         tensor([-2.0794, -2.0794,  0.0000])
     """
-    how = _loss_of(logits.shape, target, tp, vocab_size=vocab_size, ignore_index=ignore_index, softcap=softcap)
-    return _FusedCrossEntropy.apply(logits, target, how, True)
+    terms = _loss_of(logits.shape, target, tp, vocab_size, ignore_index=ignore_index, softcap=softcap)
+    return _FusedCrossEntropy.apply(logits, target, terms, tp, True)
 
 
 class HeadLossOptions(TypedDict, total=False):
@@ -183,15 +184,15 @@ def linear_cross_entropy(
         2.0794...
     """
     _check_loss(target, reduction, label_smoothing, token_weight)
-    rows, options = _head("linear_cross_entropy", x, weight, target, **head)
-    options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    extra = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    rows, terms, options = _head("linear_cross_entropy", x, weight, target, extra, **head)
     if reduction == "none":
-        loss = _shaped(fused.linear_cross_entropy_rows(*rows, **options), target)
+        loss = _shaped(fused.linear_cross_entropy_rows(*rows, terms, **options), target)
         return loss if token_weight is None else loss * token_weight
     exact = torch.promote_types(x.dtype, torch.float32)
     scale = x.new_ones(target.shape, dtype=exact) if token_weight is None else token_weight.to(exact)
-    total = fused.linear_cross_entropy(*rows, scale.reshape(-1), **options)
-    return total if reduction == "sum" else total / _divisor(target, options["ignore_index"], token_weight)
+    total = fused.linear_cross_entropy(*rows, scale.reshape(-1), terms, **options)
+    return total if reduction == "sum" else total / _divisor(target, terms.ignore_index, token_weight)
 
 
 def linear_log_prob(
@@ -215,8 +216,8 @@ def linear_log_prob(
         >>> log_prob.detach()
         tensor([-2.0794, -2.0794,  0.0000])
     """
-    rows, options = _head("linear_log_prob", x, weight, target, **head)
-    log_prob, entropy = fused.linear_log_prob(*rows, **options)
+    rows, terms, options = _head("linear_log_prob", x, weight, target, {}, **head)
+    log_prob, entropy = fused.linear_log_prob(*rows, terms, **options)
     return _shaped(log_prob, target), _shaped(entropy, target)
 
 
@@ -225,14 +226,16 @@ def _head(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
+    extra: dict[str, Any],
     *,
     tp: Axis = Axis(name="tp"),
+    vocab_size: int | None = None,
     chunk_rows: int | None = None,
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
     **columns: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Return the rows of the full sequence, the weight and the targets for the kernels, and the kernels' options."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], Loss, fused.HeadOptions]:
+    """Return the rows of the full sequence, the weight, the targets, the loss and the options for the kernels."""
     check_axis(tp)
     if tp.sums is not None:
         raise ValueError(f"{what} can't sum as {tp.name} asks, {tp.sums}: take vocab_parallel_cross_entropy of logits")
@@ -247,13 +250,13 @@ def _head(
         if not 0 <= sequence_dim < len(tokens):
             raise ValueError(f"sequence_dim {sequence_dim} is none of {len(tokens)} in front of D in x {list(x.shape)}")
         tokens[sequence_dim] *= tp.size
-    how = _loss_of((*tokens, weight.shape[0]), target, tp, **columns)
+    terms = _loss_of((*tokens, weight.shape[0]), target, tp, vocab_size, **columns, **extra)
     x = collectives.all_gather(x, tp, sequence_dim) if gathered else collectives.copy(x, tp)
     rows = x.reshape(-1, x.shape[-1])
     gather = None if tp.size == 1 else lambda stats: _gather_pieces(stats.unsqueeze(0), tp)
-    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, -(-how.size // tp.size), weight)  # shards may be uneven
-    options = {**how.columns, "vocab_size": how.size, "gather": gather, "chunk_rows": chunk_rows}
-    return (rows, weight, target.reshape(-1)), options
+    widest = -(-terms.vocab_size // tp.size)  # shards may be uneven
+    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, widest, weight)
+    return (rows, weight, target.reshape(-1)), terms, {"gather": gather, "chunk_rows": chunk_rows}
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
@@ -270,38 +273,10 @@ def _check_loss(target: Tensor, reduction: str, label_smoothing: float, token_we
         raise ValueError(f"token_weight {tuple(token_weight.shape)} and target {tuple(target.shape)} differ in shape")
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """The columns of the vocabulary that this rank holds, and the options of the loss."""
-
-    tp: Axis
-    size: int
-    start: int
-    ignore_index: int
-    softcap: float
-    label_smoothing: float
-    z_loss: float
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        return {"start": self.start, "ignore_index": self.ignore_index, "softcap": self.softcap}
-
-    @property
-    def terms(self) -> dict[str, Any]:
-        return {"vocab_size": self.size, "label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-
-
 def _loss_of(
-    shape: tuple[int, ...],
-    target: Tensor,
-    tp: Axis,
-    *,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    softcap: float = 0.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> _Loss:
+    shape: tuple[int, ...], target: Tensor, tp: Axis, vocab_size: int | None, *, ignore_index: int = -100,
+    softcap: float = 0.0, **terms: float,
+) -> Loss:  # fmt: skip
     """Return the loss for logits of this shape. Raise ValueError for logits of another shape, or bad targets."""
     check_axis(tp)
     *tokens, columns = shape
@@ -325,7 +300,7 @@ def _loss_of(
             f"{end - start} of a vocabulary of {size}: pass this rank's shard, not gathered logits"
         )
     check_ids(target, size, ignore_index)
-    return _Loss(tp, size, start, ignore_index, softcap, label_smoothing, z_loss)
+    return Loss(size, start, ignore_index, softcap, **terms)
 
 
 def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> Tensor:
@@ -342,11 +317,11 @@ def _gather_pieces(stats: Tensor, tp: Axis) -> Tensor:
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, how: _Loss) -> Tensor:
-        tp, smoothing = how.tp, how.label_smoothing
+    def forward(ctx, logits: Tensor, target: Tensor, terms: Loss, tp: Axis) -> Tensor:
+        smoothing = terms.label_smoothing
         wide = torch.promote_types(logits.dtype, torch.float32)
-        counts = target != how.ignore_index
-        column = target - how.start
+        counts = target != terms.ignore_index
+        column = target - terms.start
         here = counts & (column >= 0) & (column < logits.shape[-1])
         column = column.masked_fill(~here, 0)
 
@@ -368,29 +343,29 @@ class _CrossEntropy(Function):
         lse = largest + total.log()
         loss = lse - (1 - smoothing) * at_target
         if smoothing:
-            loss = loss - smoothing / how.size * sum_logits
-        if how.z_loss:
-            loss = loss + how.z_loss * lse.square()
+            loss = loss - smoothing / terms.vocab_size * sum_logits
+        if terms.z_loss:
+            loss = loss + terms.z_loss * lse.square()
 
         ctx.save_for_backward(kept, lse, share, counts, here, column)
-        ctx.how = how
+        ctx.terms = terms
         return loss.masked_fill(~counts, 0)
 
     @staticmethod
     def backward(ctx, dloss: Tensor):  # type: ignore[override]
         refuse_second_derivative("vocab_parallel_cross_entropy")
         kept, lse, share, counts, here, column = ctx.saved_tensors
-        how = ctx.how
+        terms = ctx.terms
         dloss = dloss.masked_fill(~counts, 0)
-        scale = dloss * (1 + 2 * how.z_loss * lse) * share
-        at_target = (dloss * (how.label_smoothing - 1)).masked_fill(~here, 0)
-        smooth = dloss * (how.label_smoothing / how.size)
+        scale = dloss * (1 + 2 * terms.z_loss * lse) * share
+        at_target = (dloss * (terms.label_smoothing - 1)).masked_fill(~here, 0)
+        smooth = dloss * (terms.label_smoothing / terms.vocab_size)
 
         def gradient(softmax: Tensor, zero: Tensor, *rows: Tensor) -> Tensor:
             scale, at_target, smooth, column = (row.unsqueeze(-1) for row in rows)
             softmax.mul_(scale)
             softmax.masked_fill_(zero.unsqueeze(-1), 0)
-            if how.label_smoothing:
+            if terms.label_smoothing:
                 softmax -= smooth
             return softmax.scatter_add_(-1, column, at_target)
 
@@ -398,11 +373,11 @@ class _CrossEntropy(Function):
         rows = ~counts | (share == 0), scale, at_target, smooth, column
         if kept.dtype == lse.dtype:  # a graph that backward frees needs its softmax no more
             again = torch.compiler.is_compiling() or graph_is_kept()
-            return gradient(kept.clone() if again else kept, *rows), None, None
+            return gradient(kept.clone() if again else kept, *rows), *[None] * 3
         dlogits = torch.empty_like(kept, memory_format=torch.contiguous_format)
         for logits, into, *of_rows in _in_pieces(kept, dlogits, *rows):
             into.copy_(gradient(logits.to(lse.dtype).softmax(-1), *of_rows))
-        return dlogits, None, None
+        return dlogits, *[None] * 3
 
 
 # Half precision is converted to float32 in pieces of this many elements, so that a copy stays in a core's cache.
@@ -433,37 +408,29 @@ class _FusedCrossEntropy(Function):
     """`_CrossEntropy` with the GPU kernels, which keep only the logits; or log-probability and entropy."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, how: _Loss, log_prob: bool):
-        ctx.how, ctx.log_prob = how, log_prob
-        wanted = {"sum_logits": how.label_smoothing > 0, "entropy": log_prob}
-        pieces = _pieces(logits, how)
-        stats = [cross_entropy_stats(z, target, **wanted, **{**how.columns, "start": i}) for z, i in pieces]
-        stats = combine_stats(_gather_pieces(torch.stack(stats), how.tp))
+    def forward(ctx, logits: Tensor, target: Tensor, terms: Loss, tp: Axis, log_prob: bool):
+        ctx.how, ctx.log_prob = (terms, tp), log_prob
+        stats = [cross_entropy_stats(z, target, loss, entropy=log_prob) for z, loss in _pieces(logits, terms, tp)]
+        stats = combine_stats(_gather_pieces(torch.stack(stats), tp))
         ctx.save_for_backward(logits, target, stats)
-        if log_prob:
-            return log_prob_of_stats(stats, target, ignore_index=how.ignore_index)
-        return loss_of_stats(stats, target, ignore_index=how.ignore_index, **how.terms)
+        return log_prob_of_stats(stats, target, terms) if log_prob else loss_of_stats(stats, target, terms)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
         refuse_second_derivative("vocab_parallel_log_prob" if ctx.log_prob else "vocab_parallel_cross_entropy")
         names = ("dlog_prob", "dentropy") if ctx.log_prob else ("dloss",)
-        rows = {"dloss": None, **dict(zip(names, gradients, strict=True))}
+        rows = dict(zip(names, gradients, strict=True))
         logits, target, stats = ctx.saved_tensors
-        how = ctx.how
-        found = [
-            cross_entropy_backward(z, target, stats, **rows, **{**how.columns, "start": i}, **how.terms)
-            for z, i in _pieces(logits, how)
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found, -1), *[None] * 3
+        found = [cross_entropy_backward(z, target, stats, loss, **rows) for z, loss in _pieces(logits, *ctx.how)]
+        return found[0] if len(found) == 1 else torch.cat(found, -1), *[None] * 4
 
 
-def _pieces(logits: Tensor, how: _Loss) -> list[tuple[Tensor, int]]:
-    if how.tp.sums is None:
-        return [(logits, how.start)]
-    pieces = how.tp.sums.split(logits, how.tp, logits.dim() - 1, how.size)
-    starts = accumulate((piece.shape[-1] for piece in pieces[:-1]), initial=how.start)
-    return list(zip(pieces, starts, strict=True))
+def _pieces(logits: Tensor, terms: Loss, tp: Axis) -> list[tuple[Tensor, Loss]]:
+    if tp.sums is None:
+        return [(logits, terms)]
+    pieces = tp.sums.split(logits, tp, logits.dim() - 1, terms.vocab_size)
+    starts = accumulate((piece.shape[-1] for piece in pieces[:-1]), initial=terms.start)
+    return [(piece, replace(terms, start=start)) for piece, start in zip(pieces, starts, strict=True)]
 
 
 class CrossEntropyOptions(TypedDict, total=False):

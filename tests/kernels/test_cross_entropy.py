@@ -1,11 +1,14 @@
 """cross_entropy without a GPU: the references, bad input, and what would be launched."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from fake_gpu import fake_gpu
 
 from mpcore.kernels.cross_entropy import (
+    Loss,
     combine_stats,
     cross_entropy_backward,
     cross_entropy_stats,
@@ -17,6 +20,7 @@ N, V = 6, 11
 LOGITS = 3 * torch.randn(N, V, dtype=torch.float64)
 TARGET = torch.tensor([0, 3, -100, 10, 5, 3])
 ROW = torch.rand(N, dtype=torch.float64)
+PLAIN, SMOOTH = Loss(V), Loss(V, label_smoothing=0.1)
 
 
 def dense(logits, target, label_smoothing, z_loss, softcap):
@@ -28,10 +32,8 @@ def dense(logits, target, label_smoothing, z_loss, softcap):
     return loss, log_prob, torch.distributions.Categorical(logits=z).entropy() * (target != -100)
 
 
-def stats_of_ranks(logits, target, cuts, **options):
-    starts = [sum(cuts[:i]) for i in range(len(cuts))]
-    shards = zip(starts, logits.split(cuts, -1), strict=True)
-    return torch.stack([cross_entropy_stats(shard, target, start=start, **options) for start, shard in shards])
+def shards_of(logits, cuts):
+    return zip([sum(cuts[:i]) for i in range(len(cuts))], logits.split(cuts, -1), strict=True)
 
 
 @pytest.mark.parametrize("cuts", [[11], [6, 5], [1, 9, 1], [3, 3, 3, 2]])
@@ -39,19 +41,17 @@ def stats_of_ranks(logits, target, cuts, **options):
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_the_reference_is_the_formula(cuts, label_smoothing, z_loss, softcap):
-    options = {"vocab_size": V, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    loss = Loss(V, 0, -100, softcap, label_smoothing, z_loss)
     leaf = LOGITS.clone().requires_grad_()
     wanted = dense(leaf, TARGET, label_smoothing, z_loss, softcap)
     torch.autograd.backward(wanted, [ROW, 2 * ROW, 3 * ROW])
-    stats = combine_stats(stats_of_ranks(LOGITS, TARGET, cuts, softcap=softcap, sum_logits=True, entropy=True))
-    found = loss_of_stats(stats, TARGET, **options), *log_prob_of_stats(stats, TARGET)
+    shards = [(shard, replace(loss, start=start)) for start, shard in shards_of(LOGITS, cuts)]
+    stats = torch.stack([cross_entropy_stats(shard, TARGET, here, entropy=True) for shard, here in shards])
+    stats = combine_stats(stats)
+    found = loss_of_stats(stats, TARGET, loss), *log_prob_of_stats(stats, TARGET, loss)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    shards = [
-        cross_entropy_backward(
-            shard, TARGET, stats, ROW, start=start, softcap=softcap, dlog_prob=2 * ROW, dentropy=3 * ROW, **options
-        )
-        for start, shard in zip([sum(cuts[:i]) for i in range(len(cuts))], LOGITS.split(cuts, -1), strict=True)
-    ]
+    rows = {"dloss": ROW, "dlog_prob": 2 * ROW, "dentropy": 3 * ROW}
+    shards = [cross_entropy_backward(shard, TARGET, stats, here, **rows) for shard, here in shards]
     torch.testing.assert_close(torch.cat(shards, -1), leaf.grad, rtol=1e-12, atol=1e-12)
 
 
@@ -59,10 +59,10 @@ def test_the_reference_is_the_formula(cuts, label_smoothing, z_loss, softcap):
 def test_pitfall_08_an_ignored_row_is_not_read(options):
     logits, target = torch.randn(4, 9), torch.tensor([3, -100, -100, 2])
     logits[1], logits[2, 5] = torch.nan, torch.inf
-    softcap = {"softcap": options.get("softcap", 0.0)}
-    stats = cross_entropy_stats(logits, target, sum_logits=True, entropy=True, **softcap)
-    rows = {"dlog_prob": stats[0] * 0 + 1, "dentropy": torch.full((4,), 0.5)}
-    found = cross_entropy_backward(logits, target, stats, torch.ones(4), vocab_size=9, **rows, **options)
+    loss = Loss(9, **options)
+    stats = cross_entropy_stats(logits, target, loss, entropy=True)
+    rows = {"dloss": torch.ones(4), "dlog_prob": stats[0] * 0 + 1, "dentropy": torch.full((4,), 0.5)}
+    found = cross_entropy_backward(logits, target, stats, loss, **rows)
     assert not found[1:3].any()
     assert found[::3].isfinite().all()
 
@@ -71,36 +71,33 @@ def test_pitfall_08_an_ignored_row_is_not_read(options):
 @pytest.mark.parametrize("logits", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_of_rows_may_have_any_dtype(logits, dtype):
     z, target, ones = torch.randn(3, 9).to(logits), torch.tensor([3, -100, 2]), torch.ones(3)
-    stats = cross_entropy_stats(z, target, entropy=True)
+    loss = Loss(9, label_smoothing=0.1, z_loss=0.01)
+    stats = cross_entropy_stats(z, target, loss, entropy=True)
 
     def gradient(rows):
         rows = {"dloss": rows, "dlog_prob": rows, "dentropy": rows}
-        return cross_entropy_backward(z, target, stats, **rows, vocab_size=9, z_loss=0.01, label_smoothing=0.1)
+        return cross_entropy_backward(z, target, stats, loss, **rows)
 
     assert torch.equal(gradient(ones.to(dtype)), gradient(ones.to(torch.promote_types(logits, torch.float32))))
 
 
 @pytest.mark.parametrize("missing", ["dloss", "dlog_prob", "dentropy"])
 def test_each_gradient_may_be_missing(missing):
-    stats = cross_entropy_stats(LOGITS, TARGET, entropy=True, sum_logits=True)
+    stats = cross_entropy_stats(LOGITS, TARGET, SMOOTH, entropy=True)
     given = {"dloss": ROW, "dlog_prob": 2 * ROW, "dentropy": 3 * ROW}
     without, zero = ({**given, missing: value} for value in (None, torch.zeros(N, dtype=torch.float64)))
-    found = [
-        cross_entropy_backward(LOGITS, TARGET, stats, vocab_size=V, label_smoothing=0.1, **rows)
-        for rows in (without, zero)
-    ]
+    found = [cross_entropy_backward(LOGITS, TARGET, stats, SMOOTH, **rows) for rows in (without, zero)]
     torch.testing.assert_close(*found)
 
 
 def test_four_numbers_give_no_entropy():
-    stats = cross_entropy_stats(LOGITS, TARGET)
+    stats = cross_entropy_stats(LOGITS, TARGET, PLAIN)
     assert stats.shape == (4, N)
     assert not stats[3].any()  # the sum of logits, for which nobody asked
-    log_prob, entropy = log_prob_of_stats(stats, TARGET)
+    log_prob, entropy = log_prob_of_stats(stats, TARGET, PLAIN)
     assert entropy is None
-    torch.testing.assert_close(
-        log_prob, log_prob_of_stats(cross_entropy_stats(LOGITS, TARGET, entropy=True), TARGET)[0]
-    )
+    stats = cross_entropy_stats(LOGITS, TARGET, PLAIN, entropy=True)
+    torch.testing.assert_close(log_prob, log_prob_of_stats(stats, TARGET, PLAIN)[0])
 
 
 def test_a_confident_row_keeps_its_digits():
@@ -108,31 +105,29 @@ def test_a_confident_row_keeps_its_digits():
     logits = torch.tensor([[1000.0, 990.0]])
     target = torch.tensor([0])
     exact = torch.tensor([10.0], dtype=torch.float64).neg().exp().log1p()
-    stats = cross_entropy_stats(logits, target)
-    torch.testing.assert_close(loss_of_stats(stats, target, vocab_size=2).double(), exact, rtol=3e-3, atol=0)
-    gradient = cross_entropy_backward(logits, target, stats, torch.ones(1), vocab_size=2)
+    stats = cross_entropy_stats(logits, target, Loss(2))
+    torch.testing.assert_close(loss_of_stats(stats, target, Loss(2)).double(), exact, rtol=3e-3, atol=0)
+    gradient = cross_entropy_backward(logits, target, stats, Loss(2), dloss=torch.ones(1))
     torch.testing.assert_close(gradient[0, 1].double(), 1 / (1 + torch.tensor(10.0).double().exp()), rtol=1e-6, atol=0)
 
 
 def test_another_id_may_be_the_ignored_one():
     ignored, target = TARGET == 3, TARGET.masked_fill(TARGET == -100, 1)
-    stats = cross_entropy_stats(LOGITS, target, ignore_index=3, entropy=True)
+    third = Loss(V, ignore_index=3)
+    stats = cross_entropy_stats(LOGITS, target, third, entropy=True)
     assert torch.equal(stats[2] == 0, ignored)
-    loss, (log_prob, entropy) = (f(stats, target, ignore_index=3) for f in (
-        lambda *given, **how: loss_of_stats(*given, vocab_size=V, **how), log_prob_of_stats,
-    ))  # fmt: skip
-    dlogits = cross_entropy_backward(LOGITS, target, stats, ROW, vocab_size=V, ignore_index=3)
+    loss, (log_prob, entropy) = (f(stats, target, third) for f in (loss_of_stats, log_prob_of_stats))
+    dlogits = cross_entropy_backward(LOGITS, target, stats, third, dloss=ROW)
     for rows in (loss, log_prob, entropy, dlogits.abs().sum(-1)):
         assert torch.equal(rows == 0, ignored)
 
 
 def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
     logits = LOGITS.clone()
-    stats = cross_entropy_stats(logits, TARGET, entropy=True, sum_logits=True)
-    gradient = cross_entropy_backward(logits, TARGET, stats, ROW, dentropy=ROW, vocab_size=V, label_smoothing=0.1)
+    stats, how = cross_entropy_stats(logits, TARGET, SMOOTH, entropy=True), {"dloss": ROW, "dentropy": ROW}
+    gradient = cross_entropy_backward(logits, TARGET, stats, SMOOTH, **how)
     assert torch.equal(logits, LOGITS)
-    how = {"dentropy": ROW, "vocab_size": V, "label_smoothing": 0.1}
-    assert cross_entropy_backward(logits, TARGET, stats, ROW, in_place=True, **how) is logits
+    assert cross_entropy_backward(logits, TARGET, stats, SMOOTH, in_place=True, **how) is logits
     assert torch.equal(logits, gradient)
 
 
@@ -140,21 +135,19 @@ def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
     ({"logits": LOGITS[:, :0]}, r"logits \(6, 0\) have no columns"),
     ({"target": TARGET[:5]}, r"target has shape \(5,\), but logits \(6, 11\) have other rows"),
     ({"target": TARGET.double()}, "target is torch.float64; it must be int64 or int32"),
-    ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
-    ({"softcap": float("nan")}, "softcap nan is not a positive number"),
-    ({"softcap": float("inf")}, "softcap inf is not a positive number"),
+    ({"loss": Loss(V, softcap=-1.0)}, "softcap -1.0 is not a positive number"),
+    ({"loss": Loss(V, softcap=float("nan"))}, "softcap nan is not a positive number"),
+    ({"loss": Loss(V, softcap=float("inf"))}, "softcap inf is not a positive number"),
     ({"target": TARGET.to(torch.int16)}, "target is torch.int16; it must be int64 or int32"),
     ({"logits": LOGITS[:5]}, r"target has shape \(6,\), but logits \(5, 11\) have other rows"),
     ({"logits": LOGITS.float(), "impl": "triton"}, "impl='triton', but x is on cpu"),
 ])  # fmt: skip
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
-        cross_entropy_stats(**{"logits": LOGITS, "target": TARGET} | arguments)
+        cross_entropy_stats(**{"logits": LOGITS, "target": TARGET, "loss": PLAIN} | arguments)
     stats = torch.ones(4, N, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):
-        cross_entropy_backward(
-            **{"logits": LOGITS, "target": TARGET} | arguments, stats=stats, dloss=ROW, vocab_size=V
-        )  # fmt: skip
+        cross_entropy_backward(**{"logits": LOGITS, "target": TARGET, "loss": PLAIN, "stats": stats} | arguments)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -168,7 +161,7 @@ def test_bad_input(arguments, message):
     ({"stats": torch.ones(())}, r"stats have shape \(\); they are 4 or 5 numbers"),
 ])  # fmt: skip
 def test_bad_input_of_the_backward_pass(arguments, message):
-    given = {"logits": LOGITS, "target": TARGET, "stats": torch.ones(4, N), "dloss": ROW, "vocab_size": V}
+    given = {"logits": LOGITS, "target": TARGET, "stats": torch.ones(4, N), "dloss": ROW, "loss": PLAIN}
     with pytest.raises(ValueError, match=message):
         cross_entropy_backward(**given | arguments)
 

@@ -6,13 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpcore.kernels import linear_cross_entropy as module
 from mpcore.kernels._main_grad import add_product
-from mpcore.kernels.cross_entropy import cross_entropy_stats
-from mpcore.kernels.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_rows,
-    linear_log_prob,
-    rows_of_chunk,
-)
+from mpcore.kernels.cross_entropy import Loss, cross_entropy_stats
+from mpcore.kernels.linear_cross_entropy import rows_of_chunk
 from tests.oracles.linear_loss import (
     linear_cross_entropy_reference,
     linear_cross_entropy_rows_reference,
@@ -23,6 +18,21 @@ N, D, V = 7, 4, 11
 X, WEIGHT = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
 TARGET, SCALE = torch.tensor([0, 3, -100, 10, 5, 3, 7]), torch.rand(N, dtype=torch.float64)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0}
+
+
+def of_terms(function):
+    """A function of the kernels that takes the terms of the loss one by one, as its reference does."""
+
+    def run(x, weight, *rows, start=0, vocab_size=None, gather=None, chunk_rows=None, **terms):
+        loss = Loss(vocab_size or len(weight), start, **terms)
+        return function(x, weight, *rows, loss, gather=gather, chunk_rows=chunk_rows)
+
+    return run
+
+
+linear_cross_entropy, linear_cross_entropy_rows, linear_log_prob = map(
+    of_terms, (module.linear_cross_entropy, module.linear_cross_entropy_rows, module.linear_log_prob)
+)
 
 
 def total_of(function):
@@ -111,7 +121,7 @@ def test_ranks_equal_the_whole(cuts):
             first = next(chunks)
             rows = slice(first, first + 3)
             stats = [
-                cross_entropy_stats(X[rows] @ w.t(), TARGET[rows], start=s, softcap=2.0, sum_logits=True)
+                cross_entropy_stats(X[rows] @ w.t(), TARGET[rows], Loss(V, s, softcap=2.0, label_smoothing=0.1))
                 for s, w in zip(starts, shards, strict=True)
             ]
             torch.testing.assert_close(mine, stats[starts.index(start)])
@@ -242,11 +252,13 @@ def test_all_rows_are_one_chunk_if_their_logits_are_no_larger_than_the_float32_g
     ({"chunk_rows": 0}, "chunk_rows 0 is not positive"), ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
 ])  # fmt: skip
 def test_bad_input(arguments, message):
+    given = {"x": X, "weight": WEIGHT, "target": TARGET, "scale": SCALE} | arguments
+    x, weight, target, scale = (given.pop(name) for name in ("x", "weight", "target", "scale"))
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**{"x": X, "weight": WEIGHT, "target": TARGET, "scale": SCALE} | arguments)
+        linear_cross_entropy(x, weight, target, scale, **given)
     for function in (linear_cross_entropy_rows, linear_log_prob) if "scale" not in arguments else ():
         with pytest.raises(ValueError, match=message):
-            function(**{"x": X, "weight": WEIGHT, "target": TARGET} | arguments)
+            function(x, weight, target, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

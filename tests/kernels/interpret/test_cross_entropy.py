@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from mpcore.kernels.cross_entropy import (
+    Loss,
     combine_stats,
     cross_entropy_backward,
     cross_entropy_stats,
@@ -24,31 +25,26 @@ class Kernels(torch.autograd.Function):
     def forward(ctx, logits, target, cuts, label_smoothing, z_loss, softcap, entropy):
         V = logits.shape[-1]
         starts = [sum(cuts[:i]) for i in range(len(cuts))]
-        how = {"softcap": softcap, "impl": "triton"}
-        stats = combine_stats(
-            torch.stack(
-                [
-                    cross_entropy_stats(
-                        shard, target, start=start, sum_logits=label_smoothing > 0, entropy=entropy, **how
-                    )
-                    for start, shard in zip(starts, logits.split(cuts, -1), strict=True)
-                ]
-            )
-        )
-        weights = {"label_smoothing": label_smoothing, "z_loss": z_loss, "vocab_size": V}
-        loss = loss_of_stats(stats, target, **weights)
-        log_prob, row_entropy = log_prob_of_stats(stats, target)
+        shards = logits.split(cuts, -1)
+        terms = [Loss(V, start, -100, softcap, label_smoothing, z_loss) for start in starts]
+        stats = [
+            cross_entropy_stats(shard, target, of, entropy=entropy, impl="triton")
+            for shard, of in zip(shards, terms, strict=True)
+        ]
+        stats = combine_stats(torch.stack(stats))
+        loss = loss_of_stats(stats, target, terms[0])
+        log_prob, row_entropy = log_prob_of_stats(stats, target, terms[0])
         ctx.save_for_backward(logits, target, stats)
-        ctx.cuts, ctx.starts, ctx.how, ctx.weights = cuts, starts, how, weights
+        ctx.cuts, ctx.terms = cuts, terms
         return (loss, log_prob, row_entropy) if entropy else loss
 
     @staticmethod
     def backward(ctx, dloss, dlog_prob=None, dentropy=None):
         logits, target, stats = ctx.saved_tensors
-        rows = {"dlog_prob": dlog_prob, "dentropy": dentropy}
+        rows = {"dloss": dloss, "dlog_prob": dlog_prob, "dentropy": dentropy}
         shards = [
-            cross_entropy_backward(shard, target, stats, dloss, start=start, **rows, **ctx.how, **ctx.weights)
-            for start, shard in zip(ctx.starts, logits.split(ctx.cuts, -1), strict=True)
+            cross_entropy_backward(shard, target, stats, of, impl="triton", **rows)
+            for of, shard in zip(ctx.terms, logits.split(ctx.cuts, -1), strict=True)
         ]
         return shards[0] if len(shards) == 1 else torch.cat(shards, -1), *[None] * 6
 
@@ -197,12 +193,12 @@ def test_pitfall_09_gradients_keep_the_dtype_and_its_precision(dtype):
 def test_pitfall_04_logits_are_changed_in_place_on_demand_alone(V, layout):
     logits, target = draw(3, V, dtype=BF16)
     placed, stats = laws.place(logits, layout, 0), torch.full((4, 3), 9.0)
-    how = {"vocab_size": V, "label_smoothing": 0.1, "impl": "triton"}
-    wanted = cross_entropy_backward(placed, target, stats, stats[0], **how)
+    how = {"loss": Loss(V, label_smoothing=0.1), "dloss": stats[0], "impl": "triton"}
+    wanted = cross_entropy_backward(placed, target, stats, **how)
     assert torch.equal(placed, logits)
     sea = placed.as_strided((placed.untyped_storage().nbytes() // 2,), (1,), 0)
     numbers = sea.isfinite().sum()
-    assert cross_entropy_backward(placed, target, stats, stats[0], in_place=True, **how) is placed
+    assert cross_entropy_backward(placed, target, stats, in_place=True, **how) is placed
     assert torch.equal(placed, wanted)
     assert sea.isfinite().sum() == numbers, "a gap between rows was written"
 
@@ -211,14 +207,14 @@ def test_pitfall_04_logits_are_changed_in_place_on_demand_alone(V, layout):
 def test_a_graph_whose_logits_were_written_over_is_refused(impl):
     logits, target = draw(3, 9)
     logits = torch.tanh(logits.requires_grad_())
-    stats = cross_entropy_stats(logits, target, impl=impl)
+    stats = cross_entropy_stats(logits, target, Loss(9), impl=impl)
     assert not stats.requires_grad
-    how = {"vocab_size": 9, "impl": impl}
-    dlogits = cross_entropy_backward(logits, target, stats, stats[0].requires_grad_(), in_place=True, **how)
+    how = {"loss": Loss(9), "dloss": stats[0].requires_grad_(), "impl": impl}
+    dlogits = cross_entropy_backward(logits, target, stats, in_place=True, **how)
     assert dlogits is logits
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logits.sum().backward()
-    assert not cross_entropy_backward(logits, target, stats, stats[0], **how).requires_grad
+    assert not cross_entropy_backward(logits, target, stats, **how).requires_grad
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -4,6 +4,7 @@ import laws
 import pytest
 import torch
 
+from mpcore.kernels.cross_entropy import Loss
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_rows, linear_log_prob
 from tests.oracles.linear_loss import (
     linear_cross_entropy_reference,
@@ -25,8 +26,14 @@ def draw(N, D, V, dtype):
     return {name: t.to(dtype) for name, t in inputs.items()}, {"target": target, "scale": scale}
 
 
+def terms(arguments):
+    """The arguments of a reference, with the terms of the loss as the kernels take them."""
+    given = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
+    return arguments | {"loss": Loss(len(arguments["weight"]), **given)}
+
+
 def kernels(**arguments):
-    return linear_cross_entropy(**arguments, impl="triton", chunk_rows=6).view(1)
+    return linear_cross_entropy(**terms(arguments), impl="triton", chunk_rows=6).view(1)
 
 
 def reference(**arguments):
@@ -42,11 +49,11 @@ def test_errors(N, options, dtype):
 
 
 def losses(**arguments):
-    return linear_cross_entropy_rows(**arguments, impl="triton", chunk_rows=6)
+    return linear_cross_entropy_rows(**terms(arguments), impl="triton", chunk_rows=6)
 
 
 def log_probs(**arguments):
-    return linear_log_prob(**arguments, impl="triton", chunk_rows=6)
+    return linear_log_prob(**terms(arguments), impl="triton", chunk_rows=6)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
