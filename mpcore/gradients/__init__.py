@@ -7,10 +7,10 @@ first.
 from mpcore.gradients.accumulate import gradient_of, main_gradients, mark_reduced, zero_gradients
 from mpcore.gradients.drop import drop_gradients
 from mpcore.gradients.guard import ReadsMainGradients, guard_optimizer
-from mpcore.gradients.norm import TensorNorms, clip_gradients, grad_norm
+from mpcore.gradients.norm import clip_gradients, grad_norm
 from mpcore.gradients.reduce import reduce_gradients
 
 __all__ = [
-    "ReadsMainGradients", "TensorNorms", "clip_gradients", "drop_gradients", "grad_norm", "gradient_of",
+    "ReadsMainGradients", "clip_gradients", "drop_gradients", "grad_norm", "gradient_of",
     "guard_optimizer", "main_gradients", "mark_reduced", "reduce_gradients", "zero_gradients",
 ]  # fmt: skip

@@ -12,9 +12,8 @@ from mpcore._torch.optim import scale_each
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.gradients.guard import check_all_reduced
-from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Mesh, check_mesh
-from mpcore.sharding.declarations import ModelTree, declarations, tree_of
+from mpcore.sharding.declarations import ModelTree, tree_of
 from mpcore.sharding.declare import Sharding, check_lies_on
 from mpcore.sharding.local import data_run, is_dtensor, is_first_replica, local_tensor
 
@@ -71,43 +70,6 @@ def _norm(grad: Tensor, p: float) -> Tensor:
     if p == 2 and grad.is_cuda and grad.dtype != torch.float64:  # reads each byte once: float64 would be a copy
         return torch.linalg.vector_norm(grad, p, dtype=torch.float32).double()
     return torch.linalg.vector_norm(grad, p, dtype=torch.float64)
-
-
-class TensorNorms:
-    """Measure the 2-norm of each tensor of the unsharded model, for example to compare two runs.
-
-    Args:
-        model: the model, or this rank's pipeline stage.
-        mesh: the model's mesh.
-
-    Example:
-        >>> model = mpcore.ColumnParallelLinear(4, 4, bias=False)
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> norms = mpcore.gradients.TensorNorms(model, mpcore.Mesh())
-        >>> norms(mpcore.gradients.gradient_of)
-        {'weight': 4.0}
-    """
-
-    def __init__(self, model: nn.Module | ModelTree, mesh: Mesh) -> None:
-        self.tree: ModelTree = tree_of(model)
-        self.mesh = mesh
-        self.names: list[str] | None = None
-
-    @torch.no_grad()
-    def __call__(self, of: Callable[[Tensor], Tensor | None]) -> dict[str, float]:
-        """Return the norms by the parameters' full names, the same on every rank. All ranks must call it.
-
-        `of` maps each parameter to the tensor to measure, or to None. If no rank has a tensor, the norm is 0.
-        """
-        if self.names is None:  # of all stages of a pipeline
-            every = gather_objects([name for name, _, _ in declarations(self.tree)], self.mesh.world.group)
-            self.names = sorted({name for names in every for name in names})
-        squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.mesh.device)
-        place = {name: i for i, name in enumerate(self.names)}
-        for name, x in owned_tensors(self.tree, self.mesh, of):
-            squares[place[name]] += _norm(x, 2.0).square()
-        norms = all_reduce(squares, self.mesh.world).sqrt().tolist()
-        return dict(zip(self.names, norms, strict=True))
 
 
 def owned_tensors(

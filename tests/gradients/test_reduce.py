@@ -158,22 +158,6 @@ def test_an_exact_norm_holds_sixty_bits_of_each_square():
     assert not math.isfinite(float(exact_norm(model, mp.Mesh())))
 
 
-def names_of() -> dict[str, float]:
-    on = mp.build_mesh(tp=2, device_type="cpu")
-    model: Any = nn.ModuleDict({"up": mp.ColumnParallelLinear(2, 4, tp=on.tp), "norm": mp.LayerNorm(2)})
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 2.0)
-    model["norm"].bias.grad = None
-    return norm.TensorNorms(model, on)(accumulate.gradient_of)
-
-
-def test_the_norm_of_each_tensor_is_that_of_the_unsharded_one():
-    want = {"norm.bias": 0.0, "norm.weight": 2 * math.sqrt(2), "up.bias": 4.0, "up.weight": 2 * math.sqrt(8)}
-    for found in mp.simulate(names_of, ranks=2):
-        assert list(found) == list(want)
-        assert found == pytest.approx(want)
-
-
 def test_a_norm_is_that_of_all_elements_and_scales_them_in_every_dtype():
     model: Any = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).double())
     for i, each in enumerate(list(model.parameters())[:3]):
