@@ -77,10 +77,11 @@ _MOVED = {
         "clip_gradients drop_gradients grad_norm guard_optimizer main_gradients reduce_gradients zero_gradients"
     ),
     "interop.lora": "add_lora load_lora merge_lora merged_state_dict save_lora",
+    "interop.upcycle": "upcycle",
     "interop.parallelize": "Colwise Experts Hidden LocalSizes Replicate parallelize_summary",
     "layers": (
         "ColumnParallelEmbedding GroupedLinear Router document_ends document_positions linear_log_prob "
-        "materialize seed_dropout upcycle update_routers vocab_parallel_log_prob"
+        "materialize seed_dropout update_routers vocab_parallel_log_prob"
     ),
     "optim": "LossScaler",
     "parallel": (

@@ -1,5 +1,7 @@
 """Parallel layers. Each is a plain `torch.nn.Module` that also works alone: the default `tp=Axis()` is one rank."""
 
+from typing import TYPE_CHECKING, Any
+
 from mpcore.layers.attention.documents import document_ends, document_ids, document_positions
 from mpcore.layers.attention.latent import MultiLatentAttention
 from mpcore.layers.attention.multi_head import ParallelAttention
@@ -22,7 +24,6 @@ from mpcore.layers.moe.experts import GroupedLinear
 from mpcore.layers.moe.layer import ParallelMoE
 from mpcore.layers.moe.router import Router
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
-from mpcore.layers.moe.upcycle import upcycle
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.layers.overlap import overlap_communication
 from mpcore.layers.rope import RotaryEmbedding, apply_rope
@@ -33,6 +34,12 @@ __all__ = [
     "PositionEmbedding", "QKVParallelLinear", "RMSNorm", "RotaryEmbedding", "Router", "RouterStatistics",
     "RowParallelLinear", "TransformerBlock", "VocabParallelCrossEntropy", "VocabParallelEmbedding", "apply_rope",
     "document_ends", "document_ids", "document_positions", "linear_cross_entropy", "linear_log_prob", "materialize",
-    "overlap_communication", "seed_dropout", "sequence_index", "shard_sequence", "unshard_sequence", "upcycle",
+    "overlap_communication", "seed_dropout", "sequence_index", "shard_sequence", "unshard_sequence",
     "update_routers", "vocab_parallel_cross_entropy", "vocab_parallel_log_prob",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        moved = "mpcore.layers.upcycle is mpcore.interop.upcycle.upcycle since 0.3"
+        raise AttributeError(moved if name == "upcycle" else f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,8 @@ from mpcore import collectives as c
 from mpcore.checkpoint import load, save
 from mpcore.experimental import record_routing
 from mpcore.gradients import drop_gradients, reduce_gradients
-from mpcore.layers import materialize, upcycle, update_routers
+from mpcore.interop.upcycle import upcycle
+from mpcore.layers import materialize, update_routers
 from mpcore.layers.moe import DispatchBounds
 from mpcore.layers.moe.router import AUX_LOSSES
 from mpcore.parallel.data import shard_data_parallel

@@ -5,9 +5,7 @@ from mpcore.layers.moe.experts import Experts, GroupedLinear
 from mpcore.layers.moe.layer import ParallelMoE
 from mpcore.layers.moe.router import Router
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
-from mpcore.layers.moe.upcycle import upcycle
 
 __all__ = [
-    "DispatchBounds", "Experts", "GroupedLinear", "ParallelMoE", "Router", "RouterStatistics", "upcycle",
-    "update_routers",
+    "DispatchBounds", "Experts", "GroupedLinear", "ParallelMoE", "Router", "RouterStatistics", "update_routers",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ def upcycle(state: Mapping[str, Tensor], mixture: nn.Module) -> dict[str, Tensor
     Example:
         >>> dense = nn.Sequential(mpcore.ParallelMLP(4, 8, bias=False))
         >>> mixture = nn.Sequential(mpcore.ParallelMoE(4, 8, num_experts=3, top_k=2))
-        >>> state = mpcore.layers.upcycle(mpcore.full_state_dict(dense), mixture)
+        >>> state = mpcore.interop.upcycle.upcycle(mpcore.full_state_dict(dense), mixture)
         >>> {name: tuple(x.shape) for name, x in state.items()}
         {'0.experts.gate_up.weight': (3, 16, 4), '0.experts.down.weight': (3, 4, 8)}
     """
