@@ -12,11 +12,12 @@ from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
+from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
-from mpcore.training.replica_check import ReplicaCheck, sketch
+from mpcore.training.replica_check import check_replicas, sketch
 
 if TYPE_CHECKING:
     from mpcore.training.run import Run
@@ -63,10 +64,10 @@ class FirstStep(Observer):
 
     def __init__(self, tree: ModelTree, mesh: Mesh, half: bool, writes: GradientWrites) -> None:
         self.parameters: tuple[nn.Parameter, ...] = tree.parameters
-        self.loss_check: LossCheck = LossCheck(mesh)
+        self.loss_check: LossCheck | None = None
         self.half = half
         self.mesh = mesh
-        self.replica_check: ReplicaCheck | None = None
+        self.states: list[Tensor] = []  # torch's random states before forward and after backward
         self.writes = writes
 
     def attach(self, run: Run) -> None:
@@ -81,7 +82,7 @@ class FirstStep(Observer):
 
     def watch(self, loss: Loss) -> Loss:
         """Return the loss, checked in the first micro-batch of the first step."""
-        return lambda output, target: self.loss_check.call(loss, output, target)
+        return lambda *given: self.loss_check.call(loss, *given) if self.loss_check else loss(*given)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         if [*map(id, ModelTree(run.model).parameters)] != [*map(id, self.parameters)]:
@@ -98,21 +99,22 @@ class FirstStep(Observer):
         if not run.model.training and run.mesh.job.rank == 0:
             log.warning("the model is in eval mode, as of from_pretrained, so dropout is off: call model.train()")
         check_targets(run.mesh, arguments["target"])
-        self.loss_check.begin(tokens, run.pipeline.micro_batches)
-        self.replica_check = ReplicaCheck(run.mesh, self.half) if self.loss_check.tokens else None
+        self.loss_check = LossCheck(run.mesh, tokens, run.pipeline.micro_batches)
+        self.half = self.half or torch.is_autocast_enabled(run.mesh.device.type)
+        self.states = [random_state(run.mesh.device)]
 
     def after_backward(self, run: Run, total: Tensor) -> Tensor:
         """Raise on every rank if the loss is a mean, or differs between the ranks of tp."""
+        assert self.loss_check is not None
         self.loss_check.end(total / run.factor)
-        if self.replica_check:
-            self.replica_check.end()
+        self.states.append(random_state(run.mesh.device))
         return total
 
     def after_reduce(self, run: Run) -> None:
         """Raise on every rank if the ranks of tp have different gradients of a replicated parameter."""
         run.observers.remove(self)
-        if self.replica_check:
-            self.replica_check.compare(run.tree, CHANGED if self.writes.changed else "")
+        if self.loss_check and self.loss_check.tokens:
+            check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
 
 
 def _writes(tree: ModelTree) -> list[str]:

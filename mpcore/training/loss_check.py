@@ -37,28 +37,22 @@ def with_mesh(loss: Callable[..., Tensor], mesh: Mesh) -> Loss:
 
 
 class LossCheck:
-    """Check a loss: a sum over tokens, the same on every rank of tp, of other samples on each rank of dp.
+    """Check the loss of a step: a sum over tokens, the same on every rank of tp, of other samples on each rank of dp.
 
-    A loss that can't be checked passes. A cross-entropy that is divided by a number of ranks gets a warning: the loss
-    of equal logits is log(vocabulary size) for each token, so the factor shows.
+    If each micro-batch has one token, a mean equals a sum, and nothing is checked. A loss that can't be checked passes.
+    A cross-entropy that is divided by a number of ranks gets a warning: the loss of equal logits is log(vocabulary
+    size) for each token, so the factor shows.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, tokens: Tensor | int, micro_batches: int) -> None:
         self.mesh = mesh
-        self.tokens: int = 0
-        self.is_due: bool = False
+        self.micro_batches = micro_batches
+        self.tokens: int = int(tokens) if int(tokens) > micro_batches * mesh.data.size else 0
+        self.is_due: bool = self.tokens > 0
         self.is_mean: bool = False
         self.samples: float = math.nan
-        self.micro_batches: int = 1
         self.width: int = 0
-        self.flat: float = math.nan  # flat: the loss of a token whose logits are equal
-
-    def begin(self, tokens: Tensor | int, micro_batches: int) -> None:
-        """Begin a step. If each micro-batch has one token, a mean equals a sum, and nothing is checked."""
-        self.tokens = int(tokens) if int(tokens) > micro_batches * self.mesh.data.size else 0
-        self.is_due = self.tokens > 0
-        self.is_mean = False
-        self.micro_batches = micro_batches
+        self.flat: float = math.nan  # the loss of a token whose logits are equal
 
     def call(self, loss: Loss, output: Any, target: Tensor) -> Any:
         """Return the loss. In the first micro-batch, compare it with the loss of the same samples repeated twice."""

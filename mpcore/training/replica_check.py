@@ -13,7 +13,6 @@ from mpcore.layers.module import ParallelLayer
 from mpcore.layers.norm import LayerNorm, RMSNorm
 from mpcore.mesh.agreement import gather_objects, raise_together
 from mpcore.mesh.axis import Mesh
-from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import local_tensor
 
@@ -23,74 +22,62 @@ OWN, LARGEST, LARGEST_FULL = 1e-2, 1e-3, 1e-6
 PIECE = 2**20
 
 
-class ReplicaCheck:
-    """Check that the ranks of tp have the same gradients of replicated parameters. Begin it before a step's forward."""
+@torch.no_grad()
+def check_replicas(tree: ModelTree, mesh: Mesh, half: bool, states: Sequence[Tensor], cause: str = "") -> None:
+    """After all sums over ranks, raise ValueError on every rank if replicas on tp would get different updates.
 
-    def __init__(self, mesh: Mesh, half: bool = False) -> None:
-        self.mesh = mesh
-        self.half: bool = half or torch.is_autocast_enabled(mesh.device.type)
-        self.before: Tensor = random_state(mesh.device)
-        self.after: Tensor = self.before
+    `states` are torch's random states before the step's forward and after its backward.
+    """
+    tp, error, names, sketches = mesh.tp, None, [], []
+    for name, parameter, sharding in tree.declared:
+        if parameter.requires_grad and any(axis.key == tp.key for axis in sharding.replica_axes(mesh)):
+            names.append(name)
+            half = half or parameter.dtype.itemsize < 4
+            sketches.append(sketch(gradient_of(parameter), mesh.device))
+    if names and tp.size > 1:
+        total, norm = torch.stack(sketches).unbind(1)
+        most, least, norm = all_reduce(torch.stack([total, -total, norm]), tp, "max")
+        off = most + least
+        wrong = (off > OWN * norm) & (off > (LARGEST if half else LARGEST_FULL) * norm.max())
+        if bool(wrong.any()):
+            worst = int(torch.where(wrong, off / norm, 0).argmax())
+            others = [names[i] for i in wrong.nonzero().flatten().tolist() if i != worst]
+            norm_of = norms_of_shards(tree.modules).get(names[worst].rpartition(".")[0], "")
+            why = _cause(names[worst], others, norm_of, states, mesh)  # a collective: `cause` may be one rank's
+            error = ValueError(
+                f"{names[worst]} is replicated, but the ranks of tp have different gradients of it (by "
+                f"{float(off[worst] / norm[worst]):.1%}{f'; and of {first_names(others, 3)}' if others else ''}), so "
+                f"the replicas would drift apart: {cause or why}"
+            )
+    raise_together(error, mesh.world)
 
-    def end(self) -> None:
-        """End the forward and backward: note whether they drew numbers from torch's random generator."""
-        self.after = random_state(self.mesh.device)
 
-    @torch.no_grad()
-    def compare(self, tree: ModelTree, cause: str = "") -> None:
-        """After all sums over ranks, raise ValueError on every rank if replicas would get different updates."""
-        tp, error = self.mesh.tp, None
-        names, sketches, half = [], [], self.half
-        for name, parameter, sharding in tree.declared:
-            if parameter.requires_grad and any(axis.key == tp.key for axis in sharding.replica_axes(self.mesh)):
-                names.append(name)
-                half = half or parameter.dtype.itemsize < 4
-                sketches.append(sketch(gradient_of(parameter), self.mesh.device))
-        if names and tp.size > 1:
-            total, norm = torch.stack(sketches).unbind(1)
-            most, least, norm = all_reduce(torch.stack([total, -total, norm]), tp, "max")
-            off = most + least
-            wrong = (off > OWN * norm) & (off > (LARGEST if half else LARGEST_FULL) * norm.max())
-            if bool(wrong.any()):
-                worst = int(torch.where(wrong, off / norm, 0).argmax())
-                others = [names[i] for i in wrong.nonzero().flatten().tolist() if i != worst]
-                norm_of = norms_of_shards(tree.modules).get(names[worst].rpartition(".")[0], "")
-                error = self._error(names[worst], float(off[worst] / norm[worst]), others, norm_of, cause)
-        raise_together(error, self.mesh.world)
-
-    def _error(self, name: str, off: float, others: Sequence[str], norm: str, why: str = "") -> ValueError:
-        """Return the error of this rank's tp group; `norm` is what the parameter's module should be, or ""."""
-        mine = [state.numpy().tobytes() for state in (self.before, self.after)]
-        before, after = map(set, zip(*gather_objects(mine, self.mesh.tp.group), strict=True))
-        if why:
-            pass
-        elif len(before) == 1 and len(after) > 1:
-            why = (
-                "the ranks drew unequal numbers of random values in the step, as nn.Dropout does with uneven shards. "
-                "Use mpcore.Dropout"
-            )
-        elif before != after and len(before) > 1:
-            why = (
-                "the random states differ within the tp group, and the step drew random numbers, as nn.Dropout does. "
-                "Use mpcore.Dropout, or call torch.manual_seed(mesh.data.rank) after prepare"
-            )
-        else:
-            meets = (
-                f"its input is a shard of the sequence, make it {norm}"
-                if norm
-                else f"it meets only this rank's heads, features or tokens, call mpcore.add_partial(module, "
-                f"{name.rpartition('.')[2]!r}, mesh.tp), which sums its gradient"
-            )
-            why = (
-                f"if {meets}; otherwise the ranks of tp compute different things with it or behind it: run mpcore "
-                f"verify, which names the first module that is off"
-            )
-            if others:
-                why += ". All of these may lack one sum in backward, in what reads them last: add_partial would hide it"
-        return ValueError(
-            f"{name} is replicated, but the ranks of tp have different gradients of it (by {off:.1%}"
-            f"{f'; and of {first_names(others, 3)}' if others else ''}), so the replicas would drift apart: {why}"
+def _cause(name: str, others: Sequence[str], norm: str, states: Sequence[Tensor], mesh: Mesh) -> str:
+    """Return the likely cause in this rank's tp group; `norm` is what the parameter's module should be, or ""."""
+    mine = [state.numpy().tobytes() for state in states]
+    before, after = map(set, zip(*gather_objects(mine, mesh.tp.group), strict=True))
+    if len(before) == 1 and len(after) > 1:
+        return (
+            "the ranks drew unequal numbers of random values in the step, as nn.Dropout does with uneven shards. "
+            "Use mpcore.Dropout"
         )
+    if before != after and len(before) > 1:
+        return (
+            "the random states differ within the tp group, and the step drew random numbers, as nn.Dropout does. "
+            "Use mpcore.Dropout, or call torch.manual_seed(mesh.data.rank) after prepare"
+        )
+    meets = (
+        f"its input is a shard of the sequence, make it {norm}"
+        if norm
+        else f"it meets only this rank's heads, features or tokens, call mpcore.add_partial(module, "
+        f"{name.rpartition('.')[2]!r}, mesh.tp), which sums its gradient"
+    )
+    why = (
+        f"if {meets}; otherwise the ranks of tp compute different things with it or behind it: run mpcore "
+        f"verify, which names the first module that is off"
+    )
+    more = ". All of these may lack one sum in backward, in what reads them last: add_partial would hide it"
+    return why + more if others else why
 
 
 def norms_of_shards(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, str]:

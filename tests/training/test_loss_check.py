@@ -21,9 +21,7 @@ def mesh_of(data: int = 1, tp: int = 1, rank: int = 0) -> Any:
 
 
 def begun(tokens: int = 8, **sizes: int) -> LossCheck:
-    check = LossCheck(mesh_of(**sizes))
-    check.begin(tokens, 1)
-    return check
+    return LossCheck(mesh_of(**sizes), tokens, 1)
 
 
 Y = torch.arange(6.0).view(3, 2) + 1
@@ -38,10 +36,7 @@ def squares(y: Tensor, t: Tensor) -> Tensor:
     (torch.tensor(9.0), 4, 2, True), (0, 1, 1, False),
 ])  # fmt: skip
 def test_a_loss_is_checked_if_a_micro_batch_has_more_than_a_token(tokens, micro_batches, data, due):
-    check = LossCheck(mesh_of(data))
-    assert (check.tokens, check.is_due, check.is_mean) == (0, False, False)
-    check.is_mean = True
-    check.begin(tokens, micro_batches)
+    check = LossCheck(mesh_of(data), tokens, micro_batches)
     assert (check.tokens, check.is_due, check.is_mean) == (int(tokens) if due else 0, due, False)
 
 
@@ -120,8 +115,8 @@ def test_a_loss_may_accept_the_mesh():
 
 def end_on_rank(totals: list[float], is_mean: bool, tokens: int) -> str:
     on = mp.build_mesh(tp=2, device_type="cpu")
-    check = LossCheck(on)
-    check.tokens, check.is_mean = tokens, is_mean
+    check = LossCheck(on, tokens, 1)
+    check.is_mean = is_mean
     try:
         check.end(torch.tensor(totals[on.job.rank], dtype=torch.float64))
     except ValueError as error:
@@ -144,8 +139,8 @@ def test_losses_of_a_tp_group_may_differ_by_1e_5(totals, is_mean, tokens, said):
 
 def end_on_four(mean_rank: int) -> str:
     on = mp.build_mesh(dp=2, tp=2, device_type="cpu")
-    check = LossCheck(on)
-    check.tokens, check.is_mean = 9, on.job.rank == mean_rank
+    check = LossCheck(on, 9, 1)
+    check.is_mean = on.job.rank == mean_rank
     try:
         check.end(torch.tensor(float(on.dp.rank), dtype=torch.float64))
     except ValueError as error:
