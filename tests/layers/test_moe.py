@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -495,6 +496,9 @@ def test_upcycling_begins_with_the_dense_models_output():
     close(moe(x).detach(), dense["blocks"]["1"]["mlp"](x).detach(), "the first output")
     with pytest.raises(ValueError, match="the ModuleDict has no ParallelMoE: give the mixture"):
         upcycle(state, dense)
+    for home in ("mpcore", "mpcore.layers", "mpcore.layers.moe"):
+        with pytest.raises(AttributeError, match=f"{home}.upcycle is mpcore.interop.upcycle.upcycle since 0.3"):
+            import_module(home).upcycle  # noqa: B018
     with pytest.raises(ValueError, match=r"the dense model's 4 tensors have no blocks.1.mlp.up.weight"):
         upcycle(state, mixture)
     with pytest.raises(ValueError, match=r"layer.up.bias: experts have no biases"):
