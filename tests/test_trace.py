@@ -169,6 +169,7 @@ def test_a_hang_is_explained(ranks, tmp_path, what, sizes, pattern):
         ranks(torch.Size(sizes.values()).numel(), hang, what.__name__, sizes, str(tmp_path), timeout=90)
     ((file, said),) = [(file, text) for file in tmp_path.glob("stderr*") if (text := file.read_text())]
     assert re.search(pattern, said), said
+    assert Log.from_json((tmp_path / "rank0.json").read_text()).rank == 0
     line = line_of(what)
     assert line is None or line in said.splitlines()[0], said
     assert file.stat().st_mtime - float((tmp_path / "began").read_text()) < TIMEOUT_S + 10

@@ -9,7 +9,6 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -24,31 +23,6 @@ FIRST = Mesh()
 
 
 # --- times ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_seconds_of_a_step_are_of_data_communication_and_compute(monkeypatch):
-    now = iter([10.0, 11.0, 14.0, 20.0])
-    monkeypatch.setattr(times.time, "perf_counter", lambda: next(now))
-    found = StepTimes(FIRST)
-    said: list[str] = []
-    clock = mock.MagicMock(seconds=2.5, axes={"tp": 2.5})
-    clock.__enter__.side_effect = lambda: said.append("in")
-    clock.__exit__.side_effect = lambda *_: said.append("out")
-    found.clock = clock
-    with found as same:
-        assert same is found
-        assert said == ["in"]
-        with found.data():
-            pass
-    assert said == ["in", "out"]
-    assert (found.seconds, found.data_seconds) == (10.0, 3.0)
-    assert found.record() == {
-        "seconds": 10.0,
-        "data_seconds": 3.0,
-        "communication_seconds": 2.5,
-        "exposed_seconds": {"tp": 2.5},
-        "compute_seconds": 4.5,
-    }
 
 
 def test_where_communication_cannot_be_seen_it_is_left_out(monkeypatch):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import signal
 import socket
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -29,10 +27,6 @@ def lines() -> Any:
     module.log.addHandler(handler)
     yield said
     module.log.removeHandler(handler)
-
-
-class Ended(BaseException):
-    """The process would have ended."""
 
 
 @pytest.fixture(autouse=True)
@@ -190,43 +184,6 @@ def test_a_rank_that_ended_too_early_is_told_from_a_dead_one(clock):
     assert rank(1, 3, store)._ask() == cause
 
 
-def test_rank_0_leaves_last_but_waits_only_for_a_time(clock):
-    store = dist.HashStore()
-    rank(0, 2, store, grace=1.0).__exit__(None, None, None)
-    assert sum(clock) == pytest.approx(5.0, abs=0.1)
-    clock.clear()
-    for number in (1, 0):
-        rank(number, 2, store).__exit__(None, None, None)
-    assert clock == []
-
-
-def test_a_blocked_rank_is_ended_twice_the_grace_after_the_first_failure(monkeypatch, lines):
-    together, waits, ends = rank(1, grace=3.0), [], []
-
-    def wait(seconds: float) -> bool:
-        waits.append(seconds)
-        if len(waits) == 2:
-            together.store.set("mpcore/asked", "1")
-        if len(waits) == 3:
-            assert together.store.check(["mpcore/alive/1"])
-            together.store.set("mpcore/cause", "rank 0 failed first: why")
-        return False
-
-    monkeypatch.setattr(together.over, "wait", wait)
-    monkeypatch.setattr(module.os, "_exit", ends.append)
-    together._watch()
-    assert waits == [1.5, 1.5, 1.5, 6.0]
-    assert (lines, ends) == (["stopped, because rank 0 failed first: why"], [70])
-    quiet = rank(2, store=together.store)
-    monkeypatch.setattr(quiet.over, "wait", lambda seconds: True)
-    quiet._watch()
-    over = rank(2)
-    monkeypatch.setattr(over.over, "wait", lambda seconds: True)
-    over._watch()
-    assert not over.store.check(["mpcore/alive/2"]), "nobody asked"
-    assert ends == [70], "a rank that left by itself in time is let go"
-
-
 def test_a_block_without_an_error_ends_its_thread(monkeypatch):
     monkeypatch.setattr(module, "clone_store", lambda: dist.HashStore())
     mesh = mp.Mesh(job=mp.Axis(2, 1, name="world"))
@@ -241,62 +198,3 @@ def test_a_block_without_an_error_ends_its_thread(monkeypatch):
     with pytest.raises(LookupError, match="as it was"), alone:
         raise LookupError("as it was")
     assert not alone.thread.is_alive()
-
-
-def test_only_the_main_thread_may_ignore_the_signal_of_a_supervisor(monkeypatch):
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    before, found = signal.getsignal(signal.SIGTERM), []
-    thread = threading.Thread(target=lambda: found.append(leaves(rank(1), raised(SystemExit(4)))))
-    thread.start()
-    thread.join()
-    assert found == [4]
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_the_launcher_is_told_in_its_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    for error, message in ((LookupError("lost"), "rank 2 failed: LookupError: lost"), (SystemExit("no"), "no")):
-        leaves(rank(2), raised(error))
-        told = json.loads(file.read_text())
-        assert told.keys() == {"message", "timestamp"}
-        assert told["message"] == message
-        assert abs(told["timestamp"] - time.time()) < 60
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
-    module.tell_launcher("x")
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    module.tell_launcher("x")
-
-
-def test_ranks_and_stores_are_named():
-    assert module.give_no_answer([3]) == "rank 3 gives no answer"
-    assert module.give_no_answer([3, 4]) == "ranks 3, 4 give no answer"
-    store = dist.HashStore()
-    store.set("mpcore/host/3", "far")
-    assert module.give_no_answer([3], store) == "rank 3 (host far) gives no answer"
-    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for at in (tcp, dist.PrefixStore("a", dist.PrefixStore("b", tcp))):
-        assert module.store_address(at) == f" at 127.0.0.1:{tcp.port}"
-    assert module.store_address(store) == module.store_address(dist.PrefixStore("a", store)) == ""
-
-
-def test_an_alarm_says_its_line_and_ends_the_process_unless_it_is_cancelled(monkeypatch, lines):
-    ends, done = [], threading.Event()
-    monkeypatch.setattr(module.os, "_exit", lambda status: (ends.append(status), done.set()))
-    timer = module.end_after(0.02, "too late", 9)
-    assert timer.daemon
-    assert done.wait(10)
-    assert (lines, ends) == (["too late"], [9])
-    other = module.end_after(60.0, "never", 9)
-    assert (other.interval, other.is_alive()) == (60.0, True)
-    other.cancel()
-
-
-def test_the_texts_of_all_causes_are_searched():
-    inner = RuntimeError("first")
-    outer, top = ValueError("second"), ValueError("third")
-    outer.__cause__, top.__cause__ = inner, outer
-    assert module._whole_text(top) == "third\nsecond\nfirst"
-    assert module._whole_text(None) == ""
-    assert (module.EXIT_PEER, module.EXIT_STOPPED) == (70, 75)

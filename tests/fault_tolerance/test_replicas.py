@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -42,31 +40,6 @@ def test_ranges_that_the_same_ranks_hold_are_compared_as_one(case):
                 assert torch.equal(part, INDICES[:, there])
 
 
-def named(hashes: dict[int, list[int | None]]) -> list[str]:
-    """What ranks of these hashes, one for each of two tensors, say; None: the rank doesn't hold it."""
-    on = mp.build_mesh(device_type="cpu", tp=len(hashes))
-    mine = hashes[on.tp.rank]
-    held = torch.tensor([x is not None for x in mine])
-    values = torch.tensor([x or 0 for x in mine])
-    return replicas._name(on.tp, ["a", "b"], [True, False], values, held)
-
-
-@pytest.mark.parametrize(
-    ("of_a", "said"),
-    [
-        ([1, 2], "a over tp, on ranks 0 and 1"),
-        ([1, 1, 2, 2], "a over tp, on ranks 0, 1 and 2, 3"),
-        ([1, 1, 2], "a over tp, on rank 2, while ranks 0, 1 agree"),
-        ([3, 1, 2, 1], "a over tp, on rank 0, 2, while ranks 1, 3 agree"),
-        ([1, None, 2, 1], "a over tp, on rank 2, while ranks 0, 3 agree"),
-        ([1, None, 2], "a over tp, on ranks 0 and 2"),
-    ],
-)
-def test_the_ranks_that_differ_from_most_are_named(of_a, said):
-    hashes: Any = {rank: [x, 7] for rank, x in enumerate(of_a)}
-    assert mp.simulate(named, hashes, ranks=len(of_a)) == [[said]] * len(of_a)
-
-
 class Table(torch.nn.Module):
     """Nine weights that the ranks of tp hold whole."""
 
@@ -93,18 +66,6 @@ def test_eight_tensors_are_named_and_the_others_counted():
         assert mp.simulate(compares, count, None, ranks=2) == [said] * 2
     assert mp.simulate(compares, 1, "as asked", ranks=2)[0] == f"replicas differ, as asked: {one[0]}"
     assert mp.simulate(compares, 0, None, ranks=2) == ["", ""]
-
-
-def lists() -> list[tuple[str, list]]:
-    on = mp.build_mesh(device_type="cpu", tp=2, dp=2)
-    model = torch.nn.ModuleDict({"norm": mp.LayerNorm(4), "up": mp.ColumnParallelLinear(4, 4, tp=on.tp)})
-    found = replicas._replicas(model, on)
-    return [(axis.role, [name for name, x in entries if x is not None]) for axis, entries in found]
-
-
-def test_whole_tensors_are_compared_over_tp_and_data_and_shards_over_data_alone():
-    whole, shards = ["norm.weight", "norm.bias"], ["up.weight", "up.bias"]
-    assert mp.simulate(lists, ranks=4) == [[("data", whole + shards), ("tp", whole)]] * 4
 
 
 def spoiled_shard() -> list[str]:

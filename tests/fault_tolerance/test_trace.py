@@ -240,27 +240,3 @@ def test_the_first_call_from_another_place_is_told_too():
     )
     both = [log(0, call(1, site="a:1")), log(1, call(1, site="b:2", dtype="Half"))]
     assert len(explain(both, 2).splitlines()) == 3, "it is said once"
-
-
-def test_a_rank_that_waits_for_nobody_is_the_lowest_of_those_that_do_not_wait():
-    logs = [log(0), log(2, waits=False), log(1, waits=False)]
-    assert explain(logs, 3).startswith("rank 1 waits for nobody while others wait: it is at at1.py:1\n")
-    assert explain([log(0, waits=False)], 1).startswith("no rank waits for another: all are slow, or stuck")
-    assert explain([log(0)], 1).startswith("all ranks wait")
-    device = log(1, call(1, False, backend="nccl"), waits=False)
-    assert explain([log(0, call(1, False, backend="nccl"), waits=False), device], 2).startswith("all ranks wait")
-    assert explain([log(0)], 3).startswith("ranks 1, 2 give no answer: stopped, dead or cut off\n")
-    inside = Log(0, {}, [], "a.py:1", "blocks.3", True)
-    assert explain([inside], 1).splitlines()[1] == "  rank 0: waits at a.py:1 in blocks.3"
-
-
-def test_on_a_device_the_first_open_call_counts_and_on_the_host_the_last():
-    host = [call(1, False, time=1), call(2, False, time=2)]
-    device = [call(1, False, time=4, backend="nccl"), call(2, False, time=5, backend="nccl")]
-    pending: Any = trace._pending
-    assert pending(log(0, *host)) is host[1]
-    assert pending(log(0, *host, waits=False)) is None
-    assert pending(log(0, *device, waits=False)) is device[0]
-    assert pending(log(0, *host, *device)) is host[1]
-    assert pending(log(0, call(3, False, time=9), *device)) is device[0]
-    assert pending(log(0, call(1), call(2, backend="nccl"))) is None
