@@ -129,6 +129,7 @@ X = {"x": models.batch()["x"]}
 
 @pytest.mark.parametrize(("build", "batch", "options", "message"), [
     (models.Mixer, (torch.ones(2),), {}, "the batch is a tuple"), (models.Mixer, X, {"timeout": 0}, "timeout 0 must"),
+    (models.Mixer, X, {"timeout": float("nan")}, "timeout nan must be seconds above 0"),
     (models.Mixer, {"y": torch.ones(2)}, {}, 'no "x"'),
     (models.Mixer, {"x": torch.ones(2), "samples": None}, {}, "samples of the batch is a NoneType"),
     (lambda mesh: models.Mixer(mesh), X, {}, "build can't be sent"), (models.nothing, X, {}, "returned a NoneType"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mpcore.tools.verify import __main__, verify
 from mpcore.tools.verify.hugging_face import LAYERS, HuggingFaceModel, token_loss
@@ -33,3 +34,9 @@ def test_what_cannot_be_tried_is_refused_in_words(tmp_path, capsys):
     ):
         assert __main__.main(arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_loss_of_tokens_is_the_sum_of_their_cross_entropies():
+    logits, target = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[0, 4, 2], [1, 1, 3]])
+    want = sum(-logits[b, t, target[b, t]] + logits[b, t].exp().sum().log() for b in range(2) for t in range(3))
+    assert token_loss({"logits": logits}, target, None).item() == pytest.approx(float(want))  # type: ignore[arg-type]

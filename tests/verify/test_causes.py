@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mpcore.tools.verify import causes
-from mpcore.tools.verify import parts as tensors
 from mpcore.tools.verify.layout import parse_layout
 from mpcore.tools.verify.run import RankRecord
 
@@ -52,19 +51,6 @@ def test_stages_that_hold_a_parameter_have_terms_though_others_dont():
     assert "each pipeline stage holds one term" in told
     assert "mesh.ends" in told
     assert NOWHERE in why("pp4", "pp", [part, None, None, None], NOISE)
-
-
-@pytest.mark.parametrize("axis", ["tp", "dp", "cp", "pp"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_factor_of_an_axis_is_told_with_its_direction(axis, size):
-    layout = f"{axis}{size}"
-    assert f"{axis} = {size} times too large: what feeds it" in why(layout, axis, [W * size] * size, W * size)
-    assert f"{axis} = {size} times too small" in why(layout, axis, [W / size] * size, W / size)
-    for factor in (size * 3, 1 / (size * 3), size + 1e-4, 1.0):
-        assert NOWHERE in why(layout, axis, [W * factor] * size, W * factor)
-    for local, said in ((W, "declared pending"), (NOISE, "what feeds it")):
-        assert said in why(layout, axis, [W * size] * size, W * size, local={"a.w": local})
-    assert "declared pending" not in why(layout, axis, [W * size] * size, W * size, local={"b.w": W})
 
 
 def test_a_stage_of_values_and_of_updates_has_its_own_cause():
@@ -220,11 +206,3 @@ def test_a_layer_built_without_sequence_parallelism_is_told_first():
         said = module("tp2", "tp", [NOISE, NOISE], forgotten=frozenset(names))
         assert said.startswith("it was built without sequence_parallel=True") is told
         assert said.endswith(causes.faults_of_module(parse_layout("tp2")))
-
-
-def test_a_rank_of_each_place_on_an_axis_is_compared():
-    held = [on("tp", 0), on("tp", 1), on("dp", 1), on("cp", 1), on("pp", 1), RankRecord(1, 0, 0, 1)]
-    values = [torch.full((1,), float(i)) for i in range(6)]
-    for axis, want in (("tp", [0, 1]), ("dp", [0, 2]), ("cp", [0, 3]), ("pp", [0, 4])):
-        assert [int(t) for t in tensors.one_each(held, values, axis)] == want
-    assert [int(t) for t in tensors.one_each(held, [None, *values[1:]], "tp")] == [1]
