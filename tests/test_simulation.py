@@ -136,6 +136,8 @@ def test_a_save_in_the_background_is_written_at_once(tmp_path):
     ({"tp": 2, "dp": 2}, [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (1, 1, 0, 0)]),
     ({"pp": 2, "cp": 2}, [(0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)]),
     ({"ep": 2}, [(0, 0, 0, 0), (0, 1, 0, 0)]),  # dp is the smallest that fits
+    ({"ep": 2, "tp": 2, "mesh": {"etp": 1}}, [(0, 0, 0, 0), (1, 0, 0, 0)]),
+    ({"cp": 4, "mesh": {"cp_inner": 2}}, [(0, 0, rank, 0) for rank in range(4)]),
     ({"tp": 2, "mesh": {"worlds": 2}}, [(0, 0, 0, 0), (1, 0, 0, 0)] * 2),
 ], ids=str)  # fmt: skip
 def test_results_come_in_rank_order(sizes, axes):
