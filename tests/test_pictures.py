@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
-from bench.report import draw as draw_peers
 from mpcore.__main__ import main
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import build_schedule
@@ -20,7 +18,6 @@ from mpcore.tools.verify.page import draw as draw_gradients
 from mpcore.tools.workers import command as workers
 
 figure = pytest.importorskip("matplotlib.figure")
-ROOT = Path(__file__).parents[1]
 GPT = ["examples.gpt.plan:build", "--preset", "tiny", "--seq-len", "64", "--global-batch", "16"]
 
 
@@ -180,36 +177,3 @@ def test_the_bars_of_workers_are_what_their_journal_says(drawn, tmp_path):
     assert shown == [workers.MEANINGS[kind] for kind in ("wait", "train", "wait")]
     vertical, leaves = axes.lines
     assert (vertical.get_xdata()[0], list(leaves.get_xdata())) == (4.0, [6.0])
-
-
-def test_the_dots_of_peers_are_the_ratios_of_the_record(drawn, tmp_path):
-    entries = json.loads((ROOT / "bench/results/h100-80gb-hbm3_2026-11-26.json").read_text())["benchmarks"]
-    assert draw_peers(entries, tmp_path / "peers.png")
-    axes = drawn[-1].axes[0]
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    shown = {(rows[int(y)], dots.get_label()): x for dots in axes.collections for x, y in dots.get_offsets()}
-    record = (ROOT / "docs/records/2026-11-26_speed.md").read_text()
-    found: dict[str, dict[str, float]] = {}
-    for kernel, shape, ratios in re.findall(r"^\| `(\w+)` \| ([^|]*) \|.*\| ([^|]*\*\*) \| NVIDIA H100", record, re.M):
-        found[f"{kernel}, {shape}"] = {
-            peer: float(x) for peer, x in re.findall(r"([\w .-]+): \*\*([\d.]+)\*\*", ratios)
-        }
-    assert shown == {(row, peer): x for row, each in found.items() for peer, x in each.items()}
-
-
-def test_the_page_of_local_updates_has_the_losses_of_its_picture():
-    recorded = json.loads((ROOT / "docs/local_updates.json").read_text())
-    lost: dict[tuple[str, str], list[str]] = {}
-    first = []
-    for start, methods in recorded.items():
-        for name, runs in methods.items():
-            pairs = zip(runs, methods["data parallel"], strict=True)
-            lost[start, name] = [f"{run['held_out'][-1] - other['held_out'][-1]:.3f}" for run, other in pairs]
-            first += [run["agreement"][0] for run in runs if run["agreement"] and start == "from scratch"]
-    scratch = sorted(float(x) for key, each in lost.items() if key[0] == "from scratch" for x in each if float(x))
-    tenth, fiftieth = (lost[[*recorded][1], f"DiLoCo, every {steps} steps"] for steps in (10, 50))
-    page = " ".join((ROOT / "docs/local_updates.md").read_text().split())
-    assert f"local updates lose {scratch[0]:.2f} to {scratch[-1]:.2f} nats" in page
-    assert f"is {min(first):.2f} to {max(first):.2f})" in page
-    assert f"it loses {' and '.join(tenth)} nats" in page
-    assert f"and {' and '.join(fiftieth)} nats with a fiftieth" in page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import OrderedDict
 from dataclasses import replace
@@ -24,8 +23,7 @@ from mpcore.tools.analysis.layout import Counter
 from mpcore.tools.analysis.machine import Machine, load_machine, save_machine
 from mpcore.tools.analysis.plan import main
 from mpcore.tools.analysis.search import Estimate
-from mpcore.tools.analysis.seconds import NAMES as SCALARS
-from mpcore.tools.analysis.seconds import NOISE, Seconds, errors_of, estimate
+from mpcore.tools.analysis.seconds import Seconds, estimate
 from mpcore.tools.analysis.work import make_work
 from mpcore.training.policies import Zero
 
@@ -86,29 +84,6 @@ def test_products_take_their_operations_at_the_rate():
     assert (late.host, late.cluster) == (pytest.approx(M), pytest.approx((M + found.products) / 2))
 
 
-def test_the_bubble_is_that_of_the_schedule_with_the_stages_own_times():
-    """Stage 0: 2 + 3 products, stage 1: 2 + 4. gpipe: stage 1 starts after stage 0's first forward, and stage 0's last
-    backward comes after all of its own."""
-    found, unit = one(machine(), pp=2), PRODUCT / 1e12
-    assert found.products == pytest.approx(M * 6 * unit, rel=1e-12)
-    assert found.bubble == pytest.approx((2 + 3) * unit, rel=1e-12)
-
-
-@pytest.mark.parametrize(("node", "rate"), [(8, 3e9), (2, 2e9), (1, 1e9)], ids=["node", "two ports", "one port"])
-def test_messages_take_a_ring_of_the_slowest_link(node, rate):
-    rates = machine(1e30, node=node, node_bandwidth=3e9, bandwidth=1e9, x_tp=1.0, x_dp=0.25)
-    over_tp = one(rates, tp=4)  # the sum behind the second product; the input has no gradient to sum
-    assert over_tp.exposed["tp"] == pytest.approx(M * 2 * (4 * B * D) * 3 / 4 / rate, rel=1e-12)
-    over_dp = one(rates, dp=4)  # a gradient, and for each of two parameters whether there is one
-    assert over_dp.exposed == {"dp": pytest.approx(0.25 * 2 * 4 * (2 * D * D + 2) * 3 / 4 / rate, rel=1e-12)}
-
-
-def test_a_message_between_stages_delays_the_one_that_waits():
-    """A tensor there and a gradient back."""
-    slower = one(machine(node_bandwidth=1e9), pp=2).bubble - one(machine(), pp=2).bubble
-    assert slower == pytest.approx(2 * 4 * B * D / 1e9, rel=1e-9)
-
-
 def test_flops_of_all_ranks_are_those_of_one_process():
     """A GPT's products on paper; the attention's five in backward (Dao 2023, arXiv:2307.08691, section 3)."""
     flags = ["--layers", "2", "--d-model", "32", "--heads", "4", "--d-ff", "48"]
@@ -142,20 +117,6 @@ def test_a_gpu_launches_fewer_kernels_and_keeps_less():
     assert launches[0] < 0.5 * launches[1]
     seen = gpu.middle.forward.operators
     assert seen.attention == seen.all_pairs * 33 // 64, "T (T + 1) / 2 of T^2 pairs"
-
-
-@pytest.mark.parametrize(("width", "dtype", "slow"), [(12, "bfloat16", 1), (16, "bfloat16", 0), (12, "float32", 0)])
-def test_heads_of_no_multiple_of_16_bytes_are_slow_where_attention_is_written_out(width, dtype, slow):
-    """Of the same operations: matrix units don't take them in 16 bits, unless a fused kernel pads them."""
-    flags = ["--layers", "1", "--d-model", str(4 * width), "--heads", "4", "--seq-len", "32", "--dtype", dtype]
-    layout = Counter(build_gpt).layout([*flags, "--global-batch", "8"])
-    tally = layout.stages[0].middle.forward.operators
-    assert tally.unaligned == slow * tally.all_pairs > -1
-    usual, vector = machine(e_attention=0.5), machine(e_attention=0.5, peak_vector=1e11, e_gemm=0.8)
-    for unfused in (True, False):
-        took = [estimate(layout, rates, unfused).attention for rates in (usual, vector)]
-        ratio = 0.5e12 / 0.8e11 if slow and unfused else 1.0
-        assert took[1] == pytest.approx(ratio * took[0], rel=1e-12)
 
 
 SENDS = ["--layers", "2", "--d-model", "128", "--seq-len", "32", "--global-batch", "4", "--micro-batch", "2"]
@@ -281,28 +242,6 @@ def test_the_command_of_the_chosen_row_hides_messages_where_that_is_faster(tmp_p
     main(["examples.gpt.plan:build", *mesh, *size.split(), *flags.split()])
     trained = capsys.readouterr().out.splitlines()[-1]
     assert "overlap" not in trained if not wins else wins in trained
-
-
-def test_the_error_of_a_difference_leaves_out_what_both_steps_share():
-    """Against steps that are computed with each rate changed by its error."""
-    rates = replace(load_machine("a100-80"), errors=dict.fromkeys(SCALARS, 0.01))
-    counter = Counter(build_gpt, share=True)
-    flags = ["--preset", "tiny", "--global-batch", "16", "--micro-batch", "2"]
-    layouts = [counter.layout(flags, **sizes) for sizes in ({"tp": 2, "dp": 2}, {"tp": 1, "dp": 4})]
-
-    def steps(changed: Machine) -> list[float]:
-        return [estimate(layout, changed).step for layout in layouts]
-
-    usual, apart = steps(rates), 0.0
-    for name in SCALARS:
-        a, b = steps(replace(rates, **{name: getattr(rates, name) * math.exp(0.01)}))
-        apart += math.log(a / usual[0] / (b / usual[1])) ** 2
-    first, second = (Estimate({}, (), seconds=estimate(x, rates), errors=errors_of(x, rates)) for x in layouts)
-    later, error = first.slower(second)
-    assert later == pytest.approx(usual[0] / usual[1] - 1)
-    assert (error * usual[1] / usual[0]) ** 2 == pytest.approx(apart + 2 * NOISE**2, rel=1e-3)
-    assert apart > 1e-6, "the two layouts depend on different rates"
-    assert first.slower(first) == (0, pytest.approx(math.sqrt(2) * NOISE)), "two runs of one layout vary"
 
 
 @pytest.mark.parametrize(("rows", "chosen"), [

@@ -9,23 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpcore import Mesh
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import Schedule, build_schedule
 from mpcore.tools.analysis.dry_run import dry_run
-from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, Layout, TooLargeError
-from mpcore.tools.analysis.peak import peak
+from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, TooLargeError
 from mpcore.tools.analysis.work import (
     Choice,
     DryRunCounts,
     LayoutSpec,
-    MicroBatchMemory,
     Model,
-    StepMemory,
     Work,
-    most_bytes,
 )
 from tests.analysis.test_dry_run import B, D, Stage
 
@@ -134,22 +130,6 @@ def test_what_is_not_linear_is_run_in_full():
     assert whole(counter.rank(arguments, pp=2)) == whole(found[0])
 
 
-def test_a_work_without_an_outline_is_run_in_full():
-    def build(mesh: Mesh, arguments: list[str]) -> Work:
-        plan = build_schedule("interleaved", mesh.pp.size, 8)
-        stages = [Stage(i, torch.float32) for i in plan.stages_of(mesh.pp.rank)]
-        return Work(stages, plan, lambda i: ((torch.empty(B, D),), {}), Tensor.sum)
-
-    layout = Counter(build, False).layout(["x"], pp=2)
-    found = [dry_run(build, [], rank, pp=2) for rank in (0, 1)]
-    assert layout.stages == (found[0].stages[0], found[1].stages[0], found[0].stages[1], found[1].stages[1])
-    assert layout.held == tuple(f.held for f in found)
-    assert (layout.blocks, layout.short, layout.shorter) == ((1, 1, 1, 1), found[0].plan, None)
-    assert layout.micro_batches == 8
-    assert layout.rounds == tuple([[1, 6, 1]] * 4)
-    assert layout.fullest[1] == max(f.most for f in found)
-
-
 def test_a_layout_whose_lower_bound_is_too_large_is_not_counted():
     words = ["1f1b", "4", "0", "1", "bound"]
     calls.clear()
@@ -168,29 +148,3 @@ def test_a_layout_of_many_micro_batches_has_a_short_schedule_and_one_that_is_sho
     longer = Counter(model).layout(["1f1b", "24", "0", "1,1"], pp=2)
     assert longer.shorter is not None
     assert (longer.short.micro_batches, longer.shorter.micro_batches) == (8, 6)
-
-
-def made(*held: StepMemory, blocks: tuple[int, ...]) -> Layout:
-    """Of 1f1b, with stages that hold 100 a block."""
-    plan = build_schedule("1f1b", len(held), 8)
-    stages = tuple(
-        MicroBatchMemory(activations=100 * n, unsummed=40 * n, made=20 * n, backward_more=7 * n) for n in blocks
-    )
-    return Layout({}, 8, plan, None, stages, blocks, ((1, 6, 1),) * len(stages), held)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("parameters", "blocks", "fullest"), [
-    ((0, 0, 0, 0), (1, 1, 1, 1), 0),  # it holds four micro-batches
-    ((0, 50, 50, 800), (1, 1, 1, 1), 3),
-    ((0, 900, 900, 0), (1, 2, 2, 1), 1),  # of two that are alike the first
-    ((0, 0, 900, 0), (1, 1, 3, 1), 2),
-])  # fmt: skip
-def test_the_fullest_rank_is_the_one_with_the_most_bytes(parameters, blocks, fullest):
-    layout = made(*(StepMemory(p, gradients=10) for p in parameters), blocks=blocks)
-    each = [
-        most_bytes(layout.held[r], [layout.stages[r]], peak(layout.short, r, [layout.stages[r]])[1]) for r in range(4)
-    ]
-    assert [layout.bytes_of(rank) for rank in range(4)] == each
-    assert layout.fullest == (fullest, max(each))
-    ends = [(i == 0, i == 3, n) for i, n in enumerate(blocks)]
-    assert [layout.signature(i) for i in range(4)] == ends
