@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Command, Options, Skip, main, read_command, run_checks
+from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Command, Options, Skip, read_command, run_checks
 from mpcore.tools.preflight import checks as running
-from mpcore.tools.preflight import command as preflight
 from mpcore.tools.preflight.command import checks_of_model
 from mpcore.tools.verify.pool import RankError
 
@@ -103,38 +99,3 @@ def test_a_model_has_a_check_for_each_layout_and_a_save_of_each_that_is_sharded(
     with pytest.raises(SystemExit):
         checks_of_model("tests.verify_models:Encoder", ["--layout", "tp2"], Options(), None)
     assert "unknown --layout; did you mean --layouts?" in capsys.readouterr().err
-
-
-@pytest.fixture
-def command(monkeypatch) -> dict[str, Any]:
-    """The command with checks that are given: what it asked for."""
-
-    def fails() -> str:
-        raise ValueError("no")
-
-    told: dict[str, Any] = {"checks": [Check("a", lambda: "fine"), Check("b", fails, "do this")]}
-
-    def checks(command: Command, options: Options, pool: Any) -> list[Check]:
-        told.update(command=command, options=options)
-        return told["checks"]
-
-    monkeypatch.setattr(preflight, "checks_of", checks)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return told
-
-
-def test_the_command_prints_each_result_and_the_verdict(command, capsys):
-    words = ["--timeout", "9", "--", "torchrun", "--nproc-per-node", "4", "-m", "a.b", "--tp", "2"]
-    assert main(words) == 1
-    *lines, failed, what = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [["ok", "a"], ["FAILED", "b"]]
-    assert failed.endswith("1 of 2 checks failed (b).")
-    assert what == "- b: do this."
-    assert command["command"] == Command("a.b", ["--tp", "2"], 4, 4)
-    assert command["options"] == Options(4, 4, None, 9.0)
-    command["checks"] = command["checks"][:1]
-    assert main(["--", "-m", "a.b"]) == 0
-    assert main(["--"]) == main([]) == 2
-    assert capsys.readouterr().err.count("nothing starts no module") == 2
-    with pytest.raises(SystemExit):
-        main(["a:b"])  # the command comes behind --

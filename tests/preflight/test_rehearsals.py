@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,9 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt.arguments import parse
-from examples.gpt.config import PRESETS
-from mpcore.pipeline.schedules import find_schedule
 from mpcore.tools.preflight.rehearsals import (
     check_digits,
     check_validation,
@@ -27,9 +23,8 @@ from mpcore.tools.preflight.rehearsals import (
     resumed,
     within_rounding,
 )
-from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, rehearse, wrong_loss
-from mpcore.tools.preflight.toy import Toy, shrink, write_corpus
-from mpcore.tools.verify.run import SHIFT, RankRecord, check_slope, direction
+from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, wrong_loss
+from mpcore.tools.verify.run import RankRecord
 
 LOGITS, TARGETS = torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(12).view(2, 6) % 5
 
@@ -77,28 +72,6 @@ def test_a_loss_that_is_not_torchs_is_refused(loss, sentence):
 def test_a_wrong_evaluation_is_named(got):
     with nullcontext() if got == 5 else pytest.raises(ValueError, match=f"is {got:g}, not 5|only the last pipeline"):
         check_validation(got, 5.0, "dp 2")
-
-
-def test_a_gradient_that_is_not_the_slope_is_refused():
-    """Of the loss sum of p^2 / 2 at p."""
-    p = torch.linspace(-1, 1, 7, dtype=torch.float64)
-    above, below = (float((p + sign * SHIFT * direction("p", p)).square().sum() / 2) for sign in (1, -1))
-    assert check_slope({"p": p}, float(p.norm()), above, below) < 1e-8
-    with pytest.raises(ValueError, match="a backward is not that of its forward"):
-        check_slope({"p": 1.001 * p}, float(p.norm()), above, below)
-
-
-def seen(gradient: Tensor) -> RankRecord:
-    found = RankRecord(0, 0, 0, 0, rows=4, length=8, gradients={"blocks.0.w": gradient})
-    found.norm = float(gradient.double().norm())
-    return found
-
-
-def test_a_sum_of_half_precision_has_more_digits_than_a_term():
-    a, b = torch.randn(2, 20, 10).bfloat16()
-    check_digits(torch.bfloat16, seen(a.float() + b.float()))
-    with pytest.raises(ValueError, match=r"blocks.0.w has the digits of torch.bfloat16 alone"):
-        check_digits(torch.bfloat16, seen((a + b).float()))
 
 
 def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
@@ -265,66 +238,3 @@ def test_the_reference_is_torchs_mean_over_the_targets_that_count():
     assert cross_entropy(logits, targets) == pytest.approx(-float(chosen.mean()), rel=1e-12)
     assert cross_entropy(logits, torch.full((2, 3), -100)) == 0
     assert cross_entropy(logits.float(), targets) == pytest.approx(-float(chosen.mean()), rel=1e-6)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    folder = tmp_path_factory.mktemp("toy")
-    write_corpus("examples.gpt.pretrain", folder / "corpus", 20)
-    args = parse(["--dropout", "0.1"])
-    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1}
-    return shrink(args, PRESETS["tiny"], sizes, 2, find_schedule("1f1b", 1, 2, None), folder, "examples.gpt.pretrain")[
-        0
-    ].alone()
-
-
-def test_a_rehearsal_looks_saves_resumes_and_is_moved(toy, tmp_path):
-    whole = rehearse(toy, str(tmp_path / "a"), until=4, save_at=2, look=True)
-    assert (whole.worker, whole.step, whole.left, whole.wrong, whole.stopped) == (0, 4, "", "", False)
-    assert list(whole.losses) == list(whole.norms) == [0, 1, 2, 3]
-    assert whole.scales == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
-    assert whole.scale == 1.0
-    assert whole.losses[0] == pytest.approx(whole.reference, rel=1e-9)
-    assert whole.seen.loss == whole.losses[0]
-    assert whole.seen.norm == pytest.approx(whole.norms[0], rel=1e-12)
-    squares = sum(float(g.square().sum()) for g in whole.seen.gradients.values())
-    assert squares**0.5 == pytest.approx(whole.norms[0], rel=1e-9)
-    assert (whole.seen.rows, whole.seen.length, whole.seen.tokens) == (toy.args.global_batch, 6, None)
-    assert whole.seen.initial.keys() <= whole.begun.keys()
-    assert all(torch.equal(value, whole.begun[name]) for name, value in whole.seen.initial.items())
-    assert set(whole.seen.local) == set(whole.seen.gradients)
-    assert whole.seen.output[""].shape == (toy.args.global_batch, 6, 258)
-    assert list(whole.kept) == [2]
-    names = set(whole.begun)
-    assert set(whole.state) == names == set(whole.kept[2])
-    moved = [not torch.equal(whole.begun[n], whole.kept[2][n]) and not torch.equal(whole.kept[2][n], whole.state[n])
-             for n in names]  # fmt: skip
-    assert all(moved)
-    assert len(set(whole.keys.values())) == len(whole.keys) > 0
-    again = rehearse(toy, str(tmp_path / "b"), until=4, resume=str(tmp_path / "a"))
-    assert list(again.losses) == [2, 3]
-    resumed(again, whole, 2, "resumed")
-    assert all(torch.equal(again.state[name], whole.state[name]) for name in names)
-    assert again.validation == whole.validation != whole.losses[3]
-    other = rehearse(toy, str(tmp_path / "a"), until=3, resume="auto")
-    assert (list(other.losses), other.seen, other.reference) == ([2], None, pytest.approx(math.nan, nan_ok=True))
-
-
-def test_a_rehearsal_begins_elsewhere_is_poisoned_and_stopped(toy, tmp_path):
-    first = rehearse(toy, str(tmp_path / "a"), until=1, look=True)
-    up = rehearse(toy, str(tmp_path / "b"), until=1, shift=SHIFT)
-    slope = (up.losses[0] - first.losses[0]) / SHIFT
-    gradients = first.seen.gradients
-    assert slope == pytest.approx(float(sum((g * direction(n, g)).sum() for n, g in gradients.items())), rel=1e-3)
-    back = rehearse(toy, str(tmp_path / "c"), until=1, start=first.begun)
-    assert back.losses == first.losses
-    zeros = {name: torch.zeros_like(value) for name, value in first.begun.items()}
-    flat = rehearse(toy, str(tmp_path / "d"), until=1, start=zeros)
-    assert flat.losses[0] == pytest.approx(math.log(258), rel=1e-12)
-    bad = rehearse(toy, str(tmp_path / "e"), until=3, poison_at=1)
-    assert bad.skipped
-    assert [math.isnan(bad.losses[i]) for i in range(3)] == [False, True, False]
-    good = rehearse(toy, str(tmp_path / "f"), until=2)
-    assert not good.skipped
-    said = next((tmp_path / "e").glob("said-*.txt"))
-    assert said.name == f"said-{os.getpid()}.txt"
