@@ -16,7 +16,6 @@ from tests.equality import close, full_gradients
 from tests.examples.test_pretrain import trainer
 from tests.pool import mesh
 
-FOUR = {"cp": 4}
 TOKENS = 12
 
 
@@ -102,15 +101,3 @@ def test_pitfall_25_one_valid_token_in_the_whole_batch(ranks, sizes):
     assert want["grad_norm"] > 0
     for got in ranks(math.prod(sizes.values()), check_masked, sizes, "zigzag"):
         assert got == pytest.approx(want, rel=1e-10)
-
-
-def test_sequences_of_512_tokens_have_the_losses_of_one_process(ranks):
-    flags = ["--seq-len", "512", "--global-batch", "2", "--micro-batch", "1"]
-    (want,) = ranks(1, check_long, {}, flags)
-    for got in ranks(4, check_long, FOUR, flags):
-        assert got == pytest.approx(want, rel=1e-6)
-
-
-def check_long(sizes, flags):
-    t = trainer(*flags, "--dropout", "0.1", **sizes)
-    return [t.step()["loss"] for i in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -21,51 +20,6 @@ from tests.quick import some
 FLAGS = ["--dtype", "float64", "--dropout", "0.1", "--micro-batch", "1", "--global-batch", "4"]
 MERGES = ["--workers", "2", "--local-steps", "3", "--set", "outer_lr=0.5", "--set", "outer_momentum=0.8"]
 STEPS = 8
-
-
-def run(sizes: dict, out: str, *flags: str) -> tuple[int, list[float], float]:
-    t = trainer(*FLAGS, *MERGES, "--out", out, *flags, **sizes)
-    losses = [t.step()["loss"] for _ in range(STEPS)]
-    return t.mesh.worlds.rank, losses, t.evaluate()
-
-
-def by_hand() -> tuple[list[list[float]], list[float]]:
-    """Two dense runs, each of two samples a step, merged by torch's SGD."""
-    runs = [trainer(*FLAGS, "--global-batch", "2") for _ in range(2)]
-    for worker, t in enumerate(runs):
-        t.share = lambda step, worker=worker: range(4 * step + 2 * worker, 4 * step + 2 * worker + 2)
-    anchors = [p.detach().clone().requires_grad_() for p in runs[0].model.parameters()]
-    outer = torch.optim.SGD(anchors, lr=0.5, momentum=0.8, nesterov=True)
-    losses: list[list[float]] = [[], []]
-    for step in range(STEPS):
-        for t, seen in zip(runs, losses, strict=True):
-            seen.append(t.step()["loss"])
-        if (step + 1) % 3 == 0:
-            with torch.no_grad():
-                for anchor, *each in zip(anchors, *(t.model.parameters() for t in runs), strict=True):
-                    anchor.grad = anchor - torch.stack(each).mean(0)
-                outer.step()
-                for t in runs:
-                    for anchor, p in zip(anchors, t.model.parameters(), strict=True):
-                        p.copy_(anchor)
-    return losses, [t.evaluate() for t in runs]
-
-
-_by_hand: list = []
-LAYOUTS = [({"worlds": 2}, []), ({"worlds": 2, "pp": 2}, []), ({"worlds": 2, "dp": 2}, ["--zero", "2"]),
-           ({"worlds": 2, "cp": 2}, ["--zero", "3"])]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("sizes", "flags"), some(({"worlds": 2, "tp": 2}, ["--sequence-parallel"]), of=LAYOUTS), ids=str
-)
-def test_workers_on_every_layout_train_as_dense_runs_merged_by_hand(ranks, tmp_path, sizes, flags):
-    if not _by_hand:
-        _by_hand.append(by_hand())
-    ((losses, values),) = _by_hand
-    for worker, got, value in ranks(math.prod(sizes.values()), run, sizes, str(tmp_path), *flags):
-        assert got == pytest.approx(losses[worker], rel=1e-10)
-        assert value == pytest.approx(values[worker], rel=1e-9)
 
 
 # --- going on -------------------------------------------------------------------------------------------------------
@@ -143,17 +97,6 @@ def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(r
     for worker, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), at, timeout=60):
         assert stopped
         assert steps == [saved[worker]]
-
-
-def offload(out: str, *flags: str) -> list[float]:
-    t = trainer(*FLAGS, *MERGES, "--zero", "0", "--out", out, *flags, worlds=2)
-    return [t.step()["loss"] for _ in range(4)]
-
-
-def test_what_is_offloaded_is_merged_too(ranks, tmp_path):
-    wanted = ranks(2, offload, str(tmp_path))
-    for what in (["parameters"], ["optimizer"], ["parameters", "optimizer"]):
-        assert ranks(2, offload, str(tmp_path), "--offload", *what) == wanted
 
 
 def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_path):

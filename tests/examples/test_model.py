@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,22 +11,9 @@ from torch.nn import functional as F
 from examples.gpt import policies as optimizer
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, MoEConfig
-from examples.gpt.hf import shapes
 from examples.gpt.model import GPT, flops_of_token
-from mpcore import Axis
 
 SMALL = GPTConfig(vocab_size=11, seq_len=8, layers=3, d_model=16, heads=4, d_ff=24)
-CONFIG = GPTConfig(
-    vocab_size=50, seq_len=8, layers=8, d_model=32, heads=4, kv_heads=2, head_dim=12, d_ff=40, activation="geglu",
-    norm_eps=0.5, qk_norm=True, window=3, qkv_bias=True, output_bias=False, mlp_bias=True, dropout=0.25, init_std=0.4,
-)  # fmt: skip
-
-
-def told(module: Any, name: str, build: Any, *of: Any) -> tuple[tuple, dict]:
-    """How a layer is made."""
-    with mock.patch.object(module, name) as layer, mock.patch.object(module, "normal", lambda std: ("normal", std)):
-        assert build(*of) is layer.return_value
-    return layer.call_args
 
 
 @pytest.mark.parametrize(("blocks", "changes", "parts"), [
@@ -50,39 +35,11 @@ def test_a_stage_has_its_part_of_the_model(blocks, changes, parts):
         assert stage.head.bias is None
 
 
-def test_a_model_has_the_shapes_of_its_configuration():
-    learned = dataclasses.replace(CONFIG, positions="learned", layers=1)
-    assert shapes(learned) == {
-        "embedding.weight": (50, 32), "position.weight": (8, 32), "blocks.0.attention_norm.weight": (32,),
-        "blocks.0.attention.qkv.weight": ((4 + 2 + 2) * 12, 32), "blocks.0.attention.qkv.bias": (96,),
-        "blocks.0.attention.q_norm.weight": (12,), "blocks.0.attention.k_norm.weight": (12,),
-        "blocks.0.attention.output.weight": (32, 48), "blocks.0.mlp_norm.weight": (32,),
-        "blocks.0.mlp.up.weight": (80, 32), "blocks.0.mlp.up.bias": (80,), "blocks.0.mlp.down.weight": (32, 40),
-        "blocks.0.mlp.down.bias": (32,), "norm.weight": (32,), "head.weight": (50, 32),
-    }  # fmt: skip
-
-
-def test_the_model_refuses_longer_samples_and_knows_its_positions():
+def test_the_model_refuses_longer_samples():
     model = GPT(SMALL)
     assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 11)
     with pytest.raises(ValueError, match=r"^sequence length 9 is longer than the model's 8$"):
         model(torch.zeros(1, 9, dtype=torch.int64))
-    device = torch.device("cpu")
-    assert model.positions(8, device) is None
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
-    assert model.positions(8, device, documents).tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
-    model.cp, model.context = Axis(2, 1), "alltoall"
-    assert model.positions(8, device).tolist() == [4, 5, 6, 7]
-    assert model.positions(8, device, documents).tolist() == [[1, 2, 3, 0]]
-    (_, told), *_ = list(
-        model.calls(8, torch.arange(4, 8), torch.bfloat16, device, samples="s", loss_factor="f", mask="m")
-    )
-    assert told["rotary"][0].dtype == torch.float32
-    assert (told["samples"], told["cu_seqlens"], told["mlp_arguments"]) == ("s", None, None)
-    assert told["tokens"].tolist() == [4, 5, 6, 7]
-    mixed = GPT(dataclasses.replace(SMALL, moe=MoEConfig(every=3, d_ff=8)), device="meta")
-    calls = [how["mlp_arguments"] for _, how in mixed.calls(8, None, torch.float64, device, "s", "f", "m")]
-    assert calls == [None, None, {"samples": "s", "loss_scale": "f", "mask": "m", "positions": None}]
 
 
 @pytest.mark.parametrize(("kind", "changes"), [
@@ -116,19 +73,12 @@ def test_losses_of_further_tokens_are_weighted():
     assert torch.equal(model(tokens), plain(tokens)), "further tokens are predicted in training alone"
 
 
-def test_the_learning_rate_ends_at_a_tenth_or_at_the_floor():
+def test_a_warm_up_has_three_names_and_the_decay_its_own_steps():
     def rate(flags: str, step: int, warmup: str = "--warmup 2") -> float:
         args = parse(["--steps", "10", *warmup.split(), *flags.split()])
         return optimizer.learning_rate(optimizer.lr_schedule(args), step)
 
     assert [rate("--lr 0.5", step) for step in (0, 1)] == [0.25, 0.5]
-    for schedule in ("cosine", "linear"):
-        assert rate(f"--lr 0.5 --set lr_schedule={schedule}", 10) == pytest.approx(0.05)
-        assert rate(f"--lr 0.5 --set min_lr=0.25 --set lr_schedule={schedule}", 10) == pytest.approx(0.25)
-        assert rate(f"--lr 0.5 --set min_lr=0 --set lr_schedule={schedule}", 10) == pytest.approx(0.0)
-    assert rate("--lr 0.5 --set min_lr=0.25", 6) == pytest.approx(0.375)
-    assert rate("--lr 0 --set min_lr=0", 5) == 0
-    assert rate("--lr 0.5 --set lr_schedule=wsd", 7) == 0.5
     for warmup in ("warmup_share=0.2", "warmup_samples=32"):  # of 16 a step
         for step in range(12):
             assert rate("--lr 0.5", step, f"--set {warmup}") == rate("--lr 0.5", step)

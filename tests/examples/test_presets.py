@@ -9,8 +9,6 @@ import pytest
 
 from examples.gpt.config import PRESETS
 from examples.gpt.model import count_parameters
-from examples.gpt.plan import build
-from mpcore.tools.analysis import Counter
 
 LLAMA: dict[str, Any] = {
     "kv_heads": None, "head_dim": None, "d_ff": None, "activation": "swiglu", "norm": "rms", "norm_eps": None,
@@ -112,38 +110,12 @@ def test_the_presets_are_the_published_models():
 
 @pytest.mark.parametrize(("name", "parameters"), [
     ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
-    ("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama3-1b", 1_235_814_400),
+    ("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-65b", 65_285_660_672),
+    ("llama3-70b", 70_553_706_496), ("llama3-1b", 1_235_814_400),
     ("llama3-8b", 8_030_261_248), ("mixtral-8x7b", 46_702_792_704), ("gemma-3-1b", 999_885_952),
     ("kimi-linear-48b", 49_122_675_072),  # these are transformers' own counts, less what `PRESETS` says is missing
     ("qwen3-next-80b-a3b", 79_674_391_296 - 48 * 2048), ("gpt-oss-20b", 20_914_757_184 - 24 * 32),
+    ("deepseek-v3", 682_636_472_320),  # 671B, and the 14B of the MTP module without the two tables that it shares
 ])  # fmt: skip
 def test_a_preset_has_as_many_parameters_as_the_published_weights(name, parameters):
     assert count_parameters(PRESETS[name]) == parameters
-
-
-def swiglu(d: int, f: int) -> int:
-    return 3 * d * f
-
-
-MLA = 512 * 128 * 256 + 7168 * 576 + 7168 * 1536 + 1536 * 128 * 192 + 128 * 128 * 7168  # of DeepSeek-V3
-V3 = 257 * swiglu(7168, 2048) + 256 * 7168
-
-
-@pytest.mark.parametrize(("name", "published", "hand"), [
-    # the model card of Qwen3-Next: 80B in total; mixers: 36 with keys 16 x 128 twice, values and gates 32 x 128, output
-    ("qwen3-next-80b-a3b", 80e9, 2 * 151936 * 2048 + 48 * (513 * swiglu(2048, 512) + 512 * 2048)
-     + 36 * (2048 * 4 * 4096 + 2048 * 64) + 12 * (2048 * (2 * 16 + 2 * 2 + 16) * 256)),
-    # arXiv:2508.10925, table 1: 20.91B in total
-    ("gpt-oss-20b", 20.91e9, 2 * 201088 * 2880 + 24 * (32 * (swiglu(2880, 2880) + 3 * 2880) + 2880 * 144 * 64)),
-    ("gemma-3-1b", 302e6 + 698e6, 262144 * 1152 + 26 * (swiglu(1152, 6912) + 1152 * (4 * 2 + 2) * 256)),
-    # arXiv:2510.26692, the title of the model: 48B
-    ("kimi-linear-48b", 48e9, 2 * 163840 * 2304 + 26 * (257 * swiglu(2304, 1024) + 256 * 2304) + swiglu(2304, 9216)
-     + 20 * 4 * 2304 * 4096 + 7 * (2304 * 32 * 192 + 2304 * 576 + 512 * 32 * 256 + 4096 * 2304)),
-    # arXiv:2412.19437: 671B, and the README of the model: 14B of the MTP module, with the tables that it shares
-    ("deepseek-v3", 671e9 + 14e9 - 2 * 129280 * 7168, 2 * 129280 * 7168 + 62 * MLA + 3 * swiglu(7168, 18432) + 59 * V3
-     + 2 * 7168**2),
-])  # fmt: skip
-def test_the_memory_of_a_preset_is_that_of_a_count_by_hand(name, published, hand):
-    work = Counter(build).rank(["--preset", name, "--seq-len", "16", "--micro-batch", "1", "--global-batch", "1"])
-    assert work.held.parameters / 4 == pytest.approx(hand, rel=0.005)
-    assert hand == pytest.approx(published, rel=0.05)

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,17 +31,6 @@ from tests.pool import mesh, on_ranks
 from tests.test_launch import free_port
 
 ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
-    start = [sys.executable, "-m"]
-    if ranks > 1:
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*start, "examples.gpt.pretrain", *TINY, *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
 
 
 def read(out: Path) -> tuple[list[dict], list[dict]]:
@@ -327,16 +315,6 @@ def check_padded_vocabulary(sizes: dict) -> str:
 def test_no_id_is_drawn_that_the_tokenizer_has_not(ranks):
     (want,) = ranks(1, check_padded_vocabulary, {})
     assert ranks(2, check_padded_vocabulary, {"tp": 2}) == [want] * 2
-
-
-def test_every_flag_of_ours_in_the_table_for_megatrons_users_is_one(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    rows = [row.split("|")[2] for row in (ROOT / "docs/megatron.md").read_text().splitlines() if row.startswith("|")]
-    named = {flag for row in rows for flag in re.findall(r"--[a-z-]+", row) if set(flag) != {"-"}}
-    assert len(named) > 30
-    assert named <= known, named - known
 
 
 def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 
 from examples.gpt import console, generate
-from examples.gpt.arguments import parse
 from examples.gpt.dashboards import numbers
 from examples.gpt.pretrain import main
 from mpcore.__main__ import main as mpcore
@@ -24,19 +23,6 @@ def run(flags: str, out: Path) -> list[dict]:
     """Train four steps, and return the records."""
     assert main(arguments(flags, out)) == 0
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_the_config_of_a_run_gives_the_same_run(tmp_path):
-    first = run("--eval-every 0 --set no_save=true --set tie_embeddings=true --seed 3", tmp_path / "a")
-    again = ["--config", str(tmp_path / "a" / "config.json"), "--out", str(tmp_path / "b")]
-    was, now = (
-        vars(parse(argv))
-        for argv in ([*arguments("--eval-every 0 --set no_save=true --set tie_embeddings=true --seed 3")], again)
-    )
-    assert {**was, "out": None, "config": None} == {**now, "out": None, "config": None}
-    assert main(again) == 0
-    second = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["loss"] for entry in first] == [entry["loss"] for entry in second]
 
 
 def test_the_validation_loss_is_perplexity_and_bits_a_byte_too(tmp_path, monkeypatch):

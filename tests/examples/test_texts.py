@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 
-from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.samples import Blend, Corpora, TokenSamples, counts_of_period, read_without
-
-
-def write(prefix: Path, *documents: Any) -> str:
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for tokens in documents:
-            writer.add_document(tokens)
-    return str(prefix)
+from tests.examples.test_blend import write
 
 
 @pytest.mark.parametrize(("weights", "counts"), [
