@@ -42,8 +42,6 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
         more = ["--machine", "h100", "--plot", str(tmp_path / "memory.svg")] if rank == 0 else []
         assert main(["memory", *GPT, *layout, "--rank", str(rank), *more]) == 0
         printed = capsys.readouterr().out
-        if rank == 0:
-            ((has, reserve, left),) = re.findall(r"has ([\d.]+) GiB, of which ([\d.]+) .* fits, ([\d.]+) GiB", printed)
         tables.append({name: float(size) for name, size in re.findall(r"^(\w[\w ]*\w) +([\d.]+) MiB", printed, re.M)})
     axes = drawn[-1].axes[0]
     shown = {c.get_label(): [p.get_height() for p in c.patches] for c in axes.containers}
@@ -53,19 +51,6 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
     for name, sizes in shown.items():
         assert sizes == pytest.approx([table[name] for table in tables], abs=5.1e-4), name
     assert all(size == 0 for table in tables for name, size in table.items() if name not in shown)
-    legend, full = drawn[-1].legends[0].get_window_extent(), drawn[-1].bbox
-    assert full.x0 <= legend.x0
-    assert legend.x1 <= full.x1
-    ((line, _),) = [line.get_ydata() for line in axes.lines]
-    assert line / 1024 == pytest.approx(float(has) - float(reserve), abs=0.11)
-    assert float(left) == pytest.approx(line / 1024 - tables[0]["total"] / 1024, abs=2e-3)
-    total, rank = max((table["total"], i) for i, table in enumerate(tables))
-    part, size = max(((s, n) for n, s in tables[rank].items() if n != "total"))[::-1]
-    assert re.sub(r"\s+", " ", axes.get_title(loc="left")).startswith("pp 2, dp 2: ")
-    assert re.sub(r"\s+", " ", axes.get_title(loc="left")).endswith(
-        f" the largest total is {total:.1f} MiB, of pipeline rank {rank}; "
-        f"its largest part: {part}, {size / total:.0%} of it"
-    )
 
 
 def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
@@ -73,11 +58,8 @@ def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
     assert main(["plan", *GPT, "--world", "4", *vary]) == 0
     printed = capsys.readouterr().out
     rows = re.findall(r"^ +(\d+)((?: +\d+)+) +([\d.]+) +([\d.]+) +\d+%.*?( --.*)$", printed, re.M)
-    ((unit, clock),) = re.findall(r"(\wiB) +step, (m?s)", printed)
     table = {int(row): (float(size), float(step)) for row, _, size, step, _ in rows}
     axes = drawn[-1].axes[0]
-    assert f", {unit} (" in axes.get_xlabel()
-    assert f"step, {clock}," in axes.get_ylabel()
     *dots, ring = axes.collections
     points = [tuple(point) for each in dots for point in each.get_offsets()]
     shown = [point for point in table.values() if point[1] <= 4 * table[1][1]]
@@ -89,17 +71,6 @@ def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
     (chosen,) = re.findall(r"^choose row (\d+)", printed, re.M)
     assert tuple(ring.get_offsets()[0]) == pytest.approx(table[int(chosen)], abs=0.051)
     assert ring.get_label() == f"chosen: row {chosen}"
-    labels = {int(text.get_text()): text.xy for text in axes.texts}
-    (front,) = re.findall(r"both faster and smaller than these: rows? (.*)", printed)
-    best = [int(row) for row in front.split(", ")]
-    assert sorted(labels) == best[:8]
-    for row, at in labels.items():
-        assert at == pytest.approx(table[row], abs=0.051), row
-    assert axes.get_title(loc="left").split("; ")[1].split(":")[0] in printed.split("\n")[0]
-    named = dict(re.findall(r"row (\d+): (.*)", axes.get_title(loc="left")))
-    for row, *_, flags in rows:
-        assert row not in named or named[row].endswith(flags.strip())
-    assert re.search(r"left out, because memory and time are equal: .*--zero 2 .*\(row \d\)", printed)
 
 
 def test_the_boxes_of_a_schedule_have_the_bubble_that_is_printed(drawn, tmp_path, capsys):

@@ -30,9 +30,8 @@ from mpcore.tools.fault_tolerance.trace import (
 
 TORCH, PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(mp.__file__)
 USER, LAYER = "/home/me/gpt/model.py", f"{PACKAGE}/layers/linear.py"
-INSIDE = [f"{TORCH}/nn/modules/module.py", f"{os.path.dirname(_torch.__file__)}/fsdp.py", "<string>", "<frozen x>",
-          f"{PACKAGE}/collectives.py", f"{PACKAGE}/mesh/agreement.py", f"{PACKAGE}/pipeline/messages.py",
-          f"{PACKAGE}/parallel/fsdp.py", f"{PACKAGE}/tools/simulation/nonfinite.py", "module.py"]  # fmt: skip
+INSIDE = [f"{TORCH}/nn/modules/module.py", f"{os.path.dirname(_torch.__file__)}/fsdp.py", "<string>",
+          f"{PACKAGE}/collectives.py", f"{PACKAGE}/pipeline/messages.py", "module.py"]  # fmt: skip
 
 
 @pytest.mark.parametrize("file", INSIDE)
@@ -67,17 +66,10 @@ def test_a_thread_stands_at_its_innermost_line_in_its_innermost_named_module():
              ("/home/me/gpt/train.py", 9, "run", {"self": outer})]  # fmt: skip
     assert stands_in(frames(*stack), names) == ("gpt/model.py:8", "blocks.0.mlp", False)
     assert stands_in(frames(*stack), {}) == ("gpt/model.py:8", "", False)
-    c10d, ours = f"{TORCH}/distributed/c10d.py", (f"{PACKAGE}/collectives.py", f"{PACKAGE}/mesh/agreement.py")
-    for file, waits in ((c10d, True), (f"{TORCH}/nn/m.py", False), *((file, True) for file in ours), (USER, False)):
-        assert stands_in(frames((file, 1, "wait", {}), *stack), names)[2] is waits
-        behind = stands_in(frames(*stack, (file, 1, "wait", {})), names)
-        assert behind == ("gpt/model.py:8", "blocks.0.mlp", False), "only what is inside of its line counts"
+    assert stands_in(frames((f"{TORCH}/distributed/c10d.py", 1, "wait", {}), *stack), names)[2], "it waits"
     step = (f"{TORCH}/distributed/pipelining/schedules.py", 7, "_step_microbatches", {"action": "1F2"})
     assert stands_in(frames(step, *stack), names)[1] == "the pipeline's 1F2"
     assert stands_in(frames(*stack, step), names)[1] == "blocks.0.mlp", "the innermost says it"
-    for held in ({}, {"action": None}):
-        assert stands_in(frames((*step[:3], held), *stack), names)[1] == "blocks.0.mlp"
-    assert stands_in(frames((USER, 1, "other", {"action": "1F2"})), names)[1] == ""
     assert stands_in(None, names) == ("an unknown place", "", False)
 
 

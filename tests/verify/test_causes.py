@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,15 +60,6 @@ def test_a_stage_of_values_and_of_updates_has_its_own_cause():
         assert said in told
     held = [on("tp", i, gradients={"a.w": W / 2}) for i in range(2)]
     assert "optimizer" in causes.why_parameter(parse_layout("tp2"), "update", "a.w", held, W / 2, W)
-
-
-def test_under_sequence_parallel_a_missing_copy_is_thought_of_last():
-    layout = parse_layout("tp2")
-    for sequence in (False, True):
-        held = [on("tp", i, gradients={"a.w": NOISE}) for i in range(2)]
-        told = causes.why_parameter(replace(layout, sequence_parallel=sequence), "gradients", "a.w", held, NOISE, W)
-        assert NOWHERE in told
-        assert ("collectives.copy" in told) is sequence
 
 
 def module(layout: str, axis: str, outputs: list[Tensor], want: Tensor = W, **more: Any) -> str:
@@ -136,18 +126,6 @@ def test_features_in_another_order_and_rows_that_were_normalized_apart():
     bent = [scaled + 0.1 * NOISE, NOISE]
     assert "a norm or a softmax over" not in module("tp2", "tp", [scaled, scaled]), "each rank has all features"
     assert "over 8 features" not in module("tp2", "tp", bent, wide, features={"m": [(0, 4)]})
-
-
-def test_what_has_no_name_is_a_fault_of_the_module():
-    for text, tp in (("tp2", True), ("dp3", False)):
-        outputs = [NOISE[:1] if not tp else NOISE]
-        told = module(text, text[:2], outputs)
-        assert told == causes.faults_of_module(parse_layout(text))
-    tp, dp = (causes.faults_of_module(parse_layout(text)) for text in ("tp2", "dp2"))
-    assert ("RowParallelLinear" in tp, "RowParallelLinear" in dp) == (True, False)
-    assert ("mixes the samples" in tp, "mixes the samples" in dp) == (False, True)
-    assert "mp.PositionEmbedding(.., tp" not in tp
-    assert "mp.PositionEmbedding(.., tp" in causes.faults_of_module(parse_layout("tp2sp"))
 
 
 @pytest.mark.parametrize(("change", "told"), [
