@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import mpcore.__main__ as command
 from mpcore.tools.command_line import Parser, did_you_mean, find_object, reports_errors
 
 
@@ -103,29 +102,6 @@ def test_a_wrong_word_ends_with_2_and_one_line(words, message, capsys):
         parser().parse_args(words)
     assert status.value.code == 2
     assert capsys.readouterr() == ("", f"mpcore it: error: {message} (mpcore it --help lists the flags)\n")
-
-
-def test_a_command_gets_the_words_behind_its_name_or_with_it(monkeypatch, capsys):
-    called: list[Any] = []
-
-    def module(path: str) -> Any:
-        class Module:
-            @staticmethod
-            def main(words: list[str]) -> int:
-                called.append((path, words))
-                return 5
-
-        return Module
-
-    monkeypatch.setattr(command, "import_module", module)
-    for name, (path, _) in command.COMMANDS.items():
-        assert command.main([name, "--a", "1"]) == 5
-        takes = name in ("plan", "memory", "ledger")
-        assert called.pop() == (path, [name, "--a", "1"] if takes else ["--a", "1"])
-    monkeypatch.setattr(sys, "argv", ["mpcore", "verify", "x"])
-    assert command.main() == 5
-    assert called.pop() == ("mpcore.tools.verify.__main__", ["x"])
-    assert Path(sys.argv[0]).name == "mpcore"
 
 
 def test_the_installed_command_finds_the_program_of_this_folder(tmp_path):

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,16 +24,12 @@ from docs import drawings
 from examples.gpt.arguments import parse
 from examples.gpt.checkpoints import other_schedule
 from examples.gpt.config import PRESETS, GPTConfig
-from examples.gpt.model import GPT
-from examples.gpt.plan import build
 from examples.gpt.policies import lr_schedule
 from mpcore.__main__ import main
 from mpcore.layers.attention.heads import HeadOptions
 from mpcore.layers.module import TensorParallelOptions
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import NAMES, build_schedule
-from mpcore.tools.analysis.dry_run import dry_run
-from mpcore.tools.analysis.report import WORDS
 from mpcore.tools.command_line import find_object
 from tests.forked import Forked
 from tests.pool import Simulated
@@ -170,64 +165,6 @@ def test_a_command_prints_what_its_page_shows(capsys, monkeypatch, tmp_path, pag
         assert (status, said.out) == (0, printed)
 
 
-def test_the_page_on_the_planner_has_the_words_of_the_legend_and_the_errors_of_the_page_on_accuracy():
-    page, accuracy = ((DOCS / name).read_text() for name in ("planner.md", "records/2026-11-26_planner_accuracy.md"))
-    for word, meaning in WORDS.items():
-        plain = page.replace("`--explain ROW`", "--explain ROW")  # in the table, or among what the command prints
-        assert f"| {meaning}" in plain or f"{word.replace('UNIT', 'GiB')}: {meaning}" in plain, word
-    left_out = re.findall(r"rows left out: \*\*([\d.]+)%", accuracy)
-    others = re.findall(r"mean absolute error ([\d.]+)%", accuracy)
-    assert re.findall(r"([\d.]+) %", page[page.index("The mean error is") :])[:6] == left_out + others
-
-
-def test_the_planner_plans_a_model_of_its_real_size():
-    """With two of its layers and short samples."""
-    page = (DOCS / "planner.md").read_text()
-    held: dict = {"__name__": "big"}
-    exec(next(block for block in python_blocks("planner.md") if "LAYERS" in block), held)
-    held |= {"LAYERS": 2, "TOKENS": 16}
-    d, f, vocab = held["D"], 11008, held["VOCAB"]
-    block, ends = 4 * d * d + 3 * d * f + 2 * d, 2 * vocab * d + d
-    assert f"GPT with {(32 * block + ends) / 1e9:.1f} billion parameters" in page
-    plain, recomputed = (
-        dry_run(held["work"], ["--zero", "2", "--micro-batch", "2", "--recompute", how], dp=16)
-        for how in ("none", "selective")
-    )
-    assert plain.held.parameters == 4 * (2 * block + ends) / 16, "masters in float32, sharded over 16 ranks"
-    assert recomputed.peak < plain.peak
-    with pytest.raises(ValueError, match="64 samples are not a multiple of dp 16 x --micro-batch 3"):
-        dry_run(held["work"], ["--micro-batch", "3"], dp=16)
-
-
-def test_the_page_on_choosing_counts_a_model_of_65_billion():
-    held = run_page("choose.md")
-    n = held["parameters"]
-    assert n == sum(p.numel() for p in GPT(PRESETS["llama-65b"], device="meta").parameters())
-    counted = drawings.rows("choose.md", "layout of 64 ranks")
-    assert len(counted) == 8
-    for layout, flags, *sizes, total in counted:
-        axes = {name: int(size) for name, size in re.findall(r"(tp|pp|dp) (\d+)", layout)}
-        zero = int(flags[-1])
-        state = held["state_bytes"](zero, axes["dp"]) * n / axes.get("tp", 1) / axes.get("pp", 1) / 2**30
-        assert sum(map(float, sizes)) == pytest.approx(float(total), abs=0.25)
-        if "recompute full" in flags:  # the formula, and inputs of the blocks in flight
-            assert 0 < float(total) - state < 4, (layout, flags)
-
-
-LARGE = "--preset llama-65b --micro-batch 1 --global-batch 128 --dtype bfloat16"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", drawings.rows("choose.md", "layout of 64 ranks"), ids=" ".join)
-def test_each_row_of_the_65_billion_is_what_a_dry_run_counts(row):
-    layout, flags, *sizes = row
-    axes = {name: int(size) for name, size in re.findall(r"(tp|pp|dp) (\d+)", layout)}
-    found = dry_run(build, [*LARGE.split(), *flags.split()], stands_for_gpu=True, **axes)
-    held = found.held
-    counted = (held.parameters, held.gradients, held.optimizer, found.peak, held.all + found.peak)
-    assert sizes == [f"{size / 2**30:.1f}" for size in counted]
-
-
 def test_the_page_on_pipelines_has_what_each_schedule_costs():
     held = drawings.rows("pipelines.md", "schedule")
     assert len(held) == len(NAMES)
@@ -321,7 +258,17 @@ def test_the_page_on_debugging_runs(capsys):
 
 
 @pytest.mark.parametrize(
-    "page", ["parallelize.md", "concepts.md", "planner.md", "weights.md", "bitwise.md", "own_layer.md"]
+    "page",
+    [
+        "parallelize.md",
+        "concepts.md",
+        "planner.md",
+        "weights.md",
+        "bitwise.md",
+        "own_layer.md",
+        "parameter_servers.md",
+        "choose.md",
+    ],
 )
 def test_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a page writes files
@@ -395,33 +342,6 @@ def test_the_page_on_launching_shows_the_script_of_the_examples():
     )
 
 
-@pytest.mark.slow
-def test_the_program_for_slurm_saves_and_resumes_under_torchrun(tmp_path):
-    (tmp_path / "train.py").write_text(python_blocks("launch.md")[0])
-    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --tp=2".split()
-
-    def start(steps: int, folder: str) -> subprocess.Popen:
-        flags = [f"--steps={steps}", f"--folder={folder}"]
-        return subprocess.Popen([*command, *flags], cwd=tmp_path, text=True, stdout=subprocess.PIPE)
-
-    stopped = start(100_000, "stopped")
-    assert stopped.stdout is not None
-    lines = [stopped.stdout.readline() for _ in range(3)]
-    stopped.send_signal(signal.SIGTERM)
-    *rest, saved = stopped.communicate(timeout=60)[0].splitlines(keepends=True)
-    lines += rest
-    assert saved == f"saved step {len(lines)}\n"
-    assert [path.name for path in (tmp_path / "stopped").glob("[!.]*")] == [f"step-{len(lines):08}"]
-    steps = len(lines) + 3
-    resumed, _ = start(steps, "stopped").communicate(timeout=60)
-    whole, _ = start(steps, "whole").communicate(timeout=60)
-    done = len(lines)
-    told = [f"saved step {done}\n", f"resumed after step {done}\n"]
-    expected = whole.splitlines(keepends=True)
-    assert len(expected) == steps + 1  # the last one says that it is saved
-    assert [*lines, *told[:1], *resumed.splitlines(keepends=True)] == [*expected[:done], *told, *expected[done:]]
-
-
 @pytest.mark.timeout(900)  # on a busy machine
 def test_the_program_that_sends_weights_to_a_sampler_runs_on_two_ranks(tmp_path):
     (tmp_path / "rl.py").write_text(python_blocks("rl.md")[0])
@@ -431,14 +351,6 @@ def test_the_program_that_sends_weights_to_a_sampler_runs_on_two_ranks(tmp_path)
     for rank in ranks:
         _, stderr = rank.communicate(800)
         assert rank.returncode == 0, stderr
-
-
-def test_the_page_on_parameter_servers_has_what_staleness_costs():
-    found = run_page("parameter_servers.md")["found"]
-    for stale, *distances in drawings.rows("parameter_servers.md", "staleness"):
-        for rate, distance in zip((0.1, 0.02), distances, strict=True):
-            places = len(distance.partition(".")[2])
-            assert float(distance.replace(",", "")) == pytest.approx(found[int(stale), rate], abs=0.51 * 10**-places)
 
 
 # --- pages whose reader saves files -------------------------------------------------------------------------------

@@ -17,11 +17,6 @@ README = (ROOT / "README.md").read_text()
 (PRINTED,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
 
 
-def test_it_is_one_screen_and_a_half():
-    assert len(README.splitlines()) <= 110
-    assert len(PROGRAM.splitlines()) <= 25
-
-
 def test_its_program_prints_what_it_shows(capsys):
     exec(PROGRAM, {"__name__": "readme"})
     assert capsys.readouterr().out == PRINTED

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 import mpcore as mp
-from examples.gpt.config import GPTConfig
 from mpcore import Axis, collectives, from_pretrained
 from mpcore.checkpoint import save
 from mpcore.gradients import grad_norm
@@ -28,7 +27,6 @@ from mpcore.pipeline.schedules import Action, Schedule
 from mpcore.sharding import declare
 from mpcore.sharding.cross_replica_hash import cross_replica_hash
 from mpcore.tools.analysis.dry_run import pretend
-from mpcore.tools.analysis.plan import main as plan
 from mpcore.tools.analysis.seconds import resolve
 from mpcore.tools.command_line import find_object
 from mpcore.tools.invariant import invariant_mesh, prepare
@@ -36,7 +34,6 @@ from mpcore.tools.invariant.run import InvariantStep
 from mpcore.tools.simulation.replay import replay
 from mpcore.tools.verify import run as of_verify
 from mpcore.tools.verify import verify
-from tests.theory import layer_activation_bytes
 
 
 class Quantized(nn.Module):
@@ -124,7 +121,6 @@ def wide(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 DEADLOCK = Schedule("mine", ((Action("B", 0, 0), Action("F", 0, 0)),), 1, 1)
-PLAN = ["tests.test_plan:build", "--world", "2"]
 
 
 def overlapped_and_fp8(overlaps_first: bool) -> None:
@@ -139,14 +135,10 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"note/weight has shape \(3,\), its parameter \(2, 3\)": (ValueError, lambda: saved(note(torch.ones(3)))),
     r"model/bias has shape \(7,\), declared is \(2,\)": (ValueError, lambda: saved(declared_otherwise)),
     r"safetensors has no dtype for torch\.complex128": (ValueError, lambda: saved(wide)),
-    r"norm 'batch' must be 'rms' or 'layer', positions 'rope' 'rope' or": (ValueError, lambda: GPTConfig(norm="batch")),
-    r"positions 'none' 'rope' or 'learned'": (ValueError, lambda: GPTConfig(positions="none")),  # type: ignore[arg-type]
     r"run has no checkpoint, and config.json doesn't tell dp: set run.dp": (ValueError, replay_without_mesh),
     r"all_to_all: rank 0 sends \[1\] to rank 0, which receives \[2\]: let both know one size": (
         Exception, lambda: mp.simulate(unequal_messages, dp=2)
     ),
-    r"no layout fits: try --vary recompute": (ValueError, lambda: plan([*PLAN, "--memory", "0.000001"])),
-    r"no layout could be counted: refused on 1": (ValueError, lambda: plan([*PLAN, "--tp", "1", "--refuse"])),
     r"Quantized is quantized or holds adapters": (ValueError, lambda: stored.dense_shape(Quantized())),
     r"No module named 'transformers.nothing': install transformers 5": (
         ValueError, lambda: stored.transformers_module("nothing")
@@ -208,9 +200,6 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         ValueError, lambda: cross_replica_hash(torch.eye(3).to_sparse())
     ),
     r"expected the mesh that the model lies on, found Axis": (TypeError, lambda: grad_norm(nn.Linear(2, 2), Axis())),
-    r"recompute 'selective' is none of 'none', 'core' and 'full'": (
-        ValueError, lambda: layer_activation_bytes(8, 2, 16, 4, recompute="selective")
-    ),
     r"is no folder: download the model first": (ValueError, lambda: from_pretrained("somebody/model")),
     r"length 10 is not a multiple of the unit 4$": (ValueError, lambda: declare.cut(10, Axis(), 0, 4)),
     r"a tensor of shape \(3,\) is not the logical shape \(4,\)": (
