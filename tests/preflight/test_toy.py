@@ -68,14 +68,17 @@ def runs() -> Iterator[tuple[list[str], dict[str, int]]]:
         dice = random.Random(seed)
         model = draw_model(dice)
         sizes, layout = draw_layout(dice, dice.choice([4, 6, 8, 12, 16]), "tiny-moe" in model)
-        more = ["", "--micro-batch 5", "--fp8", "--set rampup_batch_size=48,48,240", "--virtual-stages 3"]
-        yield [*model, *layout, *dice.choice(more).split()], sizes
+        more = ["", "--micro-batch 5", "--fp8", "--set rampup_batch_size=48,48,240", "--virtual-stages 3",
+                "--set window=300", "--set window=5", "--set rope_fraction=0.125"]  # fmt: skip
+        yield [*model, *layout, *dice.choice(more).split(), "--global-batch", dice.choice(["240", "234", "252"])], sizes
     for name in PRESETS:
         for sizes in ({}, {"tp": 2, "dp": 4}, {"tp": 3}, {"tp": 4, "cp": 2, "pp": 2}, {"pp": 3, "dp": 3, "ep": 3}):
             yield ["--preset", name], sizes
     for sizes in ({"worlds": 3, "dp": 2}, {"worlds": 2, "dp": 2, "pp": 2}):
         yield ["--workers", str(sizes["worlds"]), "--set", "fragments=5", "--local-steps", "9"], sizes
     yield ["--set", "replicate=2", "--zero", "2"], {"dp": 8}
+    mixed = ["--experts", "4", "--set", "moe.d_ff=8", "--layers", "4", "--heads", "6", "--d-model", "48"]
+    yield mixed, {"tp": 3, "pp": 2, "dp": 2, "ep": 1, "etp": 2}
 
 
 def kinds(args: argparse.Namespace, config: Any, sizes: dict[str, int], micro_batches: int) -> dict[str, Any]:
@@ -96,10 +99,10 @@ def kinds(args: argparse.Namespace, config: Any, sizes: dict[str, int], micro_ba
 
 def test_the_toys_of_a_run_are_small_runs_of_its_kind():
     taken = 0
-    for flags, sizes in runs():
+    for number, (flags, sizes) in enumerate(runs()):
         args = parse(["--global-batch", "240", *flags])
-        config = model_config(args, 257)
         try:
+            config = model_config(args, 256 + number % 2)
             on = mesh_of(*sizes.items())
             micro_batches = check(args, config, on)
             plan = find_schedule(args.schedule, on.pp.size, micro_batches, args.virtual_stages)
@@ -112,12 +115,17 @@ def test_the_toys_of_a_run_are_small_runs_of_its_kind():
             small, told = {axis: getattr(here, axis).size for axis in SIZE_NAMES}, (flags, sizes, toy.name)
             assert toy.ranks == here.job.size <= 8, told
             rounds = check(toy.args, toy.config, here)  # a toy of a run that is accepted is accepted
+            moe, scaling = toy.config.moe, toy.config.rope_scaling or {}
+            assert moe is None or moe.experts <= 12, told
+            assert scaling.get("original_max_position_embeddings", toy.config.seq_len) == toy.config.seq_len, told
             assert max(toy.config.d_model, toy.config.hidden, toy.config.vocab_size, toy.config.seq_len) < 300, told
             assert toy.config.layers <= max(9, len(toy.config.layers_spec or ())), told
             assert all(small[axis] == 1 or small[axis] % 2 == full[axis] % 2 for axis in ("tp", "cp", "pp", "dp")), told
             want, got = kinds(args, config, full, micro_batches), kinds(toy.args, toy.config, small, rounds)
-            for name, axis in (("tp", "tp"), ("layers", "pp"), ("rounds", "pp"), ("parts", "cp")):
-                if small[axis] == 1:
+            parts = small["cp"] * small["tp"] ** args.sequence_parallel
+            rising = small["pp"] if args.rampup_batch_size is None else 1
+            for name, size in (("tp", small["tp"]), ("layers", small["pp"]), ("rounds", rising), ("parts", parts)):
+                if size == 1:
                     del want[name], got[name]
             assert got == want, told
             assert (toy.args.workers > 1, toy.args.fragments is None) == (args.workers > 1, args.fragments is None)
