@@ -1,4 +1,4 @@
-"""What papers say that a step sends and a layer keeps: formulas that counts are compared with."""
+"""What papers say that a step sends: a formula that counts are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints, records, draws, times and checks after each step, worked out by hand from known numbers."""
+"""The warm-up that a run warns of."""
 
 from __future__ import annotations
 

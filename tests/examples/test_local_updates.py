@@ -1,4 +1,4 @@
-"""The example with workers that merge: against dense runs merged by hand, and going on from what each has saved."""
+"""The example with workers that merge: going on from what each has saved, and what is planned for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests through a store, and signals, without a process that ends."""
+"""Requests that ranks share through a store, and the handlers of signals."""
 
 from __future__ import annotations
 

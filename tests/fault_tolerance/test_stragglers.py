@@ -1,4 +1,4 @@
-"""Slow ranks, spikes, skipped steps, metrics and versions: by hand."""
+"""Slow ranks, spikes, skipped steps and versions: by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated ranks: sizes, names, lines and logs, by hand."""
+"""A deadlock of simulated ranks names the calls that wait."""
 
 from __future__ import annotations
 
