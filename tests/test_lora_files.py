@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -195,6 +196,15 @@ def changed(folder: Path, tensors: dict, **fields) -> Path:
 
 REFUSED = {  # words of the error, and the call
     "alpha is -1: give a number above 0, such as 16 for rank 8": lambda _: add_lora(mlp(), alpha=-1, targets="0"),
+    "alpha is inf: give": lambda _: add_lora(mlp(), alpha=math.inf, targets="0"),
+    "rank is True: give": lambda _: add_lora(mlp(), rank=True, targets="0"),
+    r"dropout 1.0 is not in \[0, 1\)": lambda _: add_lora(mlp(), targets="0", dropout=1.0),
+    "target 'k' matches no module; the linear layers are": lambda _: add_lora(mlp(), targets="k"),
+    "target '1' matches a .* and no linear layer": lambda _: add_lora(mlp(), targets="1"),
+    r"targets \(\) names 0 layers: give names": lambda _: add_lora(mlp(), targets=()),
+    "0 has an adapter already": lambda _: add_lora(add_lora(mlp(), targets="0"), targets=("2", "0")),
+    "0 has no plain weight: add adapters before": lambda _: add_lora(
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), targets="0"),
     "leaves out the head, and a Sequential doesn't say which": lambda _: add_lora(mlp()),
     "1 shares its weight with another module": lambda _: add_lora(tied(), targets="1"),
     "out_proj is read past the layer": lambda _: add_lora(nn.MultiheadAttention(4, 2), targets="out_proj"),
@@ -209,6 +219,13 @@ REFUSED = {  # words of the error, and the call
         nn.Sequential(*tied(), nn.Linear(5, 4)),
         changed(folder, {**NONE, **TWO, "1.weight": None, "1.bias": None}, modules_to_save=["0"])),
     "adapter_config.json is damaged": lambda folder: load_lora(mlp(), altered(folder, r="many")),
+    "adapter_config.json is missing: give the folder": lambda folder: load_lora(mlp(), folder),
+    "peft_type IA3|'IA3'": lambda folder: load_lora(mlp(), altered(folder, peft_type="IA3")),
+    "bias 'all': only 'LORA' with 'none'": lambda folder: load_lora(mlp(), altered(folder, bias="all")),
+    "odd is no factor of a linear": lambda folder: load_lora(mlp(), changed(folder, {"odd": torch.ones(1)})),
+    "0 has a lora_B alone": lambda folder: load_lora(mlp(), changed(folder, {"0.lora_A.weight": None})),
+    r"lora_A.weight has shape \[3, 4\], 0 needs": lambda folder: load_lora(
+        mlp(), changed(folder, {"0.lora_A.weight": torch.ones(3, 4)})),
     "a_new_field is 1": lambda folder: load_lora(mlp(), altered(folder, a_new_field=1)),
     "2 adapters and 0 other tensors, and 1 fit no layer or tensor of this Sequential, such as 2":
         lambda folder: load_lora(mlp()[:2], altered(folder)),

@@ -27,7 +27,7 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.gradients import reduce_gradients
-from mpcore.interop.parallelize.plan import BASE_PLANS, Colwise, LocalSizes, Vocab, model_plan
+from mpcore.interop.parallelize.plan import BASE_PLANS, Colwise, Experts, Hidden, LocalSizes, Vocab, model_plan
 from mpcore.tools.simulation import RankError, simulate
 from tests.equality import close, full_gradients
 from tests.pool import mesh
@@ -472,6 +472,7 @@ def odd():
     model["hooked"].register_forward_hook(lambda *_: None)
     model["few"] = nn.Embedding(3, 8)
     model["clipped"] = nn.Embedding(8, 8, max_norm=1.0)
+    model["sparse"], model["by count"] = nn.Embedding(8, 8, sparse=True), nn.Embedding(8, 8, scale_grad_by_freq=True)
     model["normed"] = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     model["a"], model["b"], model["c"] = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
     model["b"].weight = model["a"].weight
@@ -521,6 +522,13 @@ BAD = {
     "hooks": ("odd", {"hooked": "colwise"}, 2, "hooked has hooks"),
     "torch's attention": ("odd", {"mha.out_proj": "rowwise"}, 2, "mha.out_proj is part of an nn.MultiheadAttention"),
     "a clipped embedding": ("odd", {"clipped": "vocab"}, 2, "clipped: max_norm"),
+    "a sparse embedding": ("odd", {"sparse": "vocab"}, 2, "sparse: max_norm, scale_grad_by_freq and sparse need the"),
+    "gradients by count": ("odd", {"by count": "vocab"}, 2, "by count: max_norm, scale_grad_by_freq and sparse need"),
+    "a unit of columns": ("odd", {"few": Colwise(unit=3)}, 2, "few: embedding_dim 8 is not a multiple of the unit 3"),
+    "size of a part": ("odd", {"heads": LocalSizes(("head_dim", "qkv"))}, 2, "qkv is Linear.*so it is no size"),
+    "no parameter of experts": ("odd", {"norm": Experts({"weight": Hidden(-1)})}, 2, "norm: it has no parameter '"),
+    "blocks of experts": ("own", {"mlps.0.0": Experts({"weight": Hidden(-2, blocks=4)})}, 2, "10 features .* not 4 b"),
+    "units of experts": ("own", {"mlps.0.0": Experts({"weight": Hidden(-2, 5, 2)})}, 2, "5 blocks of at least 2 units"),
     "more parameters": ("odd", {"held.more": "colwise"}, 2, r"with parameters \['bias', 'scale', 'weight'\], of"),
     "heads of a config": ("odd", {"counted.q": "colwise"}, 2, "num_attention_heads 3 is not a multiple of the tp"),
     "a parametrized weight": ("odd", {"normed": "colwise"}, 2, "normed has no plain weight"),

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from mpcore.interop.hugging_face import extra_files, loading, stored, writing
+from mpcore.interop.hugging_face import loading, writing
 from mpcore.interop.hugging_face.extra_files import ExtraFiles, carried_by_hf, tokenizer_files
 from mpcore.interop.hugging_face.folder import open_files
 from mpcore.interop.hugging_face.stored import Group
@@ -80,22 +79,6 @@ def test_files_have_a_limited_size(tmp_path):
     assert writing.SHARD_BYTES == 5_000_000_000
 
 
-def test_a_folder_is_new_and_whole(tmp_path):
-    writing.check_new(tmp_path / "new")
-    writing.check_new(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ValueError, match=f"^{path} exists: it is not overwritten, so pass another folder$"):
-            writing.check_new(path)
-    with writing.new_folder(tmp_path / "made") as new:
-        writing.write_json(new / "a.json", {"b": 1})
-        assert not (tmp_path / "made").exists()
-    assert (tmp_path / "made" / "a.json").read_text() == '{\n  "b": 1\n}\n'
-    with pytest.raises(FileNotFoundError), writing.new_folder(tmp_path / "failed") as new:
-        (new / "none" / "a").write_text("")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "made"]
-
-
 def test_what_goes_along_with_a_model(tmp_path):
     values = {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None, "hidden_size": 3}
     (tmp_path / "tokenizer.json").write_bytes(b"tok")
@@ -156,19 +139,6 @@ def test_another_tokenizer_is_named_as_transformers_reads_it():
     }  # fmt: skip
 
 
-def test_files_are_checked_against_their_sums(tmp_path):
-    (tmp_path / "merges.txt").write_bytes(b"m")
-    right = {"merges.txt": zlib.crc32(b"m")}
-    assert extra_files._read_files(tmp_path, right) == {"merges.txt": b"m"}
-    with pytest.raises(ValueError, match=r"vocab.json is missing$"):
-        extra_files._read_files(tmp_path, right | {"vocab.json": 3})
-    with pytest.raises(ValueError, match=r"merges.txt is damaged: its CRC-32 is [0-9a-f]{8}, written was 4$"):
-        extra_files._read_files(tmp_path, {"merges.txt": 4})
-    with pytest.raises(ValueError, match=r"damaged: its CRC-32 is .*, written was None"):
-        extra_files._read_files(tmp_path, {})
-    assert extra_files._read_files(tmp_path) == {"merges.txt": b"m"}
-
-
 def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
     dense = SimpleNamespace(base_model_prefix="model")
     group = Group(["model.a"], {"model.a": torch.empty(1), "b": torch.empty(1)}, False)
@@ -183,33 +153,3 @@ def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
         ValueError, match=f"^{tmp_path} has no tensor 'b', which model.a needs: if transformers can open"
     ):
         loading._keys(tmp_path, dense, group, {"a": "f"})
-
-
-def test_what_is_no_plain_model_of_transformers_is_refused():
-    with pytest.raises(ValueError, match=r"^Linear is no model of transformers: save a model of your own"):
-        stored.dense_shape(nn.Linear(2, 2))
-
-    class Named(nn.Module):
-        config = SimpleNamespace()
-
-    with pytest.raises(ValueError, match=r"^Named is no model of transformers"):
-        stored.dense_shape(Named())
-
-    class Quantized(nn.Module):
-        config, save_pretrained = SimpleNamespace(), None
-
-        def __init__(self, config=None):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-
-    Quantized.save_pretrained = lambda self: None
-    for name in ("hf_quantizer", "_hf_peft_config_loaded"):
-        model = Quantized()
-        vars(model)[name] = True
-        with pytest.raises(ValueError, match=r"^Quantized is quantized or holds adapters: only plain weights"):
-            stored.dense_shape(model)
-    model = Quantized()
-    dense = stored.dense_shape(model)
-    assert (type(dense), dense.weight.is_meta) == (Quantized, True)
-    vars(model)["_weight_conversions"] = ["c"]
-    assert vars(stored.dense_shape(model))["_weight_conversions"] == ["c"]

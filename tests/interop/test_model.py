@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import mpcore as mp
-from mpcore.interop.parallelize import generation
 from mpcore.interop.parallelize import model as module
 from mpcore.interop.parallelize.model import parallelize
 from mpcore.interop.parallelize.prove import CannotCheckError
@@ -23,15 +22,6 @@ PLAN = {"0": "colwise", "2": "rowwise"}
 
 def net(wide=8):
     return nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 4))
-
-
-def test_modules_that_are_skipped_stay_whole():
-    model = parallelize(net(), PLAN | {"1": "replicate"}, TP, skip=("2",), check=False)
-    assert [type(layer) for layer in model] == [ColumnParallelLinear, nn.ReLU, nn.Linear]
-    with pytest.raises(ValueError, match="shards no parameter, so the 2 ranks of tp"):
-        parallelize(net(), PLAN, TP, skip=("0", "2"), check=False)
-    with pytest.raises(ValueError, match="'odd' matches no module"):
-        parallelize(net(), PLAN, TP, skip=("odd",))
 
 
 class Half(nn.Module):
@@ -96,34 +86,6 @@ class Needs(nn.Module):
 
 RIGHT, WRONG = {"one": "colwise", "two": "rowwise"}, {"one": "colwise", "two": "colwise_rep"}
 X = torch.ones(2, 4)
-
-
-def test_a_wrong_plan_is_refused_and_a_right_one_is_not_said():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        parallelize(net(), PLAN, TP)
-        parallelize(Needs(), RIGHT, TP, example=(X, X))
-        parallelize(Needs(), RIGHT, TP, example={"x": X, "y": X}, strict=True)
-    with pytest.raises(ValueError, match=r"^2 fails on 2 ranks"):
-        parallelize(net(), {"0": "colwise", "2": "colwise"}, TP)
-    with pytest.raises(ValueError, match=r"^two fails on 2 ranks"):
-        parallelize(Needs(), WRONG, TP, example=(X, X))
-    assert type(parallelize(Needs(), WRONG, TP, check=False).two) is ColumnParallelLinear
-
-
-def test_what_cannot_be_tested_waits_for_the_first_forward(monkeypatch):
-    model = parallelize(Needs(), WRONG, TP)
-    assert len(model._forward_pre_hooks) == 2
-    with pytest.raises(ValueError, match="two fails on 2 ranks"):
-        model(X, X)
-    assert len(model._forward_pre_hooks) == 1  # it is tested once
-    monkeypatch.setattr(module, "_cannot_try", lambda why, strict=False: pytest.fail(why))
-    right = parallelize(Needs(), RIGHT, TP)
-    hook = next(iter(right._forward_pre_hooks.values()))
-    hook(right, (X.to("meta"), X), {})  # a dry run has no values: the test waits
-    assert len(right._forward_pre_hooks) == 2
-    hook(right, (X, X), {})
-    assert len(right._forward_pre_hooks) == 1
 
 
 def test_a_plan_that_cannot_be_tested_is_said_once(monkeypatch):
@@ -216,63 +178,3 @@ def test_a_model_that_communicates_is_not_run_on_one_rank():
         results = mp.simulate(work, tp=2)
     for got in results:
         torch.testing.assert_close(got, Scales()(X))
-
-
-class Writes(nn.Module):
-    """Generates as a model of transformers does, as far as a guard looks at it."""
-
-    def __init__(self, head=None, **config):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.head = head
-        self.generation_config = SimpleNamespace(**config)
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def generate(self, *args, **kwargs):
-        return "generated", args, kwargs
-
-
-@pytest.fixture
-def compared(monkeypatch):
-    seen = []
-    monkeypatch.setattr(generation, "check_same", lambda what, value, axis: seen.append((what[:6], value, axis)))
-    return seen
-
-
-def test_what_generate_cannot_do_on_shards(compared):
-    head = ColumnParallelLinear(4, 6, tp=TP)
-    for model, given, message in (
-        (
-            Writes(head),
-            {},
-            "^generate needs the logits of all 6 tokens, but this rank's head gives 3 of them: plan the",
-        ),
-        (Writes(max_time=3.0), {}, r"^max_time 3.0 would end ranks of tp 2 at different tokens"),
-        (Writes(), {"max_time": 1}, r"^max_time 1 would end ranks"),
-        (Writes(), {"generation_config": SimpleNamespace(max_time=2)}, r"^max_time 2 would end ranks"),
-    ):
-        generation.guard_generate(model, TP)
-        with pytest.raises(ValueError, match=message):
-            model.generate(torch.ones(1, 1), **given)
-    for head in (
-        None,
-        nn.Linear(4, 6),
-        ColumnParallelLinear(4, 6),
-        ColumnParallelLinear(4, 6, tp=TP, gather_output=True),
-    ):
-        model = Writes(head, max_time=None)
-        generation.guard_generate(model, TP)
-        assert model.generate(torch.ones(1, 1))[0] == "generated"
-
-
-def test_simulated_ranks_have_a_model_each():
-    shared = net()
-
-    def work(mesh):
-        parallelize(shared, PLAN, mesh.tp, check=False)
-
-    with pytest.raises(mp.tools.simulation.RankError, match=r"simulated ranks 0 and 1 shard one Sequential"):
-        mp.simulate(work, tp=2)
-    assert mp.simulate(lambda mesh: parallelize(net(), PLAN, mesh.tp)[0].weight.shape[0], tp=2) == [4, 4]

@@ -520,6 +520,7 @@ def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
 
 
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickles only": (pickles_only, r"\(pytorch_model.bin\), .* pickles"),
     "pickled safetensors": (
@@ -549,11 +550,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"num_attention_heads None must be",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: "),
+    "no object": (lambda f: (f / "config.json").write_text("[1]"), "config.json holds no JSON object"),
+    "no norm": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), f"no tensor '{NORM}', which norm.weight needs$"),
+    "another shape": (lambda f: change_tensors(f, lambda t: t.update({NORM: torch.ones(3)})),
+                      rf"{NORM} has shape \(3,\), config.json makes it \(24,\)$"),
+    "integers": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].int()})), "has dtype I32: weights are"),
+    "two dtypes": (lambda f: change_tensors(f, lambda t: t.update({UP: t[UP].half()})), "consist of several dtypes"),
+    "an odd tensor": (lambda f: change_tensors(f, lambda t: t.update({"model.odd": torch.ones(1)})),
+                      r"has tensors that .* does not: \['model.odd'\]$"),
+    "another head": (lambda f: change_config(f, tie_word_embeddings=True), "lm_head isn't the embedding: set tie_word"),
     "giant config": (
         lambda f: os.truncate(f / "config.json", JSON_LIMIT + 1),
         rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
