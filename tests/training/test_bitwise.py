@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,12 @@ import torch
 import mpcore as mp
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT, build_stages
-from mpcore import AdamW, Mesh, collectives, simulate
+from mpcore import AdamW, Mesh, simulate
 from mpcore.checkpoint import latest
-from mpcore.gradients import gradient_of
-from mpcore.gradients.norm import norm_of
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.tools import invariant
-from mpcore.tools.invariant import layers, pieces, sums
-from mpcore.tools.invariant import run as training
 from mpcore.tools.verify import verify
 from mpcore.tools.verify.layout import Layout, parse_layout
 from tests.pool import mesh as pool_mesh
@@ -162,14 +157,6 @@ def test_every_layout_has_the_same_bits(layout: str) -> None:
     assert not differing(alone(Case()), on(layout))
 
 
-def test_the_bits_are_those_of_the_default_numerics_but_for_rounding() -> None:
-    """Layouts with equal bits would share an error: here is the run that has no virtual shards."""
-    case = Case(dtype="float64")
-    found, default = (train(prepared(Mesh(), replace(case, virtual=v), "tp1"), case, 3) for v in (V, 0))
-    for got, want in zip(found, default, strict=True):
-        assert got == pytest.approx(want, rel=1e-12)
-
-
 def _given_up(mesh: Mesh, drop: bool) -> list[tuple[float, float]]:
     case = Case()
     run = prepared(mesh, case, "tp1")
@@ -227,56 +214,6 @@ def test_processes_have_the_bits_of_threads(ranks) -> None:
 def on_processes(layout: str, case: Case) -> dict[str, str]:
     torch.set_num_threads(1)
     return trained(pool_mesh(**sizes(layout)), case, layout)
-
-
-# --- a change of the order of any sum is seen -----------------------------------------------------------------------
-
-
-def in_turn(parts):
-    return functools.reduce(operator.add, parts)
-
-
-def largest_first(parts):
-    return in_turn(sorted(parts, key=lambda x: -float(x.double().abs().sum())))
-
-
-def whole_sum(x, axis, op="sum"):
-    return x if axis.size == 1 else collectives._call(
-        collectives._ops.all_reduce.default, x, op, axis.group_name, wait=True
-    )  # fmt: skip
-
-
-def taken_in_turn(self, stage):
-    for _, p, _ in self.trees[stage].declared:
-        grad, held = self._take(p), self.nodes.setdefault(p, [(0, None)])
-        held[:] = [(0, grad if held[0][1] is None else held[0][1] + grad)]
-
-
-def at_once(function, axis, dim, *xs, blocks=1):
-    return function(*xs)
-
-
-PLANTS = {  # where what is planted, and a layout on which it must be seen
-    "the products' tree": (pieces, "tree_sum", in_turn, "tp2"),
-    "the order of leaves": (training.InvariantStep, "take", taken_in_turn, "dp2"),
-    "the norm of a rank's shard": (training, "exact_norm", functools.partial(norm_of, of=gradient_of), "tp2"),
-    "the tree over ranks": (sums, "tree_sum", in_turn, "tp4"),
-    "an order that values decide": (pieces, "tree_sum", largest_first, "tp4"),
-    "the ring's sum": (pieces, "all_reduce", whole_sum, "tp4"),
-    "torch's fused step": (AdamW, "set_fused", lambda self, fused: None, "dp4zero1"),
-    "the loss over all columns at once": (sums.TreeSums, "split", lambda self, x, *_: [x], "tp2"),
-    "activations of all features at once": (layers, "in_pieces", at_once, "tp2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "plant", [pytest.param(name, marks=[pytest.mark.slow] if i > 2 else []) for i, name in enumerate(PLANTS)]
-)
-def test_a_planted_change_of_order_is_seen(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, planted, layout = PLANTS[plant]
-    monkeypatch.setattr(where, name, planted)
-    case = Case(config=replace(CONFIG, layers=1, activation="silu"), steps=2)
-    assert differing(on("tp1", case), on(layout, case))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -306,31 +305,6 @@ def test_a_step_can_be_given_up_also_after_a_forward_that_raised():
         step_of(each, "forward_backward", "optimizer_step")
     for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def warnings_of_clipping(sizes: dict, zero: int, by_torch: bool) -> list[str]:
-    run, said = start(sizes, data=mp.Zero(zero)), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("mpcore.training.first_step").addHandler(handler)
-    try:
-        for step in range(2):
-            run.forward_backward(*batch(step, run.share(SAMPLES)))
-            if by_torch:
-                nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-            run.optimizer_step()
-    finally:
-        logging.getLogger("mpcore.training.first_step").removeHandler(handler)
-    return said
-
-
-@pytest.mark.parametrize(("sizes", "zero"), [({"tp": 2}, 1), ({"dp": 2}, 3), ({"pp": 2}, 1)])
-def test_gradients_that_torch_clips_are_warned_of_once(ranks, sizes, zero):
-    assert ranks(2, warnings_of_clipping, sizes, zero, False) == [[], []]
-    if zero < 3:
-        first, second = ranks(2, warnings_of_clipping, sizes, zero, True)
-        assert second == []
-        assert [message.count("call run.clip_gradients") for message in first] == [1]
 
 
 @pytest.mark.parametrize(("made", "words"), [
@@ -644,27 +618,12 @@ def check_wrong_losses() -> None:
     for sizes, loss, words in (
         ({"tp": 2}, as_whole, "the ranks of tp have different losses, .* need mpcore.vocab_parallel_cross_entropy"),
         ({"pp": 2}, as_mean, "the loss is a mean"),
-        ({"dp": 2}, as_mean, "the loss is a mean"),
     ):
         run = start(sizes, loss=loss)
         for _ in range(2):
             with pytest.raises(ValueError, match=words):
                 run.forward_backward(*batch(0, run.share(SAMPLES)))
             run.drop_gradients()
-
-
-def same_samples() -> None:
-    run = start({"dp": 2})
-    with pytest.raises(ValueError, match=r"all 2 ranks of dp have the same samples: .* x\[run.share\(B\)\]"):
-        run.forward_backward(*batch(0, range(SAMPLES)))
-
-
-def clipped_by_torch() -> None:
-    run = start({"tp": 2})
-    run.forward_backward(*batch(0, run.share(SAMPLES)))
-    nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
-    with pytest.raises(ValueError, match=r"clip_grad_norm_, call run.clip_gradients\(max_norm\)"):
-        run.optimizer_step()
 
 
 def step_past_the_run() -> None:
@@ -817,17 +776,6 @@ def check_names_of_stages() -> None:
     assert ready.optimizer_step().taken
 
 
-def check_index() -> None:
-    on = mesh(tp=2)
-    model = nn.Sequential(mp.ColumnParallelLinear(4, 8, tp=on.tp, device="meta"))
-    run = mp.prepare(
-        model, on, blocks=model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        loss=lambda y, t: nn.functional.cross_entropy(y, t, reduction="sum"),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"outside its input .*vocab_parallel_cross_entropy"):
-        run.forward_backward(torch.ones(3, 4), torch.tensor([1, 5, 7]))
-
-
 def check_untrainable() -> None:
     on, pp = mesh(pp=2), 2
     options: dict[str, Any] = {"loss": lambda y, _: y.sum(), "optimizer": mp.AdamW, "initialize": False}
@@ -842,7 +790,7 @@ def check_untrainable() -> None:
         mp.prepare(stage, on, blocks=stage, precision="bfloat16", **options)
 
 
-@pytest.mark.parametrize("check", [check_wrong_losses, same_samples, clipped_by_torch, step_past_the_run, check_index,
+@pytest.mark.parametrize("check", [check_wrong_losses, step_past_the_run,
                                    check_names_of_stages, check_a_table_of_two_stages, check_untrainable])  # fmt: skip
 def test_what_is_wrong_is_refused_on_both_ranks(ranks, check):
     ranks(2, check)

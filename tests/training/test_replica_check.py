@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -98,45 +97,6 @@ def test_a_small_difference_is_an_error_where_rounding_is_smaller() -> None:
         mp.simulate(steps, 2, True, False, 1, None, 1e-4, tp=2)
     for half in ({"precision": "bfloat16"}, {"autocast": True}):
         assert mp.simulate(partial(steps, **half), 2, True, False, 1, None, 1e-4, tp=2) == [2] * 2
-
-
-def test_norms_that_are_not_sequence_parallel_are_found_in_a_model_that_is() -> None:
-    tp = mp.Axis(2, 0, name="tp")
-    norms = [nn.LayerNorm(4), nn.RMSNorm(4), mp.LayerNorm(4, tp=tp), mp.RMSNorm(4), nn.ReLU()]
-    shards = mp.LayerNorm(4, tp=tp, sequence_parallel=True)
-    kinds = {"1": "LayerNorm", "2": "RMSNorm", "3": "LayerNorm", "4": "RMSNorm"}
-    want = {name: f"mp.{kind}(.., tp=mesh.tp, sequence_parallel=True)" for name, kind in kinds.items()}
-    assert replica_check.norms_of_shards(nn.Sequential(shards, *norms).named_modules()) == want
-    assert replica_check.norms_of_shards(nn.Sequential(nn.ReLU(), *norms).named_modules()) == {}
-
-
-class Sharded(nn.Module):
-    """A norm of sequence shards that declares no partial gradient."""
-
-    def __init__(self, tp: mp.Axis) -> None:
-        super().__init__()
-        on: Any = {"tp": tp, "sequence_parallel": True}
-        self.embedding, self.norm = mp.VocabParallelEmbedding(V, D, **on), nn.LayerNorm(D)
-        self.head = mp.ColumnParallelLinear(D, V, **on)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.embedding(tokens)))
-
-
-def shard_steps(mesh: mp.Mesh) -> None:
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        return mp.vocab_parallel_cross_entropy(logits, target, tp=mesh.tp, vocab_size=V, reduction="sum")
-
-    with torch.device("meta"):
-        net = Sharded(mesh.tp)
-    run = mp.prepare(net, mesh, blocks=[net.norm], loss=loss, optimizer=lambda m: mp.AdamW(m, lr=0.1))
-    run.forward_backward(torch.arange(8).view(2, 4) % V, torch.arange(8).view(2, 4) % V)
-    run.optimizer_step()
-
-
-def test_a_norm_of_sequence_shards_is_told_which_norm_to_be() -> None:
-    with pytest.raises(RankError, match=r"norm\.(weight|bias) is repl.*; and of norm\.\w+\), so .*make it"):
-        mp.simulate(shard_steps, tp=2)
 
 
 def sketch(x: Tensor | None) -> Tensor:
