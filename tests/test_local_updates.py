@@ -25,7 +25,7 @@ from mpcore.layers import materialize, update_routers
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer, offload_parameters
 from mpcore.sharding.local import local_tensor, reshard
-from mpcore.tools.diloco import DiLoCo
+from mpcore.tools.diloco import DiLoCo, Merge
 from tests.equality import close
 from tests.pool import Pool, mesh, on_ranks
 from tests.test_checkpoint import CONFIG, Run, same_bits, size_of
@@ -526,6 +526,25 @@ def test_workers_that_differ_are_refused_on_all_ranks():
     }.items():
         with pytest.raises(ValueError, match=message):
             train_until_refused(what)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"every": 0}, "every 0 is not at least one step"), ({"fragments": 2}, "fragments 2 are of blocks, and none"),
+    ({"every": 3, "fragments": 4}, "fragments 4 is not from 1 to the 3 steps"), ({"lr": 0.0}, "lr 0.0 is not above 0"),
+    ({"momentum": 1.0}, "momentum 1.0 not from 0 to below 1"),
+    ({"model": nn.Linear(4, 3)}, r"parameter of shape \(2, 3\) is none of the model's"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(options, said):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=said):
+        DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), **{"model": model, "mesh": Mesh(), **options})
+
+
+@pytest.mark.parametrize(("changes", "want"), [([(1, 0), (0, 1)], 0.0), ([(1, 2), (3, 1), (-2, 5)], 3 / 11)])
+def test_agreement_is_the_mean_inner_product_over_the_mean_square(changes, want):
+    rows = torch.tensor(changes, dtype=torch.float64)
+    merge = Merge(1, 0, float(rows.mean(0).norm()), tuple(row.norm().item() for row in rows))
+    assert merge.agreement == pytest.approx(want, abs=1e-12)
 
 
 def check_empty():

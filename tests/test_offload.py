@@ -147,6 +147,14 @@ def test_what_is_elsewhere_takes_no_memory_here():
     assert held[1] == pytest.approx(held[0], rel=0.02)  # each storage once, however many views of it are saved
 
 
+def test_tensors_of_min_bytes_are_copied_and_parameters_never(late):
+    x, weight = torch.ones(1, requires_grad=True), nn.Parameter(torch.ones(64))
+    with offload_activations(min_bytes=256):
+        for saved in (torch.ones(64), torch.ones(63), weight, weight.view(8, 8)):
+            _ = x * saved
+    assert [to.nbytes for to, _ in _Late.begun] == [256]
+
+
 def test_pitfall_42_what_was_written_to_since_is_saved_again():
     x = torch.ones(64, requires_grad=True)
     with offload_activations(min_bytes=0):

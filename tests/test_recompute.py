@@ -185,6 +185,15 @@ def test_a_budget_is_kept_counted_and_refused_where_it_is_out_of_reach():
     assert recompute(stage.blocks, budget=least, example=example) == ["full"] * 4, "the share that it names can be had"
 
 
+def test_every_nth_block_is_recomputed_from_the_first():
+    blocks = [nn.Identity() for _ in range(5)]
+    assert recompute(blocks) == ["full"] * 5
+    assert recompute(blocks, "selective", every=2) == ["selective", "none", "selective", "none", "selective"]
+    assert recompute(blocks, every=3) == ["full", "none", "none", "full", "none"]
+    with pytest.raises(ValueError, match="every 0 is smaller than 1"):
+        recompute(blocks, every=0)
+
+
 def check_alike() -> tuple[list[str], list[str]]:
     """Kinds chosen together and alone, where rank 1 keeps more of the first block and rank 0 of the second."""
     axis = mesh(tp=2).tp
