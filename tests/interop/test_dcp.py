@@ -30,9 +30,8 @@ from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
 from mpcore import AdamW, Axis, ColumnParallelLinear, Mesh
 from mpcore.checkpoint import diff, load, save, verify
-from mpcore.checkpoint.pieces import Box, LocalTensor
 from mpcore.checkpoint.tensor_file import HEADER_LIMIT
-from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
+from mpcore.interop.dcp import dcp_state_dict
 from mpcore.interop.dcp_files import export_dcp, import_dcp
 from mpcore.interop.torchtitan import load_torchtitan
 from mpcore.sharding.dcp import mark
@@ -40,7 +39,7 @@ from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import local_tensor
 from mpcore.tools.checkpoint import main
 from tests.checkpoint.test_mutated_folders import mutate_bytes
-from tests.pool import RankError, mesh, on_ranks
+from tests.pool import mesh, on_ranks
 from tests.test_checkpoint import CONFIG, TIED, Run, same_bits
 
 EXPERTS = replace(CONFIG, moe=MoEConfig(experts=4, d_ff=21))
@@ -104,44 +103,6 @@ def test_dcp_of_any_layout_loads_on_any_other(eight_ranks, tmp_path, writer, zer
     if config is CONFIG:
         for part in eight_ranks(2, check_fsdp2, folder, 2):
             same_bits(part, {name: want[name] for name in part})
-
-
-MISTAKES: dict[str, Any] = {
-    "two boxes exchanged": lambda a, b: [replace(a, local=b.local), replace(b, local=a.local)],
-    "a box twice": lambda a, b: [a, a, b],
-    "a box left out": lambda a, b: [a],
-    "not written": lambda a, b: [replace(a, owned=False), b],
-    "a row late": lambda a, b: [replace(a, start=(a.start[0] + 1, 0)), b],
-    "a row early": lambda a, b: [a, replace(b, start=(b.start[0] - 1, 0))],
-    "a row short": lambda a, b: [replace(a, shape=(a.shape[0] - 1, a.shape[1])), b],
-    "a column short": lambda a, b: [a, replace(b, shape=(b.shape[0], b.shape[1] - 1))],
-    "a row read late": lambda a, b: [replace(a, local=(a.local[0] + 1, 0)), b],
-    "outside": lambda a, b: [a, replace(b, start=(b.start[0] + 4, 0))],
-    "all of the other rank": lambda a, b: [replace(a, start=(0, 0)), replace(b, start=(4, 0))],
-}
-
-
-def check_mistake(folder: str, mistake: str | None) -> bool:
-    """Gate and up of four rows each over tp 2, with one mistake in rank 1's boxes: whether the full tensor is right."""
-    tp = mesh(tp=2).tp
-    full = torch.arange(24.0).view(8, 3)
-    rows = [2 * tp.rank + i + 4 * block for block in (0, 1) for i in (0, 1)]
-    boxes = [Box((2 * block, 0), (4 * block + 2 * tp.rank, 0), (2, 3), True) for block in (0, 1)]
-    if mistake and tp.rank:
-        boxes = MISTAKES[mistake](*boxes)
-    state = {"w": BoxedTensor.of(LocalTensor("w", full[rows], (8, 3), tuple(boxes)))}
-    dcp.save(state, checkpoint_id=folder)
-    dcp.load({"w": (read := torch.full((8, 3), -1.0))}, checkpoint_id=folder)
-    return torch.equal(read, full)
-
-
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_a_mistake_in_the_boxes_is_found(ranks, tmp_path, mistake):
-    try:
-        right = all(ranks(2, check_mistake, str(tmp_path), mistake))
-    except RankError:
-        right = False
-    assert right == (mistake is None)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""`parallelize` as a whole: its checks in their order, what it warns of, when a plan is tested, and what it guards."""
+"""`parallelize` as a whole: what it warns of, and when a plan is tested."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.axis import Axis
 
 TP = Axis(2, 0, name="tp")
-PLAN = {"0": "colwise", "2": "rowwise"}
-
-
-def net(wide=8):
-    return nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 4))
 
 
 class Half(nn.Module):
@@ -86,6 +81,21 @@ class Needs(nn.Module):
 
 RIGHT, WRONG = {"one": "colwise", "two": "rowwise"}, {"one": "colwise", "two": "colwise_rep"}
 X = torch.ones(2, 4)
+
+
+def test_what_cannot_be_tested_waits_for_the_first_forward(monkeypatch):
+    model = parallelize(Needs(), WRONG, TP)
+    assert len(model._forward_pre_hooks) == 2
+    with pytest.raises(ValueError, match="two fails on 2 ranks"):
+        model(X, X)
+    assert len(model._forward_pre_hooks) == 1  # it is tested once
+    monkeypatch.setattr(module, "_cannot_try", lambda why, strict=False: pytest.fail(why))
+    right = parallelize(Needs(), RIGHT, TP)
+    hook = next(iter(right._forward_pre_hooks.values()))
+    hook(right, (X.to("meta"), X), {})  # a dry run has no values: the test waits
+    assert len(right._forward_pre_hooks) == 2
+    hook(right, (X, X), {})
+    assert len(right._forward_pre_hooks) == 1
 
 
 def test_a_plan_that_cannot_be_tested_is_said_once(monkeypatch):

