@@ -195,10 +195,6 @@ def check_refused(path: str) -> None:
     module, loss = nn.Linear(2, 2), lambda y, t: y.sum()
     with pytest.raises(ValueError, match="1 micro-batches are fewer than the pp size 2"):
         Pipeline(module, on, 1, loss)
-    with pytest.raises(ValueError, match="1f1b has one stage a rank, not 2"):
-        Pipeline([module, module], on, 4, loss)
-    with pytest.raises(ValueError, match="zbv has exactly 2 virtual stages a rank, not 1"):
-        Pipeline(module, on, 4, loss, "zbv")
     with pytest.raises(ValueError, match="deadlocks: 1B0, action 0 of rank 1, waits for 1F0"):
         Pipeline(module, on, 1, loss, path + "/deadlock.csv")
     with pytest.raises(ValueError, match=r"^1B0 is missing$"):

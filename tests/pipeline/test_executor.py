@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -42,20 +41,6 @@ def test_what_cant_be_cut_is_refused_with_the_numbers(given, said):
         pipe().forward_backward(**given)
 
 
-def test_losses_are_summed_and_so_are_gradients():
-    model, dense = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
-    dense.load_state_dict(model.state_dict())
-    for given in ((X, T), ([X[:1], X[1:]], (T[:1], T[1:]))):
-        model.zero_grad(), dense.zero_grad()
-        found, want = pipe(model).forward_backward(*given), squares(dense(X), T)
-        want.backward()
-        assert found.dtype == torch.float64
-        assert not found.requires_grad
-        torch.testing.assert_close(found, want.detach())
-        for p, q in zip(model.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
-
-
 def check_failing(of: str, schedule: str, size: int) -> None:
     """The step goes on with zeros, so that no other rank waits for a message, and all are told at its end."""
     on = mp.build_mesh(pp=size, device_type="cpu")
@@ -93,19 +78,6 @@ def test_a_forward_has_one_argument_for_all_batches_or_one_for_each():
     assert line.last_rank == 0
 
 
-def test_each_backward_is_followed_by_a_call_with_its_stage():
-    followed: list = []
-    model = nn.Linear(3, 2).double()
-    line = pipe(model, after_backward=followed.append, trace=True)
-    line.forward_backward(X, T)
-    assert followed == [model, model]
-    assert len(line.recorded()) == 4
-    line.set_micro_batches(4)
-    assert (line.micro_batches, line.plan.micro_batches) == (4, 4)
-    line.forward_backward(X, T)
-    assert followed == [model] * 6
-
-
 def test_the_two_halves_give_the_gradients_of_one():
     for seed in range(3):
         torch.manual_seed(seed)
@@ -132,29 +104,6 @@ def test_the_two_halves_give_the_gradients_of_one():
         for p, g in zip(parameters, want[1:], strict=True):
             torch.testing.assert_close(p.grad, g)
         assert (deferred.ends, deferred.groups) == ([], [])
-
-
-def test_the_second_half_frees_what_an_operation_saved_before_the_next_runs():
-    class Saved:
-        def __init__(self, x: Tensor) -> None:
-            self.x = x
-
-    saved, left = weakref.WeakSet(), []
-
-    def pack(x: Tensor) -> Saved:
-        saved.add(found := Saved(x))
-        return found
-
-    layers = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
-    for p in layers.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: left.append(len(saved)))
-    x = torch.ones(2, 3, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each.x):
-        y = layers(x)
-    each = len(saved) // 4
-    _, deferred = backward_inputs([y], [torch.ones_like(y)], [x])
-    backward_weights(deferred)
-    assert left == [3 * each, 2 * each, each, 0]
 
 
 class Fails(torch.autograd.Function):

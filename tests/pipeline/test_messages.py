@@ -19,7 +19,7 @@ from mpcore.pipeline.messages import (
     sent_on,
 )
 from mpcore.pipeline.prove import Times, prove
-from mpcore.pipeline.schedules import NAMES, Action, Schedule, build_schedule
+from mpcore.pipeline.schedules import NAMES, build_schedule
 from mpcore.tools.analysis.seconds import resolve
 
 CPU = torch.device("cpu")
@@ -92,9 +92,3 @@ def test_a_receiver_never_holds_a_message_that_takes_no_longer_than_a_forward(na
         for message in (0.25, 1.0):
             times = Times(1.0, 1.5, 0.5, message=message)
             assert prove(early, times).makespan == prove(schedule, times).makespan  # this one's messages just travel
-
-
-def test_a_schedule_that_deadlocks_has_no_length():
-    rows = ((Action("F", 0, 0), Action("B", 0, 0)), (Action("B", 1, 0), Action("F", 1, 0)))
-    with pytest.raises(ValueError, match="deadlocks: 1B0, action 0 of rank 1"):
-        resolve(Schedule("x", rows, 2, 1))

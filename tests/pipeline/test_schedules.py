@@ -1,7 +1,7 @@
 """Schedules as data: what they hold, what they refuse, and their files."""
 
 import pytest
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from mpcore._torch.pipelining import PlannedStage
 from mpcore.pipeline.prove import prove
@@ -48,23 +48,6 @@ def test_every_schedule_lays_its_stages_as_the_placement_says(name, P, M):
     placement = [rank for i in range(V) for rank in (there[::-1] if name in V_SHAPED and i % 2 else there)]
     assert [schedule.rank_of[stage] for stage in range(P * V)] == placement
     assert all(len(schedule.stages_of(rank)) == V for rank in range(P))
-
-
-def test_torch_off_by_one_in_its_1f1b_picture_is_not_ours():
-    """ENGINES.md, trap 7: the plan that torch draws of the last rank misses micro-batch 0."""
-    stage: list = [PlannedStage(4, 4)]
-    torch_plan = Schedule1F1B(stage[0], 8)._get_pipeline_order()
-    assert torch_plan is not None
-    drawn = [str(a) for a in torch_plan[3] if a is not None and "F" in str(a)]
-    assert drawn == [f"3F{m}" for m in range(1, 9)]
-    assert [str(a) for a in build_schedule("1f1b", 4, 8).ranks[3] if a.kind == "F"] == [f"3F{m}" for m in range(8)]
-
-
-def test_gpipe_is_what_torch_plans():
-    plan = ScheduleGPipe(PlannedStage(3, 3), 5)._get_pipeline_order()  # type: ignore[arg-type]
-    assert plan is not None
-    for rank, actions in enumerate(build_schedule("gpipe", 3, 5).ranks):
-        assert [str(a) for a in plan[rank] if a is not None and a.is_compute_op] == list(map(str, actions))
 
 
 @pytest.mark.parametrize(("args", "message"), [

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.experimental import LocalUpdates
 from mpcore.training import loss_check
 from mpcore.training.loss_check import LossCheck, with_mesh
 
@@ -176,29 +175,3 @@ def test_a_precision_says_what_is_computed_in_what():
     for wrong in ("int8", torch.int8):
         with pytest.raises(ValueError, match="is none of float64, float32, bfloat16, float16"):
             mp.Precision(wrong)
-
-
-def test_the_edges_of_policies():
-    for stage in range(4):
-        assert mp.Zero(stage).stage == stage
-    for stage in (-1, 4, 1.5):
-        with pytest.raises(ValueError, match=f"zero stage {stage} is none of"):
-            mp.Zero(stage)
-    for budget in (1.0, 1e-9):
-        assert mp.Recompute(budget=budget, example=len).budget == budget
-    for budget in (0.0, 1.0001, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"recompute budget {budget} is not above 0"):
-            mp.Recompute(budget=budget, example=len)
-    assert (mp.Recompute().kind, mp.Recompute().every, mp.Recompute().preserve_rng_state) == ("full", 1, True)
-    usual = LocalUpdates()
-    assert (usual.every, usual.lr, usual.momentum, usual.nesterov, usual.fragments) == (100, 0.7, 0.9, True, 1)
-    for every, fragments in ((1, 1), (3, 3)):
-        LocalUpdates(every, fragments=fragments)
-    for every, fragments in ((0, 1), (-1, 1), (3, 4), (3, 0)):
-        with pytest.raises(ValueError, match=f"(every|fragments) ({every}|{fragments}) is not "):
-            LocalUpdates(every, fragments=fragments)
-    for lr, momentum in ((1e-9, 0.0), (5.0, 0.999)):
-        LocalUpdates(lr=lr, momentum=momentum)
-    for lr, momentum in ((0.0, 0.5), (math.inf, 0.5), (-1.0, 0.5), (1.0, 1.0), (1.0, -0.1)):
-        with pytest.raises(ValueError, match=f"the outer lr {lr} is not above 0, or the momentum {momentum} not from"):
-            LocalUpdates(lr=lr, momentum=momentum)

@@ -317,6 +317,10 @@ def test_a_step_can_be_given_up_also_after_a_forward_that_raised():
     (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
     (partial(LocalUpdates, 2, fragments=3), "fragments 3 is not from 1 to the 2 steps between merges"),
     (partial(LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
+    (partial(LocalUpdates, lr=math.inf), "the outer lr inf is not above 0, or the momentum 0.9 not from"),
+    (partial(LocalUpdates, momentum=1.0), "or the momentum 1.0 not"), (partial(LocalUpdates, 0), "every 0 is not"),
+    (partial(mp.Zero, -1), "zero stage -1 is none of"), (partial(mp.Zero, 1.5), "zero stage 1.5 is none of"),
+    (partial(mp.Recompute, budget=0.0, example=len), "recompute budget 0.0 is not above 0"),
 ])  # fmt: skip
 def test_a_policy_refuses_what_it_cannot_mean(made, words):
     with pytest.raises(ValueError, match=words):
