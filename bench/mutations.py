@@ -326,7 +326,7 @@ def passes(folder: Path, tests: Sequence[str], limit: float) -> tuple[bool | Non
                              timeout=limit)  # fmt: skip
     except subprocess.TimeoutExpired:
         return None, ""
-    failed = [line.split()[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", run.stdout, re.MULTILINE)  # no log lines
     return run.returncode in (0, 5), (failed or [tests[0]])[0]
 
 
