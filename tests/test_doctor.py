@@ -17,7 +17,6 @@ import torch
 
 import mpcore as mp
 from mpcore import collectives
-from mpcore.kernels import _dispatch
 from mpcore.mesh.build import build_mesh
 from mpcore.tools import doctor
 from mpcore.tools.doctor import Finding, check_launch, versions
@@ -89,12 +88,6 @@ def test_a_port_of_a_server_that_has_gone_is_free():
         other.close()  # the server ends first: its end waits for a while
         client.close()
     assert launch(port)["port"].state == "ok"
-
-
-def machine(monkeypatch: Any, gpu: bool, triton: bool = True, interprets: bool = False) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(_dispatch, "HAS_TRITON", triton)
-    monkeypatch.setattr(_dispatch, "INTERPRETING", interprets)
 
 
 def errors(monkeypatch: Any) -> list[dict[str, float]]:

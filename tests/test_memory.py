@@ -161,11 +161,6 @@ def test_a_plan_with_replicas_shards_over_the_ranks_of_a_group(zero):
     assert whole.ledger.counts != part.ledger.counts
 
 
-def dropout(x: Tensor) -> Tensor:
-    """With a mask of bytes, as on a GPU; torch's own on a CPU keeps one of x's dtype."""
-    return torch.native_dropout(x, 0.1, True)[0]
-
-
 def test_real_ids_are_not_read_by_the_layers_of_a_dry_run():
     ids = torch.zeros(2, 4, dtype=torch.int64)  # real: made outside of the dry run
 

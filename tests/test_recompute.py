@@ -370,16 +370,6 @@ def small(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh()).double()
 
 
-def results(model: nn.Module) -> tuple[list[Tensor], int]:
-    """Output and gradients of one call, and how often the whole of it computes a tanh: twice as often if again."""
-    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
-    model.zero_grad()
-    with Operators() as operators:
-        y = model(x)
-        y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], operators.calls["tanh"]
-
-
 def equal(got: list[Tensor], want: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 

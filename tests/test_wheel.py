@@ -1,7 +1,6 @@
-"""The wheel: what it holds, that it works alone, and the links of its description."""
+"""The wheel: what it holds, and that it works alone."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,15 +20,13 @@ print("", getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
 
 
-def build(hook: str, folder: Path, address: str = "") -> Path:
+def build(hook: str, folder: Path) -> Path:
     """Call a hook of the build backend in a copy of the checkout; returns the file or folder that it made."""
     copy = folder / "copy"
     for package in ("mpcore", "kernels"):
         shutil.copytree(ROOT / package, copy / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, copy)
-    with open(copy / "CITATION.cff", "a") as file:
-        file.write(address and f"\nrepository-code: {address}\n")
     return call(hook, folder, copy)
 
 
@@ -42,10 +39,6 @@ def call(hook: str, folder: Path, source: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     return build("build_wheel", tmp_path_factory.mktemp("wheel"))
-
-
-def links(metadata: str) -> list[str]:
-    return re.findall(r"\]\(([^)]*)\)", metadata)
 
 
 def test_the_wheel_holds_every_module_and_three_profiles(wheel):

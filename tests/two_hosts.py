@@ -40,22 +40,6 @@ class TwoHosts:
         """Pull the cable ("down"), or plug it in again ("up")."""
         self.ip(1, "link", "set", self.ends[1], state)
 
-    def limit(self, rate: str) -> None:
-        """Limit the cable to a rate such as "100mbit", each way."""
-        for host in (0, 1):
-            subprocess.run(
-                ["tc", "-n", self.names[host], "qdisc", "add", "dev", self.ends[host], "root", "tbf", "rate", rate,
-                 "burst", "128kb", "latency", "200ms"], check=True,
-            )  # fmt: skip
-
-    def carried(self) -> list[int]:
-        """Bytes that each host has sent through the cable, without the headers of Ethernet, IP and TCP."""
-        found = []
-        for host in (0, 1):
-            words = self.ip(host, "-s", "link", "show", self.ends[host]).split("TX:")[1].splitlines()[1].split()
-            found.append(int(words[0]) - 66 * int(words[1]))
-        return found
-
     def start(self, host: int, *command: str, **variables: str) -> subprocess.Popen[str]:
         """Start a Python program on a host."""
         words = [sys.executable, *command]
