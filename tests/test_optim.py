@@ -23,7 +23,7 @@ from mpcore.optim.adamw import logical_indices
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer
 from mpcore.sharding import shardings
-from mpcore.sharding.declare import Sharding
+from mpcore.sharding.declare import Sharding, cut
 from mpcore.sharding.local import data_run, is_dtensor, local_tensor
 from tests.equality import close
 from tests.pool import mesh
@@ -320,6 +320,11 @@ def check_places():
     for shape in [(), (1,), (5,), (2, 3, 4), (0, 3)]:
         rows, columns = logical_indices(torch.zeros(shape), Sharding(shape))
         assert torch.equal((rows[:, None] + columns).flatten(), torch.arange(math.prod(shape)))
+    for shards in [(cut(2, Axis(2, 1), 0), cut(4, Axis(2, 0), 2)), (cut(4, Axis(3, 1), 2),)]:
+        sharding = Sharding((2, 3, 4), shards)
+        rows, columns = logical_indices(torch.zeros(sharding.local_shape), sharding)
+        want = sharding.take(torch.arange(24).view(2, 3, 4))
+        assert torch.equal((rows[:, None] + columns).view(want.shape), want)
     on = mesh(tp=2, dp=2)
     model = materialize(GPT(replace(CONFIG, bias=True), on, device="meta"), 5)
     shard_data_parallel(model, on, model.blocks.values())
