@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -318,6 +319,9 @@ def test_owners_that_declare_one_parameter_differently_are_refused():
         reduce_gradients(model)
     add_partial(model.a, "weight", tp)
     assert shardings(model)["a.weight"].partial == (tp,)
+    model.b.shardings = {"weight": replace(model.b.shardings["weight"], data=Axis(4, 0, role="data"))}
+    for one, other in ((model.a, model.b), (model.b, model.a)):
+        assert shardings(nn.ModuleList([one, other]))["0.weight"].data == Axis(4, 0, role="data")
 
 
 def dense_gradients(model, dtype):

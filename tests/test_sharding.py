@@ -14,6 +14,7 @@ from mpcore import (
     Dropout,
     GateUpParallelLinear,
     QKVParallelLinear,
+    RMSNorm,
     VocabParallelEmbedding,
     full_state_dict,
     load_full_state_dict,
@@ -25,7 +26,7 @@ from mpcore.layers import materialize
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.random import generator
 from mpcore.sharding import shardings
-from mpcore.sharding.declarations import owners, persistent_buffers
+from mpcore.sharding.declarations import add_partial, owners, persistent_buffers
 from mpcore.sharding.declare import Shard, Sharding, cut, cut_blocks
 from tests.layers.test_block import Model
 from tests.pool import mesh
@@ -46,6 +47,8 @@ def cases(axis):
     yield "middle", (2, 7, 3), cut(7, axis, 1)
     yield "fewer than ranks", (2, 3), cut(2, axis, 0)
     yield "gate and up", (20, 3), cut_blocks((10, 10), axis, 0, (1, 1))
+    if axis.size == 4:
+        yield "runs in any order", (11, 2), Shard(axis, 0, (((0, 4), (8, 10)), ((2, 8),), ((9, 11), (3, 4)), ()))
     yield "three blocks", (3, 22), cut_blocks((8, 4, 10), axis, 1, (2, 1, 2))
     for heads, kv_heads in [(8, 8), (8, 2), (8, 1), (6, 2), (6, 3), (4, 4)]:
         layer = QKVParallelLinear(5, heads, kv_heads, 3, tp=axis, device="meta")
@@ -66,6 +69,7 @@ def check_round_trip():
         assert torch.equal(sharding.assemble(local), full), name
         strided = local.transpose(0, -1).contiguous().transpose(0, -1)
         assert torch.equal(sharding.assemble(strided), full), name
+        assert sharding.assemble(strided).is_contiguous()
         index = torch.arange(shape[shard.dim]).tolist()
         held = [i for start, end in shard.mine for i in index[start:end]]
         assert len(held) == local.shape[shard.dim], name
@@ -190,6 +194,8 @@ def check_strict():
     once = {name: value for name, value in dense.state_dict().items() if name not in ("table.weight", "mean")}
     load_full_state_dict(sharded, {name: value + 1 for name, value in once.items()})
     assert torch.equal(full_state_dict(sharded)["table.weight"], dense.table.weight + 1)
+    load_full_state_dict(sharded, {**once, "table.weight": dense.table.weight + 2})
+    assert torch.equal(full_state_dict(sharded)["head.weight"], dense.table.weight + 2), "the first name comes first"
     del once["norm.running_var"], once["again.running_var"]
     with pytest.raises(ValueError, match=r"has no 'norm.running_var'"):
         load_full_state_dict(sharded, once)
@@ -213,6 +219,16 @@ def test_wrappers_change_no_name_and_so_no_first_value_no_mask_and_no_state(wrap
     assert shardings(wrapped) == shardings(bare)
     load_full_state_dict(wrapped, bare.state_dict())
     assert [name for name, *_ in persistent_buffers(wrapped)] == [name for name, *_ in persistent_buffers(bare)]
+
+
+def test_an_axis_of_size_1_is_no_difference_and_is_not_added():
+    model = nn.ModuleList(RMSNorm(2, tp=Axis(role="tp"), sequence_parallel=i == 0) for i in range(2))
+    model[1].weight = model[0].weight
+    add_partial(model[1], "weight", Axis())
+    assert shardings(model) == {"0.weight": Sharding((2,))}
+    for name in ("tp", "cp"):
+        add_partial(model[1], "weight", Axis(2, 0, role=name))
+    assert [axis.role for axis in shardings(model)["0.weight"].partial] == ["tp", "cp"]
 
 
 class Scaled(nn.Module):
