@@ -14,43 +14,12 @@ from mpcore.checkpoint import latest
 from mpcore.interop.hugging_face import hf_tensors
 from mpcore.interop.lora import add_lora, merge_lora, merged_state_dict
 from mpcore.interop.lora.layers import LoRALayer
-from mpcore.pipeline import partition
-from tests.equality import close, full_gradients
+from tests.equality import close
 from tests.lora_models import ALPHA, LAYOUTS, RANK, V, build, dense_losses, fill, same_losses, start, train
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 IN, OUT = 10, 9
-
-
-def check_replicated_heads() -> None:
-    """The one KV head lies on every rank, and each has a term of the gradient of its rows of B."""
-    tp = mesh(tp=torch.distributed.get_world_size()).tp
-    layer = add_lora(nn.Sequential(mp.QKVParallelLinear(IN, 3, 1, 2, tp=tp)).double(), RANK, ALPHA, targets="0")
-    fill(layer)
-    state = {name: x.requires_grad_("lora" in name) for name, x in mp.full_state_dict(layer).items()}
-    draws = torch.Generator().manual_seed(3)
-    x = torch.rand(2, 6, IN, generator=draws, dtype=torch.float64)
-    a, b = state["0.lora_A.weight"], state["0.lora_B.weight"]
-    want = x @ state["0.weight"].T + ALPHA / RANK * (x @ a.T @ b.T) + state["0.bias"]
-    total = torch.zeros(())
-    for rank, runs in enumerate(mp.sharding.shardings(layer)["0.bias"].shards[0].runs if tp.size > 1 else [[(0, 10)]]):
-        mine = want[..., torch.tensor([i for start, end in runs for i in range(start, end)])]
-        dy = torch.rand(mine.shape, generator=draws, dtype=torch.float64)
-        total = total + (mine * dy).sum()
-        if rank == tp.rank:
-            got = layer(x)
-            close(got.detach(), mine.detach(), "output")
-            got.backward(dy)
-    total.backward()
-    mp.gradients.reduce_gradients(layer)
-    for name, grad in full_gradients(layer).items():
-        close(grad, state[name].grad, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_factors_of_replicated_heads(ranks, size):
-    ranks(size, check_replicated_heads)
 
 
 def check_training(name: str, layout: str, wanted: tuple[list[float], dict[str, Tensor]]) -> None:
@@ -92,63 +61,36 @@ def test_twenty_steps_and_the_merged_weights_equal_the_formula_in_plain_torch(ra
     ranks(LAYOUTS[layout][0], check_training, name, layout, wanted)
 
 
-class Block(nn.Module):
-    """A block of mpcore's layers, with a norm whose gradient is pending over tp under sequence parallel."""
-
-    def __init__(self, **on) -> None:
-        super().__init__()
-        self.norm = mp.LayerNorm(8, **on)
-        self.up, self.down = mp.ColumnParallelLinear(8, 12, **on), mp.RowParallelLinear(12, 8, **on)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stage(nn.Module):
-    """The blocks of one pipeline rank, with the embedding and the head at the ends."""
-
-    def __init__(self, on: mp.Mesh, sequence_parallel: bool) -> None:
-        super().__init__()
-        mine = partition([1.0] * 4, on.pp.size)[on.pp.rank]
-        sp = {"tp": on.tp, "sequence_parallel": sequence_parallel}
-        self.embedding = mp.VocabParallelEmbedding(V, 8, **sp) if mine.start == 0 else None
-        self.blocks = nn.ModuleDict({str(i): Block(**sp) for i in mine})
-        self.head = mp.ColumnParallelLinear(8, V, bias=False, **sp) if mine.stop == 4 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x) if self.embedding is not None else x
-        for block in self.blocks.values():
-            x = block(x)
-        return self.head(x) if self.head is not None else x
-
-
-def staged(
-    sizes: dict[str, int], dtype: torch.dtype = torch.float64, sequence_parallel: bool = False, **told
-) -> mp.Run:
-    on = mesh(**sizes)
+def half(zero: int) -> mp.Run:
+    on = mesh(tp=2)
     with torch.device("meta"):
-        model = add_lora(Stage(on, sequence_parallel).to(dtype), RANK, ALPHA, targets=("up", "down"))
+        model = nn.Sequential(
+            mp.VocabParallelEmbedding(V, 8, tp=on.tp), mp.ColumnParallelLinear(8, 12, tp=on.tp),
+            mp.RowParallelLinear(12, 8, tp=on.tp), mp.ColumnParallelLinear(8, V, bias=False, tp=on.tp),
+        )  # fmt: skip
+        add_lora(model, RANK, ALPHA, targets=("1", "2"))
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return mp.vocab_parallel_cross_entropy(logits, target, tp=on.tp, vocab_size=V, reduction="sum")
 
-    given = {"optimizer": lambda model: mp.AdamW(model, lr=0.02), "blocks": model.blocks, "seed": 4, **told}
-    return mp.prepare(model, on, loss=loss, initialize=True, **given)
+    return mp.prepare(
+        model, on, loss=loss, initialize=True, optimizer=lambda model: mp.AdamW(model, lr=0.02), seed=4,
+        blocks=[model[1], model[2]], precision="bfloat16", data=mp.Zero(zero),
+    )  # fmt: skip
 
 
 def check_bfloat16(zero: int, folder: Path) -> None:
     """Frozen parameters have no master and no state, and a checkpoint resumes the run bit for bit."""
-    told = {"precision": "bfloat16", "data": mp.Zero(zero), "dtype": torch.float32}
-    run = staged({"tp": 2}, **told)
+    run = half(zero)
     train(run, 3)
     assert run.optimizer.state.keys() == {p for p in run.model.parameters() if p.requires_grad}
     run.save(folder)
-    again = staged({"tp": 2}, **told)
+    again = half(zero)
     again.load(latest(folder, again.mesh))
     assert train(again, 6) == train(run, 6)
     assert all(p.grad is None for p in run.model.parameters())
-    assert run.model.blocks["0"].up.weight.dtype == torch.bfloat16
-    assert run.model.blocks["0"].up.lora_A.weight.dtype == (torch.float32 if zero else torch.bfloat16)
+    assert run.model[1].weight.dtype == torch.bfloat16
+    assert run.model[1].lora_A.weight.dtype == (torch.float32 if zero else torch.bfloat16)
 
 
 @pytest.mark.parametrize("zero", some(0, 3, of=range(4)))

@@ -88,6 +88,14 @@ def test_groups_have_the_names_of_their_axes_or_of_their_ranks():
         assert ledger.sizes.items() >= sizes.items()
 
 
+def test_groups_of_the_same_ranks_are_one_axis():
+    with on_mesh(0, tp=2) as mesh, CommunicationCounter(mesh, pair=mesh.tp) as ledger:
+        for group in (mesh.tp.group, mesh.world.group, dist.new_group([0, 1])):
+            dist.all_reduce(torch.ones(2), group=group)
+    assert counted(ledger) == {("tp", "all_reduce"): (3, 24)}
+    assert "tp" in str(ledger)
+
+
 def test_what_is_no_collective_is_not_counted():
     with on_mesh(0, tp=2) as mesh, CommunicationCounter(mesh) as ledger:
         y = torch.ones(2) + 1
