@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -27,7 +28,9 @@ def test_ranks_in_other_steps_or_with_other_requests_are_told_so():
 def test_a_block_leaves_a_handler_that_another_set():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with StopSignals():
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.asked
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as leave_together does
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
