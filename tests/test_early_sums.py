@@ -83,8 +83,8 @@ def test_sums_within_backward_have_the_bits_of_sums_after_it(dtype: torch.dtype)
 
 
 def doubled(p: Tensor) -> None:
-    """Twice the gradient: what a user hooks."""
-    p.grad.mul_(2)
+    """Twice the gradient, on rank 1 transposed in memory: what a user hooks."""
+    p.grad = 2 * p.grad if torch.distributed.get_rank() == 0 else 2 * p.grad.T.contiguous().T
 
 
 @on_ranks(2)
@@ -100,6 +100,7 @@ def test_only_the_last_micro_batch_sums_and_no_step_is_taken_before_all_is_summe
             model(torch.ones(2, 4)).sum().backward()
             began = [len(sums.begun) for sums in overlap._pending.all]
             assert began == ([3] if last else []), "weights of the last micro-batch alone; biases are packed"
+            assert all(each.total.is_contiguous() for sums in overlap._pending.all for each in sums.begun.values())
         with pytest.raises(ValueError, match="call reduce_gradients"):
             set_gradient_sync(model, True)
         with pytest.raises(ValueError, match="got another gradient after"):
@@ -117,6 +118,12 @@ def test_only_the_last_micro_batch_sums_and_no_step_is_taken_before_all_is_summe
         both = [torch.empty_like(alike) for _ in range(2)]
         torch.distributed.all_gather(both, alike.detach())
         assert torch.equal(*both)
+        drop_gradients(model)
+        model[1].weight = nn.Parameter(own[1].detach().clone())  # as a user may replace one
+        set_gradient_sync(model, True)
+        model(torch.ones(2, 4)).sum().backward()
+        assert set(overlap._pending.all[0].begun) == {model[i].weight for i in range(3)}
+        reduce_gradients(model)
 
 
 @on_ranks(2)
