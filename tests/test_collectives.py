@@ -217,19 +217,6 @@ def check_uneven_rows():
         c.all_to_all_rows(torch.ones(4, 1), axis)
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 3), (1, 4, 2), (4,), (2, 4, 4, 8), (0, 4, 2)])
-def test_shards_go_in_front_for_a_message_and_back_along_their_dimension(shape):
-    x = torch.arange(torch.Size(shape).numel()).view(shape)
-    strided = x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-    for whole, size, dim in itertools.product((x, strided), (1, 2, 4), range(-x.dim(), x.dim())):
-        if shape[dim] % size == 0:
-            front = torch.cat(whole.chunk(size, dim))
-            assert torch.equal(c.shards_in_front(whole, size, dim), front)
-            back = c.shards_along(front, size, dim)
-            assert torch.equal(back, whole)
-            assert back.is_contiguous()
-
-
 def test_rows_are_exchanged(ranks):
     x = torch.ones(4, 1)
     assert c.all_to_all_rows(x, Axis()) is c.all_to_all_rows(x, Axis(), [4], [4]) is x

@@ -17,7 +17,7 @@ from mpcore.collectives import all_reduce
 from mpcore.mesh.agreement import Agreement, check_same, exchange, raise_together
 from mpcore.mesh.axis import Axis
 from mpcore.mesh.rendezvous import meet
-from mpcore.tools.fault_tolerance import SharedRequests, leave_together
+from mpcore.tools.fault_tolerance import SharedRequests
 from tests.forked import Forked
 from tests.pool import mesh, on_ranks
 from tests.test_launch import free_port
@@ -321,21 +321,3 @@ def test_a_start_that_hangs_ends_and_names_the_host_that_gives_no_answer():
     _, stderr = run.communicate(timeout=60)
     assert run.returncode == 70, stderr
     assert "the mesh was not built within 0.3 s: the host of rank 0 at 127.0.0.1:1 gives no answer" in stderr
-
-
-# --- who is dead --------------------------------------------------------------------------------------------------
-
-
-def test_of_four_ranks_the_two_that_died_are_named_and_none_that_waits():
-    """Rank 0 hears of it. Rank 1 waits for another and is alive. Ranks 2 and 3 are dead."""
-    store = dist.HashStore()
-    made = []
-    for rank in (0, 1):
-        together = leave_together(Mesh(), grace=0.2)
-        together.rank, together.size, together.store = rank, 4, store
-        made.append(together)
-    watch = threading.Thread(target=made[1]._watch, daemon=True)
-    watch.start()
-    assert made[0]._ask() == "ranks 2, 3 give no answer: killed, or cut off"
-    made[1].over.set()
-    watch.join()

@@ -1,7 +1,5 @@
 """cross_replica_hash what it is, and what it tells apart."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -45,28 +43,6 @@ ODD = [
 @pytest.mark.parametrize(("x", "same"), ODD)
 def test_empty_tensors_and_lone_elements_may_lie_anywhere(x, same):
     assert torch.equal(cross_replica_hash(x), cross_replica_hash(same))
-
-
-def test_each_single_change_shows():
-    """Every flipped bit, exchanged pair, dropped end and appended zero of a small tensor has a hash of its own."""
-    x = torch.arange(1, 25).bfloat16()
-    bits = x.view(torch.int16)
-    changed = [x, x[:-1], torch.cat([x, x.new_zeros(1)]), -x]
-    for i, bit in itertools.product(range(24), range(16)):
-        flipped = bits.clone()
-        flipped[i] ^= 1 << bit if bit < 15 else -(2**15)
-        changed.append(flipped.view(torch.bfloat16))
-    for i, j in itertools.combinations(range(24), 2):
-        order = list(range(24))
-        order[i], order[j] = j, i
-        changed.append(x[order])
-    assert len({int(cross_replica_hash(t)) for t in changed}) == len(changed)
-
-
-def test_all_bits_of_the_hash_are_used():
-    hashes = torch.stack([cross_replica_hash(torch.tensor(i)) for i in range(2000)])
-    for bit in range(64):
-        assert abs((hashes >> bit & 1).double().mean().item() - 0.5) < 5 * 0.5 / 2000**0.5, bit
 
 
 def test_parameters_may_be_hashed():

@@ -14,7 +14,7 @@ import torch
 from examples.gpt.arguments import parse
 from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from examples.gpt.pretrain import Trainer
-from examples.gpt.samples import Blend, Corpora, TokenSamples, read_without, split_documents, split_samples
+from examples.gpt.samples import Corpora, read_without, split_documents
 from mpcore import Mesh
 from mpcore.sharding import full_state_dict
 from mpcore.tools import documents as which_text
@@ -39,25 +39,6 @@ def texts(count: int, corrupt: tuple[int, ...] = (), length: int = 48) -> list[n
     for number in corrupt:
         found.insert(number, draws.integers(128, 256, length))
     return [np.append(document, END) for document in found]
-
-
-def test_the_pieces_of_a_sample_are_its_tokens(tmp_path):
-    draws = np.random.default_rng(0)
-    one, two = (
-        write(tmp_path / name, [np.append(draws.integers(0, 256, draws.integers(0, 9)), END) for _ in range(40)])
-        for name in ("one", "two")
-    )
-    lone = write(tmp_path / "lone", [draws.integers(0, 256, 200)])
-    files = {prefix: IndexedDataset(prefix) for prefix in (one, two, lone)}
-    without = IndexedDataset(two, [0, 7, 8, 39])
-    parts = [TokenSamples(files[one], 7, seed=1), TokenSamples(without, 7, seed=1, documents=range(5, 30))]
-    held_out = split_samples(files[lone], 7, seed=0)[1]
-    for samples in (*parts, Blend(parts, [0.5, 0.5], seed=2), held_out):
-        for index in range(2 * len(samples)):
-            pieces = samples.pieces(index)
-            tokens = [files[piece.corpus][piece.document][piece.first :][: piece.count] for piece in pieces]
-            assert np.concatenate(tokens).tolist() == samples.sample(index).tolist()
-            assert not {piece.document for piece in pieces if piece.corpus == two} & {0, 7, 8, 39}
 
 
 def test_documents_that_are_left_out_are_not_there(tmp_path):

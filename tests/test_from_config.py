@@ -202,19 +202,3 @@ def test_the_pages_and_the_table_know_the_same_settings():
         assert len(known) > 15
         assert [key for key in known if key not in fields] == []
         assert [key for key, here in known.items() if here == "none" and fields[key]] == []
-
-
-def test_the_record_has_the_table():
-    page = Path("docs/records/2026-11-28_from_config.md").read_text()
-    lists = {part.partition("\n")[0]: " ".join(part.split()) for part in page.split("\n### ")}
-    for peer in PEERS:
-        for row in rows(peer):
-            keys = ", ".join(f"`{'--' if peer == 'Megatron-LM' else ''}{key}`" for key in row.keys)
-            if row.verdict == "=" and not row.note:
-                assert f"{keys} ({row.field})" in lists[peer]
-            else:
-                field = f"`{row.field}`" if row.field else ""
-                assert f"| {keys} | {field} | {VERDICTS[row.verdict]} | {row.note} |" in page
-
-
-VERDICTS = {"=": "same", "~": "differs", "+": "to pass", "-": "not available"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import re
 from collections.abc import Iterator
@@ -179,19 +178,6 @@ def compare_with_dense(ranks: Pool, sizes: dict, options: dict, zero: int) -> No
     assert all(names == states[0].keys() for names in seen)
 
 
-def check_bits(sizes: dict):
-    run = Worker(mesh(**sizes), DILOCO)
-    for step in range(DILOCO["every"]):
-        run.step(step)
-    return {name: value for name, value in run.full().items() if name.startswith("model/") or "outer" in name}
-
-
-def test_workers_hold_the_same_bits_after_a_merge(ranks):
-    first, *others = ranks(3, check_bits, {"worlds": 3})
-    for other in others:
-        same_bits(other, first)
-
-
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -278,17 +264,6 @@ def test_workers_begin_from_a_checkpoint_without_merges_and_a_run_without_from_t
     again = Run(Mesh())
     assert again.load(tmp_path / "0").step == 8
     same_bits({name: x for name, x in again.full().items() if name.startswith("model/")}, merged)
-
-
-@on_ranks(2)
-def test_its_state_dict_goes_on_where_it_was():
-    on = mesh(worlds=2)
-    run, other = Worker(on, DILOCO), Worker(on, DILOCO)
-    run.steps(0, 5)
-    other.model.load_state_dict(run.model.state_dict())
-    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    assert run.steps(5, 9) == other.steps(5, 9)
-    same_bits(run.full(), other.full())
 
 
 # --- precision, buffers, frozen parameters --------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from mpcore import (
 from mpcore.collectives import all_reduce
 from mpcore.gradients import grad_norm, reduce_gradients
 from mpcore.layers import Router, linear_log_prob
-from mpcore.mesh.agreement import check_same, raise_together
 from mpcore.mesh.build import choose_device
 from mpcore.mesh.layout import layout_table, mesh_ranks, mesh_shape
 from mpcore.optim import LossScaler
@@ -47,20 +46,6 @@ from mpcore.tools.fault_tolerance.watchdog import Watchdog
 from tests.pool import mesh, on_ranks
 
 BIG = {"tp": 8, "cp": 2, "pp": 8, "ep": 4, "dp": 8}
-
-
-def test_experts_cut_a_stage_in_their_own_way():
-    """rank = ((pp * EDP + edp) * EP + ep) * ETP + etp."""
-    groups = mesh_ranks(tp=2, dp=4, pp=2, ep=2, etp=1)
-    assert groups["etp"] == [[rank] for rank in range(16)]
-    assert sorted(groups["ep"]) == [[2 * i, 2 * i + 1] for i in range(8)]
-    assert sorted(groups["edp"]) == [[i, i + 2, i + 4, i + 6] for i in (0, 1, 8, 9)]
-    groups = mesh_ranks(dp=8, ep=2, etp=2)
-    assert sorted(groups["etp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert sorted(groups["ep"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert sorted(groups["edp"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert layout_table(dp=8, ep=2, etp=2).startswith("mesh of 8 ranks: pp 1 x dp 8 x cp 1 x tp 1, ep 2, etp 2\n")
-    assert mesh_ranks(**BIG, etp=8) == mesh_ranks(**BIG)
 
 
 @pytest.mark.parametrize(("world", "sizes", "message"), [
@@ -132,20 +117,7 @@ def check_refused_before_any_group():
         build_mesh(tp=2 if dist.get_rank() == 0 else 4)
     with pytest.raises(ValueError, match=r"ranks 0 and 3 disagree about the mesh .*'tp': 2.* and tp 3 x cp 1"):
         build_mesh(tp=3 if dist.get_rank() == 3 else 2)
-    with pytest.raises(ValueError, match=r"ranks 0 and 2 disagree about the colour \(colour: red and blue\)"):
-        check_same("colour", "blue" if dist.get_rank() == 2 else "red")
-    with pytest.raises(ValueError, match=r"ranks 0 and 2 disagree about the run \(steps: 3 and None; width: 1 and 2\)"):
-        check_same("run", {"seed": 0, "width": 2} if dist.get_rank() == 2 else {"seed": 0, "width": 1, "steps": 3})
-    check_same("colour", "red")
     assert len(distributed_c10d._world.pg_names) == before, "a group was made"
-
-
-def check_raising_together():
-    raise_together(None)
-    with pytest.raises(ValueError, match=r"^no file \(on rank 1, 3 of 4\)$"):
-        raise_together(OSError("no file") if dist.get_rank() % 2 else None)
-    with pytest.raises(ValueError, match=r"^no file$"):
-        raise_together(OSError("no file"))
 
 
 def groups_made():
@@ -169,16 +141,6 @@ def test_pitfall_41_the_ranks_of_a_group_know_it_by_one_name_and_no_other_group_
 def test_pitfall_41_the_plan_that_ranks_compare_changes_with_any_group(ranks):
     plans = [repr(mesh_ranks(tp=a, cp=b, pp=c, dp=d)) for a, b, c, d in ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1))]
     assert len(set(plans)) == 3
-
-
-def check_two_meshes():
-    rows, columns = mesh(tp=2, dp=2), mesh(tp=4)
-    for m in (rows, columns):
-        total = torch.tensor(float(dist.get_rank()))
-        dist.all_reduce(total, group=m.tp.group)
-        expected = next(g for g in mesh_ranks(tp=m.tp.size, dp=m.dp.size)["tp"] if dist.get_rank() in g)
-        assert total.item() == sum(expected)
-    assert build_mesh(tp=2).tp.group is rows.tp.group
 
 
 def check_axis_and_copy():
@@ -285,8 +247,7 @@ GPUS = torch.cuda.is_available, torch.cuda.device_count
 
 
 @pytest.mark.parametrize(("size", "check"), [
-    (4, check_refused_before_any_group), (4, check_raising_together), (4, check_two_meshes), (2, check_axis_and_copy),
-    (2, check_gpus_of_a_pool),
+    (4, check_refused_before_any_group), (2, check_axis_and_copy), (2, check_gpus_of_a_pool),
 ])  # fmt: skip
 def test_meshes_on_ranks(ranks, size, check):
     ranks(size, check)

@@ -10,7 +10,6 @@ import torch
 from mpcore import AdamW, ColumnParallelLinear
 from mpcore.gradients import grad_norm, main_gradients
 from mpcore.optim import LossScaler
-from mpcore.parallel.precision import autocast
 from tests.pool import mesh
 
 
@@ -61,11 +60,3 @@ def test_pitfall_31_the_norm_tells_every_rank(ranks):
         for state, same in ranks(4, check_norm, poisoned):
             assert same == (poisoned is not None)
             assert (state["scale"], state["good_steps"]) == ((2.0**15, 0) if same else (2.0**16, 1))
-
-
-def test_float16_without_a_scaler_is_refused():
-    with pytest.raises(ValueError, match="float16 without a loss scaler"):
-        autocast(torch.float16, "cpu")
-    for dtype, scaler in ((torch.float16, LossScaler()), (torch.bfloat16, None), (torch.float32, None)):
-        with autocast(dtype, "cpu", scaler):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

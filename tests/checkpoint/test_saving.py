@@ -8,8 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import threading
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import mpcore as mp
 from mpcore.checkpoint import folders, load, loading, report, saving
 from mpcore.checkpoint.folders import checkpoints, prune, read_complete, resolve
 from mpcore.checkpoint.format import Chunk, Entry, FileRecord, read_manifest
-from mpcore.checkpoint.store import Store, in_threads
+from mpcore.checkpoint.store import Store
 from mpcore.checkpoint.tensor_file import TensorFile, write_tensors
 from mpcore.tools import checkpoint as command
 from tests.forked import Forked
@@ -132,21 +130,6 @@ def test_pitfall_60_a_moment_that_is_nan_is_neither_written_nor_read(tmp_path):
         loading.load(tmp_path / "b", net, optimizer, mesh=on)
 
 
-def test_a_save_in_the_background_has_the_values_of_its_moment(tmp_path, monkeypatch):
-    go, real = threading.Event(), saving._write
-    monkeypatch.setattr(saving, "_write", lambda *given: go.wait(10) and real(*given))
-    net = model()
-    want = {name: p.detach().clone() for name, p in net.named_parameters()}
-    saved = saving.save_async(tmp_path / "c", net, mesh=mp.Mesh(), step=1)
-    assert (saved.done, saved.failed, saved.bytes, saved.seconds) == (False, False, 0, 0.0)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.zero_()
-    go.set()
-    load(saved.wait(), net, mesh=mp.Mesh())
-    assert all(torch.equal(p, want[name]) for name, p in net.named_parameters())
-
-
 def test_a_save_in_the_background_tells_its_error_once(tmp_path):
     with mock.patch.object(os, "fsync", side_effect=OSError(28, "no space")):
         with pytest.raises(ValueError, match="no space"):
@@ -209,20 +192,6 @@ def test_an_old_checkpoint_counts_until_its_successor_is_there(tmp_path):
     assert checkpoints(tmp_path) == [path], "it has a successor"
     Store().prepare(path)
     assert not old.exists()
-
-
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
-    file, full, empty = tmp_path / "file", tmp_path / "full", tmp_path / "empty"
-    file.write_text("x")
-    full.mkdir()
-    (full / "y").write_text("x")
-    empty.mkdir()
-    for there in (file, full):
-        with pytest.raises(ValueError, match=f"{there} is there and is no checkpoint: it is not overwritten"):
-            Store().prepare(there)
-    Store().prepare(empty)
-    Store().prepare(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / ".c.mpcore-tmp").is_dir()
 
 
 def test_a_checkpoint_that_cannot_be_renamed_leaves_the_one_before(tmp_path, monkeypatch):
@@ -317,49 +286,11 @@ def test_a_file_has_its_widest_tensors_first_after_a_header_of_whole_words(tmp_p
     assert found.value.filename == str(tmp_path / "f")
 
 
-def test_values_may_be_read_one_by_one_in_the_order_of_the_keys(tmp_path):
-    asked: list = []
-    meta = {key: torch.empty(2, device="meta") for key in ("b", "a", "c")}
-
-    def read(key: str) -> torch.Tensor:
-        asked.append((key, threading.current_thread()))
-        return torch.full((2,), float(ord(key)))
-
-    write_tensors(tmp_path / "f", meta, read)
-    assert asked == [(key, threading.current_thread()) for key in ("b", "a", "c")]
-    opened = TensorFile(tmp_path / "f")
-    assert [opened.whole(key).tolist() for key in "abc"] == [[97.0] * 2, [98.0] * 2, [99.0] * 2]
-
-
 def test_a_write_goes_on_where_the_system_wrote_a_part(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:3], at))
     write_tensors(tmp_path / "f", {"a": torch.arange(9)})
     assert TensorFile(tmp_path / "f").whole("a").tolist() == [*range(9)]
-
-
-@pytest.mark.parametrize(
-    ("threads", "items", "most"), [((), 9, 4), ((2,), 9, 2), ((1,), 9, 1), ((4,), 2, 2), ((), 0, 0)]
-)
-def test_items_are_worked_on_in_so_many_threads_and_come_back_in_order(threads, items, most):
-    running, peak, lock, full = [0], [0], threading.Lock(), threading.Event()
-
-    def work(i: int) -> int:
-        with lock:
-            running[0] += 1
-            peak[0] = max(peak[0], running[0])
-            if running[0] == most:
-                full.set()
-        full.wait(20)  # until all threads have begun, however busy the machine is
-        time.sleep(0.01)  # one thread too many would begin now
-        with lock:
-            running[0] -= 1
-        return i * i
-
-    with pytest.raises(ZeroDivisionError):
-        in_threads(lambda i: 1 // (2 - i), range(5), *threads)
-    assert in_threads(work, iter(range(items)), *threads) == [i * i for i in range(items)]
-    assert peak[0] == most
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -391,36 +322,8 @@ def test_a_bit_of_any_tensor_is_noticed_on_every_rank(tmp_path, size):
     assert len(refused) == 2 * 2 * len(widths) * size
 
 
-def test_a_box_is_filled_from_every_chunk_that_lies_in_it():
-    whole = torch.arange(48.0).view(6, 8)
-    cuts = [((0, 0), (2, 8)), ((2, 0), (4, 5)), ((2, 5), (4, 3))]
-    entry = Entry((6, 8), "F32", tuple(Chunk("f", str(i), start, shape, 0) for i, (start, shape) in enumerate(cuts)))
-
-    def tensor(of: Entry, chunk: Chunk) -> torch.Tensor:
-        (a, b), (h, w) = chunk.start, chunk.shape
-        return whole[a : a + h, b : b + w]
-
-    for start, shape in (((0, 0), (6, 8)), ((1, 3), (3, 4)), ((3, 6), (2, 2)), ((0, 1), (1, 1))):
-        target = torch.full(shape, -1.0, dtype=torch.float64)
-        loading.copy_box(target, start, entry, tensor)
-        assert torch.equal(target, whole[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]].double())
-
-
 def vectors(dtype: torch.dtype = torch.float32, **sizes: int) -> nn.Module:
     return nn.ParameterDict({name: nn.Parameter(torch.full((n,), 1.5, dtype=dtype)) for name, n in sizes.items()})
-
-
-def test_problems_are_told_up_to_twenty_and_counted(tmp_path):
-    for count, more in ((20, ""), (21, " 1 more"), (25, " 5 more")):
-        names = [f"p{i:02}" for i in range(count)]
-        path = saving.save(tmp_path / f"c{count}", vectors(**dict.fromkeys(names, 2)), mesh=mp.Mesh(), step=1)
-        with pytest.raises(ValueError, match="can't be loaded") as found:
-            load(path, vectors(**dict.fromkeys(names, 3)), mesh=mp.Mesh())
-        first, *lines = str(found.value).splitlines()
-        assert str(path) in first
-        assert len(lines) == min(count, 20) + bool(more)
-        assert lines[-1].endswith(more)
-        assert all(f"model/{name}: " in line and "(3,)" in line for name, line in zip(names[:20], lines, strict=False))
 
 
 def test_strictness_casts_and_checked_bytes_are_what_a_load_is_told(tmp_path):
@@ -516,10 +419,3 @@ def test_a_second_job_that_saves_into_a_folder_is_refused_by_name(tmp_path):
     one.communicate(60)
     printed, errors = Forked(SAVER, str(tmp_path / "all")).communicate(60)  # a lock of a dead process
     assert printed == "saved\n", errors
-
-
-def test_two_processes_that_write_one_checkpoint_are_told_apart(tmp_path):
-    held = Store().prepare(tmp_path / "c")  # a save in this process
-    text = "import sys, pathlib\nfrom mpcore.checkpoint.store import Store\nStore().prepare(pathlib.Path(sys.argv[1]))"
-    assert f"is in use by 'process {os.getpid()} on " in Forked(text, str(tmp_path / "c")).communicate(60)[1]
-    held.close()

@@ -7,11 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-import mpcore as mp
 from examples.gpt.indexed_dataset import IndexedDatasetWriter
-from mpcore import Mesh
 from mpcore.optim.muon import orthogonalize
 from tests.oracles.muon import EPS, zeropower
 from tests.oracles.runs import CASES, MOE, build, compare, weights_of
@@ -146,46 +143,6 @@ def test_first_weights_follow_the_documented_rule(name):
 # --- closed forms ---------------------------------------------------------------------------------------------------
 
 
-def prepared(rows: int, columns: int, loss) -> mp.Run:
-    model = nn.Sequential(mp.ColumnParallelLinear(columns, rows, bias=False, device="meta", dtype=torch.float64))
-    return mp.prepare(
-        model, Mesh(), blocks=model, loss=loss, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5),
-        micro_batches=2,
-    )  # fmt: skip
-
-
-def test_softmax_regression_rests_at_its_optimum():
-    """With one weight for each pair the optimum is log p(y|x): the loss there is H(y|x), and no gradient is left."""
-    counts = torch.tensor([[1, 2, 5], [4, 4, 8], [3, 1, 4]], dtype=torch.float64)  # [x, y], 32 pairs
-
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        return mp.vocab_parallel_cross_entropy(logits, target, reduction="sum")
-
-    run = prepared(3, 3, loss)
-    chances = counts / counts.sum(1, keepdim=True)
-    with torch.no_grad():
-        run.model[0].weight.copy_(chances.log().T)
-    pairs = [(x, y) for x in range(3) for y in range(3) for _ in range(int(counts[x, y]))]
-    x, y = torch.tensor(pairs).T
-    value = run.forward_backward(torch.eye(3, dtype=torch.float64)[x], y)
-    entropy = -(counts / 32 * chances.log()).sum()
-    torch.testing.assert_close(value, entropy, rtol=1e-14, atol=0)
-    assert float(run.finish_gradients()) < 1e-16
-
-
-def test_a_linear_model_has_the_gradient_of_least_squares():
-    """Of sum |W x - y|^2 / n it is 2 (W x - y) x^T / n, and a step of SGD goes half of it back."""
-    run = prepared(2, 3, lambda out, target: (out - target).square().sum())
-    draws = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(8, width, dtype=torch.float64, generator=draws) for width in (3, 2))
-    weight = run.model[0].weight.detach().clone()
-    run.forward_backward(x, y, tokens=8)
-    gradient = 2 / 8 * (x @ weight.T - y).T @ x
-    torch.testing.assert_close(run.finish_gradients(), gradient.norm(), rtol=1e-14, atol=0)
-    run.optimizer_step()
-    torch.testing.assert_close(run.model[0].weight.detach(), weight - 0.5 * gradient, rtol=1e-13, atol=1e-15)
-
-
 def test_no_loss_is_below_the_entropy_of_its_source(tmp_path):
     """Of four bytes drawn alike nobody predicts the next: the loss falls from ln 257 to ln 4, and stays there."""
     dice = np.random.default_rng(0)
@@ -215,11 +172,3 @@ def test_muon_orthogonalizes_as_its_author_published(shape):
     assert float((got - zeropower(x)).abs().max()) < 3.4445**5 * EPS / float(x.norm())
     values = torch.linalg.svdvals(got)
     assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
-
-
-def test_the_oracles_corpus_tells_training_from_held_out():
-    trainer = build({})
-    for samples, low, high in ((trainer.train_samples, 0, 200), (trainer.held_out, 200, 256)):
-        tokens, _ = samples.batch(range(len(samples)))
-        text = tokens[tokens < 256]
-        assert low <= int(text.min()) <= int(text.max()) < high
