@@ -150,3 +150,19 @@ def test_a_step_given_up_after_a_backward_that_raised_on_one_rank_leaves_nothing
         reduce_gradients(model)
     for name, p in model.named_parameters():
         assert p.grad is want[name] or torch.equal(p.grad, want[name]), name
+
+
+@on_ranks(2)
+def test_one_stage_at_a_time_sums_within_its_backward() -> None:
+    m, stages = mesh(dp=2), [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    with mock.patch.object(overlap, "ALONE", 1):
+        for stage in stages:
+            shard_data_parallel(stage, m, zero=0)
+        for stage in stages:
+            set_gradient_sync(stage, True)
+        for stage in reversed(stages):
+            stage(torch.full((2, 4), 1.0 + m.dp.rank)).sum().backward()
+        assert [len(sums.begun) for sums in overlap._pending.all] == [1]
+        for stage in stages:
+            reduce_gradients(stage)
+            assert torch.equal(stage.weight.grad, torch.full((4, 4), 6.0))
