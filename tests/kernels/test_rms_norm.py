@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from mpcore.kernels.rms_norm import rms_norm
 
@@ -18,20 +17,6 @@ def test_the_reference_is_the_formula():
     torch.testing.assert_close((y, residual_out), (wanted, h))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_reference_rounds_once(dtype):
-    x, weight = X.to(dtype), W.to(dtype)
-    wanted = (F.rms_norm(x.float(), (8,), eps=1e-6) * weight.float()).to(dtype)
-    torch.testing.assert_close(rms_norm(x, weight), wanted, rtol=0, atol=0)
-
-
-def test_the_reference_runs_under_torchs_own_autograd():
-    x, weight, residual = (t.requires_grad_() for t in torch.randn(3, 2, 8, dtype=torch.float64))
-    assert torch.autograd.gradgradcheck(
-        lambda x, weight, residual: rms_norm(x, weight[0], residual=residual), (x, weight, residual)
-    )
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"weight": W[:7]}, r"weight has shape \(7,\), but the last dimension of x is 8"),
     ({"weight": X}, r"weight has shape \(2, 3, 8\)"), ({"x": X[0, 0, 0]}, "x is a scalar"),
@@ -43,9 +28,3 @@ def test_the_reference_runs_under_torchs_own_autograd():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         rms_norm(**{"x": X, "weight": W} | arguments)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
-def test_empty_in_empty_out(shape):
-    y, residual_out = rms_norm(torch.ones(shape), torch.ones(shape[-1]), residual=torch.ones(shape))
-    assert y.shape == residual_out.shape == shape

@@ -82,50 +82,6 @@ def test_pitfall_19_equality_and_independence_over_the_mesh(ranks):
         assert not torch.equal(results[tp, 0][0], results[tp, 1][0]), "dp ranks differ"
 
 
-def test_the_batch_may_be_cut_in_any_way():
-    site, samples = seeded().first, torch.tensor([7, 2**40 + 1, 0, 3])
-    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1))
-    whole = site(x, samples)
-    assert torch.equal(torch.cat([site(x[i : i + 1], samples[i : i + 1]) for i in range(B)]), whole)
-    order = torch.tensor([2, 0, 3, 1])
-    assert torch.equal(site(x[order], samples[order]), whole[order])
-    tokens = torch.cat(
-        [
-            dropout(x[:, i : i + 4], 0.5, key=site.key, samples=samples, tokens=torch.arange(i, i + 4))
-            for i in range(0, T, 4)
-        ],
-        1,
-    )
-    assert torch.equal(tokens, whole)
-    for widths in ([5, 5], [3, 3, 2, 2], [1, 9], [10]):
-        starts = [sum(widths[:i]) for i in range(len(widths))]
-        features = [
-            dropout(x[..., a : a + w], 0.5, key=site.key, samples=samples, first_feature=a)
-            for a, w in zip(starts, widths, strict=True)
-        ]
-        assert torch.equal(torch.cat(features, -1), whole), widths
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_the_kept_are_scaled_and_as_many_as_asked_for(p):
-    y = dropout(torch.ones(8, 128, 128, dtype=torch.float64), p, key=5, samples=torch.arange(8))
-    kept = y != 0
-    assert (y[kept] == 1 / (1 - p)).all()
-    assert abs(kept.double().mean().item() - (1 - p)) < 5 * (p * (1 - p) / y.numel()) ** 0.5
-
-
-def test_gradients_pass_where_values_did():
-    site, samples = seeded().first, torch.arange(B)
-    x = torch.ones(B, T, D, requires_grad=True)
-    y = site(x, samples)
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        half = site(torch.ones(B, T, D, dtype=dtype), samples)
-        assert half.dtype == dtype
-        assert torch.equal(half != 0, y != 0)
-
-
 def test_what_is_missing_is_named():
     x = torch.ones(B, T, D)
     with pytest.raises(ValueError, match=r"dropout has no seed: call mpcore\.layers\.seed_dropout"):
