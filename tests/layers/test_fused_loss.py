@@ -36,11 +36,15 @@ def tp_axis():
     return mesh(tp=size).tp
 
 
-def dense(logits, target, *, label_smoothing=0.0, z_loss=0.0, softcap=0.0, token_weight=None, reduction="mean"):
+def dense(
+    logits, target, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=0.0, token_weight=None,
+    reduction="mean",
+):  # fmt: skip
+    """torch's cross-entropy plus the z-loss, with a weight of each token."""
     z = softcap * torch.tanh(logits / softcap) if softcap else logits
     flat, ids = z.flatten(0, -2), target.flatten()
-    counts = ids != -100
-    loss = F.cross_entropy(flat, ids, label_smoothing=label_smoothing, reduction="none")
+    counts = ids != ignore_index
+    loss = F.cross_entropy(flat, ids, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
     loss = loss + z_loss * flat.logsumexp(-1).square() * counts
     weight = torch.ones_like(loss) if token_weight is None else token_weight.flatten()
     loss = loss * weight
@@ -281,6 +285,7 @@ def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"reduction": "average"}, "reduction 'average' is not"),
     ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is not in \[0, 1\)"),
+    ({"label_smoothing": -0.1}, r"label_smoothing -0.1 is not in \[0, 1\)"),
     ({"softcap": -1.0}, "softcap -1.0 is not a positive number"),
     ({"token_weight": torch.ones(3)}, r"token_weight \(3,\) and target \(4,\) differ in shape"),
     ({"target": torch.tensor([1, 2])}, r"logits \(4, 5\) and target \(2,\) don't have the same tokens"),
