@@ -8,12 +8,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore import full_state_dict, load_full_state_dict
+from mpcore import Axis, full_state_dict, load_full_state_dict
 from mpcore.gradients import reduce_gradients
 from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
+from tests.pool import mesh
 
 FEWER_SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]  # of tp, where 4 ranks show what 3 do
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def draw_ids(seed: int, size: int, *shape: int) -> Tensor:
+    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tp_axis() -> Axis:
+    """Of all ranks of this test."""
+    return mesh(tp=torch.distributed.get_world_size()).tp
 
 
 def close(got: Tensor, want: Tensor, what: str, tolerance: float = 1e-12) -> None:

@@ -13,7 +13,7 @@ from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline import Pipeline
-from tests.equality import FEWER_SIZES, close, same_model
+from tests.equality import FEWER_SIZES, close, draw, same_model, tp_axis
 from tests.pool import mesh, on_ranks
 
 B, T, D, K = 2, 12, 6, 4
@@ -21,14 +21,6 @@ SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (6, 3), (6, 6)]
 DOCUMENTS = torch.tensor([0, 1, 5, 5, 12])
 PADDED = torch.arange(T) < torch.tensor([[[5]], [[T]]])  # [B, 1, T]
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tp_axis():
-    return mesh(tp=torch.distributed.get_world_size()).tp
 
 
 def build_attention(heads, kv_heads, **options):

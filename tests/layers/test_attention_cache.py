@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mpcore import Axis, MultiLatentAttention, ParallelAttention, RotaryEmbedding
-from tests.equality import close
-from tests.layers.test_attention import B, D, K, T, draw
+from tests.equality import close, draw
+from tests.layers.test_attention import B, D, K, T
 from tests.layers.test_attention_scores import HEADS, WIDTH, build
 from tests.pool import mesh
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from mpcore import Axis, MultiLatentAttention, ParallelAttention, RotaryEmbedding
 from mpcore import collectives as c
 from mpcore.layers import ColumnParallelEmbedding
-from tests.equality import close, same_model
-from tests.layers.test_attention import DOCUMENTS, B, D, K, T, draw, sees
+from tests.equality import close, draw, same_model
+from tests.layers.test_attention import DOCUMENTS, B, D, K, T, sees
 from tests.pool import mesh, on_ranks
 
 S, WIDTH, HEADS = 7, 5, (6, 2)  # of a memory; query heads and KV heads, 6 heads have the ALiBi slopes of 4 and of 8

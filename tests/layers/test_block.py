@@ -19,19 +19,11 @@ from mpcore import (
     vocab_parallel_cross_entropy,
 )
 from mpcore.layers import materialize
-from tests.equality import FEWER_SIZES, close, full_gradients, same_model
+from tests.equality import FEWER_SIZES, close, draw, draw_ids, full_gradients, same_model
 from tests.pool import mesh, on_ranks
 
 B, T, D, V = 2, 12, 8, 21
 NONE = Axis(name="tp")
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def draw_ids(seed, *shape):
-    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def build_block(kind="llama", dropout=0.0, sequence=None, tp=NONE, heads=(6, 2), **like):
@@ -89,7 +81,7 @@ def test_any_piece_can_be_replaced_and_arguments_reach_the_attention():
 
 
 def check_model(kind, sequence, tied, dropout, recompute):
-    ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
+    ids, target = draw_ids(1, V, B, T), draw_ids(2, V, B, T)
     target[0, :5] = -100
 
     def build(**axes):
@@ -113,7 +105,7 @@ def test_models_equal_dense_tied_or_not_with_dropout_and_recomputation():
 def test_pitfall_22_recomputation_changes_no_bit():
     tp = mesh(tp=2).tp
     model = materialize(Model(dropout=0.3, sequence=1, tp=tp), 5)
-    ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
+    ids, target = draw_ids(1, V, B, T), draw_ids(2, V, B, T)
     runs = []
     for recompute in (False, True):
         model.zero_grad()

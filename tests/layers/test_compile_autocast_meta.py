@@ -26,20 +26,12 @@ from mpcore import (
 from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
 from mpcore.layers import materialize
-from tests.equality import close, full_gradients
+from tests.equality import close, draw, draw_ids, full_gradients
 from tests.layers.test_block import Model, build_block
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
 B, T, D, V = 2, 12, 8, 21
-
-
-def draw(seed, *shape, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def draw_ids(seed, *shape):
-    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +78,7 @@ def test_layers_compile_to_one_graph_equal_to_eager(what, sequence):
 def test_embedding_head_and_loss_compile_to_one_graph():
     tp = mesh(tp=2).tp
     table, head = VocabParallelEmbedding(V, D, tp=tp).double(), ColumnParallelLinear(D, V, tp=tp).double()
-    ids, target = draw_ids(1, B, T), draw_ids(2, B, T)
+    ids, target = draw_ids(1, V, B, T), draw_ids(2, V, B, T)
     target[0, :3] = -100
 
     def f(ids, target):
@@ -286,12 +278,12 @@ def count_ends():
     table, head = VocabParallelEmbedding(V, D, tp=tp), ColumnParallelLinear(D, V, tp=tp)
     counts = []
     with Collectives() as embedding:
-        x = table(draw_ids(1, B, T))
+        x = table(draw_ids(1, V, B, T))
     with Collectives() as head_forward:
         logits = head(x)
     with Collectives() as loss_forward:
         loss = vocab_parallel_cross_entropy(
-            logits, draw_ids(2, B, T), tp=tp, vocab_size=V, label_smoothing=0.1, z_loss=0.1
+            logits, draw_ids(2, V, B, T), tp=tp, vocab_size=V, label_smoothing=0.1, z_loss=0.1
         )
     with Collectives() as backward:
         loss.backward()
@@ -308,6 +300,6 @@ def test_the_loss_makes_one_collective_forward_and_none_backward(ranks):
 def test_on_one_rank_there_is_no_collective():
     model = Model(sequence=1)
     with Collectives() as mode:
-        model(draw_ids(1, B, T), draw_ids(2, B, T)).backward()
+        model(draw_ids(1, V, B, T), draw_ids(2, V, B, T)).backward()
         reduce_gradients(model)
     assert not mode.counts

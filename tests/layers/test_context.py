@@ -34,7 +34,7 @@ from mpcore.layers.attention.ring import ring_attention
 from mpcore.layers.attention.sequence import KINDS, sequence_runs
 from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.dry_run import on_mesh
-from tests.equality import close
+from tests.equality import close, draw
 from tests.layers.simulate import simulate
 from tests.layers.test_attention import sees
 from tests.pool import mesh, on_ranks
@@ -54,10 +54,6 @@ PACKED = [  # documents of two rows, whose ends lie one after another
 ]
 BY_TORCH = [{"impl": "torch"}, {"impl": "torch", "causal": False}]
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (8, 2), (6, 3), (5, 1)]
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def cp_axis(kind: str) -> Axis:

@@ -16,23 +16,10 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.layers import ColumnParallelEmbedding, materialize
-from tests.equality import close, full_gradients, same_model
-from tests.pool import mesh
+from tests.equality import close, draw, draw_ids, full_gradients, same_model, tp_axis
 
 B, T, D = 2, 12, 4
 SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def draw_ids(seed, size, *shape):
-    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def tp_axis():
-    return mesh(tp=torch.distributed.get_world_size()).tp
 
 
 @pytest.mark.parametrize("shape", [(B, T), (1, 1), (0, T), (T,)], ids=str)

@@ -38,15 +38,11 @@ from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding.declare import cut
 from mpcore.tools.analysis.counts import CommunicationCounter
-from tests.equality import close, same_model
+from tests.equality import close, draw, same_model
 from tests.pool import mesh, on_ranks
 
 B, T, D, F = 2, 96, 384, 768
 NONE = Axis(name="tp")
-
-
-def draw(seed, *shape, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def converted(module, **options):

@@ -13,8 +13,8 @@ from mpcore import Axis, linear_cross_entropy, vocab_parallel_cross_entropy
 from mpcore import collectives as c
 from mpcore.layers import linear_log_prob, vocab_parallel_log_prob
 from mpcore.layers import loss as module
-from tests.equality import close
-from tests.pool import mesh, on_ranks
+from tests.equality import close, tp_axis
+from tests.pool import on_ranks
 from tests.quick import some
 
 B, T, D, V = 2, 6, 4, 11
@@ -29,11 +29,6 @@ def draw_target():
     target = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(5))
     target[0, :2] = -100
     return target
-
-
-def tp_axis():
-    size = torch.distributed.get_world_size()
-    return mesh(tp=size).tp
 
 
 def dense(

@@ -11,7 +11,7 @@ import mpcore as mp
 from mpcore.interop.lora import add_lora
 from mpcore.sharding.declare import Shard
 from mpcore.tools.invariant import TreeSums, invariant_mesh, make_invariant
-from tests.equality import close
+from tests.equality import close, draw
 
 B, T, D = 2, 8, 12
 V, PAIR = mp.Axis(sums=TreeSums(4)), mp.Axis(2, sums=TreeSums(4))
@@ -26,10 +26,6 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "attention": lambda **on: mp.ParallelAttention(D, 4, head_dim=4, **on),
     "layer norm": lambda **on: mp.LayerNorm(D, **on), "rms norm": lambda **on: mp.RMSNorm(D, **on),
 }  # fmt: skip
-
-
-def draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def results(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

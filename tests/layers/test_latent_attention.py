@@ -22,8 +22,8 @@ from mpcore.gradients import reduce_gradients
 from mpcore.layers import materialize
 from mpcore.sharding import shardings
 from mpcore.tools.analysis.counts import CommunicationCounter
-from tests.equality import FEWER_SIZES, close, full_gradients
-from tests.layers.test_attention import DOCUMENTS, draw, nudge, sees
+from tests.equality import FEWER_SIZES, close, draw, full_gradients
+from tests.layers.test_attention import DOCUMENTS, nudge, sees
 from tests.pool import mesh, on_ranks
 
 B, T, D, H = 2, 12, 6, 5

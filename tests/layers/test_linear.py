@@ -25,19 +25,11 @@ from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.layers.overlap import OverlapProduct, overlap_communication
 from mpcore.sharding.declare import Shard, cut
 from mpcore.tools.simulation import simulate
-from tests.equality import FEWER_SIZES, close, same_model
+from tests.equality import FEWER_SIZES, close, draw, same_model, tp_axis
 from tests.pool import mesh, on_ranks
 
 IN, B, T = 6, 2, 12
 SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tp_axis():
-    return mesh(tp=torch.distributed.get_world_size()).tp
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -8,16 +8,12 @@ from torch.nn import functional as F
 
 from mpcore import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from mpcore import collectives as c
-from tests.equality import close
-from tests.layers.test_fused_loss import dense, draw, tp_axis
+from tests.equality import close, draw_ids, tp_axis
+from tests.layers.test_fused_loss import dense, draw
 from tests.pool import on_ranks
 
 B, T = 2, 5
 SIZES = [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
-
-
-def draw_ids(seed, size, *shape):
-    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def compare(full, target, tolerance=1e-12, **options):

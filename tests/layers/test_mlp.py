@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mpcore import Axis, ParallelMLP
 from mpcore import collectives as c
 from mpcore.tools.invariant import TreeSums, make_invariant
-from tests.equality import FEWER_SIZES, close, same_model
+from tests.equality import FEWER_SIZES, close, draw, same_model
 from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 4
@@ -24,10 +24,6 @@ FORMULAS = {
     nn.Tanh(): lambda h: 1 - 2 / (torch.exp(2 * h) + 1),
 }  # fmt: skip
 SHARDED = ("geglu", "gelu", "relu_squared", F.glu, nn.Tanh())  # a kind each, of two and of one projection
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("bias", [True, False])

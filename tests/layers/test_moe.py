@@ -25,7 +25,7 @@ from mpcore.parallel.sync import set_gradient_sync
 from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.tools.simulation import simulate
-from tests.equality import close, full_gradients
+from tests.equality import close, draw, full_gradients
 from tests.layers.moe_oracle import oracle
 from tests.pool import mesh, on_ranks
 from tests.quick import some
@@ -46,10 +46,6 @@ BALANCES = [
 ]  # fmt: skip
 WAYS = list(itertools.product((None, 0.75), ("all_gather", "all_to_all")))
 INPUTS = ("plain", "one expert takes all", "an expert is empty", "padded", "a rank has none", "ties")
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def weights(options, kind, shared=0):

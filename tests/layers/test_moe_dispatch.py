@@ -18,8 +18,8 @@ from mpcore.layers.moe import experts as moe_module
 from mpcore.layers.moe.bounds import MARGIN, REVIEW
 from mpcore.layers.moe.dispatch import Bound
 from mpcore.parallel import recompute
-from tests.equality import close
-from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, Messages, T, build, check_moe, draw, world
+from tests.equality import close, draw
+from tests.layers.test_moe import HIDDEN, INPUTS, REAL, WAYS, B, D, E, K, Messages, T, build, check_moe, world
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 

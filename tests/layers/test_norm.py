@@ -9,15 +9,11 @@ from torch.nn import functional as F
 
 from mpcore import LayerNorm, RMSNorm
 from mpcore import collectives as c
-from tests.equality import close, full_gradients, same_model
+from tests.equality import close, draw, full_gradients, same_model
 from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 5
 KINDS = {"rms": RMSNorm, "layer": LayerNorm, "layer without bias": lambda d, **k: LayerNorm(d, bias=False, **k)}
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kind", KINDS)

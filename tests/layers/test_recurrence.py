@@ -15,14 +15,10 @@ from mpcore.experimental import GatedDeltaNet, KimiDeltaAttention, Mamba2, simul
 from mpcore.gradients import reduce_gradients
 from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.dry_run import on_mesh
-from tests.equality import full_gradients
+from tests.equality import draw, full_gradients
 from tests.laws.cases import K, delta, kimi, mamba
 
 B, D, KEYS, VALUES = 2, 6, 3, 6
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def build(kind: str, **options) -> GatedDeltaNet | KimiDeltaAttention | Mamba2:

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from mpcore import RotaryEmbedding, apply_rope
-from tests.equality import close
+from tests.equality import close, draw
 
 B, T, H, K = 2, 9, 3, 8
 LLAMA3 = {
@@ -22,10 +22,6 @@ SCALINGS = {
     "yarn of DeepSeek": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
     "yarn of gpt-oss": {**YARN, "truncate": False}, "yarn that shrinks": {**YARN, "factor": 1.0},
 }  # fmt: skip
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def huggingface(head_dim, base, scaling):
