@@ -181,25 +181,6 @@ def test_sharded_equals_dense_for_every_mask():
     check_attention((6, 2), {"rope": True, "qk_norm": True}, 1, shape=(0, T))
 
 
-def test_padding_changes_nothing_of_what_it_pads():
-    attention = build_attention(4, 2, rope=True, causal=False).double()
-    x = draw(1, B, T, D)
-    y = attention(x, mask=PADDED)
-    close(y[:1, :5].detach(), attention(x[:1, :5]).detach(), "what is padded")
-    close(y[1].detach(), attention(x[1:])[0].detach(), "what isn't")
-    x[0, 5:] = draw(2, T - 5, D)
-    assert torch.equal(attention(x, mask=PADDED)[0, :5], y[0, :5])
-
-
-def test_a_mask_compiles_to_one_graph():
-    torch.compiler.reset()
-    attention = build_attention(4, 2, rope=True)
-    x = draw(1, B, T, D).float()
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for mask in (PADDED, PADDED.expand(B, T, T), torch.zeros(B, 1, T, dtype=torch.bool)):
-        close(compiled(x, mask=mask).detach(), attention(x, mask=mask).detach(), "y", 1e-6)
-
-
 class Stage(nn.Module):
     def __init__(self, seed):
         super().__init__()

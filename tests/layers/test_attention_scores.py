@@ -198,12 +198,13 @@ def test_one_token_and_none():
             assert x.grad.shape == shape
 
 
-def test_scores_compile_to_one_graph():
-    torch.compiler.reset()
-    given, others = inputs({}, bias=4, mask=MASK)
-    attention = build({"alibi": True, "sinks": True}).double()
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    close(compiled(**given, **others).detach(), attention(**given, **others).detach(), "y")
+def test_masks_and_scores_compile_to_one_graph():
+    for options, arguments in ({}, {"mask": PADDED}), ({"alibi": True, "sinks": True}, {"bias": 4, "mask": MASK}):
+        torch.compiler.reset()
+        given, others = inputs({}, **arguments)
+        attention = build(options).double()
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        close(compiled(**given, **others).detach(), attention(**given, **others).detach(), "y")
 
 
 def test_what_can_not_be_is_refused():

@@ -58,20 +58,6 @@ def test_a_layer_on_virtual_shards_is_that_of_one_rank(kind):
             close(got[name], want[name], f"{kind}: {name}")
 
 
-def losses(tp: mp.Axis, **options: float) -> list[torch.Tensor]:
-    logits, target = draw(1, B, T, 16).requires_grad_(), torch.arange(B * T).view(B, T) % 16
-    loss = mp.vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=16, reduction="none", **options)
-    (loss * draw(2, B, T)).sum().backward()
-    assert logits.grad is not None
-    return [loss.detach(), logits.grad]
-
-
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str)
-def test_the_loss_on_virtual_shards_is_that_of_one_rank(options):
-    for got, want in zip(losses(V, **options), losses(mp.Axis(), **options), strict=True):
-        close(got, want, str(options))
-
-
 class Halved(mp.RowParallelLinear):
     """A layer of a user's own, whose forward is another."""
 

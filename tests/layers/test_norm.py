@@ -54,12 +54,12 @@ def test_half_precision_is_the_float32_result_rounded(kind, dtype):
         assert torch.equal(half, want)
 
 
-def check_norm(kind, sequence_parallel, sequence):
+def check_norm(kind, sequence):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
 
     def build(**axes):
-        norm = KINDS[kind](D, sequence_parallel=sequence_parallel, **axes)
-        norm.cut = sequence_parallel and "tp" in axes
+        norm = KINDS[kind](D, sequence_parallel=True, **axes)
+        norm.cut = "tp" in axes
         return norm
 
     def run(norm):
@@ -78,13 +78,7 @@ def check_norm(kind, sequence_parallel, sequence):
 def test_pitfall_11_norm_gradients_are_summed_under_sequence_parallel(ranks, size):
     for kind in ("rms", "layer", "layer without bias"):
         for sequence in (0, 1):
-            ranks(size, check_norm, kind, True, sequence)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_norm_gradients_are_not_summed_where_every_rank_sees_all_tokens(ranks, size):
-    for kind in ("rms", "layer"):
-        ranks(size, check_norm, kind, False, 1)
+            ranks(size, check_norm, kind, sequence)
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mpcore import RotaryEmbedding, apply_rope
 from tests.equality import close, draw
@@ -43,14 +43,6 @@ def test_tables_are_huggingfaces(name, head_dim, base):
     cos_theirs, sin_theirs = theirs(torch.zeros(1), positions[None])
     close(cos, cos_theirs[0, :, : head_dim // 2], "cos", 1e-5)
     close(sin, sin_theirs[0, :, : head_dim // 2], "sin", 1e-5)
-
-
-def test_turning_is_huggingfaces():
-    rope, x = RotaryEmbedding(K), draw(1, B, T, H, K)
-    cos, sin = rope(torch.arange(T), torch.float64)
-    whole = [torch.cat([t, t], -1)[None] for t in (cos, sin)]
-    want, _ = apply_rotary_pos_emb(x, x, *whole, unsqueeze_dim=2)
-    close(apply_rope(x, cos, sin), want, "turned")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
