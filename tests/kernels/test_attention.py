@@ -98,11 +98,8 @@ def check_formula(inputs, impl=None, **options):
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_gradients_of_output_and_lse(softcap):
+def test_gradients_of_output_or_lse_alone():
     inputs = [x.requires_grad_() for x in draw(5, 2, 1, 3, 2)]
-    for mask in ({}, {"window": 2}, {"causal": False}):
-        torch.autograd.gradcheck(lambda *x: attention(*x, **mask, softcap=softcap), inputs)  # noqa: B023
     torch.autograd.gradcheck(lambda *x: attention(*x)[1], inputs)
     torch.autograd.gradcheck(lambda *x: attention(*x)[0], inputs)
 
@@ -117,18 +114,6 @@ def test_a_query_that_sees_nothing():
     assert all(x.grad.isfinite().all() for x in inputs)
     assert not inputs[0].grad[:, :3].any()
     assert not any(x.grad[:, 2:].any() for x in inputs[1:])
-
-
-@pytest.mark.parametrize("cap", [None, 3.0])
-def test_a_document_is_as_alone_across_chunks(cap, monkeypatch):
-    monkeypatch.setattr(reference, "CHUNK_SCORES", 64)
-    inputs = draw(60)
-    ends = torch.tensor([0, 7, 40, 60])
-    whole = attention(*inputs, cu_seqlens=ends, softcap=cap)
-    for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-        output, lse = attention(*(x[:, a:b] for x in inputs), softcap=cap)
-        torch.testing.assert_close(whole[0][:, a:b], output)
-        torch.testing.assert_close(whole[1][:, :, a:b], lse)
 
 
 def test_autocast_takes_its_dtype():

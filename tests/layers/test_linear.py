@@ -294,42 +294,24 @@ def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence():
 @on_ranks(4)
 def test_inputs_that_do_not_fit_are_refused_before_any_collective():
     tp = tp_axis()
-    row = RowParallelLinear(8, 5, tp=tp, sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"sequence length 1021 is not a multiple of the tp size 4.*pad it to 1024"):
-        row(torch.zeros(1, 1021, 2))
-    with pytest.raises(ValueError, match="sequence length 3 is not a multiple of the tp size 4"):
-        RowParallelLinear(8, 5, tp=tp, sequence_parallel=True, sequence_dim=0)(torch.zeros(3, 1, 2))
-    whole_input = RowParallelLinear(10, 5, tp=tp, input_is_parallel=False)
-    for layer, x, numbers in [
-        (ColumnParallelLinear(6, 8, tp=tp), torch.zeros(2, 5), "is 5, but in_features is 6"),
-        (
-            RowParallelLinear(8, 5, tp=tp),
-            torch.zeros(2, 8),
-            "is 8, but this rank's share of in_features 8 is 2.* swapped",
-        ),
-        (whole_input, torch.zeros(2, 3), "is 3, but in_features is 10"),
+    parallel = {"tp": tp, "sequence_parallel": True}
+    for layer, shape, numbers in [
+        (RowParallelLinear(8, 5, **parallel), (1, 1021, 2), "1021 is not a multiple of the tp size 4.*pad it to 1024"),
+        (RowParallelLinear(8, 5, **parallel, sequence_dim=0), (3, 1, 2), "length 3 is not a multiple of the tp size 4"),
+        (ColumnParallelLinear(6, 8, tp=tp), (2, 5), "is 5, but in_features is 6"),
+        (RowParallelLinear(8, 5, tp=tp), (2, 8), "is 8, but this rank's share of in_features 8 is 2.* swapped"),
+        (RowParallelLinear(10, 5, tp=tp, input_is_parallel=False), (2, 3), "is 3, but in_features is 10"),
     ]:
         with pytest.raises(ValueError, match=numbers):
-            layer(x)
+            layer(torch.zeros(shape))
 
 
 def test_a_wrong_shape_is_said_with_the_name_of_its_layer():
-    blocks = nn.ModuleList(nn.ModuleDict({"up": ColumnParallelLinear(4, 8)}) for _ in range(2))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = blocks
-
-        def forward(self, x):
-            return self.blocks[1]["up"](x)
-
-    for model in (Model(), nn.Sequential(Model())):
-        prefix = "0." if isinstance(model, nn.Sequential) else ""
-        with pytest.raises(ValueError, match=rf"is 5, but in_features is 4 \(in layer {prefix}blocks\.1\.up\)$"):
+    up, block = ColumnParallelLinear(4, 8), nn.Sequential()
+    block.up = up
+    for model, said in ((up, ""), (block, r" \(in layer up\)"), (nn.Sequential(block), r" \(in layer 0\.up\)")):
+        with pytest.raises(ValueError, match=f"is 5, but in_features is 4{said}$"):
             model(torch.zeros(2, 5))
-    with pytest.raises(ValueError, match=r"in_features is 4$"):
-        blocks[0]["up"](torch.zeros(2, 5))
 
 
 def test_layers_too_small_for_the_axis_are_refused():
