@@ -540,23 +540,29 @@ def test_the_router_of_one_expert_a_token_learns_from_the_loss(options):
     assert moe.router.weight.grad.abs().max() > 1
 
 
-def test_what_a_call_lacks_is_named():
-    with pytest.raises(ValueError, match="balance losses need loss_scale"):
-        build(aux_loss="sequence")(draw(8, B, T, D))
-    with pytest.raises(ValueError, match="jitter has no seed"):
-        build(jitter=0.1)(draw(8, B, T, D))
-    moe = build(jitter=0.1)
-    moe.router.key = 1
-    with pytest.raises(ValueError, match=r"jitter 0\.1 needs samples"):
-        moe(draw(8, B, T, D))
-    with pytest.raises(ValueError, match=r"mask has shape \(4, 3\), but this rank's sequences are \(4, 8\)"):
-        build()(draw(8, B, T, D), mask=torch.ones(B, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"positions has shape \(3,\), but this rank's sequence 8 tokens"):
-        build()(draw(8, B, T, D), positions=torch.arange(3))
-    with pytest.raises(ValueError, match="is 3, but dim is 4"):
-        build()(draw(8, B, T, 3))
-    with pytest.raises(ValueError, match=r"x \(32, 4\) is not \[B, T, D\]"):
-        build()(draw(8, B * T, D))
+X, SENT = draw(8, B, T, D), {"tp": Axis(2, 0, None, "tp"), "capacity_factor": 1.0, "aux_loss": "sequence"}
+CALLS = [  # options, arguments of the call, the error: before anything is sent, as the axis has no group
+    ({"aux_loss": "sequence"}, {}, "balance losses need loss_scale"), ({"jitter": 0.1}, {}, "jitter has no seed"),
+    ({"jitter": 0.1, "key": 1}, {}, r"jitter 0\.1 needs samples"),
+    ({}, {"mask": torch.ones(B, 3).bool()}, r"mask has shape \(4, 3\), but this rank's sequences are \(4, 8\)"),
+    ({}, {"positions": torch.arange(3)}, r"positions has shape \(3,\), but this rank's sequence 8 tokens"),
+    ({}, {"x": X[..., :3]}, "is 3, but dim is 4"), ({}, {"x": X.flatten(0, 1)}, r"x \(32, 4\) is not \[B, T, D\]"),
+    *(({}, {"x": X.to(t)}, f"x is of {t}, the experts of torch.float64") for t in (torch.float32, torch.bfloat16)),
+    *((SENT, {"mask": torch.ones(B, T, dtype=t), "loss_scale": 0.1}, rf"the mask is of {t}: give mask.bool\(\)")
+      for t in (torch.float32, torch.int64)),
+    (SENT, {"loss_scale": torch.ones(3)}, r"loss_scale has shape \(3,\), the batch 4 rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "arguments", "message"), CALLS)
+def test_what_a_call_lacks_is_named(options, arguments, message):
+    options = dict(options)
+    key = options.pop("key", None)
+    moe = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64, **options)
+    if key is not None:
+        moe.router.key = key
+    with pytest.raises(ValueError, match=message):
+        moe(**{"x": X} | arguments)
 
 
 def check_given(sizes):
@@ -597,25 +603,6 @@ def test_axes_that_a_user_leaves_out_change_no_gradient_or_are_refused(ranks, si
         assert (("tp", "ep", "etp"), "mesh") in passed
         if "etp" not in sizes:
             assert (("tp", "ep"), "shard") in passed, "etp is tp where it isn't given"
-
-
-@on_ranks(2)
-def test_what_does_not_fit_is_refused_before_anything_is_sent():
-    """Before anything is sent: this rank calls alone."""
-    m = mesh(tp=2)
-    if m.tp.rank:
-        return
-    moe = ParallelMoE(D, HIDDEN, E, K, tp=m.tp, capacity_factor=1.0, aux_loss="sequence", dtype=torch.float64)
-    x = draw(8, B, T, D)
-    for mask in (torch.ones(B, T), torch.ones(B, T).long()):
-        with pytest.raises(ValueError, match=rf"the mask is of {mask.dtype}: give mask.bool\(\)"):
-            moe(x, mask=mask, loss_scale=0.1)
-    with pytest.raises(ValueError, match=r"loss_scale has shape \(3,\), the batch 4 rows"):
-        moe(x, loss_scale=torch.ones(3))
-    moe = ParallelMoE(D, HIDDEN, E, K, dtype=torch.float64)
-    for other in (x.float(), x.bfloat16()):
-        with pytest.raises(ValueError, match=rf"x is of {other.dtype}, the experts of torch.float64"):
-            moe(other)
 
 
 @pytest.mark.parametrize("scope", some("global", of=AUX_LOSSES))
