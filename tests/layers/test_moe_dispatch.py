@@ -95,7 +95,7 @@ def check_host_reads(kind, sizes):
             y.sum().backward()
             return forward, reads[len(forward) :]
 
-        with mock.patch.object(moe_module, "grouped_linear", no_products), host_reads() as reads:
+        with mock.patch.object(moe_module.GroupedLinear, "product", staticmethod(no_products)), host_reads() as reads:
             forward, backward = bounds.exact(compute, moe.zero_grad) if bounded else compute()
             seen[capacity, dispatch, bounded] = (forward, backward, reads[len(forward) + len(backward) :])
             update_routers(moe, m)
