@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 25_849,
-    "interop": 7_880,
-    "experimental": 2_403,
-    "tools": 14_550,
-    "examples": 5_060,
-    "bench": 3_874,
-    "tests": 58_746,
+    "core": 25_918,
+    "interop": 7_922,
+    "experimental": 2_533,
+    "tools": 14_668,
+    "examples": 5_075,
+    "bench": 3_873,
+    "tests": 52_606,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
