@@ -24,7 +24,7 @@ CONFIGS = {
 }  # fmt: skip
 KERNELS = {
     "llama": {"_norm", "activation", "rope", "dropout_add", "cross_entropy"},
-    "gpt2": {"_norm", "activation", "dropout_add", "cross_entropy"},
+    "gpt2": {"_norm", "dropout_add", "cross_entropy"},
     "primer": {"_norm", "activation", "rope", "cross_entropy"},
 }
 
