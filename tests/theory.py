@@ -1,4 +1,4 @@
-"""What papers say that a step sends: a formula that counts are compared with."""
+"""A paper's formula for the bytes that a step sends. Tests compare the counted bytes with it."""
 
 from __future__ import annotations
 

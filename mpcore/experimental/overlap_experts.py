@@ -147,13 +147,13 @@ class HalvesBlock(TransformerBlock):
         modules = () if torch.compiler.is_compiling() else [*self.modules()][1:]
         hooked = any(has_hooks(module, besides="mpcore") for module in modules)
         whole = hooked or not torch.is_grad_enabled() or torch.compiler.is_compiling() or len(x) < self.fewest
-        if in_backward() and self.last[:1] != (hooked,):
-            raise input_error(
-                f"hooks of a block were added or removed before its recomputation, and {self.maker} computes all "
-                f"rows at once where there are hooks: keep them until backward has ended"
-            )
-        if in_backward():  # as in forward, which torch's reentrant checkpoint runs without gradients
-            whole = whole or self.last[1]
+        if in_backward():
+            if self.last[:1] != (hooked,):
+                raise input_error(
+                    f"hooks of a block were added or removed before its recomputation, and {self.maker} computes all "
+                    f"rows at once where there are hooks: keep them until backward has ended"
+                )
+            whole = whole or self.last[1]  # as in forward, which torch's reentrant checkpoint runs without gradients
         else:
             self.last = (hooked, whole)
         if len(x) == 1 and torch.is_grad_enabled() and not hooked:

@@ -165,14 +165,13 @@ class _Part:
 
     def __init__(self, owner: nn.Module, x: Tensor, arguments: dict[str, Any]) -> None:
         self.owner, self.x, self.arguments = owner, x, arguments
-        self.row, column = _row(owner), _column(owner)
-        parts = [layer for layer in (owner, self.row, column) if layer is not None]
+        row, column = _row(owner), _column(owner)
+        parts = [layer for layer in (owner, row, column) if layer is not None]
+        hooked = any(map(has_forward_hooks, parts))  # a hook sees the whole input, and the sum
         alone = any("forward" in vars(layer) for layer in parts)  # recomputed by itself
-        if any(map(has_forward_hooks, parts)) or (alone and self.row is not None and self.row.sequence_parallel):
-            self.row = None  # a hook sees the whole input, and the sum
-        if self.row is not None and type(self.row.product).row not in SUMS:
-            self.row = None  # a product that communicates in a way of its own
-        self.column = column if self.row is not None else None
+        if row is not None and (hooked or (alone and row.sequence_parallel) or type(row.product).row not in SUMS):
+            row = None  # the owner communicates by itself
+        self.row, self.column = row, column if row is not None else None
         self.messages: list[_Gather | _Sum | _Scatter] = []
         if self.column is not None:
             self.messages.append(_Gather(x, self.column))

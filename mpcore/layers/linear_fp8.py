@@ -258,7 +258,7 @@ class _Fp8Linear(Function):
 
 
 def _form(kept: KeptWeight | None, weight: Tensor, turned: bool, both: bool = False, add: bool = True) -> Quantized:
-    """Return the quantized weight, or its transpose. What is traced or captured in a graph is never kept."""
+    """Return the quantized weight, or its transpose. While a graph is traced or captured, nothing is kept."""
     if isinstance(weight, Fp8Weight):
         return weight.form(turned)
     traced = torch.compiler.is_compiling() or has_no_values(weight) or is_tracing()

@@ -1,4 +1,4 @@
-"""What ranks are told where they disagree or fail; values that are gathered and merged. Ranks are simulated."""
+"""Simulated ranks gather and merge values. If they disagree or one fails, each rank gets an error that says so."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def runs() -> Iterator[tuple[list[str], dict[str, int]]]:
 
 
 def kinds(args: argparse.Namespace, config: Any, sizes: dict[str, int], micro_batches: int) -> dict[str, Any]:
-    """What a toy must have in common with its run."""
+    """Return the features that the small model of a preflight shares with the run that it stands for."""
     stages = find_schedule(args.schedule, sizes["pp"], micro_batches, args.virtual_stages).stages
     kv, tp, unit = config.kv_heads or config.heads, sizes["tp"], sizes["cp"] * sizes["tp"] ** args.sequence_parallel
     found: dict[str, Any] = {
