@@ -44,8 +44,9 @@ class Journal:
 
     def close(self) -> None:
         """Let another process use the folder."""
-        if self.lock is not None:
-            self.lock.close()
+        lock, self.lock = self.lock, None  # two threads may close, and a file that both close raises
+        if lock is not None:
+            lock.close()
 
     def replace(self, lines: Sequence[Line]) -> None:
         """Begin with these lines, in the place of those in the folder."""
