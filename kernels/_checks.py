@@ -72,5 +72,5 @@ def outside(ids: Tensor, size: int, ignore_index: int | None = None) -> int | No
         return None
     if ignore_index is not None:
         ids = ids.masked_fill(ids == ignore_index, 0)
-    low, high = (int(v) for v in ids.aminmax())
-    return low if low < 0 else high if high >= size else None
+    low, high = ids.aminmax()
+    return int(low) if low < 0 else int(high) if high >= size else None

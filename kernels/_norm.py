@@ -49,7 +49,7 @@ def _reference(
     h = x if residual is None else x + residual
     exact = torch.promote_types(h.dtype, torch.float32)
     n = h
-    if any(t is not None and t.dtype != x.dtype for t in (h, weight, bias)):
+    if x.dtype != h.dtype or x.dtype != weight.dtype or (bias is not None and x.dtype != bias.dtype):
         n, weight, bias = h.to(exact), weight.to(exact), None if bias is None else bias.to(exact)
     y = F.layer_norm(n, h.shape[-1:], weight, bias, eps) if subtract_mean else F.rms_norm(n, h.shape[-1:], weight, eps)
     return y.to(x.dtype) if residual is None else (y.to(x.dtype), h)

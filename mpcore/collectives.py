@@ -261,7 +261,7 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return copy(dy, ctx.axis), None
+        return _Copy.apply(dy, ctx.axis) if torch.is_grad_enabled() else dy, None
 
 
 class _Split(Function):

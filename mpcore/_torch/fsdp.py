@@ -66,7 +66,7 @@ def parameters_of(unit: FSDPModule) -> list[Any]:
 
 def make_root(unit: FSDPModule) -> None:
     """Make a unit the root of the units below it, unless it has a root already."""
-    _state(unit)._lazy_init()
+    unit._get_fsdp_state()._lazy_init()
 
 
 def was_gathered(unit: FSDPModule) -> bool:
@@ -165,11 +165,12 @@ def reduce_unused(unit: FSDPModule) -> None:
     for group in _groups(_state(unit)):
 
         def post_backward(*_: Any, group: Any = group) -> None:
-            summed = any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)  # in the dtype to reduce
-            for p in group.fsdp_params if group.reduce_grads else ():
-                whole = whole_parameter(p)
-                if whole is None:
-                    continue
+            gathered = [p for p in group.fsdp_params if hasattr(p, _WHOLE)] if group.reduce_grads else []
+            summed = False  # in the dtype to reduce
+            for p in gathered:
+                summed = summed or p.unsharded_accumulated_grad is not None
+            for p in gathered:
+                whole = p._unsharded_param
                 if summed and whole.grad is not None and p.unsharded_accumulated_grad is None:
                     p.to_accumulated_grad_if_needed()  # its first gradient of the step
                 is_missing = whole.grad is None and p.unsharded_accumulated_grad is None
@@ -217,6 +218,9 @@ def _has_failed(context: Any) -> bool:
     return context.post_backward_final_callback_queued and not autograd.in_backward()
 
 
+_WHOLE = "_unsharded_param"  # torch sets it at the first gather
+
+
 def whole_parameter(p: Any) -> nn.Parameter | None:
     """Return the gathered parameter, or None before the first gather. Its memory may be freed at the moment."""
-    return getattr(p, "_unsharded_param", None)  # torch sets it at the first gather
+    return getattr(p, _WHOLE, None)

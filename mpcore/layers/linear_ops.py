@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from mpcore import collectives
 from mpcore._torch.dispatch import unsafe_view
 from mpcore.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
-from mpcore.kernels._main_grad import add_or_return, add_product, main_grad
+from mpcore.kernels._main_grad import add_or_return, add_product
 from mpcore.layers.module import refuse_second_derivative
 from mpcore.mesh.axis import Axis
 
@@ -52,7 +52,8 @@ class Product:
             [..., F/tp], with the full sequence.
         """
         dtype = autocast_dtype(x)
-        main = (weight, bias) if main_grad(weight) is not None and not torch.compiler.is_compiling() else None
+        buffer = getattr(weight, "main_grad", None)
+        main = None if buffer is None or torch.compiler.is_compiling() else (weight, bias)
         x = x if dtype is None else x.to(dtype)
         if self.split_backward:
             return F.linear(share(x, tp, dim), cast(weight, dtype), cast(bias, dtype))
@@ -133,17 +134,22 @@ class _ColumnLinear(Function):
 
 def column_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
     """Compute the gradients of `_ColumnLinear`, and sum the input's while the weight's is computed."""
-    (x, weight), (tp, dim, regather, main, _) = ctx.saved_tensors, ctx.how
+    (x, weight), (tp, dim, regather, main, dtype) = ctx.saved_tensors, ctx.how
     if tp.size > 1 or main is not None:
         refuse_second_derivative("a column-parallel linear on tp > 1 or with main gradients, unless it is split,")
     gathering = start_all_gather(x, tp) if regather and ctx.needs_input_grad[1] else None
     dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
     summing = None if dx is None else start_sum(dx, tp, dim)
     x = x if gathering is None else gathered(gathering, tp, dim)
-    (w, b), dy = main or (None, None), flat_tokens(dy)
-    dweight = add_or_return(w, weight_product, dy, flat_tokens(x)) if ctx.needs_input_grad[1] else None
-    dbias = add_or_return(b, column_sum, dy) if ctx.needs_input_grad[2] else None
-    return dx if summing is None else wait(summing), cast(dweight, weight.dtype), cast(dbias, weight.dtype), None
+    dy, dweight, dbias = dy.reshape(-1, dy.shape[-1]), None, None
+    if ctx.needs_input_grad[1]:
+        x = x.reshape(-1, x.shape[-1])
+        dweight = dy.t() @ x if main is None else add_or_return(main[0], weight_product, dy, x)
+    if ctx.needs_input_grad[2]:
+        dbias = dy.sum(0) if main is None else add_or_return(main[1], column_sum, dy)
+    if dtype is not None:
+        dweight, dbias = cast(dweight, weight.dtype), cast(dbias, weight.dtype)
+    return dx if summing is None else wait(summing), dweight, dbias, None
 
 
 def share(x: Tensor, tp: Axis, dim: int | None) -> Tensor:

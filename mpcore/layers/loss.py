@@ -362,7 +362,7 @@ class _CrossEntropy(Function):
         smooth = dloss * (terms.label_smoothing / terms.vocab_size)
 
         def gradient(softmax: Tensor, zero: Tensor, *rows: Tensor) -> Tensor:
-            scale, at_target, smooth, column = (row.unsqueeze(-1) for row in rows)
+            scale, at_target, smooth, column = [row.unsqueeze(-1) for row in rows]
             softmax.mul_(scale)
             softmax.masked_fill_(zero.unsqueeze(-1), 0)
             if terms.label_smoothing:

@@ -117,17 +117,22 @@ def connect_input(unit: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     Otherwise backward would end at the first block that this rank trained in the step: `fully_shard` reduces the blocks
     below it at the end and in another order, and ranks that used other parameters would add gradients of other blocks.
     """
-    tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
-    if not torch.is_grad_enabled() or not tensors or any(x.requires_grad for x in tensors):
+    first = None
+    for x in args if torch.is_grad_enabled() else ():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            if x.requires_grad:
+                return None
+            first = x if first is None else first
+    if first is None or not fsdp.trains(unit):
         return None
-    if not fsdp.trains(unit):
-        return None
-    return tuple(x.detach().requires_grad_() if x is tensors[0] else x for x in args)
+    return tuple(x.detach().requires_grad_() if x is first else x for x in args)
 
 
 @uncompiled
 def after_forward(stage: nn.Module, unit: nn.Module, args: Any, out: Any) -> None:
     """Shard parameters again if no backward will do it: gathered copies must not be read or stepped."""
+    if unit is not stage and torch.is_grad_enabled():
+        return
     state = state_of(stage)
     trained = trained_tensors(out) if unit is stage else ()
     hidden = unit is stage and not trained and hides_tensors(out)

@@ -187,7 +187,7 @@ class _Step:
         self.held[stage, m].grads = self._receive([x for x in metas if x.requires_grad], action)
 
     def _receive(self, metas: Sequence[Meta], action: Action) -> tuple[Tensor, ...]:
-        tensors = tuple(x.empty(self.of.device) for x in metas)
+        tensors = tuple([x.empty(self.of.device) for x in metas])
         self._post(dist.irecv, tensors, action)
         return tensors
 
@@ -313,11 +313,8 @@ class _Step:
         """Send the inputs' gradients to the previous stage, zeros for an input without a gradient."""
         if stage == 0:
             return
-        grads = tuple(
-            torch.zeros_like(x) if dx is None else dx.contiguous()
-            for x, dx, wanted in zip(held.inputs or (), dxs, held.wanted, strict=True)
-            if wanted
-        )
+        sent = zip(held.inputs or (), dxs, held.wanted, strict=True)
+        grads = tuple([torch.zeros_like(x) if dx is None else dx.contiguous() for x, dx, wanted in sent if wanted])
         if stage - 1 in self.of.stages:
             self.held[stage - 1, m].grads = grads
         else:
