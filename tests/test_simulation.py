@@ -194,6 +194,22 @@ def test_each_line_says_which_rank_printed_it(capsys):
     assert sorted(lines) == [f"rank {rank}: {word}" for rank in range(2) for word in ("done", "first", "second")]
 
 
+def test_a_sum_over_ranks_is_no_write_as_of_real_ones(caplog):
+    """A large gradient is summed in place after backward: no warning says that the caller changed it."""
+
+    def train(mesh: mp.Mesh) -> None:
+        model = mp.ColumnParallelLinear(512, 1024, tp=mesh.tp)
+        run = mp.prepare(model, mesh, blocks=[model], data=mp.Zero(0), loss=lambda y, _: y.square().sum(),
+                         initialize=False, optimizer=lambda m: torch.optim.SGD(m.parameters()))  # fmt: skip
+        for step in range(3):
+            x = torch.full((1, 512), 1.0 + step + mesh.dp.rank)
+            run.forward_backward(x, x)
+            run.optimizer_step()
+
+    mp.simulate(train, dp=2)
+    assert "changed" not in caplog.text
+
+
 def test_an_error_names_its_rank_and_stops_the_others():
     ended = []
 

@@ -298,7 +298,7 @@ class SimulatedGroup(PythonGroup):
             for same in zip(*parts, strict=True):
                 total = _reduced(same, opts.reduceOp)
                 for x in same:
-                    x.copy_(total)
+                    x.data.copy_(total)  # autograd counts no write, as for a real collective
 
         return self._meet("all_reduce", tensors[0], tensors, compute)
 
@@ -307,7 +307,7 @@ class SimulatedGroup(PythonGroup):
     def reduce(self, tensors: list[Tensor], opts: Any) -> _Work:
         def compute(parts: list[list[Tensor]]) -> None:
             for same in zip(*parts, strict=True):
-                same[opts.rootRank].copy_(_reduced(same, opts.reduceOp))
+                same[opts.rootRank].data.copy_(_reduced(same, opts.reduceOp))
 
         return self._meet("reduce", tensors[0], tensors, compute)
 
@@ -316,7 +316,7 @@ class SimulatedGroup(PythonGroup):
             for same in zip(*parts, strict=True):
                 for place, x in enumerate(same):
                     if place != opts.rootRank:
-                        x.copy_(same[opts.rootRank])
+                        x.data.copy_(same[opts.rootRank])
 
         return self._meet("broadcast", tensors[0], tensors, compute)
 
