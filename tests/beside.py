@@ -36,7 +36,9 @@ def files(names: dict[str, tuple[str, ...]]) -> set[Path]:
     return {(TESTS / folder / f"test_{name}.py").resolve(strict=True) for folder in names for name in names[folder]}
 
 
-WAITING = set(TESTS.glob("slurm/test_*.py")) | files({".": ("two_hosts",)})
+WAITS = {".": ("attacks", "control_plane", "launch", "survival", "two_hosts"), "training": ("mistakes",),
+         "workers": ("runs", "workers")}  # fmt: skip
+WAITING = set(TESTS.glob("slurm/test_*.py")) | files(WAITS)
 """Tests that mostly wait: they have deadlines of their own, and therefore the first priority."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
