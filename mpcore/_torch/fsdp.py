@@ -25,12 +25,19 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def add_unit(model: nn.Module, unit: nn.Module) -> None:
+def add_unit(model: nn.Module, unit: Any) -> None:
     """Count a unit among the model's units although it is none of its submodules.
 
     Several models may share such a unit.
     """
     vars(model)["more_units"] = *vars(model).get("more_units", ()), unit
+
+
+def join_units(joined: nn.Module, stages: Iterable[nn.Module]) -> None:
+    """Count the units of stages among those of the module that joins them, and holds no stage itself."""
+    for unit in dict.fromkeys(unit for stage in stages for unit in units(stage)):
+        if unit not in units(joined):
+            add_unit(joined, unit)
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpcore._torch import fsdp
 from mpcore.gradients.accumulate import check_current, holds_main_grad, is_reduced
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.dcp import mark
@@ -68,6 +69,7 @@ class _Guard:
         self.names: dict[Tensor, tuple[int, str]] = {}
         self.pending: list[tuple[str, Tensor, tuple[Axis, ...]]] = []
         self.cut: set[Tensor] = set()
+        self.units: list[Any] = []
 
     def find(self, optimizer: Optimizer) -> None:
         """Find the names of the optimizer's parameters."""
@@ -100,6 +102,7 @@ class _Guard:
         found = self.declared()
         self.pending = [(name, p, sharding.pending) for name, p, sharding in found if sharding.pending]
         self.cut = {p for _, p, sharding in found if any(shard.axis.size > 1 for shard in sharding.shards)}
+        self.units = [unit for model in self.models for unit in fsdp.units(model)]
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -111,6 +114,8 @@ class _Guard:
             self.seen = count
         for name, p, axes in self.pending:
             check_reduced(name, p, axes)
+        for unit in self.units:  # a forward that no backward followed left copies, which would be read after the step
+            unit.reshard()
         if not isinstance(optimizer, ReadsMainGradients):
             for group in optimizer.param_groups:
                 self._check_torchs(optimizer, group)

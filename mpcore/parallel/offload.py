@@ -185,7 +185,14 @@ class _Step:
                     if isinstance(value, Tensor):
                         state[name] = local_tensor(value).to("cpu")
                 inner.state[self.on_host[p]] = state
+        before = {**vars(inner), **inner.param_groups[0]}
         type(optimizer).step(inner, **how)
+        after = {**vars(inner), **inner.param_groups[0]}
+        if changed := [name for name in after if after[name] is not before.get(name)]:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {changed[0]} of all parameters, and offload of the optimizer steps "
+                f"{len(bucket)} at a time: take mpcore.AdamW, or no offload"
+            )
         for p in bucket:
             optimizer.state[p] = inner.state[self.on_host[p]]
 

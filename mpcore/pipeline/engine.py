@@ -143,7 +143,7 @@ class Pipeline:
                 ranks return nan.
             RuntimeError: if another rank of the pipeline is gone.
         """
-        micro_batches = self._cut({"x": x, "target": target, **arguments})
+        micro_batches = self.cut({"x": x, "target": target, **arguments})
         last = self.pp.rank == self.last_rank
         problems = self.executor.problems
         with self._trained_as_built() as changed:
@@ -170,7 +170,7 @@ class Pipeline:
             if text is not None:
                 raise ValueError(f"rank {rank} of the pipeline: {text}")
 
-    def _cut(self, tensors: dict[str, Any]) -> list[MicroBatch]:
+    def cut(self, tensors: dict[str, Any]) -> list[MicroBatch]:
         """Check a step's tensors and return its micro-batches."""
         M, as_lists = self.micro_batches, isinstance(tensors["x"], (list, tuple))
         if as_lists:

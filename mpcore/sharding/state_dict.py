@@ -57,6 +57,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> mpcore.full_state_dict(model)["weight"].shape  # the same for every tp
         torch.Size([8, 4])
     """
+    reshard(model)  # a forward may have left copies, in another dtype
     held = list(declarations(model))
     for name, parameter, _ in held:
         check_present(name, parameter)

@@ -14,7 +14,7 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import is_dtensor, local_tensor
+from mpcore.sharding.local import local_tensor, reshard
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
 from mpcore.training.replica_check import check_replicas, sketch
@@ -32,7 +32,7 @@ CHANGED = (
 class GradientWrites(Observer):
     """Notice gradients that the caller changes or drops before the ranks sum them, in steps 1, 2, 3, 5, 9, 17, ...
 
-    A gradient on shards counts no writes. Its values are compared, and a clip that changes none of them isn't noticed.
+    Their norms are compared, as torch counts no write of a collective, but not of those whose sum over ranks runs.
     """
 
     def __init__(self) -> None:
@@ -85,6 +85,8 @@ class FirstStep(Observer):
         return lambda *given: self.loss_check.call(loss, *given) if self.loss_check else loss(*given)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
+        for stage in run.stages:
+            reshard(stage)  # a forward before this step left copies
         if [*map(id, ModelTree(run.model).parameters)] != [*map(id, self.parameters)]:
             raise ValueError(
                 "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
@@ -118,6 +120,6 @@ class FirstStep(Observer):
 
 
 def _writes(tree: ModelTree) -> list[str]:
-    """Return a text for each gradient that differs if it was written since: a DTensor counts no writes."""
-    found = [gradient_of(p) for p in tree.parameters]
-    return [str(x if x is None else float(sketch(x, x.device)[1]) if is_dtensor(x) else x._version) for x in found]
+    """Return a text for each gradient, which differs if its norm does."""
+    found = [torch.zeros(()) if "running_sum" in vars(p) else gradient_of(p) for p in tree.parameters]
+    return [str(x if x is None else float(sketch(x, x.device)[1])) for x in found]

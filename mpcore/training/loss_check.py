@@ -32,7 +32,7 @@ def with_mesh(loss: Callable[..., Tensor], mesh: Mesh) -> Loss:
         return loss
     if "mesh" in asked:
         return partial(loss, mesh=mesh)
-    needed = sum(each.default is each.empty for each in asked.values())
+    needed = sum(x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in asked.values())
     return (lambda output, target: loss(output, target, mesh)) if needed > 2 else loss
 
 

@@ -19,12 +19,14 @@ The order, with the reason for each position:
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpcore._torch.fsdp import join_units
 from mpcore.gradients import ReadsMainGradients, guard_optimizer, main_gradients
 from mpcore.layers.dropout import seed_dropout
 from mpcore.layers.initialize import deferred_reads, materialize, read_deferred
@@ -134,7 +136,12 @@ def prepare(
     asked = {"precision": precision, "micro_batches": micro_batches, "seed": seed, "overlap": overlap, **policies}
     asked["recompute"] = (recompute.kind, recompute.every, recompute.budget)
     asked["observers"] = [type(observer).__name__ for observer in observers]
+    asked |= {"initialize": initialize, "trace": trace, "preserve_rng_state": recompute.preserve_rng_state}
+    ranks = zlib.crc32(repr(schedule.ranks).encode()) if isinstance(schedule, Schedule) else ""
+    asked["schedule"] = f"{schedule.name if isinstance(schedule, Schedule) else schedule}{ranks}"
     check_same("arguments of prepare", asked)
+    for axis in (mesh.tp, mesh.data):
+        check_same("blocks of prepare", {"blocks": len(held)}, axis)
     splits = schedule.splits_backward if isinstance(schedule, Schedule) else schedule in ("zb", "zbv", "dualpipev")
     with raising_together():
         check_policies(mesh, splits, **policies)
@@ -142,11 +149,13 @@ def prepare(
             raise ValueError(f"overlap={overlap} with fp8={precision.fp8}, whose products run whole: leave out one")
         _check_optimizer(optimizer)
         half = precision.param_dtype or (data.param_dtype if mesh.data.size > 1 else None)
-        _check_values(stages, initialize, precision, half)
+        _check_values(stages, initialize, precision, half, mesh)
         modules = {module for stage in stages for module in stage.modules()}
         outside = [type(block).__name__ for block in held if block not in modules]
         if outside:
             raise ValueError(f"blocks holds a {outside[0]} that is no submodule of the model: give model.blocks")
+        if offload.parameters:
+            _check_offloaded(modules, held)
         _check_observers(observers, mesh, blocks if isinstance(blocks, Mapping) else held)
     on_blocks = {"recompute": recompute.kind != "none" or recompute.budget, "precision with fp8": precision.fp8}
     on_blocks |= {"offload of parameters": offload.parameters, "compile": compile}
@@ -196,8 +205,7 @@ def prepare(
     run = Run(whole, stages, mesh, made, precision=precision, offload=offload, seed=seed)
     run.pipeline = Pipeline(stages, mesh, micro_batches, run.scaled(with_mesh(loss, mesh)), schedule, trace=trace)
     run.observers += observers
-    for observer in run.observers:
-        observer.attach(run)
+    run.attach()
     if offload.parameters:
         run.offloaded = offload_parameters(held, made)
     return run
@@ -249,6 +257,8 @@ def lay_out(
         p.data = master  # to be sharded
     shard_data_parallel(stages, mesh, blocks, zero=data.stage, replicate=data.replicate,
                         param_dtype=gathered, reduce_dtype=data.reduce_dtype)  # fmt: skip
+    if len(stages) > 1:
+        join_units(whole, stages)
     if not initialize:
         read_deferred(stages, whole, mesh, dtypes)
     if precision.param_dtype is not None:
@@ -269,6 +279,19 @@ def _check_observers(observers: Sequence[Observer], mesh: Mesh, blocks: Any) -> 
             f"build_mesh(worlds={mesh.worlds.size}) without an observer that joins their models: pass one, such as "
             f"observers=[mpcore.experimental.LocalUpdates(every=100)]"
         )
+
+
+def _check_offloaded(modules: set[nn.Module], blocks: Sequence[nn.Module]) -> None:
+    within = {module for block in blocks for module in block.modules()}
+    held = {p for block in blocks for p in block.parameters()}
+    for module in modules - within:
+        for leaf, p in module.named_parameters(recurse=False):
+            if p in held:
+                raise ValueError(
+                    f"Offload(parameters=True), and {leaf} {tuple(p.shape)} of a {type(module).__name__} outside the "
+                    f"{len(blocks)} blocks is a block's parameter too, which lies on the host: untie it, or offload no "
+                    f"parameters"
+                )
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -311,7 +334,11 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 
 
 def _check_values(
-    stages: Sequence[nn.Module], initialize: bool | None, precision: Precision, half: torch.dtype | None
+    stages: Sequence[nn.Module],
+    initialize: bool | None,
+    precision: Precision,
+    half: torch.dtype | None,
+    mesh: Mesh,
 ) -> None:
     """Raise ValueError if it is unclear whether to keep a model's values, or their dtypes don't fit the precision."""
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
@@ -324,7 +351,12 @@ def _check_values(
                 f"{(*p.shape, 2)}, and call torch.view_as_complex in forward"
             )
     for name, norm in (each for stage in stages for each in stage.named_modules()):
+        if isinstance(norm, nn.Embedding | nn.EmbeddingBag) and norm.sparse:
+            raise ValueError(f"{name} has sparse=True, and ranks sum dense gradients: leave out sparse=True")
         has_mean = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm) and norm.affine
+        if has_mean and mesh.data.size > 1 and mesh.job.rank == 0 and not isinstance(norm, nn.SyncBatchNorm):
+            log.warning("%s is a %s, which takes the mean of one data rank's samples: on %d ranks it trains another "
+                        "model than on one", name, type(norm).__name__, mesh.data.size)  # fmt: skip
         if half and has_mean and norm.running_mean is not None and norm.running_mean.dtype != half:
             raise ValueError(
                 f"{name} is a {type(norm).__name__} with statistics in {norm.running_mean.dtype}, and its weight would "

@@ -42,7 +42,7 @@ class AlikeCheck:
         self.tree = tree
         self.trained = 0
         self.values: dict[str, object] = {}
-        self.options: str = ""
+        self.options: list[dict[str, object]] = []
         self.sums: list[Tensor] = []
 
     def begin(self, values: dict[str, object], groups: list[dict[str, Any]]) -> list[int]:
@@ -61,11 +61,8 @@ class AlikeCheck:
                     f"before prepare, frozen, and give them to add_param_group later"
                 )
         self.values, pp = values, self.mesh.pp
-        of_groups = [
-            [x for x in map(group.get, ("lr", "weight_decay")) if isinstance(x, int | float)] for group in groups
-        ]
-        self.options = "lr and weight_decay " + repr(of_groups)
-        both = repr(sorted(values.items())), self.options
+        self.options = [{k: x for k, x in group.items() if isinstance(x, int | float | tuple)} for group in groups]
+        both = repr(sorted(values.items())), repr(self.options)
         first, second = (zlib.crc32(text.encode()) % 2**20 for text in both)  # the sums stay exact
         slots = [0] * 2 * pp.size  # stages may have groups of their own
         slots[2 * pp.rank : 2 * pp.rank + 2] = second, second**2
@@ -80,10 +77,13 @@ class AlikeCheck:
             merged(self.mesh.world, lambda: (self.mesh.pp.rank, self.options), _refuse)
 
 
-def _refuse(found: list[tuple[int, str]]) -> None:
+def _refuse(found: list[tuple[int, list[dict[str, object]]]]) -> None:
     first = {stage: rank for rank, (stage, _) in reversed([*enumerate(found)])}
     a, b = next((first[stage], rank) for rank, (stage, _) in enumerate(found) if found[first[stage]] != found[rank])
+    groups = [*zip(found[a][1], found[b][1], strict=False)]
+    differ = [f"{name} {x.get(name)} and {y.get(name)}" for x, y in groups for name in {**x, **y}
+              if x.get(name) != y.get(name)]  # fmt: skip
     raise ValueError(
         f"ranks {a} and {b} have other options in the optimizer's groups, so replicas would drift apart: "
-        f"{found[a][1]} and {found[b][1]}"
+        f"{', '.join(differ) or f'{len(found[a][1])} and {len(found[b][1])} groups'}"
     )

@@ -26,6 +26,7 @@ from mpcore.layers.moe.bounds import DispatchBounds
 from mpcore.layers.moe.statistics import RouterStatistics, update_routers
 from mpcore.mesh.agreement import check_same, raise_together, together
 from mpcore.mesh.axis import Mesh
+from mpcore.mesh.log import Logger, get_logger
 from mpcore.optim.loss_scale import LossScaler
 from mpcore.parallel import autocast, offload_activations
 from mpcore.parallel.offload import ParameterOffload
@@ -39,6 +40,8 @@ from mpcore.training.policies import Offload, Precision
 from mpcore.training.rank_checks import AlikeCheck, smallest_count
 from mpcore.training.samples import SampleCheck, share_of
 from mpcore.training.wrong_width import wrong_width
+
+log: Logger = get_logger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -123,6 +126,7 @@ class Run:
         self.phase: Phase = Phase.IDLE
         self._loss = self._norm = self.factor
         self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
+        self._attached: list[Observer] = []
         self._given: dict[str, float | None] = {}  # since the last norm; replicas must be given the same
         self._alike: AlikeCheck = AlikeCheck(mesh, self.tree)
 
@@ -188,6 +192,11 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self.phase.check("forward_backward")
+        self.attach()
+        if self._first in self.observers:
+            said = {"tokens": tokens is not None, "arguments": sorted(arguments)}
+            check_same("arguments of forward_backward", said, self.mesh.world)
+            together(self.mesh.world, lambda: self.pipeline.cut({"x": x, "target": target, **arguments}))
         told, tokens = tokens is not None, self.count_tokens(target) if tokens is None else tokens
         self.factor = self.loss_factor(tokens)
         if told and (not isinstance(tokens, Tensor) or self._first in self.observers):
@@ -204,6 +213,13 @@ class Run:
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self.phase = Phase.COMPUTED
         return self._loss
+
+    def attach(self) -> None:
+        """Let observers that were appended look at the run."""
+        for observer in [each for each in self.observers if each not in self._attached]:
+            with self.parameters():
+                observer.attach(self)
+            self._attached.append(observer)
 
     def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
         moved = offload_activations() if self.offload.activations else nullcontext()
@@ -460,8 +476,8 @@ class Run:
         """Resume from a checkpoint of any layout: load parameters, optimizer state, loss scale and step.
 
         Options of the optimizer's groups, such as the learning rate, keep the values that they have in this run. If a
-        scheduler of `torch.optim.lr_scheduler` was created before, the learning rate is the checkpoint's. Save the
-        scheduler's state in `extra`, and load it from there.
+        scheduler of `torch.optim.lr_scheduler` was created before, the learning rate and the momentum or betas are the
+        checkpoint's. Save the scheduler's state in `extra`, and load it from there.
 
         Args:
             path: a checkpoint, such as `mpcore.checkpoint.latest(folder, run.mesh)`.
@@ -478,7 +494,8 @@ class Run:
         check_same("call of run.load", "", self.mesh.world)
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         for mine in (each for each in options if "initial_lr" in each):
-            del mine["lr"]  # a scheduler of torch sets lr after each step: the checkpoint's is the next step's
+            for name in ("lr", "momentum", "betas"):  # a scheduler of torch sets them: the checkpoint's are next
+                mine.pop(name, None)
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)
         for group, mine in zip(self.optimizer.param_groups, options, strict=True):
@@ -492,4 +509,7 @@ class Run:
         for observer in self.observers:
             observer.load_state(loaded.extra)
         self.step = loaded.step
+        if loaded.seed not in (None, self.seed) and self.mesh.job.rank == 0:
+            log.warning("%s was trained with seed %s, and this run has seed %s: dropout draws other masks", path,
+                        loaded.seed, self.seed)  # fmt: skip
         return loaded

@@ -37,7 +37,7 @@ class Feature:
 
     Attributes:
         resumes: save after the first step, and go on with a new model and optimizer that load the checkpoint.
-        evaluates: evaluate on larger inputs before each step.
+        evaluates: evaluate on larger inputs before each step, and call the model once more before the optimizer.
         kind: two features of one kind exclude each other by nature.
     """
 

@@ -119,6 +119,10 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
             steps += [run.evaluate([(3 * x[share], target[share])])]
         run.model.step = step
         run.forward_backward(x[share], target[share])
+        if any(feature.evaluates for feature in features):
+            run.finish_gradients()
+            run.model.eval()(x[share])  # with a graph, and no backward follows
+            run.model.train()
         result = run.optimizer_step()
         steps += [result.loss, result.grad_norm]
     with run.parameters():

@@ -201,7 +201,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
     ("added", DP, r"parameters that the model lacked in prepare, such as one of shape \(8"),
     ("three lists", DP, "samples has 3 tensors, and evaluate got 2 batches"),
     *[("own tokens", sizes, r"tokens: 40.0 and 41.0") for sizes in (TP, DP)],
-    *[(f"group {name}", sizes, r"other options in the optimizer's groups.*\[0.1.* and .*\[.*1.1")
+    *[(f"group {name}", sizes, rf"other options in the optimizer's groups.*: {name} 0.1 and 1.1")
       for name in ("lr", "weight_decay") for sizes in (TP, DP)],
     *[(wrong, DP, f"lr is {lr} in step 0") for wrong, lr in LR.items()],
     ("own step", TP, r"disagree about the step of run.save \(step: 2 and 3\)"),
