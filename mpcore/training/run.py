@@ -383,7 +383,8 @@ class Run:
                 loss raised it on one rank.
         """
         self.phase.check("forward_backward", "evaluate")
-        check_same("step of run.evaluate", {"step": self.step}, self.mesh.world)
+        told = {"step": self.step, "tokens": tokens if tokens is None else float(tokens)}
+        check_same("step of run.evaluate", told, self.mesh.world)
         held = list(batches)
         for name, given in arguments.items():
             if isinstance(given, list | tuple) and len(given) != len(held):

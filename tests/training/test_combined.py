@@ -150,6 +150,7 @@ def differ(mesh: mp.Mesh, **options: Any) -> None:
         mesh, offload=mp.Offload(optimizer=True), optimizer=lambda m: Counts(m.parameters(), lr=0.1))), {}),
     (r"Offload\(parameters=True\), and weight \(4, 4\) of a Linear", shares_a_weight, {}),
     (r"0 has sparse=True", lambda mesh: start(mesh, nn.Embedding(4, 4, sparse=True)), {}),
+    (r"tokens: 8.0 and 9.0", lambda mesh, **_: start(mesh).evaluate([(X, Y)], tokens=8 + mesh.dp.rank), {"dp": 2}),
     (r"initialize: False and True", differ, {"initialize": True}),
     (r"schedule: '1f1b' and 'gpipe'", differ, {"schedule": "gpipe"}),
     (r"blocks: 2 and 0", differ, {"blocks": []}), (r"tokens: False and True", differ, {"tokens": 8}),
