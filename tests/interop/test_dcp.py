@@ -78,11 +78,12 @@ def check_fsdp2(folder: str, size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("writer", "zero", "config"),
     [
-        ({"tp": 2}, 0, CONFIG), ({"tp": 3, "dp": 2}, 3, CONFIG), ({"tp": 2, "ep": 2}, 0, EXPERTS),
-        ({"tp": 2, "pp": 2}, 0, TIED),
+        pytest.param({"tp": 2}, 0, CONFIG, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"tp": 3, "dp": 2}, 3, CONFIG, id="tp3-dp2-zero3"),
+        pytest.param({"tp": 2, "ep": 2}, 0, EXPERTS, id="tp2-ep2", marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "pp": 2}, 0, TIED, id="tp2-pp2-tied"),
     ],
-    ids=["tp2", "tp3-dp2-zero3", "tp2-ep2", "tp2-pp2-tied"],
-)  # fmt: skip
+)
 def test_dcp_of_any_layout_loads_on_any_other(eight_ranks, tmp_path, writer, zero, config):
     folder, want = str(tmp_path / "dcp"), {}
     for part in eight_ranks(math.prod(writer.values()), check_save, writer, folder, config, zero):

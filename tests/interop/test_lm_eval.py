@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,25 +12,26 @@ import pytest
 import torch
 
 import mpcore as mp
+from examples.gpt.evaluate import evaluate
 from examples.gpt.generate import load_model
 from examples.gpt.pretrain import main as pretrain
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.interop.parallelize import model_plan
 from tests.lora_models import GPT2, build, fill, token_loss
-from tests.pool import RankError, mesh
+from tests.pool import RankError
+from tests.quick import some
 
 lm_eval = pytest.importorskip("lm_eval")
 tokenizers, hf = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
 
 HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
 Model = pytest.importorskip("mpcore.interop.lm_eval").Model
+QUIET = {"bootstrap_iters": 0, "task_manager": lm_eval.tasks.TaskManager(include_defaults=False)}  # of 26,000 files
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,?"
 LAYOUTS = {
-    "tp2": (2, {"tp": 2}, None),
-    "tp2 zero3": (4, {"tp": 2}, mp.Zero(3)),
-    "pp2": (2, {"pp": 2}, mp.Zero(0)),
-    "tp2 pp2": (4, {"tp": 2, "pp": 2}, mp.Zero(0)),
-}
+    "tp2": ({"tp": 2}, None), "tp2 zero3": ({"tp": 2, "dp": 2}, mp.Zero(3)),
+    "pp2": ({"pp": 2}, mp.Zero(0)), "tp2 pp2": ({"tp": 2, "pp": 2}, mp.Zero(0)),
+}  # fmt: skip
 
 
 def tokenizer_of_letters():
@@ -62,7 +64,7 @@ def tasks(folder: Path) -> list[dict]:
 
 def evaluated(model, folder: Path) -> str:
     """Every number and answer of lm-eval's report, floats to 12 digits."""
-    return numbers(lm_eval.simple_evaluate(model=model, tasks=tasks(folder), bootstrap_iters=0))
+    return numbers(lm_eval.simple_evaluate(model=model, tasks=tasks(folder), **QUIET))
 
 
 def numbers(found: dict) -> str:
@@ -70,10 +72,8 @@ def numbers(found: dict) -> str:
     return re.sub(r"\d+\.\d+(e-?\d+)?", lambda x: f"{float(x[0]):.12g}", json.dumps([found["results"], answers]))
 
 
-def check_layout(layout: str, folder: Path) -> None:
-    _, sizes, data = LAYOUTS[layout]
-    on, model = mesh(**sizes), build("llama")
-    folder = folder / str(on.job.rank)
+def on_layout(on: mp.Mesh, data: mp.Zero | None, folder: Path) -> str:
+    model, folder = build("llama"), folder / str(on.world.rank)
     folder.mkdir()
     if data is None:
         held = mp.parallelize(model, tp=on.tp, check=False)
@@ -85,20 +85,14 @@ def check_layout(layout: str, folder: Path) -> None:
             stages, on, blocks=blocks, schedule=plan, micro_batches=2, initialize=False, data=data,
             loss=lambda out, target: token_loss(out.logits, target), optimizer=lambda model: mp.AdamW(model, lr=1e-2),
         )  # fmt: skip
-    model = Model(held, tokenizer_of_letters(), on, batch_size=4, vocab_size=33, max_length=16)
-    (folder / "found.json").write_text(evaluated(model, folder))
+    return evaluated(Model(held, tokenizer_of_letters(), on, batch_size=4, vocab_size=33, max_length=16), folder)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("tp2", "pp2", "tp2 pp2") else ()) for name in LAYOUTS],
-)
-def test_every_layout_evaluates_as_the_dense_model(ranks, tmp_path, layout):
+@pytest.mark.parametrize("layout", some("tp2 zero3", of=LAYOUTS))
+def test_every_layout_evaluates_as_the_dense_model(tmp_path, layout):
     dense = HFLM(pretrained=build("llama"), tokenizer=tokenizer_of_letters(), batch_size=1)
-    want = evaluated(dense, tmp_path)
-    ranks(LAYOUTS[layout][0], check_layout, layout, tmp_path)
-    for rank in range(LAYOUTS[layout][0]):
-        assert (tmp_path / str(rank) / "found.json").read_text() == want
+    want, (sizes, data) = evaluated(dense, tmp_path), LAYOUTS[layout]
+    assert set(mp.simulate(partial(on_layout, data=data, folder=tmp_path), **sizes)) == {want}
 
 
 def request(*args):
@@ -162,22 +156,21 @@ def test_inputs_as_long_as_a_table_of_positions_are_not_padded_past_it():
     assert mp.simulate(at_the_last_position, tp=2) == pytest.approx([want, want], rel=1e-9)
 
 
-def check_example(checkpoint: Path, folder: Path) -> str:
-    from examples.gpt.evaluate import evaluate
-
-    on = mesh(tp=2)
-    folder = folder / f"example{on.job.rank}"
+def of_example(on: mp.Mesh, checkpoint: Path, folder: Path) -> str:
+    folder = folder / f"example{on.world.rank}"
     folder.mkdir()
-    return numbers(evaluate(checkpoint, ByteTokenizer(), tasks(folder), on, bootstrap_iters=0))
+    return numbers(evaluate(checkpoint, ByteTokenizer(), tasks(folder), on, **QUIET))
 
 
-def test_a_checkpoint_of_the_example_gets_its_models_own_numbers(ranks, tmp_path, monkeypatch):
+def test_a_checkpoint_of_the_example_gets_its_models_own_numbers(tmp_path, monkeypatch):
     """On two ranks of tp, the numbers of the reference: the log-probabilities of a plain forward."""
     monkeypatch.chdir(tmp_path)
     flags: str = "--device cpu --steps 1 --layers 2 --d-model 16 --heads 2 --seq-len 64 --dtype float64 --out run"
     assert pretrain([*flags.split()]) == 0
     (checkpoint,) = tmp_path.glob("run/checkpoints/step-*")
-    found = [json.loads(each) for each in ranks(2, check_example, checkpoint, tmp_path)]
+    found = [
+        json.loads(each) for each in mp.simulate(partial(of_example, checkpoint=checkpoint, folder=tmp_path), tp=2)
+    ]
     assert found[0] == found[1]
     model, said = load_model(checkpoint).eval(), found[0][1]["choice"]
     for answers, text in zip(said[:3], ["is it?", "a", "x, y and so on"], strict=True):
