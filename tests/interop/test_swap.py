@@ -8,12 +8,9 @@ from torch import nn
 
 import mpcore as mp
 from mpcore.interop.parallelize import swap
-from mpcore.interop.parallelize.plan import Experts, Hidden, Replicate, resolve
-from mpcore.interop.parallelize.summary import Summary, SummaryRow, parallelize_summary
+from mpcore.interop.parallelize.plan import Experts, Hidden, resolve
 from mpcore.interop.parallelize.swap import cut_model, experts_shardings
-from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.axis import Axis
-from mpcore.sharding.declarations import declarations
 
 ONE = Axis(2, 1, name="tp")
 
@@ -47,21 +44,6 @@ def test_an_embedding_with_its_own_forward_looks_up_this_ranks_rows():
     assert all(torch.equal(found, 2 * TABLE[ids]) for found in mp.simulate(lambda mesh: work(mesh.tp), tp=2))
     with pytest.raises(ValueError, match="7"):
         cut(table(Doubled), {"0": "vocab"})(torch.tensor([7]))
-
-
-def test_one_layer_under_two_names_and_a_parameter_with_a_second_name():
-    layer = nn.Linear(4, 4)
-    model = nn.ModuleDict({"a": layer, "b": layer, "c": nn.Module()})
-    model["c"].bias = layer.bias
-    model = cut(model, {"a": "colwise"})
-    assert model["a"] is model["b"]
-    assert type(model["a"]) is ColumnParallelLinear
-    assert model["c"].bias is model["a"].bias
-    names = {name: sharding for name, _, sharding in declarations(model)}
-    assert names["a.bias"].shards[0].dim == 0
-    assert names["a.bias"].shape == (4,)
-    lone = cut(nn.Linear(4, 4), {"": "colwise"})
-    assert type(lone) is ColumnParallelLinear
 
 
 def experts(**held):
@@ -110,29 +92,3 @@ def test_how_the_parameters_of_hugging_faces_experts_lie(held, hidden):
 def test_experts_that_ep_cannot_shard(held, message):
     with pytest.raises(ValueError, match=message):
         experts_shardings(experts(**held), Experts(ep=Axis(2, role="ep"), etp=Axis(role="etp")), ONE)
-
-
-def test_a_summary_has_a_row_for_parameters_that_are_alike():
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 6) for _ in range(3)]), "norm": nn.LayerNorm(4)})
-    model["small"] = nn.Linear(2, 2, bias=False).half()
-    model["heads"] = nn.LayerNorm(2)
-    cut(
-        model,
-        {"layers.*": "colwise", "norm": "replicate", "heads": Replicate(partial_gradient=True), "small": "rowwise"},
-    )
-    found = parallelize_summary(model)
-    columns = "dimension 0 sharded over tp 2"
-    assert found.rows == (
-        SummaryRow("layers.*.weight", columns, 3, 3 * 96, 3 * 48),
-        SummaryRow("layers.*.bias", columns, 3, 3 * 24, 3 * 12),
-        SummaryRow("norm.weight", "whole, as the plan leaves it", 1, 16, 16),
-        SummaryRow("norm.bias", "whole, as the plan leaves it", 1, 16, 16),
-        SummaryRow("small.weight", "dimension 1 sharded over tp 2", 1, 8, 4),
-        SummaryRow("heads.weight", "whole, its gradient summed over tp", 1, 8, 8),
-        SummaryRow("heads.bias", "whole, its gradient summed over tp", 1, 8, 8),
-    )
-    assert found.share == (3 * 120 + 8) / (3 * 120 + 8 + 32 + 16)
-    assert str(found).splitlines()[0] == f"layers.*.weight  x3            288 ->            144 bytes  {columns}"
-    assert str(found).splitlines()[-1] == "88% is sharded: 416 -> 232 bytes on this rank"
-    assert str(Summary((), 0.0)) == "0% is sharded: 0 -> 0 bytes on this rank"
-    assert parallelize_summary(nn.ReLU()) == Summary((), 0.0)
