@@ -1,17 +1,15 @@
-"""Folders of Hugging Face: which tensor lies where, which files are written, what goes along, what is refused."""
+"""Folders of Hugging Face: which tensor lies where, and what is refused."""
 
 from __future__ import annotations
 
 import json
-import zlib
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from mpcore.interop.hugging_face import loading, writing
-from mpcore.interop.hugging_face.extra_files import ExtraFiles, carried_by_hf, tokenizer_files
+from mpcore.interop.hugging_face import loading
 from mpcore.interop.hugging_face.folder import open_files
 from mpcore.interop.hugging_face.stored import Group
 
@@ -53,90 +51,6 @@ def test_files_are_opened_with_an_index_or_as_one(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     files, where = open_files(tmp_path)
     assert (list(files), where) == (["x.safetensors", "y.safetensors"], names)
-
-
-def write(tmp_path, limit, **sizes):
-    likes = {key: torch.empty(n, device="meta") for key, n in sizes.items()}
-    order = []
-    writing.write_weights(tmp_path, likes, lambda key: order.append(key) or torch.full((sizes[key],), 1.0), limit)
-    assert order == list(sizes)
-    return {path.name: sorted(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))}
-
-
-def test_files_have_a_limited_size(tmp_path):
-    for name, limit, found in (
-        ("one", 40, {"model.safetensors": ["a", "b", "c"]}),
-        ("full", 24, {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}),
-        ("each", 1, {f"model-0000{i}-of-00003.safetensors": [key] for i, key in enumerate("abc", 1)}),
-    ):  # fmt: skip
-        (tmp_path / name).mkdir()
-        assert write(tmp_path / name, limit, a=2, b=4, c=4) == found
-        index = tmp_path / name / "model.safetensors.index.json"
-        assert index.exists() == (len(found) > 1)
-        if index.exists():
-            where = {key: file for file, keys in found.items() for key in keys}
-            assert json.loads(index.read_text()) == {"metadata": {"total_size": 40}, "weight_map": where}
-    assert writing.SHARD_BYTES == 5_000_000_000
-
-
-def test_what_goes_along_with_a_model(tmp_path):
-    values = {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None, "hidden_size": 3}
-    (tmp_path / "tokenizer.json").write_bytes(b"tok")
-    (tmp_path / "merges.txt").write_bytes(b"m")
-    (tmp_path / "README.md").write_bytes(b"r")
-    found = carried_by_hf(tmp_path, values)
-    assert found == ExtraFiles(
-        {"model_type": "x", "bos_token_id": 1, "eos_token_id": [2], "pad_token_id": None},
-        {"tokenizer.json": b"tok", "merges.txt": b"m"},
-    )
-    sums = {"tokenizer.json": zlib.crc32(b"tok"), "merges.txt": zlib.crc32(b"m")}
-    assert found.extra == {"hugging_face": {"config": found.config, "files": sums}}
-    assert found.beside == {"hugging_face/tokenizer.json": b"tok", "hugging_face/merges.txt": b"m"}
-    assert ExtraFiles().extra == {}
-    assert ExtraFiles({"a": 1}).extra == {"hugging_face": {"config": {"a": 1}, "files": {}}}
-    assert ExtraFiles({}, {"merges.txt": b""}).extra == {"hugging_face": {"config": {}, "files": {"merges.txt": 0}}}
-    assert tokenizer_files(tmp_path) == found.files
-    (tmp_path / "t").write_bytes(b'{"model": {}}')
-    assert tokenizer_files(tmp_path / "t") == {"tokenizer.json": b'{"model": {}}'}
-    (tmp_path / "tekken.json").write_bytes(b'{"config": {}, "vocab": []}')
-    for name in ("merges.txt", "tekken.json"):  # of other kinds of tokenizers
-        with pytest.raises(ValueError, match=name):
-            tokenizer_files(tmp_path / name)
-    for path in (tmp_path / "none", tmp_path / "README"):
-        with pytest.raises(
-            ValueError, match=f"^{path} is no tokenizer.json, and no folder with one of tokenizer.json, "
-        ):
-            tokenizer_files(path)
-
-
-@pytest.mark.parametrize(
-    ("config", "files", "given", "found"),
-    [
-        ({"eos_token_id": 7}, {"tokenizer.json": b"t"}, (b"t", 9, "<e>"),
-         ({"eos_token_id": 7}, {"tokenizer.json": b"t"})),
-        ({"a": 1}, {"tokenizer.json": b"t"}, (b"t", 9), ({"bos_token_id": None, "eos_token_id": 9, "a": 1},
-                                                        {"tokenizer.json": b"t"})),
-        ({"bos_token_id": 3}, {"tokenizer.json": b"t"}, (b"t", 9), ({"bos_token_id": 3, "eos_token_id": 9},
-                                                                  {"tokenizer.json": b"t"})),
-        ({"eos_token_id": 7}, {"tokenizer.json": b"t"}, (b"u", 9), ({"bos_token_id": None, "eos_token_id": 9}, {})),
-        ({"eos_token_id": 7}, {"tokenizer.json": b"t"}, (None, 9, "<e>"),
-         ({"bos_token_id": None, "eos_token_id": 9}, {})),
-        ({"eos_token_id": 7}, {}, (None, 9), ({"eos_token_id": 7}, {})),
-        ({}, {}, (None, 9), ({"bos_token_id": None, "eos_token_id": 9}, {})),
-    ],
-)  # fmt: skip
-def test_a_model_that_trains_with_a_tokenizer_keeps_its_own_alone(config, files, given, found):
-    assert ExtraFiles(config, files).with_tokenizer(*given) == ExtraFiles(*found)
-
-
-def test_another_tokenizer_is_named_as_transformers_reads_it():
-    made = ExtraFiles({"eos_token_id": 7}, {"tokenizer.json": b"t", "merges.txt": b"m"}).with_tokenizer(b"u", 9, "<e>")
-    assert made.config == {"bos_token_id": None, "eos_token_id": 9}
-    assert made.files.keys() == {"tokenizer.json", "tokenizer_config.json"}
-    assert made.files["tokenizer.json"] == b"u"
-    assert json.loads(made.files["tokenizer_config.json"]) == {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>"
-    }  # fmt: skip
 
 
 def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
