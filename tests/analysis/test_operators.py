@@ -39,20 +39,6 @@ def test_operators_move_what_they_read_and_write(run, moved, launches):
         assert count(run, (4, 6), dtype=dtype) == OperatorCounts(bytes=moved * 24 * size, launches=launches)
 
 
-def test_products_count_by_dtype_and_move_nothing():
-    def products(a: Tensor, b: Tensor) -> None:
-        torch.mm(a, b)
-        torch.mm(a, b)
-        torch.bmm(a.bfloat16()[None].expand(7, 3, 5), b.bfloat16()[None].expand(7, 5, 11))
-
-    found = count(products, (3, 5), (5, 11))
-    assert found.products == {"float32": 2 * 2 * 3 * 5 * 11, "bfloat16": 7 * 2 * 3 * 5 * 11}
-    assert found.bytes == (3 * 5 + 5 * 11) * (4 + 2), "the casts alone"
-    assert found.launches == 5
-    assert found.flops == 330 * (2 + 7)
-    assert OperatorCounts({"float32": 5}, attention=7, all_pairs=11, scores=13, unaligned=17, bytes=19).flops == 5 + 11
-
-
 def test_collectives_are_not_counted():
     with pretend(2), fake_tensors(stands_for_gpu=False):
         x = torch.empty(4, 4)

@@ -14,7 +14,7 @@ from mpcore.pipeline.schedules import build_schedule
 from mpcore.tools.analysis.layout import Layout, TooLargeError
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.search import IDLE, Estimate, choices, consider, frontier, meshes, ranked, search, useful
+from mpcore.tools.analysis.search import Estimate, choices, consider, frontier, meshes, ranked, search
 from mpcore.tools.analysis.seconds import NOISE, Seconds, errors_of, estimate
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
@@ -73,25 +73,6 @@ def test_a_varied_flag_has_each_of_its_values(vary, want):
 def test_a_varied_flag_of_another_form_is_refused(wrong):
     with pytest.raises(ValueError, match="isn't of the form"):
         list(choices([wrong]))
-
-
-@pytest.mark.parametrize(("flag", "axes"), [("schedule", "pp"), ("virtual-stages", "pp"), ("sequence-parallel", "tp"),
-                                           ("zero", "dp"), ("zero", "cp"), ("other", "")])  # fmt: skip
-def test_a_flag_is_idle_where_none_of_its_axes_has_ranks(flag, axes):
-    values = () if flag == "sequence-parallel" else ("7",)
-    own = ("--before", "1", f"--{flag}", *values, "--after", "2")
-    without = ("--before", "1", "--after", "2")
-    assert useful([(ONE, own)]) == [(ONE, without if flag in IDLE else own)]
-    if axes:
-        wide = {**ONE, axes: 2}
-        assert useful([(wide, own)]) == [(wide, own)]
-    assert useful([({}, own)]) == [({}, without if flag in IDLE else own)], "an axis that is missing has one rank"
-
-
-def test_of_layouts_that_are_equal_without_idle_flags_the_first_is_kept():
-    two = {**ONE, "pp": 2}
-    given = [(sizes, ("--schedule", name)) for name in ("1f1b", "zb") for sizes in (ONE, two)]
-    assert useful(given) == [(ONE, ()), (two, ("--schedule", "1f1b")), (two, ("--schedule", "zb"))]
 
 
 def layout(seconds: float, memory: int) -> Layout:

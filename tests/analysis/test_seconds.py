@@ -1,7 +1,8 @@
-"""The parts of a step's seconds, each from its own counts and rates, added by hand."""
+"""The parts of a step's seconds, each from its own counts and rates, added by hand; and the errors of rates."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpcore.tools.analysis.counts import Count
 from mpcore.tools.analysis.layout import Layout
 from mpcore.tools.analysis.machine import Machine
 from mpcore.tools.analysis.operators import OperatorCounts
-from mpcore.tools.analysis.seconds import INSIDE, estimate
+from mpcore.tools.analysis.seconds import INSIDE, NAMES, SPREADS, errors_of, estimate, sensitivities
 from mpcore.tools.analysis.work import MicroBatchMemory, MicroBatchWork, PassWork, StepMemory
 
 M = 6  # micro-batches
@@ -155,3 +156,46 @@ def test_a_split_backward_takes_half_of_its_seconds_in_each_half():
     made = layout(stage(2, 4), stage(2, 4), held=(StepMemory(), StepMemory()), blocks=(1, 1))
     found = estimate(replace(made, short=build_schedule("zb", 2, M)), replace(RATES, tau=0.0, node_latency=0.0))
     assert found.bubble == pytest.approx((2 - 1) * (2 + 2 - 2))
+
+
+# --- the errors of rates ----------------------------------------------------------------------------------------------
+
+
+SMALL = Machine(
+    "test", peak=100.0, hbm=50.0, memory=1e9, peak_32=10.0, node_bandwidth=10.0, node_latency=0.0, e_gemm=0.6,
+    e_attention=0.5, e_hbm=0.4, x_tp=0.8, x_dp=0.3, tau=0.2, cluster=1.1,
+)  # fmt: skip
+
+
+def even(products: float, moved: float, sent: float, data: float, *, attention: int = 0, pp: int = 1) -> Layout:
+    """A layout of `pp` equal stages: products, other operators, bytes over tp, and over dp once a step."""
+    counts = OperatorCounts(
+        {"bfloat16": int(products)}, attention=attention, all_pairs=2 * attention, scores=attention, bytes=int(moved)
+    )
+    part = PassWork(counts, {("tp", "all_gather"): Count(1, int(sent))})
+    held = StepMemory(parameters=40, optimizer=60, gradients=30, sent={("dp", "reduce_scatter"): Count(1, int(data))})
+    return layout(*[(part, part)] * pp, held=(held,) * pp, blocks=(3,) * pp)
+
+
+LAYOUTS = [even(9000, 100, 10, 10), even(90, 9000, 10, 10), even(90, 10, 900, 50), even(30, 10, 10, 9000),
+           even(3, 1, 1, 1), even(500, 400, 30, 900, pp=3), even(4000, 900, 90, 200, attention=300, pp=2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("i", range(len(LAYOUTS)))
+def test_the_jacobian_is_the_change_of_a_step_with_each_rate(i):
+    """d log step / d log rate, by differences."""
+    found = sensitivities(LAYOUTS[i], SMALL)
+    for k, name in enumerate(NAMES):
+        up, down = (
+            estimate(LAYOUTS[i], replace(SMALL, **{name: getattr(SMALL, name) * math.exp(e)})).step
+            for e in (1e-5, -1e-5)
+        )
+        assert found[k] == pytest.approx((math.log(up) - math.log(down)) / 2e-5, rel=1e-4, abs=1e-8), name
+
+
+def test_a_rate_without_a_known_error_has_that_of_its_prior():
+    J = sensitivities(LAYOUTS[1], SMALL)
+    for known in ({}, {"e_hbm": 0.01}):
+        spreads = (SPREADS | known).values()
+        want = [j * s for j, s in zip(J, spreads, strict=True)]
+        assert errors_of(LAYOUTS[1], replace(SMALL, errors=known)) == pytest.approx(want)

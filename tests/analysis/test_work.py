@@ -1,4 +1,4 @@
-"""What planners are told and what they add up, on numbers."""
+"""What planners are told and what they add up, on numbers, and the parts of what a rank holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.tools.analysis.dry_run import dry_run
+from mpcore.tools.analysis.memory import parts_of, unit_of
 from mpcore.tools.analysis.work import (
     DryRunCounts,
     MicroBatchMemory,
@@ -40,3 +41,28 @@ def test_an_optimizer_that_expects_the_model_is_refused_in_a_line():
     words = r"^optimizer= gets a list of 2 parameters, not the model, and raised AttributeError.*: give optimizer"
     with pytest.raises(ValueError, match=words):
         dry_run(work)
+
+
+@pytest.mark.parametrize(("size", "unit"), [
+    (0, "KiB"), (1, "KiB"), (103, "KiB"), (104857, "KiB"), (104858, "MiB"), (2**20, "MiB"), (107374182, "MiB"),
+    (107374183, "GiB"), (2**50, "GiB"),
+])  # fmt: skip
+def test_a_size_is_printed_in_the_largest_unit_that_leaves_a_tenth(size, unit):
+    assert unit_of(size) == unit
+
+
+def found(unit: int) -> DryRunCounts:
+    """Of 1 + 2 + 3 + 4 between steps, 1 of activations, 17 gathered or unreduced, and 6 of what operators hold."""
+    held = StepMemory(unit, 4 * unit, 2 * unit, 3 * unit)
+    stages = [
+        MicroBatchMemory(activations=7 * unit, gathered=8 * unit, unsummed=9 * unit),
+        MicroBatchMemory(activations=9 * unit),
+    ]
+    return DryRunCounts(held, stages, peak=18 * unit, work_peak=24 * unit)
+
+
+def test_the_parts_of_a_rank_are_its_largest_bytes_of_each_kind():
+    assert parts_of(found(1)) == {
+        "parameters": 1, "gradients": 2, "optimizer": 3, "buffers": 4, "activations": 1, "gathered": 17,
+        "working set": 6,
+    }  # fmt: skip

@@ -1,9 +1,10 @@
-"""How a rank leaves: what it says, writes and returns, and how it finds the rank that failed first."""
+"""How a rank leaves: what it says and returns, how it finds the rank that failed first; requests that ranks share."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 import mpcore as mp
 from mpcore.tools.fault_tolerance.leave import leave_together
+from mpcore.tools.fault_tolerance.signals import SharedRequests, StopSignals
+from tests.pool import on_ranks
 
 module: Any = importlib.import_module("mpcore.tools.fault_tolerance.leave")  # the package has a function of this name
 
@@ -198,3 +201,27 @@ def test_a_block_without_an_error_ends_its_thread(monkeypatch):
     with pytest.raises(LookupError, match="as it was"), alone:
         raise LookupError("as it was")
     assert not alone.thread.is_alive()
+
+
+@on_ranks(2)
+def test_ranks_in_other_steps_or_with_other_requests_are_told_so():
+    mesh, step = mp.build_mesh(tp=2), 0
+    for wrong in ({"stop": False}, {}):
+        wishes = SharedRequests(mesh.world)
+        step = 7 if mesh.tp.rank and wrong else 6
+        wishes.after_step(step, **(wrong if mesh.tp.rank else {"stop": False}))
+        with pytest.raises(ValueError, match="steps 6 and 7" if wrong else r"other requests than \['stop'\]"):
+            wishes.after_step(9, stop=False)
+        dist.barrier()
+
+
+def test_a_block_leaves_a_handler_that_another_set():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.asked
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as leave_together does
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

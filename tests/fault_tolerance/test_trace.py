@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mpcore as mp
 from mpcore import _torch
-from mpcore.tools.fault_tolerance import trace
-from mpcore.tools.fault_tolerance.__main__ import main
+from mpcore.tools.fault_tolerance import trace, watchdog
 from mpcore.tools.fault_tolerance.trace import (
     Call,
     Log,
     call_site,
     calls_of,
     explain,
-    form_of,
     read_log,
     record,
     stands_in,
@@ -105,18 +104,6 @@ def test_a_record_becomes_a_call():
     assert [call.time for call in calls_of([late, early], 50)] == [50, 70]
 
 
-def test_kinds_whose_shards_may_differ_are_compared_without_their_shape():
-    def call(kind: str, *shape: int, dtype: str = "Float") -> Call:
-        return Call("g", 1, kind, shape, dtype, "", False, 1)
-
-    for kind in ("all_reduce", "all_gather", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast"):
-        assert form_of(call(kind, 2)) != form_of(call(kind, 3))
-    for kind in ("all_to_all", "all_to_allv", "gather"):
-        assert form_of(call(kind, 2)) == form_of(call(kind, 3))
-        assert form_of(call(kind, 2)) != form_of(call(kind, 2, dtype="Half"))
-        assert form_of(call(kind, 2)) != form_of(call("all_reduce", 2))
-
-
 def reads() -> tuple[Any, ...]:
     on = mp.build_mesh(tp=2, device_type="cpu")
     log = read_log(on)
@@ -145,17 +132,6 @@ def test_the_recorder_keeps_as_many_entries_as_asked(monkeypatch):
     for wrong in (0, -3):
         with pytest.raises(ValueError, match=f"entries {wrong} is smaller than 1"):
             record(wrong)
-
-
-def test_the_command_counts_the_ranks_of_the_groups(tmp_path, capsys):
-    for rank in (0, 1):
-        given = Log(rank, {"g": ("tp", (0, 1)), "h": ("world", (0, 1, 2))}, [], f"at{rank}.py:1")
-        (tmp_path / f"rank{rank}.json").write_text(given.to_json())
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "rank 2 gives no answer: stopped, dead or cut off", "  rank 0: is at at0.py:1", "  rank 1: is at at1.py:1",
-        "  rank 2: no answer",
-    ]  # fmt: skip
 
 
 # --- who is at fault --------------------------------------------------------------------------------------------------
@@ -208,20 +184,6 @@ def test_a_rank_waits_for_the_lowest_that_is_behind_in_the_group():
     assert explain([unknown], 1).startswith("all ranks wait, and their collectives match")
 
 
-def test_what_ranks_entered_otherwise_is_told_by_the_earliest_call():
-    one = log(0, call(1, time=3), call(2, time=8), call(3, time=9, dtype="Half"))
-    two = log(1, call(1, time=4), call(2, time=6, kind="broadcast"), call(3, time=2))
-    said = explain([two, one], 2).splitlines()[0]
-    assert said == (
-        "the ranks disagree about call 3: rank 0 entered all_reduce(axis g) of [2] Half at s:1 while rank 1 entered "
-        "all_reduce(axis g) of [2] Float at s:1"
-    )
-    later = log(1, call(1, time=4), call(2, time=6, kind="broadcast"), call(3, time=7))
-    assert explain([later, one], 2).startswith("the ranks disagree about call 2:")
-    nccl = log(1, call(1, backend="nccl", kind="broadcast"))
-    assert not explain([log(0, call(1)), nccl], 2).startswith("the ranks disagree"), "another backend counts for itself"
-
-
 def test_the_first_call_from_another_place_is_told_too():
     parted = [log(0, call(1), call(2, site="a:1")), log(1, call(1), call(2, site="b:2"))]
     text = explain(parted, 2).splitlines()
@@ -232,3 +194,17 @@ def test_the_first_call_from_another_place_is_told_too():
     )
     both = [log(0, call(1, site="a:1")), log(1, call(1, site="b:2", dtype="Half"))]
     assert len(explain(both, 2).splitlines()) == 3, "it is said once"
+
+
+def test_a_watchdog_without_the_store_has_its_own_log(monkeypatch):
+    store = dist.HashStore()
+    store.set("mpcore/trace/0", log(0).to_json())
+
+    def gone(*_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    for name in ("set", "check", "get"):
+        broken = SimpleNamespace(**{"set": store.set, "check": store.check, "get": store.get, name: gone})
+        monkeypatch.setattr(watchdog, "clone_store", lambda broken=broken: broken)
+        found = watchdog.Watchdog(mp.Mesh(job=mp.Axis(4, 1, name="world")))._exchange(log(1))
+        assert [each.rank for each in found] == [1]
