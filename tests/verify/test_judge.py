@@ -37,73 +37,6 @@ def test_tensors_are_near_within_64_roundings_of_the_largest_value(dtype, roundi
         assert not tensors.near(nothing, nothing), "there is no scale"
 
 
-def test_columns_in_another_order_are_told_from_other_columns():
-    turned = VALUES[:, [5, 1, 0, 3, 2, 4]]
-    assert tensors.same_columns(turned, VALUES)
-    assert tensors.same_columns(turned.view(2, 2, 6), VALUES)
-    assert tensors.same_columns(-turned, VALUES)  # their squares are compared
-    turned[0, 0] += 1
-    assert not tensors.same_columns(turned, VALUES)
-    assert not tensors.same_columns(VALUES.T.reshape(4, 6), VALUES)
-
-
-WHOLE = torch.arange(8.0 * 6 * 10, dtype=torch.float64).view(8, 6, 10)
-TOKENS = torch.tensor([0, 2, 5])
-# layout, rank, shape, declared features, what it may hold
-PARTS: dict[str, tuple[str, RankRecord, tuple, tuple, list]] = {
-    "whole": ("tp2", seen(1), (8, 6, 10), (), [WHOLE]), "its rows": ("dp4", seen(dp=2), (2, 6, 10), (), [WHOLE[4:6]]),
-    "all rows without dp": ("tp2", seen(dp=0), (8, 6, 10), (), [WHOLE]),
-    "its tokens": ("cp2", seen(cp=1, length=6, tokens=TOKENS), (8, 3, 10), (), [WHOLE[:, TOKENS]]),
-    "rows and tokens": ("cp2dp2", seen(dp=1, length=6, tokens=TOKENS), (4, 3, 10), (), [WHOLE[4:, TOKENS]]),
-    "no dimension of tokens": ("cp2", seen(length=7, tokens=TOKENS), (8, 6, 10), (), [WHOLE]),
-    "features of tp": ("tp3", seen(0), (8, 6, 4), (), [WHOLE[..., :4]]),
-    "smaller features of tp": ("tp3", seen(2), (8, 6, 3), (), [WHOLE[..., 7:]]),
-    "tokens of tp": ("tp2", seen(1), (8, 3, 10), (), [WHOLE[:, 3:]]),
-    "another rank's size": ("tp3", seen(0), (8, 6, 3), (), []),
-    "two dimensions less": ("tp2", seen(1), (8, 3, 5), (), []),
-    "another number of dimensions": ("tp2", seen(1), (8, 6), (), []),
-    "declared": ("tp2", seen(1), (8, 6, 5), ((1, 3), (7, 10)), [torch.cat([WHOLE[..., 1:3], WHOLE[..., 7:]], -1)]),
-    "declared, and all of them": ("tp2", seen(1), (8, 6, 10), ((0, 10),), [WHOLE]),
-    "declared for another size": ("tp2", seen(1), (8, 6, 5), ((1, 3), (7, 11)), [WHOLE[..., 5:]]),
-    "declared beyond it": ("tp2", seen(1), (8, 6, 5), ((0, 2), (8, 11)), [WHOLE[..., 5:]]),
-    "declared, on a part of its rows": ("tp2", seen(1), (4, 6, 5), ((0, 5),), []),
-    "declared of its tokens": (
-        "cp2tp2", seen(1, length=6, tokens=TOKENS), (8, 3, 5), ((2, 7),), [WHOLE[:, TOKENS, 2:7]],
-    ),
-    "sharded tokens of cp": ("cp2tp2", seen(0, length=6, tokens=TOKENS), (8, 2, 10), (), [WHOLE[:, TOKENS[:2]]]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PARTS)
-def test_a_rank_may_hold_its_rows_its_tokens_and_declared_features_or_a_shard(case):
-    layout, rank, shape, runs, want = PARTS[case]
-    got = list(tensors.parts(parse_layout(layout), rank, WHOLE, torch.Size(shape), runs))
-    assert len(got) == len(want)
-    assert all(map(torch.equal, got, want))
-
-
-def test_a_square_of_tokens_may_be_cut_along_either_side_and_a_number_along_none():
-    square, rank = WHOLE[:6, :6, 0], seen(length=6, tokens=TOKENS)
-    rows, columns = square[TOKENS], square[:, TOKENS]
-    for shape, want in (((3, 6), [rows]), ((6, 3), [columns]), ((6, 6), [square]), ((4, 6), [])):
-        got = list(tensors.parts(parse_layout("cp2"), rank, square, torch.Size(shape), ()))
-        assert len(got) == len(want)
-        assert all(map(torch.equal, got, want))
-    assert list(tensors.parts(parse_layout("dp2"), seen(dp=1), number(3.0), torch.Size(()), ())) == [number(3.0)]
-
-
-def test_of_ranks_those_are_taken_that_differ_from_the_first_on_one_axis_alone():
-    held = [seen(tp, cp, pp, dp) for tp in (1, 0) for cp in (0, 1) for pp in (0, 1) for dp in (1, 0)]
-    places = [torch.tensor([s.tp, s.cp, s.pp, s.dp]) for s in held]
-    for i, axis in enumerate(("tp", "cp", "pp", "dp")):
-        found = [t.tolist() for t in tensors.one_each(held, places, axis)]
-        first, other = [1, 0, 0, 1], [1, 0, 0, 1]
-        other[i] = 1 - other[i]
-        assert found == [first, other]
-        missing = [None if t is places[0] else t for t in places]
-        assert [t.tolist() for t in tensors.one_each(held, missing, axis)] == [other]
-
-
 def off(got: Tensor, want: Tensor, own: float = 0.0, floor: float = 0.0, **how: object) -> tuple[float, bool]:
     return Judge(seen(), **how)._off(got, want, own, floor)  # type: ignore[arg-type]
 
@@ -251,36 +184,6 @@ def test_a_gradient_that_the_unsharded_model_lacks_is_named():
     assert (found.name, found.ulps) == ("b", math.inf), "a name that the unsharded model hasn't comes first"
 
 
-SIZES = [(f"{axis}{n}", factor) for axis in ("tp", "dp", "cp", "pp") for n in (2, 3) for factor in (n, 1 / n)]
-
-
-@pytest.mark.parametrize(("layout", "factor"), SIZES)
-def test_a_gradient_that_is_off_by_the_size_of_an_axis_is_told_with_axis_and_size(layout, factor):
-    gradient = {"w": VALUES.clone()}
-    truth, ranks = runs(int(layout[2]), layout[:2], initial=gradient, gradients=gradient)
-    for rank in ranks:
-        rank.gradients["w"] *= factor
-    found = judged(truth, parse_layout(layout), ranks).mismatch
-    assert f"{layout[:2]} = {layout[2]} times too {'large' if factor > 1 else 'small'}" in found.cause
-    for rank in ranks:  # another ratio, or none
-        rank.gradients["w"] *= 1.5
-    found = judged(truth, parse_layout(layout), ranks).mismatch
-    assert "times too" not in found.cause
-
-
-def test_a_gradient_that_was_right_before_it_was_summed_is_told_from_one_that_never_was():
-    gradient = {"w": VALUES.clone()}
-    causes = []
-    for local in (VALUES, 2 * VALUES):
-        truth, ranks = runs(2, "tp", initial=gradient, gradients=gradient)
-        for rank in ranks:
-            rank.gradients["w"] *= 2
-            rank.local["w"] = local
-        causes.append(judged(truth, parse_layout("tp2"), ranks).mismatch.cause)
-    assert "declared pending" in causes[0]
-    assert "declared pending" not in causes[1]
-
-
 def test_the_loss_and_the_norm_have_the_tolerance_of_the_rounded_runs():
     truth, ranks = runs(2, "tp", loss=4.0, norm=2.0)
     for name in ("loss", "norm"):
@@ -293,27 +196,3 @@ def test_the_loss_and_the_norm_have_the_tolerance_of_the_rounded_runs():
             verdict = Judge(truth, torch.float32, rounded)(parse_layout("tp2"), ranks)
             assert verdict.worst[name] == pytest.approx(error * allowed / (2.0**-23 * value), rel=1e-4)
             assert (verdict.mismatch is not None) is bad
-
-
-LOSSES = [
-    ("tp2", 5.0 + 3 * math.log(2), "3 tokens"), ("tp4", 5.0 + 2 * math.log(4), "2 tokens"),
-    ("tp2", 5.0 + 2.5 * math.log(2), ""), ("tp2", 10.0, "tp = 2 times too large"), ("tp2", 15.0, ""),
-    ("dp2", 6.0, "2 parts"), ("dp2tp2cp2pp2", 6.0, "8 parts"), ("tp2", math.nan, ""), ("mb2", 10.0, ""),
-    ("dp2", 2.5, "dp = 2 times too small"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("layout", "loss", "told"), LOSSES)
-def test_a_loss_is_told_by_what_it_is_off_by(layout, loss, told):
-    truth, ranks = runs(2, "tp", loss=5.0)
-    for rank in ranks:
-        rank.loss = loss
-    cause = judged(truth, parse_layout(layout), ranks).mismatch.cause
-    found = [
-        words
-        for words in ("3 tokens", "2 tokens", "2 times too large", "2 times too small", "2 parts", "8 parts")
-        if words in cause
-    ]
-    assert found == ([told[told.find("= ") + 2 :] if "= " in told else told] if told else [])
-    truth.loss = 0.0
-    assert "times too" not in judged(truth, parse_layout("tp2"), ranks).mismatch.cause

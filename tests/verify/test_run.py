@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import mpcore as mp
 from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.verify import parse_layout
 from mpcore.tools.verify import run as of_run
-from mpcore.tools.verify.run import STEP, RankRecord, Task, listen
+from mpcore.tools.verify.run import STEP, Task
 
 ALONE, WIDTH = parse_layout("tp1"), 3
 build_model: Any = of_run.build_model
@@ -48,67 +47,6 @@ def task(**more: Any) -> Task:
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target[:, None]).square().sum()
-
-
-def test_the_model_has_the_seeds_values_in_the_tasks_dtype_and_complex_buffers_stay_complex():
-    torch.manual_seed(5)
-    want = Small()
-    for dtype, complex_dtype in ((torch.float64, torch.complex128), (torch.float32, torch.complex64),
-                                 (torch.bfloat16, torch.complex64)):  # fmt: skip
-        torch.manual_seed(11)
-        model = build_model(task(seed=5, dtype=dtype), mp.Mesh(), ALONE)
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            assert torch.equal(p, q.to(dtype))
-        assert torch.equal(model.get_buffer("turns"), want.turns.to(complex_dtype))
-        assert model.get_buffer("turns").dtype == complex_dtype
-        assert (model.get_buffer("steps").dtype, model.get_buffer("own").dtype) == (torch.int64, dtype)
-    assert not torch.equal(build_model(task(seed=6), mp.Mesh(), ALONE).up.weight, want.up.weight.double())
-
-
-def flat(**more: Any) -> Tensor:
-    model = build_model(task(build=wide, **more), mp.Mesh(), ALONE)
-    return model.get_parameter("weight").detach().double().flatten()
-
-
-def wide(mesh: mp.Mesh) -> nn.Module:
-    return nn.Linear(40, 40, bias=False)
-
-
-@pytest.mark.parametrize(("dtype", "eps"), [(torch.float64, 2.0**-52), (torch.float32, 2.0**-23)])
-def test_a_nudge_moves_parameters_by_at_most_half_a_rounding_and_then_rounds(dtype, eps):
-    plain, one, again, two = (flat(dtype=dtype, nudge=i) for i in (0, 1, 1, 2))
-    apart = (one - plain) / plain
-    assert -eps <= apart.min() < 0 < apart.max() <= eps
-    assert 0.1 < (apart != 0).double().mean() < 0.6  # p x eps / 2 is half to a whole unit in the last place
-    assert torch.equal(one, again)
-    assert not torch.equal(one, two)
-
-
-def stages_of_the_same_names(mesh: mp.Mesh) -> nn.Module:
-    return nn.Linear(2, 2)
-
-
-def stages_of_other_names(mesh: mp.Mesh) -> nn.Module:
-    return nn.ModuleDict({str(mesh.pp.rank): nn.Linear(2, 2)})
-
-
-def no_parameters(mesh: mp.Mesh) -> nn.Module:
-    return nn.Identity()
-
-
-def build_on_two_stages(build: Any) -> str:
-    try:
-        build_model(task(build=build), mp.build_mesh(pp=2, device_type="cpu"), parse_layout("pp2"))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_stages_that_hold_the_same_names_are_refused():
-    said = mp.simulate(partial(build_on_two_stages, stages_of_the_same_names), ranks=2)
-    assert all(text.startswith("each of 2 stages holds the same 2 parameters, such as bias") for text in said)
-    for build in (stages_of_other_names, no_parameters):
-        assert mp.simulate(partial(build_on_two_stages, build), ranks=2) == ["", ""]
 
 
 def test_a_slope_may_be_off_by_a_millionth_of_the_norm_and_by_rounding():
@@ -233,14 +171,6 @@ def test_norms_and_layers_without_sequence_parallelism_are_noted_in_a_model_with
         assert found == [(["1", "2"], {"3"}), ([], set())]
 
 
-def test_without_a_loss_half_the_sum_of_squares_is_taken_and_without_a_target_x():
-    found = run_step(task(loss=None), mp.Mesh(), ALONE)
-    assert found.loss == pytest.approx(found.output[""].square().sum().item() / 2, rel=1e-12)
-    x = torch.ones(8, WIDTH)
-    only = task(batch={"x": x}, loss=lambda output, target: 0 * output.sum() + target.square().sum())
-    assert run_step(only, mp.Mesh(), ALONE).loss == x.numel()
-
-
 def test_rows_that_dont_fit_are_refused_with_the_number_that_they_must_be_a_multiple_of():
     with pytest.raises(ValueError, match=r"layout 'mb3': 8 rows are not a multiple of dp x micro-batches = 3$"):
         run_step(task(), mp.Mesh(), parse_layout("mb3"))
@@ -274,17 +204,16 @@ def test_with_a_virtual_degree_two_steps_of_adamw_are_made():
     same(seen.evaluated[""], model(x).detach())
 
 
-def features(gather_output: bool) -> dict:
-    on, seen = mp.build_mesh(tp=2, device_type="cpu"), RankRecord(0, 0, 0, 0)
-    model = nn.ModuleDict({
-        "up": mp.ColumnParallelLinear(4, 6, tp=on.tp, gather_output=gather_output),
-        "down": mp.RowParallelLinear(6, 6, tp=on.tp), "same": nn.Linear(4, 6),
-        "table": mp.VocabParallelEmbedding(6, 6, tp=on.tp),
-    })  # fmt: skip
-    listen(model, seen)
-    return seen.features
-
-
-def test_the_features_that_a_column_parallel_layer_leaves_on_a_rank_are_known():
-    assert mp.simulate(partial(features, False), ranks=2) == [{"up": ((0, 3),)}, {"up": ((3, 6),)}]
-    assert mp.simulate(partial(features, True), ranks=2) == [{}, {}]
+def test_the_model_has_the_seeds_values_in_the_tasks_dtype_and_complex_buffers_stay_complex():
+    torch.manual_seed(5)
+    want = Small()
+    for dtype, complex_dtype in ((torch.float64, torch.complex128), (torch.float32, torch.complex64),
+                                 (torch.bfloat16, torch.complex64)):  # fmt: skip
+        torch.manual_seed(11)
+        model = build_model(task(seed=5, dtype=dtype), mp.Mesh(), ALONE)
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert torch.equal(p, q.to(dtype))
+        assert torch.equal(model.get_buffer("turns"), want.turns.to(complex_dtype))
+        assert model.get_buffer("turns").dtype == complex_dtype
+        assert (model.get_buffer("steps").dtype, model.get_buffer("own").dtype) == (torch.int64, dtype)
+    assert not torch.equal(build_model(task(seed=6), mp.Mesh(), ALONE).up.weight, want.up.weight.double())
