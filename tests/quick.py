@@ -17,7 +17,7 @@ FIRST = [
     "test_sharded_equals_dense_for_every_activation", "test_pitfall_17_vocabulary_50257_equals_dense",
     "test_pitfall_05_smoothing_and_z_loss_are_over_the_whole_vocabulary", "test_linear_cross_entropy_equals_dense",
     "test_every_layout_equals_a_loop_over_tokens_and_experts", "test_every_kind_is_dense_attention",
-    "test_every_layout_is_the_dense_model_with_its_mask_written_out", "test_every_tp_size_computes_the_same_products",
+    "test_every_layout_runs_each_document_as_if_it_were_alone", "test_every_tp_size_computes_the_same_products",
     "test_a_word_depends_on_its_global_place_alone", "test_pitfall_30_the_norm_is_the_dense_norm_in_every_layout",
     "test_pitfall_34_a_step_is_that_of_the_whole_model_bit_for_bit_on_every_layout",
     "test_pitfall_14_24_30_33_a_table_of_two_stages_is_summed_once_and_stays_whole",

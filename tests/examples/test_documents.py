@@ -1,15 +1,15 @@
-"""Documents in a sample: every layout has the loss and gradients of a dense model whose mask is written out."""
+"""Documents in a sample: every layout has the loss and gradients of a dense model that runs each by itself."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from examples.gpt.config import GPTConfig, LatentConfig, MoEConfig
 from examples.gpt.model import GPT, build_stages
@@ -30,7 +30,6 @@ from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
 from mpcore.tools.verify import verify
 from tests.equality import close
-from tests.layers.moe_oracle import oracle as experts_oracle
 from tests.pool import mesh
 
 T, V, END = 12, 11, 0
@@ -51,7 +50,7 @@ MODELS = {
     "four blocks": GPTConfig(**{**vars(DENSE), "layers": 4}),
     "learned": GPTConfig(**{**vars(DENSE), "positions": "learned"}),
     "window": GPTConfig(**{**vars(DENSE), "window": 3}),
-    "experts": GPTConfig(**{**vars(DENSE), "moe": MoEConfig(experts=4, top_k=2, d_ff=6, aux_coefficient=0.3)}),
+    "experts": GPTConfig(**{**vars(DENSE), "moe": MoEConfig(experts=4, top_k=2, d_ff=6, aux_loss=None)}),
     "latent": GPTConfig(**{**vars(DENSE), "kv_heads": None, "latent": LatentConfig(8, 6, 4, 2, 4)}),
 }
 
@@ -64,85 +63,10 @@ def batch() -> tuple[Tensor, Tensor]:
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def written_out(tokens: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """Whether query q sees key k, [B, T, T], and positions [B, T], one pair of tokens at a time."""
-    B, length = tokens.shape
-    see, places = torch.zeros(B, length, length, dtype=torch.bool), torch.zeros(B, length, dtype=torch.int64)
-    for b in range(B):
-        for q in range(length):
-            first = max((k + 1 for k in range(q) if tokens[b, k] == END), default=0)
-            places[b, q] = q - first
-            for k in range(first, q + 1):
-                see[b, q, k] = window is None or q - k < window
-    return see, places
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def rotated(x: Tensor, places: Tensor) -> Tensor:
-    """[B, T, H, K], by frequencies that are rounded to float32 as Hugging Face's are."""
-    half = x.shape[-1] // 2
-    frequencies = torch.tensor([10000.0 ** (-j / half) for j in range(half)], dtype=torch.float32).double()
-    angles = (places.double()[..., None] * frequencies)[:, :, None]
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
-
-
-def dense(p: dict[str, Tensor], config: GPTConfig, tokens: Tensor, targets: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The sum of the tokens' losses, and the balance losses of experts."""
-    see, places = written_out(tokens, config.window)
-    x, balance = p["embedding.weight"][tokens], torch.zeros((), dtype=torch.float64)
-    if config.positions == "learned":
-        x = x + p["position.weight"][places]
-    K, H, G = config.head_width, config.heads, config.kv_heads or config.heads
-    for i in range(config.layers):
-        of = {n.removeprefix(f"blocks.{i}."): t for n, t in p.items() if n.startswith(f"blocks.{i}.")}
-        qkv = rms(x, of["attention_norm.weight"]) @ of["attention.qkv.weight"].T
-        q, k, v = (t.unflatten(-1, (-1, K)) for t in qkv.split([H * K, G * K, G * K], -1))
-        if config.positions == "rope":
-            q, k = rotated(q, places), rotated(k, places)
-        k, v = (t.repeat_interleave(H // G, 2) for t in (k, v))
-        scores = torch.einsum("bqhk,bshk->bhqs", q, k) / math.sqrt(K)
-        weights = scores.masked_fill(~see[:, None], -math.inf).softmax(-1)
-        y = torch.einsum("bhqs,bshk->bqhk", weights, v).flatten(2)
-        x = x + y @ of["attention.output.weight"].T
-        h = rms(x, of["mlp_norm.weight"])
-        if config.moe is None:
-            gate, up = (h @ of["mlp.up.weight"].T).chunk(2, -1)
-            x = x + (F.silu(gate) * up) @ of["mlp.down.weight"].T
-        else:
-            own = {n.removeprefix("mlp."): t for n, t in of.items()}
-            told = {"top_k": 2, "aux_loss": "sequence", "aux_coefficient": 0.3, "scale": 1 / count}
-            y, loss, _ = experts_oracle(own, h, torch.ones_like(tokens, dtype=torch.bool), **told)
-            x, balance = x + y, balance + loss
-    logits = rms(x, p["norm.weight"]) @ p["head.weight"].T
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), balance
-
-
-def parameters(config: GPTConfig) -> dict[str, Tensor]:
-    """The whole model's first values, as every layout draws them."""
-    whole = GPT(config, device="meta", dtype=torch.float64)
-    materialize(whole, 0)
-    return {name: p.detach().clone().requires_grad_() for name, p in whole.named_parameters()}
-
-
-def truth(config: GPTConfig, parts: list[tuple[Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss over all tokens and the gradients of the step."""
-    p, count = parameters(config), sum(targets.numel() for _, targets in parts)
-    total = torch.zeros((), dtype=torch.float64)
-    for tokens, targets in parts:
-        loss, balance = dense(p, config, tokens, targets, count)
-        total = total + loss.detach() / count
-        (loss / count + balance).backward()
-    return float(total), {name: t.grad for name, t in p.items() if t.grad is not None}
-
-
+@cache
 def apart(config: GPTConfig) -> tuple[float, dict[str, Tensor]]:
-    """As `truth`, of a model in one process that runs each document by itself: no mask, no documents."""
-    model = GPT(config, dtype=torch.float64)
-    model.load_state_dict({name: t.detach() for name, t in parameters(config).items()}, strict=False)
+    """The mean loss over all tokens, and its gradients, of one process that runs each document by itself."""
+    model = materialize(GPT(config, device="meta", dtype=torch.float64), 0)
     tokens, targets = batch()
     total = 0.0
     for row, target in zip(tokens, targets, strict=True):
@@ -189,8 +113,6 @@ def check_layout(model: str, sizes: dict[str, int], options: dict[str, Any], wan
     documents = document_ids(tokens, END)[mine]
     x, y = (shard_sequence(t[mine], on.cp, options.get("kind", "zigzag")) for t in (tokens, targets))
     arguments: dict[str, Any] = {"samples": torch.arange(len(x)), "documents": documents}
-    if MODELS[model].moe is not None:
-        arguments["loss_factor"] = run.loss_factor(run.count_tokens(y)).repeat(len(x))
     loss, gradients = want
     evaluated = run.evaluate(list(zip(x.split(2), y.split(2), strict=True)), documents=documents.split(2))
     assert evaluated == pytest.approx(loss, rel=TOLERANCE)
@@ -209,16 +131,13 @@ LAYOUTS = [
     ("experts", {"cp": 2, "tp": 2}, {"kind": "ring"}), ("latent", {"cp": 2}, {"kind": "zigzag"}),
     ("latent", {"tp": 2, "pp": 2}, SP),
 ]  # fmt: skip
-_truths: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize(("model", "sizes", "options"), LAYOUTS, ids=str)
-def test_every_layout_is_the_dense_model_with_its_mask_written_out(ranks, model, sizes, options):
-    """Two micro-batches of several samples; latent attention against each document by itself."""
-    if model not in _truths:
-        _truths[model] = apart(MODELS[model]) if model == "latent" else truth(MODELS[model], [batch()])
+def test_every_layout_runs_each_document_as_if_it_were_alone(ranks, model, sizes, options):
+    """Two micro-batches of several samples."""
     count = math.prod(size for axis, size in sizes.items() if axis in ("tp", "pp", "cp", "dp"))
-    ranks(count, check_layout, model, sizes, options, _truths[model])
+    ranks(count, check_layout, model, sizes, options, apart(MODELS[model]))
 
 
 def test_rotary_positions_restart_in_each_document():
@@ -226,7 +145,8 @@ def test_rotary_positions_restart_in_each_document():
     tokens, model = batch()[0], GPT(DENSE, device="meta")
     calls = model.calls(T, None, torch.float64, tokens.device, documents=document_ids(tokens, END))
     ((cos, sin), *_) = [arguments["rotary"] for _, arguments in calls]
-    places = written_out(tokens, None)[1]
+    begins = [[max((k + 1 for k in range(q) if row[k] == END), default=0) for q in range(T)] for row in tokens]
+    places = torch.arange(T) - torch.tensor(begins)
     for found, wanted in zip((cos, sin), RotaryEmbedding(DENSE.head_width)(places, torch.float64), strict=True):
         assert torch.equal(found, wanted)
 
