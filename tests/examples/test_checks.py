@@ -6,12 +6,11 @@ import dataclasses
 import re
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from examples.gpt.arguments import parse
-from examples.gpt.config import PRESETS, GPTConfig, MoEConfig
+from examples.gpt.config import GPTConfig
 from examples.gpt.policies import merge_options, recompute_kind
 from examples.gpt.setup import (
     check,
@@ -78,6 +77,8 @@ def test_what_goes_together_is_taken(flags, sizes, micro_batches):
         ("", {"dp": 2, "ep": 2}, "--ep 2 and --etp 1 are of experts, and there are none: --experts says how many"),
         ("", {"tp": 2, "etp": 1, "dp": 1}, "--ep 1 and --etp 1 are of experts, and there are none"),
         ("--experts 3", {"dp": 2, "ep": 2}, "3 experts"),
+        ("--set moe.top_k=2", {}, "moe.top_k without experts: --experts says how many"),
+        ("--experts 0 --set moe.top_k=2", {}, "moe.top_k without experts: --experts says how many"),
         ("--fp8", {"tp": 4}, "128"),
         ("--preset gpt2 --seq-len 1025", {}, "--seq-len 1025 is longer than the 1024 positions of gpt2"),
         ("", {"tp": 5}, "--heads 4 is smaller than the tp size 5"),
@@ -148,55 +149,6 @@ def test_a_sub_group_of_cp_lies_in_a_node(flags, each, inner):
             mesh_arguments(parse(flags.split()), each)["cp_inner"]
     else:
         assert mesh_arguments(parse(flags.split()), each)["cp_inner"] == inner
-
-
-def test_flags_change_the_preset():
-    flags = (
-        "--layers 3 --d-model 96 --heads 6 --kv-heads 2 --d-ff 100 --dropout 0.1 --set tie_embeddings=true "
-        "--set init_std=0.5 "
-    )
-    flags += "--seq-len 64"
-    changed = {"layers": 3, "d_model": 96, "heads": 6, "kv_heads": 2, "d_ff": 100, "dropout": 0.1,
-               "tie_embeddings": True, "init_std": 0.5, "seq_len": 64, "vocab_size": 300}  # fmt: skip
-    assert model_config(parse(flags.split()), 300) == dataclasses.replace(GPTConfig(), **changed)
-    assert model_config(parse([]), 257) == GPTConfig()
-    big = model_config(parse(["--preset", "llama3-70b"]), 5)
-    assert big == dataclasses.replace(PRESETS["llama3-70b"], vocab_size=5)
-    assert model_config(parse(["--preset", "tiny-moe"]), 257) == PRESETS["tiny-moe"]
-    with pytest.raises(ValueError, match=r"^--preset gpt2 and a model to begin with: the shape is that of there$"):
-        model_config(parse(["--init-from", "there", "--preset", "gpt2"]), 257)
-
-
-def moe_config(flags: str, preset: MoEConfig | None) -> MoEConfig | None:
-    with mock.patch.dict(PRESETS, tiny=dataclasses.replace(GPTConfig(), moe=preset)):
-        return model_config(parse(flags.split()), 257).moe
-
-
-LEARNED = MoEConfig(experts=4, aux_loss=None, bias_rate=0.5)
-
-
-@pytest.mark.parametrize(("flags", "preset", "changed"), [
-    ("", None, None), ("", MoEConfig(experts=5), {}), ("--experts 0", MoEConfig(), None), ("--experts 0", None, None),
-    ("--experts 3", None, {"experts": 3}), ("--set moe.experts=3", None, {"experts": 3}),
-    ("--experts 3", MoEConfig(top_k=1), {"experts": 3}), ("--set moe.top_k=1", MoEConfig(), {"top_k": 1}),
-    ("--experts 6 --set moe.top_k=3 moe.z_loss=0.2 moe.dispatch=all_to_all", None,
-     {"experts": 6, "top_k": 3, "z_loss": 0.2, "dispatch": "all_to_all"}),
-    ("--set moe.aux_loss=micro_batch", MoEConfig(), {"aux_loss": "micro_batch"}),
-    ("--set moe.aux_loss=sequence moe.bias_rate=0", LEARNED, {"aux_loss": "sequence", "bias_rate": 0.0, "bias": True}),
-    ("--set moe.aux_loss=none moe.bias_rate=0.001", MoEConfig(), {"aux_loss": None, "bias_rate": 0.001}),
-    ("--set moe.bias_rate=0", LEARNED, {"bias_rate": 0.0, "bias": True}),
-    ("--set moe.bias_rate=0 moe.bias=false", LEARNED, {"bias_rate": 0.0, "bias": False}),
-    ("--set moe.bias_rate=0.25", LEARNED, {"bias_rate": 0.25}),
-])  # fmt: skip
-def test_fields_change_the_mixture_of_experts(flags, preset, changed):
-    want = None if changed is None else dataclasses.replace(preset or MoEConfig(), **changed)
-    assert moe_config(flags, preset) == want
-
-
-def test_fields_of_experts_without_experts_are_refused():
-    for flags in ("--experts 0 --set moe.top_k=2", "--set moe.top_k=2"):
-        with pytest.raises(ValueError, match=r"^moe.top_k without experts: --experts says how many"):
-            moe_config(flags, None)
 
 
 def test_the_head_counts_where_blocks_are_dealt_out():

@@ -13,16 +13,10 @@ from examples.gpt.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import TokenSamples, permute, split_documents, split_samples
 from examples.gpt.tokenizer import ByteTokenizer
+from tests.examples.corpora import write
 
 INTEGER_DTYPES = ["uint8", "int8", "int16", "int32", "int64", "uint16"]
 LENGTHS = [0, 1, 5, 0, 3, 1, 0]
-
-
-def write(prefix, documents, dtype="int32"):
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
 
 
 def golden_index(code, lengths, pointers, boundaries, version=1, magic=b"MMIDIDX\x00\x00", modes=b""):
@@ -115,28 +109,6 @@ def test_faults_of_the_index_are_named(tmp_path, fault):
     with pytest.raises(ValueError, match=message) as caught:
         IndexedDataset(pair(tmp_path, idx, struct.pack("<3i", 1, 2, 3)))
     assert str(tmp_path / "c") in str(caught.value)
-
-
-SOUND_INDEX = golden_index(8, LENGTHS, [0, 0, 2, 12, 12, 18, 20], [0, 1, 3, 3, 6, 7])
-SOUND_DATA = bytes(range(20))
-
-
-@pytest.fixture(scope="module")
-def fuzz_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fuzz")
-    assert IndexedDataset(pair(folder, SOUND_INDEX, SOUND_DATA)).num_tokens == 10
-    return folder
-
-
-def test_every_truncation_and_every_byte_of_the_index(fuzz_folder):
-    for n in range(len(SOUND_INDEX)):
-        with pytest.raises(ValueError, match=r"c\.idx"):
-            IndexedDataset(pair(fuzz_folder, SOUND_INDEX[:n], SOUND_DATA))
-    for at in range(18 + 8 + 8 + 12 * len(LENGTHS)):
-        content = bytearray(SOUND_INDEX)
-        content[at] ^= 0x40
-        with pytest.raises(ValueError, match=r"c\.idx"):
-            IndexedDataset(pair(fuzz_folder, bytes(content), SOUND_DATA))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -262,7 +234,7 @@ def corpus(tmp_path_factory):
     rng = np.random.default_rng(0)
     lengths = [3, 0, 1, 40, 0, 0, 7, 1, 1, 25, 0]
     documents = [rng.integers(0, 60000, n, np.uint16) for n in lengths]
-    return IndexedDataset(write(tmp_path_factory.mktemp("corpus") / "c", documents, "uint16"))
+    return IndexedDataset(write(tmp_path_factory.mktemp("corpus") / "c", documents))
 
 
 def test_samples_say_what_is_wrong(corpus):

@@ -6,36 +6,26 @@ import json
 
 import pytest
 
-from examples.gpt.arguments import parse
-from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.samples import open_eval_sets
-from tests.pool import mesh
+from tests.examples.corpora import write
+from tests.examples.test_pretrain import trainer
 
-FLAGS = [
-    "--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "24", "--seq-len", "8", "--global-batch", "2",
-    "--micro-batch", "1", "--steps", "1", "--warmup", "1", "--dtype", "float64", "--device", "cpu",
-    "--set", "eval_samples=5", "--lr", "0", "--set", "document_masking=true",
-]  # fmt: skip
+FLAGS = ["--seq-len", "8", "--global-batch", "2", "--micro-batch", "1", "--steps", "1", "--warmup", "1", "--lr", "0",
+         "--dtype", "float64", "--set", "eval_samples=5", "document_masking=true"]  # fmt: skip
 
 
-def write(prefix, byte: int) -> str:
-    with IndexedDatasetWriter(prefix, "uint16") as writer:
-        for document in range(20):
-            writer.add_document([(byte + document * i) % 256 for i in range(11)] + [256])
-    return str(prefix)
+def corpus(prefix, byte: int) -> str:
+    return write(prefix, [[(byte + number * i) % 256 for i in range(11)] + [256] for number in range(20)])
 
 
 def train(sizes: dict[str, int], out: str, web: str, code: str) -> list[dict]:
-    from examples.gpt.train import Trainer
-
-    trainer = Trainer(parse([*FLAGS, "--out", out, "--set", f"eval_data=web={web},code={code}"]), mesh(**sizes))
-    trainer.train()
+    trainer(*FLAGS, f"eval_data=web={web},code={code}", "--out", out, **sizes).train()
     with open(f"{out}/metrics.jsonl") as file:
         return [json.loads(line) for line in file]
 
 
 def test_named_sets_are_recorded_beside_the_held_out_part_alike_on_every_layout(ranks, tmp_path):
-    web, code = write(tmp_path / "web", 3), write(tmp_path / "code", 90)
+    web, code = corpus(tmp_path / "web", 3), corpus(tmp_path / "code", 90)
     found = [
         ranks(size, train, sizes, str(tmp_path / f"{size}"), web, code)[0][-1]
         for size, sizes in ((1, {}), (2, {"dp": 2}))
@@ -53,6 +43,6 @@ def test_named_sets_are_recorded_beside_the_held_out_part_alike_on_every_layout(
     (["a={code}", "a={code}"], "names a twice"), (["a={web}"], "--data names it too"), (["a={web}-missing"], "missing"),
 ])  # fmt: skip
 def test_sets_that_cannot_be_measured_are_refused(words, message, tmp_path):
-    web, code = write(tmp_path / "web", 3), write(tmp_path / "code", 90)
+    web, code = corpus(tmp_path / "web", 3), corpus(tmp_path / "code", 90)
     with pytest.raises((ValueError, OSError), match=message):
         open_eval_sets([word.format(web=web, code=code) for word in words], [web])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from examples.gpt import policies as optimizer
 from examples.gpt.arguments import parse
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT, flops_of_token
+from examples.gpt.policies import learning_rate, long_warmup, lr_schedule
 
 SMALL = GPTConfig(vocab_size=11, seq_len=8, layers=3, d_model=16, heads=4, d_ff=24)
 
@@ -76,10 +76,24 @@ def test_losses_of_further_tokens_are_weighted():
 def test_a_warm_up_has_three_names_and_the_decay_its_own_steps():
     def rate(flags: str, step: int, warmup: str = "--warmup 2") -> float:
         args = parse(["--steps", "10", *warmup.split(), *flags.split()])
-        return optimizer.learning_rate(optimizer.lr_schedule(args), step)
+        return learning_rate(lr_schedule(args), step)
 
     assert [rate("--lr 0.5", step) for step in (0, 1)] == [0.25, 0.5]
     for warmup in ("warmup_share=0.2", "warmup_samples=32"):  # of 16 a step
         for step in range(12):
             assert rate("--lr 0.5", step, f"--set {warmup}") == rate("--lr 0.5", step)
     assert rate("--lr 0.5 --lr-decay-steps 5", 5) == rate("--lr 0.5 --lr-decay-steps 5", 9) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("flags", "warning"), [
+    ("--steps 21", ""), ("--steps 20", "--warmup 20 is not below --steps 20: "),
+    ("--steps 24 --lr-decay-steps 16", "--warmup 20 is not below --lr-decay-steps 16: "),
+    ("--steps 16 --lr-decay-steps 24", ""),
+])  # fmt: skip
+def test_a_warm_up_that_is_not_shorter_than_the_schedule_is_named(flags, warning):
+    args = parse(flags.split())
+    assert long_warmup(args).startswith(warning)
+    assert bool(long_warmup(args)) == bool(warning)
+    if warning:
+        rates = [learning_rate(lr_schedule(args), step) for step in (18, 19, 20, 21)]
+        assert rates == pytest.approx([0.95 * args.lr, args.lr, args.lr, 0.1 * args.lr])

@@ -6,13 +6,10 @@ import pytest
 
 from examples.gpt.arguments import parse
 from examples.gpt.policies import read_ramp
-from tests.pool import mesh
+from tests.examples.test_pretrain import trainer
 
-FLAGS = [
-    "--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "24", "--seq-len", "8", "--global-batch", "8",
-    "--micro-batch", "1", "--steps", "7", "--warmup", "2", "--dtype", "float64", "--device", "cpu",
-    "--set", "rampup_batch_size=2,2,12", "--resume", "auto",
-]  # fmt: skip
+FLAGS = ["--global-batch", "8", "--micro-batch", "1", "--steps", "7", "--dtype", "float64", "--seq-len", "8",
+         "--set", "rampup_batch_size=2,2,12", "--resume", "auto"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -31,9 +28,7 @@ def test_a_ramp_that_cannot_be_is_refused_with_its_numbers(flags, message):
 
 
 def train(sizes: dict[str, int], out: str, until: int) -> tuple[list[float], int]:
-    from examples.gpt.train import Trainer
-
-    t = Trainer(parse([*FLAGS, "--out", out]), mesh(**sizes))
+    t = trainer(*FLAGS, "--out", out, **sizes)
     losses = [t.step()["loss"] for _ in range(t.run.step, until)]
     t.checkpoints.save()
     return losses, t.checkpoints.sample(until)
@@ -41,10 +36,8 @@ def train(sizes: dict[str, int], out: str, until: int) -> tuple[list[float], int
 
 def check_few(out: str) -> None:
     """The schedule needs two micro-batches, the first step has one."""
-    from examples.gpt.train import Trainer
-
     with pytest.raises(ValueError, match="1 micro-batches are fewer than the pp size 2"):
-        Trainer(parse([*FLAGS, "--out", out, "--micro-batch", "2"]), mesh(pp=2))
+        trainer(*FLAGS, "--out", out, "--micro-batch", "2", pp=2)
 
 
 def test_in_the_middle_of_a_ramp_any_layout_goes_on_with_the_same_losses(ranks, tmp_path):
