@@ -25,6 +25,7 @@ from mpcore.tools.preflight.rehearsals import (
 )
 from mpcore.tools.preflight.rehearse import Rehearsal, cross_entropy, wrong_loss
 from mpcore.tools.verify.run import RankRecord
+from tests.preflight.planted import rank
 
 LOGITS, TARGETS = torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(12).view(2, 6) % 5
 
@@ -72,14 +73,6 @@ def test_a_loss_that_is_not_torchs_is_refused(loss, sentence):
 def test_a_wrong_evaluation_is_named(got):
     with nullcontext() if got == 5 else pytest.raises(ValueError, match=f"is {got:g}, not 5|only the last pipeline"):
         check_validation(got, 5.0, "dp 2")
-
-
-def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
-    w = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    steps = dict(enumerate(losses))
-    told = {"norms": dict.fromkeys(steps, 1.0), "state": {"w": w}, "begun": {"w": w}, "kept": {2: {"w": w}},
-            "validation": 1.5, "scales": {i + 1: 1.0 for i in steps}}  # fmt: skip
-    return Rehearsal(worker, losses=steps, **{**told, **changes})
 
 
 def test_the_ranks_of_a_worker_have_all_of_its_parameters():

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from examples.gpt.plan import build
 from mpcore.__main__ import main
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.preflight import FAILED, OK, SKIPPED, Check, Options, Result, Skip, run_checks, verdict
 from mpcore.tools.preflight.training import Preflight
+from tests.examples.corpora import write
 from tests.preflight.planted import BUGS, Lent, Planted
 from tests.quick import some
 
@@ -58,8 +58,7 @@ def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
 ])  # fmt: skip
 def test_a_fault_of_flags_or_data_is_refused_before_anything_trains(ranks, tmp_path, flags, check, sentence):
     for name, top, count in (("WIDE", 300, 5000), ("SHORT", 200, 20), ("TORN", 200, 5000)):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_document(np.arange(count) % top)
+        write(tmp_path / name, [np.arange(count) % top])
     (tmp_path / "TORN.bin").write_bytes((tmp_path / "TORN.bin").read_bytes()[:-10])
     (tmp_path / "FILE").write_text("")
     words = [str(tmp_path / word) if word.isupper() else word for word in flags.split()]

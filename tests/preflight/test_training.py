@@ -9,28 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from examples.gpt.indexed_dataset import IndexedDatasetWriter
 from mpcore.tools.preflight import Options, Skip
 from mpcore.tools.preflight.rehearse import Rehearsal
 from mpcore.tools.preflight.toy import Toy
 from mpcore.tools.preflight.training import Preflight, without
-from mpcore.tools.verify.run import RankRecord
+from tests.examples.corpora import write
+from tests.preflight.planted import rank
 
 SMALL = "--layers 2 --d-model 32 --heads 4 --d-ff 64 --seq-len 32 --micro-batch 1 --global-batch 8"
-
-
-def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
-    """What a rank of a sound run saw."""
-    w = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    seen = RankRecord(0, 0, 0, 0, rows=4, length=8, initial={"w": w}, gradients={"w": w}, norm=5**0.5)
-    steps = dict(enumerate(losses))
-    told = {"norms": dict.fromkeys(steps, 1.0), "state": {"w": w}, "begun": {"w": w}, "kept": {2: {"w": w}},
-            "validation": 1.5, "seen": seen, "reference": losses[0], "scales": {i + 1: 1.0 for i in steps}}  # fmt: skip
-    return Rehearsal(worker, losses=steps, **{**told, **changes})
 
 
 class Fake(Preflight):
@@ -72,15 +60,9 @@ def test_the_ranks_are_those_of_the_launcher_or_of_the_flags(flags, ranks, told)
     assert made.pool.most == 3, "a pool that runs keeps its size"
 
 
-def corpus(prefix: Path, documents: int = 40, largest: int = 255) -> str:
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document(np.append(np.arange(99) % 7, [largest, 256]))
-    return str(prefix)
-
-
 def test_the_data_is_read_at_65_places(tmp_path):
-    made = Fake(f"--data {corpus(tmp_path / 'a')} --set eval_data=more={corpus(tmp_path / 'b')} --steps 20")
+    one, two = (write(tmp_path / name, [[*range(99), 255, 256]] * 40) for name in "ab")
+    made = Fake(f"--data {one} --set eval_data=more={two} --steps 20")
     told = made.check_data()
     tokens = 40 * 101
     match = re.fullmatch(rf"{tokens:,} tokens; the run takes 160 samples, ([\d.e+]+) epochs", told)
