@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from examples.gpt.indexed_dataset import IndexedDatasetWriter
+from tests.examples.corpora import write
 
 hf = pytest.importorskip("transformers")
 TINY = "--steps 4 --batch 4 --seq-len 16 --device cpu"
@@ -17,10 +17,8 @@ TINY = "--steps 4 --batch 4 --seq-len 16 --device cpu"
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
     """Documents that repeat themselves, so that a few steps learn something."""
-    with IndexedDatasetWriter(tmp_path_factory.mktemp("corpus") / "text", "uint16") as writer:
-        for i in range(60):
-            writer.add_document([*(b"def f%d(x): return x\n" % (i % 7)) * 4, 256])
-    return str(writer.prefix)
+    documents = [[*(b"def f%d(x): return x\n" % (i % 7)) * 4, 256] for i in range(60)]
+    return write(tmp_path_factory.mktemp("corpus") / "text", documents)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +24,8 @@ from examples.gpt.setup import find_carried
 from examples.gpt.tokenizer import ByteTokenizer
 from mpcore.checkpoint import step_path
 from mpcore.tools.fault_tolerance import metrics
+from tests.checkpoint.test_schema import rewrite
+from tests.examples.corpora import write
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
 from tests.pool import mesh, on_ranks
@@ -84,27 +85,15 @@ def test_one_process_and_two_leave_the_same_files_and_the_same_losses(tmp_path, 
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
 
 
-def write_corpus(prefix: Path, tokens: list[int], documents: int = 2) -> str:
-    from examples.gpt.indexed_dataset import IndexedDatasetWriter
-
-    with IndexedDatasetWriter(str(prefix), np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document(tokens)
-    return str(prefix)
-
-
-def check_refused(sizes: dict, flags: list[str], message: str, out: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trainer(*flags, "--out", out, **sizes).train()
-    assert not Path(out).exists()
-
-
 def check_all_refused(cases: list[tuple[dict, str, str]], out: str) -> None:
     for sizes, flags, message in cases:
-        check_refused(sizes, flags.split(), message, out)
+        with pytest.raises(ValueError, match=message):
+            trainer("--out", out, *flags.split(), **sizes).train()
+        assert not Path(out).exists()
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
+    (tmp_path / "file").write_text("here first")
     cases = [
         ({"tp": 3}, "", r"tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4"),
         ({"tp": 2, "dp": 4}, "", r"tp 2 x cp 1 x pp 1 x dp 4 = 8 is not the world size 4"),
@@ -118,12 +107,13 @@ def test_what_does_not_fit_is_refused_on_every_rank(ranks, tmp_path):
         ({"worlds": 4}, "--workers 4 --set outer_lr=0", r"outer_lr 0.0 is no number above 0"),
         ({"worlds": 3}, "", r"worlds 3 do not divide the job's 4 ranks: take one"),
         ({"tp": 4}, "--data /nowhere/corpus", r"/nowhere/corpus"),
+        ({"tp": 4}, f"--out {tmp_path / 'file'}", "can't be written"),
     ]
     ranks(4, check_all_refused, cases, str(tmp_path / "out"))
 
 
 def test_a_corpus_that_cannot_be_trained_on_is_refused(ranks, tmp_path):
-    outside, cut = (write_corpus(tmp_path / name, [*range(250), 300 * (name == "a")]) for name in "ab")
+    outside, cut = (write(tmp_path / name, [[*range(250), 300 * (name == "a")]] * 2) for name in "ab")
     os.truncate(f"{cut}.bin", os.path.getsize(f"{cut}.bin") - 10)
     text = tmp_path / "in.jsonl"
     text.write_text('{"text": "a"}\n')
@@ -131,18 +121,18 @@ def test_a_corpus_that_cannot_be_trained_on_is_refused(ranks, tmp_path):
         (outside, r"300.*257"),
         (cut, r"b\.bin.*99\d|b.*100\d"),
         (text, r"jsonl.bin: .*; of text, python -m examples.gpt.prepare --input .*in.jsonl --o"),
-        (write_corpus(tmp_path / "empty", [], documents=0), r"empty.idx has no document: there is nothing to train on"),
-        (write_corpus(tmp_path / "short", list(range(6))), r"holds 6 tokens.*17"),
+        (write(tmp_path / "empty", []), r"empty.idx has no document: there is nothing to train on"),
+        (write(tmp_path / "short", [range(6)] * 2), r"holds 6 tokens.*17"),
     ]
     out = str(tmp_path / "out")
     ranks(2, check_all_refused, [({"tp": 2}, f"--data {data}", message) for data, message in cases], out)
 
 
 def test_a_single_text_is_a_corpus_and_short_documents_train_without_evaluations(tmp_path):
-    text = trainer("--data", write_corpus(tmp_path / "text", list(range(200)), documents=1))
+    text = trainer("--data", write(tmp_path / "text", [range(200)]))
     assert math.isfinite(text.step()["loss"] + text.evaluate())
     assert "11 training samples of 16 tokens, 1 held out" in summary(text)
-    short = trainer("--data", write_corpus(tmp_path / "short", [1, 2], documents=40), "--eval-every", "0")
+    short = trainer("--data", write(tmp_path / "short", [[1, 2]] * 40), "--eval-every", "0")
     assert math.isfinite(short.step()["loss"])
     assert "4 training samples of 16 tokens, 0 held out" in summary(short)
     with pytest.raises(ValueError, match="the held-out part has no sample: --eval-every above 0 says why"):
@@ -155,6 +145,13 @@ def test_of_a_run_with_and_without_workers_the_newest_checkpoint_goes_on(tmp_pat
         save_as(7 if place == newest else 3, trainer("--out", str(tmp_path / place)))
     run = trainer("--out", str(tmp_path), "--resume", "auto")
     assert run.run.step == 7
+
+
+def test_a_checkpoint_without_fields_that_came_later_goes_on(tmp_path):
+    save_as(3, trainer("--out", str(tmp_path)))
+    path = step_path(tmp_path / "checkpoints", 3)
+    rewrite(path, lambda body: [body["config"]["model"].pop(name) for name in ("gate", "mtp")])
+    assert trainer("--out", str(tmp_path), "--resume", "auto").run.step == 3
 
 
 def test_a_command_without_flags_carries_its_tokenizer_alone():
@@ -201,17 +198,7 @@ def check_one_rank_without_data(prefix: str) -> None:
 
 
 def test_a_fault_on_one_rank_stops_all(ranks, tmp_path):
-    ranks(2, check_one_rank_without_data, write_corpus(tmp_path / "corpus", list(range(250))), timeout=30)
-
-
-def check_out_is_a_file(out: str) -> None:
-    with pytest.raises(ValueError, match="can't be written"):
-        trainer("--out", out, tp=2).train()
-
-
-def test_an_output_folder_that_cannot_be_made_is_refused_before_the_first_step(ranks, tmp_path):
-    (tmp_path / "out").write_text("here first")
-    ranks(2, check_out_is_a_file, str(tmp_path / "out"), timeout=30)
+    ranks(2, check_one_rank_without_data, write(tmp_path / "corpus", [range(250)] * 2), timeout=30)
 
 
 def check_full_disk(out: str) -> str:
@@ -295,26 +282,11 @@ def test_every_layout_writes_the_same_text(ranks):
         assert ranks(4, check_generation, sizes, flags) == [want] * 4
 
 
-def check_padded_vocabulary(sizes: dict) -> str:
-    """Half of the table's rows are of no byte, and as likely as the others."""
-    from dataclasses import replace
-
-    from examples.gpt.config import GPTConfig
-    from examples.gpt.generate import generate
-    from examples.gpt.model import GPT
-    from examples.gpt.tokenizer import ByteTokenizer
-    from mpcore.layers import materialize
-    from mpcore.pipeline import Pipeline
-
-    on = mesh(**sizes)
-    model = GPT(replace(GPTConfig(), vocab_size=515, layers=1, d_model=16), on, device="meta")
-    materialize(model, 1)
-    return generate(model, Pipeline(model, on, 1, lambda y, t: y.sum()), on, ByteTokenizer(), "a", new_tokens=40)
-
-
 def test_no_id_is_drawn_that_the_tokenizer_has_not(ranks):
-    (want,) = ranks(1, check_padded_vocabulary, {})
-    assert ranks(2, check_padded_vocabulary, {"tp": 2}) == [want] * 2
+    """Half of the table's rows are of no byte, and as likely as the others."""
+    wide = ["--set", "vocab_size=515"]
+    (want,) = ranks(1, check_generation, {}, wide)
+    assert ranks(2, check_generation, {"tp": 2}, wide) == [want] * 2
 
 
 def test_a_checkpoint_behind_the_newest_goes_on_in_another_folder_only(tmp_path, monkeypatch):
