@@ -88,26 +88,6 @@ def test_a_stage_keeps_its_tensors_from_forward_to_backward(name, pp, rank, stag
     assert found.held == held
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb"])
-def test_a_message_is_counted_there_and_back_for_each_micro_batch(name):
-    m = 6
-    for rank in range(3):
-        found = dry_run(build, [name, str(m), "float32", "none"], rank, pp=3)
-        ends = (rank > 0) + (rank < 2)
-        each = Count(m * ends, m * ends * x)
-        assert found.ledger.counts == {("pp", "send"): each, ("pp", "recv"): each}
-        sent = found.stages[0].middle.forward.sent, found.stages[0].middle.backward.sent
-        one = Count(1, x)
-        back, front = {("pp", "recv"): one}, {("pp", "send"): one}
-        assert sent[0] == (back if rank > 0 else {}) | (front if rank < 2 else {})
-        assert sent[1] == (front if rank > 0 else {}) | (back if rank < 2 else {})
-
-
-def test_stages_of_one_rank_send_each_other_nothing():
-    found = dry_run(build, ["zbv", "8", "float32", "none"], 1, pp=2)  # stages 1 and 2 of 4
-    assert found.ledger.counts == {(("pp"), kind): Count(16, 16 * x) for kind in ("send", "recv")}
-
-
 @pytest.mark.parametrize(("name", "rank"), [("1f1b", 2), ("zb", 0), ("zb", 1)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_shards_what_its_stage_says_and_sends_what_its_paper_says(name, rank, zero):
@@ -149,36 +129,6 @@ def test_large_gradients_are_reduced_within_the_last_backward_and_the_rest_after
     after = found.held.sent["dp", "all_reduce"]
     assert after.bytes < W // 10, "which parameters have a gradient"
     assert found.ledger.counts["dp", "all_reduce"] == Count(2 + after.calls, W + after.bytes)
-
-
-def test_parameters_of_16_bits_have_float32_gradients_and_masters():
-    found = dry_run(build, ["1f1b", "6", "bfloat16", "none"], 0)
-    assert found.held == StepMemory(W // 2, 28, W, 3 * W + 2 * 4)
-    assert counts(found.stages[0]) == {
-        "activations": (h + x) // 2 + 2, "output": 2, "forward_more": h, "backward_more": (h + W // 2) // 2,
-    }  # fmt: skip
-    assert found.stages[0].middle.forward.operators.products == {"bfloat16": 2 * MULTIPLY}
-
-
-def test_full_recomputation_keeps_the_input_alone_and_runs_the_forward_again():
-    usual, again = (dry_run(build, ["1f1b", "6", "float32", "none", *more], 1, pp=3) for more in ([], ["full"]))
-    usual, again = usual.stages[0], again.stages[0]
-    assert counts(again)["activations"] == 2 * x + 28  # and the buffers
-    assert again.output == x
-    products = [kept.middle.backward.operators.products["float32"] for kept in (usual, again)]
-    assert products[1] == products[0] + MULTIPLY, "up to the last tensor that backward needs, the ReLU's"
-
-
-def test_autocast_multiplies_in_its_dtype():
-    def cast(mesh: Mesh, arguments: list[str]) -> Work:
-        model = nn.Linear(D, H, bias=False, device="meta")
-        return Work([model], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}), Tensor.sum,
-                    autocast=torch.bfloat16)  # fmt: skip
-
-    (kept,) = dry_run(cast).stages
-    assert kept.middle.forward.operators.products == {"bfloat16": MULTIPLY}
-    assert kept.middle.backward.operators.products == {"bfloat16": MULTIPLY}
-    assert dry_run(cast).held.parameters == W // 2
 
 
 def test_what_inputs_make_besides_their_tensors_is_not_counted():
@@ -310,3 +260,29 @@ def test_what_isnt_trained_has_no_gradient_and_no_state():
     assert found.held == StepMemory(W, 28, W // 2, W + 4, found.held.sent)
     assert found.stages[0].made == W // 2
     assert found.stages[0].middle.backward.operators.flops == MULTIPLY
+
+
+def test_autocast_multiplies_in_its_dtype():
+    def cast(mesh: Mesh, arguments: list[str]) -> Work:
+        model = nn.Linear(D, H, bias=False, device="meta")
+        return Work([model], build_schedule("1f1b", 1, 1), lambda i: ((torch.empty(B, D),), {}), Tensor.sum,
+                    autocast=torch.bfloat16)  # fmt: skip
+
+    (kept,) = dry_run(cast).stages
+    assert kept.middle.forward.operators.products == {"bfloat16": MULTIPLY}
+    assert kept.middle.backward.operators.products == {"bfloat16": MULTIPLY}
+    assert dry_run(cast).held.parameters == W // 2
+
+
+def test_full_recomputation_keeps_the_input_alone_and_runs_the_forward_again():
+    usual, again = (dry_run(build, ["1f1b", "6", "float32", "none", *more], 1, pp=3) for more in ([], ["full"]))
+    usual, again = usual.stages[0], again.stages[0]
+    assert counts(again)["activations"] == 2 * x + 28  # and the buffers
+    assert again.output == x
+    products = [kept.middle.backward.operators.products["float32"] for kept in (usual, again)]
+    assert products[1] == products[0] + MULTIPLY, "up to the last tensor that backward needs, the ReLU's"
+
+
+def test_stages_of_one_rank_send_each_other_nothing():
+    found = dry_run(build, ["zbv", "8", "float32", "none"], 1, pp=2)  # stages 1 and 2 of 4
+    assert found.ledger.counts == {(("pp"), kind): Count(16, 16 * x) for kind in ("send", "recv")}
