@@ -120,3 +120,23 @@ def test_what_adapters_of_experts_refuse(tmp_path):
 
 def test_modules_of_interop_are_imported_when_they_are_used():
     assert Forked("import mpcore as mp; mp.interop.lora.add_lora").wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32),
+     (torch.float64, torch.float64)],
+)  # fmt: skip
+def test_factors_of_narrow_weights_are_float32(dtype, factor):
+    layer = add_lora(net().to(dtype), targets="0")[0]
+    assert {p.dtype for p in (layer.lora_A.weight, layer.lora_B.weight)} == {factor}
+    assert layer(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+
+
+def test_only_factors_are_trained_and_the_mode_stays():
+    model = add_lora(net().eval(), targets="0")
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.lora_A.weight", "0.lora_B.weight"}
+    assert not model[0].lora_A.training
+    assert repr(model[0].lora_A) == "Factor(8 x 4)"
+    meta = add_lora(net().to("meta"), targets="0")
+    assert meta[0].lora_A.weight.is_meta
