@@ -111,7 +111,7 @@ def drafted(flags: str, sizes: dict[str, int]) -> tuple[list[str], str]:
     t = Trainer(parse([*f"{base} --lr 0.01 --set mtp=2 no_save=true {flags}".split()]), mesh(**sizes))
     words = torch.tensor([list(b"over and ") * 4])[:, :25].repeat(4, 1)
     t.train_samples.batch = lambda indices: (words[: len(indices), :-1], words[: len(indices), 1:])
-    for _ in range(30):
+    for _ in range(16):
         t.step()
     made, text = [], io.StringIO()
     for draft in (False, True):
