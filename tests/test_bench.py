@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Forked
+
+PYTEST = "import os, sys, pytest; os.chdir(sys.argv[1]); sys.exit(pytest.main(sys.argv[2:]))"
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
 
 
 def run_bench(folder, *options, **environment):
-    command = [
-        sys.executable, "-m", "pytest", str(ROOT / "bench" / "bench_kernels.py"), "-p", "tests.fake_device_clock", "-q",
-    ]  # fmt: skip
+    command = [str(folder), str(ROOT / "bench" / "bench_kernels.py"), "-p", "tests.fake_device_clock", "-q"]
     command += ["-k", "test_kernel and rms_norm and not add", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"--benchmark-storage={folder}", "--benchmark-columns=median", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    return ran.returncode, ran.stdout + ran.stderr
+    ran = Forked(PYTEST, *command, env=environment)
+    shown = "".join(ran.communicate(timeout=300))
+    return ran.returncode, shown
 
 
 def test_rows_are_saved_and_compared_by_the_time_of_the_device(tmp_path):
@@ -55,11 +57,11 @@ def test_a_run_that_is_cut_short_keeps_and_shows_what_it_measured(tmp_path):
 
 
 def test_every_bench_is_found():
-    command = [sys.executable, "-m", "pytest", "bench", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout
+    ran = Forked(PYTEST, str(ROOT), "bench", "--collect-only", "-q", "-p", "no:cacheprovider")
+    shown, _ = ran.communicate(timeout=300)
+    assert ran.returncode == 0, shown
     for path in (ROOT / "bench").rglob("bench_*.py"):
-        assert f"{path.relative_to(ROOT)}::" in ran.stdout
+        assert f"{path.relative_to(ROOT)}::" in shown
 
 
 def test_committed_results_can_be_compared(tmp_path):
