@@ -54,8 +54,8 @@ def test_the_bars_of_memory_are_the_lines_of_its_table(drawn, tmp_path, capsys):
 
 
 def test_the_points_of_plan_are_the_rows_of_its_table(drawn, tmp_path, capsys):
-    vary = ["--vary", "zero=1,2,3", "--vary", "micro-batch=1,4", "--top", "99", "--out", str(tmp_path / "plan.svg")]
-    assert main(["plan", *GPT, "--world", "4", *vary]) == 0
+    vary = ["--vary", "zero=1,3", "--vary", "micro-batch=1,4", "--top", "99", "--out", str(tmp_path / "plan.svg")]
+    assert main(["plan", *GPT, "--world", "2", *vary]) == 0
     printed = capsys.readouterr().out
     rows = re.findall(r"^ +(\d+)((?: +\d+)+) +([\d.]+) +([\d.]+) +\d+%.*?( --.*)$", printed, re.M)
     table = {int(row): (float(size), float(step)) for row, _, size, step, _ in rows}
