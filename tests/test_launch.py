@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from mpcore.mesh import Launch, build, choose_device, read_launch
 from mpcore.mesh.launch import first_host, tasks_per_node
 from mpcore.mesh.rendezvous import enter_world, open_store, start_world
 from tests.forked import Forked
+from tests.quick import some
 
 VARIABLES = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
              "MASTER_ADDR": "a", "MASTER_PORT": "29400"}  # fmt: skip
@@ -274,17 +276,22 @@ check_same = print
 end()
 leave_together(mesh)
 """
-WAITS = "import mpcore; mpcore.mesh.rendezvous._GONE = {}; mpcore.build_mesh(tp=2)"
+WAITS = """
+import mpcore
+from mpcore.mesh import rendezvous
+rendezvous._GONE, rendezvous._LATE = {}, 1.0
+mpcore.build_mesh(tp=2)
+"""
 LISTENS = (
     "import socket, time; s = socket.create_server(('127.0.0.1', {})); time.sleep(100)"  # a port, and no store yet
 )
 IN, AFTER = (HOST_ENDS.replace("WITHIN", within) for within in ("True", "False"))
 
 
-@pytest.mark.parametrize(("dead", "end", "code"), [
-    (0, "", WAITS.format(1)), (1, "", WAITS.format(1)), (0, LISTENS, WAITS.format(1e9)),
-    (1, "import time; time.sleep(100)", WAITS.format(1e9)), (0, IN, IN), (0, AFTER, AFTER),
-], ids=["0 never there", "1 never there", "0", "1", "in build_mesh", "before leave_together"])  # fmt: skip
+@pytest.mark.parametrize(("dead", "end", "code"), some(
+    (0, "", WAITS.format(1)), (1, "import time; time.sleep(100)", WAITS.format(1e9)), (0, IN, IN),
+    of=[(1, "", WAITS.format(1)), (0, LISTENS, WAITS.format(1e9)), (0, AFTER, AFTER)],
+), ids=["0 never there", "1", "in build_mesh", "1 never there", "0", "before leave_together"])  # fmt: skip
 def test_a_rank_that_ends_before_the_first_step_is_named_without_torchrun(dead, end, code):
     port, words = free_port(), "is gone" if end is code else "ended before the ranks met, or did not start"
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -339,9 +346,9 @@ def test_a_rank_that_meets_another_world_is_told(change, there):
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 BUILDS = """
-import ctypes, sys
+import ctypes
 from mpcore.tools.fault_tolerance import StopSignals
-with StopSignals(leave_with=75) as signals:
+with StopSignals(OPTIONS):
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)  # all zeros: a mutex that nobody holds
     for _ in range(2):  # the second waits for ever, in C, as for ranks that don't come
@@ -349,15 +356,22 @@ with StopSignals(leave_with=75) as signals:
 """
 
 
-def test_a_signal_before_the_first_step_leaves_at_once_with_75_even_inside_a_call_that_waits():
-    for number, status in ((signal.SIGTERM, 75), (signal.SIGINT, 130)):
-        run = Forked(BUILDS)
-        try:
-            assert run.stdout.readline() == "ready\n"
+@pytest.mark.parametrize(("options", "number", "status", "said"), [
+    ("leave_with=75", signal.SIGTERM, 75, rf"{TIME} rank 0: left on SIGTERM before the first step: nothing to save\n"),
+    ("leave_with=75", signal.SIGINT, 130, rf"{TIME} rank 0: left on SIGINT before the first step: nothing to save\n"),
+    ("apart=0.2", signal.SIGINT, 130, r"((?!again leaves).)*ctrl-C again leaves at once((?!again leaves).)*"),
+], ids=["SIGTERM", "SIGINT", "a second interrupt of a run"])  # fmt: skip
+def test_row_32_a_second_interrupt_leaves_at_once_even_inside_a_call_that_waits(options, number, status, said):
+    """Before the first step a first signal does, too."""
+    run = Forked(BUILDS.replace("OPTIONS", options))
+    try:
+        assert run.stdout.readline() == "ready\n"
+        until = time.monotonic() + 20
+        while run.poll() is None and time.monotonic() < until:
             run.send_signal(number)
-            _, stderr = run.communicate(timeout=10)
-        finally:
-            run.kill()
-        assert run.returncode == status
-        line = rf"{TIME} rank 0: left on {number.name} before the first step: nothing to save\n"
-        assert re.fullmatch(line, stderr)
+            time.sleep(0.3)
+        _, stderr = run.communicate(timeout=10)
+    finally:
+        run.kill()
+    assert run.returncode == status
+    assert re.fullmatch(said, stderr, re.DOTALL), stderr

@@ -293,18 +293,21 @@ def test_a_group_that_cant_be_made_names_the_ranks_that_gave_no_answer_or_the_ca
 # --- ranks leave --------------------------------------------------------------------------------------------------
 
 
-LEAVE = """
-import mmap, os, signal, sys, time
+START = """
+import ctypes, mmap, os, signal, sys, threading, time
 import torch, torch.distributed as dist
-from mpcore import Mesh, build_mesh
-from mpcore.tools.fault_tolerance import StopSignals, leave_together
+from mpcore import build_mesh
+from mpcore.mesh.agreement import raise_together
+from mpcore.tools.fault_tolerance import StopSignals, leave, leave_together
 rank = int(sys.argv[1])
+"""
+LEAVE = """
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
 mesh = build_mesh(dp=3)
 with open(sys.argv[2] + ".data", "ab+") as file:
     file.truncate(2**14)
     data = mmap.mmap(file.fileno(), 2**14)
-with leave_together(mesh):
+with leave_together(mesh, grace=0.5):
     dist.all_reduce(torch.ones(1))
     if rank == 1:
 {fault}
@@ -326,7 +329,7 @@ FAULTS = {
 
 def start(code, size, tmp_path):
     """A process for each rank, which is told its rank and where the store of all is."""
-    return [Forked(code, str(rank), str(tmp_path / "store")) for rank in range(size)]
+    return [Forked(START + code, str(rank), str(tmp_path / "store")) for rank in range(size)]
 
 
 @pytest.mark.parametrize("fault", some("killed", of=FAULTS))
@@ -350,12 +353,6 @@ def test_row_1_3_4_when_a_rank_fails_the_others_name_it(tmp_path, fault):
 
 
 LAST = """
-import sys, time
-import torch.distributed as dist
-from mpcore import build_mesh
-from mpcore.tools.fault_tolerance import leave, leave_together
-from mpcore.mesh.agreement import raise_together
-rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="tcp://localhost:{port}", rank=rank, world_size=3)
 with leave_together(build_mesh(dp=3)):
     time.sleep(2.0 if rank == 0 else 0.0)  # rank 0 writes to a slow disk, and the others ask the store more rarely
@@ -371,11 +368,6 @@ def test_rank_0_keeps_its_store_until_the_others_have_left(tmp_path):
 
 
 STANDS = """
-import ctypes, sys, threading
-import torch.distributed as dist
-from mpcore import build_mesh
-from mpcore.tools.fault_tolerance import StopSignals, leave_together
-rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 mesh = build_mesh(dp=2)
 with leave_together(mesh, grace=0.5):
@@ -404,30 +396,6 @@ def test_row_3_a_rank_that_stands_in_c_leaves_with_the_others_and_names_the_firs
     assert told[0].splitlines()[-1].endswith(" rank 0: stopped, because rank 1 failed first: LookupError: lost")
     assert "Traceback" in told[1]
     assert told[1].rstrip().endswith("LookupError: lost")
-
-
-WAITS = """
-import ctypes
-from mpcore.tools.fault_tolerance import StopSignals
-with StopSignals(apart=0.2):
-    print("ready", flush=True)
-    mutex = ctypes.create_string_buffer(64)  # all zeros: a mutex that nobody holds
-    for _ in range(2):  # the second waits for ever, in C, as a collective does
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
-"""
-
-
-def test_row_32_a_second_interrupt_leaves_at_once_even_inside_a_call_that_waits():
-    run = Forked(WAITS)
-    assert run.stdout.readline() == "ready\n"
-    began = time.monotonic()
-    while run.poll() is None and time.monotonic() - began < 20:
-        run.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    run.kill()
-    _, stderr = run.communicate()
-    assert run.returncode == 130
-    assert stderr.count("ctrl-C again leaves at once") == 1
 
 
 def stop_signals_of_a_rank(mesh: Mesh) -> bool:
