@@ -1,4 +1,4 @@
-"""Simulated ranks: the losses of real processes, and what a debugger of a layer wants to see."""
+"""Simulated ranks: what a debugger of a layer wants to see. `tests/laws` has their numbers beside plain torch."""
 
 from __future__ import annotations
 
@@ -20,74 +20,16 @@ from mpcore._torch.distributed import mesh_caches
 from mpcore.checkpoint import latest
 from mpcore.collectives import all_reduce
 from mpcore.tools.simulation import RankError
-from tests.examples import test_layouts as example
 from tests.pool import Simulated
-from tests.quick import some
 from tests.training import test_prepare as training
 
 simulated = Simulated()
 
 
-def own_losses(tp: int, zero: int) -> list[float]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        return own_model.train(tp, zero, steps=4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize(("size", "tp", "zero"), some((2, 1, 3), of=[(2, 2, 0), (2, 1, 1), (2, 1, 2), (4, 2, 3)]))
-def test_own_model_has_the_losses_of_real_processes(ranks, size, tp, zero):
-    """At 2 ranks to the bit: there a sum has one order."""
-    real, threads = ranks(size, own_losses, tp, zero), mp.simulate(own_losses, tp, zero, ranks=size)
-    if size == 2:
-        assert threads == real
-    for got, want in zip(threads, real, strict=True):
-        assert got == pytest.approx(want, rel=1e-12, abs=0)
-
-
 def test_torch_keeps_nothing_of_a_simulated_mesh():
     """A later mesh of the same ranks would get its groups, which are gone."""
-    mp.simulate(own_losses, 1, 3, ranks=2)
+    mp.simulate(own_model.train, 1, 3, 1, ranks=2)
     assert {cached.cache_info().currsize for cached in mesh_caches()} == {0}
-
-
-def numbers(result: dict) -> list[float]:
-    return [*result["losses"], *result["norms"], result["val"]]
-
-
-@pytest.mark.parametrize(
-    "name",
-    some("ZeRO-2 x tp, sequence parallel", "ZeRO-3 x tp, recompute", "pp 2 x dp 2, zb",
-         of=[name for name, (sizes, _) in training.LAYOUTS.items() if sizes]),
-)  # fmt: skip
-def test_prepared_layouts_have_the_numbers_of_real_processes(ranks, name):
-    """Sequence parallel, ZeRO-0 to 3, HSDP, offload and pipelines."""
-    sizes, told = training.LAYOUTS[name]
-    size = math.prod(sizes.values())
-    for got, want in zip(
-        simulated(size, training.train, sizes, **told), ranks(size, training.train, sizes, **told), strict=True
-    ):
-        assert numbers(got) == pytest.approx(numbers(want), rel=1e-12 if size > 2 else 0, abs=0)
-        assert all(torch.allclose(p, want["state"][n], rtol=0, atol=1e-10) for n, p in got["state"].items())
-
-
-@pytest.mark.parametrize(
-    ("model", "sizes", "flags"),
-    some(
-        ("gpt", {"cp": 2}, "--cp-kind ring"),
-        ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""),
-        of=[
-            ("tied", {"cp": 4}, "--cp-kind zigzag"),
-            ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
-        ],
-    ),
-)
-def test_context_parallel_and_experts_have_the_numbers_of_real_processes(ranks, model, sizes, flags):
-    size = math.prod(n for axis, n in sizes.items() if axis in ("tp", "pp", "cp", "dp"))
-    real = ranks(size, example.run, sizes, model, flags)
-    for got, want in zip(simulated(size, example.run, sizes, model, flags), real, strict=True):
-        assert numbers(got) == pytest.approx(numbers(want), rel=1e-11 if size > 2 else 0, abs=0)
 
 
 def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
@@ -106,14 +48,12 @@ def go_on(sizes: dict, folder: str, steps: int, **told: Any) -> list[float]:
 def test_a_checkpoint_goes_from_simulated_ranks_to_real_ones_and_back(ranks, tmp_path):
     (want,) = simulated(1, go_on, {}, str(tmp_path / "whole"), 4)
     got: list[float] = []
-    for steps, (start, name) in enumerate(
-        [
-            (simulated, "pp 2 x dp 2, zb"),
-            (ranks, "ZeRO-2 x tp, sequence parallel"),
-            (simulated, "ZeRO-3 x tp, recompute"),
-        ],
-        2,
-    ):
+    parts = (
+        (simulated, "pp 2 x dp 2, zb"),
+        (ranks, "ZeRO-2 x tp, sequence parallel"),
+        (simulated, "ZeRO-3 x tp, recompute"),
+    )
+    for steps, (start, name) in enumerate(parts, 2):
         sizes, told = training.LAYOUTS[name]
         got += start(math.prod(sizes.values()), go_on, sizes, str(tmp_path / "parts"), steps, **told)[0]
     assert got == pytest.approx(want, rel=1e-9)
