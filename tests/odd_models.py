@@ -101,25 +101,6 @@ class FusedGate(nn.Module):
         return self.wo(F.silu(gate) * up)
 
 
-class Both(nn.Module):
-    """Attention and an MLP side by side, of one input, with one linear layer before both and one behind both."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-        if fused:
-            self.before, self.behind = nn.Linear(D, 3 * D + 48), nn.Linear(D + 48, D)
-        else:
-            self.attention, self.up, self.down = Separate(), nn.Linear(D, 48), nn.Linear(48, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.fused:
-            return self.attention(x) + self.down(F.gelu(self.up(x)))
-        *qkv, up = self.before(x).split([D, D, D, 48], -1)
-        seen = heads_attend(*(part.unflatten(-1, (H, -1)) for part in qkv), is_causal=True)
-        return self.behind(torch.cat([seen, F.gelu(up)], -1))
-
-
 class MLP(nn.Module):
     """An MLP whose layers `change` may replace."""
 
@@ -129,20 +110,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)).square())
-
-
-class Transposed(nn.Module):
-    """A linear layer of one's own that stores [in_features, out_features], as GPT-2's Conv1D does."""
-
-    def __init__(self, layer: nn.Module, named: bool = True) -> None:
-        super().__init__()
-        weight = layer.get_parameter("weight").detach()
-        if named:
-            self.nf = len(weight)
-        self.weight, self.bias = nn.Parameter(weight.t().contiguous()), nn.Parameter(torch.zeros(len(weight)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 class Scaled(Words):
@@ -158,17 +125,6 @@ class Scaled(Words):
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = x + block(norm(x))
         return 5 * torch.tanh(F.linear(self.norm(x), self.table.get_parameter("weight")) * self.scale / 5)
-
-
-class Tied(Words):
-    """A head that is tied to the table, and scaled."""
-
-    def __init__(self) -> None:
-        super().__init__(Separate(), MLP())
-        self.head.weight = self.table.weight  # type: ignore[assignment]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * D**-0.5
 
 
 class Twice(Words):
@@ -198,35 +154,6 @@ class Tuple(Words):
             x = x + block(norm(x))
             seen.append(x)
         return self.head(self.norm(x)), tuple(seen), self.value(x)[:, -1, 0]
-
-
-class Bert(nn.Module):
-    """An encoder with token types, positions, a padding mask, norms behind the sums, and a pooled class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places, self.types = nn.Embedding(V, D, padding_idx=0), nn.Embedding(T, D), nn.Embedding(2, D)
-        self.first = nn.LayerNorm(D)
-        self.layers = nn.ModuleList(nn.ModuleList([Unmasked(), nn.LayerNorm(D), MLP(), nn.LayerNorm(D)]) for _ in "ab")
-        self.pool, self.classes = nn.Linear(D, D), nn.Linear(D, 3)
-
-    def forward(self, ids: Tensor, types: Tensor | None = None, mask: Tensor | None = None) -> Any:
-        types = ids % 2 if types is None else types
-        seen = (ids != 0 if mask is None else mask.bool())[:, None, None]
-        x = self.first(self.words(ids) + self.places.get_parameter("weight")[: ids.shape[1]] + self.types(types))
-        for layer in self.layers:  # each is a list of four
-            attention, norm, mlp, last = layer.children()
-            x = norm(x + attention(x, seen))
-            x = last(x + mlp(x))
-        return self.classes(torch.tanh(self.pool(x[:, 0]))), x
-
-
-class Unmasked(Separate):
-    """Sees both ways, where the mask says so."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.to_q, self.to_k, self.to_v))
-        return self.back(heads_attend(q, k, v, attn_mask=mask))
 
 
 class Vision(nn.Module):
@@ -272,55 +199,6 @@ class StateSpace(nn.Module):
         return self.out((torch.stack(out, 1) + self.skip * x) * F.silu(gate))
 
 
-class Slopes(Separate):
-    """ALiBi by a buffer of slopes, a learned temperature of each head, and heads that talk before the softmax."""
-
-    def __init__(self, talk: bool) -> None:
-        super().__init__()
-        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, H + 1))
-        self.warmth = nn.Parameter(torch.ones(H, 1, 1))
-        self.talk = nn.Linear(H, H, bias=False) if talk else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.to_q, self.to_k, self.to_v)
-        )
-        far = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        score = q @ k.transpose(-1, -2) * self.warmth - self.slopes[:, None, None] * far
-        if self.talk is not None:
-            score = self.talk(score.transpose(1, -1)).transpose(1, -1)
-        score = score.masked_fill(far < 0, -torch.inf).softmax(-1)
-        return self.back((score @ v).transpose(1, 2).flatten(2))
-
-
-class FullNorm(Separate):
-    """Norms over all features of queries and keys, as OLMo 2's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_q, self.norm_k = nn.RMSNorm(D), nn.RMSNorm(D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.norm_q(self.to_q(x)), self.norm_k(self.to_k(x)), self.to_v(x)
-        return self.back(heads_attend(*(part.unflatten(-1, (self.heads, -1)) for part in (q, k, v)), is_causal=True))
-
-
-class Router(nn.Module):
-    """Two experts of a list for each token, of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(D, 4), nn.ModuleList(MLP() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            share = (weights * (chosen == i)).sum(-1, keepdim=True)
-            out = out + share * expert(x)
-        return out
-
-
 class Functional(nn.Module):
     """Reads the weights of its layers itself, and never calls them."""
 
@@ -344,7 +222,7 @@ class Torchs(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A sum, a softmax and a normalization over hidden features, where shards would need each other."""
+    """A sum, a softmax and a shift of hidden features, where shards would need each other."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -358,12 +236,6 @@ class Mixed(nn.Module):
             x = x - x.mean(-1, keepdim=True)
         elif self.way == "roll":
             x = torch.relu(x).roll(1, -1)
-        elif self.way == "normalize":
-            x = F.normalize(x, dim=-1)
-        elif self.way == "group":
-            x = F.group_norm(x.transpose(1, 2), 8).transpose(1, 2)
-        elif self.way == "topk":
-            x = x * (x >= x.topk(10, -1).values[..., -1:])
         return self.down(x)
 
 
@@ -371,42 +243,25 @@ def normed(layer: nn.Module) -> nn.Module:
     return nn.utils.parametrizations.weight_norm(layer)
 
 
-def old_normed(layer: nn.Module) -> nn.Module:
-    return nn.utils.weight_norm(layer)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": Bert,
-    "side by side": lambda: Words(Both(False), Both(False)),
-    "side by side, fused": lambda: Words(Both(True), Both(True)),
     **{f"qkv of {way}": lambda way=way: Words(Packed(way), MLP()) for way in (
         "kind, head", "head, kind", "head, feature, kind", "feature, kind, head")},
     "qkv of groups": lambda: Words(Grouped(), MLP()),
     "one kv head": lambda: Words(Separate(1), MLP()),
     "two kv heads": lambda: Words(Separate(2), MLP()),
-    "tied head": Tied,
     "table read as a head": Scaled,
     "gate and up": lambda: Words(Separate(), FusedGate(False)),
     "gate and up in turns": lambda: Words(Separate(), FusedGate(True)),
-    "conv1d": lambda: Words(Separate(), MLP(Transposed)),
-    "conv1d without nf": lambda: Words(Separate(), MLP(lambda layer: Transposed(layer, False))),
     "weight norm": lambda: Words(Separate(), MLP(normed)),
-    "old weight norm": lambda: Words(Separate(), MLP(old_normed)),
-    "spectral norm": lambda: Words(Separate(), MLP(nn.utils.parametrizations.spectral_norm)),
     "max norm": lambda: Words(Separate(), MLP(), table=nn.Embedding(V, D, max_norm=1.0)),
-    "padding": lambda: Words(Separate(), MLP(), table=nn.Embedding(V, D, padding_idx=3)),
     "vision": Vision,
     "state space": lambda: Words(StateSpace(), MLP()),
     "used twice": Twice,
     "tuple": Tuple,
-    "slopes": lambda: Words(Slopes(False), MLP()),
-    "talking heads": lambda: Words(Slopes(True), MLP()),
-    "full norm": lambda: Words(FullNorm(), MLP()),
-    "router": lambda: Words(Separate(), Router()),
     "functional": lambda: Words(Separate(), Functional()),
     "torch's": lambda: Words(Torchs(), MLP()),
     **{f"mixed by {way}": lambda way=way: Words(Separate(), Mixed(way)) for way in (
-        "softmax", "mean", "roll", "normalize", "group", "topk")},
+        "softmax", "mean", "roll")},
 }  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from tests import odd_models as models
 from tests.quick import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan leaves", "ignore:`torch.nn.utils.weight_norm`")
-KINDS = ["bert", "qkv of groups", "table read as a head", "vision", "weight norm", "state space", "used twice", "tuple"]
-SHARES = {"conv1d without nf": 0.6, "weight norm": 0.6, "old weight norm": 0.6, "spectral norm": 0.6, "functional": 0.6}
-SHARES |= {"torch's": 0.7, "vision": 0.7, "table read as a head": 0.8, "max norm": 0.8}
+KINDS = ["qkv of groups", "table read as a head", "vision", "weight norm", "state space", "used twice", "tuple"]
+SHARES = {"weight norm": 0.6, "functional": 0.6, "torch's": 0.7, "vision": 0.7}
+SHARES |= {"table read as a head": 0.8, "max norm": 0.8}
 TP = mp.Axis(size=2, rank=0, name="tp")
 
 
@@ -58,23 +58,16 @@ def test_packings_whose_names_say_nothing_are_found(name, plan):
 
 @pytest.mark.parametrize(("name", "plan", "said"), [
     ("weight norm", {"blocks.1.up": "colwise"}, "blocks.1.up"),
-    ("spectral norm", {"blocks.1.down": "rowwise"}, "blocks.1.down"),
-    ("conv1d without nf", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1.up is a Transposed"),
     ("max norm", {"table": "vocab"}, "table: max_norm"), ("vision", {"stem": "colwise"}, "stem is a Conv2d"),
     ("table read as a head", {"table": "vocab"}, "scale"),
     ("torch's", {"blocks.0.attention.out_proj": "rowwise"}, "blocks.0.attention.out_proj is part of an nn.Multi"),
     ("functional", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
-    ("side by side, fused", {"blocks.*.before": "colwise", "blocks.*.behind": "rowwise"}, "blocks.0.before"),
     ("state space", {"blocks.0.into": Colwise(blocks=2), "blocks.0.out": "rowwise"}, "blocks.0.conv"),
     ("mixed by softmax", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
     ("mixed by roll", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
     ("mixed by mean", {"blocks.1.up": "colwise", "blocks.1.down": "rowwise"}, "blocks.1"),
     ("one kv head", {"blocks.0": LocalSizes(("heads",)), "blocks.0.to_*": "colwise"}, "blocks.0"),
-    ("slopes", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-    ("full norm", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
     ("qkv of head, kind", {"blocks.0": LocalSizes(("n",)), "blocks.0.w": Colwise(blocks=3)}, "blocks.0"),
-    ("talking heads", {"blocks.0": LocalSizes(("heads", "groups")), "blocks.0.to_*": "colwise"}, "blocks.0"),
-    ("router", {"blocks.1.experts.*.up": "colwise"}, "blocks.1.experts.0.down"),
 ])  # fmt: skip
 def test_a_wrong_plan_is_refused_by_the_name_of_a_module(name, plan, said):
     back = {"blocks.0.back": "rowwise"} if "blocks.0" in plan else {}
