@@ -1,7 +1,6 @@
 """`parallelize` on models that aren't ours: what they compute, their gradients and their training stay the same."""
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -17,7 +16,6 @@ from mpcore import (
     AdamW,
     Axis,
     ColumnParallelLinear,
-    RowParallelLinear,
     VocabParallelEmbedding,
     Zero,
     full_state_dict,
@@ -132,8 +130,6 @@ MODELS = {
 EXPERTS = {
     "qwen3 moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2,
      moe_intermediate_size=6)),
-    "gpt-oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**LLAMA | {"attn_implementation": "eager"},
-     num_local_experts=4, num_experts_per_tok=2)),
 }  # fmt: skip
 SHORT = ("mixtral", "llama tied", "phi3", "gemma3", "gpt2", "t5", "own")
 GPT2_PLAN = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()}
@@ -201,10 +197,9 @@ def test_logits_gradients_and_training_equal_the_original(ranks, size, name):
     ranks(size, check_equal, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_on_one_rank_the_results_are_bitwise_those_of_the_original(name, dtype):
-    original = build(name, dtype)
+def test_on_one_rank_the_results_are_bitwise_those_of_the_original(name):
+    original = build(name, torch.bfloat16)
     swapped = copy.deepcopy(original)
     parameters = list(swapped.parameters())
     assert parallelize(swapped, PLANS.get(name, "auto")) is swapped
@@ -215,43 +210,10 @@ def test_on_one_rank_the_results_are_bitwise_those_of_the_original(name, dtype):
         assert a.grad is None or torch.equal(a.grad, b.grad), key
 
 
-def expert_run(model, rank):
-    """As `run`, with other tokens on each data rank, and another number of them."""
-    generator = torch.Generator().manual_seed(rank)
-    logits = model(torch.randint(VOCAB, (2, 6 - rank), generator=generator)).logits
-    logits.backward(torch.rand(logits.shape, generator=generator, dtype=logits.dtype) - 0.5)
-    return logits.detach()
-
-
-def check_expert_gradients(name, **sizes):
-    """Each rank holds its experts; logits and all gradients equal those of the original on all ranks' tokens."""
-    on = mesh(**sizes)
-    dense = build(name)
-    sharded = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp)
-    assert sharded.model.layers[1].mlp.experts.down_proj.shape[0] * on.ep.size == 4
-    all_same(full_state_dict(sharded), dense.state_dict(), "value after parallelize")
-    with mock.patch.object(torch.Tensor, "float", lambda x: x):
-        want = [expert_run(dense, rank) for rank in range(on.data.size)][on.data.rank]
-        close(expert_run(sharded, on.data.rank), want, "logits", TOLERANCE)
-    others = on.ep.size * on.etp.size > on.tp.size  # have other tokens
-    with pytest.raises(ValueError, match=r"aux_loss balances .* data=mesh\.data") if others else nullcontext():
-        sharded(torch.ones(1, 2, dtype=torch.long), output_router_logits=True)
-    reduce_gradients(sharded, on)
-    assert all(layer.mlp.experts.down_proj.grad is not None for layer in sharded.model.layers)
-    all_same(full_gradients(sharded), full_gradients(dense), "gradient")
-
-
 LAYOUTS = [
     (2, {"ep": 2}), (2, {"tp": 2, "ep": 2, "etp": 1}), (2, {"tp": 2, "etp": 1}), (4, {"tp": 2, "ep": 2}),
     (4, {"ep": 4}), (4, {"ep": 2}), (4, {"tp": 2, "ep": 2, "etp": 1}),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize(("size", "sizes"), some(*LAYOUTS[:4], of=LAYOUTS))
-def test_experts_and_their_router_have_the_gradients_of_the_original(ranks, name, size, sizes):
-    """Of the router, too: transformers' own expert parallelism once lost a part of its gradient (#48687)."""
-    ranks(size, partial(check_expert_gradients, **sizes), name)
 
 
 def token_loss(output, target):
@@ -270,6 +232,9 @@ def check_expert_training(zero, balance, **sizes):
     on = mesh(**sizes)
     dense = build("qwen3 moe")
     dense.config.output_router_logits = balance
+    if balance and on.ep.size * on.etp.size > on.tp.size:  # ranks of the experts have other tokens
+        with pytest.raises(ValueError, match=r"aux_loss balances .* data=mesh\.data"):
+            parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp)(torch.ones(1, 2, dtype=torch.long))
     model = parallelize(copy.deepcopy(dense), tp=on.tp, ep=on.ep, etp=on.etp, data=on.data)
     trained = prepare(
         model, on, blocks=model.model.layers, loss=partial(balanced_loss, on.data.size), initialize=False,
@@ -321,6 +286,7 @@ TRAINED.append((2, 0, {}, True))
     some(
         (2, 1, {"ep": 2}, True), (4, 2, {"tp": 2, "ep": 2}, False), (4, 0, {"tp": 2, "ep": 2}, True),
         (4, 2, {"ep": 2}, True), (4, 3, {"ep": 2}, True), (2, 0, {}, True), (2, 1, {"tp": 2, "etp": 1}, True),
+        (2, 1, {"tp": 2, "ep": 2, "etp": 1}, True),
         of=TRAINED,
     ),
 )  # fmt: skip
@@ -378,22 +344,6 @@ def check_torch_encoder():
 
 def on(rank, size=4):
     return Axis(size, rank, name="tp")
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_each_rank_holds_its_shard_under_the_original_names(rank):
-    shapes = {k: tuple(v.shape) for k, v in parallelize(build("gpt2"), GPT2_PLAN, on(rank)).state_dict().items()}
-    names = ("wte.weight", "wpe.weight", "h.0.attn.c_attn.weight", "h.1.attn.c_attn.bias", "h.0.attn.c_proj.weight",
-             "h.1.attn.c_proj.bias", "h.1.mlp.c_proj.weight")  # fmt: skip
-    found = [shapes[f"transformer.{name}"] for name in names]
-    assert found == [([9, 8, 8, 8][rank], 16), (16, 16), (16, 12), (12,), (4, 16), (16,), (16, 16)]
-    assert shapes["lm_head.weight"] == shapes["transformer.wte.weight"]
-    llama = parallelize(build("llama"), tp=on(rank)).model.layers[1]
-    assert (llama.self_attn.k_proj.weight.shape, llama.self_attn.q_proj.bias.shape) == ((4, 16), (8,))
-    assert llama.mlp.up_proj.weight.shape == ([3, 3, 2, 2][rank], 16)
-    assert llama.mlp.down_proj.weight.shape == (16, [3, 3, 2, 2][rank])
-    assert isinstance(llama.mlp.up_proj, ColumnParallelLinear)
-    assert isinstance(llama.mlp.down_proj, RowParallelLinear)
 
 
 def test_ties_stay_and_the_end_that_the_plan_does_not_name_follows():
