@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -47,10 +46,10 @@ from mpcore.layers.dropout import seed_dropout
 from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline import Pipeline
 from mpcore.sharding import shardings
-from mpcore.sharding.local import is_dtensor, local_tensor
+from mpcore.sharding.local import local_tensor
 from tests.checkpoint.test_schema import rewrite
 from tests.examples.test_pretrain import trainer
-from tests.placement import data_shards
+from tests.gpt_step import over_data
 from tests.pool import RankError, mesh
 
 # Odd on purpose: 53 words over 4 ranks, 6 heads over 4, 2 KV heads replicated over 4, 21 hidden features.
@@ -106,22 +105,13 @@ class Run:
         seed_dropout(self.model, manifest.seed or 0)
         return manifest
 
-    def over_data(self, x: Tensor) -> Tensor:
-        """What the data ranks hold together. Not by DTensor: it caches meshes of worlds that the pool has ended."""
-        if not is_dtensor(x):
-            return x.detach()
-        shards: list = [None] * self.mesh.data.size
-        dist.all_gather_object(shards, x.to_local().detach(), group=self.mesh.data.group)
-        return torch.cat(shards[: data_shards(x)])
-
     def full(self) -> dict[str, Tensor]:
         """Parameters and optimizer state in logical shapes, of this stage: a collective."""
         declared, found = shardings(self.model), {}
         for name, p in self.model.named_parameters():
-            found[f"model/{name}"] = declared[name].assemble(self.over_data(p))
-            for slot, value in self.optimizer.state[p].items():
-                whole = declared[name].assemble(self.over_data(value)) if value.dim() else value
-                found[f"optimizer/{slot}/{name}"] = whole
+            for slot, value in {"": p, **self.optimizer.state[p]}.items():
+                whole = over_data(value, self.mesh, declared[name]) if value.dim() else value
+                found[f"optimizer/{slot}/{name}" if slot else f"model/{name}"] = whole
         return {name: tensor.clone() for name, tensor in found.items()}
 
 
