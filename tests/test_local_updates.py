@@ -25,7 +25,7 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.parallel.offload import offload_optimizer, offload_parameters
 from mpcore.sharding.local import local_tensor, reshard
 from mpcore.tools import diloco
-from mpcore.tools.diloco import OUTER_SLOTS, DiLoCo, Merge, _State
+from mpcore.tools.diloco import DiLoCo, Merge
 from tests.equality import close
 from tests.pool import Pool, mesh, on_ranks
 from tests.test_checkpoint import CONFIG, Run, same_bits, size_of
@@ -548,53 +548,6 @@ def test_merges_may_begin_after_a_forward_that_gathered_parameters():
     outer = DiLoCo(optimizer, model, on, every=1)
     assert set(outer.names.values()) == {"weight", "bias"}
     assert all(isinstance(p, DTensor) for p in outer.names)
-
-
-def test_the_outer_state_is_float32_or_wider_and_begins_as_the_parameters_are():
-    for dtype, wide in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ):
-        for momentum, slots in ((0.0, OUTER_SLOTS[:1]), (0.9, OUTER_SLOTS)):
-            model = nn.Linear(2, 2).to(dtype)
-            model.bias.requires_grad_(False)
-            outer = DiLoCo(torch.optim.SGD(model.parameters(), lr=0.5), model, Mesh(), momentum=momentum)
-            assert outer.outer == {}
-            outer.begin()
-            assert list(outer.outer) == [model.weight]
-            held = outer.outer[model.weight]
-            assert tuple(held) == slots
-            assert {x.dtype for x in held.values()} == {wide}
-            assert torch.equal(held["outer_anchor"], model.weight.detach().to(wide))
-            anchor = held["outer_anchor"]
-            with torch.no_grad():
-                model.weight += 1
-            outer._begin()
-            assert held["outer_anchor"] is anchor
-            assert not torch.equal(anchor, model.weight.detach().to(wide))
-            assert momentum == 0 or not held["outer_momentum"].any()
-
-
-def test_the_state_of_both_optimizers_is_one_mapping():
-    a, b, c = (torch.ones(1) for _ in range(3))
-    inner: dict = {a: {"m": 1}}
-    outer: dict = {a: {"outer_anchor": 2}, b: {"outer_anchor": 3}}
-    state = _State(inner, outer)
-    assert state[a] == {"m": 1, "outer_anchor": 2}
-    assert state[b] == {}, "never stepped, while others were: no checkpoint needs its anchor"
-    with pytest.raises(KeyError):
-        state[c]
-    assert [id(p) for p in state] == [id(a), id(b)]
-    assert len(state) == 2
-    state[b] = {"m": 4, "outer_momentum": 5}
-    assert (inner[b], outer[b]) == ({"m": 4}, {"outer_momentum": 5})
-    state[b] = {"m": 6}
-    assert (inner[b], b in outer) == ({"m": 6}, False)
-    del state[a]
-    assert a not in inner
-    assert a not in outer
-    assert _State({}, {b: {"outer_anchor": 3}})[b] == {"outer_anchor": 3}, "before the first step"
 
 
 def averages() -> list[list[float]]:
