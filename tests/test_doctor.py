@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import mpcore as mp
-from mpcore import collectives
 from mpcore.mesh.build import build_mesh
 from mpcore.tools import doctor
 from mpcore.tools.doctor import Finding, check_launch, versions
@@ -100,24 +99,3 @@ NAMES = ["copy", "reduce", "split", "gather", "all_gather", "reduce_scatter", "a
 
 def test_each_collective_and_its_backward_are_those_of_their_definitions(monkeypatch):
     assert errors(monkeypatch) == [dict.fromkeys(NAMES, 0.0)] * 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_wrong_result_or_gradient_of_a_collective_shows_in_its_line(name, backward, monkeypatch):
-    real = getattr(collectives, name)
-
-    class Off(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x + 0.5 * (not backward)
-
-        @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-            return dy + 0.25 * backward
-
-    monkeypatch.setattr(collectives, name, lambda x, *more: Off.apply(real(Off.apply(x), *more)))
-    for found in errors(monkeypatch):
-        assert found[name] > 0
-        pair = {"copy", "reduce"}  # each calls the other in its backward
-        assert {each for each, error in found.items() if error} <= (pair if name in pair else {name})
