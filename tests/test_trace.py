@@ -1,4 +1,4 @@
-"""Ten seeded hangs, and what the explainer says of each; the matching of logs without processes."""
+"""Four seeded hangs, and what the explainer says of each; the matching of logs without processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpcore import ColumnParallelLinear, RowParallelLinear
-from mpcore.collectives import all_reduce, gather, reduce, start_all_gather, wait
+from mpcore import RowParallelLinear
+from mpcore.collectives import all_reduce
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.build import build_mesh
 from mpcore.pipeline import Pipeline
@@ -63,38 +63,8 @@ class Model(nn.Module):
 # Each: what rank 1 (or another) does wrong. Where a line matters it is marked `# here`.
 
 
-def skips_a_sum(on: Mesh) -> None:
-    if on.tp.rank != 1:
-        all_reduce(ONES, on.tp)
-    time.sleep(100 if on.tp.rank == 1 else 0)  # here
-
-
-def enters_another_kind(on: Mesh) -> None:
-    if on.tp.rank == 1:
-        wait(start_all_gather(ONES, on.tp))  # here
-    else:
-        all_reduce(ONES, on.tp)
-    time.sleep(100)
-
-
-def sums_over_another_axis(on: Mesh) -> None:
-    if on.world.rank == 1:
-        all_reduce(ONES, on.dp)  # here
-    else:
-        all_reduce(ONES, on.tp)
-    time.sleep(100)
-
-
 def never_leaves_a_block(on: Mesh) -> None:
     Model(on, stuck=1)(ONES)
-
-
-def leaves_the_loop_early(on: Mesh) -> None:
-    for _ in range(3 - on.tp.rank):
-        all_reduce(ONES, on.tp)
-    if on.tp.rank == 1:
-        while True:  # here
-            pass
 
 
 def waits_in_a_circle(on: Mesh) -> None:
@@ -114,33 +84,11 @@ def is_stuck_in_a_stage(on: Mesh) -> None:
     pipeline.forward_backward(ONES, ONES)
 
 
-def has_another_flag(on: Mesh) -> None:
-    layer = ColumnParallelLinear(8, 8, tp=on.tp, sequence_parallel=on.tp.rank == 1, sequence_dim=0)
-    y = layer(ONES.requires_grad_())
-    y.sum().backward()
-    reduce(y, on.tp)
-    time.sleep(100)
-
-
-def one_of_four_skips_a_layer(on: Mesh) -> None:
-    x = ONES
-    for layer in range(3):
-        if (on.tp.rank, layer) != (2, 1):
-            x = gather(x[:, : 8 // 4], on.tp, 1)
-    time.sleep(100)  # here
-
-
 HANGS = [
-    (skips_a_sum, {"tp": 2}, r"rank 0 entered all_reduce\(tp\) of \[4, 8\] .* while rank 1 never did: it is at"),
-    (enters_another_kind, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* while rank 1 entered all_gather\(tp\).* at"),
-    (sums_over_another_axis, {"tp": 2, "dp": 2}, r"rank 1 entered all_reduce\(dp\).* while rank 3 never did: it is at"),
     (never_leaves_a_block, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* 1 never did: it is at .* in blocks\.2\n"),
-    (leaves_the_loop_early, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* while rank 1 never did: it is at"),
     (waits_in_a_circle, {"tp": 2, "dp": 2}, r"the ranks wait in a circle: rank \d waits in all_reduce\(.p\) .* at"),
     (is_stopped, {"tp": 2}, r"rank 0 entered all_reduce\(tp\).* while rank 1 gives no answer: it is stopped"),
     (is_stuck_in_a_stage, {"pp": 2}, r"rank 1 waits for nobody while others wait: it is at"),
-    (has_another_flag, {"tp": 2}, r"the ranks disagree about call \d: rank 0 entered .* while rank 1 entered .*\(tp\)"),
-    (one_of_four_skips_a_layer, {"tp": 4}, r"rank 0 entered all_gather\(tp\).* while rank 2 never did: it is at"),
 ]  # fmt: skip
 
 
@@ -163,7 +111,7 @@ def hang(what: str, sizes: dict, folder: str) -> None:
         model(ONES) if what == "never_leaves_a_block" else globals()[what](on)
 
 
-@pytest.mark.parametrize(("what", "sizes", "pattern"), some(HANGS[3], of=HANGS))
+@pytest.mark.parametrize(("what", "sizes", "pattern"), some(HANGS[0], of=HANGS))
 def test_a_hang_is_explained(ranks, tmp_path, what, sizes, pattern):
     with pytest.raises(RankError, match="the process died"):
         ranks(torch.Size(sizes.values()).numel(), hang, what.__name__, sizes, str(tmp_path), timeout=90)
