@@ -27,19 +27,6 @@ def test_the_nearest_word_is_named_if_it_has_the_same_numbers(word, known, said)
     assert did_you_mean(word, iter(known)) == said
 
 
-@pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (1, 1), (7, 7)])
-def test_a_command_has_the_status_that_it_returns(returned, status, capsys):
-    @reports_errors("it")
-    def run(a: int, *, b: int) -> int | None:
-        """About it."""
-        assert (a, b) == (1, 2)
-        return returned
-
-    assert run(1, b=2) == status
-    assert (run.__name__, run.__doc__) == ("run", "About it.")
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("error", [ValueError("no good"), FileNotFoundError("no good"), KeyError("no good")])
 def test_errors_are_a_line_and_a_status_of_2_and_others_keep_their_traceback(error, capsys):
     def run() -> int:
