@@ -18,14 +18,13 @@ from tests import verify_models as models
     (models.Encoder, ["tp2sp", "dp2pp2", "cp2"], models.loss),
     pytest.param(models.Encoder, ["tp2", "tp4", "pp2", "dp2", "tp2pp2", "dp2zero3", "cp4", "cp2tp2sp", "dp2zero2mb2"],
      models.loss, marks=pytest.mark.slow), (models.Mixer, ["tp3", "tp2dp2zero2"], None),
-    pytest.param(models.Mixer, ["tp2", "dp2"], None, marks=pytest.mark.slow), (models.llama, ["tp2"], None),
-    pytest.param(models.llama, ["dp2"], None, marks=pytest.mark.slow), (models.ByHand, ["tp2", "dp2zero2"], None),
+    pytest.param(models.Mixer, ["tp2", "dp2"], None, marks=pytest.mark.slow),
     (partial(models.decoder, models.DENSE, "zigzag"), ["cp2", "cp2tp2"], models.loss),
     (partial(models.decoder, models.MIXED, "ring"), ["tp2dp2ep2"], models.loss),
     pytest.param(partial(models.decoder, models.MIXED, "ring"), ["cp2ep2", "cp2tp2ep2sp", "cp2dp2ep2"], models.loss,
      marks=pytest.mark.slow),
 ],
-    ids=["encoder", "encoder whole", "mixer", "mixer whole", "llama", "llama whole", "by hand", "decoder",
+    ids=["encoder", "encoder whole", "mixer", "mixer whole", "decoder",
     "mixture", "mixture whole",
 ])  # fmt: skip
 def test_models_of_others_are_the_same_under_every_layout(ranks, build, layouts, loss):
@@ -56,9 +55,6 @@ FAULTS = [
     (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
     (24, "", "tp2dp2", models.divided_loss, "loss", "", "tp = 2 or dp = 2 times too small"),
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
-    (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
-    (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum, and nothing adds"),
-    (16, "heads", "tp2", models.loss, "forward", "attention.output", "model's H heads"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
@@ -67,7 +63,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "loss", "said"), [
-    ("", models.torch_loss, "vocab_parallel_cross_entropy"), ("swapped", models.loss, "is it swapped"),
+    ("", models.torch_loss, "vocab_parallel_cross_entropy"),
     ("moved", models.loss, "moved to another module has lost its declared sharding.*mlp.up.weight"),
 ])  # fmt: skip
 def test_a_fault_that_ends_the_step_is_named(ranks, fault, loss, said):
@@ -100,15 +96,6 @@ def test_a_fault_beside_the_first_output_of_training_is_named(ranks, fault, layo
     mismatch = verdict.mismatch
     assert mismatch is not None, verdict
     assert (mismatch.stage, mismatch.name) == (stage, name), mismatch
-
-
-@pytest.mark.parametrize(
-    ("loss", "equal"),
-    [(models.narrow_loss, True), (models.narrow_and_tilted_loss, False), (models.narrow_if_sharded_loss, False)],
-)
-def test_a_rounding_of_the_models_own_float32_is_no_fault(ranks, loss, equal):
-    (verdict,) = verify(models.broken(""), models.batch(), ["tp2"], loss=loss, pool=ranks)
-    assert verdict.equal == equal, verdict
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -151,7 +138,7 @@ def test_what_no_layout_can_run_is_refused(ranks, build, batch, options, message
     (models.Mixer, X, "cp2", {}, "a Mixer, may mix tokens"),
     (models.broken(""), models.batch(), "cp2", {"loss": models.loss}, r"attention \(ParallelAttention\) .* cp 1"),
     (models.TokensFirst, models.tokens(), "dp2", {}, r"it is \(8, 2, 22\), .* \(8, 4, 22\)"),
-    (models.Uneven, X, "tp2", {"timeout": 2.0}, r"not done after 2 seconds: rank 0 in .*forward; rank 1 in .*"),
+    (models.Uneven, X, "tp2", {"timeout": 1.0}, r"not done after 1 seconds: rank 0 in .*forward; rank 1 in .*"),
 ])  # fmt: skip
 def test_what_a_layout_cant_run_is_its_error(ranks, build, batch, layout, options, error):
     (verdict,) = verify(build, batch, [layout], pool=ranks, **options)
