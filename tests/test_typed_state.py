@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore import AdamW, Axis, ColumnParallelLinear, ParallelMLP, RMSNorm
+from mpcore import AdamW, Axis, ColumnParallelLinear, RMSNorm
 from mpcore import collectives as c
 from mpcore.gradients import (
     clip_gradients,
@@ -21,24 +21,12 @@ from mpcore.gradients import (
     reduce_gradients,
 )
 from mpcore.gradients.accumulate import is_reduced, mark_reduced
-from mpcore.layers.linear_fp8 import Fp8Product
 from mpcore.layers.module import ParallelModule, normal
 from mpcore.optim import LossScaler
-from mpcore.parallel import convert_to_fp8, shard_data_parallel
+from mpcore.parallel import shard_data_parallel
 from mpcore.sharding.declare import Sharding, cut
 from tests.equality import close
 from tests.pool import mesh, on_ranks
-
-
-def test_fp8_converts_the_blocks_and_no_head_whatever_it_is_called():
-    names = ("head", "unembed", "blocks_out", "0")
-    model = nn.ModuleDict({"blocks": nn.ModuleList(ParallelMLP(8, 16) for _ in range(2))})
-    model.update({name: ColumnParallelLinear(8, 12) for name in names})
-    convert_to_fp8(model["blocks"])
-    assert all(layer.product == Fp8Product() for mlp in model["blocks"] for layer in (mlp.up, mlp.down))
-    assert not any(model[name].product == Fp8Product() for name in names)
-    with pytest.raises(ValueError, match="blocks is a ColumnParallelLinear: give a list of the model's submodules"):
-        convert_to_fp8(model["unembed"])
 
 
 class OwnExperts(ParallelModule):
@@ -59,13 +47,6 @@ def check_own_experts() -> None:
         declared = OwnExperts(other).shardings["table"]
         assert declared.data_axis(m) is m.data
         assert m.tp in declared.replica_axes(m)
-
-
-def test_axes_are_told_apart_by_group_or_role_and_not_by_name():
-    assert Axis(name="a") == Axis(name="b")
-    assert Axis(role="ep") != Axis(name="ep")
-    assert Axis(role="ep").key == Axis(name="experts", role="ep").key != Axis(name="ep").key
-    assert (Axis().name, Axis(role="ep").name, Axis(role="ep", name="x").name) == ("axis", "ep", "x")
 
 
 class Norms(nn.Module):

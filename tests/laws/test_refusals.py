@@ -173,6 +173,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"the blocks have 2 grouped linear layers of experts, such as 'blocks\[0\] ": (
         ValueError, lambda: mp.parallel.convert_to_fp8([mp.ParallelMoE(4, 4, 4, 2)])
     ),
+    r"blocks is a ColumnParallelLinear: give a list of the model's submodules": (
+        ValueError, lambda: mp.parallel.convert_to_fp8(mp.ColumnParallelLinear(8, 12))
+    ),
     r"up computes with Fp8Product.*, whose communication can't be overlapped: leave out overlap_comm": (
         ValueError, lambda: overlapped_and_fp8(overlaps_first=False)
     ),
