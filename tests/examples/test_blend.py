@@ -41,6 +41,13 @@ def test_a_blend_is_a_function_of_seed_and_index(parts):
         blend.sample(-1)
 
 
+def test_without_weights_each_sample_comes_once_a_period_and_a_part_goes_on_in_the_next(parts):
+    blend = Blend(parts, None, seed=1)
+    for p in range(3):
+        places = [blend.place(p * blend.period + i) for i in range(blend.period)]
+        assert sorted(places) == [(k, p * len(part) + i) for k, part in enumerate(parts) for i in range(len(part))]
+
+
 @pytest.mark.parametrize(("words", "found"), [
     (["web"], (["web"], None)), (["web", "code"], (["web", "code"], None)), (["7"], (["7"], None)),
     (["0.7", "web", "3", "code"], (["web", "code"], [0.7, 3.0])), (["1", "web"], (["web"], [1.0])),

@@ -111,6 +111,9 @@ def test_the_first_step_of_warm_up_isnt_zero():
 def test_a_ramp_takes_the_batches_of_megatron():
     ramp = Ramp(16, 32, stages=1, samples=96)
     assert [ramp.after(0, steps) for steps in range(12)] == [0, 16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256]
+    ramp = Ramp(2, 8, stages=3, samples=12)
+    begins = [ramp.after(0, steps) for steps in range(8)]
+    assert [ramp.size(sample) for sample in begins[:-1]] == np.diff(begins).tolist() == [2, 2, 4, 6, 8, 8, 8]
     assert [Ramp(16, 32, stages=2, samples=96).size(sample) // 8 for sample in (0, 48)] == [2, 3]
 
 
