@@ -55,6 +55,8 @@ FAULTS = [
     (24, "", "dp2", models.mean_loss, "loss", "", "a mean of means weighs tokens unequally"),
     (24, "", "tp2dp2", models.divided_loss, "loss", "", "tp = 2 or dp = 2 times too small"),
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
+    (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
+    (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum, and nothing adds"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
@@ -96,6 +98,15 @@ def test_a_fault_beside_the_first_output_of_training_is_named(ranks, fault, layo
     mismatch = verdict.mismatch
     assert mismatch is not None, verdict
     assert (mismatch.stage, mismatch.name) == (stage, name), mismatch
+
+
+@pytest.mark.parametrize(
+    ("loss", "equal"),
+    [(models.narrow_loss, True), (models.narrow_and_tilted_loss, False), (models.narrow_if_sharded_loss, False)],
+)
+def test_a_rounding_of_the_models_own_float32_is_no_fault(ranks, loss, equal):
+    (verdict,) = verify(models.broken(""), models.batch(), ["tp2"], loss=loss, pool=ranks)
+    assert verdict.equal == equal, verdict
 
 
 @pytest.mark.parametrize(("name", "message"), [

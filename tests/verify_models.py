@@ -27,7 +27,7 @@ from mpcore import (
     unshard_sequence,
     vocab_parallel_cross_entropy,
 )
-from mpcore.collectives import all_gather, reduce, split
+from mpcore.collectives import all_gather, copy, reduce, split
 from mpcore.sharding.declarations import add_partial
 
 VOCAB, WIDTH, HEADS = 22, 16, 4
@@ -131,6 +131,14 @@ class BiasOnEveryRank(RowParallelLinear):
         return reduce(F.linear(x, self.weight, self.bias), self.tp)
 
 
+class NoReduce(RowParallelLinear):
+    """The sum over tp is forgotten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `RowParallelLinear`."""
+        return F.linear(x, self.weight) + self.bias
+
+
 class GatherSums(nn.Module):
     """13: a replicated consumer after all_gather, whose backward sums what every rank has whole."""
 
@@ -170,6 +178,19 @@ class GateUpAsOne(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Undeclared(nn.Module):
+    """An MLP of shards that no module declares."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.tp, hidden = mesh.tp, 24 // mesh.tp.size
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        return reduce(self.down(self.up(copy(x, self.tp)).tanh()), self.tp)
+
+
 class ForgottenPartial(ParallelAttention):
     """12: norms of sharded heads, which nobody declared pending."""
 
@@ -205,9 +226,9 @@ class Broken(nn.Module):
         norm = RMSNorm(WIDTH, **forgotten)
         attention = ForgottenPartial if fault == "qk-norm" else ParallelAttention
         self.attention = attention(WIDTH, HEADS, **sp)
-        self.attention.output.__class__ = BiasOnEveryRank if fault == "bias" else RowParallelLinear
+        self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
         nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
-        mlps = {"gate-up": GateUpAsOne, "moved": Moved}
+        mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared, "moved": Moved}
         self.mlp = mlps[fault](mesh) if fault in mlps else ParallelMLP(WIDTH, 24, "swiglu", **sp)
         scales = {"gather": GatherSums, "modulation": WholeMeetsPart}
         self.scale = scales[fault](mesh) if fault in scales else nn.Identity()
@@ -355,6 +376,21 @@ def strange(fault: str):
 def loss_of_strange(output: tuple, target: Tensor, mesh: Mesh) -> Tensor:
     """The loss of its logits."""
     return output[1]["logits"].square().sum() / 2
+
+
+def narrow_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """In float32 whatever the model is in."""
+    return loss(output.float(), target, mesh)
+
+
+def narrow_and_tilted_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """Wrong by less than a rounding of float32 where it is sharded."""
+    return narrow_loss(output * (1 + 1e-8 * (mesh.tp.size - 1)), target, mesh)
+
+
+def narrow_if_sharded_loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
+    """In float32 on several ranks alone."""
+    return (narrow_loss if mesh.tp.size > 1 else loss)(output, target, mesh)
 
 
 class Named(Mixer):
