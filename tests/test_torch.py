@@ -1,4 +1,4 @@
-"""What `mpcore._torch` says of torch's private names: each function beside what torch does by its public ones."""
+"""What `mpcore._torch` says of torch's private names, and simulated ranks: beside what torch does, or a formula."""
 
 from __future__ import annotations
 
@@ -10,22 +10,10 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 import mpcore as mp
-from mpcore._torch import (
-    autograd,
-    compile,
-    dispatch,
-    distributed,
-    fake,
-    fsdp,
-    fsdp_wrap,
-    values,
-)
+from mpcore._torch import compile, distributed, fake, fsdp, fsdp_wrap, values
 from mpcore.tools._torch import simulated
-
-aten = torch.ops.aten
 
 
 @pytest.fixture
@@ -34,79 +22,6 @@ def fake_world():
     fake.start_fake_world(2, 1)
     yield
     dist.destroy_process_group()
-
-
-class Asks(torch.autograd.Function):
-    """A function whose backward keeps what `question()` says within it."""
-
-    @staticmethod
-    def forward(ctx, x, question, answers):
-        ctx.question, ctx.answers = question, answers
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.answers.append(ctx.question())
-        return grad, None, None
-
-
-def asked(question, **how):
-    """What a function says within a backward."""
-    x, answers = torch.ones(2, requires_grad=True), []
-    Asks.apply(x, question, answers).sum().backward(**how)
-    return answers[0]
-
-
-def test_a_backward_is_known_within_it():
-    assert not autograd.in_backward()
-    assert asked(autograd.in_backward)
-    assert autograd.running_node() is None
-    assert asked(autograd.running_node).name() == "AsksBackward"
-    assert not asked(autograd.graph_is_kept)
-    assert asked(autograd.graph_is_kept, retain_graph=True)
-
-
-def test_a_node_runs_where_its_gradient_is_asked_for():
-    x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    one, two, answers = x * 2, other * 3, []
-    nodes = one.grad_fn, two.grad_fn, None
-    y = Asks.apply(one + two, lambda: [autograd.will_run(node) for node in nodes], answers).sum()
-    torch.autograd.grad(y, x, retain_graph=True)
-    torch.autograd.grad(y, other)
-    assert answers == [[True, False, True], [False, True, True]]
-
-
-def test_a_backward_without_checks_is_torchs():
-    def graph():
-        x = torch.linspace(1, 2, 4).requires_grad_()
-        return x, [x.exp(), x.square()]
-
-    grads = [torch.linspace(0, 1, 4), torch.linspace(3, 5, 4)]
-    (x, outs), (want, theirs) = graph(), graph()
-    autograd.run_backward([get_gradient_edge(y) for y in outs], grads)
-    torch.autograd.backward(theirs, grads)
-    assert torch.equal(x.grad, want.grad)
-    assert not x.grad.requires_grad
-    with pytest.raises(RuntimeError, match="second time"):  # the graph is freed
-        autograd.run_backward([get_gradient_edge(y) for y in outs], grads)
-    kept, _ = graph()
-    y = Asks.apply(kept, autograd.graph_is_kept, answers := [])
-    autograd.run_backward([get_gradient_edge(y)], [torch.ones(4)])
-    assert answers == [False]
-
-
-@pytest.mark.parametrize(("operator", "args", "kwargs", "written", "name"), [
-    (aten.add.Tensor, ("x", "y"), {}, [], "Tensor"), (aten.add_.Tensor, ("x", "y"), {}, ["x"], "Tensor"),
-    (aten.add.out, ("x", "y"), {"out": "z"}, ["z"], "out"),
-    (aten.add.out, ("x", "y"), {"alpha": 2, "out": "z"}, ["z"], "out"), (aten.relu_.default, ("x",), {}, ["x"], ""),
-    (aten.relu_.default, (), {"self": "x"}, ["x"], ""),
-    (aten.view.default, ("x", [2]), {}, [], ""),  # an alias that it does not write to
-    (aten.max.dim_max, ("x", 0), {"max": "a", "max_values": "b"}, ["a", "b"], "dim_max"),
-    (aten.sort.values, ("x",), {"values": "a", "indices": "b"}, ["a", "b"], "values"),
-])  # fmt: skip
-def test_which_arguments_an_operator_writes_to(operator, args, kwargs, written, name):
-    assert dispatch.written_arguments(operator, args, kwargs) == written
-    assert dispatch.overload_name(operator) == name
 
 
 def test_eagerly_and_uncompiled_functions_make_no_graph():
@@ -170,32 +85,6 @@ def test_fake_tensors_have_no_values_and_take_real_ones(gpu):
     assert (fake.is_fake(total), fake.is_fake(real), fake.is_fake(3)) == (True, False, False)
     assert fake.device_of(total) == torch.device("cpu")
     assert total.shape == (3, 2)
-
-
-def groups_of_ranks():
-    """What each rank of three gets: named by role, made once, and counted on every rank alike."""
-    rank, found = dist.get_rank(), []
-    before = distributed.group_count()
-    one, again = (distributed.share_group([0, 2], "one") for _ in range(2))
-    other = distributed.share_group([0, 2], "other")
-    found.append([one is None, again is one, other is None or other is not one])
-    found.append(distributed.group_count() - before)
-    mine = distributed.share_group([rank], "alone", distributed.reserve_groups(1))
-    found.append((dist.get_process_group_ranks(mine), mine.group_desc, distributed.group_count() - before))
-    found.append(None if one is None else (dist.get_process_group_ranks(one), one.group_desc))
-    destroyed = [distributed.use_group(mine, change) for change in (1, 1, -1, -1, -1)]
-    return [*found, destroyed, mine in dist.distributed_c10d._world.pg_names]
-
-
-def test_groups_are_shared_by_role_and_destroyed_with_their_last_user():
-    for rank, (same, count, alone, members, destroyed, alive) in enumerate(mp.simulate(groups_of_ranks, ranks=3)):
-        outside = rank == 1
-        assert same == [outside, True, True]
-        assert count == 3
-        assert alone == ([rank], "alone", 3)  # a number of its own is not counted
-        assert members == (None if outside else ([0, 2], "one"))
-        assert destroyed == [False, False, False, True, False]
-        assert not alive
 
 
 def test_several_meshes_and_dataclasses_are_torchs_since_2_13():
@@ -341,19 +230,6 @@ def test_the_store_is_torchs_hash_store():
     mp.simulate(store_calls, ranks=1)
 
 
-def test_groups_and_messages_of_simulated_ranks():
-    process = dist.distributed_c10d._world
-    assert mp.simulate(messages, ranks=3) == [True] * 3
-    found = mp.simulate(of_groups, ranks=3)
-    for rank, place in ((0, 0), (2, 1)):
-        told = (2, place, "of two", (0, 2), "simulated", "default_pg")
-        assert found[rank] == (4.0, told, rank, False)
-    assert found[1] is None
-    assert simulated.simulated_rank() is None
-    assert dist.distributed_c10d._world is process
-    assert torch.autograd.is_multithreading_enabled()
-
-
 def every_collective():
     """What this rank of three has after each collective, and what it should have."""
     rank, SUM = dist.get_rank(), dist.ReduceOp.SUM
@@ -439,6 +315,19 @@ def messages():
     return [y.tolist() for y in got] == [[source + 10 * i] * 2 for i in (3, 1, 2)]
 
 
+def test_groups_and_messages_of_simulated_ranks():
+    process = dist.distributed_c10d._world
+    assert mp.simulate(messages, ranks=3) == [True] * 3
+    found = mp.simulate(of_groups, ranks=3)
+    for rank, place in ((0, 0), (2, 1)):
+        told = (2, place, "of two", (0, 2), "simulated", "default_pg")
+        assert found[rank] == (4.0, told, rank, False)
+    assert found[1] is None
+    assert simulated.simulated_rank() is None
+    assert dist.distributed_c10d._world is process
+    assert torch.autograd.is_multithreading_enabled()
+
+
 def of_groups():
     group = dist.new_group([0, 2], group_desc="of two")
     if dist.get_rank() == 1:
@@ -449,23 +338,3 @@ def of_groups():
     group.shutdown()
     group.abort()
     return x.item(), told, simulated.simulated_rank(), torch.autograd.is_multithreading_enabled()
-
-
-def test_a_simulated_world_of_one():
-    assert mp.simulate(one_rank, ranks=1) == [[[0, 1, 2]] * 11]
-    assert dist.Backend.backend_capability["simulated"] == ["cpu", "cuda"]
-
-
-def one_rank():
-    """Every collective of a world of one gives back what it got."""
-    x, out = torch.arange(3.0), []
-    for call in (
-        lambda y: dist.all_reduce(y.copy_(x)), lambda y: dist.all_gather([y], x),
-        lambda y: dist.all_gather_into_tensor(y, x),
-        lambda y: dist.reduce_scatter(y, [x]), lambda y: dist.reduce_scatter_tensor(y, x),
-        lambda y: dist.all_to_all_single(y, x), lambda y: dist.all_to_all([y], [x]), lambda y: dist.gather(x, [y]),
-        lambda y: dist.scatter(y, [x]), lambda y: dist.broadcast(y.copy_(x), 0), lambda y: dist.reduce(y.copy_(x), 0),
-    ):  # fmt: skip
-        call(y := torch.zeros(3))
-        out.append(y.tolist())
-    return out
