@@ -18,13 +18,14 @@ from tests import verify_models as models
     (models.Encoder, ["tp2sp", "dp2pp2", "cp2"], models.loss),
     pytest.param(models.Encoder, ["tp2", "tp4", "pp2", "dp2", "tp2pp2", "dp2zero3", "cp4", "cp2tp2sp", "dp2zero2mb2"],
      models.loss, marks=pytest.mark.slow), (models.Mixer, ["tp3", "tp2dp2zero2"], None),
-    pytest.param(models.Mixer, ["tp2", "dp2"], None, marks=pytest.mark.slow),
+    pytest.param(models.Mixer, ["tp2", "dp2"], None, marks=pytest.mark.slow), (models.llama, ["tp2"], None),
+    pytest.param(models.llama, ["dp2"], None, marks=pytest.mark.slow), (models.ByHand, ["tp2", "dp2zero2"], None),
     (partial(models.decoder, models.DENSE, "zigzag"), ["cp2", "cp2tp2"], models.loss),
     (partial(models.decoder, models.MIXED, "ring"), ["tp2dp2ep2"], models.loss),
     pytest.param(partial(models.decoder, models.MIXED, "ring"), ["cp2ep2", "cp2tp2ep2sp", "cp2dp2ep2"], models.loss,
      marks=pytest.mark.slow),
 ],
-    ids=["encoder", "encoder whole", "mixer", "mixer whole", "decoder",
+    ids=["encoder", "encoder whole", "mixer", "mixer whole", "llama", "llama whole", "by hand", "decoder",
     "mixture", "mixture whole",
 ])  # fmt: skip
 def test_models_of_others_are_the_same_under_every_layout(ranks, build, layouts, loss):
@@ -57,6 +58,7 @@ FAULTS = [
     (43, "detach", "tp2", models.loss, "gradient", "", ""),
     (0, "by hand", "tp2", models.loss, "first values", "mlp.up.weight", r"\(24, 16\), init, .*cut\(24, tp, 0"),
     (0, "reduce", "tp2", models.loss, "forward", "attention.output", "one term of a sum, and nothing adds"),
+    (16, "heads", "tp2", models.loss, "forward", "attention.output", "model's H heads"),
     (0, "one rank", "tp2", models.loss, "forward", "scale", "it is tp = 2 times too large"),
     (0, "between", "tp2", models.loss, "forward", "scale", "or the code between the module before and th"),
     (0, "modulation", "tp2sp", models.loss, "gradient", "scale.up.weight", r"without collectives.copy\(x, mesh.tp\)"),
@@ -65,7 +67,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "loss", "said"), [
-    ("", models.torch_loss, "vocab_parallel_cross_entropy"),
+    ("", models.torch_loss, "vocab_parallel_cross_entropy"), ("swapped", models.loss, "is it swapped"),
     ("moved", models.loss, "moved to another module has lost its declared sharding.*mlp.up.weight"),
 ])  # fmt: skip
 def test_a_fault_that_ends_the_step_is_named(ranks, fault, loss, said):

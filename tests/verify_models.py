@@ -1,4 +1,4 @@
-"""Models for `verify` that are not the example's GPT, and broken copies of one, most for a pitfall."""
+"""Models for `verify` that are not the example's GPT, and broken copies of one, one for each of ten pitfalls."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from mpcore import (
     Mesh,
     ParallelAttention,
     ParallelMLP,
+    QKVParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
+    parallelize,
     shard_sequence,
     unshard_sequence,
     vocab_parallel_cross_entropy,
 )
-from mpcore.collectives import all_gather, copy, reduce, split
+from mpcore.collectives import all_gather, copy, gather, reduce, split
 from mpcore.sharding.declarations import add_partial
 
 VOCAB, WIDTH, HEADS = 22, 16, 4
@@ -45,7 +47,7 @@ def loss(output: Tensor, target: Tensor, mesh: Mesh) -> Tensor:
     return vocab_parallel_cross_entropy(output, target, tp=mesh.tp, vocab_size=VOCAB, reduction="sum")
 
 
-# --- two models -----------------------------------------------------------------------------------------------------
+# --- three models -----------------------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -103,6 +105,28 @@ class Mixer(nn.Module):
         return self.head(x + self.channels(x))
 
 
+class Logits(nn.Module):
+    """A Hugging Face model that returns its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V/tp]."""
+        return self.model(input_ids=x, use_cache=False).logits
+
+
+def llama(mesh: Mesh) -> nn.Module:
+    """A Hugging Face Llama, cut by `parallelize`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    config._attn_implementation = "eager"
+    return Logits(parallelize(LlamaForCausalLM(config), tp=mesh.tp))
+
+
 # --- every axis, in two decoders --------------------------------------------------------------------------------------
 
 DENSE = GPTConfig(VOCAB, 8, 2, WIDTH, 8, 2, 24, bias=True, qk_norm=True, dropout=0.2, tie_embeddings=True)
@@ -120,7 +144,30 @@ def samples_batch() -> dict[str, Tensor]:
     return batch() | {"samples": torch.tensor([5, 2**33, 7, 1]), "loss_factor": torch.full((4,), 0.5)}
 
 
-# --- pitfalls, planted ------------------------------------------------------------------------------------------------
+class ByHand(nn.Module):
+    """A user's own use of the collectives, on parameters that every rank has; one of them is rarely used, one never."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.tp = mesh.tp
+        self.embedding, self.rare = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.never = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH, bias=False), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D]."""
+        rare = (x == 0).any(1)[:, None, None]
+        x = self.embedding(x)
+        x = x + rare * self.rare(x) if rare.any() else x
+        shared = copy(x, self.tp) + copy(x.tanh(), self.tp)  # one gradient for both
+        hidden = F.linear(shared, split(self.up.weight, self.tp, 0), split(self.up.bias, self.tp, 0)).tanh()
+        terms = F.linear(hidden, split(self.down.weight, self.tp, 1))
+        total = reduce((terms * 2).transpose(1, 2), self.tp).transpose(1, 2) + reduce(terms, self.tp)
+        total = total + reduce(terms * 3, self.tp)  # nothing was written to them
+        alike = gather(split(x, self.tp, -1).exp(), self.tp, -1)
+        return x + total + alike + reduce(shared / self.tp.size, self.tp)
+
+
+# --- ten pitfalls, planted --------------------------------------------------------------------------------------------
 
 
 class BiasOnEveryRank(RowParallelLinear):
@@ -199,6 +246,30 @@ class ForgottenPartial(ParallelAttention):
         self.q_norm, self.k_norm = RMSNorm(self.head_dim), RMSNorm(self.head_dim)
 
 
+class Swapped(nn.Module):
+    """The row-parallel layer comes first."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.up, self.down = RowParallelLinear(WIDTH, 24, tp=mesh.tp), ColumnParallelLinear(24, WIDTH, tp=mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class AllHeads(nn.Module):
+    """An attention whose heads are counted in the unsharded model, so that a rank's are narrower."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.qkv = QKVParallelLinear(WIDTH, HEADS, HEADS, WIDTH // HEADS, tp=mesh.tp)
+        self.output = RowParallelLinear(WIDTH, WIDTH, tp=mesh.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
 class Moved(nn.Module):
     """A plain module computes with the weight of a parallel layer."""
 
@@ -225,10 +296,10 @@ class Broken(nn.Module):
         embedding = VocabParallelEmbedding(VOCAB, WIDTH, **sp)
         norm = RMSNorm(WIDTH, **forgotten)
         attention = ForgottenPartial if fault == "qk-norm" else ParallelAttention
-        self.attention = attention(WIDTH, HEADS, **sp)
+        self.attention = AllHeads(mesh) if fault == "heads" else attention(WIDTH, HEADS, **sp)
         self.attention.output.__class__ = {"bias": BiasOnEveryRank, "reduce": NoReduce}.get(fault, RowParallelLinear)
         nn.init.uniform_(self.attention.output.bias)  # the same on every rank: one seed
-        mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared, "moved": Moved}
+        mlps = {"gate-up": GateUpAsOne, "by hand": Undeclared, "swapped": Swapped, "moved": Moved}
         self.mlp = mlps[fault](mesh) if fault in mlps else ParallelMLP(WIDTH, 24, "swiglu", **sp)
         scales = {"gather": GatherSums, "modulation": WholeMeetsPart}
         self.scale = scales[fault](mesh) if fault in scales else nn.Identity()
