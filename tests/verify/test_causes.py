@@ -91,3 +91,13 @@ def test_a_layer_built_without_sequence_parallelism_is_told_first():
         said = module("tp2", "tp", [NOISE, NOISE], forgotten=frozenset(names))
         assert said.startswith("it was built without sequence_parallel=True") is told
         assert said.endswith(causes.faults_of_module(parse_layout("tp2")))
+
+
+@pytest.mark.parametrize(("shape", "want", "cut"), [
+    ((2, 8), (4, 8), "cut(4, tp, 0)"), ((4, 4), (4, 8), "cut(8, tp, 1)"), ((3,), (4, 8), "cut(4, tp, 0)"),
+    ((4,), (4, 8), "cut(4, tp, 0)"), ((2,), (), "cut(1, tp, 0)"),
+])  # fmt: skip
+def test_a_declaration_is_shown_for_the_first_dimension_that_differs(shape, want, cut):
+    told = causes.undeclared("a.b.w", shape, want)
+    assert f"mpcore.sharding.{cut}" in told
+    assert f'self.declare("w", {want}, init, shard=' in told
