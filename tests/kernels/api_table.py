@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 KERNELS = Path(__file__).parents[2] / "kernels"
+PAGE = KERNELS.parent / "docs" / "kernels.md"
 MODULES = sorted(
     {path.stem for path in KERNELS.glob("[a-z]*.py")} | {path.parent.name for path in KERNELS.glob("*/__init__.py")}
 )
@@ -23,32 +24,6 @@ GRADIENTS = {
     "rope": "q k q_weight k_weight", "rope_qkv": "qkv q_weight k_weight", "swiglu": "x", "attention_merge": "",
     "route": "x weight", "top_k": "",
 }  # fmt: skip
-HEAD = """\
-# Kernels
-
-Import a function from its module: `from mpcore.kernels.rms_norm import rms_norm`. The functions accept local tensors
-and don't communicate. On a CPU they run plain torch: the function with the suffix `_reference` in the same module. On
-a GPU the first of these rules that applies chooses the implementation:
-
-1. The argument `impl="triton"` (for products and attention also `impl="torch"`) or `impl="reference"` of the call.
-2. `with mpcore.kernels.use_kernels("reference"):` switches all kernels of the process. Try it first if a loss is wrong.
-   It doesn't switch the attention by torch of rule 3.
-3. Defaults, each the fastest on an H100, or within 2 % of the fastest. Layers with plain attention (causal or full,
-   without a window, documents or a soft cap), grouped products and FP8 products use torch's
-   `scaled_dot_product_attention`, `grouped_mm` and, on Hopper, `scaled_mm`. No GPU has timed the kernels of `route`
-   and `attention_merge`, so they run as several operators. All other operators use Triton.
-
-On a new device, or with new versions of torch, Triton or mpcore, the first call of a kernel without `impl=` compares
-it with its reference on a small shape. Triton's cache stores the result (`mpcore_self_test`). If a kernel fails, plain
-torch replaces it, and one warning says what to report. `mpcore doctor` runs all these tests, and prints which
-implementations run.
-
-Docstrings have shapes, dtypes and sources. [Speed](speed.md) has times on an H100.
-`docs/records/2026-11-28_compiled_kernels.md` has what each kernel compiles to, and what is not fused. The column
-*gradients of* lists the inputs whose gradients a kernel computes.
-
-| module | what it fuses | function | gradients of | options |
-|---|---|---|---|---|"""
 
 
 def functions() -> Iterator[tuple[ModuleType, Callable]]:
@@ -74,8 +49,9 @@ def options(function: Callable) -> list[str]:
 
 
 def table() -> str:
-    """As Markdown."""
-    lines, above = [HEAD], None
+    """The page, as Markdown."""
+    head, border, _ = PAGE.read_text().partition("|---|---|---|---|---|")  # written by hand, as far as the border
+    lines, above = [head + border], None
     for module, function in functions():
         about = f"`{module.__name__.rpartition('.')[2]}`", inspect.getdoc(module).split("\n")[0]
         cells = [

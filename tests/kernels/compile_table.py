@@ -37,8 +37,7 @@ from bench.cases import KERNELS
 from bench.protocol import BOTH, as_tuple
 
 GOLDEN = Path(__file__).with_name("golden_compile.json")
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-TABLE = PAGE.parent / "records" / "2026-11-28_compiled_kernels.md"
+TABLE = api_table.PAGE.parent / "records" / "2026-11-28_compiled_kernels.md"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ROWS = 64  # the rows are counted at run time; any number compiles to the same code
 DOCUMENTED_ROWS = 8192  # of the benches
@@ -193,38 +192,6 @@ MMA_SYNC |= {f"route D=2048 E={E} K=8 bf16": {"choice_kernel"} for E in (256, 51
 IN_TURN = {"attention K=256 bf16": {"forward_kernel"}}
 # Three stages don't fit into 163 KiB of shared memory.
 TWO_STAGES = {("sm_80", f"{norm} D=8192 fp32 residual") for norm in ("rms_norm", "layer_norm")}
-LEFT_OUT = """
-
-## Fused operations
-
-| fusion | fused in | not fused, and why |
-|---|---|---|
-| dropout + residual | `dropout_add`: one pass. Backward draws the mask again | The next norm: it is a second launch, \
-which reads the residual stream again |
-| norm backward | `rms_norm`, `layer_norm`: the gradients of input, residual, weight and bias in one pass | Rows \
-above 16384 (12288 with a bias), or above 8192 in float32: a multiprocessor can't hold a row and its sums, so plain \
-torch runs |
-| RoPE and the norm of queries and keys | `rope`, `rope_qkv`: one launch for both; `rope_qkv` accepts a packed \
-projection | - |
-| softmax with a soft cap | `attention`, `cross_entropy`, `linear_cross_entropy`: the argument `softcap` | - |
-| the router of experts | `route`: the product, softmax or sigmoid, the choice and the weights in one launch, and one \
-for its backward. No GPU has timed it, so torch's product and `top_k` run without `impl` | Groups of experts, and more \
-than 128 |
-| weighted sum of a token's experts | `moe_unpermute`: multiplies by the router's weights and adds in float32. \
-Backward computes the gradient of the weights in the pass that scatters the rows | The experts' matrix products and \
-their activation: `grouped_linear` calls torch's `grouped_mm`, which reads contiguous rows |
-| cross-entropy with z-loss and label smoothing | `cross_entropy`: computes both from the sums of its one pass over \
-the logits | - |
-| AdamW with unscale, clip and stochastic rounding | `adamw_foreach`: one launch for all parameters of the same \
-dtypes | The norm of the gradient: the update needs it first. torch's `vector_norm` reads the gradients once |
-| addition of gradients to `main_grad` in float32 | Norms: the launch that adds up their partial sums. Column- and \
-row-parallel layers: the matrix product adds to `main_grad`, also from half precision on a GPU of Nvidia. Chunked \
-linear cross-entropy: its sum over chunks, without rounding | Experts and FP8: torch's `grouped_mm` and `scaled_mm` \
-add to nothing, so one pass adds their product |
-| FP8 quantization | `quantize_fp8`: 1 x 128 and 128 x 128 blocks; one read gives the rows and their transpose | One \
-scale per tensor: it needs a second pass, or the scale of the last step. MXFP8: no product in mpcore reads it, so no \
-test could prove it |
-"""
 Facts = dict[str, Any]
 
 
@@ -365,8 +332,9 @@ def write(what: str = "changed") -> None:
             for case, source in cases.items()
         }
     GOLDEN.write_text(json.dumps(document, indent=1) + "\n")
-    TABLE.write_text(table(document) + LEFT_OUT)
-    PAGE.write_text(api_table.table())
+    written = TABLE.read_text()
+    TABLE.write_text(table(document) + written[written.index("\n\n## Fused operations") :])
+    api_table.PAGE.write_text(api_table.table())
 
 
 def table(document: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpcore.kernels._torch import sdpa_backward, sdpa_forward
 from mpcore.kernels.attention import attention, attention_backward, reference, tiles
 from mpcore.kernels.linear_cross_entropy import linear_cross_entropy, linear_log_prob
+from tests.oracles.attention import attend, sees
 
 T = 23
 ENDS = torch.tensor([0, 5, 5, 6, T])
@@ -29,31 +30,9 @@ def draw(T=T, H=4, groups=2, K=6, V=5, B=1, keys=None, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def sees(T, keys, causal=True, window=None, cu_seqlens=None, bounds=None):
-    """The mask, one pair of tokens at a time."""
-    mask = torch.zeros(T, keys, dtype=torch.bool)
-    for i in range(T):
-        for j in range(keys):
-            if bounds is not None:
-                mask[i, j] = bounds[0][i] <= j < bounds[1][i]
-                continue
-            mask[i, j] = (not causal or j <= i) and (window is None or i - j < window)
-            if cu_seqlens is not None:
-                mask[i, j] &= sum(end <= i for end in cu_seqlens.tolist()) == sum(e <= j for e in cu_seqlens.tolist())
-    return mask
-
-
 def dense(query, key, value, scale=None, softcap=None, **mask):
-    """The formula with all scores at once, and lse 0 of what sees nothing."""
-    see = sees(query.shape[1], key.shape[1], **mask)
-    group = query.shape[2] // key.shape[2]
-    key, value = (t.repeat_interleave(group, 2) for t in (key, value))
-    z = torch.einsum("bihk,bjhk->bhij", query, key) * (query.shape[3] ** -0.5 if scale is None else scale)
-    z = softcap * torch.tanh(z / softcap) if softcap else z
-    some = see.any(-1)
-    lse = torch.where(some, torch.logsumexp(z.masked_fill(~see, -1e300), -1), 0.0)
-    p = (z - lse.unsqueeze(-1)).masked_fill(~see, -math.inf).exp()
-    return torch.einsum("bhij,bjhk->bihk", p, value), lse
+    mask = {"ends" if name == "cu_seqlens" else name: value for name, value in mask.items()}
+    return attend(query, key, value, sees(query.shape[1], keys=key.shape[1], **mask), scale=scale, softcap=softcap)
 
 
 def finite(pair):

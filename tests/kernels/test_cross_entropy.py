@@ -95,41 +95,6 @@ def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
     assert torch.equal(logits, gradient)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"logits": LOGITS[:, :0]}, r"logits \(6, 0\) have no columns"),
-    ({"target": TARGET[:5]}, r"target has shape \(5,\), but logits \(6, 11\) have other rows"),
-    ({"target": TARGET.double()}, "target is torch.float64; it must be int64 or int32"),
-    ({"loss": Loss(V, softcap=-1.0)}, "softcap -1.0 is not a positive number"),
-    ({"loss": Loss(V, softcap=float("nan"))}, "softcap nan is not a positive number"),
-    ({"loss": Loss(V, softcap=float("inf"))}, "softcap inf is not a positive number"),
-    ({"target": TARGET.to(torch.int16)}, "target is torch.int16; it must be int64 or int32"),
-    ({"logits": LOGITS[:5]}, r"target has shape \(6,\), but logits \(5, 11\) have other rows"),
-    ({"logits": LOGITS.float(), "impl": "triton"}, "impl='triton', but x is on cpu"),
-])  # fmt: skip
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cross_entropy_stats(**{"logits": LOGITS, "target": TARGET, "loss": PLAIN} | arguments)
-    stats = torch.ones(4, N, dtype=torch.float64)
-    with pytest.raises(ValueError, match=message):
-        cross_entropy_backward(**{"logits": LOGITS, "target": TARGET, "loss": PLAIN, "stats": stats} | arguments)
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"stats": torch.ones(3, N)}, r"stats have shape \(3, 6\); they are 4 or 5 numbers"),
-    ({"stats": torch.ones(4, 5)}, r"stats has shape \(5,\), but logits \(6, 11\) have other rows"),
-    ({"dloss": ROW[:5]}, r"dloss has shape \(5,\)"), ({"dlog_prob": ROW[:5]}, r"dlog_prob has shape \(5,\)"),
-    ({"dentropy": ROW}, "dentropy needs stats of 5 numbers"),
-    ({"dentropy": ROW[:5], "stats": torch.ones(5, N)}, r"dentropy has shape \(5,\)"),
-    ({"dentropy": ROW.to("meta"), "stats": torch.ones(5, N)}, "dentropy is on meta, but logits are on cpu"),
-    ({"stats": torch.ones(6, N)}, r"stats have shape \(6, 6\); they are 4 or 5 numbers"),
-    ({"stats": torch.ones(())}, r"stats have shape \(\); they are 4 or 5 numbers"),
-])  # fmt: skip
-def test_bad_input_of_the_backward_pass(arguments, message):
-    given = {"logits": LOGITS, "target": TARGET, "stats": torch.ones(4, N), "dloss": ROW, "loss": PLAIN}
-    with pytest.raises(ValueError, match=message):
-        cross_entropy_backward(**given | arguments)
-
-
 @pytest.mark.parametrize("width", [16032, 50257])
 def test_tensors_off_a_16_byte_boundary_are_not_accessed_by_16_bytes(width):
     logits = torch.empty(8 * width + 1, dtype=torch.bfloat16)[1:].view(8, width)

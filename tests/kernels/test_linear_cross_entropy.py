@@ -84,20 +84,23 @@ def test_the_gradient_of_the_weight_is_added_to_its_main_gradient_unrounded(chun
     assert weight.grad_added_to_main_grad
 
 
-@pytest.mark.parametrize("chunk_rows", [None, 1, 3, 8])
+GIVEN = {  # the tensors and options of a call
+    **{f"chunks of {n}": ((X, WEIGHT, TARGET), {"chunk_rows": n}) for n in (None, 1, 3, 8)},
+    "strides": ((X.t().contiguous().t(), WEIGHT.repeat(1, 2)[:, :D], TARGET.repeat_interleave(2)[::2]),
+                {"chunk_rows": 3}),
+    "another ignored id": ((X, WEIGHT, TARGET.masked_fill(TARGET == -100, 3)), {"ignore_index": 3}),
+    "no rows": ((X[:0], WEIGHT, TARGET[:0]), {}), "autocast": ((X, WEIGHT, TARGET), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize(("function", "reference", "options"), ALL)
-def test_each_row_equals_the_unfused_reference(function, reference, options, chunk_rows):
-    found = rows_and_gradients(function, X, WEIGHT, TARGET, chunk_rows=chunk_rows, **options)
-    wanted = rows_and_gradients(reference, X, WEIGHT, TARGET, **options)
+def test_each_row_equals_the_unfused_reference(function, reference, options, given):
+    tensors, how = GIVEN[given]
+    with torch.autocast("cpu", torch.bfloat16, enabled=given == "autocast"):  # which leaves float64 alone
+        found = rows_and_gradients(function, *tensors, **options, **how)
+    wanted = rows_and_gradients(reference, *tensors, **options, **{n: how[n] for n in how if n != "chunk_rows"})
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_rows_and_columns_may_lie_anywhere():
-    x, weight, target = X.t().contiguous().t(), WEIGHT.repeat(1, 2)[:, :D], TARGET.repeat_interleave(2)[::2]
-    for function, reference, options in ROWS:
-        found = rows_and_gradients(function, x, weight, target, chunk_rows=3, **options)
-        wanted = rows_and_gradients(reference, X, WEIGHT, TARGET, **options)
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("wanted", "products"), [((True, False), 2), ((False, True), 2), ((True, True), 3)])
@@ -148,20 +151,6 @@ def test_backward_makes_the_logits_of_autocast_again(function, reference, option
     torch.testing.assert_close(dweight.bfloat16().float(), dweight_cast, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("function", "reference", "options"), ALL)
-def test_autocast_leaves_float64_alone(function, reference, options):
-    with torch.autocast("cpu", torch.bfloat16):
-        found = rows_and_gradients(function, X, WEIGHT, TARGET, **options)
-    torch.testing.assert_close(found, rows_and_gradients(reference, X, WEIGHT, TARGET, **options))
-
-
-@pytest.mark.parametrize(("function", "reference", "options"), ALL)
-def test_any_id_may_be_the_ignored_one(function, reference, options):
-    target, options = TARGET.masked_fill(TARGET == -100, 3), options | {"ignore_index": 3}
-    found, wanted = (rows_and_gradients(f, X, WEIGHT, target, **options) for f in (function, reference))
-    torch.testing.assert_close(found, wanted)
-
-
 @pytest.mark.parametrize(("function", "reference", "options"), ROWS)
 def test_shapes_without_numbers(function, reference, options):
     leaves = [t.to("meta").requires_grad_() for t in (X, WEIGHT)]
@@ -179,14 +168,6 @@ def test_pitfall_08_an_ignored_row_is_0_whatever_it_holds(function, reference, o
     *rows, dx, _ = found
     assert all(map(torch.equal, found, rows_and_gradients(function, X, WEIGHT, TARGET, **options)))
     assert not any(y[ignored].any() for y in (*rows, dx) if y.dim())
-
-
-@pytest.mark.parametrize(("function", "reference", "options"), ROWS)
-def test_no_rows(function, reference, options):
-    *rows, dx, dweight = rows_and_gradients(function, X[:0], WEIGHT, TARGET[:0], **options)
-    assert [y.shape for y in (*rows, dx)] == [(0,)] * len(rows) + [(0, D)]
-    assert dweight.shape == (V, D)
-    assert not dweight.any()
 
 
 TRAINED, FROZEN = torch.empty(0, requires_grad=True), torch.empty(0)

@@ -38,50 +38,6 @@ def test_a_packed_projection_is_its_parts():
         assert torch.equal(part, wanted)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"q": Q[0]}, r"q \(5, 3, 8\), k .* are not \[B, T, H, K\]"),
-    ({"q": Q[:, :, :0], "k": None}, r"q \(2, 5, 0, 8\) has 0 heads"),
-    ({"k": KEYS[:, :4]}, r"k \(2, 4, 1, 8\), .* are not \[B, T, H, K\], \[B, T, Hkv, K\]"),
-    ({"k": KEYS.half()}, "k is torch.float16, but q is torch.float32"),
-    ({"sin": SIN[:, :2]}, r"cos \(5, 3\), sin \(5, 2\) are not .*\[T, R/2\], \[T, R/2\]"),
-    ({"cos": torch.ones(T, 5), "sin": torch.ones(T, 5)}, "R at most 8"),
-    ({"cos": COS[:4], "sin": SIN[:4]}, r"q \(2, 5, 3, 8\), .* cos \(4, 3\), .* are not"),
-    ({"cos": COS.double()}, "cos is torch.float64, which does not go with q of torch.float32"),
-    ({"q_weight": torch.ones(8)}, "q_weight and k_weight go together"),
-    ({"k": None, "q_weight": torch.ones(8), "k_weight": torch.ones(8)}, "and need a k"),
-    ({"q_weight": torch.ones(7), "k_weight": torch.ones(8)}, r"q_weight \(7,\), .* are not \[B, T, H, K\]"),
-    ({"sin": SIN.double()}, "sin is torch.float64, which does not go with q of torch.float32"),
-    ({"cos": COS.long()}, "cos is torch.int64, which does not go with q of torch.float32"),
-    ({"q": Q.bool(), "k": None}, "q is torch.bool; it must be float64, float32, bfloat16 or float16"),
-    ({"q": Q.cfloat(), "k": KEYS.cfloat()}, "q is torch.complex64"),
-    ({"q_weight": torch.ones(8), "k_weight": torch.ones(8).to("meta")}, "k_weight is on meta, but q is on cpu"),
-    ({"q_weight": torch.ones(8).to("meta"), "k_weight": torch.ones(8)}, "q_weight is on meta, but q is on cpu"),
-    ({"q_weight": torch.ones(8).int(), "k_weight": torch.ones(8)}, "q_weight is torch.int32, which does not go"),
-    ({"q_weight": torch.ones(8), "k_weight": torch.ones(8).double()}, "k_weight is torch.float64, which does not"),
-    ({"k_weight": torch.ones(8)}, "q_weight and k_weight go together"),
-    ({"cos": torch.ones(T, 0), "sin": torch.ones(T, 0)}, r"cos \(5, 0\) rotates R at most 8"),
-    ({"cos": torch.ones(3, T, 2), "sin": torch.ones(3, T, 2)}, r"cos \(3, 5, 2\), .* \[B, T, R/2\]"),
-    ({"cos": torch.ones(1, 4, 2), "sin": torch.ones(1, 4, 2)}, r"cos \(1, 4, 2\), .* \[1, T, R/2\]"),
-    ({"cos": torch.ones(1, T, 2), "sin": torch.ones(2, T, 2)}, r"sin \(2, 5, 2\) are not .*\[1, T, R/2\]"),
-])  # fmt: skip
-def test_bad_input(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        rope(**{"q": Q, "k": KEYS, "cos": COS, "sin": SIN} | arguments)
-
-
-@pytest.mark.parametrize(("qkv", "heads", "shown"), [
-    (torch.ones(B, T, 41), (3, 1), r"\(2, 5, 41\) is not \[B, T, \(3 \+ 2 x 1\) heads"),
-    (torch.ones(B, T, 40), (0, 1), r"\(2, 5, 40\) is not \[B, T, \(0 \+ 2 x 1\) heads"),
-    (torch.ones(B, T, 40), (3, 0), r"\(2, 5, 40\) is not \[B, T, \(3 \+ 2 x 0\) heads"),
-    (torch.ones(T, 40), (3, 1), r"\(5, 40\) is not \[B, T, \(3 \+ 2 x 1\) heads"),
-    (torch.ones(1, B, T, 40), (3, 1), r"\(1, 2, 5, 40\) is not \[B, T, \(3 \+ 2 x 1\) heads"),
-])  # fmt: skip
-def test_a_projection_that_is_not_packed(qkv, heads, shown):
-    with pytest.raises(ValueError, match=f"qkv {shown} x head_dim"):
-        rope_qkv(qkv, *heads, COS, SIN)
-    assert rope_qkv(torch.ones(B, T, 30), 1, 1, COS, SIN)[2].shape == (B, T, 1, 10)
-
-
 @pytest.mark.parametrize("shape", [(T, 3), (1, T, 3), (B, T, 3)])
 def test_a_table_of_tokens_of_one_sample_or_of_each(shape):
     cos, sin = torch.randn(2, *shape).unbind()
