@@ -1,4 +1,4 @@
-"""Numerics of the attention kernels: every mask, grouping, dtype and layout, and the blocks of a ring."""
+"""Numerics of attention beside the laws of `test_laws.py`: views, the blocks of a ring, merges and operators."""
 
 import laws
 import pytest
@@ -6,85 +6,12 @@ import torch
 from attention_cases import draw, mask, seen
 
 from mpcore.kernels.attention import attention, attention_backward, attention_merge, attention_reference
-from tests.quick import some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-MASKS = ["causal", "full", "window", "packed", "packed full", "packed window", "bounds"]
 
 
 def triton(**arguments):
     return attention(**arguments, impl="triton")
-
-
-def check(inputs, layout="contiguous", **options):
-    """With eight roundings on a GPU in float32: `ex2.approx` errs by two, and a score in powers of two, up to 10, is
-    rounded before it is an exponent."""
-    query = inputs["query"]
-    roundings = 8 if query.is_cuda and query.dtype == torch.float32 else 1
-    laws.check_errors(seen(triton), seen(attention_reference), inputs, layout, roundings=roundings, **options)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_errors_of_every_mask_over_many_blocks(name):
-    check(draw(130), **mask(name, 130))
-
-
-@pytest.mark.parametrize("dtype", [F16])
-@pytest.mark.parametrize("name", ["causal", "full", "packed window", "bounds"])
-def test_errors_in_half_precision(name, dtype):
-    check(draw(130, dtype=dtype), **mask(name, 130))
-
-
-@pytest.mark.parametrize(
-    ("name", "T", "dtype"),
-    some(*((name, 37, F32) for name in MASKS), *((name, 1, F32) for name in ("causal", "packed window", "bounds")),
-         of=[*((name, 1, F32) for name in MASKS), *((name, 37, BF16) for name in ("window", "packed", "packed full"))]),
-)  # fmt: skip
-def test_errors_of_short_rows(name, T, dtype):
-    heads = {"H": 32, "groups": 16} if T == 1 else {"H": 4, "groups": 2}  # one row's error in the reference is luck
-    check(draw(T, **heads, dtype=dtype), **mask(name, T))
-
-
-@pytest.mark.parametrize(("H", "groups"), [(6, 2)])
-def test_errors_of_grouped_heads_in_a_batch(H, groups):
-    for name in ("causal", "bounds"):
-        check(draw(37, H, groups, B=2, dtype=BF16), **mask(name, 37))
-
-
-@pytest.mark.parametrize(("K", "V", "dtype"), [
-    *((K, V, F32) for K, V in ((96, 64), (128, 80), (256, 256), (6, 40))),
-    *((K, V, BF16) for K, V in ((32, 32), (192, 128), (256, 256))),
-])  # fmt: skip
-def test_errors_of_every_head_dimension(K, V, dtype):
-    heads = {"H": 8, "groups": 4} if K < 64 else {}  # the reference's error of few numbers is luck
-    check(draw(37, K=K, V=V, dtype=dtype, **heads), **mask("window", 37))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("softcap", [0.5, 20.0])
-def test_errors_with_softcap(dtype, softcap):
-    check(draw(70, dtype=dtype), softcap=softcap, scale=0.3, **mask("causal", 70))
-
-
-@pytest.mark.parametrize(
-    ("T", "keys", "dtype"),
-    some((37, 130, F32), (70, 1, F32), (130, 37, BF16), of=[(1, 70, F32), (130, 37, F32), (37, 130, BF16)]),
-)
-def test_errors_of_other_keys_than_queries(T, keys, dtype):
-    heads = {"H": 64, "groups": 64} if T == 1 else {"H": 2}  # the reference's error of few rows is luck
-    inputs = draw(T, **heads, keys=keys, dtype=dtype)
-    check(inputs, **mask("bounds", T, keys))
-    check(inputs, causal=False)
-
-
-@pytest.mark.parametrize("layout", ["strided rows", "strided columns"])
-def test_errors_of_strided_tensors(layout):
-    check(draw(37, B=2, dtype=BF16), layout, **mask("causal", 37))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_errors_of_rows_that_are_far_apart(dtype):
-    check(draw(3, H=8, groups=4, dtype=dtype), "far rows", **mask("causal", 3))
 
 
 def test_errors_of_a_packed_projection():
@@ -96,15 +23,6 @@ def test_errors_of_a_packed_projection():
         output, lse = how(query=query, key=key, value=value)
         output.transpose(1, 2).contiguous().mul(lse.unsqueeze(-1)).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize(
-    ("B", "T", "H", "keys"), [(0, 4, 2, 4), (1, 0, 2, 3), (1, 3, 2, 0), (2, 0, 2, 0), (1, 3, 0, 3)]
-)
-def test_nothing_in_gives_nothing_out(B, T, H, keys):
-    inputs = draw(T, H, min(H, 1), keys=keys, B=B)
-    for dtype in (F32, BF16):
-        check({name: x.to(dtype) for name, x in inputs.items()}, causal=False)
 
 
 @pytest.mark.parametrize("softcap", [5.0])
@@ -173,11 +91,6 @@ def test_operators(name, impl):
     for dlse in (lse, None):
         given = output.to(BF16), dlse, *inputs.values(), output, lse
         laws.check_operator(ops.attention_backward, *given, *numbers)
-
-
-@pytest.mark.parametrize("name", ["causal", "packed window", "window"])
-def test_compiles_in_one_graph(name):
-    laws.check_compiles(triton, draw(9, 4, 2, dtype=BF16), softcap=20.0, **mask(name, 9))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided rows"])

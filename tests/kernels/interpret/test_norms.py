@@ -1,4 +1,4 @@
-"""Numerics of rms_norm and layer_norm, which keep the same laws."""
+"""Numerics of rms_norm and layer_norm beside the laws of `test_laws.py`, and gradients added to main gradients."""
 
 from types import ModuleType
 from typing import NamedTuple
@@ -7,9 +7,7 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels import _norm, layer_norm, rms_norm
-from mpcore.kernels._norm import WIDEST, WIDEST_BIASED, WIDEST_NARROW
-from tests.quick import some
+from mpcore.kernels import layer_norm, rms_norm
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -48,77 +46,20 @@ class Norm(NamedTuple):
     def with_bias(self, arguments):
         return arguments if self.name == "rms_norm" else {"bias": None} | arguments
 
-    def check(self, inputs, layout="contiguous", **options):
-        laws.check_errors(self.kernel, self.reference, inputs, layout, **options)
+
+RMS, LAYER, PLAIN = Norm(rms_norm, False), Norm(layer_norm, True), Norm(layer_norm, False)
 
 
-@pytest.fixture(params=["rms_norm", "layer_norm"])
+@pytest.fixture(params=[RMS, LAYER], ids=lambda norm: norm.name)
 def norm(request):
-    return Norm(rms_norm if request.param == "rms_norm" else layer_norm, request.param == "layer_norm")
+    return request.param
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("D", [1, 3, 257, 1000, 1280])  # the last is covered by 1024 columns and 256
-def test_errors(norm, D, dtype):
-    inputs = norm.inputs(13 if D <= 1000 else 3, D, dtype=dtype)
-    # With D = 1 the exact gradient of LayerNorm is 0. A fused multiply-add on a GPU leaves the rounding of w dy.
-    norm.check(inputs, gradients=D > 1 or norm.name == "rms_norm" or not inputs["x"].is_cuda)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("D", [3, 1000, 1280])
-def test_errors_with_residual(norm, D, dtype):
-    norm.check(norm.inputs(13 if D <= 1000 else 3, D, dtype=dtype, residual=dtype), eps=0.1)
-
-
-@pytest.mark.parametrize(("D", "residual"), some((WIDEST + 8, None), (WIDEST_BIASED, BF16), of=[(WIDEST + 8, BF16)]))
-def test_errors_of_wide_rows(norm, D, residual, monkeypatch):
-    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 9)  # so that rows are split over programs
-    norm.check(norm.inputs(5, D, dtype=BF16, residual=residual))
-
-
-@pytest.mark.parametrize("D", some(257, WIDEST + 8, of=[WIDEST_NARROW]))
-def test_errors_of_layer_norm_without_bias(D, monkeypatch):
-    norm = Norm(layer_norm, has_bias=False)
-    monkeypatch.setattr(_norm, "multiprocessors", lambda device: 9)
-    norm.check(norm.inputs(5, D, dtype=BF16))
-
-
-@pytest.mark.parametrize(("M", "D"), [(64, 100)])
-def test_errors_of_rows_with_a_large_mean(norm, M, D):
-    norm.check(norm.inputs(M, D, mean=1000.0))
-
-
-@pytest.mark.parametrize("layout", ["strided rows", "strided columns"])
-@pytest.mark.parametrize("residual", [None, BF16])
-def test_errors_of_strided_tensors(norm, layout, residual):
-    norm.check(norm.inputs(2, 3, 40, dtype=BF16, residual=residual), layout)
-
-
-def test_errors_of_rows_past_2_31_elements(norm):
-    norm.check(norm.inputs(3, 40, residual=F32), "far rows")
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "residual"),
-    [(BF16, F32, None), (F32, BF16, None), (BF16, F32, F32), (F32, F32, BF16), (F16, F16, F32)],
-)
-def test_errors_of_mixed_dtypes(norm, x, weight, residual):
-    norm.check(norm.inputs(13, 200, dtype=x, weight=weight, residual=residual))
-
-
-@pytest.mark.parametrize("D", [24])
-def test_the_norm_sees_the_residual_stream_as_it_is_stored(norm, D):
-    made = norm.inputs(5, D, dtype=BF16, residual=BF16)
+def test_the_norm_sees_the_residual_stream_as_it_is_stored(norm):
+    made = norm.inputs(5, 24, dtype=BF16, residual=BF16)
     y, residual_out = norm.kernel(**made)
     del made["residual"]
     assert torch.equal(norm.kernel(**made | {"x": residual_out}), y)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0,), (7,)])
-@pytest.mark.parametrize("residual", [None, F32])
-def test_empty_tensors_and_a_single_row(norm, shape, residual):
-    norm.check(norm.inputs(*shape, residual=residual))
 
 
 def test_transposed_batch_and_expanded_gradient(norm):
@@ -143,23 +84,56 @@ def test_either_output_may_go_unused(norm, used):
     torch.testing.assert_close(*found)
 
 
-def test_a_second_derivative_is_refused(norm):
-    made = {name: t.requires_grad_() for name, t in norm.inputs(2, 8).items()}
-    with pytest.raises(RuntimeError, match=f"{norm.name} kernel has no second derivative"):
-        torch.autograd.grad(norm.kernel(**made).sum(), made["x"], create_graph=True)
+def with_main_grads(inputs):
+    """Parameters with main gradients that already hold something."""
+    leaves = {name: torch.nn.Parameter(t.clone()) for name, t in inputs.items()}
+    for name in ("weight", "bias"):
+        if name in leaves:
+            leaves[name].main_grad = torch.ones(leaves[name].shape)
+            leaves[name].grad_added_to_main_grad = False
+    return leaves
 
 
-@pytest.mark.parametrize("residual", [None, F32])
-def test_operators(norm, residual):
-    made = norm.inputs(3, 24, dtype=BF16, weight=F32, residual=residual)
-    x, weight, bias, how = made["x"], made["weight"], made.get("bias"), (norm.has_bias,)
-    forward, backward = torch.ops.mpcore.norm_forward, torch.ops.mpcore.norm_backward
-    laws.check_operator(forward, x, weight, bias, made.get("residual"), *how, 1e-6)
-    _, _, stats = forward(x, weight, bias, made.get("residual"), *how, 1e-6)
-    h = made.get("residual", x)
-    laws.check_operator(backward, x, made.get("residual"), h, weight, bias, None, None, stats, *how)
+@pytest.mark.parametrize("D", [24, 1029])
+def test_pitfall_32_main_gradients_are_added_to_once_each_time(norm, D):
+    """A weight used twice, after what was there before; autograd's own gradient stays None."""
+    made = norm.inputs(5, D, dtype=F32, weight=BF16)
+    leaves, plain = with_main_grads(made), {name: t.clone().requires_grad_() for name, t in made.items()}
+    for inputs in (leaves, plain):
+        for scale in (1.0, 2.0):
+            (norm.kernel(**inputs) * scale).sum().backward()
+    assert torch.equal(leaves["x"].grad, plain["x"].grad)
+    columns = sorted(leaves.keys() - {"x"})
+    once = [
+        torch.autograd.grad((norm.kernel(**plain) * scale).sum(), [plain[name] for name in columns])
+        for scale in (1.0, 2.0)
+    ]
+    for name, *terms in zip(columns, *once, strict=True):
+        assert leaves[name].grad is None
+        assert leaves[name].grad_added_to_main_grad
+        bound = 2 * torch.finfo(BF16).eps * sum(t.float().abs() for t in terms) + 1e-6
+        assert ((leaves[name].main_grad - 1 - sum(t.float() for t in terms)).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("residual", [None, F32])
-def test_compiles_in_one_graph(norm, residual):
-    laws.check_compiles(norm.kernel, norm.inputs(3, 24, dtype=BF16, residual=residual))
+def test_pitfall_32_main_gradients_are_left_alone_where_autograd_returns_gradients(norm):
+    leaves = with_main_grads(norm.inputs(5, 24))
+    columns = [leaves[name] for name in leaves.keys() - {"x"}]
+    grads = torch.autograd.grad(norm.kernel(**leaves).sum(), columns)
+    assert all(grad is not None and (column.main_grad == 1).all() for grad, column in zip(grads, columns, strict=True))
+    torch.autograd.grad(norm.kernel(**leaves).sum(), leaves["x"])
+    assert all((column.main_grad == 1).all() and not column.grad_added_to_main_grad for column in columns)
+
+
+def test_pitfall_32_frozen_weights_add_nothing(norm):
+    leaves = with_main_grads(norm.inputs(5, 24))
+    leaves["weight"].requires_grad_(False)
+    norm.kernel(**leaves).sum().backward()
+    assert (leaves["weight"].main_grad == 1).all()
+    assert leaves["weight"].grad is None
+
+
+def test_a_main_gradient_of_a_wrong_shape_is_refused(norm):
+    leaves = with_main_grads(norm.inputs(5, 24))
+    leaves["weight"].main_grad = torch.ones(23)
+    with pytest.raises(ValueError, match=r"main_grad is torch.float32 \(23,\) on \S+; for a parameter \(24,\)"):
+        norm.kernel(**leaves).sum().backward()
