@@ -1,19 +1,19 @@
 """Attention: dense equals the formula written out, sharded equals dense, for every kind of head and of mask."""
 
 import itertools
-import re
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpcore import Axis, ParallelAttention, RotaryEmbedding, apply_rope, full_state_dict, load_full_state_dict
+from mpcore import ParallelAttention, RotaryEmbedding, apply_rope, full_state_dict, load_full_state_dict
 from mpcore import collectives as c
 from mpcore.gradients import reduce_gradients
 from mpcore.parallel.recompute import recompute
 from mpcore.pipeline import Pipeline
 from tests.equality import FEWER_SIZES, close, draw, same_model, tp_axis
+from tests.oracles.attention import attend, sees
 from tests.pool import mesh, on_ranks
 
 B, T, D, K = 2, 12, 6, 4
@@ -21,62 +21,62 @@ SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (6, 3), (6, 6)]
 DOCUMENTS = torch.tensor([0, 1, 5, 5, 12])
 PADDED = torch.arange(T) < torch.tensor([[[5]], [[T]]])  # [B, 1, T]
+SLOPES = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])  # of 6 heads: those of 4 and of 8
 
 
 def build_attention(heads, kv_heads, **options):
+    """A layer whose norms and sinks are away from their first values, so that they matter."""
     rope = RotaryEmbedding(K, 100.0) if options.pop("rope", False) else None
-    return ParallelAttention(D, heads, kv_heads, K, rope=rope, **options)
+    return nudge(ParallelAttention(D, heads, kv_heads, K, rope=rope, **options))
 
 
-def sees(T, causal, window, documents):
-    """The mask, one pair of tokens at a time."""
-    document = [sum(end <= t for end in documents) for t in range(T)] if documents is not None else [0] * T
-    return torch.tensor(
-        [
-            [
-                document[q] == document[k] and (not causal or k <= q) and (window is None or q - k < window)
-                for k in range(T)
-            ]
-            for q in range(T)
-        ]
-    )
+def nudge(module):
+    with torch.no_grad():
+        for i, (name, p) in enumerate(module.named_parameters()):
+            if "norm" in name or "sinks" in name:
+                p.copy_(1 + 0.3 * draw(40 + i, *p.shape))
+    return module
 
 
-def formula(
-    p,
-    x,
-    heads,
-    kv_heads,
-    *,
-    causal=True,
-    window=None,
-    qk_norm=False,
-    rope=False,
-    documents=None,
-    softcap=None,
-    eps=1e-6,
-    also=True,
-):
-    """Attention one head at a time, under the mask `also` too."""
-    B, T, _ = x.shape
-    q, k, v = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).split([heads * K, kv_heads * K, kv_heads * K], -1)
-    q, k, v = (t.view(B, T, -1, K) for t in (q, k, v))
-    if qk_norm:
-        q, k = F.rms_norm(q, (K,), p["q_norm.weight"], eps), F.rms_norm(k, (K,), p["k_norm.weight"], eps)
-    if rope:
-        starts = [0] * T
-        if documents is not None:
-            starts = [max(int(end) for end in documents if end <= t) for t in range(T)]
-        cos, sin = RotaryEmbedding(K, 100.0)(torch.tensor([t - s for t, s in enumerate(starts)]), torch.float64)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    mask = sees(T, causal, window, documents) & also
-    outputs = []
-    for head in range(heads):
-        keys, values = (t[:, :, head // (heads // kv_heads)] for t in (k, v))
-        scores = q[:, :, head] @ keys.transpose(1, 2) / K**0.5
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        outputs.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values)
-    return F.linear(torch.cat(outputs, -1), p["output.weight"], p.get("output.bias"))
+def formula(p, heads, options, x, memory=None, bias=None, cu_seqlens=None, mask=None):
+    """The layer of unsharded parameters `p`: projections, norms and rotations around `attend`."""
+    widths, T = [n * K for n in (heads[0], heads[1], heads[1])], x.shape[1]
+    if memory is None:
+        q, k, v = F.linear(x, p["qkv.weight"], p.get("qkv.bias")).split(widths, -1)
+    else:
+        q, (k, v) = F.linear(x, p["q.weight"], p["q.bias"]), F.linear(memory, p["kv.weight"], p["kv.bias"]).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (-1, K)) for t in (q, k, v))
+    if options.get("qk_norm"):
+        q, k = F.rms_norm(q, (K,), p["q_norm.weight"], 1e-6), F.rms_norm(k, (K,), p["k_norm.weight"], 1e-6)
+    if options.get("rope"):
+        ends = [0] if cu_seqlens is None else cu_seqlens.tolist()
+        places = torch.tensor([t - max(end for end in ends if end <= t) for t in range(T)])
+        q, k = (apply_rope(t, *RotaryEmbedding(K, 100.0)(places, torch.float64)) for t in (q, k))
+    if memory is None:
+        see = sees(T, options.get("causal", True), options.get("window"), cu_seqlens)
+    else:
+        see = torch.ones(T, memory.shape[1]).bool()
+    bias = 0 if bias is None else bias
+    if options.get("alibi"):
+        bias = bias - SLOPES[:, None, None] * (torch.arange(T)[:, None] - torch.arange(T)).abs()
+    see = see if mask is None else (see & mask).view(-1, 1, *see.shape)
+    y, _ = attend(q, k, v, see, softcap=options.get("softcap"), bias=bias, sinks=p.get("sinks.weight"))
+    return F.linear(y.flatten(2), p["output.weight"], p.get("output.bias"))
+
+
+def check_formula(heads, options, leaves, **others):
+    """Compare the output of one rank with the formula, and the gradients of parameters and of `leaves`."""
+    attention = build_attention(*heads, **options).double()
+    p = {name: q.detach().clone().requires_grad_() for name, q in attention.named_parameters()}
+    ours, theirs = ({name: t.clone().requires_grad_() for name, t in leaves.items()} for _ in range(2))
+    y, want = attention(**ours, **others), formula(p, heads, options, **theirs, **others)
+    close(y.detach(), want.detach(), "y")
+    for each in (y, want):
+        each.backward(draw(5, *each.shape))
+    for name, t in ours.items():
+        close(t.grad, theirs[name].grad, f"gradient of {name}")
+    for name, q in attention.named_parameters():
+        close(q.grad, p[name].grad, name)
 
 
 DENSE = [
@@ -86,65 +86,42 @@ DENSE = [
 ]  # fmt: skip
 
 
-def nudge(module):
-    """Norm weights away from 1, so that they matter."""
-    with torch.no_grad():
-        for i, (name, p) in enumerate(module.named_parameters()):
-            if "norm" in name:
-                p.copy_(1 + 0.3 * draw(40 + i, *p.shape))
-    return module
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("options", DENSE, ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 def test_dense_is_the_formula(heads, options, packed):
-    attention = nudge(build_attention(*heads, **options).double())
-    p = {name: q.detach().clone().requires_grad_() for name, q in attention.named_parameters()}
-    x, x_formula = (draw(1, 1 if packed else B, T, D).requires_grad_() for _ in range(2))
-    y = attention(x, cu_seqlens=DOCUMENTS if packed else None)
-    flags = {k: v for k, v in options.items() if k != "bias"}
-    y_formula = formula(p, x_formula, *heads, documents=DOCUMENTS if packed else None, **flags)
-    dy = draw(2, *y.shape)
-    y.backward(dy)
-    y_formula.backward(dy)
-    close(y.detach(), y_formula.detach(), "y")
-    close(x.grad, x_formula.grad, "dx")
-    for name, q in attention.named_parameters():
-        close(q.grad, p[name].grad, name)
+    check_formula(heads, options, {"x": draw(1, 1 if packed else B, T, D)}, cu_seqlens=DOCUMENTS if packed else None)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("options", [{"rope": True}, {"window": 3}, {"causal": False}], ids=str)
 def test_a_mask_and_causality_windows_and_documents_all_hold(options, packed):
     """A token sees what all of them let it see: a mask alone would show it the future."""
-    attention = build_attention(4, 2, **options).double()
-    x = draw(1, 1 if packed else B, T, D)
-    documents = DOCUMENTS if packed else None
+    x, ends = draw(1, 1 if packed else B, T, D), DOCUMENTS if packed else None
     for mask in (torch.ones(T, T).bool(), (draw(3, len(x), T, T) < 0) | torch.eye(T).bool()):
-        want = formula(dict(attention.named_parameters()), x, 4, 2, documents=documents, also=mask, **options)
-        close(attention(x, cu_seqlens=documents, mask=mask).detach(), want.detach(), f"under {tuple(mask.shape)}")
+        check_formula((4, 2), options, {"x": x}, cu_seqlens=ends, mask=mask)
 
 
-def check_attention(heads, options, sequence, shape=(B, T), packed=False, frozen=(), mask=None):
+def check_sharded(heads, options, leaves, sequence=None, **others):
+    """Compare a layer on tp with the unsharded one. Under sequence parallel, a rank has shards of x and memory."""
     sp = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
 
-    def build(**axes):
-        attention = nudge(build_attention(*heads, **options, **sp, **axes))
-        for name in frozen:
-            attention.get_parameter(name).requires_grad_(False)
-        return attention
-
     def run(attention):
-        tp = attention.qkv.tp
-        x = draw(1, *shape, D).requires_grad_()
-        part = c.split(x, tp, sequence) if sequence is not None else x
-        y = attention(part, cu_seqlens=DOCUMENTS if packed else None, mask=mask)
-        y = c.gather(y, tp, sequence) if sequence is not None else y
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
+        tp, given = attention.output.tp, {name: t.clone().requires_grad_() for name, t in leaves.items()}
+        parts = {n: t if sequence != 0 or n == "bias" else t.transpose(0, 1) for n, t in given.items()}
+        if sequence is not None:
+            parts |= {name: c.split(t, tp, sequence) for name, t in parts.items() if name != "bias"}
+        y = attention(**parts, **others)
+        y = y if sequence is None else c.gather(y, tp, sequence)
+        (y * draw(5, *y.shape)).sum().backward()
+        return {"y": y.detach(), **{f"gradient of {name}": t.grad for name, t in given.items()}}
 
-    same_model(build, run, tp=tp_axis())
+    same_model(lambda **axes: build_attention(*heads, **options, **sp, **axes), run, tp=tp_axis())
+
+
+def check_attention(heads, options, sequence, shape=(B, T), packed=False, mask=None):
+    ends = DOCUMENTS if packed else None
+    check_sharded(heads, options, {"x": draw(1, *shape, D)}, sequence, cu_seqlens=ends, mask=mask)
 
 
 def check_heads(qk_norm):
@@ -152,8 +129,8 @@ def check_heads(qk_norm):
         options = {"qk_norm": qk_norm, "rope": True}
         check_attention(heads, options, None)
         check_attention(heads, options, 1)
-    check_attention((8, 2), options, 0, shape=(T, B))
-    check_attention((6, 2), {**options, "bias": False}, 0, shape=(T, B))
+    check_attention((8, 2), options, 0)
+    check_attention((6, 2), {**options, "bias": False}, 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -173,8 +150,8 @@ def test_sharded_equals_dense_for_every_mask():
         check_attention(heads, {"causal": causal, "rope": True}, 1, shape=(1, T), packed=packed)
     for packed in (True, False):
         check_attention((6, 2), {"window": 3, "rope": True}, 1, shape=(1, T), packed=packed)
-    for sequence, shape in ((None, (B, T)), (1, (B, T)), (0, (T, B))):
-        check_attention((6, 2), {"rope": True}, sequence, shape=shape, mask=PADDED)
+    for sequence in (None, 1, 0):
+        check_attention((6, 2), {"rope": True}, sequence, mask=PADDED)
     check_attention((6, 2), {"softcap": 0.3}, 1, shape=(1, T))
     check_attention((6, 2), {"rope": True}, None, shape=(1, 1))
     check_attention((6, 2), {"rope": True}, None, shape=(0, T))
@@ -209,7 +186,7 @@ def test_a_mask_of_samples_is_cut_with_the_batch():
 @pytest.mark.parametrize("rope", [False, True])
 def test_query_and_key_norms_may_be_replaced(rope):
     """By a norm of one's own, of a class of its own or not: the fused rotation must not take it for RMSNorm."""
-    attention = nudge(build_attention(4, 2, rope=rope, qk_norm=True).double())
+    attention = build_attention(4, 2, rope=rope, qk_norm=True).double()
     x = draw(1, B, T, D)
     plain = attention(x)
     attention.q_norm, attention.k_norm = nn.LayerNorm(K).double(), nn.LayerNorm(K).double()
@@ -297,40 +274,3 @@ def test_the_kernel_may_be_asked_for(causal):
     close(x.grad, x_plain.grad, "dx")
     with pytest.raises(ValueError, match="impl='triton'"):
         build_attention(4, 2, impl="triton")(draw(1, B, T, D).float())
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="dim 6 is not a multiple of num_heads 4: give head_dim"):
-        ParallelAttention(6, 4)
-    with pytest.raises(ValueError, match="window 3 needs a causal mask"):
-        ParallelAttention(8, 4, causal=False, window=3)
-    with pytest.raises(ValueError, match="window 0 needs a causal mask and at least 1 token"):
-        ParallelAttention(8, 4, window=0)
-    with pytest.raises(ValueError, match="softcap 0 is not a positive number"):
-        ParallelAttention(8, 4, softcap=0)
-    attention = ParallelAttention(8, 4)
-    for shape in ((5, 8), (2, 3, 4, 8)):
-        with pytest.raises(ValueError, match=rf"x has {len(shape)} dimensions, but attention takes \[B, T, D\]"):
-            attention(torch.zeros(shape))
-    with pytest.raises(ValueError, match=r"from 0 to 8, the tokens of all rows, but runs from 0 to 4$"):
-        attention(torch.zeros(2, 4, 8), cu_seqlens=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match=r"the mask is of torch.float32, which torch would add .* give mask.bool\(\)"):
-        attention(torch.zeros(1, 4, 8), mask=torch.ones(4, 4).tril())
-    for sequence_dim in (0, 1):  # on an axis without a group, so before anything is gathered
-        cut = ParallelAttention(8, 4, tp=Axis(2), sequence_parallel=True, sequence_dim=sequence_dim)
-        x = torch.zeros(2, 4, 8) if sequence_dim else torch.zeros(4, 2, 8)
-        for shape in ((4, 4), (3, 1, 8), (2, 8)):
-            message = rf"mask {re.escape(str(shape))} is none of .* for 2 rows with 8 tokens on each of 1 ranks"
-            with pytest.raises(ValueError, match=message):
-                cut(x, mask=torch.ones(shape, dtype=torch.bool))
-    for bad, found in (
-        ([0, 4], "a list"), (torch.tensor([0.0, 4.0]), r"torch.float32 \(2,\)"),
-        (torch.tensor([[0, 4]]), r"torch.int64 \(1, 2\)"), (torch.zeros(0, dtype=torch.int32), r"torch.int32 \(0,\)"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=rf"cu_seqlens is {found}, but must be int32 or int64 \[n \+ 1\], such as"):
-            attention(torch.zeros(1, 4, 8), cu_seqlens=bad)
-    with pytest.raises(ValueError, match="but runs from 0 to 12, falling from 4 to 3"):
-        attention(torch.zeros(1, 12, 8), cu_seqlens=torch.tensor([0, 4, 3, 12]))
-    for bad in ([0, 3], [1, 4], [0, 3, 2, 4]):
-        with pytest.raises(ValueError, match=f"0 to 4, the tokens of all rows, but runs from {bad[0]} to {bad[-1]}"):
-            attention(torch.zeros(1, 4, 8), cu_seqlens=torch.tensor(bad))

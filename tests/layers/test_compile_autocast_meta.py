@@ -74,29 +74,6 @@ def test_layers_compile_to_one_graph_equal_to_eager(what, sequence):
         close(results[1][name], want, name)
 
 
-@on_ranks(2)
-def test_embedding_head_and_loss_compile_to_one_graph():
-    tp = mesh(tp=2).tp
-    table, head = VocabParallelEmbedding(V, D, tp=tp).double(), ColumnParallelLinear(D, V, tp=tp).double()
-    ids, target = draw_ids(1, V, B, T), draw_ids(2, V, B, T)
-    target[0, :3] = -100
-
-    def f(ids, target):
-        logits = head(torch.tanh(table(ids)))
-        return vocab_parallel_cross_entropy(logits, target, tp=tp, vocab_size=V, label_smoothing=0.1, z_loss=0.01)
-
-    torch.compiler.reset()
-    results = []
-    for run in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
-        table.zero_grad()
-        head.zero_grad()
-        loss = run(ids, target)
-        loss.backward()
-        results.append([loss.detach(), table.weight.grad, head.weight.grad, head.bias.grad])
-    for got, want in zip(*results, strict=True):
-        close(got, want, "compiled loss")
-
-
 @pytest.mark.parametrize("sequence", [None, 1])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @on_ranks(2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -34,9 +32,9 @@ from mpcore.layers.attention.ring import ring_attention
 from mpcore.layers.attention.sequence import KINDS, sequence_runs
 from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.dry_run import on_mesh
+from mpcore.tools.simulation import simulate
 from tests.equality import close, draw
-from tests.layers.simulate import simulate
-from tests.layers.test_attention import sees
+from tests.oracles.attention import attend, sees
 from tests.pool import mesh, on_ranks
 
 B, T, D, K = 2, 13, 6, 4
@@ -79,16 +77,10 @@ def inputs(heads: tuple[int, int], rows: int, length: int = T) -> list[Tensor]:
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, mask: dict) -> Tensor:
-    """Attention one head at a time, its mask one pair of tokens at a time."""
     rows, length = q.shape[:2] if mask.get("cu_seqlens") else (1, q.shape[1])
     see = sees(rows * length, mask.get("causal", True), mask.get("window"), mask.get("cu_seqlens"))
     see = torch.stack([part[:, i * length : (i + 1) * length] for i, part in enumerate(see.split(length))])
-    group, outputs = q.shape[2] // k.shape[2], []
-    for head in range(q.shape[2]):
-        keys, values = k[:, :, head // group], v[:, :, head // group]
-        scores = (q[:, :, head] @ keys.mT / K**0.5).masked_fill(~see, -math.inf)
-        outputs.append(scores.softmax(-1) @ values)
-    return torch.stack(outputs, 2)
+    return attend(q, k, v, see[:, None])[0]
 
 
 def tensors(mask: dict) -> dict:
@@ -181,40 +173,19 @@ def check_attention(cases, kinds=KINDS):
                 close(a.grad, b.grad, f"{kind} {mask} {heads} d{name}")
 
 
+def cases(size: int) -> list:
+    """Each mask with some grouping of heads, each grouping with some mask; 13 tokens, which no size divides."""
+    return [(mask, HEADS[(i + size) % len(HEADS)]) for i, mask in enumerate(MASKS + PACKED + BY_TORCH)]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kind_is_dense_attention(ranks, size):
-    """Each mask with some grouping of heads, each grouping with some mask; 13 tokens, which no size divides."""
-    masks = enumerate(MASKS + PACKED + BY_TORCH)
-    ranks(size, check_attention, [(mask, HEADS[(i + size) % len(HEADS)]) for i, mask in masks])
+    ranks(size, check_attention, cases(size))
 
 
-@pytest.mark.parametrize(
-    ("mask", "kind"),
-    [
-        pytest.param(mask, kind, marks=pytest.mark.slow if RINGS[i % len(RINGS)] != kind else [])
-        for i, mask in enumerate(MASKS + BY_TORCH)
-        for kind in RINGS
-    ],
-    ids=str,
-)
-def test_rings_of_any_size_are_dense_attention(kind, mask):
-    for size, length in itertools.product((2, 3, 5, 8), (8, 17)):
-        case = dict(mask)
-        if "cu_seqlens" in mask:
-            case["cu_seqlens"] = [min(end, length) for end in mask["cu_seqlens"][:-1]] + [length]
-        want = inputs((4, 2), 1, length)
-        y = formula(*want, case)
-        y.backward(draw(9, *y.shape))
-
-        def work(cp, case=case, length=length):
-            index = sequence_index(length, cp, kind)
-            mine = [t.detach()[:, index].requires_grad_() for t in inputs((4, 2), 1, length)]
-            part = context_attention(*mine, kind, cp, length=length, **tensors(case))
-            return index, part.detach(), *torch.autograd.grad(part, mine, draw(9, 1, length, 4, K)[:, index])
-
-        for index, *got in simulate(size, work):
-            for name, a, b in zip(("y", "dq", "dk", "dv"), got, (y.detach(), *(t.grad for t in want)), strict=True):
-                close(a, b[:, index], f"{size} ranks, {length} tokens: {name}")
+@pytest.mark.parametrize("size", [5, 8])
+def test_rings_of_many_ranks_are_dense_attention(size):
+    simulate(check_attention, cases(size), RINGS, ranks=size)
 
 
 def odd_masks() -> list[Tensor]:
@@ -226,13 +197,10 @@ def odd_masks() -> list[Tensor]:
 
 
 def attended(layer: ParallelAttention, x: Tensor, see: Tensor) -> Tensor:
-    """A dense layer of 6 query and 2 KV heads, written out; rows that see nothing are 0."""
+    """A dense layer of 6 query and 2 KV heads, written out."""
     q, k, v = layer.qkv(x).view(B, T, 10, K).split([6, 2, 2], 2)
     q, k = (apply_rope(t, *layer.rope(torch.arange(T), torch.float64)) for t in (q, k))
-    scores = torch.einsum("bqhk,bjhk->bhqj", q, k.repeat_interleave(3, 2)) / K**0.5
-    seen = (scores - scores.amax(-1, keepdim=True).detach()).exp() * (see[:, None] if see.dim() == 3 else see)
-    weights = seen / seen.sum(-1, keepdim=True).clamp(min=1e-300)
-    return layer.output(torch.einsum("bhqj,bjhk->bqhk", weights, v.repeat_interleave(3, 2)).flatten(2))
+    return layer.output(attend(q, k, v, see[:, None] if see.dim() == 3 else see)[0].flatten(2))
 
 
 @on_ranks(2, 3)
@@ -276,20 +244,19 @@ def test_a_soft_cap_reaches_every_kind():
             close(a, b, f"{kind} gradient")
 
 
-def ring_results(
-    size: int, dtype: torch.dtype, kind: str, delays: int | None = None, impl: str | None = None
-) -> list[Tensor]:
+def ring_results(size: int, dtype: torch.dtype, kind: str, impl: str | None = None) -> list[Tensor]:
     """Output, dq, dk and dv of the whole sequence."""
     length, (heads, kv_heads, dim) = 64, (4, 2, 16)
     full = [draw(i, 1, length, h, dim).to(dtype) for i, h in enumerate((heads, kv_heads, kv_heads, heads))]
 
-    def work(cp):
+    def work(on):
+        cp = on.cp
         index = sequence_index(length, cp, kind)
         q, k, v, dy = (t[:, index].requires_grad_() for t in full)
         y = context_attention(q, k, v, kind, cp, impl=impl)
         return index, y.detach(), *torch.autograd.grad(y, (q, k, v), dy)
 
-    results = simulate(size, work, delays=delays)
+    results = simulate(work, cp=size)
     back = torch.cat([index for index, *_ in results]).argsort()
     return [torch.cat(parts, 1)[:, back] for parts in zip(*(rest for _, *rest in results), strict=True)]
 
@@ -425,49 +392,6 @@ def test_documents_that_end_where_ranks_do_send_nothing():
     with Sent() as sent:
         context_attention(q, k, v, "ring", cp, cu_seqlens=torch.tensor([0, 3, 6, 7, 9, 12])).sum().backward()
     assert sent.calls == {}
-
-
-def test_what_does_not_fit_is_refused():
-    four = planned(4)
-    with pytest.raises(ValueError, match=r"context 'spiral' is none of 'alltoall', 'ring', 'zigzag'"):
-        ParallelAttention(D, 4, context="spiral", cp=four, head_dim=K)
-    with pytest.raises(ValueError, match="the cp size 4 needs a context, one of 'alltoall', 'ring'"):
-        ParallelAttention(D, 4, cp=four, head_dim=K)
-    with pytest.raises(ValueError, match="'alltoall' can't cut 3 heads over the cp size 4: 'zigzag', 'ring' and"):
-        ParallelAttention(D, 3, cp=four, context="alltoall", head_dim=K)
-    with pytest.raises(ValueError, match="'alltoall' can't cut 2 heads over the cp size 4"):
-        ParallelAttention(D, 4, cp=four, tp=Axis(2, 0, None, "tp"), context="alltoall", head_dim=K)
-    with pytest.raises(ValueError, match="'two-level' can't cut 3 heads over the cp_inner size 4"):
-        ParallelAttention(D, 3, cp=planned(8, inner=4), context="two-level", head_dim=K)
-    with pytest.raises(ValueError, match=r"'two-level' needs the cp axis of size 4 as outer x inner: build_mesh\(cp=4"):
-        ParallelAttention(D, 4, cp=four, context="two-level", head_dim=K)
-    for kind in KINDS:
-        cp = planned(4, inner=2)
-        with pytest.raises(ValueError, match=r"3 tokens is shorter than the cp size 4, .*: pad it to 4 .* cp 3"):
-            shard_sequence(torch.zeros(2, 3), cp, kind)
-        q = torch.zeros(1, 4, 4, K)
-        with pytest.raises(ValueError, match=r"this rank has 4 tokens, but rank 0 of .* holds 3 of 11: give the"):
-            context_attention(q, q, q, kind, cp, length=11)
-        with pytest.raises(ValueError, match="window 3 needs a causal mask"):
-            context_attention(q, q, q, kind, cp, causal=False, window=3)
-        with pytest.raises(ValueError, match=r"impl='torch' .* not .*window 3 or softcap 2.0: leave out impl"):
-            context_attention(q, q, q, kind, cp, window=3, softcap=2.0, impl="torch")
-        with pytest.raises(ValueError, match="rise from 0 to 16, the tokens of all rows, but runs from 0 to 15"):
-            context_attention(q, q, q, kind, cp, cu_seqlens=torch.tensor([0, 4, 15]))
-        with pytest.raises(ValueError, match="rise from 0 to 32, the tokens of all rows, but runs from 0 to 16"):
-            context_attention(*[q.expand(2, 4, 4, K)] * 3, kind, cp, cu_seqlens=torch.tensor([0, 16]))
-    layer = ParallelAttention(D, 4, cp=four, context="ring", head_dim=K)
-    with pytest.raises(ValueError, match=r"'ring' can't serve a mask \(8, 8\) .*: 'allgather' and 'alltoall' can"):
-        layer(torch.zeros(1, 2, D), mask=torch.ones(8, 8, dtype=torch.bool))
-    layer = ParallelAttention(D, 4, cp=four, context="allgather", head_dim=K)
-    for shape in ((9, 9), (16,), (2, 16), (16, 1), (3, 16, 16), (2, 2, 16), (2, 1, 1, 16)):
-        message = rf"mask {re.escape(str(shape))} is none of \[T, T\], .* for 2 rows with 4 tokens on each of 4 ranks"
-        with pytest.raises(ValueError, match=message):
-            layer(torch.zeros(2, 4, D), mask=torch.ones(shape, dtype=torch.bool))
-    with pytest.raises(ValueError, match="a mask or a bias goes through torch's attention: leave out impl 'reference'"):
-        ParallelAttention(D, 4, impl="reference", head_dim=K)(torch.zeros(1, 4, D), mask=torch.ones(4, 4).bool())
-    with pytest.raises(ValueError, match=r"one sequence can't have the lengths \{'a': 8, 'b': 9\}"):
-        shard_sequence({"a": torch.zeros(8), "b": torch.zeros(1, 9)}, four, "ring")
 
 
 @pytest.mark.parametrize("kind", ["ring", "zigzag", "allgather"])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from mpcore import Axis, ParallelAttention, PositionEmbedding, RotaryEmbedding, document_ids, sequence_index
+from mpcore import Axis, ParallelAttention, PositionEmbedding, RotaryEmbedding, document_ids
+from mpcore.experimental import shift_tokens
 from mpcore.layers import document_ends, document_positions
 from tests.equality import close
 
@@ -85,18 +86,13 @@ def test_ends_give_the_length_of_rows_that_cp_and_tp_shard_unevenly(rank, tokens
         layer._whole_length(torch.zeros(1, 4, 8), ends, None, None, None, 0)
 
 
-@pytest.mark.parametrize(("rope", "context", "sequence_dim"), [(None, "ring", 1), (RotaryEmbedding(2), "allgather", 0)])
-def test_ends_of_one_ranks_shard_are_refused_by_name(rope, context, sequence_dim):
-    """Of two documents in two rows of 8: each rank of cp 2 has 4 tokens of a row, and must be given the end 16."""
-    documents = torch.tensor([[0] * 3 + [1] * 5] * 2)
-    for rank in range(2):
-        cp = Axis(2, rank, name="cp")
-        layer = ParallelAttention(8, 4, rope=rope, cp=cp, context=context, sequence_dim=sequence_dim)
-        mine = document_ends(documents[:, sequence_index(8, cp, context)])
-        x = torch.zeros(2, 4, 8) if sequence_dim else torch.zeros(4, 2, 8)
-        said = (
-            rf"^cu_seqlens ends at 8, so rank {rank} of cp 2 holds 2 tokens of each of 2 rows, but x has 4: "
-            r"give the cu_seqlens of the whole sequence, and x as shard_sequence cuts it$"
-        )
-        with pytest.raises(ValueError, match=said):
-            layer(x, cu_seqlens=mine)
+def test_no_target_lies_across_the_end_of_a_document():
+    tokens = torch.arange(20, 27).expand(2, 7)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2]])
+    inputs, targets = shift_tokens(tokens, 2, documents)
+    for depth, (given, target) in enumerate(zip(inputs, targets, strict=True), 1):
+        for row in range(2):
+            for i in range(7):
+                ends = [j < 7 and documents[row, j] == documents[row, i] for j in (i + depth, i + depth + 1)]
+                assert given[row, i] == (20 + i + depth if ends[0] else 20 + i)
+                assert target[row, i] == (20 + i + depth + 1 if ends[1] else -100)

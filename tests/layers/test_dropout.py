@@ -9,7 +9,6 @@ from torch import nn
 import mpcore as mp
 from mpcore import Axis, Dropout
 from mpcore.layers import seed_dropout
-from mpcore.random import dropout
 from tests.pool import mesh
 
 B, T, D = 4, 12, 10
@@ -82,21 +81,6 @@ def test_pitfall_19_equality_and_independence_over_the_mesh(ranks):
         assert not torch.equal(results[tp, 0][0], results[tp, 1][0]), "dp ranks differ"
 
 
-def test_what_is_missing_is_named():
-    x = torch.ones(B, T, D)
-    with pytest.raises(ValueError, match=r"dropout has no seed: call mpcore\.layers\.seed_dropout"):
-        Dropout(0.5)(x, torch.arange(B))
-    with pytest.raises(ValueError, match=r"dropout 0.5 needs samples.*\(4, 12, 10\).* nn\.Sequential passes x alone"):
-        seeded().first(x)
-    with pytest.raises(ValueError, match=r"x \(4, 12, 10\), samples \(3,\) are not \[B, T, D\], \[B\]"):
-        seeded().first(x, torch.arange(3))
-    for p in (1.0, -0.1):
-        with pytest.raises(ValueError, match=rf"dropout probability {p} is not in \[0, 1\)"):
-            Dropout(p)
-        with pytest.raises(ValueError, match=rf"dropout probability {p} is not in \[0, 1\)"):
-            dropout(x, p, key=1, samples=torch.arange(B))
-
-
 def test_beside_sequence_parallel_layers_a_dropout_says_which_tokens_it_has():
     two = Axis(size=2, rank=1)
 
@@ -123,13 +107,3 @@ def test_masks_of_sharded_features_are_slices_of_the_whole_mask(tp, unit, sizes)
         assert torch.equal(site(x[..., mine], samples), whole[..., mine])
         assert torch.equal(site.eval()(x, samples), x), "any width where nothing is dropped"
         first += size
-
-
-def test_what_does_not_fit_sharded_features_is_named():
-    two = Axis(size=2, rank=1)
-    with pytest.raises(ValueError, match="x has 10 features, and this rank's shard 5: pass sharded_features and unit"):
-        seeded(tp=two, sharded_features=D).first(torch.ones(B, T, D), torch.arange(B))
-    with pytest.raises(ValueError, match="sharded_features=10 with sequence_parallel=True: between a column-parallel"):
-        Dropout(0.1, tp=two, sharded_features=D, sequence_parallel=True)
-    with pytest.raises(ValueError, match="not a multiple"):
-        Dropout(0.1, tp=two, sharded_features=D, unit=4)

@@ -48,9 +48,6 @@ def check_padding(padding):
 def test_the_padding_row_begins_as_zeros_and_stays_as_torchs(ranks, size):
     for padding in (0, 4, 9, -1, -10):
         ranks(size, check_padding, padding)
-    for bad in (10, -11):
-        with pytest.raises(ValueError, match=f"padding_idx {bad} is outside the table of 10 rows"):
-            VocabParallelEmbedding(10, D, padding_idx=bad)
 
 
 def check_columns(columns):
@@ -66,10 +63,6 @@ def check_columns(columns):
 def test_a_table_cut_by_columns_equals_dense(ranks, size):
     for columns in (4, 5, 12):
         ranks(size, check_columns, columns)
-    with pytest.raises(ValueError, match=f"embedding_dim {size - 1} is smaller than the tp size {size}"):
-        ColumnParallelEmbedding(7, size - 1, tp=Axis(size, 0, name="tp"))
-    with pytest.raises(ValueError, match="token id 7 is outside the vocabulary of 7"):
-        ColumnParallelEmbedding(7, 4)(torch.tensor([7]))
 
 
 def check_embedding(vocab, sequence, shape):
@@ -137,24 +130,6 @@ def local_rows():
     return len(table.weight)
 
 
-def check_refusals():
-    tp = tp_axis()
-    table = VocabParallelEmbedding(10, D, tp=tp)
-    for bad in (10, 11, -1):
-        with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 10"):
-            table(torch.tensor([[1, bad]]))
-    with pytest.raises(ValueError, match="sequence length 1021 is not a multiple of the tp size 4"):
-        VocabParallelEmbedding(10, D, tp=tp, sequence_parallel=True)(torch.zeros(1, 1021, dtype=torch.int64))
-
-
-def test_bad_ids_and_lengths_are_refused_on_every_rank(ranks):
-    ranks(4, check_refusals)
-    with pytest.raises(ValueError, match="token id 10 is outside the vocabulary of 10"):
-        VocabParallelEmbedding(10, D)(torch.tensor([10]))
-    with pytest.raises(ValueError, match="num_embeddings 3 is smaller than the tp size 4"):
-        VocabParallelEmbedding(3, D, tp=Axis(4, 0, None, "tp"))
-
-
 def check_positions(sequence_parallel, sequence):
     def run(table):
         x = draw(1, *((B, T, D) if sequence == 1 else (T, B, D))).requires_grad_()
@@ -173,12 +148,3 @@ def test_positions_equal_dense_with_and_without_sequence_parallel(ranks, size):
     for sequence_parallel in (True, False):
         for sequence in (0, 1):
             ranks(size, check_positions, sequence_parallel, sequence)
-
-
-def test_positions_of_the_whole_sequence_beside_a_shard_are_refused():
-    """Under context parallelism they would be those of the first tokens, in silence."""
-    table = PositionEmbedding(8, D)
-    for positions in (torch.arange(8), torch.arange(8).expand(2, 8)):
-        with pytest.raises(ValueError, match="8 positions for 4 tokens: under context parallelism select this rank"):
-            table(torch.zeros(2, 4, D), positions)
-    assert table(torch.zeros(2, 4, D), torch.arange(4, 8)).shape == (2, 4, D)

@@ -23,7 +23,8 @@ from mpcore.layers import materialize
 from mpcore.sharding import shardings
 from mpcore.tools.analysis.counts import CommunicationCounter
 from tests.equality import FEWER_SIZES, close, draw, full_gradients
-from tests.layers.test_attention import DOCUMENTS, nudge, sees
+from tests.layers.test_attention import DOCUMENTS, nudge
+from tests.oracles.attention import sees
 from tests.pool import mesh, on_ranks
 
 B, T, D, H = 2, 12, 6, 5
@@ -267,20 +268,3 @@ def test_views_copies_and_places_of_ones_own():
     assert not torch.allclose(layer(x, positions=2 * index), y)
     assert not torch.allclose(build_latent(scaling=YARN)(x), y)
     assert layer(x[:, :0]).shape == (B, 0, D)
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="num_heads 5 is smaller than the tp size 8"):
-        build_latent(tp=Axis(8, 0, None, "tp"))
-    with pytest.raises(ValueError, match="rope turns 8 dimensions, but qk_rope_head_dim is 4"):
-        build_latent(rope=RotaryEmbedding(8))
-    with pytest.raises(ValueError, match="window 3 needs a causal mask"):
-        build_latent(window=3, causal=False)
-    with pytest.raises(ValueError, match="the cp size 2 needs a context, one of 'alltoall'"):
-        build_latent(cp=Axis(2, 0, None, "cp"))
-    with pytest.raises(ValueError, match="context 'alltoall' can't cut 2 heads over the cp size 4: 'zigzag'"):
-        build_latent(cp=Axis(4, 0, None, "cp"), tp=Axis(2, 1, None, "tp"), context="alltoall")
-    with pytest.raises(ValueError, match="impl='triton'"):
-        build_latent(impl="triton").float()(draw(1, B, T, D).float())
-    with pytest.raises(ValueError, match="from 0 to 24, the tokens of all rows, but runs from 0 to 12"):
-        build_latent()(draw(1, 2, T, D), cu_seqlens=DOCUMENTS)

@@ -76,20 +76,3 @@ def test_a_model_in_bfloat16_keeps_its_frequencies():
     assert not list(rope.state_dict())
     with torch.device("meta"):
         assert torch.equal(RotaryEmbedding(K).inv_freq, before)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"head_dim": 8, "fraction": 0.4}, "RoPE rotates pairs: 3 of head_dim 8, fraction 0.4, is not even"),
-        ({"head_dim": 7}, "RoPE rotates pairs: 7 of head_dim 7, fraction 1.0, is not even"),
-        ({"head_dim": 8, "scaling": {"rope_type": "dynamic"}},
-         r"rope_type 'dynamic' is unknown: it is one of \['default', 'linear', 'llama3', 'yarn'\]"),
-        ({"head_dim": 8, "scaling": {"rope_type": "linear"}}, r"rope scaling 'linear' lacks \['factor'\]"),
-        ({"head_dim": 8, "scaling": {**YARN, "rope_theta": 5e5}},
-         r"rope scaling 'yarn' has no \['rope_theta'\] \(rope_theta is `base` here"),
-    ],
-)  # fmt: skip
-def test_what_is_odd_or_unknown_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        RotaryEmbedding(**options)
