@@ -1,23 +1,9 @@
-"""The mixture of experts once more, token by token and expert by expert, on the whole batch in one process."""
+"""The mixture of experts once more: every expert on every token of the whole batch, in one process."""
 
 import math
 
 import torch
 from torch.nn import functional as F
-
-
-def choose(row, k, bias, groups, top_groups):
-    """The best k of the scores in `row`, of equals the lower, from the best groups."""
-    values = [float(s) + float(b) for s, b in zip(row, bias, strict=True)]
-    size = len(values) // groups
-    if top_groups < groups:
-        each = -(-k // top_groups)
-        merit = [sum(sorted(values[g * size : (g + 1) * size], reverse=True)[:each]) for g in range(groups)]
-        kept = sorted(range(groups), key=lambda g: (-merit[g], g))[:top_groups]
-        allowed = [e for e in range(len(values)) if e // size in kept]
-    else:
-        allowed = list(range(len(values)))
-    return sorted(allowed, key=lambda e: (-values[e], e))[:k]
 
 
 def oracle(p, x, mask, *, top_k, score="softmax", normalize=True, routed_scale=1.0, groups=1, top_groups=None,
@@ -35,73 +21,40 @@ def oracle(p, x, mask, *, top_k, score="softmax", normalize=True, routed_scale=1
     Returns:
         y, the scaled loss, and a dict of counts and sums.
     """
-    B, T, D = x.shape
-    W, up, down = p["router.weight"], p["experts.gate_up.weight"], p["experts.down.weight"]
-    E, hidden = len(W), down.shape[2]
-    logits = x @ W.t()
+    (B, T, _), E, hidden = x.shape, len(p["router.weight"]), p["experts.down.weight"].shape[2]
+    logits = x @ p["router.weight"].t()
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     probabilities = scores / scores.sum(-1, keepdim=True)
-    bias = p.get("router.expert_bias", torch.zeros(E)).detach()
-    picked = {}
-    for b in range(B):
-        for t in range(T):
-            if mask[b, t]:
-                picked[b, t] = choose(scores[b, t].detach(), top_k, bias, groups, top_groups or groups)
-    taken = {(b, t, e) for (b, t), es in picked.items() for e in es}
-    if capacity_factor is not None:
-        taken = set()
-        for b in range(B):
-            room = math.ceil(capacity_factor * int(mask[b].sum()) * top_k / E)
-            load = [0] * E
-            for k in range(top_k):
-                for t in range(T):
-                    if (b, t) in picked and load[picked[b, t][k]] < room:
-                        load[picked[b, t][k]] += 1
-                        taken.add((b, t, picked[b, t][k]))
-    rows = []
-    for b in range(B):
-        for t in range(T):
-            y = x.new_zeros(D)
-            total = sum((scores[b, t, e] for e in picked.get((b, t), [])), x.new_zeros(()))
-            for e in picked.get((b, t), []):
-                if (b, t, e) in taken:
-                    h = up[e] @ x[b, t]
-                    out = down[e] @ (F.silu(h[:hidden]) * h[hidden:])
-                    y = y + routed_scale * scores[b, t, e] / (total if normalize else 1) * out
-            rows.append(y)
-    y = torch.stack(rows).view(B, T, D)
+    ranked = (scores + p.get("router.expert_bias", torch.zeros(E))).detach()
+    if top_groups is not None and top_groups < groups:
+        best = ranked.unflatten(-1, (groups, -1)).sort(dim=-1, descending=True).values[..., : -(-top_k // top_groups)]
+        first = best.sum(-1).sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
+        kept = F.one_hot(first, groups).sum(-2).repeat_interleave(E // groups, -1)
+        ranked = ranked.masked_fill(kept == 0, -math.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]  # of equals the lower
+    picks = F.one_hot(order, E) * mask[..., None, None]
+    chosen = taken = picks.sum(2)
+    if capacity_factor is not None:  # first choices before second ones, and earlier tokens before later ones
+        room = torch.tensor([math.ceil(capacity_factor * int(row.sum()) * top_k / E) for row in mask])
+        turns = picks.transpose(1, 2).flatten(1, 2)
+        taken = (turns * (turns.cumsum(1) <= room[:, None, None])).view(B, top_k, T, E).sum(1)
+    total = (scores * chosen).sum(-1, keepdim=True) + ~mask[..., None] if normalize else 1
+    h = torch.einsum("efd,btd->btef", p["experts.gate_up.weight"], x)
+    h = F.silu(h[..., :hidden]) * h[..., hidden:]
+    y = torch.einsum("bte,edf,btef->btd", routed_scale * scores * taken / total, p["experts.down.weight"], h)
     if "shared.up.weight" in p:
         h = x @ p["shared.up.weight"].t()
         y = y + (F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :]) @ p["shared.down.weight"].t()
-
-    def fractions(tokens):
-        counts = torch.zeros(E, dtype=torch.float64)
-        for place in tokens:
-            for e in picked[place]:
-                counts[e] += 1
-        return counts * E / max(top_k * len(tokens), 1) if len(tokens) else torch.ones(E, dtype=torch.float64)
-
-    aux = z = x.new_zeros(())
-    each = B // micro_batches
-    for b, t in picked:
-        if aux_loss == "sequence":
-            f = fractions([place for place in picked if place[0] == b])
-        elif aux_loss == "micro_batch":
-            f = fractions([place for place in picked if place[0] // each == b // each])
-        elif aux_loss == "global":
-            f = p["router.fractions"].detach()
-        if aux_loss is not None:
-            aux = aux + sum(float(f[e]) * probabilities[b, t, e] for e in range(E))
-        z = z + torch.logsumexp(logits[b, t], 0) ** 2
-    loss = scale * ((aux_coefficient * aux if aux_loss else 0.0) + z_loss * z)
-    counts = torch.zeros(E, dtype=torch.float64)
-    for es in picked.values():
-        for e in es:
-            counts[e] += 1
-    n = max(len(picked), 1)
-    entropy = -sum((torch.special.xlogy(probabilities[i], probabilities[i]).sum() for i in picked), x.new_zeros(()))
-    facts = {"tokens_per_expert": counts, "entropy": entropy / n, "aux_loss": aux / n, "z_loss": z / n}
-    facts["dropped"] = 1 - torch.tensor(len(taken) / max(float(counts.sum()), 1), dtype=torch.float64)
-    if not picked:
-        facts["dropped"] = torch.zeros((), dtype=torch.float64)
+    fractions = p.get("router.fractions", torch.ones(E)).detach()
+    if aux_loss in ("sequence", "micro_batch"):
+        rows = 1 if aux_loss == "sequence" else B // micro_batches
+        counts = chosen.sum(1).unflatten(0, (-1, rows)).sum(1).repeat_interleave(rows, 0)[:, None]
+        fractions = counts.double() * E / counts.sum(-1, keepdim=True).clamp(min=1)
+    aux = (fractions * probabilities * mask[..., None]).sum() if aux_loss else x.new_zeros(())
+    z = (logits.logsumexp(-1).square() * mask).sum()
+    loss, n = scale * (aux_coefficient * aux + z_loss * z), mask.sum().clamp(min=1)
+    entropy = -(torch.special.xlogy(probabilities, probabilities).sum(-1) * mask).sum()
+    dropped = (chosen - taken).sum().double() / chosen.sum().clamp(min=1)
+    facts = {"tokens_per_expert": chosen.sum((0, 1)).double(), "entropy": entropy / n, "aux_loss": aux / n,
+             "z_loss": z / n, "dropped": dropped}  # fmt: skip
     return y, loss, {name: value.detach() for name, value in facts.items()}

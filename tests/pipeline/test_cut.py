@@ -188,90 +188,57 @@ def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage():
     assert not first.layers[1].training
 
 
-class Pairs(Words):
-    """Its layers return tuples, or lists; a unit before the layers is called twice, and one is never called."""
-
-    def __init__(self, returned: int = 2, kind: type = tuple) -> None:
-        super().__init__()
-        self.returned, self.kind = returned, kind
-        self.never, self.silent = nn.Linear(2, 2), nn.ReLU()
-        del self.between, self.position
-
-    def forward(self, ids, use_cache=True):
-        assert not use_cache, "a cache would be filled"
-        x = self.table(ids)
-        for layer in self.layers:
-            x = self.kind((layer(x), *[None] * (self.returned - 1)))[0]
-        return self.head(self.silent(x))
-
-
-def cutting(model: nn.Module, **options) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return alone(model, **options)
-
-
-def test_units_before_the_layers_go_to_the_first_stage_and_all_others_to_the_last():
-    model = Pairs()
-    first, last = cutting(model)
-    names = [{n.partition(".")[0] for n, _ in stage.named_parameters()} for stage in (first, last)]
-    assert names == [{"table", "layers", "never"}, {"layers", "head"}]
-    assert type(first).__name__ == type(last).__name__ == "PipelineStagePairs"
-    assert isinstance(first, Pairs)
-    ids = torch.randint(V, (3, 5))
-    want = model(ids, use_cache=False)
-    between = first(ids)
-    assert torch.equal(last(between), want)
-    assert torch.equal(last(between), want), "nothing is kept of a forward"
-    assert last.inlet.x is None
-    with pytest.raises(TypeError):
-        last(between, other=1)
-    assert last.inlet.x is None, "also after one that failed"
-
-
-class Layers(nn.Module):
-    """Layers that return several things, between two tables that a word belongs to; a mask of ids is made of both."""
-
-    def __init__(self, returned: int) -> None:
-        super().__init__()
-        self.words, self.types = nn.Embedding(V, 6), nn.Embedding(V, 6)
-        self.layers = nn.ModuleList(Several(returned) for _ in range(3))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, ids, attention_mask=None):
-        x = self.words(ids) + self.types(ids)
-        seen = [x.shape]
-        for layer in self.layers:
-            out = layer(x) if attention_mask is None else layer(x, attention_mask)
-            x = out[0] if layer.returned else out
-            seen.append(None if not layer.returned else len(out))
-        assert seen[1:] == [self.layers[0].returned or None] * 3
-        return {"logits": self.head(x), "ids": ids}
-
-
 class Several(nn.Module):
     """Returns a tensor, or a tuple."""
 
     def __init__(self, returned: int) -> None:
         super().__init__()
-        self.returned, self.linear = returned, nn.Linear(6, 6)
+        self.returned, self.linear = returned, nn.Linear(8, 8)
 
     def forward(self, x, mask=None):
         y = self.linear(x if mask is None else x * mask[..., None])
         return (y, *["more"] * (self.returned - 1)) if self.returned else y
 
 
+class Tuples(Words):
+    """Its layers return several things. A unit before them is called twice, and one never."""
+
+    def __init__(self, returned: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Several(returned) for _ in range(3))
+        self.never, self.silent = nn.Linear(2, 2), nn.ReLU()
+        del self.between, self.position
+
+    def forward(self, ids, attention_mask=None, use_cache=True):
+        assert not use_cache, "a cache would be filled"
+        x, seen = self.table(ids) + self.table(ids.flip(1)), []
+        for layer in self.layers:
+            out = layer(x) if attention_mask is None else layer(x, attention_mask)
+            x = out[0] if layer.returned else out
+            seen.append(layer.returned and len(out))
+        assert seen == [self.layers[0].returned] * 3
+        return {"logits": self.head(self.silent(x)), "ids": ids}
+
+
 @pytest.mark.parametrize("returned", [0, 1, 3])
-def test_a_layer_of_another_stage_returns_as_many_things(returned):
+def test_stages_have_their_units_and_a_layer_of_another_stage_returns_as_many_things(returned):
     torch.manual_seed(0)
-    model = Layers(returned)
-    stages = cutting(model, pp=3)
+    model = Tuples(returned)
+    stages = alone(model, pp=3)
+    names = [{n.partition(".")[0] for n, _ in stage.named_parameters()} for stage in stages]
+    assert names == [{"table", "layers", "never"}, {"layers"}, {"layers", "head"}]
+    assert {type(stage).__name__ for stage in stages} == {"PipelineStageTuples"}
+    assert isinstance(stages[0], Tuples)
     ids, mask = torch.randint(V, (2, 5)), torch.ones(2, 5)
     mask[0, 3:] = 0
-    want = model(ids, attention_mask=mask)["logits"]
-    x = ids
-    for stage in stages:
-        x = stage(x, attention_mask=mask)
-    assert torch.equal(x["logits"], want)
+    want = model(ids, attention_mask=mask, use_cache=False)["logits"]
+    for _ in range(2):
+        between = stages[1](stages[0](ids, attention_mask=mask), attention_mask=mask)
+        assert torch.equal(stages[2](between, attention_mask=mask)["logits"], want)
+        assert stages[2].inlet.x is None, "nothing is kept of a forward"
+    with pytest.raises(TypeError):
+        stages[2](between, other=1)
+    assert stages[2].inlet.x is None, "also after one that failed"
     passed = stages[1].layers[0]
     assert (passed.returned, passed.ends, passed.training) == (returned, False, True)
     assert stages[0].layers[1].ends
@@ -290,7 +257,7 @@ class Tied(Words):
 
 
 def test_a_table_may_be_tied_between_the_outer_ranks_or_on_one():
-    first, last = cutting(Tied())
+    first, last = alone(Tied())
     assert first.table.weight is last.table.weight is last.head.weight
     assert mp.sharding.shardings(first)["table.weight"].partial == ()  # this process has no ends
-    assert [len(cutting(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]
+    assert [len(alone(Tied(), schedule=name)) for name in ("zbv", "interleaved")] == [4, 4]

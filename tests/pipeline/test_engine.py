@@ -84,10 +84,6 @@ def check_incomplete() -> None:
     run = Run(on, "1f1b", 4)
     tokens, targets, samples = batch(11)
     run.count = (targets != -100).sum()
-    with pytest.raises(ValueError, match="a batch of 11 is not a multiple of 4 micro-batches: pad it to 12"):
-        run.pipeline.forward_backward(tokens, targets, samples=samples)
-    with pytest.raises(ValueError, match="target has 8 rows, x has 12"):
-        run.pipeline.forward_backward(tokens.new_zeros(12, 8), targets[:8], samples=samples)
     pad = torch.zeros(1, 8, dtype=torch.int64)
     loss = run.pipeline.forward_backward(
         torch.cat([tokens, pad]), torch.cat([targets, pad - 100]), samples=torch.cat([samples, pad[0, :1]])
@@ -490,15 +486,8 @@ def check_losses(sizes: dict, name: str) -> None:
     shapes = itertools.cycle([(), (1,), (1, 1)])
     pipeline = Pipeline(nn.Linear(6, 6), on, 4, lambda y, t: y.sum().view(next(shapes)), name)
     assert pipeline.forward_backward(x, x).shape == ()
-    for text, arguments in (
-        ("mask is a NoneType: arguments are tensors with one row a sample", {"mask": None}),
-        ("scale is a float", {"scale": 0.5}),
-        ("scale is a tensor without rows", {"scale": torch.ones(())}),
-    ):
-        with pytest.raises(ValueError, match=text):
-            pipeline.forward_backward(x, x, **arguments)  # type: ignore
-    with pytest.raises(ValueError, match="x is a NoneType"):
-        pipeline.forward_backward(None, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mask is a NoneType: arguments are tensors with one row a sample"):
+        pipeline.forward_backward(x, x, mask=None)
 
 
 def test_what_is_no_loss_and_no_argument_is_refused_on_every_rank(ranks):
@@ -534,12 +523,6 @@ def test_micro_batches_of_a_step_may_have_different_shapes(name: str) -> None:
         cut = cut[::-1]
     for parameter_name, got in run.gradients().items():
         close(got, want.get_parameter(parameter_name).grad, parameter_name, TOLERANCE)
-    with pytest.raises(
-        ValueError, match="samples is a Tensor, and x is a list: give a list with one tensor for each of 4"
-    ):
-        run.pipeline.forward_backward(list(tokens), list(targets), samples=samples[0])
-    with pytest.raises(ValueError, match="x is 3 tensors, and x is a list: give a list with one tensor for each of 4"):
-        run.pipeline.forward_backward(list(tokens)[:3], list(targets), samples=list(samples))
 
 
 def check_broken(name: str) -> None:

@@ -35,6 +35,9 @@ X, T = torch.arange(12.0, dtype=torch.float64).view(4, 3), torch.ones(4, 2, dtyp
     ({"x": X, "target": T[:2]}, "target has 2 rows, x has 4"),
     ({"x": [X[:2], X], "target": [T[:2], T[:2]]}, "target has 2 rows, x has 4"),
     ({"x": X, "target": None}, "target is a NoneType"), ({"x": torch.tensor(1.0), "target": T}, "x is a tensor"),
+    ({"x": None, "target": T}, "x is a NoneType"), ({"x": X, "target": T, "scale": 0.5}, "scale is a float"),
+    ({"x": X, "target": T, "scale": torch.ones(())}, "scale is a tensor without rows"),
+    ({"x": X, "target": T, "mask": None}, "mask is a NoneType: arguments are tensors with one row a sample"),
 ])  # fmt: skip
 def test_what_cant_be_cut_is_refused_with_the_numbers(given, said):
     with pytest.raises(ValueError, match=said):
