@@ -169,6 +169,10 @@ def test_the_halves_of_a_backward_serve_outputs_and_inputs_that_do_not_meet():
     backward_weights(deferred)
     close(dx, want[0], "dx")
     close(w.grad, want[1], "dw")
+    assert (deferred.ends, deferred.groups) == ([], []), "nothing is kept"
+    z = torch.randn(2, 3, requires_grad=True)
+    (dz,), _ = backward_inputs((2 * z.t(),), (torch.ones(3, 2),), (z,))
+    assert dz.is_contiguous(), "as a message must be"
 
 
 def check_csv(path: str) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore.pipeline.engine import Pipeline
-from mpcore.pipeline.split import backward_inputs, backward_weights
 
 
 def squares(y: Tensor, t: Tensor) -> Tensor:
@@ -79,34 +78,6 @@ def test_a_forward_has_one_argument_for_all_batches_or_one_for_each():
         torch.testing.assert_close(got[1], plain[1:] + want[1])
     assert line.from_last(X) is X
     assert line.last_rank == 0
-
-
-def test_the_two_halves_give_the_gradients_of_one():
-    for seed in range(3):
-        torch.manual_seed(seed)
-        a, b, c = (nn.Linear(3, 3).double() for _ in range(3))
-        x, extra = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
-
-        def run(x: Tensor, extra: Tensor = extra) -> tuple[Tensor, Tensor, Tensor]:
-            y = b(torch.tanh(a(x)) * a.weight.sum())  # noqa: B023
-            return y * y, c(extra), y + c(x)  # noqa: B023  the second depends on no input
-
-        parameters = [p for layer in (a, b, c) for p in layer.parameters()]
-        one = x.clone().requires_grad_()
-        outs = run(one)
-        dys = [torch.randn_like(y) for y in outs]
-        want = torch.autograd.grad(outs, [one, *parameters], dys)
-        two, frozen = x.clone().requires_grad_(), x.clone()
-        (dx, none, number), deferred = backward_inputs(run(two), dys, [two, frozen, 3])
-        assert (none, number) == (None, None)
-        torch.testing.assert_close(dx, want[0])
-        assert dx is not None
-        assert dx.is_contiguous()
-        assert all(p.grad is None for p in parameters), "the first half leaves the weights alone"
-        backward_weights(deferred)
-        for p, g in zip(parameters, want[1:], strict=True):
-            torch.testing.assert_close(p.grad, g)
-        assert (deferred.ends, deferred.groups) == ([], [])
 
 
 class Fails(torch.autograd.Function):
