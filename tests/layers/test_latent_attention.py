@@ -156,49 +156,6 @@ def test_any_mask_meets_the_keys_of_other_ranks():
         check({"context": kind}, mask, {"cp": mesh(cp=2).cp})
 
 
-@pytest.mark.parametrize("scaling", [None, YARN, YARN | {"attention_factor": 1.5}], ids=["plain", "yarn", "factor"])
-@pytest.mark.parametrize("q_lora_rank", [None, Q])
-def test_it_is_the_layer_of_transformers(q_lora_rank, scaling):
-    """Its weights as they are. Tables come in float32 there, so both turn by those, which are ours too."""
-    pytest.importorskip("transformers")
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
-
-    config = hf.DeepseekV3Config(
-        hidden_size=D, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=q_lora_rank, attention_bias=True,
-        **SIZES, rope_parameters={"rope_theta": 100.0, **(scaling or {"rope_type": "default"})},
-        max_position_embeddings=32,
-    )  # fmt: skip
-    config._attn_implementation = "sdpa"
-    theirs = hf.DeepseekV3Attention(config, 0).double()
-    ours = build_latent(q_lora_rank, scaling=scaling, bias=True)
-    names = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj", "kv_down": "kv_a_proj_with_mqa",
-             "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj", "output": "o_proj"}  # fmt: skip
-    names |= {"q_up": "q_proj"} if q_lora_rank is None else {}
-    pairs = {}
-    for name, parameter in ours.named_parameters():
-        module, leaf = name.split(".")
-        pairs[name] = parameter, getattr(getattr(theirs, names[module]), leaf)
-        with torch.no_grad():
-            pairs[name][1].copy_(parameter)
-    for name in ("q_a_layernorm", "kv_a_layernorm"):
-        norm = getattr(theirs, name, None)
-        if norm is not None:  # theirs rounds to float32
-            norm.forward = lambda x, norm=norm: F.rms_norm(x, norm.weight.shape, norm.weight, 1e-6)
-    x, x_theirs = (draw(1, B, T, D).requires_grad_() for _ in range(2))
-    cos, sin = hf.DeepseekV3RotaryEmbedding(config)(x.detach().float(), torch.arange(T)[None])
-    for mine, table in zip(ours.rope(torch.arange(T)), (cos, sin), strict=True):
-        close(mine, table[0, :, : TURN // 2], "table", 1e-6)
-    cos, sin = cos.double(), sin.double()
-    y = ours(x, rotary=(cos[0, :, : TURN // 2], sin[0, :, : TURN // 2]))
-    want, _ = theirs(x_theirs, (cos, sin), None)
-    for out in (y, want):
-        out.backward(draw(2, *y.shape))
-    close(y.detach(), want.detach(), "y")
-    close(x.grad, x_theirs.grad, "dx")
-    for name, (mine, other) in pairs.items():
-        close(mine.grad, other.grad, name)
-
-
 @pytest.mark.parametrize("q_lora_rank", [None, Q])
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @on_ranks(2)

@@ -30,23 +30,6 @@ IN, B, T = 6, 2, 12
 SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@pytest.mark.parametrize("shape", [(IN,), (5, IN), (B, T, IN), (0, T, IN)], ids=str)
-def test_dense_is_torch_linear(kind, bias, shape):
-    ours, torchs = kind(IN, 10, bias).double(), nn.Linear(IN, 10, bias).double()
-    torchs.load_state_dict(ours.state_dict())
-    x, x_torch = (draw(1, *shape).requires_grad_() for _ in range(2))
-    y, y_torch = ours(x), torchs(x_torch)
-    dy = draw(2, *y.shape)
-    y.backward(dy)
-    y_torch.backward(dy)
-    close(y.detach(), y_torch.detach(), "y")
-    close(x.grad, x_torch.grad, "dx")
-    for name, p in ours.named_parameters():
-        close(p.grad, torchs.get_parameter(name).grad, name)
-
-
 def check_column(
     out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=(), overlap=False, tp=None
 ):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import mpcore as mp
-from mpcore.training import loss_check
 from mpcore.training.loss_check import LossCheck, with_mesh
 
 
@@ -134,24 +133,6 @@ def test_losses_of_a_tp_group_may_differ_by_1e_5(totals, is_mean, tokens, said):
     for text in mp.simulate(end_on_rank, totals, is_mean, tokens, ranks=2):
         assert text.startswith(said)
         assert bool(text) is bool(said)
-
-
-def end_on_four(mean_rank: int) -> str:
-    on = mp.build_mesh(dp=2, tp=2, device_type="cpu")
-    check = LossCheck(on, 9, 1)
-    check.is_mean = on.job.rank == mean_rank
-    try:
-        check.end(torch.tensor(float(on.dp.rank), dtype=torch.float64))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_mean_on_one_rank_is_raised_on_all():
-    said = mp.simulate(end_on_four, 3, ranks=4)
-    assert all("by the 9 tokens of the step (on rank 3 of 4)" in text for text in said)
-    assert mp.simulate(end_on_four, 9, ranks=4) == [""] * 4, "data ranks have losses of their own"
-    assert loss_check.SHARDED.startswith("sharded logits need mpcore.vocab_parallel_cross_entropy(")
 
 
 HALVES = [torch.bfloat16, "bfloat16", "bf16"], [torch.float16, "float16", "fp16"]
