@@ -18,7 +18,7 @@ from mpcore.collectives import gather
 from mpcore.gradients import guard_optimizer
 from mpcore.parallel import shard_data_parallel
 from mpcore.sharding.local import local_tensor
-from mpcore.tools.simulation import DeadlockError, RankError
+from mpcore.tools.simulation import DeadlockError, RankError, turns
 
 V, D, B, T = 12, 8, 8, 6
 
@@ -224,7 +224,8 @@ def told(wrong: str, sizes: dict[str, int], caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize(("wrong", "sizes", "named"), MISTAKES, ids=lambda x: str(x)[:16])
-def test_a_mistake_is_named(caplog, wrong, sizes, named):
+def test_a_mistake_is_named(caplog, monkeypatch, wrong, sizes, named):
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.5)  # of ranks that wait for each other
     assert re.search(named, told(wrong, sizes, caplog), re.DOTALL)
 
 
