@@ -199,14 +199,21 @@ def test_query_and_key_norms_may_be_replaced(rope):
     assert not torch.allclose(want, plain)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3, "qk_norm": True}, {"causal": False}], ids=str)
-def test_no_tokens_give_none(options):
-    attention = build_attention(4, 2, rope=True, **options).double()
-    x = draw(1, B, 0, D).requires_grad_()
-    y = attention(x)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == (B, 0, D)
-    assert not attention.qkv.weight.grad.any()
+@pytest.mark.parametrize("options", [
+    {"rope": True}, {"window": 3, "qk_norm": True, "rope": True}, {"causal": False, "rope": True}, {"alibi": True},
+    {"sinks": True}, {"sinks": True, "window": 2}, {"alibi": True, "sinks": True},
+], ids=str)  # fmt: skip
+def test_no_tokens_give_none_and_the_first_sees_itself(options):
+    attention = build_attention(6, 2, **options).double()
+    for shape in ((B, 0, D), (0, T, D)):
+        x = draw(1, *shape).requires_grad_()
+        y = attention(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == shape
+        assert not attention.qkv.weight.grad.any()
+    x = draw(1, 1, 3, D)
+    if attention.causal:
+        close(attention(x[:, :1]).detach(), attention(x)[:, :1].detach(), "the first token")
 
 
 def check_replicas_through_training(kv_heads):

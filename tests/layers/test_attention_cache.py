@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpcore import MultiLatentAttention, ParallelAttention, RotaryEmbedding
+from mpcore import MultiLatentAttention, RotaryEmbedding
 from tests.equality import close, draw
 from tests.layers.test_attention import B, D, K, T
 from tests.layers.test_attention_scores import HEADS, WIDTH, build
@@ -33,15 +33,15 @@ def decode(attention, x, chunks, mask=None, bias=None, **others):
 
 
 @torch.no_grad()
-def check_cache(heads=HEADS):
+def check_cache(heads=HEADS, every=OPTIONS):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     mask = (draw(3, B, T, T) < 0.5) | torch.eye(T).bool()
-    for options in OPTIONS:
+    for options in every:
         torch.manual_seed(1)
         attention = build(options, heads, tp=tp).double()
         x = draw(1, B, T, D)
         x = x.transpose(0, 1) if attention.sequence_dim == 0 else x
-        scores = [{}] if attention.impl else [{}, {"mask": LEFT, "bias": draw(4, HEADS[0], T, T)}, {"mask": mask}]
+        scores = [{}] if attention.impl else [{}, {"mask": LEFT, "bias": draw(4, heads[0], T, T)}, {"mask": mask}]
         for extra in scores:
             want = attention(x, **extra)
             for chunks in CHUNKS:
@@ -58,17 +58,7 @@ def test_chunks_of_any_size_are_the_whole_sequence(ranks, size):
 
 @pytest.mark.parametrize(("size", "heads"), [(2, (6, 6)), (3, (8, 2)), (4, (6, 2))])
 def test_heads_may_be_uneven_or_shared_by_ranks(ranks, size, heads):
-    ranks(size, check_cache_of_heads, heads)
-
-
-@torch.no_grad()
-def check_cache_of_heads(heads):
-    tp = mesh(tp=torch.distributed.get_world_size()).tp
-    torch.manual_seed(1)
-    attention = ParallelAttention(D, *heads, K, rope=RotaryEmbedding(K), tp=tp).double()
-    x = draw(1, B, T, D)
-    for chunks in CHUNKS:
-        close(decode(attention, x, chunks), attention(x), str(chunks))
+    ranks(size, check_cache, heads, [{"rope": True}])
 
 
 @torch.no_grad()

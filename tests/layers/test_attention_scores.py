@@ -102,17 +102,6 @@ def test_samples_may_share_a_bias(leading):
     close(attention(x, bias=given).detach(), attention(x, bias=bias.repeat(B, 1, 1, 1)).detach(), "one for each sample")
 
 
-def test_one_token_and_none():
-    for options in ({"alibi": True}, {"sinks": True}, {"sinks": True, "window": 2}, {"alibi": True, "sinks": True}):
-        attention = build(options).double()
-        x = draw(1, 1, 3, D)
-        close(attention(x[:, :1]).detach(), attention(x)[:, :1].detach(), "the first token sees itself")
-        for shape in ((B, 0, D), (0, T, D)):
-            x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-            attention(x).sum().backward()
-            assert x.grad.shape == shape
-
-
 def test_masks_and_scores_compile_to_one_graph():
     for options, arguments in ({}, {"mask": PADDED}), ({"alibi": True, "sinks": True}, {"bias": 4, "mask": MASK}):
         torch.compiler.reset()

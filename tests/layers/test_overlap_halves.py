@@ -72,7 +72,7 @@ def check_halves(call, change, needs_gradient, **options):
     same_model(partial(build, change=change), run, tp=tp, **options)
 
 
-@on_ranks(2, 3)
+@on_ranks(pytest.param(2, marks=pytest.mark.slow), 3)
 def test_two_halves_on_tp_equal_the_unsharded_block():
     calls = [call for call in CALLS.values() if not {"mlp_arguments", "bias"} & call.keys()]
     changed = [(CALLS["documents"], change) for change in CHANGES.values()]

@@ -83,9 +83,9 @@ def test_context_parallelism_sends_states_and_the_tokens_before_each_run(context
     for rank in range(RANKS):
         with on_mesh(rank, cp=RANKS) as mesh, fake_tensors(True):
             layer = GatedDeltaNet(D, 1, 2, 16, 8, convolution=4, cp=mesh.cp, context=context)
-            x = torch.empty(B, LONG // RANKS, D, requires_grad=True)
+            x = torch.empty(B, 4096 // RANKS, D, requires_grad=True)
             with CommunicationCounter(mesh) as counter:
-                layer(x, length=LONG).sum().backward()
+                layer(x, length=4096).sum().backward()
         states, tokens = B * 2 * 16 * (16 + 8), B * 3 * (16 + 16 + 2 * 8)
         want = 2, 4 * RANKS * runs * (states + tokens)
         found = {kind: (count.calls, count.bytes) for (_, kind), count in counter.counts.items()}

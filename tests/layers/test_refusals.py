@@ -141,7 +141,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     # context parallelism
     ("context 'spiral' is none of 'alltoall', 'ring', 'zigzag'",
      lambda: ParallelAttention(8, 4, context="spiral", cp=axis(4, name="cp"))),
-    ("the cp size 4 needs a context, one of 'alltoall', 'ring'", lambda: ParallelAttention(8, 4, cp=axis(4, name="cp"))),
+    ("the cp size 4 needs a context, one of 'alltoall', 'ring'",
+     lambda: ParallelAttention(8, 4, cp=axis(4, name="cp"))),
     ("'alltoall' can't cut 3 heads over the cp size 4: 'zigzag', 'ring' and",
      lambda: ParallelAttention(6, 3, cp=axis(4, name="cp"), context="alltoall")),
     ("'alltoall' can't cut 2 heads over the cp size 4",

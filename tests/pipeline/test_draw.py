@@ -16,15 +16,6 @@ def png_size(path):
     return struct.unpack(">II", head[16:24])
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_every_schedule_has_a_picture(name, tmp_path, capsys):
-    main(["--schedule", name, "--stages", "3", "--microbatches", "6", "--out", str(tmp_path / "x.png")])
-    width, height = png_size(tmp_path / "x.png")
-    assert width > 900
-    assert height > 300
-    assert f"{name}: 3 ranks, " in capsys.readouterr().out
-
-
 def test_the_command_draws_the_times_that_it_is_given(tmp_path):
     times = ["--forward", "4", "--input", "1", "--weight", "2", "--message", "8"]
     main(["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", *times, "--out", str(tmp_path / "x.json")])
@@ -46,7 +37,9 @@ def test_a_run_is_drawn_from_seconds_that_begin_anywhere(tmp_path):
         draw([], tmp_path / "none.png")
 
 
-def test_the_command_draws_a_file_and_refuses_a_broken_one(tmp_path, capsys):
+def test_the_command_draws_a_schedule_or_a_file_and_refuses_a_broken_one(tmp_path, capsys):
+    main(["--schedule", "zbv", "--stages", "3", "--microbatches", "6", "--out", str(tmp_path / "x.png")])
+    assert png_size(tmp_path / "x.png") > (900, 300)
     plan = tmp_path / "plan.csv"
     write_csv(build_schedule("gpipe", 2, 3), plan)
     sizes = ["--schedule", str(plan), "--stages", "2", "--microbatches"]

@@ -219,30 +219,10 @@ def on_processes(layout: str, case: Case) -> dict[str, str]:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def attempt(virtual: Any = V, config: GPTConfig = CONFIG, **options: Any) -> None:
-    mesh = invariant.invariant_mesh(mp.build_mesh(), virtual) if virtual else mp.build_mesh()
-    model = GPT(config, mesh, device="meta")
-    how = {"optimizer": AdamW, **options}
-    invariant.prepare(model, mesh, blocks=model.blocks.values(), loss=model.loss, **how)
-
-
-def refused(message: str, **options: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        attempt(**options)
-
-
-def test_what_has_no_invariant_form_is_refused() -> None:
-    refused("virtual degree 3 of tp, of size 1", virtual=3)
-    refused("data axis of size 1 has no virtual degree: take invariant_mesh", virtual=0)
-    refused("30 is not a multiple of the virtual degree 4", config=replace(CONFIG, d_ff=30))
-    refused("2 is not a multiple of the virtual degree 4", config=replace(CONFIG, kv_heads=2))
-    refused(
-        "blocks.0.attention, a ParallelAttention: no invariant form with qk_norm", config=replace(CONFIG, qk_norm=True)
-    )
-    refused("micro_batches 3 does not divide the 4 leaves", micro_batches=3)
-    refused("autocast", precision=mp.Precision("bfloat16", autocast=True))
-    refused("mpcore.AdamW", optimizer=mp.Muon)
-    refused("splits backward", schedule="zb")
+def test_a_mesh_without_a_virtual_degree_is_refused() -> None:
+    """`tests/laws/test_steps.py` and `tests/layers/test_invariant.py` have all that has no invariant form."""
+    with pytest.raises(ValueError, match="data axis of size 1 has no virtual degree: take invariant_mesh"):
+        invariant.prepare(GPT(CONFIG, device="meta"), Mesh(), blocks=[], loss=None, optimizer=AdamW)
 
 
 # --- mpcore verify --bitwise ----------------------------------------------------------------------------------------
