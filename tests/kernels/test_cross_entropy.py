@@ -75,17 +75,6 @@ def test_a_confident_row_keeps_its_digits():
     torch.testing.assert_close(gradient[0, 1].double(), 1 / (1 + torch.tensor(10.0).double().exp()), rtol=1e-6, atol=0)
 
 
-def test_another_id_may_be_the_ignored_one():
-    ignored, target = TARGET == 3, TARGET.masked_fill(TARGET == -100, 1)
-    third = Loss(V, ignore_index=3)
-    stats = cross_entropy_stats(LOGITS, target, third, entropy=True)
-    assert torch.equal(stats[2] == 0, ignored)
-    loss, (log_prob, entropy) = (f(stats, target, third) for f in (loss_of_stats, log_prob_of_stats))
-    dlogits = cross_entropy_backward(LOGITS, target, stats, third, dloss=ROW)
-    for rows in (loss, log_prob, entropy, dlogits.abs().sum(-1)):
-        assert torch.equal(rows == 0, ignored)
-
-
 def test_pitfall_04_logits_are_changed_in_place_on_demand_alone():
     logits = LOGITS.clone()
     stats, how = cross_entropy_stats(logits, TARGET, SMOOTH, entropy=True), {"dloss": ROW, "dentropy": ROW}

@@ -1,7 +1,5 @@
 """Outer rules against their algorithms written out in plain torch, and the order of what happens to a run."""
 
-import random
-
 import pytest
 import torch
 
@@ -142,28 +140,6 @@ def test_several_updates_of_one_outer_step_are_averaged():
     outer.apply({**line_of(outer, 0, 0), "workers": 4}, [g])  # one update of four workers
     for name, x in outer.anchor.items():
         torch.testing.assert_close(x, start[name] - g[name] / 4, rtol=1e-13, atol=1e-13)
-
-
-def test_no_step_is_lost_or_trained_twice():
-    """Workers come, die and hand in stale updates at random: the applied ranges tile the run."""
-    draw, outer, covered = random.Random(0), started(Average(), until=97, anchor={"a": torch.zeros(1)}), []
-    g = {"a": torch.ones(1)}
-    while not outer.ended:
-        worker = draw.choice([*outer.members, outer.next_worker])
-        if worker not in outer.members:
-            outer.apply({"op": "join", "worker": worker, "address": ""})
-        elif worker not in outer.leases:
-            if outer.free_steps(1):
-                lease(outer, worker, draw.randint(1, 9))
-        elif (chance := draw.random()) < 0.2 and len(outer.members) > 1:
-            outer.apply({"op": "leave", "worker": worker, "why": ""})
-        elif chance < 0.3:
-            outer.apply(line_of(outer, worker, 0, applied=False, version=outer.version), [g])
-        else:
-            covered.append(outer.leases[worker][1:3])
-            outer.apply(line_of(outer, worker, outer.version), [g])
-    assert sorted(step for first, last in covered for step in range(first, last)) == list(range(97))
-    assert outer.anchor["a"].item() == -len(covered)
 
 
 def test_the_hash_sees_a_bit_a_name_and_a_shape():
