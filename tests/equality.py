@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcore import Axis, full_state_dict, load_full_state_dict
+from mpcore import Axis, collectives, full_state_dict, load_full_state_dict
 from mpcore.gradients import reduce_gradients
 from mpcore.sharding import shardings
 from mpcore.sharding.state_dict import full_tensor
@@ -78,3 +78,35 @@ def same_model(
     assert want.keys() == got.keys(), f"gradients of {want.keys() ^ got.keys()} on one side only"
     for name in want:
         close(got[name], want[name], f"gradient of {name}", tolerance)
+
+
+def same_layer(
+    build: Callable[..., nn.Module],
+    shape: tuple[int, ...],
+    *,
+    split: int | None = None,
+    gather: tuple[int, ...] | None = None,
+    grad: bool = True,
+    expanded: bool = False,
+    tp: Axis | None = None,
+) -> None:
+    """`same_model` of one layer on tp, of its output and its input's gradient.
+
+    Args:
+        build: makes the layer.
+        shape: of the whole input.
+        split: the dimension over which an input is sharded.
+        gather: the dimension over which an output is sharded, and its whole size where ranks have unequal shards.
+        grad: whether the input requires a gradient.
+        expanded: whether the output's gradient is an expanded one.
+        tp: the axis; None: of all ranks of this test.
+    """
+
+    def run(layer: nn.Module) -> dict[str, Tensor]:
+        x, axis = draw(1, *shape).requires_grad_(grad), next(m.tp for m in layer.modules() if hasattr(m, "tp"))
+        y = layer(x if split is None else collectives.split(x, axis, split))
+        y = y if gather is None else collectives.gather(y, axis, *gather)
+        (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
+        return {"y": y.detach()} | ({"dx": x.grad} if grad else {})
+
+    same_model(build, run, tp=tp or tp_axis())

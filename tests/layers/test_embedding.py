@@ -16,7 +16,7 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.layers import ColumnParallelEmbedding, materialize
-from tests.equality import draw, draw_ids, full_gradients, same_model, tp_axis
+from tests.equality import draw, draw_ids, full_gradients, same_layer, same_model, tp_axis
 
 B, T, D = 2, 12, 4
 SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
@@ -131,16 +131,9 @@ def local_rows():
 
 
 def check_positions(sequence_parallel, sequence):
-    def run(table):
-        x = draw(1, *((B, T, D) if sequence == 1 else (T, B, D))).requires_grad_()
-        mine = c.split(x, table.tp, sequence) if sequence_parallel else x
-        y = table(mine)
-        y = c.gather(y, table.tp, sequence) if sequence_parallel else y
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    options = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence}
-    same_model(lambda **a: PositionEmbedding(16, D, **options, **a), run, tp=tp_axis())
+    build = partial(PositionEmbedding, 16, D, sequence_parallel=sequence_parallel, sequence_dim=sequence)
+    shape, cut = (B, T, D) if sequence == 1 else (T, B, D), sequence if sequence_parallel else None
+    same_layer(build, shape, split=cut, gather=None if cut is None else (cut,))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -23,37 +24,28 @@ from mpcore.experimental import overlap_in_symmetric_memory
 from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.layers.overlap import OverlapProduct, overlap_communication
 from mpcore.tools.simulation import simulate
-from tests.equality import FEWER_SIZES, close, draw, same_model, tp_axis
+from tests.equality import FEWER_SIZES, close, draw, same_layer, tp_axis
 from tests.pool import mesh, on_ranks
 
 IN, B, T = 6, 2, 12
 SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 
 
-def check_column(
-    out, bias, gather_output, sequence, regather, shape, expanded=False, frozen=(), overlap=False, tp=None
-):
+def changed(build, frozen=(), overlap=False, **axes):
+    layer = build(**axes)
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
+    if overlap:
+        (overlap_communication if overlap is True else overlap)(layer, smallest=1)
+    return layer
+
+
+def check_column(out, bias, gather_output, sequence, regather, shape, frozen=(), overlap=False, **how):
     options = {"gather_output": gather_output, "regather": regather}
     if sequence is not None:
         options |= {"sequence_parallel": True, "sequence_dim": sequence}
-
-    def build(**axes):
-        layer = ColumnParallelLinear(IN, out, bias, **options, **axes)
-        for name in frozen:
-            layer.get_parameter(name).requires_grad_(False)
-        if overlap:
-            (overlap_communication if overlap is True else overlap)(layer, smallest=1)
-        return layer
-
-    def run(layer):
-        x = draw(1, *shape).requires_grad_()
-        mine = c.split(x, layer.tp, sequence) if sequence is not None else x
-        y = layer(mine)
-        y = y if gather_output else c.gather(y, layer.tp, -1, out)
-        (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(build, run, tp=tp or tp_axis())
+    build = partial(changed, partial(ColumnParallelLinear, IN, out, bias, **options), frozen, overlap)
+    same_layer(build, shape, split=sequence, gather=None if gather_output else (-1, out), **how)
 
 
 @on_ranks(*FEWER_SIZES)
@@ -72,29 +64,13 @@ def test_pitfall_43_frozen_weights_still_pass_the_summed_gradient_on():
             check_column(10, True, False, sequence, regather, (B, T, IN), frozen=frozen)
 
 
-def check_row(
-    inner, bias, parallel_input, sequence, shape, expanded=False, frozen=(), overlap=False, grad=True, tp=None
-):
+def check_row(inner, bias, parallel_input, sequence, shape, frozen=(), overlap=False, **how):
     options = {"input_is_parallel": parallel_input}
     if sequence is not None:
         options |= {"sequence_parallel": True, "sequence_dim": sequence}
-
-    def build(**axes):
-        layer = RowParallelLinear(inner, 5, bias, **options, **axes)
-        for name in frozen:
-            layer.get_parameter(name).requires_grad_(False)
-        if overlap:
-            (overlap_communication if overlap is True else overlap)(layer, smallest=1)
-        return layer
-
-    def run(layer):
-        x = draw(1, *shape, inner).requires_grad_(grad)
-        y = layer(c.split(x, layer.tp, -1) if parallel_input else x)
-        y = y if sequence is None else c.gather(y, layer.tp, sequence)
-        (y.sum() if expanded else (y * draw(2, *y.shape)).sum()).backward()
-        return {"y": y.detach()} | ({"dx": x.grad} if grad else {})
-
-    same_model(build, run, tp=tp or tp_axis())
+    build = partial(changed, partial(RowParallelLinear, inner, 5, bias, **options), frozen, overlap)
+    gather = None if sequence is None else (sequence,)
+    same_layer(build, (*shape, inner), split=-1 if parallel_input else None, gather=gather, **how)
 
 
 @on_ranks(*SIZES)

@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpcore import Axis, ParallelMLP
-from mpcore import collectives as c
 from mpcore.tools.invariant import TreeSums, make_invariant
-from tests.equality import FEWER_SIZES, close, draw, same_model
-from tests.pool import mesh, on_ranks
+from tests.equality import FEWER_SIZES, close, draw, same_layer
+from tests.pool import on_ranks
 
 B, T, D = 2, 12, 4
 FORMULAS = {
@@ -48,18 +47,9 @@ def check_mlp(activation, hidden, bias, sequence, shape, frozen=False):
     options = {} if sequence is None else {"sequence_parallel": True, "sequence_dim": sequence}
 
     def build(**axes):
-        mlp = ParallelMLP(D, hidden, activation, bias=bias, **options, **axes)
-        return mlp.requires_grad_(not frozen)
+        return ParallelMLP(D, hidden, activation, bias=bias, **options, **axes).requires_grad_(not frozen)
 
-    def run(mlp):
-        tp = mlp.up.tp
-        x = draw(1, *shape, D).requires_grad_()
-        y = mlp(x if sequence is None else c.split(x, tp, sequence))
-        y = y if sequence is None else c.gather(y, tp, sequence)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(build, run, tp=mesh(tp=torch.distributed.get_world_size()).tp)
+    same_layer(build, (*shape, D), split=sequence, gather=None if sequence is None else (sequence,))
 
 
 @on_ranks(*FEWER_SIZES)

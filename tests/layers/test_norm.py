@@ -1,6 +1,7 @@
 """The norms: dense equals torch's, and under sequence parallel their gradients are sums over the sequence's shards."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from mpcore import LayerNorm, RMSNorm
 from mpcore import collectives as c
-from tests.equality import close, draw, full_gradients, same_model
+from tests.equality import close, draw, full_gradients, same_layer
 from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 5
@@ -55,23 +56,9 @@ def test_half_precision_is_the_float32_result_rounded(kind, dtype):
 
 
 def check_norm(kind, sequence):
-    tp = mesh(tp=torch.distributed.get_world_size()).tp
-
-    def build(**axes):
-        norm = KINDS[kind](D, sequence_parallel=True, **axes)
-        norm.cut = "tp" in axes
-        return norm
-
-    def run(norm):
-        shape = (B, T, D) if sequence == 1 else (T, B, D)
-        x = draw(1, *shape).requires_grad_()
-        cut = norm.cut
-        y = norm(c.split(x, tp, sequence) if cut else x)
-        y = c.gather(y, tp, sequence) if cut else y
-        (y * draw(2, *shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    same_model(build, run, tp=tp)
+    shape = (B, T, D) if sequence == 1 else (T, B, D)
+    build = partial(KINDS[kind], D, sequence_parallel=True)
+    same_layer(build, shape, split=sequence, gather=(sequence,))
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
