@@ -8,6 +8,7 @@ import torch
 
 from mpcore.kernels.activation import geglu, relu_squared, swiglu
 from mpcore.kernels.adamw import adamw_now
+from mpcore.kernels.attention import attention, attention_backward
 from mpcore.kernels.cross_entropy import Loss, cross_entropy_backward, cross_entropy_stats
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.kernels.fp8_matmul import fp8_matmul
@@ -34,6 +35,7 @@ def factor(M, K, device="cpu"):
     return Quantized(torch.zeros(M, K, dtype=torch.float8_e4m3fn, device=device), scales)
 
 
+QUERY, KEY, LSE = torch.randn(1, 8, 4, 6), torch.randn(1, 8, 2, 6), torch.zeros(1, 4, 8)
 A, F = factor(130, 4), factor(5, 4)
 CALLS = {  # each with input that fits
     "rms_norm": partial(rms_norm, x=X, weight=W), "layer_norm": partial(layer_norm, x=X, weight=W, bias=W),
@@ -51,6 +53,9 @@ CALLS = {  # each with input that fits
                               counts=torch.ones(4).int()),
     "adamw": partial(laws.adamw, param=P, grad=P.flip(0), exp_avg=P / 2, exp_avg_sq=P.square(), now=NOW,
                      betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    "attention": partial(attention, query=QUERY, key=KEY, value=KEY),
+    "attention_backward": partial(attention_backward, grad=QUERY, query=QUERY, key=KEY, value=KEY, output=QUERY,
+                                  lse=LSE, dlse=LSE),
     "quantize_fp8": partial(quantize_fp8, x=torch.ones(3, 4)), "fp8_matmul": partial(fp8_matmul, a=A, b=F),
 }  # fmt: skip
 REFUSED = [
@@ -141,6 +146,15 @@ REFUSED = [
     ("adamw", {"place": (PLACE[0].to("meta"), PLACE[1])}, r"int64 \(2,\) on meta; they must be"),
     ("adamw", {"scale": torch.ones((), device="meta")}, r"scale has shape \(\) on meta, but is one number on cpu"),
     ("adamw", {"scale": torch.ones(6)}, r"scale has shape \(6,\) on cpu, but is one number"),
+    ("attention", {"key": KEY.double()}, "key is torch.float64 on cpu, but query is torch.float32"),
+    ("attention", {"value": KEY.to("meta")}, "value is torch.float32 on meta, but query is torch.float32 on cpu"),
+    ("attention", {"query": QUERY.long(), "key": KEY.long(), "value": KEY.long()}, "query is torch.int64; it must be"),
+    ("attention", {"query": QUERY.expand(2, 8, 4, 6), "key": KEY.expand(2, 8, 2, 6), "value": KEY.expand(2, 8, 2, 6),
+                   "cu_seqlens": torch.tensor([0, 8])}, "packs documents in one row, but the batch has 2"),
+    *(("attention_backward", {name: x}, name) for name, x in (
+        ("grad", QUERY[:, 1:]), ("grad", QUERY.double()), ("lse", LSE[:, 1:]), ("output", KEY), ("dlse", LSE.mT))),
+    *(("attention_backward", {name: x.to("meta")}, f"{name} is on meta, but query is on cpu")
+      for name, x in (("grad", QUERY), ("output", QUERY), ("lse", LSE), ("dlse", LSE))),
     ("quantize_fp8", {"x": torch.ones(1, 3, 4)}, r"x \(1, 3, 4\) is no matrix"),
     ("quantize_fp8", {"x": torch.ones(3, 4).long()}, "x is torch.int64; it must be"),
     ("quantize_fp8", {"impl": "triton"}, "impl='triton', but x is on cpu"),

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from mpcore import (
     TransformerBlock,
     parallelize,
 )
-from mpcore import collectives as c
 from mpcore._torch.fake import fake_tensors
 from mpcore.gradients import main_gradients, reduce_gradients
 from mpcore.kernels import quantize_fp8
@@ -38,7 +38,7 @@ from mpcore.parallel.recompute import recompute
 from mpcore.pipeline.split import backward_inputs, backward_weights
 from mpcore.sharding.declare import cut
 from mpcore.tools.analysis.counts import CommunicationCounter
-from tests.equality import close, draw, same_model
+from tests.equality import close, draw, same_layer
 from tests.pool import mesh, on_ranks
 from tests.quick import some
 
@@ -225,17 +225,9 @@ def build_block(tp=NONE, sequence=None, regather=False, kv_heads=2):
 
 def check_block(sequence, regather):
     tp = mesh(tp=torch.distributed.get_world_size()).tp
-
-    def run(block):
-        here = block.attention.qkv.tp
-        x = draw(1, *((B, T, D) if sequence != 0 else (T, B, D))).requires_grad_()
-        y = block(x if sequence is None else c.split(x, here, sequence))
-        y = y if sequence is None else c.gather(y, here, sequence, T)
-        (y * draw(2, *y.shape)).sum().backward()
-        return {"y": y.detach(), "dx": x.grad}
-
-    options = {"sequence": sequence, "regather": regather, "kv_heads": tp.size}
-    same_model(lambda **axes: build_block(**options, **axes), run, tp=tp)
+    build = partial(build_block, sequence=sequence, regather=regather, kv_heads=tp.size)
+    shape, gather = (B, T, D) if sequence != 0 else (T, B, D), None if sequence is None else (sequence, T)
+    same_layer(build, shape, split=sequence, gather=gather, tp=tp)
 
 
 class _Products(TorchDispatchMode):

@@ -36,7 +36,7 @@ def test_rows(T, K, E):
     wanted = moe_rows_reference(experts, E)
     assert torch.equal(row, wanted[0])
     assert torch.equal(counts, wanted[1])
-    if T < 1400:  # 263 blocks, which the scan takes in two parts
+    if E < 30:  # 1400 tokens are 263 blocks, which the scan takes in two parts
         laws.check_operator(torch.ops.mpcore.moe_rows, experts, E)
 
 
