@@ -750,7 +750,7 @@ def check_async(root: str, sizes: dict, zero: bool) -> None:
     run.save(f"{root}/now", 2)
     saving = run.save(f"{root}/later", 2, save_async)
     run.steps(2, 4)  # the optimizer writes in place while the files are written
-    again = run.save(f"{root}/third", 4, save_async, after=saving)
+    again = run.save(f"{root}/third", 4, save_async)  # waits, also without after=saving
     assert saving.done, "one in flight at most"
     run.save(f"{root}/fourth", 4, save_async, after=again).wait()
 

@@ -179,7 +179,7 @@ class ObjectStore(Store[Remote]):
                 return folder
         raise ValueError(f"{path}: {_OTHER_JOB}")
 
-    def lock(self, folder: Remote) -> None:
+    def lock(self, folder: Remote, shared: bool = True) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if folder.parts[0].startswith("memory:") and ranks > 1:
             raise ValueError(f"{folder} lies in the memory of one process, and {ranks} save: take file:// or a store")

@@ -50,6 +50,7 @@ from mpcore.mesh.log import Logger, get_logger
 from mpcore.sharding.local import reshard
 
 log: Logger = get_logger("mpcore.checkpoint")
+_running: list[Saving] = []  # the last background save of this process
 _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 
@@ -162,7 +163,7 @@ def save(
     """Write a checkpoint that any layout can load. All ranks of the mesh must call it.
 
     Each element of a logical tensor is written once, by the lowest rank that holds it. The replicas on other ranks are
-    compared with it by checksum.
+    compared with it by checksum. The call waits for a save that is running in the background.
 
     Args:
         path: the directory to create, which is returned. A checkpoint there is replaced once this one is complete.
@@ -181,15 +182,15 @@ def save(
 
     Raises:
         ValueError: on every rank, if a rank can't write (full disk, read-only directory), if replicas differ, or if a
-            value can't be saved, a tensor holds NaN, or a weight infinity. The checkpoint that was at `path` is
-            unchanged, and no partial checkpoint is left.
+            value can't be saved, a tensor holds NaN, or a weight infinity, or if the last save in the background failed
+            and `wait` has not said so. The checkpoint that was at `path` is unchanged, and no partial one is left.
 
     Note:
         - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
           torch's `clip_grad_norm_`.
     """
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
-    _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=False)))
+    _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, None, copy=False)))
     return request.path
 
 
@@ -211,12 +212,12 @@ def save_async(
 ) -> Saving:
     """Copy the model and optimizer state to host memory, return, and write the checkpoint in a background thread.
 
-    The files are equal to those that `save` would write now, byte for byte. Pass the returned `Saving` as `after` to
-    the next call. Call `wait` on the last one before you destroy the process group. The interpreter doesn't exit before
-    the thread has ended. All other parameters are those of `save`.
+    The files are equal to those that `save` would write now, byte for byte. One save is in flight at a time: each call
+    waits for the one before it. Call `wait` on the last one before you destroy the process group. The interpreter
+    doesn't exit before the thread has ended. All other parameters are those of `save`.
 
     Args:
-        after: the `Saving` of the previous call. This call waits for it first, so that only one save is in flight.
+        after: an earlier `Saving` whose error this call raises. The previous one's is raised in any case.
 
     Raises:
         ValueError: on every rank, if the previous save failed, a value can't be saved, a tensor holds NaN, or a weight
@@ -232,10 +233,8 @@ def save_async(
         >>> saving.wait().name
         'step-2'
     """
-    if after is not None:
-        after.wait()
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
-    snapshot = together(mesh.world, lambda: _snapshot(model, optimizer, request, copy=True))
+    snapshot = together(mesh.world, lambda: _snapshot(model, optimizer, request, after, copy=True))
     saving = Saving(request.path)
 
     def work() -> None:
@@ -251,11 +250,17 @@ def save_async(
         return saving
     saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")
     saving._thread.start()
+    _running[:] = [saving]
     return saving
 
 
-def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, copy: bool) -> _Snapshot:
-    """Collect everything that this rank saves. JSON values are copied; tensors are copied if `copy` is True."""
+def _snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, after: Saving | None, copy: bool
+) -> _Snapshot:
+    """Collect everything that this rank saves, once earlier saves are done. If `copy` is True, copy the tensors."""
+    for earlier in (after, *(() if ranks_are_threads() else _running)):
+        if earlier is not None:
+            earlier.wait()
     reshard(model)
     held, groups = held_by_model(model, request.mesh, masters_of(optimizer)), None
     if optimizer is not None:

@@ -72,8 +72,12 @@ class Store(Generic[P]):
         """Return the path where a checkpoint is written before it is complete."""
         return path.with_name(f".{path.name}{TEMPORARY}")
 
-    def lock(self, folder: P) -> IO[str] | None:
+    def lock(self, folder: P, shared: bool = True) -> IO[str] | None:
         """Create a folder and lock it against other processes, so that two runs don't mix their files.
+
+        Args:
+            folder: the folder.
+            shared: whether another object of this process may hold the lock.
 
         Returns:
             A file that holds the lock until it is closed. None: the lock belongs to another object of this process, or
@@ -90,7 +94,7 @@ class Store(Generic[P]):
         except BlockingIOError:
             with file:
                 owner = file.read(200)
-            if owner == mine:
+            if owner == mine and shared:
                 return None
             raise ValueError(f"{folder} is in use by {owner!r}: wait for its end, or save to another folder") from None
         except OSError:
@@ -102,11 +106,11 @@ class Store(Generic[P]):
         """Remove the remains of a killed save, create the temporary directory to write into, and `lock` it.
 
         Raises:
-            ValueError: if `path` exists and is not a checkpoint, or another process is saving it.
+            ValueError: if `path` exists and is not a checkpoint, or another save is writing it.
         """
         check_local(path).parent.mkdir(parents=True, exist_ok=True)
         new = self.temporary(path)
-        if new.is_dir() and (left := self.lock(new)):
+        if new.is_dir() and (left := self.lock(new, shared=False)):
             left.close()
         if old(path).is_dir() and not path.exists():
             os.rename(old(path), path)
@@ -115,7 +119,7 @@ class Store(Generic[P]):
             if remains.exists():
                 shutil.rmtree(remains)
         new.mkdir()
-        return self.lock(new)
+        return self.lock(new, shared=False)
 
     def publish(self, path: P) -> None:
         """Rename a complete checkpoint to its final path.
@@ -123,7 +127,6 @@ class Store(Generic[P]):
         If an OSError is raised, the checkpoint before it is still there.
         """
         new = self.temporary(path)
-        (new / LOCK).unlink(missing_ok=True)
         self.sync(new)
         if path.exists():
             os.rename(path, old(path))
@@ -133,6 +136,7 @@ class Store(Generic[P]):
             if old(path).exists():
                 os.rename(old(path), path)
             raise
+        (path / LOCK).unlink(missing_ok=True)
         self.sync(path.parent)
         self.remove(old(path))
 
@@ -148,7 +152,11 @@ class Store(Generic[P]):
 
     def is_remains(self, folder: P) -> bool:
         """Return whether a folder is what a killed save left, or a retired checkpoint."""
-        return folder.name.endswith(TEMPORARY) or has_successor(folder)
+        if not folder.name.endswith(TEMPORARY):
+            return has_successor(folder)
+        with contextlib.suppress(ValueError, OSError), self.lock(folder, shared=False) or contextlib.nullcontext():
+            return True
+        return False  # a save is writing it
 
     def remove(self, folder: P) -> None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,29 @@ def test_a_save_in_the_background_tells_its_error_once(tmp_path):
     assert written.wait() == tmp_path / "c"
     assert not written.failed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_save_waits_for_the_one_in_the_background_and_raises_its_error(tmp_path, how):
+    with mock.patch.object(os, "fsync", side_effect=OSError(28, "no space")):
+        saving.save_async(tmp_path / "c", model(), mesh=mp.Mesh(), step=1)
+        with pytest.raises(ValueError, match=r"the save of .*/c failed: .*no space"):
+            getattr(saving, how)(tmp_path / "d", model(), mesh=mp.Mesh(), step=2)
+    with mock.patch.object(saving, "write_tensors", lambda *given: time.sleep(0.3) or write_tensors(*given)):
+        first = saving.save_async(tmp_path / "c", model(), mesh=mp.Mesh(), step=3)
+        getattr(saving, how)(tmp_path / "c", model(), mesh=mp.Mesh(), step=4)
+        assert first.done
+    assert [saved(tmp_path, 5), tmp_path / "c"] == checkpoints(tmp_path)
+    assert read_manifest(tmp_path / "c").step == 4
+
+
+def test_a_folder_that_is_being_written_is_neither_replaced_nor_pruned(tmp_path):
+    with Store().prepare(tmp_path / "c"):
+        prune(tmp_path, 1)
+        with pytest.raises(ValueError, match=f"c.mpcore-tmp is in use by 'process {os.getpid()} on "):
+            saved(tmp_path, 1, "c")
+    prune(tmp_path, 1)
+    assert not [*tmp_path.iterdir()]
 
 
 def saved(root: Path, step: int, name: str = "") -> Path:
