@@ -470,6 +470,7 @@ class Run:
         with self.parameters():
             if background:
                 return save_async(path, *held, mesh=self.mesh, after=after, **state)
+            together(self.mesh.world, lambda: isinstance(after, Saving) and after.wait())
             save(path, *held, mesh=self.mesh, **state)
             return path
 

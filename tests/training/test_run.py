@@ -219,6 +219,10 @@ def test_a_save_has_the_runs_state_and_a_load_keeps_the_options_of_this_run(tmp_
     saving: Any = run.save(tmp_path / "later", background=True)
     saving = run.save(tmp_path / "later", background=True, after=saving)
     assert other.load(saving.wait()).step == 3
+    failed = mp.checkpoint.Saving(tmp_path / "failed")
+    failed._error = OSError("no space")
+    with pytest.raises(ValueError, match="failed: no space"):
+        run.save(tmp_path, after=failed)
     for wrong in (None, 3):
         with pytest.raises(ValueError, match=f"load got {wrong} and no path"):
             run.load(wrong)
