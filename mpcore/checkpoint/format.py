@@ -33,7 +33,7 @@ from mpcore.checkpoint.schema import Size, convert, read_json
 from mpcore.checkpoint.store import MANIFEST
 
 FORMAT, VERSION = "mpcore checkpoint", 2
-MANIFEST_LIMIT, MANIFEST_LEAST = 2**30, 2**24  # bytes: about 5 million chunks; a smaller one is always read
+MANIFEST_LIMIT, JSON_LIMIT = 2**30, 2**24  # bytes: about 5 million chunks, and config and extra together
 DIMENSIONS = 64  # torch's limit
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
         why += f"; the newest in it is {newest}" if newest else ""
         raise ValueError(f"{folder} is no complete checkpoint: {why}")
     headers = store_of(folder).tensor_bytes(folder)  # each chunk of the manifest is in one, in some 100 bytes
-    limit = MANIFEST_LIMIT if headers is None else min(MANIFEST_LIMIT, max(MANIFEST_LEAST, 16 * headers))
+    limit = MANIFEST_LIMIT if headers is None else min(MANIFEST_LIMIT, 2 * JSON_LIMIT + 16 * headers)
     body = read_json(path, limit, MANIFEST_LIMIT)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"{path} is not the manifest of an {FORMAT}")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mpcore._torch.distributed import ranks_are_threads
 from mpcore.checkpoint.folders import prune
 from mpcore.checkpoint.format import (
+    JSON_LIMIT,
     Chunk,
     Entry,
     FileRecord,
@@ -77,6 +78,15 @@ class _Request:
                 state[name] = json.loads(json.dumps(value, allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name} can't be written as JSON: {error}") from None
+        size = len(json.dumps({name: state[name] for name in ("config", "extra")}, indent=1))
+        if size > JSON_LIMIT:
+            raise ValueError(
+                f"config and extra have {size} bytes as JSON, more than {JSON_LIMIT}: save large values as a file, "
+                f"beside={{'data.bin': bytes}}"
+            )
+        for name, value in (("step", self.step), ("sample", self.sample)):
+            if not 0 <= value < 2**63:
+                raise ValueError(f"{name} {value} is not between 0 and {2**63 - 1}")
         seed = None if self.seed is None else operator.index(self.seed)  # json refuses NumPy's integers
         sizes = {name: getattr(self.mesh, name).size for name in _MESH_AXES}
         return Manifest(operator.index(self.step), operator.index(self.sample), seed, mesh=sizes, **state)

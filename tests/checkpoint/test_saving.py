@@ -79,6 +79,23 @@ def test_what_a_save_is_not_told_has_its_usual_value(tmp_path, how):
                 saving.save(tmp_path / "d", model(), mesh=mp.Mesh(), step=1, **{name: wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"extra": {"a": "x" * 2**24}}, r"config and extra have 16777\d\d\d bytes as JSON, more than 16777216: "),
+        ({"step": -1}, "step -1 is not between 0 and 9223372036854775807"),
+        ({"sample": 2**63}, "sample 9223372036854775808 is not between 0 and 9223372036854775807"),
+    ],
+)
+def test_a_save_that_could_not_be_loaded_is_refused(tmp_path, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        saving.save(tmp_path / "d", model(), **{"mesh": mp.Mesh(), "step": 1, **wrong})
+    assert not [*tmp_path.iterdir()]
+    extra = {"a": "x" * (2**24 - 60)}
+    path = saving.save(tmp_path / "d", model(), mesh=mp.Mesh(), step=1, extra=extra)
+    assert load(path, model(), mesh=mp.Mesh()).extra == extra
+
+
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_pitfall_60_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path, how, value):
