@@ -45,7 +45,7 @@ from mpcore.checkpoint.remote import as_path, store_of
 from mpcore.checkpoint.schema import convert
 from mpcore.checkpoint.store import Store, in_threads
 from mpcore.checkpoint.tensor_file import checksum, host_memory, raw, write_tensors
-from mpcore.mesh.agreement import merged, together
+from mpcore.mesh.agreement import check_same, merged, together
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.sharding.local import reshard
@@ -200,6 +200,7 @@ def save(
           torch's `clip_grad_norm_`.
     """
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
+    check_same("arguments of save", {"keep": keep, "keep_every": keep_every}, mesh.world)
     _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, None, copy=False)))
     return request.path
 
@@ -244,6 +245,7 @@ def save_async(
         'step-2'
     """
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
+    check_same("arguments of save", {"keep": keep, "keep_every": keep_every}, mesh.world)
     snapshot = together(mesh.world, lambda: _snapshot(model, optimizer, request, after, copy=True))
     saving = Saving(request.path)
 

@@ -173,6 +173,14 @@ def test_a_save_waits_for_the_one_in_the_background_and_raises_its_error(tmp_pat
     assert read_manifest(tmp_path / "c").step == 4
 
 
+def test_ranks_that_keep_other_checkpoints_are_refused(tmp_path):
+    def trial(on: mp.Mesh) -> None:
+        with pytest.raises(ValueError, match=r"disagree about the arguments of save \(keep: 2 and None\)"):
+            saving.save(tmp_path / "c", model(), mesh=on, step=1, keep=None if on.world.rank else 2)
+
+    mp.simulate(trial, dp=2)
+
+
 def test_a_folder_that_is_being_written_is_neither_replaced_nor_pruned(tmp_path):
     with Store().prepare(tmp_path / "c"):
         prune(tmp_path, 1)
