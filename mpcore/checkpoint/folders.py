@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from pathlib import Path
 
@@ -101,6 +102,11 @@ def read_complete(folder: Path) -> Manifest:
     return manifest
 
 
+def check_keep(keep: int) -> None:
+    if operator.index(keep) < 1:
+        raise ValueError(f"keep {keep} is smaller than 1: the last checkpoint is never removed")
+
+
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None, spare: Path | None = None) -> None:
     """Remove all complete checkpoints of a directory except the newest `keep`. Remove the remains of killed saves too.
 
@@ -124,8 +130,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
         >>> sorted(path.name for path in folder.glob("step-*"))
         ['step-2', 'step-3']
     """
-    if keep < 1:
-        raise ValueError(f"keep {keep} is smaller than 1: the last checkpoint is never removed")
+    check_keep(keep)
     root, spare = as_path(root), spare and resolve(spare)
     store = store_of(root)
     for folder in checkpoints(root)[keep:]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.distributed import ranks_are_threads
-from mpcore.checkpoint.folders import prune
+from mpcore.checkpoint.folders import check_keep, prune
 from mpcore.checkpoint.format import (
     JSON_LIMIT,
     Chunk,
@@ -72,6 +72,7 @@ class _Request:
 
     def manifest(self, optimizer: list[Any] | None) -> Manifest:
         """Return the manifest of this moment, without files and tensors."""
+        check_keep(1 if self.keep is None else self.keep)
         state = {"config": dict(self.config or {}), "extra": dict(self.extra or {}), "optimizer": optimizer}
         for name, value in state.items():
             try:

@@ -83,11 +83,13 @@ def test_what_a_save_is_not_told_has_its_usual_value(tmp_path, how):
     ("wrong", "said"),
     [
         ({"extra": {"a": "x" * 2**24}}, r"config and extra have 16777\d\d\d bytes as JSON, more than 16777216: "),
+        ({"keep": 0}, "keep 0 is smaller than 1"),
+        ({"keep": 2.5}, "'float' object cannot be interpreted as an integer"),
         ({"step": -1}, "step -1 is not between 0 and 9223372036854775807"),
         ({"sample": 2**63}, "sample 9223372036854775808 is not between 0 and 9223372036854775807"),
     ],
 )
-def test_a_save_that_could_not_be_loaded_is_refused(tmp_path, wrong, said):
+def test_a_save_that_could_not_be_loaded_or_kept_is_refused(tmp_path, wrong, said):
     with pytest.raises(ValueError, match=said):
         saving.save(tmp_path / "d", model(), **{"mesh": mp.Mesh(), "step": 1, **wrong})
     assert not [*tmp_path.iterdir()]
