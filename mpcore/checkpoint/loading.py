@@ -344,6 +344,8 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
     fill([(item, tensors[item.name]) for item in plan.held], plan.files.tensor)
     for p, master in plan.masters.items():
         local_tensor(p.detach()).copy_(local_tensor(master))
+        if optimizer is not None:
+            optimizer.state[p]["master"] = master
     if optimizer is None or plan.files.manifest.optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, plan.options, strict=True):

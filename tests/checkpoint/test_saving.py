@@ -183,6 +183,13 @@ def test_ranks_that_keep_other_checkpoints_are_refused(tmp_path):
     mp.simulate(trial, dp=2)
 
 
+def test_float32_weights_alone_become_the_masters_of_a_16_bit_model(tmp_path):
+    path, net = saved(tmp_path, 1), model().bfloat16()
+    optimizer = mp.AdamW(net, lr=1e-3)
+    assert load(path, net, optimizer, mesh=mp.Mesh(), strict=False).missing_keys == ["the optimizer"]
+    assert torch.equal(optimizer.state[net.weight]["master"], model().weight)
+
+
 def test_a_folder_that_is_being_written_is_neither_replaced_nor_pruned(tmp_path):
     with Store().prepare(tmp_path / "c"):
         prune(tmp_path, 1)
