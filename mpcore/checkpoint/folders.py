@@ -114,7 +114,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
         root: the directory; other files stay.
         keep: the number of checkpoints to keep, at least 1.
         keep_every: also keep every checkpoint whose step is a multiple of this number. None: no others.
-        spare: a checkpoint to keep whatever its step is.
+        spare: the checkpoint just written. Those of later steps stay too, aren't counted, and are named in a warning.
 
     Raises:
         ValueError: if `keep` is smaller than 1.
@@ -133,9 +133,16 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
     check_keep(keep)
     root, spare = as_path(root), spare and resolve(spare)
     store = store_of(root)
-    for folder in checkpoints(root)[keep:]:
-        if folder == spare or (keep_every and read_manifest(folder).step % keep_every == 0):
-            continue
-        store.retire(folder)
+    found = checkpoints(root)
+    later = found[: found.index(spare)] if spare in found else []
+    if later:
+        names = ", ".join(folder.name for folder in later)
+        log.warning(
+            "%s is earlier than %s, and `latest` returns %s: remove the later ones if this run went back",
+            spare, names, later[0].name,
+        )  # fmt: skip
+    for folder in found[len(later) :][keep:]:
+        if not keep_every or read_manifest(folder).step % keep_every:
+            store.retire(folder)
     for folder in filter(store.is_remains, root.iterdir()):
         store.remove(folder)

@@ -203,13 +203,14 @@ def saved(root: Path, step: int, name: str = "") -> Path:
     return saving.save(root / (name or f"s{step}"), model(), mesh=mp.Mesh(), step=step)
 
 
-def test_the_newest_checkpoints_and_every_nth_stay(tmp_path):
+def test_the_newest_checkpoints_and_every_nth_stay(tmp_path, caplog):
     for step in (1, 2, 3, 4, 5, 6):
         saved(tmp_path, step)
     (tmp_path / "other").mkdir()
     (tmp_path / ".s9.mpcore-tmp").mkdir()
-    prune(tmp_path, 2, 3, spare=tmp_path / "s1")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s1", "s3", "s5", "s6"]
+    prune(tmp_path, 2, 3, spare=tmp_path / "s5")  # of a run that went back
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s3", "s4", "s5", "s6"]
+    assert "s5 is earlier than s6, and `latest` returns s6: remove the" in caplog.text
     os.truncate(tmp_path / "s6" / FILE, 3)
     prune(tmp_path, 1)  # a damaged one doesn't count as the last
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s5", "s6"]
