@@ -114,7 +114,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 
             raise ValueError(problem)
     one, other = (Files(resolve(path), inspect(path)) for path in (a, b))
     lines = []
-    for name in ("step", "sample", "seed", "config", "extra", "optimizer"):
+    for name in ("step", "sample", "seed", "config", "extra", "optimizer", "beside"):
         left, right = getattr(one.manifest, name), getattr(other.manifest, name)
         if left != right:
             lines.append(f"{name}: {left} and {right}")

@@ -386,6 +386,8 @@ def test_differences_are_counted_and_measured(tmp_path):
     base = {"x": torch.tensor([1.0, -8.0, 3.0]), "i": torch.tensor([1, 2]), "z": torch.tensor([1 + 1j])}
     one, same = at("a", **base), at("b", **base)
     assert report.diff(one, same) == []
+    note = saving.save(tmp_path / "n", nn.Module(), mesh=mp.Mesh(), step=1, sample=3, beside={"note.txt": b"said"})
+    assert report.diff(at("m"), note) == ["beside: {} and {'note.txt': SmallFile(bytes=4, crc32=4013622486)}"]
     other = at("cc", x=torch.tensor([1.5, -8.0, 2.0]), i=torch.tensor([1, 5]), z=torch.tensor([1 + 3j]))
     assert report.diff(one, other) == [
         "step: 1 and 2", "model/i: 1 of 2 elements differ, by 3 at most, 1.5 of the largest value",
