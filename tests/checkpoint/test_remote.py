@@ -82,11 +82,11 @@ def step(run: mp.Run) -> float:
 
 def trial(mesh: mp.Mesh, local: str, remote: str, zero: int, background: bool) -> None:
     run = start(mesh, zero)
-    saving = None
+    saving, note = None, {"deep/note.txt": b"said"}
     for _ in range(3):
         step(run)
-        run.save(local, keep=2)
-        saving = run.save(remote, keep=2, background=background, after=saving, beside={"deep/note.txt": b"said"})
+        run.save(local, keep=2, beside=note)
+        saving = run.save(remote, keep=2, background=background, after=saving, beside=note)
     if background:
         saving.wait()
     newest = latest(remote, run.mesh)
