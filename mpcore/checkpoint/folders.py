@@ -138,9 +138,8 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
     if later:
         names = ", ".join(folder.name for folder in later)
         log.warning(
-            "%s is earlier than %s, and `latest` returns %s: remove the later ones if this run went back",
-            spare, names, later[0].name,
-        )  # fmt: skip
+            "%s is earlier than %s. `latest` returns %s: remove them if the run went back", spare, names, later[0]
+        )
     for folder in found[len(later) :][keep:]:
         if not keep_every or read_manifest(folder).step % keep_every:
             store.retire(folder)

@@ -85,12 +85,12 @@ class _Request:
                 f"config and extra have {size} bytes as JSON, more than {JSON_LIMIT}: save large values as a file, "
                 f"beside={{'data.bin': bytes}}"
             )
-        for name, value in (("step", self.step), ("sample", self.sample)):
-            if not 0 <= value < 2**63:
-                raise ValueError(f"{name} {value} is not between 0 and {2**63 - 1}")
+        step, sample = operator.index(self.step), operator.index(self.sample)
+        if not 0 <= min(step, sample) <= max(step, sample) < 2**63:
+            raise ValueError(f"step {step} and sample {sample} are not both between 0 and {2**63 - 1}")
         seed = None if self.seed is None else operator.index(self.seed)  # json refuses NumPy's integers
         sizes = {name: getattr(self.mesh, name).size for name in _MESH_AXES}
-        return Manifest(operator.index(self.step), operator.index(self.sample), seed, mesh=sizes, **state)
+        return Manifest(step, sample, seed, mesh=sizes, **state)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def test_what_a_save_is_not_told_has_its_usual_value(tmp_path, how):
         ({"extra": {"a": "x" * 2**24}}, r"config and extra have 16777\d\d\d bytes as JSON, more than 16777216: "),
         ({"keep": 0}, "keep 0 is smaller than 1"),
         ({"keep": 2.5}, "'float' object cannot be interpreted as an integer"),
-        ({"step": -1}, "step -1 is not between 0 and 9223372036854775807"),
-        ({"sample": 2**63}, "sample 9223372036854775808 is not between 0 and 9223372036854775807"),
+        ({"step": -1}, "step -1 and sample 0 are not both between 0 and 9223372036854775807"),
+        ({"sample": 2**63}, "step 1 and sample 9223372036854775808 are not both between 0 and 9223372036854775807"),
     ],
 )
 def test_a_save_that_could_not_be_loaded_or_kept_is_refused(tmp_path, wrong, said):
@@ -210,7 +210,7 @@ def test_the_newest_checkpoints_and_every_nth_stay(tmp_path, caplog):
     (tmp_path / ".s9.mpcore-tmp").mkdir()
     prune(tmp_path, 2, 3, spare=tmp_path / "s5")  # of a run that went back
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s3", "s4", "s5", "s6"]
-    assert "s5 is earlier than s6, and `latest` returns s6: remove the" in caplog.text
+    assert "s5 is earlier than s6. `latest` returns " in caplog.text
     os.truncate(tmp_path / "s6" / FILE, 3)
     prune(tmp_path, 1)  # a damaged one doesn't count as the last
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s5", "s6"]
