@@ -89,6 +89,14 @@ def refused(call):
     return None
 
 
+PARTED = {  # arguments that ranks 0 and 1 pass; the first four left ranks waiting
+    "max_new_tokens": (3, 6), "do_sample": (True, None), "num_beams": (1, 2), "max_time": (None, 9.0),
+    "repetition_penalty": (1.0, 9.0), "generation_config": [hf.GenerationConfig(top_k=k) for k in (3, 5)],
+    "logits_processor": [[hf.RepetitionPenaltyLogitsProcessor(x)] for x in (1.0, 9.0)],
+    "sequence_bias": ({(1,): 9.0}, {(2,): 9.0}),
+}  # fmt: skip
+
+
 def check_refusals():
     tp = tp_axis()
     dense = build("llama")
@@ -99,6 +107,8 @@ def check_refusals():
     said.append(refused(lambda: sharded.generate(**how, do_sample=True)))
     said.append(refused(lambda: sharded.generate(input_ids=how["input_ids"] + tp.rank, max_new_tokens=2)))
     said.append(refused(lambda: sharded.generate(**how, max_time=9.0)))
+    for name, values in PARTED.items():
+        said.append(refused(lambda: sharded.generate(**{**how, name: values[tp.rank]})))  # noqa: B023
     logits = parallelize(build("llama"), {**model_plan(dense), "lm_head": "colwise"}, tp)
     said.append(refused(lambda: logits.generate(**how)))
     torch.manual_seed(3)
@@ -116,8 +126,9 @@ def test_what_would_have_ranks_part_is_refused_on_all_of_them(ranks):
             said,
             (
                 r"ranks 0 and 1 disagree about the state of torch's random generator, .* torch.manual_seed",
-                r"ranks 0 and 1 disagree about the prompt: every rank of tp must call generate with the same",
+                r"ranks 0 and 1 disagree about the arguments: every rank of tp must call .* same \(input_ids",
                 r"max_time 9.0 would end ranks of tp 2 at different tokens, .*: give max_new_tokens",
+                *(rf"every rank of tp must call generate with the same \({name}" for name in PARTED),
                 r"logits of all 37 tokens, but this rank's head gives (19|18) of them: .* 'colwise_gather_output'",
             ),
             strict=True,

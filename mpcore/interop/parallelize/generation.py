@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpcore._torch.pytree import leaves
 from mpcore.layers.linear import ColumnParallelLinear
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis
@@ -69,16 +69,22 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
                 f"generate needs the logits of all {head.out_features} tokens, but this rank's head gives "
                 f"{head.weight.shape[0]} of them: plan the head as 'colwise_gather_output', not 'colwise'"
             )
-        config = kwargs.get("generation_config") or self.generation_config
-        do_sample, max_time = (kwargs.get(name, getattr(config, name, None)) for name in ("do_sample", "max_time"))
-        if max_time is not None and axes:
-            raise ValueError(
-                f"max_time {max_time} would end ranks of {axes[0].name} {axes[0].size} at different tokens, and the "
-                f"others wait for ever: give max_new_tokens"
+        config = kwargs.get("generation_config") or next(iter(args[1:2]), None) or self.generation_config
+        do_sample, max_time = (
+            kwargs.get(
+                name, own if (own := getattr(config, name)) is not None else getattr(self.generation_config, name)
             )
+            for name in ("do_sample", "max_time")
+        )
         for axis in axes:
             name = axis.name
-            check_same(f"prompt: every rank of {name} must call generate with the same", _digest(args, kwargs), axis)
+            same = f"arguments: every rank of {name} must call generate with the same"
+            check_same(same, _arguments(self.generation_config, args, kwargs), axis)
+            if max_time is not None:
+                raise ValueError(
+                    f"max_time {max_time} would end ranks of {name} {axis.size} at different tokens, and the others "
+                    f"wait for ever: give max_new_tokens"
+                )
             if do_sample:
                 check_same(
                     f"state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one "
@@ -95,9 +101,26 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
     return generate
 
 
-def _digest(*values: Any) -> str:
-    found = hashlib.sha256()
-    for x in (x for x in leaves(values) if isinstance(x, Tensor)):
-        found.update(repr((tuple(x.shape), x.dtype)).encode())
-        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+def _arguments(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what all ranks must pass alike, by name. A streamer may be on one rank alone."""
+    found = {f"argument {i}": x for i, x in enumerate(args)} | {k: x for k, x in kwargs.items() if k != "streamer"}
+    for name, each in (("model.generation_config", config), *found.items()):
+        if hasattr(each, "to_dict"):
+            found |= {name: None, **{f"{name}.{key}": x for key, x in each.to_dict().items()}}
+    return {name: _value(x) for name, x in found.items()}
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return _digest(x)
+    if isinstance(x, Mapping | list | tuple):
+        return [_value(each) for each in (x.items() if isinstance(x, Mapping) else x)]
+    plain = (int, float, str, type(None))
+    held = getattr(x, "__dict__", {}).values()  # of a logits processor: its penalty
+    return x if isinstance(x, plain) else [type(x).__name__, *(each for each in held if isinstance(each, plain))]
+
+
+def _digest(x: Tensor) -> str:
+    found = hashlib.sha256(repr((tuple(x.shape), x.dtype)).encode())
+    found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:12]
