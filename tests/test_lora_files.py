@@ -17,6 +17,7 @@ from torch import nn
 import mpcore as mp
 from mpcore.interop.lora import add_lora, load_lora, merge_lora, merged_state_dict, save_lora
 from mpcore.interop.lora.layers import LoRALayer
+from mpcore.layers.linear import replicated_linear
 from tests.equality import close
 from tests.lora_models import (
     ALPHA,
@@ -199,6 +200,8 @@ REFUSED = {  # words of the error, and the call
     "alpha is inf: give": lambda _: add_lora(mlp(), alpha=math.inf, targets="0"),
     "rank is True: give": lambda _: add_lora(mlp(), rank=True, targets="0"),
     r"dropout 1.0 is not in \[0, 1\)": lambda _: add_lora(mlp(), targets="0", dropout=1.0),
+    "0 sees a part of its input on each rank of tp 2, .* dropout 0.5 .*: pass dropout=0": lambda _: add_lora(
+        nn.Sequential(replicated_linear(4, 4, tp=mp.Axis(2, name="tp"), sequence_parallel=True)), 2, 4, "0", 0.5),
     "target 'k' matches no module; the linear layers are": lambda _: add_lora(mlp(), targets="k"),
     "target '1' matches a .* and no linear layer": lambda _: add_lora(mlp(), targets="1"),
     r"targets \(\) names 0 layers: give names": lambda _: add_lora(mlp(), targets=()),

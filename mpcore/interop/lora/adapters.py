@@ -79,8 +79,8 @@ def add_lora(
 
     Raises:
         ValueError: before anything changes, if an argument is out of range, a pattern or target matches no linear
-            layer, a matched layer can't have an adapter, a grouped weight is to have dropout, or the model is sharded
-            over data or has adapters already.
+            layer, a matched layer can't have an adapter, dropout is not 0 for a grouped weight or for a layer whose
+            ranks see parts of its input, or the model is sharded over data or has adapters already.
 
     Note:
         - Call it after `parallelize` and before `prepare(..., initialize=False)` or `shard_data_parallel`.
@@ -132,16 +132,11 @@ def adapt(
     """Freeze a model and add adapters of these ranks and alphas to the layers in `chosen`, by full name."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout {dropout!r} is not in [0, 1)")
-    check_adaptable(model, chosen)
+    check_adaptable(model, chosen, dropout)
     for name, p in model.named_parameters():
         if is_dtensor(p):
             raise ValueError(f"{name} is sharded over data already: add adapters before prepare or shard_data_parallel")
     grouped = {name: leaf for name, _, leaf in grouped_weights(model)}
-    if dropout and not grouped.keys().isdisjoint(chosen):
-        raise ValueError(
-            f"dropout {dropout} masks the input of an adapter, and {min(grouped.keys() & chosen)} is adapted in the "
-            f"weight: pass dropout=0, or leave it out of targets"
-        )
     before = factor_names(model)  # of an earlier call, for other layers
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad and plain_name(name) in before)
@@ -319,9 +314,22 @@ def _last_parts(layers: dict[str, nn.Module]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
 
 
-def check_adaptable(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def check_adaptable(model: nn.Module, layers: Mapping[str, nn.Module], dropout: float = 0.0) -> None:
     for name, why in _refused(model, layers).items():
         raise ValueError(f"{name} {why}")
+    grouped = {name for name, *_ in grouped_weights(model)}
+    for name, layer in layers.items() if dropout else ():
+        if name in grouped:
+            raise ValueError(
+                f"dropout {dropout} masks the input of an adapter, and {name} is adapted in the weight: pass "
+                f"dropout=0, or leave it out of targets"
+            )
+        partial = sharding_of(layer, "weight", layer.get_parameter("weight")).partial
+        if axis := next((axis for axis in partial if axis.size > 1), None):
+            raise ValueError(
+                f"{name} sees a part of its input on each rank of {axis.name} {axis.size}, so the masks of dropout "
+                f"{dropout} would not be those of the unsharded layer: pass dropout=0, or leave it out of targets"
+            )
 
 
 def _refused(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -188,7 +188,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
                 f"{min(held ^ found.keys())} in one of them alone"
             )
         if not held:
-            check_adaptable(model, found)
+            check_adaptable(model, found, config["lora_dropout"])
 
     together(mesh.world, check)
     if not held:
