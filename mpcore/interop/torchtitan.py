@@ -7,14 +7,17 @@ torchtitan rotates neighbors (2i, 2i + 1) of a head, transformers rotates (i, i 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from mpcore.interop.dcp import dcp_state_dict
+from mpcore.interop.dcp import BoxedTensor, dcp_state_dict
+from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.local import is_dtensor
+from mpcore.sharding.state_dict import all_names
 
 _PARTS = {  # transformers, torchtitan
     "model.embed_tokens.": "tok_embeddings.", "model.norm.": "norm.", "model.layers.": "layers.",
@@ -38,17 +41,33 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         head_dim: the size of one attention head.
 
     Raises:
-        ValueError: if the folder lacks a tensor of the model, or ZeRO has sharded the model already.
+        ValueError: on every rank, if the folder lacks a tensor of the model, has different ones for tied weights, or
+            ZeRO has sharded the model already.
     """
     state, stored = dcp_state_dict(model, mesh), dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     names: dict[str, str] = {}
     for name in state:
         new = _replace(name, _PARTS)
         names[name] = new if new in stored else _replace(new, _BEFORE_2026)
-    missing = [theirs for theirs in names.values() if theirs not in stored]
-    if missing or any(map(is_dtensor, model.parameters())):
-        what = f"{folder} lacks {len(missing)} tensors, such as {missing[0]}" if missing else "ZeRO shards the model"
-        raise ValueError(f"{what}: give a Llama 3 of torchtitan and the model after parallelize, before prepare")
+
+    def check() -> None:
+        missing = [theirs for theirs in names.values() if theirs not in stored]
+        if missing or any(map(is_dtensor, model.parameters())):
+            what = (
+                f"{folder} lacks {len(missing)} tensors, such as {missing[0]}" if missing else "ZeRO shards the model"
+            )
+            raise ValueError(f"{what}: give a Llama 3 of torchtitan and the model after parallelize, before prepare")
+        for tied in (each for each in all_names(model) if len(each) > 1):
+            copies = [replace(state[name].held, tensor=state[name].held.tensor.clone()) for name in tied]
+            boxed = {names[name]: BoxedTensor.of(copy) for name, copy in zip(tied, copies, strict=True)}
+            dcp.load(boxed, checkpoint_id=folder, no_dist=True)
+            if any(not torch.equal(copies[0].tensor, copy.tensor) for copy in copies):
+                raise ValueError(
+                    f"{folder} has {len(tied)} different tensors for {' and '.join(tied)}, which are one in this "
+                    f"{type(model).__name__}: make the model with tie_word_embeddings=False"
+                )
+
+    together(mesh.world, check)
     dcp.load({names[name]: tensor for name, tensor in state.items()}, checkpoint_id=folder, no_dist=True)
     for name, p in model.named_parameters():
         if names[name].endswith((".wq.weight", ".wk.weight")):  # each rank holds full heads
