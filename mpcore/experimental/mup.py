@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mpcore.layers.attention.heads import HeadAttention
 from mpcore.layers.embedding import TABLES
 from mpcore.layers.module import Init, ParallelModule, fill
+from mpcore.layers.moe import GroupedLinear
 from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Mesh
 from mpcore.sharding.declarations import owners, sharding_of
@@ -63,12 +64,12 @@ class Mup:
         """
         matrices: dict[float, list[nn.Parameter]] = {factor: [] for factor in self.distinct}
         vectors = []
-        for name, _, _, parameter in owners(model):
+        for name, module, _, parameter in owners(model):
             if not parameter.requires_grad:
                 continue
             if name not in self.factors:
                 raise ValueError(f"apply_mup has not seen {name}: add it to the model before you call apply_mup")
-            (matrices[self.factors[name]] if parameter.dim() > 1 else vectors).append(parameter)
+            (matrices[self.factors[name]] if _is_matrix(module, parameter) else vectors).append(parameter)
         made = [
             {"params": each, "lr": lr * factor, "lr_scale": factor, "weight_decay": weight_decay / factor}
             for factor, each in matrices.items()
@@ -156,7 +157,7 @@ def _scale(model: nn.Module, base: nn.Module, kinds: dict[str, Kind]) -> dict[st
         if len(shape) != len(small):
             raise ValueError(f"{name} has {len(shape)} dimensions, and {len(small)} in the base model")
         factors[name] = 1.0
-        if len(shape) < 2 or shape == small:
+        if not _is_matrix(module, p) or shape == small:
             continue
         growth = shape[-1] / small[-1]
         kind = kinds.get(name) or _kind(name, holders[p], growth, shape[-2] / small[-2])
@@ -196,6 +197,10 @@ def _scale(model: nn.Module, base: nn.Module, kinds: dict[str, Kind]) -> dict[st
         if not p.is_meta:
             p.mul_(factor)
     return factors
+
+
+def _is_matrix(module: nn.Module, p: Tensor) -> bool:
+    return p.dim() - isinstance(module, GroupedLinear) > 1  # whose first dimension is experts
 
 
 def _kind(name: str, holders: list[nn.Module], inputs: float, outputs: float) -> Kind:

@@ -10,7 +10,7 @@ from torch import nn
 
 import mpcore as mp
 from examples.mup import BASE, Stage, standard, train
-from mpcore.experimental import apply_mup, coordinate_check, simulate
+from mpcore.experimental import BiasedExperts, apply_mup, clamped_swiglu, coordinate_check, simulate
 from mpcore.layers import materialize
 from mpcore.sharding.state_dict import full_state_dict
 
@@ -53,6 +53,20 @@ def test_values_and_rates() -> None:
         torch.testing.assert_close(value, before[name] * 3.0**-a)
         lr = 3.0**-b
         assert rates[name] == pytest.approx((lr, lr, 0.3 / lr if value.dim() > 1 else 0.0)), name
+
+
+def test_biases_of_experts_are_vectors() -> None:
+    """In a bias [E, F] F grows, and no input does: it has the learning rate of the base width and no decay."""
+    kind = {"expert_class": BiasedExperts, "device": "meta"}
+    wide, narrow = (mp.ParallelMoE(width, 2 * width, 4, 2, clamped_swiglu, **kind) for width in (64, 16))
+    mup = apply_mup(wide, narrow)
+    assert {name for name, factor in mup.factors.items() if factor != 1} == {
+        "experts.gate_up.weight",
+        "experts.down.weight",
+        "router.weight",
+    }
+    *_, vectors = mup.groups(wide, lr=1.0, weight_decay=0.3)
+    assert {id(p) for p in vectors["params"]} == {id(wide.experts.gate_up.bias), id(wide.experts.down.bias)}
 
 
 @pytest.mark.parametrize("zero", [1, 3])
