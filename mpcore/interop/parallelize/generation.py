@@ -105,8 +105,8 @@ def _arguments(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     """Return what all ranks must pass alike, by name. A streamer may be on one rank alone."""
     found = {f"argument {i}": x for i, x in enumerate(args)} | {k: x for k, x in kwargs.items() if k != "streamer"}
     for name, each in (("model.generation_config", config), *found.items()):
-        if hasattr(each, "to_dict"):
-            found |= {name: None, **{f"{name}.{key}": x for key, x in each.to_dict().items()}}
+        if values := getattr(each, "to_dict", dict)():
+            found |= {name: None, **{f"{name}.{key}": x for key, x in values.items()}}
     return {name: _value(x) for name, x in found.items()}
 
 
