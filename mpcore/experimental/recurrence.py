@@ -34,7 +34,7 @@ class RecurrentLayer(ParallelModule):
     """A layer whose heads pass a state from token to token: heads are sharded over tp, tokens over cp.
 
     Args:
-        convolution: W, the number of tokens that the causal convolution of each channel sees.
+        convolution: W, at least 1, the number of tokens that the causal convolution of each channel sees.
         chunk: C, the number of tokens of a chunk.
         context: which tokens each rank of cp holds, a pattern of `shard_sequence`. Required if cp has more than one
             rank.
@@ -57,6 +57,8 @@ class RecurrentLayer(ParallelModule):
         self.context: str = context or "ring"
         self.cp = cp
         check_kind(self.context, cp)
+        if convolution < 1 or chunk < 1:
+            raise ValueError(f"convolution is {convolution} and chunk {chunk}: give at least 1 token")
         self.convolution = convolution
         self.chunk = chunk
 
@@ -178,7 +180,7 @@ class RecurrentLayer(ParallelModule):
             seen = torch.cat([before, x], 1)
             cache.tail = seen[:, max(seen.shape[1] - reach, 0) :].clone()
         halos = [F.pad(before, (0, 0, reach, 0))[:, before.shape[1] :]]
-        if self.cp.size > 1:
+        if self.cp.size > 1 and reach:
             halos = _tokens_before(x, reach, runs, self.cp)
         sizes = [end - start for start, end in runs[self.cp.rank]]
         parts = [torch.cat(pair, 1) for pair in zip(halos, x.split(sizes, 1), strict=True)] if reach else [x]

@@ -194,3 +194,13 @@ def test_mamba2_is_that_of_transformers(heads, groups, length):
     ours.load_state_dict({renamed.get(name, name): value for name, value in state.items()})
     x = torch.randn(2, length, D)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_convolution_of_one_token_needs_none_of_other_ranks():
+    def outputs(mesh: mp.Mesh) -> Tensor:
+        layer = build("delta", convolution=1, cp=mesh.cp, context="ring")
+        return layer(mp.shard_sequence(draw(1, B, 8, D), mesh.cp, "ring", dim=1)).detach()
+
+    torch.testing.assert_close(torch.cat(mp.simulate(outputs, cp=2), 1), mp.simulate(outputs)[0])
+    with pytest.raises(ValueError, match=r"convolution is 0 and chunk 64: give at least 1"):
+        build("delta", convolution=0)
