@@ -293,6 +293,8 @@ def scan(
         for change, plus in zip(maps.unbind(), added.unbind(), strict=True):
             states.append(change @ states[-1] + plus)
         return torch.stack(states[:-1]), states[-1]
+    if state is not None:
+        raise input_error(f"a state before the first token needs {cp.name} 1, not {cp.size}: pass state=None")
 
     # [N, M] of each run so far: the state after it is N + M @ (the state before the run)
     width, one = added.shape[-1], torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device)
