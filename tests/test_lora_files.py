@@ -202,6 +202,8 @@ REFUSED = {  # words of the error, and the call
     r"dropout 1.0 is not in \[0, 1\)": lambda _: add_lora(mlp(), targets="0", dropout=1.0),
     "0 sees a part of its input on each rank of tp 2, .* dropout 0.5 .*: pass dropout=0": lambda _: add_lora(
         nn.Sequential(replicated_linear(4, 4, tp=mp.Axis(2, name="tp"), sequence_parallel=True)), 2, 4, "0", 0.5),
+    "dropout 0.0 and 0.5, and PEFT's file has one": lambda folder: save_lora(
+        add_lora(add_lora(mlp(), targets="0", dropout=0.5), targets="2"), folder),
     "target 'k' matches no module; the linear layers are": lambda _: add_lora(mlp(), targets="k"),
     "target '1' matches a .* and no linear layer": lambda _: add_lora(mlp(), targets="1"),
     r"targets \(\) names 0 layers: give names": lambda _: add_lora(mlp(), targets=()),
@@ -303,6 +305,18 @@ def test_names_that_end_alike_on_two_stages_are_those_of_one_model(tmp_path) -> 
         stage = add_lora(nn.Sequential(OrderedDict({"11": nn.Linear(4, 4)})), targets="11")
     with pytest.raises(ValueError, match=r"1 trained weights, 1\.weight, .*that is or holds"):
         save_lora(stage, tmp_path / "other", on)
+
+
+@on_ranks(2)
+def test_a_pipeline_stage_may_have_no_adapter(tmp_path) -> None:
+    on, model = mesh(pp=2), add_lora(build("llama"), targets="layers.1.mlp.up_proj")
+    fill(model)
+    (stage,), *_ = mp.pipeline_stages(model, on, micro_batches=2)
+    loaded, wanted = load_lora(build("llama"), save_lora(stage, tmp_path, on)), merged_state_dict(model)
+    assert all(torch.equal(x, wanted[name]) for name, x in merged_state_dict(stage).items())
+    close(loaded(batch(0)[0]).logits, model(batch(0)[0]).logits, "of the file", 1e-10)
+    with pytest.raises(ValueError, match="has 0 layers with an adapter: call add_lora"):
+        save_lora(nn.Linear(2, 2), tmp_path, on)
 
 
 @pytest.mark.parametrize("fails", [1, 2])

@@ -24,7 +24,6 @@ from mpcore.interop.lora.adapters import (
     check_adaptable,
     factor_names,
     linear_layers,
-    lora_layers,
     rank_and_alpha,
     weight_name,
 )
@@ -61,8 +60,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
         mesh: the mesh that the model is on.
 
     Raises:
-        ValueError: on every rank, if the model has no adapters, a grouped weight has one, a layer with an adapter
-            trains its own weights too, a value is NaN or infinite, or they can't be written.
+        ValueError: on every rank, if the model has no adapters or some of several dropouts, a grouped weight has one, a
+            layer with an adapter trains its own weights too, a value is NaN or infinite, or they can't be written.
 
     Example:
         >>> import tempfile
@@ -207,7 +206,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
 def _present(model: nn.Module) -> tuple[dict[str, LoRALayer], dict[str, Held], tuple[list[str], list[str]]]:
     """Return the layers that have an adapter, all tensors, and the names for `_modules_to_save`."""
-    layers, held = lora_layers(model), _held(model)
+    held, layers = _held(model), {n: layer for n, layer in named_modules(model) if isinstance(layer, LoRALayer)}
     _refuse_grouped(layers)
     for name, (x, _) in held.items():
         check_present(name, x)
@@ -220,6 +219,8 @@ def _modules_to_save(stages: list[tuple[list[str], list[str]]]) -> list[str]:
     """Return PEFT's `modules_to_save`, of each stage's weights trained beside adapters, and adapted modules."""
     modules = {name: name.rpartition(".")[0] for trained, _ in stages for name in trained}
     adapted = {f"{at}." for _, each in stages for at in each}
+    if not adapted:
+        raise ValueError("the model has 0 layers with an adapter: call add_lora or load_lora first")
     if bad := sorted(n for n, m in modules.items() if not m or any(_in_modules(at, [m]) for at in adapted)):
         raise ValueError(
             f"{len(bad)} trained weights, {', '.join(bad[:4])}, are in a layer that has an adapter or in no submodule, "
@@ -254,16 +255,24 @@ def _config(model: nn.Module, layers: Mapping[str, LoRALayer], extra: set[str], 
     mine = (
         {name: (layer.rank, layer.alpha) for name, layer in layers.items()},
         {name.rpartition(".")[2] for name, _ in linear_layers(model) if name not in layers},
+        any(is_transposed(layer) for layer in layers.values()),
+        {layer.dropout for layer in layers.values()},
         extra,
     )
     stages = gather_objects(mine, mesh.pp.group)
     sizes = {name: tuple(size) for found, *_ in stages for name, size in found.items()}
-    others = set().union(*(ends for _, ends, _ in stages))
+    others = set().union(*(ends for _, ends, *_ in stages))
+    dropouts = set().union(*(found for *_, found, _ in stages))
+    if len(dropouts) > 1:
+        raise ValueError(
+            f"the adapters have dropout {' and '.join(map(str, sorted(dropouts)))}, and PEFT's file has one for all "
+            f"layers: set the attribute dropout of all layers to one value first"
+        )
     ends = {name: name.rpartition(".")[2] for name in sizes}
     (rank, alpha), _ = Counter(sizes.values()).most_common(1)[0]
     escaped = {f"^{re.escape(name)}": size for name, size in sizes.items()}
-    flipped = any(is_transposed(layer) for layer in layers.values())
-    about = {"r": rank, "lora_alpha": alpha, "lora_dropout": next(iter(layers.values())).dropout}
+    flipped = any(transposed for _, _, transposed, *_ in stages)
+    about = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropouts.pop()}
     about |= {"rank_pattern": {name: r for name, (r, _) in escaped.items() if r != rank}}
     about |= {"alpha_pattern": {name: a for name, (_, a) in escaped.items() if a != alpha}}
     modules = set().union(*(modules for *_, modules in stages))
