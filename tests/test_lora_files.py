@@ -234,6 +234,10 @@ REFUSED = {  # words of the error, and the call
     "a_new_field is 1": lambda folder: load_lora(mlp(), altered(folder, a_new_field=1)),
     "2 adapters and 0 other tensors, and 1 fit no layer or tensor of this Sequential, such as 2":
         lambda folder: load_lora(mlp()[:2], altered(folder)),
+    "2 trained tensors, such as 1.bias, of modules that are frozen in": lambda folder: load_lora(
+        add_lora(nn.Sequential(nn.Linear(4, 6), nn.Linear(5, 5)), targets="0"), changed(
+            folder, {**NONE, **factors_of("0", 4, 6), "1.bias": torch.ones(5), "1.weight": torch.ones(5, 5)},
+            modules_to_save=["1"])),
     "rank 8 and alpha 32.0 in 0, and the model's adapter of 8 and 16":
         lambda folder: load_lora(add_lora(mlp(), targets=("0", "2")), altered(folder, lora_alpha=32)),
 }  # fmt: skip

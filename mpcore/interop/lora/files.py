@@ -117,8 +117,8 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     """Load adapters in PEFT's format into a model. All ranks of the mesh must call it.
 
     A model without adapters is frozen and gets the adapters, as by `add_lora`. In a model that has adapters, sharded
-    over data or not, only their values are replaced; then rank, alpha and layers must be the same as in the file. The
-    modules of PEFT's `modules_to_save` get their values, and are trained, too.
+    over data or not, only their values are replaced; then rank, alpha, layers and the modules trained beside must be
+    the same as in the file. The modules of PEFT's `modules_to_save` get their values, and are trained, too.
 
     Args:
         model: the model, or this rank's stage of it, changed in place and returned.
@@ -172,8 +172,12 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
 
     config, file, keys, extra = together(mesh.world, read)
     found = {name: layer for name, layer in linear_layers(model) if name in keys}
-    here = set().union(*gather_objects({*found, *(extra.keys() & tensors.keys())}, mesh.pp.group))
     held = {name for name, layer in linear_layers(model) if isinstance(layer, LoRALayer)}
+    trained = {name for name, (x, _) in tensors.items() if x.requires_grad}
+    mine = {*found, *(extra.keys() & tensors.keys())}, held, trained & ours, trained - ours
+    here, adapted, live, beside = (
+        set().union(*each) for each in zip(*gather_objects(mine, mesh.pp.group), strict=True)
+    )
 
     def check() -> None:
         if unknown := {*keys, *extra} - here:
@@ -181,16 +185,22 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
                 f"{folder} has {len(keys)} adapters and {len(extra)} other tensors, and {len(unknown)} fit no layer or "
                 f"tensor of this {type(model).__name__}, such as {min(unknown)}: load them into the model of that run"
             )
-        if held and held != found.keys():
+        if adapted and held != found.keys():
             raise ValueError(
                 f"the model has adapters of {len(held)} layers and {folder} of {len(found)} of this stage's, such as "
                 f"{min(held ^ found.keys())} in one of them alone"
             )
-        if not held:
+        if not adapted:
             check_adaptable(model, found, config["lora_dropout"])
+        used = [at for at in config["modules_to_save"] if any(_in_modules(name, [at]) for name in beside)]
+        if live and (frozen := sorted(name for name in extra if not _in_modules(name, used))):
+            raise ValueError(
+                f"{folder} has {len(frozen)} trained tensors, such as {frozen[0]}, of modules that are frozen in this "
+                f"model with adapters: call requires_grad_() of them before prepare, or load it into a model without"
+            )
 
     together(mesh.world, check)
-    if not held:
+    if not adapted:
         adapt(model, found, {name: _size(name, config) for name in found}, config["lora_dropout"])
     for name, layer in linear_layers(model):
         if isinstance(layer, LoRALayer):
@@ -199,7 +209,7 @@ def load_lora(model: nn.Module, folder: str | os.PathLike[str], mesh: Mesh = Mes
     for name in extra.keys() & tensors.keys():
         x, sharding = tensors[name]
         copy_part(x, sharding, file.whole(extra[name]))
-        if not held and isinstance(x, nn.Parameter):
+        if not adapted and isinstance(x, nn.Parameter):
             x.requires_grad_()
     return model
 
