@@ -85,6 +85,7 @@ def add_lora(
     Note:
         - Call it after `parallelize` and before `prepare(..., initialize=False)` or `shard_data_parallel`.
         - The factors of a bfloat16 or float16 weight are float32, as in PEFT. Other factors have the weight's dtype.
+          Without ZeRO, `prepare(precision="bfloat16")` rounds them, as all parameters, and `save_lora` writes bfloat16.
         - A module with grouped weights computes with the merged weights, made in each forward, in the weights' dtype.
           Their adapters have no dropout, and "all-linear" leaves them out. `save_lora` rejects them.
         - A head whose weight is used outside of the layer, as by `linear_cross_entropy`, must not get an adapter.
