@@ -105,6 +105,7 @@ def check_refusals():
     said = []
     torch.manual_seed(tp.rank)
     said.append(refused(lambda: sharded.generate(**how, do_sample=True)))
+    said.append(refused(lambda: sharded.generate(how["input_ids"], hf.GenerationConfig(do_sample=True))))
     said.append(refused(lambda: sharded.generate(input_ids=how["input_ids"] + tp.rank, max_new_tokens=2)))
     said.append(refused(lambda: sharded.generate(**how, max_time=9.0)))
     for name, values in PARTED.items():
@@ -125,7 +126,7 @@ def test_what_would_have_ranks_part_is_refused_on_all_of_them(ranks):
         for found, words in zip(
             said,
             (
-                r"ranks 0 and 1 disagree about the state of torch's random generator, .* torch.manual_seed",
+                *(r"ranks 0 and 1 disagree about the state of torch's random generator, .* torch.manual_seed",) * 2,
                 r"ranks 0 and 1 disagree about the arguments: every rank of tp must call .* same \(input_ids",
                 r"max_time 9.0 would end ranks of tp 2 at different tokens, .*: give max_new_tokens",
                 *(rf"every rank of tp must call generate with the same \({name}" for name in PARTED),

@@ -69,11 +69,9 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
                 f"generate needs the logits of all {head.out_features} tokens, but this rank's head gives "
                 f"{head.weight.shape[0]} of them: plan the head as 'colwise_gather_output', not 'colwise'"
             )
-        config = kwargs.get("generation_config") or next(iter(args[1:2]), None) or self.generation_config
+        configs = [kwargs.get("generation_config"), *args[1:2], self.generation_config]
         do_sample, max_time = (
-            kwargs.get(
-                name, own if (own := getattr(config, name)) is not None else getattr(self.generation_config, name)
-            )
+            kwargs.get(name, next((x for each in configs if (x := getattr(each, name, None)) is not None), None))
             for name in ("do_sample", "max_time")
         )
         for axis in axes:
