@@ -92,6 +92,7 @@ def test_a_planted_fault_is_named(ranks, pitfall, fault, layout, loss, stage, na
     ("complex", "tp2", "forward", "mlp.up"), ("indices", "tp2", "forward", "output[0]"),
     ("mean", "tp2", "forward", "output[1]['mean']"), ("again", "tp2mb2", "forward", "mlp.up (call 2 of it)"),
     ("late", "tp2mb2", "forward", "head"), ("bias", "tp2", "gradient", "bias"), ("buffer", "tp2", "buffers", "steps"),
+    ("other buffer", "tp2", "buffers", "other"),
     ("eval", "tp2", "evaluation", "output[1]['logits']"), ("second", "tp2", "evaluation", "output[1]['logits']"),
 ])  # fmt: skip
 def test_a_fault_beside_the_first_output_of_training_is_named(ranks, fault, layout, stage, name):

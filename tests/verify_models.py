@@ -409,6 +409,8 @@ class Strange(nn.Module):
         self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
         self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if self.fault == "other buffer" and mesh.tp.size > 1:
+            self.register_buffer("other", torch.zeros(()))
         if self.fault == "complex":
             self.turns = self.turns.conj().clone()
 

@@ -193,7 +193,7 @@ class Checkpoints:
         stack.enter_context(store_of(out).lock(out) or nullcontext())
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
-        records = read_records(out / "metrics.jsonl", self.first_step)
+        records = read_records(out / "metrics.jsonl", self.run.step if self.is_job else self.first_step)
         write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
         if not self.args.no_save:
             self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
@@ -243,7 +243,9 @@ class Checkpoints:
         self._wait()
 
     def save_and_leave(self) -> None:
-        """Save, because the run ends before its last step."""
+        """Save, unless with `no_save`, because the run ends before its last step."""
+        if self.args.no_save:
+            return
         self.save_last()
         if self.console.lead:
             path = step_path(self.path, self.run.step)

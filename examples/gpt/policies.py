@@ -66,12 +66,13 @@ def local_updates(run: Run, are_jobs: bool = False) -> LocalUpdates | None:
     return next((each for each in merging if each.are_jobs == are_jobs), None)
 
 
+OF_WORKERS = ("optimizer", "betas", "eps", "embedding_lr_scale", "weight_decay", "clip", "rampup_batch_size",
+              "document_masking")  # fmt: skip
+
+
 def worker_settings(args: argparse.Namespace, config: GPTConfig) -> dict[str, str]:
     """Return what workers that are jobs must share, by flag."""
-    fields = {
-        **asdict(config),
-        **{n: getattr(args, n) for n in ("optimizer", "betas", "eps", "embedding_lr_scale", "weight_decay", "clip")},
-    }
+    fields = {**asdict(config), **{name: getattr(args, name) for name in OF_WORKERS}}
     experts = {f"moe.{name}": x for name, x in (fields.pop("moe") or {}).items() if name != "dispatch"}
     return {flag(name): str(x) for name, x in {**fields, **experts, **lr_schedule(args)}.items()}
 

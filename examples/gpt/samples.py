@@ -436,7 +436,7 @@ class Corpora:
         held_out = [part for _, part in both if part is not None]
         if len(held_out) < len(both):
             return train, None
-        return train, Blend(held_out, train.counts, seed=0)
+        return train, Blend(held_out, None if self.weights is None else train.counts, seed=0)
 
     def whole(self, seq_len: int) -> Samples:
         """All samples of the only corpus, in an order that no run changes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def set_up(args: argparse.Namespace, mesh: Mesh, config: GPTConfig | None = None
 def about(setup: Setup, optimizer: str) -> dict[str, Any]:
     """Return what must not change between a checkpoint and the run that resumes from it."""
     return {
-        "model": dataclasses.asdict(setup.config),
+        "model": json.loads(json.dumps(dataclasses.asdict(setup.config))),  # lists, as a checkpoint has them
         "corpus": setup.corpus,
         "optimizer": optimizer,
         "tokenizer": setup.tokenizer.fingerprint,

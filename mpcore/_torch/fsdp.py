@@ -172,12 +172,12 @@ def reduce_unused(unit: FSDPModule) -> None:
     for group in _groups(_state(unit)):
 
         def post_backward(*_: Any, group: Any = group) -> None:
-            gathered = [p for p in group.fsdp_params if hasattr(p, _WHOLE)] if group.reduce_grads else []
+            mine = group.fsdp_params if group.reduce_grads else ()
+            gathered = [(p, whole) for p in mine if (whole := getattr(p, _WHOLE, None)) is not None]
             summed = False  # in the dtype to reduce
-            for p in gathered:
+            for p, _ in gathered:
                 summed = summed or p.unsharded_accumulated_grad is not None
-            for p in gathered:
-                whole = p._unsharded_param
+            for p, whole in gathered:
                 if summed and whole.grad is not None and p.unsharded_accumulated_grad is None:
                     p.to_accumulated_grad_if_needed()  # its first gradient of the step
                 is_missing = whole.grad is None and p.unsharded_accumulated_grad is None

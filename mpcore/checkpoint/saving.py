@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ from mpcore.mesh.log import Logger, get_logger
 from mpcore.sharding.local import reshard
 
 log: Logger = get_logger("mpcore.checkpoint")
-_running: list[Saving] = []  # the last background save of this process
 _MESH_AXES = ("tp", "cp", "pp", "ep", "dp")
 
 
@@ -263,15 +263,21 @@ def save_async(
         return saving
     saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")
     saving._thread.start()
-    _running[:] = [saving]
+    _running()[:] = [saving]
     return saving
+
+
+@cache
+def _running() -> list[Saving]:
+    """Return the list of the last background save of this process."""
+    return []
 
 
 def _snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, after: Saving | None, copy: bool
 ) -> _Snapshot:
     """Collect everything that this rank saves, once earlier saves are done. If `copy` is True, copy the tensors."""
-    for earlier in (after, *(() if ranks_are_threads() else _running)):
+    for earlier in (after, *(() if ranks_are_threads() else _running())):
         if earlier is not None:
             earlier.wait()
     reshard(model)

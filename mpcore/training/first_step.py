@@ -121,5 +121,5 @@ class FirstStep(Observer):
 
 def _writes(tree: ModelTree) -> list[str]:
     """Return a text for each gradient, which differs if its norm does."""
-    found = [torch.zeros(()) if "running_sum" in vars(p) else gradient_of(p) for p in tree.parameters]
+    found = [torch.zeros((), device=p.device) if "running_sum" in vars(p) else gradient_of(p) for p in tree.parameters]
     return [str(x if x is None else float(sketch(x, x.device)[1])) for x in found]

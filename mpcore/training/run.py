@@ -455,7 +455,7 @@ class Run:
                 another process saves into `folder`: from its first save on, the run locks it (`folder/.lock`).
         """
         self.phase.check("forward_backward", "save")
-        check_same("step of run.save", {"step": self.step}, self.mesh.world)
+        check_same("step of run.save", {"step": self.step, "background": background}, self.mesh.world)
         extra, own = about.pop("extra", {}), self.scaler.state_dict() if self.scaler else {}
         for observer in self.observers:
             own |= observer.state()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from examples.gpt.arguments import parse
+from examples.gpt.checkpoints import differing
 from examples.gpt.config import GPTConfig
 from examples.gpt.policies import merge_options, recompute_kind
 from examples.gpt.setup import (
+    about,
     check,
     mesh_arguments,
     model_config,
@@ -119,6 +123,13 @@ def test_merges_have_defaults_and_the_flags_change_them():
             merge_options(parse(["--workers", "2", *(["--local-steps", local] if local else []), "--set", more]))
     with pytest.raises(ValueError, match=r"^--local-steps, outer_lr, outer_momentum, fragments with one worker"):
         merge_options(parse(["--local-steps", "6", "--set", "outer_lr=1", "outer_momentum=0", "fragments=1"]))
+
+
+def test_a_checkpoint_of_listed_layers_is_of_this_run():
+    config = model_config(parse(["--set", "layers_spec=window=4,full"]), 257)
+    setup: Any = SimpleNamespace(config=config, corpus={}, tokenizer=SimpleNamespace(fingerprint=""))
+    here = about(setup, "adamw")
+    assert differing(json.loads(json.dumps(here)), here) == []
 
 
 def test_recomputation_and_profiles_are_read():

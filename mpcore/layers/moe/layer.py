@@ -196,6 +196,11 @@ class ParallelMoE(ParallelLayer):
     ) -> Places:
         B, T, _ = x.shape
         start, whole = (self.tp.rank * T, self.tp.size * T) if self.sequence_parallel else (0, T)
+        if positions is None and self.cp.size > 1 and self.training and self.router.options.jitter:
+            raise input_error(
+                f"jitter {self.router.options.jitter} on cp {self.cp.size} needs the tokens' places in the whole "
+                f"sequence: positions=mpcore.layers.sequence_index(T, cp, context)"
+            )
         if positions is None:
             positions = torch.arange(self.cp.rank * whole, (self.cp.rank + 1) * whole, device=x.device)
         if positions.shape != (whole,):

@@ -289,6 +289,11 @@ class Judge:
                         "own, or nobody needs it saved, register_buffer(..., persistent=False)"
                     )
                     first = Mismatch("buffers", name, ulps, cause)
+        held = {name for seen in ranks for name in seen.buffers}
+        for name in sorted(held ^ self.truth.buffers.keys()):
+            only = "the layout" if name in held else "the unsharded model"
+            cause = f"only {only} has a persistent buffer of this name: checkpoints of the two would differ"
+            worst, first = math.inf, first or Mismatch("buffers", name, math.inf, cause)
         return worst, first
 
     # --- the loss and the norm ----------------------------------------------------------------------------------------
