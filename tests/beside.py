@@ -19,7 +19,7 @@ ASKS = "test_kernels_in_the_interpreter"  # which waits for them
 INTERPRETED = set(TESTS.glob("kernels/interpret/test_*.py"))
 NO_RANKS = {
     ".": ("checkpoint_checksum", "cross_replica_hash", "floors", "notebooks", "plan", "replay"),
-    "examples": ("data", "prepare", "tokenizer"), "laws": ("pairs", "steps"), "layers": ("rope",),
+    "examples": ("data", "prepare", "tokenizer"), "laws": ("steps",), "layers": ("rope",),
     "pipeline": ("draw", "partition", "prove", "schedules"),
 }  # fmt: skip
 RANKS = {
@@ -41,6 +41,7 @@ WAITS = {".": ("attacks", "control_plane", "launch", "survival", "two_hosts"), "
 WAITING = set(TESTS.glob("slurm/test_*.py")) | files(WAITS)
 """Tests that mostly wait: they have deadlines of their own, and therefore the first priority."""
 RANKLESS = files(NO_RANKS) | set(TESTS.glob("kernels/test_*.py")) - files({"kernels": ("interpreter",)})
+LAW = files({"laws": ("pairs",)})
 RANKED = files(RANKS) | set(TESTS.glob("layers/test_*.py")) - RANKLESS
 WHOLE = ("not slow", "slow or not slow")
 
@@ -55,9 +56,9 @@ def is_whole_suite(config: pytest.Config) -> bool:
 class Beside:
     """The processes, most of them at a low priority: what is timed beside them is not slowed down.
 
-    Two run the kernels in Triton's interpreter. For the whole suite a third runs what needs no ranks, a fourth what
-    mostly waits, and a fifth, as long as no long proofs are asked for, what needs a pool. With a GPU, which they would
-    share, these three don't run.
+    Two run the kernels in Triton's interpreter. For the whole suite a third runs what needs no ranks, a fourth the
+    law of pairs, a fifth what mostly waits, and a sixth, as long as no long proofs are asked for, what needs a pool.
+    With a GPU, which they would share, these four don't run.
 
     Args:
         config: of the command.
@@ -74,7 +75,7 @@ class Beside:
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
         marked = ["-m", config.option.markexpr]
         interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
-        moved = [(19, RANKLESS), (0, WAITING)] if whole and not torch.cuda.is_available() else []
+        moved = [(19, RANKLESS), (10, LAW), (0, WAITING)] if whole and not torch.cuda.is_available() else []
         moved += [(5, RANKED)] if moved and config.option.markexpr == "not slow" else []
         runs = [(19, INTERPRETED, environment) for environment in interpret] + [(*each, {}) for each in moved]
         self.paths = {path for _, paths in moved for path in paths}

@@ -409,6 +409,11 @@ class Stop:
         self.stopped = self._any_worker(stop) if self._before_merge() else stop
         return self.stopped
 
+    def before_steps(self) -> bool:
+        """Return whether another worker stops. A run that resumes right before a merge asks as the step before did."""
+        self.stopped = self._before_merge() and self._any_worker(False)
+        return self.stopped
+
     def tell_workers(self) -> None:
         """Tell the other workers that this one stops, before they wait for it in a merge."""
         if self.stopped and self.updates is not None and not self._before_merge():

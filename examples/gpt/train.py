@@ -178,6 +178,9 @@ class Trainer:
             faults = Faults(self.mesh, records, self.out, max_skips=args.max_skips,
                             check_replicas=args.check_replicas, check_speed=args.check_speed)  # fmt: skip
             until, worker = min(args.steps, args.exit_step or args.steps), local_updates(self.run, are_jobs=True)
+            if self.run.step < until and self.stop.before_steps():
+                checkpoints.save_and_leave()
+                return True
             bar = console.bar(range(self.run.step, until), args.steps)
             for step in self.steps(bar, until):
                 self.profile.before(step)

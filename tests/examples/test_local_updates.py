@@ -79,7 +79,7 @@ def test_workers_of_two_steps_share_no_samples_when_the_batch_changes(ranks, tmp
 
 def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
     flags = ["--local-steps", "5", "--eval-every", "0", "--steps", "20", "--set", "check_replicas=0"]
-    t = trainer(*FLAGS, *MERGES, *flags, "--out", out, **sizes)
+    t = trainer(*FLAGS, *MERGES, *flags, "--out", out, "--resume", "auto", **sizes)
     real = t.step
 
     def step() -> dict:
@@ -97,6 +97,8 @@ def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(r
     for worker, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), at, timeout=60):
         assert stopped
         assert steps == [saved[worker]]
+    for _, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), -1, timeout=60):
+        assert (stopped, max(steps)) == (False, 20)
 
 
 def test_a_damaged_checkpoint_of_one_worker_is_passed_over_by_all(ranks, tmp_path):
