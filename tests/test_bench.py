@@ -10,8 +10,9 @@ import pytest
 
 from tests.forked import Forked
 
-PYTEST = "import os, sys, pytest; os.chdir(sys.argv[1]); sys.exit(pytest.main(sys.argv[2:]))"
 ROOT = Path(__file__).parents[1]
+PYTEST = f"import os, sys, pytest; sys.path.insert(0, {str(ROOT)!r}); os.chdir(sys.argv[1]); " \
+         "sys.exit(pytest.main(sys.argv[2:]))"  # fmt: skip
 RESULTS = sorted((ROOT / "bench" / "results").glob("*.json"))
 
 
@@ -19,8 +20,7 @@ def run_bench(folder, *options, **environment):
     command = [str(folder), str(ROOT / "bench" / "bench_kernels.py"), "-p", "tests.fake_device_clock", "-q"]
     command += ["-k", "test_kernel and rms_norm and not add", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"--benchmark-storage={folder}", "--benchmark-columns=median", *options]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    ran = Forked(PYTEST, *command, env=environment)
+    ran = Forked(PYTEST, *command, env=os.environ | environment)
     shown = "".join(ran.communicate(timeout=300))
     return ran.returncode, shown
 

@@ -244,13 +244,14 @@ class Checkpoints:
 
     def save_and_leave(self) -> None:
         """Save, unless with `no_save`, because the run ends before its last step."""
-        if self.args.no_save:
-            return
-        self.save_last()
+        if not self.args.no_save:
+            self.save_last()
         if self.console.lead:
-            path = step_path(self.path, self.run.step)
+            saved = "nothing, as no_save says," if self.args.no_save else step_path(self.path, self.run.step)
             more = "the same command joins the run again" if self.is_job else "--resume auto continues from there"
-            print(f"saved {path} and stopped; {more}", flush=True)
+            print(
+                f"saved {saved} and stopped{'' if self.args.no_save and not self.is_job else f'; {more}'}", flush=True
+            )
 
     @property
     def failed(self) -> bool:

@@ -14,7 +14,7 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import local_tensor, reshard
+from mpcore.sharding.local import is_dtensor, local_tensor, reshard
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
 from mpcore.training.replica_check import check_replicas, sketch
@@ -32,7 +32,8 @@ CHANGED = (
 class GradientWrites(Observer):
     """Notice gradients that the caller changes or drops before the ranks sum them, in steps 1, 2, 3, 5, 9, 17, ...
 
-    Their norms are compared, as torch counts no write of a collective, but not of those whose sum over ranks runs.
+    In step 1, and of gradients on shards, their norms are compared, as torch counts no write of a collective; of the
+    others its counts of writes, for which the host doesn't wait. Gradients whose sum over ranks runs are left out.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,14 @@ class GradientWrites(Observer):
 
     def after_backward(self, run: Run, total: Tensor) -> Tensor:
         """Remember what was written, until a warning."""
-        self.written = [] if self.changed or run.step & (run.step - 1) else _writes(run.tree)
+        self.written = [] if self.changed or run.step & (run.step - 1) else _writes(run.tree, run.step == 0)
         return total
 
     def before_reduce(self, run: Run) -> None:
         """Raise if the caller dropped all gradients; warn if they were changed."""
         if not self.written:
             return
-        now = _writes(run.tree)
+        now = _writes(run.tree, run.step == 0)
         if {*self.written} != {*now} == {"None"}:
             raise ValueError(
                 "zero_grad was called between forward_backward and optimizer_step, so no gradient is left: remove it. "
@@ -119,7 +120,9 @@ class FirstStep(Observer):
             check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
 
 
-def _writes(tree: ModelTree) -> list[str]:
-    """Return a text for each gradient, which differs if its norm does."""
+def _writes(tree: ModelTree, norms: bool) -> list[str]:
+    """Return a text for each gradient that differs if it was written since, or if its norm does."""
     found = [torch.zeros((), device=p.device) if "running_sum" in vars(p) else gradient_of(p) for p in tree.parameters]
-    return [str(x if x is None else float(sketch(x, x.device)[1])) for x in found]
+    return [
+        str(x if x is None else float(sketch(x, x.device)[1]) if norms or is_dtensor(x) else x._version) for x in found
+    ]
