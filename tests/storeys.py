@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_061,
+    "core": 26_064,
     "interop": 7_990,
     "experimental": 2_541,
     "tools": 14_674,
-    "examples": 5_079,
+    "examples": 5_088,
     "bench": 3_873,
-    "tests": 48_790,
+    "tests": 48_793,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
