@@ -21,7 +21,7 @@ LIMITS = {
     "tools": 14_674,
     "examples": 5_088,
     "bench": 3_873,
-    "tests": 48_793,
+    "tests": 48_795,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
