@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_064,
+    "core": 26_066,
     "interop": 7_990,
     "experimental": 2_541,
     "tools": 14_674,

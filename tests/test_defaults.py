@@ -1,4 +1,4 @@
-"""What a public function does without an argument is what its documented default says.
+"""Each public function has the defaults that its documentation names.
 
 The defaults below are written down a second time, from the documentation: a signature that says something else fails.
 Where a layer takes an option through others' keywords, its weights, output and gradients without the option are those
@@ -188,7 +188,7 @@ MEAN = {"token_weight": None, "reduction": "mean"}
 MASK = {"causal": True, "window": None, "cu_seqlens": None}
 ROPE = {"interleaved": False, "q_weight": None, "k_weight": None, "eps": 1e-6}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
-# The defaults of all public names of mpcore and its kernels without those that `WHERE` names.
+# The defaults of all public names of mpcore and of its kernels, except those in `WHERE`.
 DOCUMENTED: dict[str, dict[str, Any]] = {
     "AdamW": {**ADAM, "weight_decay": 0.01, "state_dtype": None, "masters": True, "seed": 0, "groups": None},
     "Muon": {

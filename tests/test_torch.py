@@ -1,4 +1,4 @@
-"""What `mpcore._torch` says of torch's private names, and simulated ranks: beside what torch does, or a formula."""
+"""`mpcore._torch` and simulated ranks, compared with torch or with a formula."""
 
 from __future__ import annotations
 

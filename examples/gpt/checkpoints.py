@@ -247,11 +247,11 @@ class Checkpoints:
         if not self.args.no_save:
             self.save_last()
         if self.console.lead:
-            saved = "nothing, as no_save says," if self.args.no_save else step_path(self.path, self.run.step)
-            more = "the same command joins the run again" if self.is_job else "--resume auto continues from there"
-            print(
-                f"saved {saved} and stopped{'' if self.args.no_save and not self.is_job else f'; {more}'}", flush=True
-            )
+            saved, more = step_path(self.path, self.run.step), "; --resume auto continues from there"
+            if self.args.no_save:
+                saved, more = "nothing, as no_save says,", ""
+            more = "; the same command joins the run again" if self.is_job else more
+            print(f"saved {saved} and stopped{more}", flush=True)
 
     @property
     def failed(self) -> bool:

@@ -35,8 +35,9 @@ def add_unit(model: nn.Module, unit: Any) -> None:
 
 def join_units(joined: nn.Module, stages: Iterable[nn.Module]) -> None:
     """Count the units of stages among those of the module that joins them, and holds no stage itself."""
+    held = set(units(joined))
     for unit in dict.fromkeys(unit for stage in stages for unit in units(stage)):
-        if unit not in units(joined):
+        if unit not in held:
             add_unit(joined, unit)
 
 

@@ -114,7 +114,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
         root: the directory; other files stay.
         keep: the number of checkpoints to keep, at least 1.
         keep_every: also keep every checkpoint whose step is a multiple of this number. None: no others.
-        spare: the checkpoint just written. Those of later steps stay too, aren't counted, and are named in a warning.
+        spare: the checkpoint just written, which stays. Later ones stay too and don't count; a warning names them.
 
     Raises:
         ValueError: if `keep` is smaller than 1.

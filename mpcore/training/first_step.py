@@ -42,14 +42,14 @@ class GradientWrites(Observer):
 
     def after_backward(self, run: Run, total: Tensor) -> Tensor:
         """Remember what was written, until a warning."""
-        self.written = [] if self.changed or run.step & (run.step - 1) else _writes(run.tree, run.step == 0)
+        self.written = [] if self.changed or run.step & (run.step - 1) else _writes(run)
         return total
 
     def before_reduce(self, run: Run) -> None:
         """Raise if the caller dropped all gradients; warn if they were changed."""
         if not self.written:
             return
-        now = _writes(run.tree, run.step == 0)
+        now = _writes(run)
         if {*self.written} != {*now} == {"None"}:
             raise ValueError(
                 "zero_grad was called between forward_backward and optimizer_step, so no gradient is left: remove it. "
@@ -86,8 +86,7 @@ class FirstStep(Observer):
         return lambda *given: self.loss_check.call(loss, *given) if self.loss_check else loss(*given)
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
-        for stage in run.stages:
-            reshard(stage)  # a forward before this step left copies
+        reshard(run.model)  # a forward before this step left copies
         if [*map(id, ModelTree(run.model).parameters)] != [*map(id, self.parameters)]:
             raise ValueError(
                 "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
@@ -120,9 +119,11 @@ class FirstStep(Observer):
             check_replicas(run.tree, run.mesh, self.half, self.states, CHANGED if self.writes.changed else "")
 
 
-def _writes(tree: ModelTree, norms: bool) -> list[str]:
+def _writes(run: Run) -> list[str]:
     """Return a text for each gradient that differs if it was written since, or if its norm does."""
-    found = [torch.zeros((), device=p.device) if "running_sum" in vars(p) else gradient_of(p) for p in tree.parameters]
-    return [
-        str(x if x is None else float(sketch(x, x.device)[1]) if norms or is_dtensor(x) else x._version) for x in found
-    ]
+    found = run.tree.parameters
+    return ["summing" if "running_sum" in vars(p) else _text(gradient_of(p), run.step == 0) for p in found]
+
+
+def _text(x: Tensor | None, norm: bool) -> str:
+    return str(None if x is None else float(sketch(x, x.device)[1]) if norm or is_dtensor(x) else x._version)

@@ -137,8 +137,9 @@ def prepare(
     asked["recompute"] = (recompute.kind, recompute.every, recompute.budget)
     asked["observers"] = [type(observer).__name__ for observer in observers]
     asked |= {"initialize": initialize, "trace": trace, "preserve_rng_state": recompute.preserve_rng_state}
-    ranks = zlib.crc32(repr(schedule.ranks).encode()) if isinstance(schedule, Schedule) else ""
-    asked["schedule"] = f"{schedule.name if isinstance(schedule, Schedule) else schedule}{ranks}"
+    asked["schedule"] = str(schedule)
+    if isinstance(schedule, Schedule):
+        asked["schedule"] = f"{schedule.name} {zlib.crc32(repr(schedule.ranks).encode())}"
     check_same("arguments of prepare", asked)
     for axis in (mesh.tp, mesh.data):
         check_same("blocks of prepare", {"blocks": len(held)}, axis)
@@ -350,16 +351,16 @@ def _check_values(
                 f"{name} is {p.dtype}, and gradients are summed as real numbers: make it a real parameter of shape "
                 f"{(*p.shape, 2)}, and call torch.view_as_complex in forward"
             )
-    for name, norm in (each for stage in stages for each in stage.named_modules()):
-        if isinstance(norm, nn.Embedding | nn.EmbeddingBag) and norm.sparse:
+    for name, each in (each for stage in stages for each in stage.named_modules()):
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise ValueError(f"{name} has sparse=True, and ranks sum dense gradients: leave out sparse=True")
-        has_mean = isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm) and norm.affine
-        if has_mean and mesh.data.size > 1 and mesh.job.rank == 0 and not isinstance(norm, nn.SyncBatchNorm):
+        has_mean = isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm) and each.affine
+        if has_mean and mesh.data.size > 1 and mesh.job.rank == 0 and not isinstance(each, nn.SyncBatchNorm):
             log.warning("%s is a %s, which takes the mean of one data rank's samples: on %d ranks it trains another "
-                        "model than on one", name, type(norm).__name__, mesh.data.size)  # fmt: skip
-        if half and has_mean and norm.running_mean is not None and norm.running_mean.dtype != half:
+                        "model than on one", name, type(each).__name__, mesh.data.size)  # fmt: skip
+        if half and has_mean and each.running_mean is not None and each.running_mean.dtype != half:
             raise ValueError(
-                f"{name} is a {type(norm).__name__} with statistics in {norm.running_mean.dtype}, and its weight would "
+                f"{name} is a {type(each).__name__} with statistics in {each.running_mean.dtype}, and its weight would "
                 f"be {half}, which torch does not mix: use Precision(.., autocast=True), or a norm without statistics"
             )
     narrow = [f"{name} is {p.dtype}" for name, p in parameters if p.is_floating_point() and p.dtype != torch.float64]

@@ -410,8 +410,7 @@ class Run:
     @contextmanager
     def parameters(self) -> Iterator[nn.Module]:
         """Yield the model, to read and write this rank's shards. Offloaded parameters are then on the device."""
-        for stage in self.stages:
-            reshard(stage)  # after a forward without gradients they are still gathered
+        reshard(self.model)  # after a forward without gradients they are still gathered
         with self.offloaded.here() if self.offloaded else nullcontext():
             yield self.model
 

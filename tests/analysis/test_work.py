@@ -1,4 +1,4 @@
-"""What planners are told and what they add up, on numbers, and the parts of what a rank holds."""
+"""The planner's inputs and sums, checked with numbers, and the parts of a rank's memory."""
 
 from __future__ import annotations
 

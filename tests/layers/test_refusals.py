@@ -1,4 +1,4 @@
-"""What the layers refuse, by a table: before anything is sent, as no axis has a group. One process."""
+"""A table of what the layers refuse. Their axes have no group, so each refusal comes before any message."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.pool import Pool
 
 
 def rank(worker: int = 0, losses: tuple = (4.0, 3.0, 2.0, 1.0), **changes: Any) -> Rehearsal:
-    """What a rank of a sound run saw."""
+    """The record of one rank in a run without a fault."""
     w = torch.tensor([1.0, 2.0], dtype=torch.float64)
     seen = RankRecord(0, 0, 0, 0, rows=4, length=8, initial={"w": w}, gradients={"w": w}, norm=5**0.5)
     steps = dict(enumerate(losses))

@@ -1,4 +1,4 @@
-"""What users combine with a run: copies of compiled blocks, schedulers that set momentum, observers that come later."""
+"""A run with copies of compiled blocks, schedulers that set momentum, observers that come later, and unlike ranks."""
 
 from __future__ import annotations
 
