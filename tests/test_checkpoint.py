@@ -372,14 +372,14 @@ SIGNED: list[tuple[Callable[[dict], Any], str]] = [
     (at("tensors", WORDS, "chunks", 1, start=[26, 0]), rf"the 2 chunks of {WORDS} .*\(53, 24\)"),
     (at("tensors", NORM, "chunks", 0, key="norm.bias"), f"{MODEL} has no tensor 'norm.bias'"),
     (lambda body: tensors(body)[NORM]["chunks"][0].update(
-        {key: tensors(body)[WORDS]["chunks"][0][key] for key in ("key", "file")}),
+        {key: x for key, x in tensors(body).pop(WORDS)["chunks"][0].items() if key in ("key", "file")}),
      r"embedding.weight\S* is \{.*'shape': \[\d\d, 24\].* expected \{.*'shape': \[24\]"),
     (at("tensors", NORM, dtype="F3"), f"{NORM} has the unknown dtype 'F3'"),
     (at("tensors", NORM, "chunks", 0, file="other"), f"{NORM} lies in 'other'"),
     (lambda body: tensors(body).pop(NORM), f"{NORM}: missing from the checkpoint"),
     (lambda body: tensors(body).pop("optimizer/exp_avg_sq/norm.weight"), "exp_avg_sq/norm.weight: missing"),
     (at(optimizer=None), "the optimizer: missing from the checkpoint"),
-    (lambda body: tensors(body).update({"model/extra.weight": tensors(body)[NORM]}), "model/extra.weight: in the"),
+    (lambda body: tensors(body).update({"model/extra.weight": tensors(body)[NORM]}), "are both 'norm.weight' of"),
 ]  # fmt: skip
 
 
@@ -397,7 +397,7 @@ def check_refused(cases: list[tuple[str, str]]) -> None:
 
 def test_what_is_damaged_is_refused_by_name_and_changes_nothing(ranks, tmp_path):
     """RELIABILITY 16 to 19 and 26: bits, lengths, versions, shapes, pickles. No payload runs."""
-    good, cases = tmp_path / "good", [(str(tmp_path / "nowhere"), "there is no checkpoint at .*nowhere")]
+    good, cases = tmp_path / "good", [(str(tmp_path / "nowhere"), "nowhere is no complete checkpoint")]
     ranks(2, check_save, {"tp": 2}, str(good), CONFIG, 0, 0)
 
     def case(name: str) -> Path:
@@ -534,8 +534,7 @@ def check_other_optimizers(root: str) -> None:
         for x in slots:
             x.fill_(7)
         load(f"{root}/step", models[1], second, mesh=on)  # into the memory that there is, not beside it
-        for x, value in zip(slots, want, strict=True):
-            assert torch.equal(x, value)
+        assert all(map(torch.equal, slots, want))
 
 
 @pytest.mark.parametrize("check", [check_left_out, check_undeclared, check_groups, check_other_optimizers])
@@ -567,15 +566,15 @@ def test_settings_and_states_of_another_kind_of_optimizer_are_refused(tmp_path):
     first = torch.optim.AdamW(model.parameters())
     first.step()
     save(tmp_path / "step", model, first, mesh=Mesh(), step=np.int64(3), sample=np.int32(12))
-    for other, names in ((torch.optim.SGD, "betas, momentum"), (torch.optim.NAdam, "momentum_decay")):
+    for other, names in (("RAdam", "AdamW, this is RAdam"), ("SGD", "only one of both has betas, momentum")):
+        if other == "SGD":  # an older checkpoint doesn't say
+            rewrite(tmp_path / "step", lambda body: body["optimizer"][0].pop("kind"))
         for strict in (True, False):
-            optimizer = other(model.parameters(), lr=0.5)
-            with pytest.raises(
-                ValueError, match=f"another kind of optimizer: only one of both has {names}.*checkpoint.load"
-            ):
+            optimizer = getattr(torch.optim, other)(model.parameters(), lr=0.5)
+            with pytest.raises(ValueError, match=f"another kind of optimizer: {names}.*checkpoint.load"):
                 load(tmp_path / "step", model, optimizer, mesh=Mesh(), strict=strict)
             assert optimizer.param_groups[0]["lr"] == 0.5
-    found = load(tmp_path / "step", model, torch.optim.Adam(model.parameters(), foreach=True), mesh=Mesh())
+    found = load(tmp_path / "step", model, torch.optim.AdamW(model.parameters(), foreach=True), mesh=Mesh())
     assert (found.step, found.sample) == (3, 12)
     with pytest.raises(ValueError, match="amsgrad True, whose state the checkpoint lacks, as it was saved with False"):
         load(tmp_path / "step", model, torch.optim.AdamW(model.parameters(), amsgrad=True), mesh=Mesh())
@@ -833,7 +832,7 @@ def test_resuming_another_run_is_refused_and_a_damaged_checkpoint_passed_over(ra
          "model.seq_len is 16 there, 8 here; model.dropout is 0.1 there, 0.2 here."),
         (["--resume", str(step_path(at, 2)), "--d-ff", "32"], "model.d_ff is 24 there, 32 here. .*00000002"),
         (["--resume", "auto", "--optimizer", "adamw-bf16"], "optimizer is 'adamw' there, 'adamw-bf16' here"),
-        (["--resume", str(at / "none")], "there is no checkpoint at .*none"),
+        (["--resume", str(at / "none")], "none is no complete checkpoint: there is no such"),
     ]  # fmt: skip
     ranks(2, check_resume_refused, str(out), cases)
     for step, name in ((6, MANIFEST), (4, "model-00001.safetensors")):

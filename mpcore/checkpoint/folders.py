@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mpcore.checkpoint.format import Manifest, read_manifest
 from mpcore.checkpoint.remote import as_path, store_of
@@ -107,8 +109,16 @@ def check_keep(keep: int) -> None:
         raise ValueError(f"keep {keep} is smaller than 1: the last checkpoint is never removed")
 
 
+@cache
+def running() -> list[Any]:
+    """Return the list of the last `Saving` in the background of this process."""
+    return []
+
+
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None, spare: Path | None = None) -> None:
     """Remove all complete checkpoints of a directory except the newest `keep`. Remove the remains of killed saves too.
+
+    A save that this process writes in the background ends first.
 
     Args:
         root: the directory; other files stay.
@@ -131,6 +141,8 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
         ['step-2', 'step-3']
     """
     check_keep(keep)
+    for saving in running():
+        saving.join()
     root, spare = as_path(root), spare and resolve(spare)
     store = store_of(root)
     found = checkpoints(root)

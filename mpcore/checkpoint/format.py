@@ -98,9 +98,10 @@ class _Group(TypedDict):
 
 
 class Group(_Group, total=False):
-    """A parameter group of an optimizer: its options, the names of its parameters, and the blocks that Muon splits."""
+    """A parameter group: options, names of parameters, the blocks that Muon splits, and the optimizer's class."""
 
     blocks: dict[str, list[Size]]
+    kind: str  # an older checkpoint lacks it
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class Manifest:
         seed: the run's seed. None: none was given.
         config, extra: JSON values that the caller passed to `save`.
         mesh: the sizes of the mesh that wrote the checkpoint. A mesh of other sizes can read it.
-        optimizer: the parameter groups, each `{"options": {...}, "params": [names]}`, of Muon's matrices with
-            `"blocks": {name: sizes}`. None: no optimizer was saved.
+        optimizer: the parameter groups, each `{"options": {...}, "params": [names], "kind": class}`, of Muon's matrices
+            with `"blocks": {name: sizes}`. None: no optimizer was saved.
         files: the files by name.
         tensors: the tensors, by `model/NAME` or `optimizer/SLOT/NAME`.
         beside: the other files, by their path within the checkpoint. A checkpoint of mpcore 0.2 lists none.
@@ -183,6 +184,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{name!r} is not a plain file name")
     for name in manifest.beside:
         check_inside(name)
+    places: dict[tuple[str, str], str] = {}
     for name, entry in manifest.tensors.items():
         if entry.dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {entry.dtype!r}")
@@ -195,6 +197,8 @@ def _check(manifest: Manifest) -> None:
         for chunk in entry.chunks:
             if chunk.file not in manifest.files:
                 raise ValueError(f"{name} lies in {chunk.file!r}, which is not among the files")
+            if (other := places.setdefault((chunk.file, chunk.key), name)) != name:
+                raise ValueError(f"{other} and {name} are both {chunk.key!r} of {chunk.file}")
 
 
 def check_inside(name: str) -> None:

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name
-from mpcore.checkpoint.pieces import (
-    LocalTensor,
-    check_finite,
-    held_by_model,
-    held_slot,
-    like,
-    parameter_groups,
-    weight_names,
-)
+from mpcore.checkpoint.pieces import LocalTensor, check_finite, held_by_model, held_slot, like, parameter_groups
 from mpcore.checkpoint.store import in_threads
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.mesh.agreement import merged, together
@@ -123,7 +115,7 @@ def load(
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
             raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(printable(each[:1000]) for each in told))
         items = [(item, tensors[item.name]) for item in mine.held]
-        check_weights(items, mine.files.tensor, weight_names(model), str(path))
+        check_weights(items, mine.files.tensor, str(path))
 
     together(mesh.world, check)
     together(mesh.world, lambda: _read(mine, optimizer))
@@ -133,8 +125,6 @@ def load(
 
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, cast: bool) -> _Plan:
-    if not folder.is_dir():
-        raise ValueError(f"there is no checkpoint at {folder}: there is no such folder")
     plan = _Plan(Files(folder, read_complete(folder)))
     plan.masters = _masters(plan.files.manifest, model, optimizer)
     for item in held_by_model(model, mesh, plan.masters):
@@ -189,10 +179,12 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             continue
         options = manifest.optimizer[found[0]]["options"]
         others = sorted(_OF_METHODS & (options.keys() ^ optimizer.param_groups[i].keys()))
-        if others:
+        was, now = manifest.optimizer[found[0]].get("kind", group["kind"]), group["kind"]
+        if others or was != now:
+            what = f"{was}, this is {now}" if was != now else f"only one of both has {', '.join(others)}"
             plan.problems.append(
-                f"parameter group {i} was saved by another kind of optimizer: only one of both has {', '.join(others)}."
-                f" Take that kind, or read the weights alone: mpcore.checkpoint.load(path, model, mesh=mesh)"
+                f"parameter group {i} was saved by another kind of optimizer: {what}. "
+                f"Take that kind, or read the weights alone: mpcore.checkpoint.load(path, model, mesh=mesh)"
             )
             continue
         for name in ("amsgrad", "centered", *(["momentum"] if "alpha" in options else [])):  # each has a state tensor
@@ -260,9 +252,8 @@ def _masters(
     manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[nn.Parameter, Tensor]:
     """Return the float32 master weights to read into, one for each 16-bit parameter that is saved in float32."""
-    if not getattr(optimizer, "masters", False):
+    if optimizer is None or not getattr(optimizer, "masters", False):
         return {}
-    assert optimizer is not None
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     return {
         p: _slot_like(optimizer.state.get(p, {}).get("master"), p, torch.float32)
@@ -305,14 +296,14 @@ def fill(items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Ch
 
 
 def check_weights(
-    items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor], weights: set[str], where: str
+    items: Iterable[tuple[LocalTensor, Entry]], tensor: Callable[[Entry, Chunk], Tensor], where: str
 ) -> None:
     """Raise ValueError if this rank's parts of tensors hold NaN, or those of weights infinity, in their chunks."""
 
     def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item
         parts = (part for box in held.boxes for _, part in _parts(box.shape, box.start, entry, tensor))
-        check_finite([(held.name, part, held.name in weights) for part in parts], where)
+        check_finite([(held.name, part, held.is_weight) for part in parts], where)
 
     in_threads(one, items)
 

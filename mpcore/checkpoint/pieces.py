@@ -55,6 +55,7 @@ class LocalTensor:
     tensor: Tensor  # the local tensor, sharing memory with the model or optimizer
     shape: tuple[int, ...]  # of the logical tensor
     boxes: tuple[Box, ...]  # of the logical tensor, that the local tensor consists of
+    is_weight: bool = False  # not a buffer, and not the optimizer's
     replicas: tuple[Axis, ...] = ()  # on which other ranks hold the same local tensor, without the replicas of HSDP
 
 
@@ -72,11 +73,6 @@ def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | 
         _held(f"model/{name}", masters.get(tensor, tensor), sharding, mesh, placed=tensor)
         for name, tensor, sharding in _tensors(model)
     ]
-
-
-def weight_names(model: nn.Module) -> set[str]:
-    """Return the names that a model's parameters have in a checkpoint. Its buffers are left out."""
-    return {f"model/{name}" for name, _, _ in declarations(model)}
 
 
 @torch.no_grad()
@@ -148,17 +144,20 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups as JSON values: `{"options": {...}, "params": [names]}`.
+    """Return the optimizer's parameter groups as JSON values: `{"options": {...}, "params": [names], "kind": class}`.
 
-    A group of matrices that Muon updates also has `"blocks": {name: sizes}` for those that it splits.
+    The class is the one of torch or mpcore that the optimizer's class extends, if it extends one. A group of matrices
+    that Muon updates also has `"blocks": {name: sizes}` for those that it splits.
     """
+    classes = (c for c in type(optimizer).__mro__ if c.__module__.startswith(("torch.optim.", "mpcore.optim.")))
+    kind = next((c for c in classes if c is not torch.optim.Optimizer), type(optimizer)).__name__
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     groups, blocks_of = [], getattr(optimizer, "blocks_of", None)
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         options = {n: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for n, v in options.items()}
         names = {_known(named, p)[0]: p for p in group["params"]}
-        groups.append({"options": options, "params": list(names)})
+        groups.append({"options": options, "params": list(names), "kind": kind})
         if blocks_of is not None and group["muon"]:
             split = {name: list(blocks_of(p)) for name, p in names.items()}
             groups[-1]["blocks"] = {name: sizes for name, sizes in split.items() if sizes}
@@ -201,7 +200,8 @@ def _held(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh, placed: Ten
         local, start, shape, owned = zip(*segments, strict=True) if segments else ((), (), (), ())
         if 0 not in shape:
             boxes.append(Box(local, start, shape, first and all(owned)))
-    return LocalTensor(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes), tuple(replicas))
+    is_weight = isinstance(placed, nn.Parameter) and name.startswith("model/")
+    return LocalTensor(name, local_tensor(tensor).detach(), sharding.shape, tuple(boxes), is_weight, tuple(replicas))
 
 
 def _declared(runs: tuple[tuple[int, int], ...], owned: tuple[bool, ...]) -> list[Segment]:

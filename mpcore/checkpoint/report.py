@@ -48,12 +48,10 @@ def describe(path: str | os.PathLike[str], *, all_tensors: bool = False) -> str:
         names = [name for name in m.tensors if name.startswith(kind)]
         lines.append(f"{kind[:-1]}: {len(names)} tensors, {sum(sizes[name] for name in names):,} bytes")
     slots: dict[str, list[str]] = {}
-    for name in m.tensors:
-        if name.startswith("optimizer/") and not all_tensors:
-            slots.setdefault(name.split("/")[1], []).append(name)
     width = max((len(name) for name in m.tensors if all_tensors or name.startswith("model/")), default=0)
     for name, entry in m.tensors.items():
         if name.startswith("optimizer/") and not all_tensors:
+            slots.setdefault(name.split("/")[1], []).append(name)
             continue
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         lines.append(f"  {name:{width}}  {entry.dtype:5} {shape:>16}  chunks: {len(entry.chunks)}")

@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore._torch.distributed import ranks_are_threads
-from mpcore.checkpoint.folders import check_keep, prune
+from mpcore.checkpoint.folders import check_keep, prune, running
 from mpcore.checkpoint.format import (
     JSON_LIMIT,
     Chunk,
@@ -40,7 +39,6 @@ from mpcore.checkpoint.pieces import (
     held_by_optimizer,
     masters_of,
     parameter_groups,
-    weight_names,
 )
 from mpcore.checkpoint.remote import as_path, store_of
 from mpcore.checkpoint.schema import convert
@@ -141,6 +139,11 @@ class Saving:
         """
         return self.done and self._error is not None
 
+    def join(self) -> None:
+        """Wait until the save has ended, except in its own thread. Its error stays for `wait`."""
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join()
+
     def wait(self) -> Path:
         """Wait until the save has ended, and return the path of the checkpoint.
 
@@ -148,8 +151,7 @@ class Saving:
             ValueError: on every rank, if the save failed on any rank. A second call doesn't raise again, so that the
                 next save may be tried.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise ValueError(f"the save of {self.path} failed: {error}") from error
@@ -195,10 +197,6 @@ def save(
         ValueError: on every rank, if a rank can't write (full disk, read-only directory), if replicas differ, or if a
             value can't be saved, a tensor holds NaN, or a weight infinity, or if the last save in the background failed
             and `wait` has not said so. The checkpoint that was at `path` is unchanged, and no partial one is left.
-
-    Note:
-        - Replicas differ if a layer doesn't declare that it is sharded, or if they drifted apart, for example after
-          torch's `clip_grad_norm_`.
     """
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
     check_same("arguments of save", {"keep": keep, "keep_every": keep_every}, mesh.world)
@@ -263,21 +261,15 @@ def save_async(
         return saving
     saving._thread = threading.Thread(target=work, name=f"save {saving.path.name}")
     saving._thread.start()
-    _running()[:] = [saving]
+    running()[:] = [saving]
     return saving
-
-
-@cache
-def _running() -> list[Saving]:
-    """Return the list of the last background save of this process."""
-    return []
 
 
 def _snapshot(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, request: _Request, after: Saving | None, copy: bool
 ) -> _Snapshot:
     """Collect everything that this rank saves, once earlier saves are done. If `copy` is True, copy the tensors."""
-    for earlier in (after, *(() if ranks_are_threads() else _running())):
+    for earlier in (after, *(() if ranks_are_threads() else running())):
         if earlier is not None:
             earlier.wait()
     reshard(model)
@@ -285,9 +277,7 @@ def _snapshot(
     if optimizer is not None:
         held += held_by_optimizer(model, optimizer, request.mesh)
         groups = parameter_groups(model, optimizer)
-    weights = weight_names(model)
-    values = ((item.name, item.tensor, item.name in weights) for item in held)
-    check_finite(values, f"{request.path} isn't written")  # so that it never replaces a good one
+    check_finite(((x.name, x.tensor, x.is_weight) for x in held), f"{request.path} isn't written")  # the old one stays
     manifest = request.manifest(groups)
     tensors = {item.name: (item.shape, dtype_name(item.tensor.dtype)) for item in held}
     pieces = [(item, box, box.of(item.tensor)) for item in held for box in item.boxes]

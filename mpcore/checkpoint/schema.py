@@ -49,7 +49,7 @@ def load_json(data: bytes, where: str, objects: int = 2**20) -> Any:
         raise ValueError(f"{where} is damaged: {error}") from None
 
 
-def read_lines(path: Path, steps: bool = True) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the entries of a file of metrics: one JSON object a line.
 
     A last line that isn't complete is left out: the machine stopped while it was written.
@@ -61,8 +61,7 @@ def read_lines(path: Path, steps: bool = True) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 entry = convert(dict[str, Any], load_json(line, where), where)
-                if steps:
-                    convert(Size, entry.get("step"), f"{where}: step")
+                convert(Size, entry.get("step"), f"{where}: step")
             except ValueError:
                 if line.endswith(b"\n"):
                     raise

@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Generic, TypeVar
 
@@ -179,18 +179,22 @@ class Store(Generic[P]):
 
     def write_blocks(self, path: P, size: int, blocks: Sequence[Block], threads: int) -> None:
         """Write a new file of `size` bytes, block by block in several threads, and sync it to the disk."""
-        with named_errors(path), open(path, "xb") as file:  # follows no link
-            if sys.platform == "linux" and size:  # a third less CPU time in the kernel, and a full disk raises at once
-                os.posix_fallocate(file.fileno(), 0, size)
 
-            def write(block: Block) -> None:
-                offset, view = block[0], memoryview(block[1]())
-                while view.nbytes:  # one call writes 2 GiB at the most
-                    done = os.pwrite(file.fileno(), view, offset)
-                    view, offset = view[done:], offset + done
+        def write(block: Block) -> None:
+            offset, view = block[0], memoryview(block[1]())
+            while view.nbytes:  # one call writes 2 GiB at the most
+                done = os.pwrite(file.fileno(), view, offset)
+                view, offset = view[done:], offset + done
 
-            in_threads(write, blocks, threads)
-            os.fsync(file.fileno())
+        try:
+            with open(path, "xb") as file:  # follows no link
+                if sys.platform == "linux" and size:  # a third less CPU time in the kernel, and a full disk raises now
+                    os.posix_fallocate(file.fileno(), 0, size)
+                in_threads(write, blocks, threads)
+                os.fsync(file.fileno())
+        except OSError as error:  # such as for a full disk
+            error.filename = error.filename or str(path)
+            raise
 
     def open(self, path: P) -> MappedFile:
         return MappedFile(path)
@@ -237,16 +241,6 @@ class MappedFile:
 def stamp(found: os.stat_result) -> tuple[int, ...]:
     """Return numbers of a file that change when the file does."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError that is raised in the block, such as for a full disk."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def in_threads(work: Callable[[K], R], items: Iterable[K], threads: int = THREADS) -> list[R]:

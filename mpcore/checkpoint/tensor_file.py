@@ -18,16 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpcore.checkpoint.format import (
-    DIMENSIONS,
-    DTYPES,
-    Chunk,
-    Entry,
-    FileRecord,
-    Manifest,
-    dtype_name,
-    sizes,
-)
+from mpcore.checkpoint.format import DIMENSIONS, DTYPES, Chunk, Entry, FileRecord, Manifest, dtype_name, sizes
 from mpcore.checkpoint.remote import store_of
 from mpcore.checkpoint.schema import convert, load_json
 from mpcore.checkpoint.store import THREADS, MappedFile, in_threads, stamp

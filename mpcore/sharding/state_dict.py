@@ -96,28 +96,33 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             doesn't have are ignored.
 
     Raises:
-        ValueError: before any value is copied, if a tensor is missing, has another shape, is offloaded, or is still
-            gathered by a stage that was sharded separately. The message names the tensor.
+        ValueError: before any value is copied, if a tensor is missing, has another shape, is offloaded, is still
+            gathered by a stage that was sharded separately, or is tied and has two values. The message names it.
 
     Example:
         >>> model = mpcore.ColumnParallelLinear(4, 8)
         >>> mpcore.load_full_state_dict(model, torch.nn.Linear(4, 8).state_dict())
     """
     reshard(model)  # a value copied into a gathered parameter would be lost at the next step
-    held, buffers = list(declarations(model)), {}
-    for name, _, _, buffer in persistent_buffers(model):
-        buffers.setdefault(id(buffer), (name, buffer))
+    held, every = list(declarations(model)), {names[0]: names for names in all_names(model)}
+    buffers = {name: buffer for name, _, _, buffer in persistent_buffers(model) if name in every}  # tied ones once
     for name, parameter, sharding in held:
         check_present(name, parameter)
         over = sharding.data
         pending = [axis.key for axis in sharding.partial]
         if over is not None and over.size > 1 and not is_dtensor(parameter) and over.key not in pending:
             raise ValueError(f"{name} is a gathered copy of {over.size} ranks' shards: reshard the stages first")
-    given = {name: state[one] for name, *others in all_names(model) for one in (*others, name) if one in state}
+    given: dict[str, Tensor] = {}
+    for first, names in every.items():
+        if there := [state[name] for name in names if name in state]:
+            given[first] = there[0]
+        if not all(torch.equal(other, there[0]) for other in there[1:]):
+            both = " and ".join(names)
+            raise ValueError(f"{both} differ in the state dict, and are one tensor in the model: untie it, or pass one")
     shapes = {name: sharding.shape for name, _, sharding in held}
-    for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.values()}).items():
+    for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}).items():
         if name not in given:
-            known = {each for names in all_names(model) for each in names}
+            known = {*itertools.chain(*every.values())}
             others = ", ".join(itertools.islice((each for each in state if each not in known), 3))
             others = f"; it has names that the model hasn't: {others}" if others else ""
             raise ValueError(f"the state dict of {len(state)} tensors has no {name!r}{others}")
@@ -125,7 +130,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model needs {shape}")
     for name, parameter, sharding in held:
         copy_part(parameter, sharding, given[name])
-    for name, buffer in buffers.values():
+    for name, buffer in buffers.items():
         buffer.copy_(given[name])
 
 

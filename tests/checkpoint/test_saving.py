@@ -171,6 +171,9 @@ def test_a_save_waits_for_the_one_in_the_background_and_raises_its_error(tmp_pat
         first = saving.save_async(tmp_path / "c", model(), mesh=mp.Mesh(), step=3)
         getattr(saving, how)(tmp_path / "c", model(), mesh=mp.Mesh(), step=4)
         assert first.done
+        later = saving.save_async(f"memory://{how}/c", model(), mesh=mp.Mesh(), step=5)
+        prune(f"memory://{how}", 1)
+        assert [later.wait()] == checkpoints(f"memory://{how}")
     assert [saved(tmp_path, 5), tmp_path / "c"] == checkpoints(tmp_path)
     assert read_manifest(tmp_path / "c").step == 4
 

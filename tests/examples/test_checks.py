@@ -15,15 +15,7 @@ from examples.gpt.arguments import parse
 from examples.gpt.checkpoints import differing
 from examples.gpt.config import GPTConfig
 from examples.gpt.policies import merge_options, recompute_kind
-from examples.gpt.setup import (
-    about,
-    check,
-    mesh_arguments,
-    model_config,
-    plan_stages,
-    profiled_steps,
-    stage_blocks,
-)
+from examples.gpt.setup import about, check, mesh_arguments, model_config, plan_stages, profiled_steps, stage_blocks
 from mpcore import Mesh, build_mesh
 from mpcore.experimental import LocalUpdates
 from mpcore.tools.analysis.dry_run import pretend

@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from mpcore.interop.parallelize import checks
-from mpcore.interop.parallelize.plan import (
-    Colwise,
-    Experts,
-    Hidden,
-    resolve,
-)
+from mpcore.interop.parallelize.plan import Colwise, Experts, Hidden, resolve
 from mpcore.mesh.axis import Axis
 
 TP = Axis(2, 0, name="tp")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mpcore.checkpoint.folders import read_complete, resolve
 from mpcore.checkpoint.format import DTYPES, Chunk, Entry, Manifest, dtype_name, write_manifest
 from mpcore.checkpoint.loading import check_weights, copy_box, fill
-from mpcore.checkpoint.pieces import held_by_model, weight_names
+from mpcore.checkpoint.pieces import held_by_model
 from mpcore.checkpoint.saving import write_beside
 from mpcore.checkpoint.tensor_file import Files, host_memory
 from mpcore.interop.hugging_face.architectures import LENGTH
@@ -63,7 +63,7 @@ def load_hf(folder: str | os.PathLike[str], model: nn.Module, mesh: Mesh = Mesh(
                 found = "nothing" if entry is None else f"shape {entry.shape}"
                 raise ValueError(f"{held.name}: expected shape {held.shape}, found {found} in {folder}")
             items.append((held, entry))
-        check_weights(items, source.tensor, weight_names(model), str(folder))
+        check_weights(items, source.tensor, str(folder))
         return source, items
 
     source, items = together(mesh.world, plan)
