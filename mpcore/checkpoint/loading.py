@@ -79,15 +79,16 @@ def load(
         strict: if False, a parameter that the checkpoint lacks keeps its value, and a tensor that the model lacks is
             skipped. A wrong shape or dtype or damage raises in any case.
         check_bytes: if False, the checksums of the tensors are not checked. Those of headers and manifest always are.
-        cast: if True, the checkpoint may hold the model's tensors in another dtype; the values are cast to the model's.
+        cast: if True, the checkpoint may hold the model's tensors in another dtype; the values are cast to the model's,
+            but not from floats to integers or from complex to real numbers.
 
     Returns:
         The manifest, with step, sample, seed, config and extra among others, and the names that were not loaded.
 
     Raises:
         ValueError: on every rank and before any value changes, if a tensor is missing, unexpected, damaged, or has
-            another shape or dtype, a tensor holds NaN, or a weight infinity. The message names each such tensor. On
-            every rank and after the values changed, if a file was written to while it was read.
+            another shape or dtype, a tensor holds NaN, or a weight infinity, or would after the cast. The message names
+            each such tensor. On every rank and after the values changed, if a file was written to while it was read.
     """
     reshard(model)
     mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
@@ -144,7 +145,7 @@ def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
     dtype = dtype_name(item.tensor.dtype)
     if entry.shape != item.shape:
         plan.problems.append(f"{item.name}: expected shape {item.shape}, found {entry.shape} in {where}")
-    elif entry.dtype != dtype and not cast:
+    elif entry.dtype != dtype and not (cast and torch.can_cast(DTYPES[entry.dtype], item.tensor.dtype)):
         plan.problems.append(f"{item.name}: expected dtype {dtype}, found {entry.dtype} in {where}")
     else:
         try:
@@ -303,7 +304,7 @@ def check_weights(
     def one(item: tuple[LocalTensor, Entry]) -> None:
         held, entry = item
         parts = (part for box in held.boxes for _, part in _parts(box.shape, box.start, entry, tensor))
-        check_finite([(held.name, part, held.is_weight) for part in parts], where)
+        check_finite([(held.name, part.to(held.tensor.dtype), held.is_weight) for part in parts], where)
 
     in_threads(one, items)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mpcore.kernels.adamw import followed
 from mpcore.mesh.axis import Axis, Mesh
-from mpcore.sharding.declarations import declarations, persistent_buffers, sharding_of
+from mpcore.sharding.declarations import declarations, named_modules, persistent_buffers, sharding_of
 from mpcore.sharding.declare import Sharding
 from mpcore.sharding.local import data_runs, is_dtensor, is_first_replica, lies_as, local_tensor
 from mpcore.sharding.state_dict import check_present
@@ -67,8 +67,17 @@ def held_by_model(model: nn.Module, mesh: Mesh, masters: Mapping[Any, Tensor] | 
 
     Args:
         masters: the master weights, by parameter. None: none.
+
+    Raises:
+        ValueError: if a module has an extra state, which is no tensor.
     """
     masters = masters or {}
+    extra = [name for name, m in named_modules(model) if type(m).get_extra_state is not nn.Module.get_extra_state]
+    if extra:
+        raise ValueError(
+            f"{len(extra)} modules have an extra state, such as {extra[0] or type(model).__name__}, that is lost: "
+            f"keep the state in a buffer, or save what get_extra_state() returns yourself"
+        )
     return [
         _held(f"model/{name}", masters.get(tensor, tensor), sharding, mesh, placed=tensor)
         for name, tensor, sharding in _tensors(model)
@@ -82,7 +91,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor, bool]], where: str) -> Non
     Args:
         tensors: name, tensor, and whether it is a weight. A tensor of integers is not read, nor one on "meta".
     """
-    named = [each for each in tensors if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta]
+    parts = ((n, torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, w) for n, x, w in tensors)
+    named = [each for each in parts if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta]
     ranges = [torch.stack(torch.aminmax(x if x.itemsize > 1 else x.float())).double() for _, x, _ in named]
     if not ranges:
         return
@@ -149,8 +159,9 @@ def parameter_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     The class is the one of torch or mpcore that the optimizer's class extends, if it extends one. A group of matrices
     that Muon updates also has `"blocks": {name: sizes}` for those that it splits.
     """
-    classes = (c for c in type(optimizer).__mro__ if c.__module__.startswith(("torch.optim.", "mpcore.optim.")))
-    kind = next((c for c in classes if c is not torch.optim.Optimizer), type(optimizer)).__name__
+    inner = vars(optimizer).get("optimizer", optimizer)  # a wrapper counts as what it wraps
+    classes = (c for c in type(inner).__mro__ if c.__module__.startswith(("torch.optim.", "mpcore.optim.")))
+    kind = next((c for c in classes if c is not torch.optim.Optimizer), type(inner)).__name__
     named = {id(tensor): (name, sharding) for name, tensor, sharding in _tensors(model)}
     groups, blocks_of = [], getattr(optimizer, "blocks_of", None)
     for group in optimizer.param_groups:

@@ -21,7 +21,7 @@ from mpcore.checkpoint.pieces import Box, LocalTensor, held_by_model, held_by_op
 from mpcore.mesh.agreement import merged, together
 from mpcore.mesh.axis import Mesh, check_mesh
 from mpcore.optim import AdamW
-from mpcore.sharding.declarations import declarations, named_modules
+from mpcore.sharding.declarations import declarations
 from mpcore.sharding.declare import check_lies_on
 from mpcore.sharding.local import local_tensor, reshard
 from mpcore.sharding.state_dict import all_names
@@ -153,12 +153,6 @@ def dcp_state_dict(
     def mine() -> tuple[dict[str, LocalTensor], dict[str, dict[str, LocalTensor]], dict[str, Tensor]]:
         for name, parameter, sharding in declarations(model):
             check_lies_on(name, parameter, sharding, mesh)
-        extra = (name for name, m in named_modules(model) if type(m).get_extra_state is not nn.Module.get_extra_state)
-        if found := [*extra]:
-            raise ValueError(
-                f"{len(found)} modules have an extra state, such as {found[0] or type(model).__name__}, which dcp.load "
-                f"can't set: keep the state in a buffer, or use save and load of torch for get_extra_state()"
-            )
         held = {item.name.removeprefix("model/"): item for item in held_by_model(model, mesh)}
         slots: dict[str, dict[str, LocalTensor]] = {}
         for item in [] if optimizer is None else _slots(model, mesh, optimizer):

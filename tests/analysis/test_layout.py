@@ -16,13 +16,7 @@ from mpcore.parallel.data import shard_data_parallel
 from mpcore.pipeline.schedules import Schedule, build_schedule
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.layout import PEAKS, ROUNDS, Counter, TooLargeError
-from mpcore.tools.analysis.work import (
-    Choice,
-    DryRunCounts,
-    LayoutSpec,
-    Model,
-    Work,
-)
+from mpcore.tools.analysis.work import Choice, DryRunCounts, LayoutSpec, Model, Work
 from tests.analysis.test_dry_run import B, D, Stage
 
 

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.memory import parts_of, unit_of
-from mpcore.tools.analysis.work import (
-    DryRunCounts,
-    MicroBatchMemory,
-    StepMemory,
-    make_work,
-    most_bytes,
-)
+from mpcore.tools.analysis.work import DryRunCounts, MicroBatchMemory, StepMemory, make_work, most_bytes
 
 
 @pytest.mark.parametrize(("gradients", "unsummed", "work", "most"), [

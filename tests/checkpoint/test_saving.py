@@ -143,6 +143,8 @@ def test_pitfall_60_a_moment_that_is_nan_is_neither_written_nor_read(tmp_path):
     optimizer.state[net.weight]["exp_avg"][0, 1] = torch.nan
     with pytest.raises(ValueError, match=r"b isn't written: .*weight.* holds NaN"):
         saving.save(tmp_path / "b", net, optimizer, mesh=on, step=1)
+    with pytest.raises(ValueError, match=r"c isn't written: model/a .* holds NaN"):
+        saving.save(tmp_path / "c", nn.ParameterDict({"a": torch.tensor([complex(0, torch.nan)])}), mesh=on, step=1)
     with mock.patch.object(saving, "check_finite"):
         saving.save(tmp_path / "b", net, optimizer, mesh=on, step=1)
     with pytest.raises(ValueError, match=r"weight.* holds NaN"):
@@ -351,6 +353,10 @@ def test_strictness_casts_and_checked_bytes_are_what_a_load_is_told(tmp_path):
             load(path, other, mesh=mp.Mesh())
     load(path, wide, mesh=mp.Mesh(), cast=True)
     assert wide["a"].tolist() == [1.5] * 4
+    large = nn.ParameterDict({"a": torch.full((4,), 1e300, dtype=torch.float64)})
+    for made, told in ((large, "infinity"), (vectors(torch.complex64, a=4), "expected dtype F32, found C64")):
+        with pytest.raises(ValueError, match=told):
+            load(saving.save(tmp_path / "x", made, mesh=mp.Mesh(), step=1), vectors(a=4), mesh=mp.Mesh(), cast=True)
     data = (path / FILE).read_bytes()
     (path / FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ValueError, match="a is damaged: its checksum is"):
