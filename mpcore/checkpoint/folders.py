@@ -121,7 +121,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
     A save that this process writes in the background ends first.
 
     Args:
-        root: the directory; other files stay.
+        root: the directory; other files and links stay.
         keep: the number of checkpoints to keep, at least 1.
         keep_every: also keep every checkpoint whose step is a multiple of this number. None: no others.
         spare: the checkpoint just written, which stays. Later ones stay too and don't count; a warning names them.
@@ -145,7 +145,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
         saving.join()
     root, spare = as_path(root), spare and resolve(spare)
     store = store_of(root)
-    found = checkpoints(root)
+    found = [folder for folder in checkpoints(root) if not folder.is_symlink()]  # a link is no checkpoint more
     later = found[: found.index(spare)] if spare in found else []
     if later:
         names = ", ".join(folder.name for folder in later)

@@ -213,12 +213,13 @@ def test_the_newest_checkpoints_and_every_nth_stay(tmp_path, caplog):
         saved(tmp_path, step)
     (tmp_path / "other").mkdir()
     (tmp_path / ".s9.mpcore-tmp").mkdir()
+    (tmp_path / "best").symlink_to(tmp_path / "s6")
     prune(tmp_path, 2, 3, spare=tmp_path / "s5")  # of a run that went back
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s3", "s4", "s5", "s6"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "other", "s3", "s4", "s5", "s6"]
     assert "s5 is earlier than s6. `latest` returns " in caplog.text
     os.truncate(tmp_path / "s6" / FILE, 3)
     prune(tmp_path, 1)  # a damaged one doesn't count as the last
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "s5", "s6"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "other", "s5", "s6"]
     for keep in (0, -1):
         with pytest.raises(ValueError, match=f"keep {keep} is smaller than 1"):
             prune(tmp_path, keep)
