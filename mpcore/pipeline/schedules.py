@@ -249,7 +249,7 @@ def find_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int
         ranks, micro_batches, virtual_stages: see `build_schedule`. A file must have these numbers.
 
     Raises:
-        ValueError: if there is no such schedule for these numbers.
+        ValueError: if there is no such schedule for these numbers, or stages 0, 1, .. of a file lie on other ranks.
     """
     if not str(name).endswith(".csv"):
         return build_schedule(name, ranks, micro_batches, virtual_stages)
@@ -260,4 +260,7 @@ def find_schedule(name: str, ranks: int, micro_batches: int, virtual_stages: int
     for what, number in wanted.items():
         if has[what] != number:
             raise ValueError(f"the schedule {name} is for {has[what]} {what}, the run has {number}")
+    for stage in range(ranks):
+        if (rank := schedule.rank_of.get(stage, stage)) != stage:
+            raise ValueError(f"the schedule {name} has stage {stage} on rank {rank}: let row {stage} begin with it")
     return schedule

@@ -199,6 +199,8 @@ def check_refused(path: str) -> None:
         Pipeline(module, on, 1, loss, path + "/deadlock.csv")
     with pytest.raises(ValueError, match=r"^1B0 is missing$"):
         Pipeline(module, on, 1, loss, path + "/missing.csv")
+    with pytest.raises(ValueError, match=r"reversed.csv has stage 0 on rank 1: let row 0 begin with it"):
+        Pipeline(module, on, 1, loss, path + "/reversed.csv")
     x = torch.ones(4, 2)  # micro-batches may pass in any order
     total = Pipeline(module, on, 2, loss, path + "/unordered.csv").forward_backward(x, x)
     close(total, Pipeline(module, on, 2, loss, "gpipe").forward_backward(x, x), "loss")
@@ -234,6 +236,7 @@ def test_what_cant_run_is_refused_on_every_rank(ranks, tmp_path):
     write_csv(build_schedule("gpipe", 2, 2), tmp_path / "good.csv")
     (tmp_path / "deadlock.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (tmp_path / "missing.csv").write_text("0F0,0B0\n1F0\n")
+    (tmp_path / "reversed.csv").write_text("1F0,1B0\n0F0,0B0\n")
     (tmp_path / "unordered.csv").write_text("0F0,0F1,0B1,0B0\n1F1,1F0,1B0,1B1\n")
     ranks(2, check_refused, str(tmp_path))
 
