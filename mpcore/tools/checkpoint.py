@@ -20,12 +20,13 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(lines) or "no difference")
         return 1 if lines else 0
     if args.command == "convert":
-        if (Path(args.source) / METADATA).is_file():
+        is_dcp = (Path(args.source) / METADATA).is_file()
+        if args.config and not is_dcp:
+            raise ValueError(f"--config {args.config} is of a folder with {METADATA}, and {args.source} has none")
+        if is_dcp:
             config = {"model": read_json(Path(args.config))["model"]} if args.config else None
             left = import_dcp(args.source, args.target, config=config)
-            print(
-                f"left out {len(left)} entries that are no weights: {', '.join(left[:5])}" if left else "left out none"
-            )
+            print("left out", f"{len(left)} entries that are no weights: {', '.join(left[:5])}" if left else "none")
         else:
             export_dcp(args.source, args.target)
         print(f"wrote {args.target}")

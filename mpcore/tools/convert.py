@@ -20,11 +20,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     spec: ModelSpec = find_object(args.spec)
-    if args.from_hf and args.to and not (args.source or args.to_hf):
+    if args.from_hf and args.to and not (args.source or args.to_hf or args.tokenizer):
         if resolve(args.to).exists() and not args.force:
             raise ValueError(f"{args.to} exists: --force replaces it")
         print(f"wrote {import_hf(args.from_hf, args.to, spec=spec, dtype=dtype)}")
-    elif args.source and args.to_hf and not (args.from_hf or args.to):
+    elif args.source and args.to_hf and not (args.from_hf or args.to or args.force):
         print(f"wrote {export_hf(args.source, args.to_hf, spec=spec, dtype=dtype, tokenizer=args.tokenizer)}")
     else:
-        parser.error("give --from-hf and --to, or --from and --to-hf")
+        parser.error("give --from-hf and --to, with or without --force, or --from and --to-hf, and perhaps --tokenizer")

@@ -74,7 +74,7 @@ def table(estimates: Sequence[Estimate], machine: Machine, top: int = 20) -> str
         compute = sum(e.seconds.parts()[name] for name in COMPUTE) / e.step
         cells = "".join(f"{e.sizes.get(a, ''):>{wide[a]}}" for a in axes)
         later = "{:.0%} +- {:.0%}".format(*e.slower(fits[0])) if i > 1 else ""
-        hidden = sum(e.seconds.hidden.values()) / e.step
+        hidden = min(sum(e.seconds.hidden.values()) / e.step, 1.0)  # axes may send at the same time
         numbers = f"{e.memory / UNITS[unit]:>7.1f} {e.step * clock:>9.3f} {e.spread:>4.0%} {later:>11} {compute:>8.1%}"
         lines.append(f"{i:>3}{cells} {numbers} {hidden:>6.0%}  {why(e.seconds):<44} {' '.join(e.arguments)}".rstrip())
     if fits:

@@ -105,7 +105,7 @@ num-experts | | experts:count | = |
 moe-router-topk | 2 | moe.top_k:moe | ~ | with top-k 1 the score is not normalized, as with --moe-router-pre-softmax
 moe-ffn-hidden-size | | moe.d_ff:moe | = |
 moe-router-load-balancing-type | aux_loss | moe.aux_loss:balance | ~ | the scope of the loss and its scale differ: docs/moe.md
-moe-aux-loss-coeff | 0.0 | moe.aux_coefficient:moe_float | ~ | the scale follows the scope of the loss
+moe-aux-loss-coeff | 0.0 | moe.aux_coefficient:coefficient | ~ | the scale follows the scope of the loss
 moe-z-loss-coeff | | moe.z_loss:moe_float | ~ | the mean over tokens of the step
 moe-router-pre-softmax | | | ~ | with top-k 1 nothing to do; else the scores of the chosen experts sum to 1 here
 moe-router-bias-update-rate moe-router-enable-expert-bias moe-router-score-function moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor moe-layer-freq moe-shared-expert-intermediate-size | | | - | set [moe] by hand: bias_rate, score, groups, top_groups, routed_scale, every, dense, shared_experts
@@ -290,9 +290,9 @@ optimizer.params.weight_decay | 0.0 | weight_decay:with_optimizer | ~ | which pa
 optimizer.params.torch_adam optimizer.params.bias_correction | | | ~ | torch's AdamW begins with weight_decay 0.01; the bias is always corrected here
 scheduler.type | auto | lr_schedule:decay | ~ | WarmupDecayLR falls to 0, WarmupCosineLR to cos_min_ratio
 scheduler.type | | min_lr:cos_min | ~ | of the schedule
-scheduler.params.warmup_max_lr | | lr:float | ~ | the schedule's rate counts, whatever the optimizer's is
+scheduler.params.warmup_max_lr | 0.001 | lr:decay_lr | ~ | the schedule's rate counts, whatever the optimizer's is
 scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio scheduler.params.cos_min_ratio scheduler.params.warmup_type | | | ~ | the warm-up is linear here, from lr / warmup; cos_min_ratio x lr is min_lr
-scheduler.params.warmup_num_steps | | warmup:warmup | ~ | DeepSpeed's warm-up is logarithmic by default
+scheduler.params.warmup_num_steps | 1000 | warmup:with_scheduler | ~ | DeepSpeed's warm-up is logarithmic by default
 scheduler.params.total_num_steps | | steps | ~ | the steps of the schedule
 zero_optimization.stage | 0 | zero:count | ~ | stage 0 with bf16 uses BF16_Optimizer, which shards the optimizer state: take zero = 1
 zero_optimization.offload_optimizer.device | | offload:cpu | ~ | the same numbers

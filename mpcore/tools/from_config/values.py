@@ -89,12 +89,6 @@ def _fsdp(value: Any, values: Values, run: Values) -> int:
     return _choice(never=2, always=3)(by_default if policy == "default" else policy)
 
 
-def _strategy(value: Any, values: Values, run: Values) -> int | None:
-    if not values.get("use-megatron-fsdp"):
-        return None
-    return _choice(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3)(value)
-
-
 def _held_out(value: Any, *_: Values) -> float:
     parts = [float(each) for each in str(value).split(",")]
     return round(1 - parts[0] / sum(parts), 6)
@@ -119,7 +113,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "stages": lambda v, *_: max(_whole(0)(v), 1),
     "float": _float,
     "lowest": lambda v, _, run: run.get("lr") if v == "lr" else _float(v),
-    "strategy": _strategy,
+    "strategy": _where("use-megatron-fsdp", _choice(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3)),
     "fsdp": _fsdp,
     "replicas": lambda v, values, _: (
         None if values.get("parallelism.data_parallel_shard_degree") == 1 else _whole(1)(v)
@@ -166,12 +160,18 @@ CONVERSIONS: dict[str, Conversion] = {
     "pair": _pair,
     "pair_with_optimizer": _where("optimizer.type", _pair),
     "with_optimizer": _where("optimizer.type"),
+    "with_scheduler": _where("scheduler.type", _whole(0)),
+    "decay_lr": lambda v, values, _: (  # the default counts for one schedule alone
+        _float(v) if "scheduler.params.warmup_max_lr" in values or values.get("scheduler.type") == "WarmupDecayLR"
+        else None
+    ),
     "with_fp16": _where("fp16"),
     "with_mtp": _where("mtp-num-layers"),
     "power": _where("fp16.enabled", lambda v: 2.0 ** _whole(0)(v)),
     "after_warmup": lambda v, _, run: _whole(1)(v) + run.get("warmup", 0),
     "ramp": _ramp,
     "words": lambda v, *_: " ".join(map(str, v) if isinstance(v, list) else [str(v)]).split() or None,
+    "coefficient": lambda v, _, run: None if run.get("moe.aux_loss", "none") == "none" else _float(v),
     "moe": _where("num-experts", _whole(1)),
     "moe_float": _where("num-experts"),
     "balance": _where("num-experts", _choice(

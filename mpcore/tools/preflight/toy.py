@@ -124,7 +124,7 @@ def _toy(args: argparse.Namespace, config: Any, full: dict[str, int], small: dic
         "warmup": 1, "data": [str(folder / "corpus")], "eval_data": [], "tokenizer": "byte", "end_of_document": None,
         "eval_every": 1, "eval_samples": 3 * workers, "preset": None, "init_from": None,
         "resume": "none", "out": str(folder / "out"), "save_every": 0, "keep": None, "exit_step": None,
-        "timeout": 60.0, "check_replicas": 1, "check_speed": 0,
+        "timeout": 60.0, "check_replicas": 1, "check_speed": 0, "bitwise": args.bitwise and workers * dp * micro,
     }  # fmt: skip
     data = small["cp"] * dp
     if args.replicate > 1:

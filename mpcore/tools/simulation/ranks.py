@@ -113,9 +113,7 @@ class _Job:
         self.meshes: list[Mesh | None] = [None] * size
         self.threads: list[threading.Thread] = []
         self.groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in range(size)]
-        self.calls: list[deque[list[Any]]] = [
-            deque(maxlen=_KEPT) for _ in range(size)
-        ]  # [Call, whether it came back, modules]
+        self.calls: list[deque[list[Any]]] = [deque(maxlen=_KEPT) for _ in range(size)]  # [Call, came back, modules]
         self.waits_in: list[object] = [None] * size  # the entry of `calls`, or the text, that a rank waits in
         self.results: list[Any] = [None] * size
 

@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     build, batch, loss = find(args.model) if args.hf is None else _hugging_face(args.hf, args.set)
     if loss is None:
         print(f"no loss(output, target) beside {args.model}: half the sum of squares of full outputs is compared")
-    layouts = [name for name in args.layouts.split(",") if name]
+    if not (layouts := [name for name in args.layouts.split(",") if name]):
+        raise ValueError(f"--layouts {args.layouts!r} names no layout: write some, such as tp2,dp2")
     verdicts = verify(
         build, batch, layouts,
         loss=loss, dtype=_DTYPES[args.dtype], seed=args.seed, timeout=args.timeout, report=_tell,
