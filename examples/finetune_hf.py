@@ -69,6 +69,8 @@ def finetune(args: argparse.Namespace) -> list[float]:
     """Train, save, and return the loss before each step: the same on every mesh."""
     adapts = bool(args.lora or args.adapter)
     args.out = args.out or Path("runs/lora" if adapts else "runs/finetune")
+    if args.lora and args.adapter:
+        raise ValueError(f"--lora {args.lora} and --adapter {args.adapter}, whose rank is its own: give one")
     if (args.out / "model").exists():
         raise ValueError(f"{args.out / 'model'} is there: give another --out")
     run: Any = start(args)

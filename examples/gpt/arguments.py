@@ -64,7 +64,7 @@ FLAGS: dict[str, dict[str, tuple[Any, str]]] = {  # by group: a default or, with
     "training": {
         "steps": (200, "of the whole run"),
         "global_batch": (16, "samples a step, over all ranks of all workers"),
-        "micro_batch": (2, "samples a forward, on one rank"),
+        "micro_batch": (int, "samples a forward, on one rank (default 2, or what bitwise says)"),
         "lr": (3e-3, "highest learning rate"),
         "warmup": (int, "steps of linear warm-up (default 20)"),
         "lr_decay_steps": (int, "steps until the rate reaches its lowest, where it stays (default: --steps)"),
@@ -215,6 +215,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args([*words, *argv], args) if given.config or given.set else given
     del args.set
     check_ranges(args)
+    args.micro_batch = args.micro_batch or (max(args.global_batch // args.bitwise, 1) if args.bitwise else 2)
     return args
 
 

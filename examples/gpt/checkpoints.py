@@ -46,7 +46,6 @@ class Checkpoints:
         self.about = about(setup, args.optimizer)
         self.first_step = self.first_sample = 0
         self.saving: Saving | None = None
-        self.told: Saving | None = None
 
     def sample(self, step: int) -> int:
         """Return the global index of a step's first sample, over all workers. It is the whole state of the data."""
@@ -223,24 +222,19 @@ class Checkpoints:
         if not self.args.async_save:
             self.run.save(self.path, **state)
             return
-        after = self.saving
-        self._wait()
+        self.wait()
         began = time.perf_counter()
-        saving = self.run.save(self.path, background=True, after=after, **state)
+        saving = self.run.save(self.path, background=True, **state)
         assert isinstance(saving, Saving)
         self.saving = saving
         name, seconds = step_path(self.path, self.run.step).name, time.perf_counter() - began
         self.console.tell(f"saving {name} in the background, copied in {seconds:.2f} s")
 
-    def try_to_save(self) -> None:
-        """Save. If that fails, print a warning and train on: the next save tries again."""
-        self._try(self.save)
-
     def save_last(self) -> None:
         """Save, and wait until it is written. A failed save is an error here, because no other save follows."""
-        self._try(self._wait)
+        self.attempt(self.wait)
         self.save()
-        self._wait()
+        self.wait()
 
     def save_and_leave(self) -> None:
         """Save, unless with `no_save`, because the run ends before its last step."""
@@ -253,16 +247,7 @@ class Checkpoints:
             more = "; the same command joins the run again" if self.is_job else more
             print(f"saved {saved} and stopped{more}", flush=True)
 
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background has failed on this rank."""
-        return self.saving is not None and self.saving.failed
-
-    def tell_failed(self) -> None:
-        """Print why a save in the background failed. Call it on all ranks."""
-        self._try(self._wait)
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait until a save in the background has ended."""
         if self.saving is not None:
             try:
@@ -274,12 +259,13 @@ class Checkpoints:
     def tell_saved(self) -> None:
         """Print the size and speed of a save in the background, once, when it has ended."""
         saving = self.saving
-        if saving is not None and self.console.lead and saving.done and saving.bytes and saving is not self.told:
-            self.told = saving
+        if saving is not None and saving.done and saving.bytes:
+            self.saving = None
             size, rate = saving.bytes / 1e6, saving.bytes / 1e6 / max(saving.seconds, 1e-9)
             self.console.tell(f"saved {saving.path.name}: {size:.1f} MB in {saving.seconds:.2f} s ({rate:.0f} MB/s)")
 
-    def _try(self, work: Callable[[], Any]) -> None:
+    def attempt(self, work: Callable[[], Any]) -> None:
+        """Save, or wait for a save. If it fails, print a warning: the next save tries again. Call it on all ranks."""
         try:
             work()
         except ValueError as error:
@@ -373,6 +359,7 @@ class Stop:
     """Decides whether to stop after a step.
 
     Attributes:
+        asked: set it to save and leave after this step, as on a signal.
         signals: catches signals; None before somebody sets it.
         stopped: whether the ranks have agreed to stop.
     """
@@ -384,10 +371,6 @@ class Stop:
         self.ends = time.monotonic() + 60 * (checkpoints.args.exit_minutes or math.inf)
         self.asked = self.stopped = False
         self.wishes = SharedRequests(run.mesh.world)
-
-    def ask(self) -> None:
-        """Save and leave after this step, as on a signal."""
-        self.asked = True
 
     def is_asked(self) -> bool:
         """Return whether this rank was asked to stop. Other ranks may not know yet."""
@@ -403,10 +386,11 @@ class Stop:
         if self.job is not None and self.job.stopped:  # all ranks know it, and there is no next step
             self.stopped = True
             return True
-        granted = self.wishes.after_step(self.run.step, stop=self.is_asked(), failed=self.checkpoints.failed)
+        failed = (saving := self.checkpoints.saving) is not None and saving.failed
+        granted = self.wishes.after_step(self.run.step, stop=self.is_asked(), failed=failed)
         stop = "stop" in granted
         if "failed" in granted:
-            self.checkpoints.tell_failed()
+            self.checkpoints.attempt(self.checkpoints.wait)
         self.stopped = self._any_worker(stop) if self._before_merge() else stop
         return self.stopped
 

@@ -24,9 +24,12 @@ import secrets
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from mpcore.checkpoint.store import Store
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -289,7 +292,7 @@ class IndexedDatasetWriter:
             for path in leftovers:
                 if os.path.exists(path):
                     os.unlink(path)
-        _sync_folder(os.path.dirname(idx_path) or ".")
+        Store[Path]().sync(Path(idx_path).parent)
 
     def _write_index(self, file: BinaryIO) -> None:
         count = len(self._lengths)
@@ -304,11 +307,3 @@ class IndexedDatasetWriter:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.gpt.arguments import DTYPES, Fields, flag
+from examples.gpt.arguments import DTYPES, flag
 from examples.gpt.config import GPTConfig
 from examples.gpt.model import GPT
 from mpcore import Compile, Mesh, Offload, Precision, Recompute, Run, Zero
@@ -224,19 +224,11 @@ def merge_options(args: argparse.Namespace) -> LocalUpdates:
     """Return how workers merge.
 
     Raises:
-        ValueError: if there are more fragments than steps, or a flag is given and there is only one worker.
+        ValueError: if there are more fragments than steps.
     """
     names = {"local_steps": "every", "outer_lr": "lr", "outer_momentum": "momentum", "fragments": "fragments"}
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     are_jobs = bool(args.listen or args.join)
-    if given and args.workers == 1 and not are_jobs:
-        raise ValueError(f"{', '.join(map(flag, given))} with one worker: --workers says how many merge")
-    usual = {"wait": None, **vars(Fields())}
-    own = ("wait", "staleness", "dynamic_steps", "token", "worker_timeout", "replicas", "update_dtype",
-           "overlap_exchange")  # fmt: skip
-    changed = [name for name in own if getattr(args, name) != usual[name]]
-    if changed and not are_jobs:
-        raise ValueError(f"{', '.join(map(flag, changed))} without --listen or --join")
     options: dict[str, Any] = {"every": 50, "nesterov": args.nesterov}
     if are_jobs:
         names |= {"listen": "listen", "join": "join", "wait": "wait", "steps": "steps", "staleness": "staleness",

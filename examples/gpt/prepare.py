@@ -79,8 +79,7 @@ def prepare(
     if vocab_size is not None and not train:
         raise ValueError(f"vocab_size {vocab_size} goes with tokenizer 'train', but that is {tokenizer!r}")
     outputs = (f"{out}.bin", f"{out}.idx", f"{out}.tokenizer.json")
-    in_use = os.path.realpath(tokenizer)
-    existing = [path for path in outputs if os.path.exists(path) and os.path.realpath(path) != in_use]
+    existing = [p for p in outputs if os.path.exists(p) and os.path.realpath(p) != os.path.realpath(tokenizer)]
     if existing and not force:
         raise ValueError(f"{', '.join(existing)}: exists already; pass --force to replace it")
     sources = _find_sources(paths, left_out={os.path.realpath(path) for path in outputs})

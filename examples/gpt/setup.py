@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from examples.gpt.arguments import flag
-from examples.gpt.config import PRESETS, GPTConfig, LatentConfig, LinearConfig, MoEConfig
+from examples.gpt.arguments import flag, parse
+from examples.gpt.config import LINEAR, PRESETS, GPTConfig, LatentConfig, LinearConfig, MoEConfig
 from examples.gpt.dashboards import check_installed
 from examples.gpt.hf import open_checkpoint, tokenizer_of_checkpoint
 from examples.gpt.model import GPT
-from examples.gpt.policies import Ramp, merge_options, policies, read_ramp
+from examples.gpt.policies import Ramp, policies, read_ramp
 from examples.gpt.prepare import default_corpus
 from examples.gpt.samples import Corpora, Samples, open_eval_sets, parse_sources, read_without
 from examples.gpt.tokenizer import Tokenizer, load_tokenizer
@@ -178,7 +178,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
     """Return the configuration of the preset, or of the checkpoint to begin with, with the changes of flags and fields.
 
     Raises:
-        ValueError: if the checkpoint can't be read, or contradicts the flags.
+        ValueError: if the checkpoint can't be read, or contradicts the flags, or as `refuse_idle`.
     """
     names = ("layers", "d_model", "heads", "kv_heads", "d_ff", "dropout", "seq_len")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None} | args.model
@@ -213,6 +213,7 @@ def model_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
     if vocab_size > config.vocab_size:
         of = begin or "the model: vocab_size"
         raise ValueError(f"the tokenizer has {vocab_size} tokens, more than the {config.vocab_size} of {of}")
+    refuse_idle(args, config)
     return config
 
 
@@ -224,14 +225,10 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
     """
     if args.min_lr is not None and args.min_lr > args.lr:
         raise ValueError(f"min_lr {args.min_lr} is not from 0 to --lr {args.lr}")
-    profiled_steps(args.profile)
     chosen = policies(args, [])
     check_policies(mesh, False, **{name: chosen[name] for name in ("data", "offload", "compile")})
-    merge_options(args)
     if args.embedding_lr_scale != 1 and args.optimizer == "muon":
         raise ValueError(f"embedding_lr_scale {args.embedding_lr_scale} can't go with --optimizer muon: take adamw")
-    if args.no_save and args.save_every:
-        raise ValueError(f"no_save and --save-every {args.save_every}: give one of them")
     if "none" in args.offload and len(set(args.offload)) > 1:
         raise ValueError(f"--offload {' '.join(args.offload)}: none and others")
     if "optimizer" in args.offload and args.optimizer == "muon":
@@ -258,13 +255,11 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
         sizes = " x ".join(f"{axis.name} size {axis.size}" for axis in cuts)
         near = max(config.seq_len // unit, 1) * unit
         raise ValueError(f"--seq-len {config.seq_len} is not a multiple of the {sizes} that cut it: {near} is")
-    if args.bitwise:  # a forward is of one leaf of the batch
-        if args.global_batch % args.bitwise:
-            raise ValueError(
-                f"--global-batch {args.global_batch} is not a multiple of bitwise {args.bitwise}: "
-                f"{-(-args.global_batch // args.bitwise) * args.bitwise} is"
-            )
-        args.micro_batch = args.global_batch // args.bitwise
+    if args.bitwise and args.global_batch != args.bitwise * args.micro_batch:  # a forward is of one leaf of the batch
+        raise ValueError(
+            f"--global-batch {args.global_batch} is not bitwise {args.bitwise} x --micro-batch {args.micro_batch}: "
+            f"{-(-args.global_batch // args.bitwise) * args.bitwise} is a multiple, without --micro-batch"
+        )
     each = mesh.worlds.size * mesh.dp.size * args.micro_batch
     if args.global_batch % each:
         workers, times = ("workers x ", f"{mesh.worlds.size} x ") if mesh.worlds.size > 1 else ("", "")
@@ -273,6 +268,37 @@ def check(args: argparse.Namespace, config: GPTConfig, mesh: Mesh) -> int:
             f"{mesh.dp.size} x {args.micro_batch} = {each}: {-(-args.global_batch // each) * each} is"
         )
     return args.global_batch // each
+
+
+def refuse_idle(args: argparse.Namespace, config: GPTConfig) -> None:
+    """Raise ValueError for a setting that another one leaves without effect, unless it has its default."""
+    kinds, moe = [config.kind(i) for i in range(config.layers)], config.moe or MoEConfig()
+    bases, biases = {kind.rope_base for kind in kinds}, (config.qkv_bias, config.output_bias, config.mlp_bias)
+    rows = [  # whether settings have no effect, their names, and the reason
+        (bases == {None}, "rope_scaling rope_fraction", "no block with RoPE"),
+        (config.rope_base not in bases, "rope_base", f"RoPE of the bases {bases}"),
+        (not config.mtp, "mtp_weight", "mtp 0"),
+        (None not in biases, "bias", f"qkv_bias, output_bias and mlp_bias {biases}"),
+        (all(kind.mixer in LINEAR for kind in kinds), "qkv_bias output_bias", "no block with attention"),
+        (moe.aux_loss is None, "moe.aux_coefficient", "moe.aux_loss none"),
+        (moe.groups == 1, "moe.top_groups", "moe.groups 1"),
+        (args.no_save, "keep async_save save_every", "no_save"),
+        (args.recompute == "none", "recompute_every", "--recompute none"),
+        (args.dtype != "float16", "first_loss_scale", f"--dtype {args.dtype}"),
+        (args.dtype == "float64", "residual_dtype", "--dtype float64"),
+        (args.steps <= profiled_steps(args.profile).start, "profile", f"--steps {args.steps}"),
+        (args.workers == 1 and not (args.listen or args.join), "local_steps outer_lr outer_momentum nesterov fragments",
+         "one worker: --workers says how many merge"),
+        (not (args.listen or args.join), "wait staleness dynamic_steps token worker_timeout replicas update_dtype "
+         "overlap_exchange", "neither --listen nor --join"),
+    ]  # fmt: skip
+    values = {**vars(args), **args.model, **{f"moe.{name}": value for name, value in args.moe.items()}}
+    usual = {f.name: f.default for f in dataclasses.fields(GPTConfig)} | vars(parse([]))
+    usual |= {f"moe.{name}": value for name, value in vars(MoEConfig()).items()}
+    for is_idle, names, reason in rows:
+        for name in names.split() if is_idle else ():
+            if (value := values.get(name, usual[name])) not in (None, usual[name]):
+                raise ValueError(f"{flag(name)} {value} has no effect with {reason}")
 
 
 def profiled_steps(value: str | None) -> range:

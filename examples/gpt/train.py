@@ -207,7 +207,7 @@ class Trainer:
                     self.stop.tell_workers()
                     return self.stop.stopped
                 if checkpoints.is_due(step):
-                    checkpoints.save_last() if self.run.step == args.steps else checkpoints.try_to_save()
+                    checkpoints.save_last() if self.run.step == args.steps else checkpoints.attempt(checkpoints.save)
                 self.beat()
             bar.close()
             if self.run.step >= args.steps:  # otherwise exit_step left nothing to train

@@ -60,7 +60,6 @@ def test_what_goes_together_is_taken(flags, sizes, micro_batches):
         ("--set min_lr=0.004", {}, "min_lr 0.004 is not from 0 to --lr 0.003"),
         ("--recompute some", {}, "--recompute 'some' is none of none, selective, full and budget=SHARE"),
         ("--set profile=4:3", {}, "profile 4:3 is not FIRST:LAST, such as 10:12"),
-        ("--set no_save=true --save-every 2", {}, "no_save and --save-every 2: give one of them"),
         ("--set embedding_lr_scale=2 --optimizer muon", {}, "embedding_lr_scale 2.0 can't go with --optimizer muon"),
         ("--set attention_dropout=0.1", {"cp": 2}, "attention_dropout 0.1 can't go with cp 2: take cp 1"),
         ("--warmup 2 --set warmup_share=0.1", {}, "--warmup 2 and warmup_share 0.1: give one of them"),
@@ -86,8 +85,8 @@ def test_what_goes_together_is_taken(flags, sizes, micro_batches):
         ("--seq-len 11", {"cp": 3, "tp": 2}, "--seq-len 11 is not a multiple of the cp size 3 that cut it: 9 is"),
         ("--seq-len 10 --sequence-parallel", {"cp": 2, "tp": 2},
          "--seq-len 10 is not a multiple of the cp size 2 x tp size 2 that cut it: 8 is"),
-        ("--local-steps 3", {}, "--local-steps with one worker: --workers says how many merge"),
-        ("--set bitwise=4 --global-batch 6", {}, "--global-batch 6 is not a multiple of bitwise 4: 8 is"),
+        ("--set bitwise=4 --global-batch 6", {}, "--global-batch 6 is not bitwise 4 x --micro-batch 1: 8 is a"),
+        ("--set bitwise=4 --global-batch 8 --micro-batch 7", {}, "--global-batch 8 is not bitwise 4 x --micro-batch 7"),
         ("--global-batch 9", {}, "--global-batch 9 is not a multiple of dp x micro-batch = 1 x 2 = 2: 10 is"),
         ("--global-batch 9 --micro-batch 3", {"dp": 2}, "is not a multiple of dp x micro-batch = 2 x 3 = 6: 12 is"),
         ("--global-batch 6 --workers 2", {"dp": 2, "worlds": 2},
@@ -99,9 +98,21 @@ def test_what_does_not_go_together_is_refused_with_both_numbers(flags, sizes, me
         checked(flags, **sizes)
 
 
+@pytest.mark.parametrize("flags", [
+    "--set mtp_weight=0.5", "--set rope_base=5e5 positions=learned", "--set rope_fraction=0.5 layers_spec=full+no-rope",
+    "--set bias=true qkv_bias=true output_bias=false mlp_bias=false", "--set output_bias=true layers_spec=mamba",
+    "--set moe.aux_coefficient=0.5 moe.aux_loss=none --experts 4", "--wait all",
+    "--set moe.top_groups=1 --experts 4", "--set keep=2 no_save=true",
+    "--save-every 2 --set no_save=true", "--set recompute_every=2", "--set first_loss_scale=4", "--local-steps 3",
+    "--set residual_dtype=float32 --dtype float64", "--set profile=9:10 --steps 9", "--set nesterov=false",
+])  # fmt: skip
+def test_a_setting_without_effect_is_refused_by_name(flags):
+    name = re.split("[ =]", flags.removeprefix("--set "))[0]
+    with pytest.raises(ValueError, match=f"^{name} .* has no effect with"):
+        checked(flags)
+
+
 def test_a_bitwise_step_has_one_micro_batch_a_leaf():
-    micro_batches, args = checked("--set bitwise=4 --global-batch 8 --micro-batch 7")
-    assert (micro_batches, args.micro_batch) == (4, 2)
     micro_batches, args = checked("--set bitwise=4 --global-batch 8", dp=2)
     assert (micro_batches, args.micro_batch) == (2, 2)
 
@@ -113,8 +124,6 @@ def test_merges_have_defaults_and_the_flags_change_them():
     for local, more, every in (("6", "fragments=7", 6), (None, "fragments=51", 50)):
         with pytest.raises(ValueError, match=rf"^fragments {more[10:]} is not from 1 to the {every} steps"):
             merge_options(parse(["--workers", "2", *(["--local-steps", local] if local else []), "--set", more]))
-    with pytest.raises(ValueError, match=r"^--local-steps, outer_lr, outer_momentum, fragments with one worker"):
-        merge_options(parse(["--local-steps", "6", "--set", "outer_lr=1", "outer_momentum=0", "fragments=1"]))
 
 
 def test_a_checkpoint_of_listed_layers_is_of_this_run():

@@ -84,7 +84,7 @@ def stop_one(sizes: dict, out: str, at: int) -> tuple[int, bool, list[int]]:
 
     def step() -> dict:
         if t.run.step == at and t.mesh.job.rank == t.mesh.job.size - 1:
-            t.stop.ask()
+            t.stop.asked = True
         return real()
 
     t.step = step

@@ -242,7 +242,7 @@ def test_what_a_run_of_workers_refuses(tmp_path, caplog):
                               ("none", {"momentum": 0.9}, Nesterov())):  # fmt: skip
         assert LocalUpdates(listen="127.0.0.1:0", steps=5, wait=wait, **given).outer_rule == rule
     assert caplog.text.count("can diverge") == 1
-    with pytest.raises(ValueError, match="--wait without --listen"):
+    with pytest.raises(ValueError, match="--wait none has no effect with neither --listen"):
         trainer(Mesh(), tmp_path, "--wait", "none")
     updates = LocalUpdates(listen="127.0.0.1:0", steps=5)
     with pytest.raises(ValueError, match=r"worlds=2"):
