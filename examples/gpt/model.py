@@ -221,7 +221,7 @@ class GPT(nn.Module):
         if self.last and c.mtp:
             further = [block(self.kinds[str(c.layers - 1)]) for _ in range(c.mtp)]
             self.mtp = MultiTokenPrediction(c.d_model, further, norm_eps=c.eps, **options)
-        self.further_loss: Tensor | float = 0.0
+        self.further_losses: list[Tensor] = []
 
     def forward(
         self, x: Tensor, samples: Tensor | None = None, loss_factor: Tensor | None = None, mask: Tensor | None = None,
@@ -307,8 +307,7 @@ class GPT(nn.Module):
             pairs = zip(logits.chunk(targets.shape[1], 1), targets.unbind(1), strict=True)
             first, *others = (self.loss(*pair) for pair in pairs)
             further = torch.stack(others).mean()
-            if torch.is_grad_enabled():  # not where a run's first step checks the loss
-                self.further_loss = self.further_loss + further.detach()
+            self.further_losses.append(further.detach())
             return first + further * self.config.mtp_weight
         V = self.config.vocab_size
         return vocab_parallel_cross_entropy(logits, targets, tp=self.tp, vocab_size=V, reduction="sum")

@@ -150,7 +150,8 @@ class Trainer:
         """Return the cross-entropy of the tokens that `mtp` predicts, its mean over depths and the step's tokens."""
         here = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for stage in self.stages:  # the last stage of the pipeline has it
-            here, stage.further_loss = here + stage.further_loss, 0.0
+            last = stage.further_losses[-self.run.pipeline.micro_batches :]  # of the last time that the step ran
+            here, stage.further_losses = here + sum(last), []
         return (all_reduce(all_reduce(here, self.mesh.data), self.mesh.pp) / tokens).item()
 
     def evaluate(self, samples: Samples | None = None) -> float:
