@@ -97,12 +97,11 @@ def vocab_parallel_cross_entropy(
             logits = softcap * torch.tanh(wide / softcap)
         loss = _CrossEntropy.apply(logits, target, terms, tp)
     if token_weight is not None:
+        token_weight = token_weight.masked_fill(target == ignore_index, 0)  # else 0 times NaN
         loss = loss * token_weight
     if reduction == "none":
         return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / _divisor(target, ignore_index, token_weight)
+    return loss.sum() if reduction == "sum" else loss.sum() / _divisor(target, ignore_index, token_weight)
 
 
 def vocab_parallel_log_prob(
@@ -185,7 +184,11 @@ def linear_cross_entropy(
     """
     _check_loss(target, reduction, label_smoothing, token_weight)
     extra = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    if reduction != "none" and token_weight is not None and token_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"reduction {reduction!r} gives token_weight no gradient: detach it, or take 'none'")
     rows, terms, options = _head("linear_cross_entropy", x, weight, target, extra, **head)
+    if token_weight is not None:
+        token_weight = token_weight.masked_fill(target == terms.ignore_index, 0)  # else 0 times NaN
     if reduction == "none":
         loss = _shaped(fused.linear_cross_entropy_rows(*rows, terms, **options), target)
         return loss if token_weight is None else loss * token_weight
@@ -282,8 +285,8 @@ def _loss_of(
     *tokens, columns = shape
     if not 0 <= softcap < float("inf"):
         raise ValueError(f"softcap {softcap} is not a positive number, or 0 for none")
-    if target.is_floating_point():
-        raise ValueError(f"target {tuple(target.shape)} is of {target.dtype}, but ids of classes are integers")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"target {tuple(target.shape)} is of {target.dtype}, but ids of classes are integers (int64)")
     if tokens != list(target.shape):
         raise ValueError(f"logits {tuple(shape)} and target {tuple(target.shape)} don't have the same tokens")
     if vocab_size is None and tp.size > 1:
@@ -304,10 +307,9 @@ def _loss_of(
 
 
 def _divisor(target: Tensor, ignore_index: int, token_weight: Tensor | None) -> Tensor:
-    counts = target != ignore_index
     if token_weight is None:
-        return counts.sum().clamp(min=1)
-    total = token_weight.masked_fill(~counts, 0).sum()
+        return (target != ignore_index).sum().clamp(min=1)
+    total = token_weight.sum()  # 0 where the target is ignored
     return total.masked_fill(total == 0, 1)
 
 
