@@ -50,18 +50,11 @@ class MultiTokenPrediction(ParallelLayer):
         check_names(options, LayerOptions)
         super().__init__(**select_options(options, TensorParallelOptions))
         self.blocks: nn.ModuleList = nn.ModuleList(blocks)
-        layer = select_options(options, LayerOptions)
-        like = {name: value for name, value in layer.items() if name in ("device", "dtype")}
-
-        def norms() -> nn.ModuleList:
-            on = {"tp": self.tp, "sequence_parallel": self.sequence_parallel, **like}
-            return nn.ModuleList(RMSNorm(dim, norm_eps, **on) for _ in self.blocks)
-
-        self.embedding_norms: nn.ModuleList = norms()
-        self.hidden_norms: nn.ModuleList = norms()
-        self.norms: nn.ModuleList = norms()
+        on: Any = {name: value for name, value in options.items() if name != "init"}
+        norms = (nn.ModuleList(RMSNorm(dim, norm_eps, **on) for _ in self.blocks) for _ in range(3))
+        self.embedding_norms, self.hidden_norms, self.norms = norms
         self.projections: nn.ModuleList = nn.ModuleList(
-            replicated_linear(2 * dim, dim, False, **select_options(layer, LayerOptions)) for _ in self.blocks
+            replicated_linear(2 * dim, dim, False, **options) for _ in self.blocks
         )
 
     def forward(

@@ -17,9 +17,8 @@ def test_the_reference_is_the_formula(interleaved):
     """As a matrix for each token: J written out, the norm by torch's own."""
     gain = torch.randn(2, K)
     found = rope(
-        *(t.double() for t in (Q, KEYS, COS, SIN)), interleaved=interleaved,
-        q_weight=gain[0], k_weight=gain[1], eps=0.1,
-    )  # fmt: skip
+        *(t.double() for t in (Q, KEYS, COS, SIN)), interleaved=interleaved, q_weight=gain[0], k_weight=gain[1], eps=0.1
+    )
     for x, weight, y in zip((Q, KEYS), gain, found, strict=True):
         n = F.rms_norm(x.double(), (K,), weight.double(), 0.1)
         for t in range(T):
