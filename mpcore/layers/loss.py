@@ -258,7 +258,7 @@ def _head(
     rows = x.reshape(-1, x.shape[-1])
     gather = None if tp.size == 1 else lambda stats: _gather_pieces(stats.unsqueeze(0), tp)
     widest = -(-terms.vocab_size // tp.size)  # shards may be uneven
-    chunk_rows = chunk_rows or fused.rows_of_chunk(rows, widest, weight)
+    chunk_rows = fused.rows_of_chunk(rows, widest, weight) if chunk_rows is None else chunk_rows
     return (rows, weight, target.reshape(-1)), terms, {"gather": gather, "chunk_rows": chunk_rows}
 
 

@@ -285,7 +285,7 @@ def test_chunks_are_of_one_size_on_all_ranks_of_an_uneven_cut(monkeypatch):
     ({"target": torch.tensor([1, 2, 5, 0])}, "token id 5 is outside the vocabulary of 5"),
     ({"vocab_size": 6}, "logits have 5 columns, but rank 0 of the tp axis of size 1 holds 6"),
     ({"weight": torch.ones(5, 3)}, r"x \(4, 2\), weight \(5, 3\), .* are not"),
-    ({"chunk_rows": -1}, "chunk_rows -1 is not positive"),
+    *(({"chunk_rows": n}, f"chunk_rows {n} is not positive") for n in (0, -1)),
 ])  # fmt: skip
 def test_bad_input(arguments, message):
     given = {"x": torch.ones(4, 2), "weight": torch.ones(5, 2), "target": torch.tensor([0, 1, 2, 4])}
