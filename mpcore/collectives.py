@@ -462,12 +462,13 @@ def all_to_all_rows(x: Tensor, axis: Axis, send: list[int] | None = None, receiv
     Returns:
         [sum(receive), ...].
     """
+    if (send is None) != (receive is None):
+        raise ValueError(f"send is {send} and receive {receive}: give both, or none for equal parts")
+    alone = _alone(axis)
     if send is None or receive is None:
-        if _alone(axis):
-            return x
         if len(x) % axis.size:
             raise ValueError(f"{len(x)} rows are not a multiple of the {axis.name} size {axis.size}")
         send = receive = [len(x) // axis.size] * axis.size
     if sum(send) != len(x):
         raise ValueError(f"x has {len(x)} rows, but {sum(send)} are to be sent to the {axis.name} axis")
-    return x if _alone(axis) else _AllToAllRows.apply(x, axis, send, receive)
+    return x if alone else _AllToAllRows.apply(x, axis, send, receive)

@@ -180,7 +180,7 @@ def gated_delta_rule(
     """
     runs = (((0, q.shape[1]),),) if runs is None else runs
     with torch.autocast(q.device.type, enabled=False):
-        chunks = in_chunks(decay, resets, chunk, runs[cp.rank])
+        chunks = in_chunks(decay, resets, chunk, runs, cp)
         begin = chunks.begin
         q, k, v, beta = (chunks.cut(t) for t in (q, k, v, beta.unsqueeze(-1)))
         right = torch.cat([v, k * begin], -1) * beta

@@ -191,7 +191,7 @@ def state_space_dual(
     """
     runs = (((0, q.shape[1]),),) if runs is None else runs
     with torch.autocast(q.device.type, enabled=False):
-        chunks = in_chunks(decay, resets, chunk, runs[cp.rank])
+        chunks = in_chunks(decay, resets, chunk, runs, cp)
         q, k, v = (chunks.cut(t) for t in (q, k, v))
         maps = chunks.begin[..., -1:, :] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
         states, after = scan(maps, (k * chunks.end).mT @ v, chunks.counts, state, runs, cp)

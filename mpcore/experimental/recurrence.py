@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from mpcore import collectives
 from mpcore.kernels._checks import can_read
+from mpcore.layers.attention.cache import LayerCache
 from mpcore.layers.attention.documents import document_positions
 from mpcore.layers.attention.heads import _length_from_documents
 from mpcore.layers.attention.sequence import KINDS, Runs, check_kind, sequence_index, sequence_runs, tokens_of
@@ -162,8 +163,10 @@ class RecurrentLayer(ParallelModule):
                 f"{self.cp.size} holds {tokens_of(runs[self.cp.rank])} of {length}: give the length of the whole "
                 f"sequence"
             )
-        if cache is not None and (cu_seqlens is not None or torch.is_grad_enabled()):
-            raise input_error("a cache has one sequence a row and no gradients: decode under torch.no_grad()")
+        if cache is not None:
+            cache.check_layer(self, rows, cache.state)
+            if cu_seqlens is not None or torch.is_grad_enabled():
+                raise input_error("a cache has one sequence a row and no gradients: decode under torch.no_grad()")
         places = None  # of each token in its document: [B, T/cp], or [1, T/cp]
         if cu_seqlens is not None:
             index = sequence_index(length, self.cp, self.context, x.device)
@@ -192,7 +195,7 @@ class RecurrentLayer(ParallelModule):
         return y
 
 
-class RecurrentCache:
+class RecurrentCache(LayerCache):
     """The state of a recurrent layer after the tokens seen so far: O(1) memory for a sequence of any length.
 
     Attributes:
@@ -250,17 +253,19 @@ class Chunks:
         return torch.cat([part[:, :size] for part, size in zip(runs, self.sizes, strict=True)], 1)
 
 
-def in_chunks(decay: Tensor, resets: Tensor | None, chunk: int, runs: Runs) -> Chunks:
-    """Cut this rank's tokens into chunks.
+def in_chunks(decay: Tensor, resets: Tensor | None, chunk: int, runs: tuple[Runs, ...], cp: Axis) -> Chunks:
+    """Cut this rank's tokens into chunks. Raise ValueError if `runs` are not those of the ranks of cp.
 
     Args:
         decay: [B, T/cp, H], or [B, T/cp, H, K] with one for each row of the state: the logarithm of the factor on the
             state before each token; at most 0.
         resets: bool [B, T/cp] or [1, T/cp], True where the state before the token is 0, as at a document's start.
         chunk: the largest C.
-        runs: the ranges of tokens of this rank, none empty.
+        runs: for each rank of cp, the ranges of tokens that it holds, none empty.
     """
-    sizes = [end - start for start, end in runs]
+    if len(runs) != cp.size:
+        raise input_error(f"runs are of {len(runs)} ranks, but {cp.name} has {cp.size}: give sequence_runs(T, cp, ..)")
+    sizes = [end - start for start, end in runs[cp.rank]]
     C = min(chunk, max(sizes))
     counts = [-(-size // C) for size in sizes]
     # resets so far in the chunk: a state reaches a token, or a token another, if none lies between

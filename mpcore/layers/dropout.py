@@ -92,8 +92,10 @@ class Dropout(ParallelLayer, RandomModule):
                 f"unit of the column-parallel layer before"
             )
         length = x.shape[self.sequence_dim]
-        first = self.tp.rank * length if self.sequence_parallel else 0
+        first, whole = (self.tp.rank * length, self.tp.size * length) if self.sequence_parallel else (0, length)
         if tokens is not None:
+            if tokens.shape != (whole,):
+                raise input_error(f"tokens {tuple(tokens.shape)} for {whole}: give this rank's, sequence_index(..)")
             tokens = tokens[first : first + length]
         elif self.sequence_parallel:
             tokens = torch.arange(first, first + length, device=x.device)

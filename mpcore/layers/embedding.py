@@ -27,11 +27,10 @@ class _Table(ParallelModule):
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(**options)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
-            self.padding_idx = padding_idx % num_embeddings
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows")
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
 
     def declare_table(self, shard: Shard) -> None:
         init = self._init or normal(1.0)
@@ -201,13 +200,14 @@ class PositionEmbedding(ParallelModule):
             ValueError: if the sequence is longer than the table, or the number of positions is not the number of
                 tokens.
         """
-        length = x.shape[self.sequence_dim]
-        first = self.tp.rank * length if self.sequence_parallel else 0
-        whole = length * (self.tp.size if self.sequence_parallel else 1)
-        if positions is not None and positions.shape[-1] != whole:
+        if x.dim() != 3:
+            raise input_error(f"x {tuple(x.shape)} is not [B, T, D]")
+        length, B = x.shape[self.sequence_dim], x.shape[1 - self.sequence_dim]
+        first, whole = (self.tp.rank * length, self.tp.size * length) if self.sequence_parallel else (0, length)
+        if positions is not None and positions.shape not in ((whole,), (1, whole), (B, whole)):
             raise input_error(
-                f"{positions.shape[-1]} positions for {whole} tokens: under context parallelism select this rank's, "
-                f"positions[..., sequence_index(T, cp, context)]"
+                f"positions {tuple(positions.shape)} for {whole} tokens: under context parallelism select this "
+                f"rank's, positions[..., sequence_index(T, cp, context)]"
             )
         if positions is not None and can_read(positions):
             whole = int(positions.max()) + 1

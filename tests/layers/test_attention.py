@@ -264,8 +264,9 @@ def test_pitfall_64_positions_and_tables_may_be_given():
     table = attention.rope(index, torch.float64)
     close(attention(x, rotary=table), plain, "table")
     for without in (build_attention(4, 2), ParallelAttention(D, 4, head_dim=K, memory_dim=D)):
-        with pytest.raises(ValueError, match="rotary is given to an attention that doesn't rotate"):
-            without.double()(x, rotary=table, memory=None if without.memory_dim is None else x)
+        for name, given in {"rotary": table, "positions": index}.items():
+            with pytest.raises(ValueError, match=f"{name} is given to an attention that doesn't rotate"):
+                without.double()(x, memory=None if without.memory_dim is None else x, **{name: given})
     close(attention(x, positions=index + 1000), plain, "shifted positions", 1e-10)
     assert not torch.allclose(attention(x, positions=2 * index), plain)
 

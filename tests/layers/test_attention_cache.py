@@ -7,7 +7,7 @@ from mpcore import MultiLatentAttention, RotaryEmbedding
 from tests.equality import close, draw
 from tests.layers.test_attention import B, D, K, T
 from tests.layers.test_attention_scores import HEADS, WIDTH, build
-from tests.pool import mesh
+from tests.pool import mesh, on_ranks
 
 CHUNKS = [(1,) * T, (5, 1, 3, 1, 1, 1), (T - 1, 1), (2, 10), (T,)]
 LATENT = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 3, "q_lora_rank": 5}
@@ -61,8 +61,9 @@ def test_heads_may_be_uneven_or_shared_by_ranks(ranks, size, heads):
     ranks(size, check_cache, heads, [{"rope": True}])
 
 
+@on_ranks(1, 2)
 @torch.no_grad()
-def check_latent():
+def test_latent_attention_decodes_too():
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     torch.manual_seed(1)
     attention = MultiLatentAttention(D, 5, **LATENT, rope=RotaryEmbedding(4), tp=tp).double()
@@ -72,13 +73,9 @@ def check_latent():
         close(decode(attention, x, chunks, mask=LEFT), attention(x, mask=LEFT), str(chunks))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_latent_attention_decodes_too(ranks, size):
-    ranks(size, check_latent)
-
-
+@on_ranks(1, 2, 3)
 @torch.no_grad()
-def check_memory():
+def test_a_memory_is_read_once():
     tp = mesh(tp=torch.distributed.get_world_size()).tp
     torch.manual_seed(1)
     attention = build({"memory_dim": WIDTH, "qk_norm": True, "sinks": True}, tp=tp).double()
@@ -90,11 +87,6 @@ def check_memory():
     rest = [attention(x[:, i : i + 1], mask=keep, cache=cache) for i in range(3, T)]
     close(torch.cat([first, *rest], 1), attention(x, memory, mask=keep), "y")
     assert cache.length == 7
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_memory_is_read_once(ranks, size):
-    ranks(size, check_memory)
 
 
 @torch.no_grad()

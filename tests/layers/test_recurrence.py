@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mpcore as mp
 from mpcore._torch.fake import fake_tensors
-from mpcore.experimental import GatedDeltaNet, KimiDeltaAttention, Mamba2, gated_delta_rule, simulate
+from mpcore.experimental import GatedDeltaNet, KimiDeltaAttention, Mamba2, simulate
 from mpcore.gradients import reduce_gradients
 from mpcore.tools.analysis.counts import CommunicationCounter
 from mpcore.tools.analysis.dry_run import on_mesh
@@ -204,6 +204,3 @@ def test_a_convolution_of_one_token_needs_none_of_other_ranks():
     torch.testing.assert_close(torch.cat(mp.simulate(outputs, cp=2), 1), mp.simulate(outputs)[0])
     with pytest.raises(ValueError, match=r"convolution is 0 and chunk 64: give at least 1"):
         build("delta", convolution=0)
-    x, cp = torch.zeros(1, 2, 1, 1), mp.Axis(size=2, rank=0, name="cp")
-    with pytest.raises(ValueError, match=r"a state before the first token needs cp 1, not 2"):
-        gated_delta_rule(x, x, x, x[..., 0], x[..., 0], state=x[:, :1], runs=(((0, 2),), ((2, 4),)), cp=cp)

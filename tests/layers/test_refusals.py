@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mpcore as mp
 from mpcore import MultiLatentAttention, ParallelAttention, RotaryEmbedding, sequence_index
-from mpcore.experimental import GatedDeltaNet, MultiTokenPrediction
+from mpcore.experimental import GatedDeltaNet, Mamba2, MultiTokenPrediction, gated_delta_rule
 from mpcore.layers import ColumnParallelEmbedding, document_ends, linear_log_prob
 from mpcore.layers.attention.context import context_attention
 from mpcore.layers.attention.sequence import KINDS
@@ -49,21 +49,21 @@ def in_context(kind: str, rows: int = 1, **options: object) -> Tensor:
     return context_attention(q, q, q, kind, axis(4, name="cp", inner=2), **options)
 
 
-def cached(**call: object) -> Tensor:
-    """Call an attention whose cache of 4 tokens holds 3 of two rows."""
-    cache = ALL.new_cache(4)
+def cached(layer: nn.Module = ALL, **call: object) -> Tensor:
+    """Call a layer, or the one in `of`, with a cache of 4 tokens that holds 3 of two rows."""
+    cache = layer.new_cache(4)
     with torch.no_grad():
-        ALL(X, cache=cache)
+        layer(X, cache=cache)
         try:
-            return call.pop("of", ALL)(**{"x": X[:, :1], "cache": cache, **call})
+            return call.pop("of", layer)(**{"x": X[:, :1], "cache": cache, **call})
         finally:
             assert cache.length == 3
 
 
-def dropped(samples: Tensor | None = None, features: int = 10, **options: object) -> Tensor:
+def dropped(samples=None, tokens=None, features: int = 10, **options: object) -> Tensor:
     site = mp.Dropout(0.5, **options)
     mp.layers.seed_dropout(site, 3)
-    return site(torch.ones(4, 12, features), samples)
+    return site(torch.ones(4, 12, features), samples, tokens)
 
 
 SENT = {"tp": TWO, "capacity_factor": 1.0, "aux_loss": "sequence"}
@@ -99,6 +99,9 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
        ParallelAttention(8, 4, tp=TWO, sequence_parallel=True, sequence_dim=dim)(
            ZERO(2, 4, 8) if dim else ZERO(4, 2, 8), mask=true(*shape)))
       for dim in (0, 1) for shape in ((4, 4), (3, 1, 8), (2, 8))),
+    ("rotary and positions are given", lambda: latent()(X[..., :6], rotary=(), positions=ends(0, 1, 2))),
+    *(("length is 4, but the whole sequence has 3 tokens", lambda how=how: ALL(X, length=4, **how))
+      for how in ({}, {"bias": BIAS}, {"mask": true(3, 3)})),
     # scores
     *((f"{next(iter(how))} can't go with cp size 2",
        lambda how=how: ParallelAttention(8, 4, cp=CP, context="alltoall", **how))
@@ -115,7 +118,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("memory (1, 5, 4) has 1 rows of width 4, but x has 2 rows and memory_dim is 4", lambda: CROSS(X, MEMORY[:1])),
     ("has 2 rows of width 8, but x has 2 rows and memory_dim is 4", lambda: CROSS(X, X)),
     ("memory has 2 dimensions", lambda: CROSS(X, MEMORY[0])),
-    ("cu_seqlens packs documents of x", lambda: CROSS(X, MEMORY, cu_seqlens=ends(0, 6))),
+    *(("cu_seqlens and length are of x, and not of a `memory`: give a mask", lambda how=how: CROSS(X, MEMORY, **how))
+      for how in ({"cu_seqlens": ends(0, 6)}, {"length": 3})),
     ("mask (3, 3) is none of [3, 5], [2, 3, 5]", lambda: CROSS(X, MEMORY, mask=true(3, 3))),
     ("mask is of torch.float32, ~ give mask.bool(), or ~ `bias`", lambda: CROSS(X, MEMORY, mask=torch.ones(3, 5))),
     *((f"bias {shape} of torch.float32 is no float [heads, 3, 3] or [2, heads, 3, 3] with 4 heads: expand",
@@ -134,7 +138,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("max_length 0 holds no token", lambda: ALL.new_cache(0)),
     ("2 tokens after 3 don't fit a cache of max_length 4", lambda: cached(x=X[:, :2])),
     ("the cache holds 2 rows, but x has 1: ~ by cache.select", lambda: cached(x=X[:1, :1])),
-    ("this cache is another layer's: make one for each", lambda: cached(of=ParallelAttention(8, 4))),
+    *(("this cache is another layer's: make one for each", lambda at=at: cached(at[0](*at[1:]), of=at[0](*at[1:])))
+      for at in ((ParallelAttention, 8, 4), (GatedDeltaNet, 8, 2, 4, 4, 4), (Mamba2, 8, 4, 4, 4))),
     ("give no cu_seqlens or length", lambda: cached(length=3)), ("attends to x alone", lambda: cached(memory=X)),
     ("mask (1, 3) is none of [1, 4]", lambda: cached(mask=true(1, 3))),
     ("bias (4, 1, 3) ~ [heads, 1, 4]", lambda: cached(bias=ZERO(4, 1, 3))),
@@ -147,6 +152,9 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
      lambda: ParallelAttention(6, 3, cp=axis(4, name="cp"), context="alltoall")),
     ("'alltoall' can't cut 2 heads over the cp size 4",
      lambda: ParallelAttention(8, 4, cp=axis(4, name="cp"), tp=TWO, context="alltoall")),
+    *(("'alltoall' can't cut 1 heads over the cp size 2",
+       lambda of=of, how=how: of(6, 3, context="alltoall", cp=CP, tp=TWO, **how))
+      for of, how in ((ParallelAttention, {}), (MultiLatentAttention, LATENT))),
     ("'two-level' can't cut 3 heads over the cp_inner size 4",
      lambda: ParallelAttention(6, 3, cp=axis(8, inner=4), context="two-level")),
     ("'two-level' needs the cp axis of size 4 as outer x inner: build_mesh(cp=4",
@@ -192,6 +200,11 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
      lambda: RotaryEmbedding(8, scaling={**YARN, "rope_theta": 5e5})),
     ("num_value_heads 4 ~ num_key_heads 3", lambda: GatedDeltaNet(6, 3, 4, 4, 4)),
     ("cp size 2 needs a context", lambda: GatedDeltaNet(6, 2, 4, 4, 4, cp=CP)),
+    *((said, lambda how=how: gated_delta_rule(*[ZERO(1, 2, 1, 1)] * 3, *[ZERO(1, 2, 1)] * 2, cp=CP, **how))
+      for said, how in (
+          ("runs are of 1 ranks, but cp has 2", {}),
+          ("before the first token needs cp 1, not 2", {"state": X, "runs": (((0, 2),), ((2, 4),))}))),
+    ("send is [1, 3] and receive None", lambda: mp.collectives.all_to_all_rows(ZERO(4, 1), TWO, [1, 3])),
     ("6 tokens~ 7 of 13", lambda: GatedDeltaNet(6, 2, 4, 4, 4, cp=CP, context="zigzag")(ZERO(1, 6, 6), length=13)),
     # feed-forward layers
     ("activation 'gelu_new' is unknown: it is one of ['geglu', 'geglu_tanh', ",
@@ -208,6 +221,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
      lambda: mp.Dropout(0.5)(torch.ones(4, 12, 10), torch.arange(4))),
     ("dropout 0.5 needs samples~(4, 12, 10)~ nn.Sequential passes x alone", dropped),
     ("x (4, 12, 10), samples (3,) are not [B, T, D], [B]", lambda: dropped(torch.arange(3))),
+    ("tokens (24,) for 12: give this rank's", lambda: dropped(torch.arange(4), torch.arange(24))),
     *((f"dropout probability {p} is not in [0, 1)", lambda p=p: mp.Dropout(p)) for p in (1.0, -0.1)),
     *((f"dropout probability {p} is not in [0, 1)",
        lambda p=p: dropout(X, p, key=1, samples=ends(0, 1))) for p in (1.0, -0.1)),
@@ -228,8 +242,9 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
      lambda: mp.VocabParallelEmbedding(10, 4, tp=FOUR, sequence_parallel=True)(ZERO(1, 1021, dtype=torch.int64))),
     ("num_embeddings 3 is smaller than the tp size 4", lambda: mp.VocabParallelEmbedding(3, 4, tp=FOUR)),
     ("embedding_dim 3 is smaller than the tp size 4", lambda: ColumnParallelEmbedding(7, 3, tp=FOUR)),
-    *(("8 positions for 4 tokens: under context parallelism select this rank", lambda at=at: mp.PositionEmbedding(8, 4)(
-        ZERO(2, 4, 4), at)) for at in (torch.arange(8), torch.arange(8).expand(2, 8))),
+    *((f"positions {tuple(at.shape)} for 4 tokens: under context parallelism select this rank", lambda at=at:
+       mp.PositionEmbedding(8, 4)(ZERO(1, 4, 4), at)) for at in (ends(*range(8)), ZERO(1, 8).int(), ZERO(2, 4).int())),
+    ("x (4, 4) is not [B, T, D]", lambda: mp.PositionEmbedding(8, 4)(ZERO(4, 4))),
     # linear layers
     *((said, lambda layer=layer, shape=shape: layer()(ZERO(shape))) for said, layer, shape in (
         ("1021 is not a multiple of the tp size 4~pad it to 1024",
@@ -245,7 +260,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("in_features 3 is smaller than the tp size 4", lambda: mp.RowParallelLinear(3, 6, tp=FOUR)),
     ("hidden_features 3 is smaller than the tp size 4", lambda: mp.GateUpParallelLinear(6, 3, tp=FOUR)),
     ("num_heads 2 is smaller than the tp size 4", lambda: mp.QKVParallelLinear(6, 2, 1, 8, tp=FOUR)),
-    *((f"num_heads 6 is not a multiple of num_kv_heads {n}", lambda n=n: mp.QKVParallelLinear(6, 6, n, 8, tp=FOUR))
+    *((f"num_heads 6 is not a multiple of num_kv_heads {n}", lambda n=n: ParallelAttention(6, 6, n, 8, tp=FOUR))
       for n in (4, 0)),
     ("in_features 10 is not a multiple of the unit 4", lambda: mp.RowParallelLinear(10, 6, tp=FOUR, unit=4)),
     ("in_features 8 / 4 = 2 is smaller than the tp size 4", lambda: mp.RowParallelLinear(8, 6, tp=FOUR, unit=4)),

@@ -8,7 +8,22 @@ from torch import Tensor
 from mpcore.layers.module import input_error
 
 
-class KVCache:
+class LayerCache:
+    """What one layer keeps of past tokens."""
+
+    _layer: int | None = None
+
+    def check_layer(self, layer: torch.nn.Module, rows: int, held: Tensor | None) -> None:
+        """Raise ValueError if the cache is another layer's, or the batch size of what it holds differs."""
+        if self._layer is None:
+            self._layer = id(layer)
+        if self._layer != id(layer):
+            raise input_error("this cache is another layer's: make one for each, by its new_cache")
+        if held is not None and held.shape[0] != rows:
+            raise input_error(f"the cache holds {len(held)} rows, but x has {rows}: choose them by cache.select")
+
+
+class KVCache(LayerCache):
     """The keys and values of one attention layer, for this rank's KV heads, on the layer's device and in its dtype.
 
     Create a cache with `attention.new_cache(max_length)` and pass it to each call of that layer. The first call
@@ -40,19 +55,10 @@ class KVCache:
         self.length: int = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self._layer: int | None = None
 
     def check(self, layer: torch.nn.Module, rows: int, tokens: int) -> None:
         """Raise ValueError if the cache is another layer's, the batch size differs, or `max_length` is exceeded."""
-        if self._layer is None:
-            self._layer = id(layer)
-        if self._layer != id(layer):
-            raise input_error("this cache is another layer's: make one for each, by its new_cache")
-        if self.keys is not None and self.keys.shape[0] != rows:
-            raise input_error(
-                f"the cache holds {self.keys.shape[0]} rows, but x has {rows}: choose rows by cache.select, or make a "
-                f"new cache"
-            )
+        self.check_layer(layer, rows, self.keys)
         if self.length + tokens > self.max_length:
             raise input_error(
                 f"{tokens} tokens after {self.length} don't fit a cache of max_length {self.max_length}: make it longer"

@@ -45,7 +45,7 @@ from mpcore.sharding.declare import Run
 
 
 def check_heads(kind: str, cp: Axis, heads: int) -> None:
-    """Raise ValueError if this rank has fewer heads than the all-to-all has ranks."""
+    """Raise ValueError if a rank has fewer heads than the all-to-all has ranks."""
     size = cp.size if kind == "alltoall" else cp.levels[1].size if kind == "two-level" and cp.levels else 1
     if heads < size:
         what = "cp size" if kind == "alltoall" else "cp_inner size"

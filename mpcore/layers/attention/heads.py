@@ -192,25 +192,28 @@ class HeadAttention(ParallelLayer):
             ValueError: before any collective, if an argument doesn't fit x, this layer or cp.
         """
         past = 0 if cache is None else self._check_cache(x, cache, memory, cu_seqlens, length)
-        if rotary is not None and (self.rope is None or memory is not None or self.memory_dim is not None):
+        given = [name for name, value in (("rotary", rotary), ("positions", positions)) if value is not None]
+        if given and (self.rope is None or memory is not None or self.memory_dim is not None):
             raise ValueError(
-                "rotary is given to an attention that doesn't rotate: pass no rotary, or make it with "
+                f"{given[0]} is given to an attention that doesn't rotate: pass no {given[0]}, or make it with "
                 "rope=RotaryEmbedding(..) and without memory"
             )
+        if len(given) > 1:
+            raise ValueError("rotary and positions are given, but rotary is already that of positions: pass one")
         if memory is None and self.memory_dim is None:
             whole = self._whole_length(x, cu_seqlens, length, mask, bias, past)
             if self.rope is not None and rotary is None:
                 if positions is None:
                     positions = sequence_index(whole, self.cp, self.context, x.device)[past:]
                     if cu_seqlens is not None:
-                        rows = x.shape[1 if self.sequence_dim == 0 else 0]
+                        rows = x.shape[1 - self.sequence_dim]
                         positions = document_positions(cu_seqlens, rows, whole, x.device)[:, positions]
                 rotary = self.rope(positions, torch.promote_types(x.dtype, torch.float32))
             q, k, v = self.heads(x, rotary)
             if cache is not None:
                 k, v = cache.append(k, v)
         else:
-            whole = past if past and self.memory_dim else self._memory_length(x, memory, cu_seqlens)
+            whole = past if past and self.memory_dim else self._memory_length(x, memory, cu_seqlens, length)
             self._check_scores(x, mask, bias, whole)
             q, k, v = self.cross_heads(x, memory, cache)
         y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
@@ -244,35 +247,33 @@ class HeadAttention(ParallelLayer):
         return cache.length
 
     def _whole_length(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None,
-        length: int | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
+        self, x: Tensor, cu_seqlens: Tensor | None, length: int | None, mask: Tensor | None, bias: Tensor | None,
         past: int,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Return T of the full sequence; raise ValueError if x or another argument doesn't fit it."""
         B, T = self._rows_and_tokens(x)
         if cu_seqlens is not None:
             check_ends(cu_seqlens)
-        if mask is not None or bias is not None:
+        if mask is not None or bias is not None or self.cp.size == 1:
             self._check_scores(x, mask, bias, past + T)
-            return past + T if past or mask is None else mask.shape[-1]
-        if length is None and cu_seqlens is not None and self.cp.size > 1 and can_read(cu_seqlens):
+            whole = past + T if mask is None else mask.shape[-1]
+            if length not in (None, whole):
+                raise input_error(f"length is {length}, but the whole sequence has {whole} tokens: leave length out")
+            return whole
+        if length is None and cu_seqlens is not None and can_read(cu_seqlens):
             length = _length_from_documents(
                 int(cu_seqlens[-1]), x.shape[self.sequence_dim], B, self.cp, self.tp if self.sequence_parallel else None
             )
-        return past + T * self.cp.size if length is None else length
+        return T * self.cp.size if length is None else length
 
-    def _memory_length(self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None) -> int:
+    def _memory_length(self, x: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, length: int | None) -> int:
         """Return S of the memory; raise ValueError if the memory doesn't fit x or the layer."""
         if self.memory_dim is None:
             raise input_error("this layer attends to x alone: build it with memory_dim, the width of `memory`")
         if memory is None:
             raise input_error(f"this layer makes keys and values of a `memory` [B, S, {self.memory_dim}]: give it")
-        if cu_seqlens is not None:
-            raise input_error("cu_seqlens packs documents of x, and `memory` has its own: give a mask [B, T, S]")
+        if cu_seqlens is not None or length is not None:
+            raise input_error("cu_seqlens and length are of x, and not of a `memory`: give a mask [B, T, S]")
         (B, _), (rows, keys) = self._rows_and_tokens(x), self._rows_and_tokens(memory, "memory")
         if rows != B or memory.shape[-1] != self.memory_dim:
             raise input_error(
@@ -296,15 +297,9 @@ class HeadAttention(ParallelLayer):
             check_scores_mask(mask, B, T, keys)
 
     def core(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor | None,
-        length: int,
-        mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """softmax(scale q k^T) v: queries [B, T/cp, H/tp, K] -> [B, T/cp, H/tp, V], with this rank's KV heads."""
         if self.kv_repeats is not None:
             k, v = (_repeat_heads(t, self.kv_repeats) for t in (k, v))
@@ -343,15 +338,9 @@ class HeadAttention(ParallelLayer):
         return packed_attention(q, k, v, cu_seqlens=None, scale=self.scale, sinks=self.sinks, **how)
 
     def _scored(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor | None,
-        length: int,
-        mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, length: int, mask: Tensor | None,
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Compute `core` with a mask, a bias or ALiBi, where a query does not simply see one run of keys."""
         if self.causal or cu_seqlens is not None:
             see = visible_keys(q.shape[0], length, q.device, cu_seqlens, self.causal, self.window)

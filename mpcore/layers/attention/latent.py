@@ -91,7 +91,7 @@ class MultiLatentAttention(HeadAttention):
         check_size("num_heads", num_heads, self.tp)
         self.num_heads = num_heads
         self.local_heads: int = shard_sizes(num_heads, self.tp.size)[self.tp.rank]
-        check_heads(self.context, self.cp, self.local_heads)
+        check_heads(self.context, self.cp, num_heads // self.tp.size)
         self.qk_dims: tuple[int, int] = (qk_nope_head_dim, qk_rope_head_dim)
         self.kv_dims: tuple[int, int] = (qk_nope_head_dim, v_head_dim)
         self.latent_dims: tuple[int, int] = (kv_lora_rank, qk_rope_head_dim)

@@ -93,7 +93,7 @@ class ParallelAttention(HeadAttention):
         if alibi and self.impl is not None:
             raise ValueError(f"alibi goes through torch's attention: leave out impl {self.impl!r}")
         layer = select_options(options, LayerOptions)
-        heads = (num_heads, num_kv_heads or num_heads, head_dim, bias)
+        heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads, head_dim, bias)
         # Users may wrap a projection, as adapters do, or replace it by a module with the same output shape.
         if memory_dim is None:
             projection: QKVParallelLinear | KVParallelLinear = QKVParallelLinear(dim, *heads, **layer)
@@ -111,7 +111,7 @@ class ParallelAttention(HeadAttention):
         self.output: RowParallelLinear = RowParallelLinear(
             num_heads * head_dim, dim, output_bias, unit=head_dim, **layer
         )
-        check_heads(self.context, self.cp, self.local_heads)
+        check_heads(self.context, self.cp, num_heads // self.tp.size)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm:  # all heads share one weight and this rank has some of them: the gradient is partial over tp
