@@ -281,7 +281,7 @@ class Router(ParallelModule, RandomModule):
             raise input_error(
                 "jitter has no seed: call mpcore.layers.seed_dropout(model, seed) or mpcore.layers.materialize"
             )
-        if samples is None:
+        if samples is None or samples.shape != (places.sequences,):
             raise input_error(f"jitter {jitter} needs samples, the global index of each of {places.sequences} rows")
         words = random_words(self.key, samples[places.sequence], places.position[:, None], range(x.shape[1]))
         uniform = (words.view(x.shape).to(x.dtype) + 0.5) / 2**31 - 1
