@@ -52,9 +52,10 @@ def test_rows_of_documents_equal_each_document_by_itself(options):
     for row, of in enumerate(tokens):
         alone = [turned(layer(turned(x[row : row + 1, a:b]))) for a, b in by_hand(of)]
         close(packed[row].detach(), torch.cat(alone, 1)[0].detach(), f"row {row}")
-    empty = torch.zeros(0, 9, 8, dtype=torch.float64)
-    ends = document_ends(torch.zeros(0, 9, dtype=torch.int32))
-    assert turned(layer(turned(empty), cu_seqlens=ends)).shape == (0, 9, 8)
+    empty, ends = torch.zeros(0, 9, 8, dtype=torch.float64), document_ends(torch.zeros(0, 9, dtype=torch.int32))
+    for size, given in ((1, ends), (2, ends), (2, None)):  # no rows are no messages
+        layer.cp, layer.context = Axis(size, name="cp"), "zigzag"
+        assert turned(layer(turned(empty), cu_seqlens=given)).shape == (0, 9, 8)
 
 
 @pytest.mark.parametrize("sequence_dim", [0, 1])

@@ -152,9 +152,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
      lambda: ParallelAttention(6, 3, cp=axis(4, name="cp"), context="alltoall")),
     ("'alltoall' can't cut 2 heads over the cp size 4",
      lambda: ParallelAttention(8, 4, cp=axis(4, name="cp"), tp=TWO, context="alltoall")),
-    *(("'alltoall' can't cut 1 heads over the cp size 2",
-       lambda of=of, how=how: of(6, 3, context="alltoall", cp=CP, tp=TWO, **how))
-      for of, how in ((ParallelAttention, {}), (MultiLatentAttention, LATENT))),
+    ("can't cut 1 heads over the cp size 2", lambda: ParallelAttention(6, 3, context="alltoall", cp=CP, tp=TWO)),
+    ("can't cut 2 heads over the cp size 3", lambda: latent(context="alltoall", cp=axis(3, name="cp"), tp=TWO)),
     ("'two-level' can't cut 3 heads over the cp_inner size 4",
      lambda: ParallelAttention(6, 3, cp=axis(8, inner=4), context="two-level")),
     ("'two-level' needs the cp axis of size 4 as outer x inner: build_mesh(cp=4",
@@ -300,7 +299,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         ({"shared_experts": -1}, "shared_experts -1 is negative"))),
     *((said, lambda how=how, call=call: routed(how, **call)) for how, call, said in (
         ({"aux_loss": "sequence"}, {}, "balance losses need loss_scale"), ({"jitter": 0.1}, {}, "jitter has no seed"),
-        ({"jitter": 0.1, "key": 1}, {}, "jitter 0.1 needs samples"),
+        *(({"jitter": 0.1, "key": 1}, call, "jitter 0.1 needs samples") for call in ({}, {"samples": torch.arange(8)})),
         ({}, {"mask": true(4, 3)}, "mask has shape (4, 3), but this rank's sequences are (4, 8)"),
         ({}, {"positions": ends(0, 1, 2)}, "positions has shape (3,), but this rank's sequence 8 tokens"),
         ({}, {"x": ZERO(4, 8, 3)}, "is 3, but dim is 4"), ({}, {"x": ZERO(32, 4)}, "x (32, 4) is not [B, T, D]"),

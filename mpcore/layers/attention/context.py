@@ -128,7 +128,8 @@ def context_attention(
     if impl == TORCH:
         masked = kind if cp.size > 1 and kind == "allgather" else None
         check_torch(q, k, v, causal, context=masked, window=window, cu_seqlens=cu_seqlens, softcap=softcap)
-    B, documents, rows = q.shape[0], None, 1  # with documents, the tokens of all rows are packed in one row
+    (B, _, heads, _), documents, rows = q.shape, None, 1  # with documents, the tokens of all rows are packed in one row
+    cp = cp if B else Axis(name=cp.name)  # nothing to send
     if cu_seqlens is not None:
         rows = max(B, 1)
         check_documents(cu_seqlens, rows * length)
@@ -136,7 +137,6 @@ def context_attention(
         cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
     options = {"scale": scale, "softcap": softcap, "impl": impl}
     if cp.size == 1 or kind == "alltoall":
-        heads = q.shape[2]
         q, k, v = _to_heads(q, k, v, cp, length)
         own = None if sinks is None else _own_heads(sinks, cp)
         options["sinks"] = None if own is None else lambda y, lse: with_sinks(y, lse, own)[0].to(y.dtype)
@@ -147,7 +147,7 @@ def context_attention(
     if kind == "allgather":
         bounds = _at(bounds, _packed(runs[cp.rank], rows, length))
         return _as_rows(_AllGather.apply(_as_rows(q, B // rows), k, v, sinks, *bounds, cp, runs, options), B)
-    outer, inner, heads = cp, Axis(), q.shape[2]
+    outer, inner = cp, Axis()
     if kind == "two-level":
         assert cp.levels is not None
         outer, inner = cp.levels
@@ -170,8 +170,7 @@ def packed_attention(
 
 
 def _own_heads(sinks: Tensor, axis: Axis) -> Tensor:
-    start, end = shard_range(sinks.shape[0], axis)
-    return sinks[start:end]
+    return sinks[slice(*shard_range(len(sinks), axis))]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: str, cp: Axis, **scores: Any) -> Tensor:

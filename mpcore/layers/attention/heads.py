@@ -360,13 +360,14 @@ class HeadAttention(ParallelLayer):
         return scored_attention(q, k, v, mask=mask, bias=bias, **scores)
 
 
-def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | None) -> int:
-    """Return the length that `cu_seqlens` ends with. Raise ValueError if this rank's share isn't `tokens`."""
-    length = end // max(B, 1)
-    mine = shard_sizes(length, cp.size)[cp.rank]
+def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | None) -> int | None:
+    """Return the length that `cu_seqlens` ends with, or None. Raise ValueError if this rank's share isn't `tokens`."""
+    if B == 0:
+        return None
+    mine = shard_sizes(length := end // B, cp.size)[cp.rank]
     if tp is not None:
         mine = shard_sizes(mine, tp.size)[tp.rank]
-    if B and mine != tokens:
+    if mine != tokens:
         raise input_error(
             f"cu_seqlens ends at {end}, so rank {cp.rank} of {cp.name} {cp.size} holds {mine} tokens of each of {B} "
             f"rows, but x has {tokens}: give the cu_seqlens of the whole sequence, and x as shard_sequence cuts it"
