@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from examples.gpt.config import GPTConfig, MoEConfig
 from examples.gpt.model import GPT
-from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, build_mesh, simulate
+from mpcore import AdamW, ColumnParallelLinear, Mesh, Muon, build_mesh, decay_groups, simulate
 from mpcore._torch.distributed import default_store
 from mpcore.checkpoint import load, save
 from mpcore.gradients import reduce_gradients
@@ -33,12 +34,7 @@ from tests.test_checkpoint import CONFIG, Run, same_bits, size_of
 DILOCO = {"every": 4, "lr": 0.7, "momentum": 0.9}
 PLAIN_MOMENTUM = {"every": 3, "lr": 0.5, "momentum": 0.8, "nesterov": False}
 LOCAL_SGD = {"every": 2, "lr": 1.0, "momentum": 0.0}
-FRAGMENTS = {
-    "every": 5,  # of two layers, so that one is empty
-    "lr": 0.7,
-    "momentum": 0.9,
-    "fragments": 3,
-}
+FRAGMENTS = {"every": 5, "lr": 0.7, "momentum": 0.9, "fragments": 3}  # of two layers, so that one is empty
 STEPS = 11
 
 
@@ -101,17 +97,11 @@ class ByHand:
         return losses
 
 
-_by_hand: dict = {}
-
-
-def by_hand(workers: int, options: dict, config: GPTConfig = CONFIG):
+@cache
+def by_hand(workers: int, options: tuple, config: GPTConfig):
     """Losses, norms of merges and parameters, of each worker."""
-    key = (workers, tuple(options.items()), config)
-    if key not in _by_hand:
-        dense = ByHand(workers, options, config)
-        steps = [(dense.step(step), dense.norms) for step in range(STEPS)]
-        _by_hand[key] = steps, [run.full() for run in dense.runs]
-    return _by_hand[key]
+    dense = ByHand(workers, dict(options), config)
+    return [(dense.step(step), dense.norms) for step in range(STEPS)], [run.full() for run in dense.runs]
 
 
 def train(sizes: dict, options: dict, config: GPTConfig, zero: int):
@@ -125,26 +115,16 @@ def train(sizes: dict, options: dict, config: GPTConfig, zero: int):
     return run.mesh.worlds.rank, steps, run.full()
 
 
-LAYOUTS = [
-    ({"worlds": 2, "tp": 2}, DILOCO, 0),
-    ({"worlds": 2, "pp": 2}, FRAGMENTS, 0),
-    ({"worlds": 2, "dp": 2}, PLAIN_MOMENTUM, 1),
-]
+LAYOUTS = [({"worlds": 2, "tp": 2}, DILOCO, 0), ({"worlds": 2, "pp": 2}, FRAGMENTS, 0),
+           ({"worlds": 2, "dp": 2}, PLAIN_MOMENTUM, 1)]  # fmt: skip
 MORE_LAYOUTS = [
-    ({"worlds": 2, "tp": 2}, FRAGMENTS, 0),
-    ({"worlds": 2, "dp": 2}, PLAIN_MOMENTUM, 0),
-    ({"worlds": 2, "dp": 2}, FRAGMENTS, 1),
-    ({"worlds": 3}, DILOCO, 0),
-    ({"worlds": 2, "cp": 2}, LOCAL_SGD, 3),
-    ({"worlds": 2, "dp": 2}, DILOCO, 2),
-    ({"worlds": 2, "dp": 2}, DILOCO, 3),
-    ({"worlds": 1, "tp": 3}, DILOCO, 0),
-    ({"worlds": 2, "tp": 2, "dp": 2}, FRAGMENTS, 3),
-    ({"worlds": 2, "tp": 2, "pp": 2}, DILOCO, 0),
-    ({"worlds": 2, "pp": 2, "dp": 2}, FRAGMENTS, 1),
-    ({"worlds": 2, "dp": 4}, DILOCO, 22),
+    ({"worlds": 2, "tp": 2}, FRAGMENTS, 0), ({"worlds": 2, "dp": 2}, PLAIN_MOMENTUM, 0),
+    ({"worlds": 2, "dp": 2}, FRAGMENTS, 1), ({"worlds": 3}, DILOCO, 0), ({"worlds": 2, "cp": 2}, LOCAL_SGD, 3),
+    ({"worlds": 2, "dp": 2}, DILOCO, 2), ({"worlds": 2, "dp": 2}, DILOCO, 3), ({"worlds": 1, "tp": 3}, DILOCO, 0),
+    ({"worlds": 2, "tp": 2, "dp": 2}, FRAGMENTS, 3), ({"worlds": 2, "tp": 2, "pp": 2}, DILOCO, 0),
+    ({"worlds": 2, "pp": 2, "dp": 2}, FRAGMENTS, 1), ({"worlds": 2, "dp": 4}, DILOCO, 22),
     ({"worlds": 4, "tp": 2}, FRAGMENTS, 0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "options", "zero"), LAYOUTS, ids=str)
@@ -161,7 +141,7 @@ def test_workers_on_eight_ranks_train_and_merge_as_dense_ones_by_hand(eight_rank
 
 def compare_with_dense(ranks: Pool, sizes: dict, options: dict, zero: int) -> None:
     config = replace(CONFIG, tie_embeddings="pp" in sizes)
-    wanted, states = by_hand(sizes["worlds"], options, config)
+    wanted, states = by_hand(sizes["worlds"], tuple(options.items()), config)
     seen = [set() for _ in range(sizes["worlds"])]
     for worker, steps, state in ranks(size_of(sizes), train, sizes, options, config, zero):
         for step, ((loss, merged), (losses, norms)) in enumerate(zip(steps, wanted, strict=True)):
@@ -214,8 +194,7 @@ def check_save(sizes: dict, options: dict, zero: int, folder: str, at: int, how:
     run.steps(0, at)
     run.evaluate()
     reshard(run.model)
-    path = f"{folder}/{run.mesh.worlds.rank}"
-    run.save(path, at)
+    run.save(f"{folder}/{run.mesh.worlds.rank}", at)
     return run.steps(at, STEPS)
 
 
@@ -349,9 +328,7 @@ def check_router(balance: dict, zero: int):
         update_routers(model, on)
         optimizer.step()
         optimizer.zero_grad()
-        before = {
-            n: local_tensor(p).detach().clone() for n, p in optimizer.model.named_parameters() if not p.requires_grad
-        }
+        before = {n: local_tensor(p).detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
         assert (optimizer.merge(step + 1) is not None) == (step == 1)
     reshard(model)
     after = {n: local_tensor(p).detach().clone() for n, p in model.named_parameters()}
@@ -416,22 +393,35 @@ def test_pitfall_34_masters_of_shards_may_lie_on_the_host():
 
 
 @on_ranks(2)
-def test_a_parameter_that_was_never_used_is_no_obstacle(tmp_path):
-    on = mesh(worlds=2)
+def test_a_parameter_that_this_worker_never_used_keeps_its_outer_momentum(tmp_path):
+    on, folder = mesh(worlds=2), f"{tmp_path}/{mesh(worlds=2).worlds.rank}"
 
     def build():
         torch.manual_seed(0)
-        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
-        return model, DiLoCo(torch.optim.AdamW(model.parameters()), model, on, every=2)
+        model = nn.ModuleDict({name: nn.Linear(2, 2, dtype=torch.bfloat16) for name in ("0", "1", "unused")})
+        return model, DiLoCo(AdamW(model, lr=0.1), model, on, every=1)
 
-    model, optimizer = build()
-    model["used"](torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    save(f"{tmp_path}/{on.worlds.rank}", model, optimizer, mesh=on, step=1)
-    model, optimizer = build()
-    load(f"{tmp_path}/{on.worlds.rank}", model, optimizer, mesh=on)
-    optimizer.begin()
-    assert optimizer.merge(2) is not None
+    def step(model, optimizer):
+        model[str(on.worlds.rank)](torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.merge(1)
+
+    runs = build(), build()
+    step(*runs[0])
+    save(folder, *runs[0], mesh=on, step=1)
+    load(folder, *runs[1], mesh=on)
+    runs[1][1].begin()
+    for run in runs:
+        step(*run)
+    same_bits(dict(runs[1][0].named_parameters()), dict(runs[0][0].named_parameters()))
+    plain = torch.optim.AdamW(decay_groups(runs[0][0].float(), 0.01))
+    load(folder, runs[0][0], plain, mesh=on, cast=True)
+    runs[0][0]["0"](torch.ones(1, 2)).sum().backward()
+    plain.step()
+    runs[1][1].state[runs[1][0]["unused"].bias]["outer_momentum"].fill_(on.worlds.rank)
+    with pytest.raises(ValueError, match="outer momentum of unused"):
+        runs[1][1].begin()
 
 
 @on_ranks(4)

@@ -223,16 +223,19 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         needed = set(used.get(alike(name), ()))
         if name in group_of and manifest.optimizer[group_of[name]]["options"].get("amsgrad"):
             needed.add("max_exp_avg_sq")  # which its step reads
-        for slot in sorted(needed - slots.get(name, {}).keys()) if name in slots else ():
+        of = slots.get(name, {})
+        stepped = any(not slot.startswith("outer_") for slot in of)  # else local updates of other workers moved it
+        for slot in sorted(needed - of.keys()) if stepped else ():
             plan.missing.append(f"optimizer/{slot}/{name}")
-        for slot, entry in slots.get(name, {}).items():
+        for slot, entry in of.items():
             dtype = DTYPES[entry.dtype]
             if entry.shape or (slot != "step" and not sharding.shape):
                 value = _slot_like(optimizer.state.get(parameter, {}).get(slot), parameter, dtype)
             else:  # a scalar: the step count is on the CPU unless a fused or capturable optimizer reads it, as in torch
                 host = slot == "step" and not fused[parameter]
                 value = torch.zeros((), dtype=dtype, device="cpu" if host else parameter.device)
-            plan.state.setdefault(parameter, {})[slot] = value
+            if stepped or not isinstance(optimizer.state, dict):  # torch's would take this for its own state
+                plan.state.setdefault(parameter, {})[slot] = value
             _want(plan, held_slot(f"optimizer/{slot}/{name}", value, parameter, sharding, mesh))
 
 
@@ -337,7 +340,7 @@ def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
     for p, master in plan.masters.items():
         local_tensor(p.detach()).copy_(local_tensor(master))
         if optimizer is not None:
-            optimizer.state[p]["master"] = master
+            optimizer.state[p] = {**optimizer.state.get(p, {}), "master": master}
     if optimizer is None or plan.files.manifest.optimizer is None:
         return
     for group, options in zip(optimizer.param_groups, plan.options, strict=True):

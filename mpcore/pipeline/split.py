@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+_LEAF = "torch::autograd::AccumulateGrad"
+
 
 @dataclass
 class _Group:
@@ -59,7 +61,7 @@ def backward_inputs(
         if not any(child in feeds for child in children):
             continue
         feeds.add(node)
-        leaves = {x for x in _children_first([child for child in children if child not in feeds]) if _is_leaf(x)}
+        leaves = {x for x in _children_first([child for child in children if child not in feeds]) if x.name() == _LEAF}
         if leaves:
             group = _Group([node], leaves)
             for met in {id(groups[leaf]): groups[leaf] for leaf in leaves if leaf in groups}.values():
@@ -110,10 +112,6 @@ def backward_weights(deferred: Deferred) -> None:
             for handle in handles:
                 handle.remove()
     deferred.ends, deferred.groups = [], []
-
-
-def _is_leaf(node: Node) -> bool:
-    return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _children_first(roots: Sequence[Node]) -> Iterator[Node]:

@@ -211,7 +211,9 @@ class DiLoCo(torch.optim.Optimizer):
             ValueError: on every rank, if workers start from different merges.
         """
         self._begin()
-        self._compare({f"{self.names[p]} after the last merge": self.outer[p][_ANCHOR] for p in self._parameters()})
+        slots = {_ANCHOR: "", **({_MOMENTUM: "the outer momentum of "} if self.momentum else {})}
+        held = [(f"{of}{self.names[p]}", self.outer[p][slot]) for p in self._parameters() for slot, of in slots.items()]
+        self._compare({f"{name} after the last merge": x for name, x in held})
 
     @torch.no_grad()
     def merge(self, step: int) -> Merge | None:
@@ -353,10 +355,7 @@ class _State(MutableMapping[Any, Any]):
     def __getitem__(self, p: Tensor) -> dict[str, Any]:
         if p not in self.inner and p not in self.outer:
             raise KeyError(p)
-        inner = self.inner.get(p, {})
-        if not inner and any(self.inner.values()):
-            return {}  # never stepped: no checkpoint needs its anchor
-        return {**inner, **self.outer.get(p, {})}
+        return {**self.inner.get(p, {}), **self.outer.get(p, {})}
 
     def __setitem__(self, p: Tensor, slots: dict[str, Any]) -> None:
         ours = {name: value for name, value in slots.items() if name in OUTER_SLOTS}
