@@ -102,14 +102,15 @@ class LocalUpdates(Observer):
     slots: ClassVar[tuple[str, ...]] = OUTER_SLOTS
 
     def __post_init__(self) -> None:
+        if self.rule is not None and (self.lr, self.momentum, self.nesterov) != (None, None, True):
+            own = f"lr {self.lr}, momentum {self.momentum} and nesterov {self.nesterov}"
+            raise ValueError(f"LocalUpdates got {own} beside rule={self.rule}: give these to the rule alone")
         averages = self.are_jobs and self.wait not in (None, "all") and not self.momentum
         lr = (1.0 if averages else 0.7) if self.lr is None else self.lr
         momentum = (0.0 if averages else 0.9) if self.momentum is None else self.momentum
         check_options(self.every, lr, momentum, self.fragments)
-        self.lr, self.momentum = lr, momentum
-        self.outer_rule: Rule | Average | Nesterov = self.rule or (
-            Average(lr) if averages else Nesterov(lr, momentum, self.nesterov)
-        )
+        self.lr, self.momentum = (lr, momentum) if self.rule is None else (None, None)
+        self.outer_rule: Rule = self.rule or (Average(lr) if averages else Nesterov(lr, momentum, self.nesterov))
         names = ("every", "staleness", "dynamic", "timeout", "replicas", "update_dtype", "overlap")
         self.options: Options = Options(wait=self.wait or "all", **{name: getattr(self, name) for name in names})
         own = LocalUpdates.__dataclass_fields__  # those below are of jobs alone

@@ -230,10 +230,9 @@ def test_a_picture_shows_who_trains_waits_and_leaves():
 
 
 def test_what_a_run_of_workers_refuses(tmp_path, caplog):
-    with pytest.raises(ValueError, match="steps 0"):
-        LocalUpdates(listen="127.0.0.1:0")
-    with pytest.raises(ValueError, match="'some'"):
-        LocalUpdates(listen="127.0.0.1:0", steps=5, wait="some")
+    for odd, said in (({}, "steps 0"), ({"wait": "some"}, "'some'"), ({"rule": Average(), "lr": 0.5}, "lr 0.5")):
+        with pytest.raises(ValueError, match=said):
+            LocalUpdates(listen="127.0.0.1:0", steps=5 * bool(odd), **odd)
     for alone in ({"wait": "none"}, {"wait": "quorum:2"}, {"staleness": 3}, {"rule": Nesterov()}):
         with pytest.raises(ValueError, match=f"{next(iter(alone))} are of workers"):
             LocalUpdates(**alone)
