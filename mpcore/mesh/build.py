@@ -77,13 +77,8 @@ def build_mesh(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local_rank, local_size = launch.place(gpus)
     asked = device_type
-    device_type = choose_device(
-        device_type,
-        gpus=gpus,
-        local_rank=local_rank,
-        local_size=local_size,
-        backends=dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None,
-    )
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(",")) if running else None
+    device_type = choose_device(device_type, gpus=gpus, local_rank=local_rank, local_size=local_size, backends=backends)
     if asked is None and device_type == "cpu" and gpus and not running and local_rank == 0:
         warnings.warn(f"GPUs here: {gpus}, processes: {local_size}. Too few for all, so the CPU is taken", stacklevel=3)
     if launch.launcher and not running:

@@ -108,16 +108,9 @@ def mesh_ranks(
 
 
 def layout_table(
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    dp: int = 1,
-    etp: int | None = None,
-    rank: int | None = None,
-    device_type: str | None = None,
-) -> str:
+    *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int = 1, etp: int | None = None,
+    rank: int | None = None, device_type: str | None = None,
+) -> str:  # fmt: skip
     """Return a drawing of the mesh: one line per pipeline stage, one cell per tensor-parallel group.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from mpcore.layers.linear import ParallelLinear
-from mpcore.mesh.agreement import check_same
+from mpcore.mesh.agreement import check_same, together
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.pipeline.prove import prove
 from mpcore.pipeline.schedules import COMPUTE, MESSAGES, NAMES, Schedule, build_schedule, find_schedule
@@ -41,14 +41,8 @@ def check_pending(stages: Iterable[nn.Module], mesh: Mesh) -> None:
 
 def agree_on_schedule(schedule: str | Schedule, pp: Axis, micro_batches: int, stages: int) -> Schedule:
     """Return the proved schedule, the same on all ranks. Errors are raised on all ranks."""
-    problem, plan = None, None
-    try:
-        plan = _check_plan(schedule, pp, micro_batches, stages)
-    except ValueError as error:
-        problem = str(error)
-    check_same("pipeline", problem or hashlib.sha256(repr(plan).encode()).hexdigest(), pp)
-    if problem or plan is None:
-        raise ValueError(problem)
+    plan = together(pp, lambda: _check_plan(schedule, pp, micro_batches, stages))
+    check_same("pipeline", hashlib.sha256(repr(plan).encode()).hexdigest(), pp)
     return plan
 
 

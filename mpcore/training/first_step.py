@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
 from mpcore.gradients.accumulate import gradient_of
+from mpcore.mesh.agreement import check_same, together
 from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.random import random_state
@@ -84,6 +85,12 @@ class FirstStep(Observer):
     def watch(self, loss: Loss) -> Loss:
         """Return the loss, checked in the first micro-batch of the first step."""
         return lambda *given: self.loss_check.call(loss, *given) if self.loss_check else loss(*given)
+
+    def agree(self, run: Run, tokens: Tensor | int | None, arguments: dict[str, Any]) -> None:
+        """Raise on every rank if `forward_backward` got other arguments on a rank, or a batch that doesn't fit."""
+        given = {"tokens": tokens is not None, "arguments": sorted(arguments)}
+        check_same("arguments of forward_backward", given, self.mesh.world)
+        together(self.mesh.world, lambda: run.pipeline.cut(arguments))
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
         reshard(run.model)  # a forward before this step left copies

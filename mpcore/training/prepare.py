@@ -134,12 +134,10 @@ def prepare(
     recompute = recompute if isinstance(recompute, Recompute) else Recompute(recompute)
     policies = {"data": data, "offload": offload, "compile": compile}
     asked = {"precision": precision, "micro_batches": micro_batches, "seed": seed, "overlap": overlap, **policies}
-    asked["recompute"] = (recompute.kind, recompute.every, recompute.budget)
+    asked["recompute"] = (recompute.kind, recompute.every, recompute.budget, recompute.preserve_rng_state)
     asked["observers"] = [type(observer).__name__ for observer in observers]
-    asked |= {"initialize": initialize, "trace": trace, "preserve_rng_state": recompute.preserve_rng_state}
-    asked["schedule"] = str(schedule)
-    if isinstance(schedule, Schedule):
-        asked["schedule"] = f"{schedule.name} {zlib.crc32(repr(schedule.ranks).encode())}"
+    own = isinstance(schedule, Schedule) and f"{schedule.name} {zlib.crc32(repr(schedule.ranks).encode())}"
+    asked |= {"initialize": initialize, "trace": trace, "schedule": own or str(schedule)}
     check_same("arguments of prepare", asked)
     for axis in (mesh.tp, mesh.data):
         check_same("blocks of prepare", {"blocks": len(held)}, axis)
@@ -354,11 +352,11 @@ def _check_values(
     for name, each in (each for stage in stages for each in stage.named_modules()):
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise ValueError(f"{name} has sparse=True, and ranks sum dense gradients: leave out sparse=True")
-        has_mean = isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm) and each.affine
+        has_mean = isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
         if has_mean and mesh.data.size > 1 and mesh.job.rank == 0 and not isinstance(each, nn.SyncBatchNorm):
             log.warning("%s is a %s, which takes the mean of one data rank's samples: on %d ranks it trains another "
                         "model than on one", name, type(each).__name__, mesh.data.size)  # fmt: skip
-        if half and has_mean and each.running_mean is not None and each.running_mean.dtype != half:
+        if half and has_mean and each.affine and each.running_mean is not None and each.running_mean.dtype != half:
             raise ValueError(
                 f"{name} is a {type(each).__name__} with statistics in {each.running_mean.dtype}, and its weight would "
                 f"be {half}, which torch does not mix: use Precision(.., autocast=True), or a norm without statistics"

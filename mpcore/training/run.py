@@ -114,6 +114,8 @@ class Run:
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self.tree: ModelTree = ModelTree(model)
+        half = precision.param_dtype
+        self._rounded: set[nn.Parameter] = {p for p in self.tree.parameters if p.dtype == half and not p.requires_grad}
         self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
         writes = GradientWrites()
@@ -192,11 +194,15 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self.phase.check("forward_backward")
+        if self._rounded and any(p.requires_grad for p in self._rounded):
+            name = next(name for name, p, _ in self.tree.declared if p in self._rounded and p.requires_grad)
+            raise ValueError(
+                f"{name} requires a gradient, and was frozen in prepare, which made no float32 master of it for "
+                f"precision {self.precision.dtype}: freeze it after prepare, or use Precision(.., autocast=True)"
+            )
         self.attach()
         if self._first in self.observers:
-            said = {"tokens": tokens is not None, "arguments": sorted(arguments)}
-            check_same("arguments of forward_backward", said, self.mesh.world)
-            together(self.mesh.world, lambda: self.pipeline.cut({"x": x, "target": target, **arguments}))
+            self._first.agree(self, tokens, {"x": x, "target": target, **arguments})
         told, tokens = tokens is not None, self.count_tokens(target) if tokens is None else tokens
         self.factor = self.loss_factor(tokens)
         if told and (not isinstance(tokens, Tensor) or self._first in self.observers):
@@ -209,6 +215,7 @@ class Run:
         total = self._compute(x, target, arguments)
         while total is None:
             self._forget()
+            self.bounds.rewind()
             total = self._compute(x, target, arguments)
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self.phase = Phase.COMPUTED

@@ -212,7 +212,7 @@ def check_refused(path: str) -> None:
             Pipeline(module, on, 2, loss, Schedule("own", tuple(rows), 2, 2))
     with pytest.raises(ValueError, match=r"unordered.csv is your own, for 2 micro-batches: build"):
         Pipeline(module, on, 2, loss, path + "/unordered.csv").set_micro_batches(4)
-    with pytest.raises(ValueError, match=r"lays 1 stages on rank 0, which holds 2|disagree"):
+    with pytest.raises(ValueError, match=r"lays 1 stages on rank 0, which holds 2"):
         Pipeline([module, module], on, 2, loss, path + "/good.csv")
     with pytest.raises(ValueError, match="is for 2 ranks and 2 micro-batches, the pipeline has 2 and 3"):
         Pipeline(module, on, 3, loss, build_schedule("gpipe", 2, 2))

@@ -40,12 +40,13 @@ def gradients(run: mp.Run) -> list[Tensor]:
     return [p.grad for p in run.model.parameters()]
 
 
-def by_hand(tokens: float, rows: int = 8) -> tuple[float, list[Tensor]]:
+def by_hand(tokens: float) -> tuple[float, list[Tensor], float]:
     torch.manual_seed(1)
     model = nn.Linear(3, 2).double()
-    loss = squares(model(X[:rows]), T[:rows]) / tokens
+    loss = squares(model(X), T) / tokens
     loss.backward()
-    return loss.item(), [p.grad for p in model.parameters()]
+    grads = [p.grad for p in model.parameters()]
+    return loss.item(), grads, math.sqrt(sum(float(g.square().sum()) for g in grads))
 
 
 def close(got: Any, want: Any) -> None:
@@ -56,11 +57,9 @@ def close(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_gradients_are_those_of_the_loss_divided_once_by_the_steps_tokens(tokens, divisor, micro_batches):
     run = start(micro_batches=micro_batches)
-    found = run.forward_backward(X, T, tokens=tokens)
-    loss, want = by_hand(divisor)
-    close(float(found), loss)
+    loss, want, norm = by_hand(divisor)
+    close(float(run.forward_backward(X, T, tokens=tokens)), loss)
     close(gradients(run), want)
-    norm = math.sqrt(sum(float(g.square().sum()) for g in want))
     close(float(run.finish_gradients()), norm)
     close(float(run.finish_gradients()), norm)
     for most in (0.0, -1.0, 2 * norm):
@@ -73,12 +72,10 @@ def test_gradients_are_those_of_the_loss_divided_once_by_the_steps_tokens(tokens
 def test_gradients_are_clipped_to_a_norm_and_the_step_is_a_plain_one():
     run = start()
     run.forward_backward(X, T)
-    loss, want = by_hand(16)
-    norm = math.sqrt(sum(float(g.square().sum()) for g in want))
+    loss, want, norm = by_hand(16)
     close(float(run.clip_gradients(norm / 4)), norm)
     close(gradients(run), [g / 4 for g in want])
     before = [p.detach().clone() for p in run.model.parameters()]
-    assert run.step == 0
     result = run.optimizer_step()
     assert result == StepResult(pytest.approx(loss, rel=1e-12), pytest.approx(norm, rel=1e-12), True, {}, 0)
     assert run.step == 1
@@ -246,6 +243,14 @@ def test_pitfall_67_a_scheduler_of_torch_goes_on_after_a_resume(tmp_path):
     assert first + steps(3, path)[0] == want
 
 
+def test_what_was_frozen_in_prepare_gets_no_gradient_in_half_precision():
+    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))
+    run = start(model, precision="bfloat16", optimizer=mp.AdamW)
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0.weight .*frozen in prepare.* bfloat16"):
+        run.forward_backward(X.bfloat16(), T)
+
+
 class Recorder(Observer):
     """Writes down its calls, has the first attempt of each step repeated, and counts steps in checkpoints."""
 
@@ -292,6 +297,11 @@ def test_an_observer_sees_each_moment_of_a_step_and_a_repeated_step_counts_once(
     ]  # fmt: skip
     for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(a, b)
+    x, both = X.float().view(8, 1, 3), ([], [Recorder()])
+    runs = [start(mp.ParallelMoE(3, 4, 2, 1), optimizer=mp.AdamW, observers=observers) for observers in both]
+    for one in runs:
+        one.forward_backward(x, x)
+    assert torch.equal(*(one.optimizer_step().routers["router"].tokens_per_expert for one in runs))
     run.forward_backward(X, T)
     run.drop_gradients()
     assert recorder.calls[-1] == "dropped"

@@ -106,6 +106,12 @@ class DispatchBounds:
         """Begin a step: use the buffers of fixed sizes. `exact` calls it."""
         self.repeats = 0
         self._tallies = [router.tally for router in self.routers]
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin the step again: forget what routers and buffers have counted in it."""
+        for router, tally in zip(self.routers, self._tallies, strict=True):
+            router.tally = tally
         for dispatch in self.dispatches:
             dispatch.is_bounded, dispatch.needed = True, None
 
@@ -113,10 +119,7 @@ class DispatchBounds:
         """Return whether the step was exact. If not, the buffers are larger now: drop the gradients, compute again."""
         if not self.is_used or not self._overflowed():
             return True
-        for router, tally in zip(self.routers, self._tallies, strict=True):
-            router.tally = tally
-        for dispatch in self.dispatches:
-            dispatch.needed = None
+        self.rewind()
         self.repeats += 1
         return False
 
