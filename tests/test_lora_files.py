@@ -321,6 +321,7 @@ def test_a_pipeline_stage_may_have_no_adapter(tmp_path) -> None:
     close(loaded(batch(0)[0]).logits, model(batch(0)[0]).logits, "of the file", 1e-10)
     with pytest.raises(ValueError, match="has 0 layers with an adapter: call add_lora"):
         save_lora(nn.Linear(2, 2), tmp_path, on)
+    assert merged_state_dict(merge_lora(nn.Linear(2, 2).requires_grad_(False)))  # a stage of one's own without adapters
 
 
 @pytest.mark.parametrize("fails", [1, 2])

@@ -153,7 +153,8 @@ def adapt(
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALayer]:
     found = {name: layer for name, layer in named_modules(model) if isinstance(layer, LoRALayer)}
-    if not found and getattr(type(model), "whole_class", None) is None:  # a pipeline stage may have none
+    may_have_none = getattr(type(model), "whole_class", None) or not any(p.requires_grad for p in model.parameters())
+    if not found and not may_have_none:  # a pipeline stage of a frozen model
         raise ValueError(f"this {type(model).__name__} has 0 layers with an adapter: call add_lora or load_lora first")
     return found
 
@@ -194,10 +195,9 @@ def merge_lora(model: nn.Module) -> nn.Module:
                 owner.__class__ = owner.kind
             continue
         del layer.lora_A, layer.lora_B, layer.rank, layer.alpha, layer.scaling, layer.dropout
-        product = getattr(layer, "product", None)
         layer.__class__ = layer.kind  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(layer, ParallelLinear):
-            layer.product = cast("LoRAProduct", product).base
+            layer.product = cast("LoRAProduct", layer.product).base
     return model
 
 
