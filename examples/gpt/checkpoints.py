@@ -192,8 +192,11 @@ class Checkpoints:
         stack.enter_context(store_of(out).lock(out) or nullcontext())
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
-        records = read_records(out / "metrics.jsonl", self.run.step if self.is_job else self.first_step)
-        write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in records))
+        first, records = self.run.step if self.is_job else self.first_step, []
+        for path in (out / "skipped.jsonl", out / "metrics.jsonl"):
+            if path.is_file():  # later steps are trained again
+                records = read_records(path, first)
+                write_whole(path, "".join(json.dumps(entry) + "\n" for entry in records))
         if not self.args.no_save:
             self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
         return records
@@ -377,8 +380,8 @@ class Stop:
         late = time.monotonic() >= self.ends
         return self.asked or late or (self.signals is not None and self.signals.asked)
 
-    def after_step(self) -> bool:
-        """Return whether any rank was asked to stop. Print the error of a background save that failed on any rank.
+    def after_step(self, until: int) -> bool:
+        """Return whether any rank was asked to stop, and `until` steps are not done. Print the error of a failed save.
 
         Ranks hear of each other a step late. Workers ask each other in the last step before a merge, which waits for
         every worker.
@@ -391,7 +394,7 @@ class Stop:
         stop = "stop" in granted
         if "failed" in granted:
             self.checkpoints.attempt(self.checkpoints.wait)
-        self.stopped = self._any_worker(stop) if self._before_merge() else stop
+        self.stopped = (self._any_worker(stop) if self._before_merge() else stop) and self.run.step < until
         return self.stopped
 
     def before_steps(self) -> bool:

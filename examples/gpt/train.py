@@ -200,7 +200,7 @@ class Trainer:
                     console.record_evaluation(step, self.evaluate(), sets)
                 self.beat()
                 checkpoints.tell_saved()
-                if self.stop.after_step() or until <= self.run.step < args.steps:
+                if self.stop.after_step(until) or until <= self.run.step < args.steps:
                     bar.close()
                     checkpoints.save_and_leave()
                     if worker is not None:

@@ -97,7 +97,7 @@ def test_when_one_rank_is_asked_to_stop_all_workers_save_before_the_next_merge(r
     for worker, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), at, timeout=60):
         assert stopped
         assert steps == [saved[worker]]
-    for _, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), -1, timeout=60):
+    for _, stopped, steps in ranks(4, stop_one, {"worlds": 2, "tp": 2}, str(tmp_path), 18, timeout=60):
         assert (stopped, max(steps)) == (False, 20)
 
 
