@@ -252,8 +252,9 @@ def save_async(
         began = time.perf_counter()
         try:
             saving.bytes = _write(snapshot, "save")
-        except Exception as error:  # `wait` raises it
+        except Exception as error:  # `wait` raises it, if the program calls it
             saving._error = error
+            log.error("NOT SAVED in the background: %s: %s", saving.path, error)
         saving.seconds = time.perf_counter() - began
 
     if ranks_are_threads():  # a second thread would not be this rank's
