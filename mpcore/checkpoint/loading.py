@@ -224,7 +224,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
         if name in group_of and manifest.optimizer[group_of[name]]["options"].get("amsgrad"):
             needed.add("max_exp_avg_sq")  # which its step reads
         of = slots.get(name, {})
-        stepped = any(not slot.startswith("outer_") for slot in of)  # else local updates of other workers moved it
+        stepped = any(not slot.startswith("outer_") for slot in of)  # else a merge alone moved it
         for slot in sorted(needed - of.keys()) if stepped else ():
             plan.missing.append(f"optimizer/{slot}/{name}")
         for slot, entry in of.items():
