@@ -158,11 +158,15 @@ def test_one_stage_at_a_time_sums_within_its_backward() -> None:
     with mock.patch.object(overlap, "ALONE", 1):
         for stage in stages:
             shard_data_parallel(stage, m, zero=0)
-        for stage in stages:
-            set_gradient_sync(stage, True)
-        for stage in reversed(stages):
-            stage(torch.full((2, 4), 1.0 + m.dp.rank)).sum().backward()
-        assert [len(sums.begun) for sums in overlap._pending.all] == [1]
-        for stage in stages:
-            reduce_gradients(stage)
-            assert torch.equal(stage.weight.grad, torch.full((4, 4), 6.0))
+        for by_turns in (False, True):  # as a GAN sums those of its discriminator before its generator's backward
+            for stage in stages:
+                drop_gradients(stage)
+                set_gradient_sync(stage, True)
+            for stage in reversed(stages):
+                stage(torch.full((2, 4), 1.0 + m.dp.rank)).sum().backward()
+                assert [len(sums.begun) for sums in overlap._pending.all] == [int(stage is stages[0])]
+                if by_turns:
+                    reduce_gradients(stage)
+            for stage in [] if by_turns else stages:
+                reduce_gradients(stage)
+            assert all(torch.equal(stage.weight.grad, torch.full((4, 4), 6.0)) for stage in stages)

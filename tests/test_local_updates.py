@@ -267,10 +267,7 @@ def check_half(dtype: torch.dtype, masters: bool):
     assert torch.equal(weight, anchor.to(dtype))
     if masters:
         assert torch.equal(inner.state[weight]["master"], anchor)
-    for step in (4, 5):  # nobody moves
-        still = optimizer.merge(step + 1)
-    assert still is not None
-    assert still.norm == 0
+    assert [optimizer.merge(step + 1).norm for step in (4, 5) if optimizer.due(step + 1) is not None] == [0]
     assert torch.equal(optimizer.state[weight]["outer_anchor"], anchor)
     return before, anchor.clone(), start
 
@@ -343,7 +340,6 @@ def test_what_training_moves_without_gradients_is_averaged(ranks, balance, zero)
     for place in range(2):
         (_, before, after), (_, other_before, other_after) = (found[place], found[place + 2])
         same_bits(other_after, after)
-        assert before
         assert any(not torch.equal(x, other_before[name]) for name, x in before.items())
         for name, x in before.items():
             close(after[name], (x + other_before[name]) / 2, name, 1e-6)

@@ -20,6 +20,7 @@ from mpcore._torch.storage import holders
 from mpcore.collectives import start_sum_in_place, wait
 from mpcore.gradients.accumulate import gradient_of, gradient_state
 from mpcore.kernels._main_grad import GradientState, main_grad
+from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.declarations import tree_of
 from mpcore.sharding.declare import Sharding
@@ -119,6 +120,11 @@ class OverlappedAllReduce:
         vars(parameter)["running_sum"] = begin_sum(parameter, axis)
         self.next += 1
 
+    def has_begun(self) -> bool:
+        """Return whether the backward has started an all-reduce on any rank: ranks may use other parameters."""
+        groups = dict.fromkeys(axis.group for _, axis in self.order if self.armed)
+        return not self.armed or any(set().union(*(gather_objects(bool(self.begun), group) for group in groups)))
+
     def begin_rest(self) -> None:
         """After the backward, start the all-reduces of gradients that this rank does not have."""
         while self.armed and self.next < len(self.order):
@@ -162,13 +168,14 @@ def begin_sum(parameter: nn.Parameter, axis: Axis) -> StartedAllReduce:
 
 
 def take_begun(parameters: Iterable[Tensor]) -> dict[nn.Parameter, StartedAllReduce]:
-    """Start all remaining all-reduces of this thread, and hand over those of the given parameters."""
+    """Start all remaining all-reduces, but of a backward to come (GANs), and hand over those of the parameters."""
     given = {id(p) for p in parameters} if _pending.all else ()
     begun: dict[nn.Parameter, StartedAllReduce] = {}
     for sums in tuple(_pending.all):
-        sums.begin_rest()
+        if any(id(p) in given for p, _ in sums.order) or sums.has_begun():
+            sums.begin_rest()
         begun |= {p: vars(p).pop("running_sum") for p in sums.begun if id(p) in given}
-        if not sums.begun:
+        if not sums.begun and not sums.armed:
             _pending.all.remove(sums)
     return begun
 

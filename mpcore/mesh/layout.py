@@ -19,15 +19,9 @@ from einops import rearrange
 
 
 def mesh_shape(
-    world_size: int,
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    dp: int | None = None,
+    world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None,
     etp: int | None = None,
-) -> dict[Any, Any]:
+) -> dict[Any, Any]:  # fmt: skip
     """Return the size of each axis by name.
 
     Args:
