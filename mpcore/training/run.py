@@ -215,7 +215,7 @@ class Run:
         total = self._compute(x, target, arguments)
         while total is None:
             self._forget()
-            self.bounds.rewind()
+            self.bounds.begin(again=True)
             total = self._compute(x, target, arguments)
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self.phase = Phase.COMPUTED

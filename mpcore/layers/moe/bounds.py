@@ -102,14 +102,11 @@ class DispatchBounds:
         finally:
             self.end()
 
-    def begin(self) -> None:
-        """Begin a step: use the buffers of fixed sizes. `exact` calls it."""
-        self.repeats = 0
-        self._tallies = [router.tally for router in self.routers]
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Begin the step again: forget what routers and buffers have counted in it."""
+    def begin(self, again: bool = False) -> None:
+        """Begin a step, or the same again: use the buffers of fixed sizes, and forget its counts. `exact` calls it."""
+        if not again:
+            self.repeats = 0
+            self._tallies = [router.tally for router in self.routers]
         for router, tally in zip(self.routers, self._tallies, strict=True):
             router.tally = tally
         for dispatch in self.dispatches:
@@ -119,7 +116,7 @@ class DispatchBounds:
         """Return whether the step was exact. If not, the buffers are larger now: drop the gradients, compute again."""
         if not self.is_used or not self._overflowed():
             return True
-        self.rewind()
+        self.begin(again=True)
         self.repeats += 1
         return False
 
