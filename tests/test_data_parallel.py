@@ -602,8 +602,8 @@ def test_torchs_foreach_steps_refuse_shards_beside_whole_parameters() -> None:
     model(torch.ones(1, 4, 4)).sum().backward()
     reduce_gradients(model)
 
-    def step(parameters, **options):
-        guard_optimizer(torch.optim.AdamW(parameters, **options), model).step()
+    def step(parameters, kind=torch.optim.AdamW, **options):
+        guard_optimizer(kind(parameters, **options), model).step()
 
     sharded, whole = ([p for p in model.parameters() if is_dtensor(p) is kind] for kind in (True, False))
     for fast in ({"foreach": True}, {"fused": True}):
@@ -614,8 +614,10 @@ def test_torchs_foreach_steps_refuse_shards_beside_whole_parameters() -> None:
     for slow in ({"foreach": False}, {"fused": False}, {}):
         step(model.parameters(), **slow)
     AdamW(model).step()
-    for p in whole:
-        p.grad = None
+    for kind, fast in ((torch.optim.Rprop, {}), (torch.optim.SGD, {"fused": True})):
+        with pytest.raises(ValueError, match=f"{kind.__name__} has no step for shards, of ZeRO 1 to 3"):
+            step(sharded, kind, **fast)
+    drop_gradients(model, whole)
     step(model.parameters(), foreach=True)
 
 

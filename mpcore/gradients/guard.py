@@ -19,6 +19,8 @@ from mpcore.sharding.local import is_dtensor
 
 # Of torch's optimizers those that don't step each element by itself.
 OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+# Those without a step for a DTensor; the last two if they are fused.
+OF_PLAIN_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SGD, torch.optim.Adagrad)
 
 
 class ReadsMainGradients:
@@ -34,7 +36,7 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     - gradients that `reduce_gradients` has not summed since the last backward;
     - parameters that `shard_data_parallel` replaced by shards;
     - gradients in `main_grad`, if the optimizer reads only `.grad` (all but `ReadsMainGradients`);
-    - sharded tensors, if the optimizer needs full ones (Adafactor, LBFGS, torch's Muon);
+    - shards that it can't step (those of Adafactor, LBFGS, torch's Muon; of ZeRO those of Rprop, fused SGD, Adagrad);
     - groups that mix sharded and plain parameters, if torch would update them in one kernel.
 
     `torch.distributed.checkpoint` of its `state_dict()` raises an error for the state of sharded parameters.
@@ -121,17 +123,19 @@ class _Guard:
                 self._check_torchs(optimizer, group)
 
     def _check_torchs(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        kind = type(optimizer).__name__
+        kind, plain = type(optimizer).__name__, OF_PLAIN_TENSORS[: None if group.get("fused") else 2]
         for p in group["params"]:
             if p.grad is None and holds_main_grad(p):
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(p.shape)} is in main_grad, and {kind} reads .grad "
                     f"alone, which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
                 )
-            if isinstance(optimizer, OF_WHOLE_TENSORS) and p in self.cut:
+            cut = isinstance(optimizer, OF_WHOLE_TENSORS) and p in self.cut
+            if cut or (isinstance(optimizer, plain) and is_dtensor(p)):
+                how = "computes each element from its whole tensor" if cut else "has no step for shards, of ZeRO 1 to 3"
                 raise ValueError(
-                    f"{kind} computes each element from its whole tensor, and a parameter of shape {tuple(p.shape)} is "
-                    f"this rank's part of one: take mpcore.AdamW or mpcore.Muon, or what steps each element by itself"
+                    f"{kind} {how}, and a parameter of shape {tuple(p.shape)} is this rank's part of one: take "
+                    f"mpcore.AdamW or mpcore.Muon, or what steps each element by itself, without fused=True"
                 )
         _check_mixed(kind, group)
 

@@ -114,8 +114,7 @@ class Run:
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self.tree: ModelTree = ModelTree(model)
-        half = precision.param_dtype
-        self._rounded: set[nn.Parameter] = {p for p in self.tree.parameters if p.dtype == half and not p.requires_grad}
+        self._rounded = {p for p in self.tree.parameters if p.dtype == precision.param_dtype and not p.requires_grad}
         self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
         writes = GradientWrites()

@@ -244,9 +244,9 @@ def test_pitfall_67_a_scheduler_of_torch_goes_on_after_a_resume(tmp_path):
 
 
 def test_what_was_frozen_in_prepare_gets_no_gradient_in_half_precision():
-    model = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))
-    run = start(model, precision="bfloat16", optimizer=mp.AdamW)
-    model.requires_grad_(True)
+    parts = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2)
+    run = start(nn.Sequential(*parts), precision="bfloat16", optimizer=mp.AdamW)
+    run.model.requires_grad_(True)
     with pytest.raises(ValueError, match=r"0.weight .*frozen in prepare.* bfloat16"):
         run.forward_backward(X.bfloat16(), T)
 

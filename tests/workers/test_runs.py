@@ -243,11 +243,9 @@ def test_what_a_run_of_workers_refuses(tmp_path, caplog):
     assert caplog.text.count("can diverge") == 1
     with pytest.raises(ValueError, match="--wait none has no effect with neither --listen"):
         trainer(Mesh(), tmp_path, "--wait", "none")
-    updates = LocalUpdates(listen="127.0.0.1:0", steps=5)
-    with pytest.raises(ValueError, match=r"worlds=2"):
-        updates.check(replace(Mesh(), worlds=Axis(size=2)), [])
-    with pytest.raises(ValueError, match=r"worlds=1"):
-        LocalUpdates().check(Mesh(), [])
+    for each, worlds in ((LocalUpdates(listen="127.0.0.1:0", steps=5), 2), (LocalUpdates(), 1)):
+        with pytest.raises(ValueError, match=f"worlds={worlds}"):
+            each.check(replace(Mesh(), worlds=Axis(size=worlds)), [])
     single = ["--dtype", "float32"]
     first = trainer(Mesh(), tmp_path / "0", "--listen", "127.0.0.1:0", *single)
     address = worker_of(first.run).peer.node.address
