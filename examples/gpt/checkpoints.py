@@ -122,8 +122,7 @@ class Checkpoints:
 
     def _check(self, path: Path, resume: str) -> None:
         newest = None if resume == "auto" else latest(self.path, self.mesh)
-        begun_elsewhere = bool(self.args.init_from)
-        refused = other_run(path, self.about, self.args.seed, self.args.dtype, begun_elsewhere)
+        refused = other_run(path, self.about, self.args.seed, self.args.dtype, bool(self.args.init_from))
         raise_together(refused or left_behind(path, newest))
 
     def _try_to_load(self, path: Path) -> tuple[Loaded | None, ValueError | None, bool]:
@@ -192,10 +191,10 @@ class Checkpoints:
         stack.enter_context(store_of(out).lock(out) or nullcontext())
         config = {"model": dataclasses.asdict(self.setup.config), "run": vars(self.args)}
         write_whole(out / "config.json", json.dumps(config, indent=2) + "\n")
-        first, records = self.run.step if self.is_job else self.first_step, []
+        first, records = self.run.step if self.is_job else self.first_step, list[dict]()
         for path in (out / "skipped.jsonl", out / "metrics.jsonl"):
-            if path.is_file():  # later steps are trained again
-                records = read_records(path, first)
+            records = read_records(path, first)  # later steps are trained again
+            if path.is_file():
                 write_whole(path, "".join(json.dumps(entry) + "\n" for entry in records))
         if not self.args.no_save:
             self.path.mkdir(exist_ok=True)  # if this fails, let it fail now
@@ -213,8 +212,7 @@ class Checkpoints:
     @property
     def last(self) -> Path | None:
         """The checkpoint after the last step, if there is one."""
-        path = step_path(self.path, self.run.step)
-        return path if path.is_dir() else None
+        return path if (path := step_path(self.path, self.run.step)).is_dir() else None
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -391,10 +389,10 @@ class Stop:
             return True
         failed = (saving := self.checkpoints.saving) is not None and saving.failed
         granted = self.wishes.after_step(self.run.step, stop=self.is_asked(), failed=failed)
-        stop = "stop" in granted
         if "failed" in granted:
             self.checkpoints.attempt(self.checkpoints.wait)
-        self.stopped = (self._any_worker(stop) if self._before_merge() else stop) and self.run.step < until
+        stop = self._any_worker("stop" in granted) if self._before_merge() else "stop" in granted
+        self.stopped = stop and self.run.step < until
         return self.stopped
 
     def before_steps(self) -> bool:
