@@ -31,7 +31,7 @@ FIRST = [
 ALL = [
     "test_a_wrong_order_is_refused_with_the_right_one",
     "test_a_policy_refuses_what_it_cannot_mean",
-    "test_a_step_can_be_given_up_also_after_a_forward_that_raised",
+    "test_a_step_can_be_given_up_after_a_forward_that_raised",
     "test_float16_skips_a_step_that_overflows_and_goes_on",
     "test_a_batch_without_a_token_has_no_loss_and_moves_nothing",
 ]

@@ -78,7 +78,11 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.empty(D, dtype=torch.float64))
         self.layer = case.build(**on).double()
         self.takes, self.gives = case.takes, case.gives
+        shards = self.tp.size if self.sequence_parallel and case.takes == "sequence" else 1
+        shards *= mesh.cp.size if mesh is not None and case.context else 1
+        self.layer.input_shape = (1, T // shards, D)
         self.sometimes: nn.Parameter | None = None  # [D, D], multiplies the input in the first step alone
+        self.again: nn.Parameter | None = None  # the scale once more
         self.step = 0
         if self.sequence_parallel and self.takes == "sequence":
             mp.add_partial(self, "scale", self.tp)  # it multiplies this rank's tokens alone
@@ -90,7 +94,7 @@ class Block(nn.Module):
             x = collectives.split(x, self.tp, 1)
         if self.sometimes is not None and self.step == 0:
             x = x @ self.sometimes
-        y = self.layer(x * self.scale)
+        y = self.layer(x * self.scale if self.again is None else x * self.scale * self.again)
         if self.gives == "features" or not self.sequence_parallel:
             return y if self.gives != "features" else collectives.gather(y, self.tp, -1)
         return collectives.gather(y, self.tp, 1) if self.gives == "sequence" else y
@@ -119,15 +123,10 @@ def _rotate(x: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def _attention(
-    kv: int = H,
-    heads: int = H,
-    window: int | None = None,
-    rope: bool = False,
-    causal: bool = True,
-    mask: Tensor | None = None,
+    kv: int = H, window: int | None = None, rope: bool = False, causal: bool = True, mask: Tensor | None = None
 ) -> Truth:
     def truth(p: Params, x: Tensor, at: str = "") -> Tensor:
-        parts = _linear(p, x, f"{at}qkv.").split([heads * K, kv * K, kv * K], -1)
+        parts = _linear(p, x, f"{at}qkv.").split([H * K, kv * K, kv * K], -1)
         q, k, v = (part.unflatten(-1, (-1, K)).transpose(1, 2) for part in parts)
         q, k = (_rotate(q), _rotate(k)) if rope else (q, k)
         k, v = (part.repeat_interleave(H // kv, 1) for part in (k, v))
@@ -437,12 +436,13 @@ def _dense(halves: bool = False, **on: Any) -> nn.Module:
 
 
 ON_THREE: dict[str, Any] = {"mesh": {"tp": 3}, "refuses": ("invariant",)}  # whose degrees are powers of two
+KEEPS_ALL = ("recompute budget",)  # a linear layer keeps its input alone
 CASES: dict[str, Case] = {
-    "column": Case(lambda **on: mp.ColumnParallelLinear(D, FF, **on), _linear, gives="features"),
+    "column": Case(lambda **on: mp.ColumnParallelLinear(D, FF, **on), _linear, gives="features", refuses=KEEPS_ALL),
     "column, gathered": Case(lambda **on: mp.ColumnParallelLinear(D, FF, False, gather_output=True, **on), _linear,
-                             gives="whole"),
+                             gives="whole", refuses=KEEPS_ALL),
     "column, uneven": Case(lambda **on: mp.ColumnParallelLinear(D, 2 * V + 1, gather_output=True, **on), _linear,
-                           gives="whole", **ON_THREE),
+                           gives="whole", mesh={"tp": 3}, refuses=("invariant", *KEEPS_ALL)),
     "row": Case(lambda **on: mp.RowParallelLinear(D, FF, input_is_parallel=False, **on), _linear, takes="whole"),
     "row, uneven": Case(lambda **on: mp.RowParallelLinear(D, FF, input_is_parallel=False, **on), _linear,
                         takes="whole", **ON_THREE),

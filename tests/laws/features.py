@@ -38,6 +38,9 @@ class Feature:
     Attributes:
         resumes: save after the first step, and go on with a new model and optimizer that load the checkpoint.
         evaluates: evaluate on larger inputs before each step, and call the model once more before the optimizer.
+        abandons: compute gradients of larger inputs before each step, and drop them.
+        grows: two micro-batches from the second step on.
+        max_norm: clip the gradients to this norm.
         kind: two features of one kind exclude each other by nature.
     """
 
@@ -49,6 +52,9 @@ class Feature:
     truth: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda params: params
     resumes: bool = False
     evaluates: bool = False
+    abandons: bool = False
+    grows: bool = False
+    max_norm: float = 0.0
     kind: str = ""
 
 
@@ -85,27 +91,41 @@ def _add_sometimes(model: Block) -> Block:
     return model
 
 
+def _tie(model: Block) -> Block:
+    model.again = model.scale
+    return model
+
+
 def _zero(stage: int) -> Feature:
     return Feature(of_run={"data": mp.Zero(stage)}, kind="data")
 
 
-def _recompute(kind: str) -> Feature:
-    return Feature(of_run={"recompute": kind}, kind="recompute")
+def _inputs(layer: nn.Module) -> tuple[tuple[Tensor], dict[str, Any]]:
+    """The arguments of a call of a case's layer."""
+    return (torch.empty(layer.input_shape, dtype=torch.float64, device="meta"),), {}
+
+
+def _recompute(**how: Any) -> Feature:
+    return Feature(of_run={"recompute": mp.training.Recompute(**how)}, kind="recompute")
 
 
 FEATURES: dict[str, Feature] = {
     "sequence parallel": Feature(on={"sequence_parallel": True}),
     "LoRA": Feature(change=_add_lora, truth=_with_adapters),
     "invariant": Feature(of_mesh=partial(invariant.invariant_mesh, degree=4), prepare=invariant.prepare),
-    "full recompute": _recompute("full"), "selective recompute": _recompute("selective"),
+    "full recompute": _recompute(), "selective recompute": _recompute(kind="selective"),
+    "recompute budget": _recompute(budget=0.9, example=_inputs),
     "overlapped communication": Feature(of_run={"overlap": 1}), "split backward": Feature(of_run={"schedule": "zb"}),
     "deepcopy": Feature(change=copy.deepcopy), "frozen biases": Feature(change=_freeze_biases),
     "unused parameter": Feature(change=_add_unused), "parameter of one step": Feature(change=_add_sometimes),
-    "ZeRO-1": _zero(1), "ZeRO-2": _zero(2), "ZeRO-3": _zero(3), "2 micro-batches": Feature(of_run={"micro_batches": 2}),
+    "ZeRO-1": _zero(1), "ZeRO-2": _zero(2), "ZeRO-3": _zero(3),
+    "2 micro-batches": Feature(of_run={"micro_batches": 2}, kind="micro-batches"),
+    "more micro-batches": Feature(grows=True, kind="micro-batches"),
     "optimizer offload": Feature(of_run={"offload": mp.Offload(optimizer=True)}, kind="offload"),
     "activation offload": Feature(of_run={"offload": mp.Offload(activations=True)}, kind="offload"),
     "parameter offload": Feature(of_run={"offload": mp.Offload(parameters=True)}, kind="offload"),
     "evaluation": Feature(evaluates=True), "resume": Feature(resumes=True),
+    "abandoned step": Feature(abandons=True), "clipping": Feature(max_norm=0.01), "tied scale": Feature(change=_tie),
     "compile": Feature(of_run={"compile": mp.Compile("eager")}),
 }  # fmt: skip
 

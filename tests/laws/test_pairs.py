@@ -59,39 +59,45 @@ def plain(case: Case, features: Sequence[Feature], clip: Clip = lambda p, x: {})
     for feature in features:
         model = feature.change(model)
     params = {name: draw(name, *p.shape).requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    tied = {"again": params["scale"]} if model.again is not None else {}
     trained = {name: p for name, p in params.items() if p.requires_grad}
+    most = sum(each.max_norm for each in features) or math.inf
     matrices = [p for p in trained.values() if p.dim() > 1]
     others = [p for p in trained.values() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], **RULE)
     x, steps = draw("x", B, T, D), []
     for step in range(STEPS):
-        read = params
+        read = params | tied
         for feature in features:
             read = feature.truth(read)
         read = {name.removeprefix("layer."): p for name, p in read.items()}
+        scale = math.prod([params["scale"], *tied.values()])
         if any(feature.evaluates for feature in features):
             with torch.no_grad():
-                y = case.truth(read, 3 * x * params["scale"])
+                y = case.truth(read, 3 * x * scale)
             steps += [squares(y, draw("target", *y.shape)).item() / y.numel()]
-        scaled = (x @ params["sometimes"] if "sometimes" in params and step == 0 else x) * params["scale"]
+        scaled = (x @ params["sometimes"] if "sometimes" in params and step == 0 else x) * scale
         y = case.truth(read, scaled)
         loss = squares(y, draw("target", *y.shape)) / y.numel()
         loss.backward()
         norms = [p.grad.norm() for p in trained.values() if p.grad is not None]
         steps += [loss.item(), math.hypot(*norms)]
+        for p in trained.values():
+            p.grad = p.grad if p.grad is None else p.grad * min(1.0, most / steps[-1])
         with torch.no_grad():
             factors = clip({name.removeprefix("layer."): p for name, p in params.items()}, scaled)
             optimizer.step()
             for name, rows in factors.items():
                 params[f"layer.{name}"].mul_(rows.view(-1, *[1] * (params[f"layer.{name}"].dim() - 1)))
         optimizer.zero_grad()
+    params |= tied
     return {"steps": torch.tensor(steps, dtype=torch.float64), **{name: p.detach() for name, p in params.items()}}
 
 
 def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, folder: str) -> dict[str, Any]:
     """Train the layer on a mesh with these features."""
     on = {name: value for feature in features for name, value in feature.on.items()}
-    of_run, prepare = {"data": mp.Zero(0)}, mp.prepare
+    of_run, prepare, most = {"data": mp.Zero(0)}, mp.prepare, sum(each.max_norm for each in features)
     for feature in features:
         mesh, of_run = feature.of_mesh(mesh), of_run | feature.of_run
         prepare = prepare if feature.prepare is mp.prepare else feature.prepare
@@ -100,7 +106,8 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
         model = Block(case, mesh, on.get("sequence_parallel", False))
         for feature in features:
             model = feature.change(model)
-        mp.load_full_state_dict(model, {n: draw(values + n, *p.shape) for n, p in mp.full_state_dict(model).items()})
+        shapes = {name: p.shape for name, p in mp.full_state_dict(model).items() if name != "again"}
+        mp.load_full_state_dict(model, {name: draw(values + name, *shape) for name, shape in shapes.items()})
         return prepare(
             model, mesh, blocks=[model.layer], initialize=False, loss=squares,
             optimizer=lambda m: mp.AdamW(m, **RULE), **of_run,
@@ -114,11 +121,18 @@ def sharded(mesh: mp.Mesh, case: Case, features: Sequence[Feature], width: int, 
         if step == 1 and any(feature.resumes for feature in features):
             path, run = run.save(folder), start("other ")
             run.load(path)
+        if step == 1 and any(feature.grows for feature in features):
+            run.set_micro_batches(2)
         run.model.step = 1  # without the parameter of one step
         if any(feature.evaluates for feature in features):
             steps += [run.evaluate([(3 * x[share], target[share])])]
+        if any(feature.abandons for feature in features):
+            run.forward_backward(3 * x[share], target[share])
+            run.drop_gradients()
         run.model.step = step
         run.forward_backward(x[share], target[share])
+        if most:
+            run.clip_gradients(most)
         if any(feature.evaluates for feature in features):
             run.finish_gradients()
             run.model.eval()(x[share])  # with a graph, and no backward follows
@@ -173,6 +187,8 @@ def expected(names: Sequence[str], case: Case) -> str:
     if not any(isinstance(module, ParallelLinear) for module in Block(case).modules()):
         names = [name for name in names if name != "LoRA"]  # no layer for it
         case = replace(case, mesh={**case.mesh, "tp": 1})
+    if not {"sequence parallel", "LoRA"}.isdisjoint(names):  # then a linear layer has something to recompute
+        names = [name for name in names if name != "recompute budget"]
     if "overlapped communication" in names and case.mesh.get("tp", 1) == 1:
         return IS_REFUSED  # no layer has it
     pair = set(names) in REFUSED and (not case.mesh.keys().isdisjoint(("dp", "cp")) or "invariant" in names)
@@ -192,7 +208,7 @@ def check(case: str, under: Sequence[tuple[str, ...]]) -> None:
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_every_pair_of_features_equals_plain_torch_or_is_refused(case):
-    check(case, [names for names in pairs() if case == "row" or "compile" not in names])
+    check(case, pairs() if case == "row" else [names for names in pairs() if "compile" not in names][::2])
 
 
 def sampled(case: str) -> list[tuple[str, ...]]:

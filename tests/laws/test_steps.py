@@ -389,6 +389,7 @@ FOUND: list[Row] = [  # each was wrong once
     {**FIRST, "dp": 2, "zero": 3, "micro-batches": 2, "unused": "in half of the samples", "dtype": "autocast"},
 ]  # fmt: skip
 ON_TP: Row = {**FIRST, "tp": 2, "overlap": 1, "micro-batches": 2}
+ZERO_3: Row = {"dp": 2, "zero": 3}
 DENSE: Row = {**FIRST, "tp": 2, "halves": True, "micro-batches": 2}
 IN_HALVES: Row = {**FIRST, "experts": "on ep, in halves", "micro-batches": 2}
 OVERLAPPED: list[Row] = [
@@ -405,15 +406,7 @@ OVERLAPPED: list[Row] = [
     {**DENSE, "schedule": "1f1b", "dp": 2, "zero": 3, "dtype": "bfloat16", "frozen": "first half"},
     {**DENSE, "schedule": "zbv", "tied": True},
     {**DENSE, "context": "zigzag", "evaluated": True, "overlap": 1, "optimizer": "Muon", "dtype": "autocast"},
-    {
-        **DENSE,
-        "schedule": "1f1b",
-        "sequence parallel": True,
-        "dp": 2,
-        "zero": 3,
-        "dtype": "bfloat16",
-        "frozen": "norms",
-    },
+    {**DENSE, **ZERO_3, "schedule": "1f1b", "sequence parallel": True, "dtype": "bfloat16", "frozen": "norms"},
     {**DENSE, "schedule": "zbv", "sequence parallel": True, "tied": True, "overlap": 1, "dtype": "autocast"},
     {**DENSE, "schedule": "dualpipev", "sequence parallel": True, "context": "ring", "micro-batches": 4},
 ]

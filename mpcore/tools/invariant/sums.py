@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mpcore._torch.values import has_values
 from mpcore.collectives import all_to_all_rows, shard_sizes, start_all_gather, wait
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, Mesh, check_mesh
@@ -85,7 +86,7 @@ def check_pieces(name: str, sizes: Sequence[int], axis: Axis, unit: int = 1, res
 def own(x: Tensor) -> Tensor:
     """Return the tensor contiguous and 64-byte aligned like a new one: MKL may choose kernels by alignment."""
     x = x.contiguous()
-    return x if x.data_ptr() % 64 == 0 else x.clone()
+    return x if not has_values(x) or x.data_ptr() % 64 == 0 else x.clone()
 
 
 def cut_pieces(
