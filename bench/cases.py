@@ -48,14 +48,7 @@ from mpcore.kernels.moe_permute import (
 from mpcore.kernels.quantize_fp8 import BLOCK, Quantized, quantize_fp8, quantize_fp8_reference
 from mpcore.kernels.rms_norm import rms_norm, rms_norm_reference
 from mpcore.kernels.rope import rope_qkv, rope_reference
-from mpcore.kernels.router import (
-    route,
-    route_reference,
-    router_linear,
-    router_linear_reference,
-    top_k,
-    top_k_reference,
-)
+from mpcore.kernels.router import route, route_reference, router_linear, router_linear_reference, top_k, top_k_reference
 from mpcore.layers.loss import vocab_parallel_cross_entropy
 
 LIGER = "liger_kernel.transformers.functional"

@@ -25,10 +25,7 @@ COMMANDS = {
         "mpcore.tools.coordinate_check",
         "check that the mean activation does not grow with the width",
     ),
-    "replay-workers": (
-        "mpcore.tools.workers.command",
-        "train a run of workers again and compare the bits, or draw it",
-    ),
+    "replay-workers": ("mpcore.tools.workers.command", "train a run of workers again and compare the bits, or draw it"),
     "documents": ("mpcore.tools.documents", "list the documents behind a step of a run, or behind its spikes"),
     "doctor": ("mpcore.tools.doctor", "check this machine, and print the versions for a bug report"),
 }

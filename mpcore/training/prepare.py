@@ -333,11 +333,7 @@ def _check_names(stages: Sequence[nn.Module], mesh: Mesh, drawn: bool) -> None:
 
 
 def _check_values(
-    stages: Sequence[nn.Module],
-    initialize: bool | None,
-    precision: Precision,
-    half: torch.dtype | None,
-    mesh: Mesh,
+    stages: Sequence[nn.Module], initialize: bool | None, precision: Precision, half: torch.dtype | None, mesh: Mesh
 ) -> None:
     """Raise ValueError if it is unclear whether to keep a model's values, or their dtypes don't fit the precision."""
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):

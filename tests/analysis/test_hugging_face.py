@@ -23,8 +23,7 @@ def config(folder) -> int:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "flags", "share"),
-    [({"pp": 2}, "", 2), ({"dp": 2, "pp": 2}, "--zero 3 --recompute full", 4)],
+    ("sizes", "flags", "share"), [({"pp": 2}, "", 2), ({"dp": 2, "pp": 2}, "--zero 3 --recompute full", 4)]
 )
 def test_ranks_together_hold_the_model_once(tmp_path, sizes, flags, share):
     count, arguments = config(tmp_path), ["--hf", str(tmp_path), *f"--dtype float32 --seq-len 8 {flags}".split()]

@@ -16,16 +16,7 @@ from torch import nn
 import mpcore as mp
 from mpcore import _torch
 from mpcore.tools.fault_tolerance import trace, watchdog
-from mpcore.tools.fault_tolerance.trace import (
-    Call,
-    Log,
-    call_site,
-    calls_of,
-    explain,
-    read_log,
-    record,
-    stands_in,
-)
+from mpcore.tools.fault_tolerance.trace import Call, Log, call_site, calls_of, explain, read_log, record, stands_in
 
 TORCH, PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(mp.__file__)
 USER, LAYER = "/home/me/gpt/model.py", f"{PACKAGE}/layers/linear.py"

@@ -126,10 +126,7 @@ def test_rows_may_be_walked_twice_but_have_no_second_derivative(function, refere
     assert all(map(torch.equal, first, second))
     assert torch.equal(x, X)
     assert torch.equal(weight, WEIGHT)
-    with pytest.raises(
-        RuntimeError,
-        match=r"no second derivative; use torch\.(log_softmax|nn\.functional\.cross_ent)",
-    ):
+    with pytest.raises(RuntimeError, match=r"no second derivative; use torch\.(log_softmax|nn\.functional\.cross_ent)"):
         torch.autograd.grad(total, x, create_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(total, (x, weight))))
 

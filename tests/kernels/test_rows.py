@@ -6,14 +6,7 @@ from fake_gpu import calls
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpcore.kernels._rows import (
-    MAX_ROWS,
-    as_rows,
-    by_heads,
-    count_rows,
-    row_tile,
-    sum_partials,
-)
+from mpcore.kernels._rows import MAX_ROWS, as_rows, by_heads, count_rows, row_tile, sum_partials
 
 
 @given(D=st.integers(1, 2**17), elements_per_thread=st.sampled_from([16, 32]), elements=st.sampled_from([4096, 8192]))

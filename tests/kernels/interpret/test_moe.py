@@ -6,12 +6,7 @@ import laws
 import pytest
 import torch
 
-from mpcore.kernels.moe_permute import (
-    moe_permute,
-    moe_rows,
-    moe_rows_reference,
-    moe_unpermute,
-)
+from mpcore.kernels.moe_permute import moe_permute, moe_rows, moe_rows_reference, moe_unpermute
 from mpcore.kernels.router import route, route_reference, top_k, top_k_reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
