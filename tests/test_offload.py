@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -243,13 +244,10 @@ def test_parameters_that_are_elsewhere_are_refused_by_name(tmp_path):
     state = {name: value.clone() for name, value in full_state_dict(model).items()}
     offload = offload_parameters(model)
     for call in (
-        lambda: full_state_dict(model),
-        lambda: load_full_state_dict(model, state),
-        lambda: save(step_path(tmp_path, 1), model, mesh=Mesh(), step=1),
-    ):
-        with pytest.raises(
-            ValueError, match=r"0.weight has 16 elements and 0 bytes .* within `with offload.here\(\):`"
-        ):
+        lambda: full_state_dict(model), lambda: load_full_state_dict(model, state), lambda: copy.deepcopy(model),
+        lambda: save(step_path(tmp_path, 1), model, mesh=Mesh(), step=1), model.state_dict, model[0].state_dict,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"weight has 16 elements and 0 bytes .* within `with offload.here\(\):`"):
             call()
         with offload.here():
             call()

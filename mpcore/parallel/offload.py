@@ -42,6 +42,7 @@ from mpcore.optim.muon import Muon
 from mpcore.parallel.shared import router_statistics
 from mpcore.parallel.sync import hides_tensors
 from mpcore.sharding.local import is_dtensor, local_tensor
+from mpcore.sharding.state_dict import check_present
 
 _Event: TypeAlias = "torch.cuda.Event | None"  # None: the copy is done
 
@@ -159,8 +160,7 @@ class _Step:
         else:
             attach_main_grad(copy, held)
             mark_main_grad(copy, GradientState.LOCAL)
-        events = [self.copies.copy(held, grad), self.copies.copy(copy.data, mine)]
-        yield from (event for event in events if event is not None)
+        yield from filter(None, (self.copies.copy(held, grad), self.copies.copy(copy.data, mine)))
 
     def _step(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket: list[nn.Parameter], how: dict[str, Any]
@@ -292,6 +292,16 @@ def offload_activations(*, pin_memory: bool | None = None, min_bytes: int = 2**1
         yield
 
 
+def _check_here(block: nn.Module, *_: Any) -> None:
+    for name, p in block.named_parameters():
+        check_present(name, p)
+
+
+def _copied(block: nn.Module, p: nn.Parameter, memo: dict[int, Any]) -> Tensor:
+    _check_here(block)
+    return type(p).__deepcopy__(p, memo)
+
+
 class _Swap:
     """Hold the parameters of a block on the host, and on the device while the block needs them."""
 
@@ -300,13 +310,15 @@ class _Swap:
         stay = router_statistics(block)
         self.homes = {p: copies.host(p.data) for p in block.parameters() if p not in stay}
         self.coming: list[tuple[_Event, torch.device]] = []
+        block.register_state_dict_pre_hook(_check_here)
+        for p in self.homes:
+            vars(p)["__deepcopy__"] = partial(_copied, block, p)
         self.store()
 
     @torch.no_grad()
     def store(self) -> None:
-        for event in [self.copies.copy(home, p.data) for p, home in self.homes.items()]:
-            if event is not None:
-                event.synchronize()
+        for event in filter(None, [self.copies.copy(home, p.data) for p, home in self.homes.items()]):
+            event.synchronize()
 
     @torch.no_grad()
     def call(self) -> None:
@@ -344,8 +356,7 @@ class ParameterOffload:
     """The parameters that `offload_parameters` offloads. Within `offload.here()` all are on the device."""
 
     def __init__(self, swaps: list[_Swap], keep: int) -> None:
-        self.swaps = swaps
-        self.keep = keep
+        self.swaps, self.keep = swaps, keep
         self.used: list[int] = []  # places in `swaps`
         self.depth: int = 0  # of `here`
 
@@ -369,8 +380,6 @@ class ParameterOffload:
         At the end of the outermost context the values are stored on the host.
         """
         for swap in self.swaps:
-            swap.call()
-        for swap in self.swaps:
             swap.fill()
         self.depth += 1
         try:
@@ -385,17 +394,14 @@ class ParameterOffload:
 
 
 def offload_parameters(
-    blocks: Iterable[nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    keep: int = 2,
+    blocks: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None, *, keep: int = 2,
     pin_memory: bool | None = None,
-) -> ParameterOffload:
+) -> ParameterOffload:  # fmt: skip
     """Keep the blocks' parameters in host memory between uses.
 
     The parameters of at most `keep` blocks are on the device: those of the running block and of the next one, which are
-    copied meanwhile. The others have a shape but no memory: read and write them only inside `here()`. Gradients, and
-    the biases and fractions of routers, stay on the device.
+    copied meanwhile. The others have a shape but no memory: read, write and copy them only inside `here()`. Gradients,
+    and the biases and fractions of routers, stay on the device.
 
     Args:
         blocks: modules that are called one after another. Their parameters must be plain tensors that no other block
