@@ -225,19 +225,10 @@ def linear_log_prob(
 
 
 def _head(
-    what: str,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    extra: dict[str, Any],
-    *,
-    tp: Axis = Axis(name="tp"),
-    vocab_size: int | None = None,
-    chunk_rows: int | None = None,
-    sequence_parallel: bool = False,
-    sequence_dim: int = 1,
-    **columns: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Loss, fused.HeadOptions]:
+    what: str, x: Tensor, weight: Tensor, target: Tensor, extra: dict[str, Any], *, tp: Axis = Axis(name="tp"),
+    vocab_size: int | None = None, chunk_rows: int | None = None, sequence_parallel: bool = False,
+    sequence_dim: int = 1, **columns: Any,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Loss, fused.HeadOptions]:  # fmt: skip
     """Return the rows of the full sequence, the weight, the targets, the loss and the options for the kernels."""
     check_axis(tp)
     if tp.sums is not None:
