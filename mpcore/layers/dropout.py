@@ -8,6 +8,7 @@ from typing_extensions import Unpack
 
 from mpcore.kernels.dropout_add import dropout_add
 from mpcore.layers.module import ParallelLayer, RandomModule, TensorParallelOptions, input_error
+from mpcore.random import stream_key
 from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.declare import cut
 
@@ -137,4 +138,4 @@ def seed_dropout(model: nn.Module, seed: int) -> None:
                 f"input has all tokens. Otherwise its masks would depend on the layout"
             )
         if isinstance(module, RandomModule):
-            module.seed_stream(seed, name)
+            module.key = stream_key(seed, name)

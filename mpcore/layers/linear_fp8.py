@@ -238,7 +238,8 @@ class _Fp8Linear(Function):
         refuse_second_derivative("a linear layer in eight bits")
         x, values, scales, weight = ctx.saved_tensors
         tp, dim = ctx.tp, ctx.dim
-        for_x, for_weight, for_bias = (_wanted(ctx, i) for i in range(3))
+        needed, nodes = ctx.needs_input_grad, ctx.next_functions
+        for_x, for_weight, for_bias = (needed[i] and (not ctx.split or will_run(nodes[i][0])) for i in range(3))
         gathering = None if x is None or not for_weight else start_all_gather(x, tp)
         flat = flat_tokens(dy)
         rows, columns = quantize_fp8(flat, rows=for_x, columns=for_weight)
@@ -272,12 +273,6 @@ def _weight_product(
 ) -> Tensor:
     y = fp8_matmul(Quantized(dy, dy_scales), Quantized(x, x_scales), dtype if main is None else main.dtype)
     return y if main is None else main.add_(y)
-
-
-def _wanted(ctx, which: int) -> bool:
-    if not ctx.needs_input_grad[which] or not ctx.split:
-        return ctx.needs_input_grad[which]
-    return will_run(ctx.next_functions[which][0])
 
 
 def _given(x: Quantized | None) -> Quantized:

@@ -16,7 +16,6 @@ from typing_extensions import Unpack
 from mpcore._torch.autograd import in_backward
 from mpcore._torch.module import ranks_of_wrapper, remove_forward_pre_hook
 from mpcore.mesh.axis import Axis, check_axis
-from mpcore.random import stream_key
 from mpcore.sharding.dcp import refuse_shards
 from mpcore.sharding.declarations import named_modules
 from mpcore.sharding.declare import Shard, Sharding
@@ -196,9 +195,6 @@ class RandomModule(nn.Module):
     """
 
     key: int | None = None
-
-    def seed_stream(self, seed: int, name: str) -> None:
-        self.key = stream_key(seed, name)
 
 
 def recomputing() -> bool:

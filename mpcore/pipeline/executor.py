@@ -230,7 +230,9 @@ class _Step:
                 if stage == of.plan.stages - 1:
                     loss = of.loss(out, batch.target)
                     self.losses.append(loss.detach())
-                    held.ends, held.grads = [get_gradient_edge(loss)], (self._one(loss),)
+                    if of.one is None or of.one.dtype != loss.dtype:
+                        of.one = torch.ones_like(loss)
+                    held.ends, held.grads = [get_gradient_edge(loss)], (of.one,)
                     return
                 outputs = sent_on(out, stage, f"micro-batch {m}")
                 metas = of.shapes.get((stage, batch.key), outputs)
@@ -249,11 +251,6 @@ class _Step:
                 self._give(stage + 1, m, [x.detach() for x in outputs], [x.requires_grad for x in outputs])
         elif stage + 1 < of.plan.stages:
             self.outbox[Action("SEND_F", stage, m)] = outputs
-
-    def _one(self, loss: Tensor) -> Tensor:
-        if self.of.one is None or self.of.one.dtype != loss.dtype:
-            self.of.one = torch.ones_like(loss)
-        return self.of.one
 
     def backward(self, action: Action, stage: int, m: int) -> None:
         of, held = self.of, self.held.pop((stage, m))

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-_LEAF = "torch::autograd::AccumulateGrad"
-
 
 @dataclass
 class _Group:
@@ -61,7 +59,8 @@ def backward_inputs(
         if not any(child in feeds for child in children):
             continue
         feeds.add(node)
-        leaves = {x for x in _children_first([child for child in children if child not in feeds]) if x.name() == _LEAF}
+        below = _children_first([child for child in children if child not in feeds])
+        leaves = {x for x in below if x.name() == "torch::autograd::AccumulateGrad"}
         if leaves:
             group = _Group([node], leaves)
             for met in {id(groups[leaf]): groups[leaf] for leaf in leaves if leaf in groups}.values():

@@ -8,13 +8,15 @@ model knows cp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from mpcore.layers.attention.heads import HeadAttention
-from mpcore.layers.embedding import ColumnParallelEmbedding, VocabParallelEmbedding
+from mpcore.layers.dropout import Dropout
+from mpcore.layers.embedding import ColumnParallelEmbedding, PositionEmbedding, VocabParallelEmbedding
 from mpcore.layers.linear import ParallelLinear
-from mpcore.layers.module import ParallelLayer
+from mpcore.layers.module import ParallelLayer, input_error
 from mpcore.mesh.agreement import gather_objects, raising_together
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.sharding.declarations import declarations, named_modules
@@ -26,7 +28,7 @@ MOVES_SEQUENCE = (ParallelLinear, ColumnParallelEmbedding, VocabParallelEmbeddin
 def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     """Raise ValueError on every rank if tp, cp, ep or etp is above 1 and the model doesn't use it.
 
-    The ranks of pp decide together: one stage may use no axis.
+    The ranks of pp decide together: one stage may use no axis. Under cp, layers that need positions raise without them.
     """
     modules = [each for stage in stages for each in named_modules(stage)]
     with raising_together():
@@ -42,6 +44,8 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
                         f"{_named(name, module)} was built with {axis.role} {built.size}, and the mesh has {axis.role} "
                         f"{axis.size}: pass {axis.role}=mesh.{axis.role}"
                     )
+            if mesh.cp.size > 1 and isinstance(module, Dropout | PositionEmbedding):
+                module.register_forward_pre_hook(_check_positions, with_kwargs=True)
     shards = [shard for stage in stages for _, _, each in declarations(stage) for shard in each.shards]
     sharded = {shard.axis.key for shard in shards if shard.axis.size > 1}
     ours = {module: type(module).__module__.partition(".")[0] in ("torch", "mpcore") for _, module in modules}
@@ -61,37 +65,44 @@ def check_axes(stages: Sequence[nn.Module], mesh: Mesh) -> None:
     used = {key for each in found for key, value in each.items() if value}
     first = {key: next((each[key][0] for each in found if each[key]), "") for key in ("mixing", "unknown", "follows")}
     alone = first["mixing"] or ("" if "cp" in used else first["unknown"])
-    problem = None
     if mesh.tp.size > 1 and "cut" not in used:
-        problem = (
+        raise ValueError(
             f"no parameter is sharded, so the {mesh.tp.size} ranks of tp compute the same: build layers with "
             f"tp=mesh.tp, call parallelize(model, tp=mesh.tp), or build the mesh with tp 1"
         )
-    elif mesh.ep.size > 1 and "ep" not in used:
-        problem = (
+    if mesh.ep.size > 1 and "ep" not in used:
+        raise ValueError(
             f"no parameter is sharded over ep, so each of its {mesh.ep.size} ranks holds all experts: build "
             f"mpcore.ParallelMoE(.., ep=mesh.ep), call parallelize(model, tp=mesh.tp, ep=mesh.ep, etp=mesh.etp), or "
             f"build the mesh with ep 1"
         )
-    elif mesh.etp.size not in (1, mesh.tp.size) and "etp" not in used:
-        problem = (
+    if mesh.etp.size not in (1, mesh.tp.size) and "etp" not in used:
+        raise ValueError(
             f"no parameter is sharded over etp, so its {mesh.etp.size} ranks compute the same: build "
             f"mpcore.ParallelMoE(.., etp=mesh.etp), or build the mesh without etp"
         )
-    elif mesh.cp.size > 1 and alone:
-        problem = (
+    if mesh.cp.size > 1 and alone:
+        raise ValueError(
             f"{alone} may mix tokens and knows no cp, so it would see only its own tokens on each of the "
             f"{mesh.cp.size} ranks of cp: use mpcore.ParallelAttention(.., context='ring', cp=mesh.cp), for a model "
             f"of transformers parallelize(model, cp=mesh.cp), or build the mesh with cp 1. If it mixes no tokens, or "
             f"exchanges them over cp itself, say so: module.cp = mesh.cp"
         )
-    elif first["follows"] and "moves" not in used:
-        problem = (
+    if first["follows"] and "moves" not in used:
+        raise ValueError(
             f"{first['follows']} has sequence_parallel=True, and no layer shards the sequence over the {mesh.tp.size} "
             f"ranks of tp: build the embedding and the linear layers with sequence_parallel=True, or no layer"
         )
-    if problem is not None:
-        raise ValueError(problem)
+
+
+def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name, place = ("tokens", 2) if isinstance(module, Dropout) else ("positions", 1)
+    idle = isinstance(module, Dropout) and not (module.training and module.p)
+    if not idle and (args[place] if len(args) > place else kwargs.get(name)) is None:
+        raise input_error(
+            f"{name} is missing, and the ranks of cp have tokens of different positions: pass "
+            f"{name}=mpcore.sequence_index(T, mesh.cp, context), or torch.arange(T) if x has all tokens"
+        )
 
 
 def _holds(module: nn.Module, axis: Axis) -> bool:

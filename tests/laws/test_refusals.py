@@ -68,9 +68,18 @@ def unequal_messages(mesh: mp.Mesh) -> None:
     dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], sizes, group=mesh.dp.group)
 
 
-def jitter_without_places(mesh: mp.Mesh) -> None:
-    layer = mp.ParallelMoE(4, 4, 2, 1, cp=mesh.cp, jitter=0.5)
-    layer(torch.ones(1, 3 + mesh.cp.rank, 4))
+def without_positions(layer: Callable[[Axis], nn.Module], mesh: mp.Mesh) -> None:
+    model = nn.Sequential(mp.ParallelAttention(4, 2, cp=mesh.cp, context="ring"), layer(mesh.cp))
+    mp.prepare(model, mesh, blocks=[], initialize=True, loss=nn.MSELoss(), optimizer=mp.AdamW, data=mp.Zero(0))
+    model[1](torch.ones(1, 3 + mesh.cp.rank, 4))
+
+
+PLACED = {
+    "jitter 0.5 on cp 2 needs": lambda cp: mp.ParallelMoE(4, 4, 2, 1, cp=cp, jitter=0.5),
+    "capacity_factor 0.5 on cp 2 needs": lambda cp: mp.ParallelMoE(4, 4, 2, 1, cp=cp, capacity_factor=0.5),
+    "tokens is missing, .* cp": lambda cp: mp.Dropout(0.5),
+    "positions is missing, .* cp": lambda cp: mp.PositionEmbedding(9, 4),
+}
 
 
 def more_micro_batches() -> None:
@@ -198,7 +207,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     r"virtual degree 2 with torch.bfloat16: take float32 or float64": (
         ValueError, lambda: verify(nn.Linear, {"x": torch.ones(1)}, [], dtype=torch.bfloat16, virtual=2)
     ),
-    r"jitter 0.5 on cp 2 needs the tokens' places": (Exception, lambda: mp.simulate(jitter_without_places, cp=2)),
+    **{words: (Exception, partial(mp.simulate, partial(without_positions, of), cp=2)) for words, of in PLACED.items()},
     r"length 10 is not a multiple of the unit 4": (ValueError, lambda: collectives.shard_sizes(10, 2, 4)),
     r"tp axis of size 2 has no process group": (
         ValueError, lambda: collectives.reduce(torch.zeros(2), Axis(2, 0, None, "tp"))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mpcore import Mesh, ParallelMLP, ParallelMoE, full_state_dict, load_full_state_dict
+from mpcore import Mesh, ParallelMLP, ParallelMoE, full_state_dict, load_full_state_dict, sequence_index
 from mpcore import collectives as c
 from mpcore.checkpoint import load, save
 from mpcore.experimental import record_routing
@@ -112,7 +112,8 @@ def check_moe(sizes, options, kind, sequence_parallel=False, shared=0, sequence_
     def compute():
         mine.grad = None
         given = c.split(mine, m.tp, 1) if sequence_parallel else mine
-        got = moe(given.permute(order), mask=local(mask), loss_scale=SCALE).permute(order)
+        places = sequence_index(T, m.cp, "ring")
+        got = moe(given.permute(order), mask=local(mask), positions=places, loss_scale=SCALE).permute(order)
         got = c.gather(got, m.tp, 1) if sequence_parallel else got
         (got * local(dy)).sum().backward()
         return got

@@ -131,8 +131,8 @@ class ParallelMoE(ParallelLayer):
             samples: int64 [B], the global sample index of each row. Jitter needs it in training.
             mask: bool [B, T], False for padding, which is neither routed nor counted. T is this cp rank's full
                 sequence, also under sequence parallelism.
-            positions: int64 [T], the position of each token of this cp rank in the full sequence. None: each cp rank
-                holds one contiguous run.
+            positions: int64 [T], the position of each token of this cp rank in the full sequence. With cp, a capacity
+                and, in training, jitter need it.
             loss_scale: the factor that multiplies the main loss's sum over tokens: a number, or [B]. Balance losses
                 need it in training: they are multiplied by the same factor, and backward adds their gradients.
             experts: int64 [B, T, K], the experts of each token in place of the router's choice, as `record_routing`
@@ -196,10 +196,13 @@ class ParallelMoE(ParallelLayer):
     ) -> Places:
         B, T, _ = x.shape
         start, whole = (self.tp.rank * T, self.tp.size * T) if self.sequence_parallel else (0, T)
-        if positions is None and self.cp.size > 1 and self.training and self.router.options.jitter:
+        options = self.router.options
+        needs = f"jitter {options.jitter}" if self.training and options.jitter else None
+        needs = needs if options.capacity_factor is None else f"capacity_factor {options.capacity_factor}"
+        if positions is None and self.cp.size > 1 and needs:
             raise input_error(
-                f"jitter {self.router.options.jitter} on cp {self.cp.size} needs the tokens' places in the whole "
-                f"sequence: positions=mpcore.layers.sequence_index(T, cp, context)"
+                f"{needs} on cp {self.cp.size} needs the tokens' places in the whole sequence: "
+                f"positions=mpcore.layers.sequence_index(T, cp, context)"
             )
         if positions is None:
             positions = torch.arange(self.cp.rank * whole, (self.cp.rank + 1) * whole, device=x.device)
