@@ -100,7 +100,7 @@ class RecurrentLayer(ParallelModule):
         parts = self._project(x)
         y = self._mix(parts.transpose(0, 1) if self.sequence_dim == 0 else parts, runs, places, cache)
         if cache is not None:
-            cache.length += tokens
+            cache._length += tokens
         return self.output(y.transpose(0, 1) if self.sequence_dim == 0 else y)
 
     def _projection(
@@ -199,7 +199,7 @@ class RecurrentCache(LayerCache):
     """The state of a recurrent layer after the tokens seen so far: O(1) memory for a sequence of any length.
 
     Attributes:
-        length: the number of tokens seen. Unlike a `KVCache`, this cache can't drop its last tokens.
+        length: the number of tokens seen. Unlike a `KVCache`, this cache can't drop its last tokens: setting it raises.
         state: [B, H/tp, K, V], or None before the first call.
         tail: [B, W - 1, channels], the last inputs of the convolution, or None.
 
@@ -213,9 +213,13 @@ class RecurrentCache(LayerCache):
     """
 
     def __init__(self) -> None:
-        self.length = 0
+        self._length = 0
         self.state: Tensor | None = None
         self.tail: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        return self._length
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order. Use it to choose beams or to drop finished sequences."""

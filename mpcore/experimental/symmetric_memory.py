@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import socket
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from mpcore._torch.symmetric_memory import lacks_fused_products, symmetric_memory_ops
 from mpcore.layers.linear import ParallelLinear
-from mpcore.layers.linear_ops import Product
 from mpcore.layers.overlap import SMALLEST, OverlapProduct, overlap_communication
 from mpcore.mesh.agreement import gather_objects
 from mpcore.mesh.axis import Axis
@@ -70,19 +69,14 @@ def overlap_in_symmetric_memory(
         'tp has one rank'
     """
     overlap_communication(model, smallest)
-    why = _problem(tp, torch.device(device))
-    if why:
+    if why := _problem(tp, torch.device(device)):
         if tp.size > 1:
             warnings.warn(f"symmetric memory is not used: {why}. overlap_communication is", stacklevel=2)
         return why
     for layer in model.modules():
         if isinstance(layer, ParallelLinear) and layer.tp is tp:
-            layer.product = layer.product.change(_changed)
+            layer.product = layer.product.change(lambda base: SymmetricProduct(**vars(base)))
     return ""
-
-
-def _changed(base: Product) -> Product:
-    return SymmetricProduct(**{field.name: getattr(base, field.name) for field in fields(base)})
 
 
 def _problem(tp: Axis, device: torch.device) -> str:

@@ -36,10 +36,6 @@ def hook(block):
         module.register_forward_hook(lambda _, x, y: 2 * y)
 
 
-def hook_backward(block):
-    block.mlp.register_full_backward_pre_hook(lambda _, dy: (2 * dy[0],))
-
-
 SIXES = torch.tensor([0, 4, 6, 12, 17, 18])  # documents of rows of 6, which 2 and 3 ranks share
 
 
@@ -48,7 +44,8 @@ def regather(block):
 
 
 CHANGES = {
-    "hooks": hook, "backward hooks": hook_backward,
+    "hooks": hook,
+    "backward hooks": lambda block: block.mlp.register_full_backward_pre_hook(lambda _, dy: (2 * dy[0],)),
     "recompute first": lambda block: recompute([block.eval()], "selective"),
     "overlap": lambda block: overlap_communication(block, smallest=1),
     "frozen": lambda block: [p.requires_grad_("norm" in name) for name, p in block.named_parameters()],

@@ -132,6 +132,8 @@ def test_cache_continues_the_sequence(kind):
     with torch.no_grad():
         parts = [layer(part, cache=cache) for part in x.split([2, 1, 5, 1], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-10, atol=1e-10)
+    with pytest.raises(AttributeError, match="length"):  # the state can't drop tokens
+        cache.length = 3
 
 
 @pytest.mark.parametrize(("keys", "values", "length"), [(2, 4, 13), (3, 3, 130)])
