@@ -391,16 +391,17 @@ class Run:
         self.phase.check("forward_backward", "evaluate")
         told = {"step": self.step, "tokens": tokens if tokens is None else float(tokens)}
         check_same("step of run.evaluate", told, self.mesh.world)
-        held = list(batches)
+        held, error = list(batches), None
         for name, given in arguments.items():
             if isinstance(given, list | tuple) and len(given) != len(held):
-                raise ValueError(f"{name} has {len(given)} tensors, and evaluate got {len(held)} batches: one each")
+                error = ValueError(f"{name} has {len(given)} tensors, and evaluate got {len(held)} batches: one each")
+        raise_together(error, self.mesh.world)
         if smallest_count(self.mesh, self.stages, "batches", len(held)) == 0:
             raise ValueError("evaluate got 0 batches: give at least one (x, target) on every rank")
         self.factor = torch.ones_like(self.factor)
         count = self.count_tokens([target for _, target in held]) if tokens is None else tokens
         factor = self.loss_factor(count) / (self.scaler.scale if self.scaler else 1.0)
-        last, error = self.pipeline.last_rank == self.mesh.pp.rank, None
+        last = self.pipeline.last_rank == self.mesh.pp.rank
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.evaluating():
             for y, (_, target) in zip(self.pipeline.forward([x for x, _ in held], **arguments), held, strict=True):

@@ -144,7 +144,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
                  "full_state_dict": lambda: mp.full_state_dict(run.model), "load": lambda: run.load("unused"),
                  "set_micro_batches": lambda: run.set_micro_batches(2)}  # fmt: skip
         if wrong == "three lists":
-            run.evaluate([(mine[:, :-1], mine[:, 1:])] * 2, samples=[torch.arange(len(mine))] * 3)
+            run.evaluate([(mine[:, :-1], mine[:, 1:])] * 2, samples=[torch.arange(len(mine))] * (2 + mesh.job.rank))
         first, _, second = wrong.partition(" on rank 0, ")  # a call of each rank; a rank without one goes on
         calls.get(second if mesh.job.rank else first, bool)()
     if wrong == "own step":
@@ -199,7 +199,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
       for sizes, seen in ((TP, "shard"), (DP, "term of the sum"))],
     ("hook on meta", TP, "up.weight has a hook on its gradient and no memory"),
     ("added", DP, r"parameters that the model lacked in prepare, such as one of shape \(8"),
-    ("three lists", DP, "samples has 3 tensors, and evaluate got 2 batches"),
+    ("three lists", DP, r"samples has 3 tensors, and evaluate got 2 batches: one each \(on rank 1 of 2"),
     *[("own tokens", sizes, r"tokens: 40.0 and 41.0") for sizes in (TP, DP)],
     *[(f"group {name}", sizes, rf"other options in the optimizer's groups.*: {name} 0.1 and 1.1")
       for name in ("lr", "weight_decay") for sizes in (TP, DP)],
