@@ -189,9 +189,10 @@ def test_the_window_of_qwens_mixtures_begins_with_the_first_layer():
     assert read("qwen_moe_window", on | {"max_window_layers": 0}, {"layers": 4})[1] == []
     unclear = read("qwen_moe_window", on | {"max_window_layers": 4}, {"layers": 4})[1]
     assert unclear == ["max_window_layers 4 means different things to different transformers: only 0 is clear"]
-    assert (
-        read("qwen_moe_window", {"max_window_layers": 4}, {"layers": 4})[1] == []
-    )  # without a window it means nothing
+    assert read("qwen_moe_window", {"max_window_layers": 4}, {"layers": 4})[1] == []  # it means nothing without one
+    for types in ({}, on):  # transformers' mixtures don't read them
+        given = {**types, "layer_types": [S if not types else F] * 4}
+        assert read("qwen_moe_window", given, {"layers": 4})[1] != []
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,7 @@ REFUSED = [
     ({**LLAMA, "final_logit_softcapping": 30.0}, r"final_logit_softcapping': 30.0"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, r"quantization_config"),
     ({**LLAMA, "sliding_window": 5}, r"sliding_window"),
+    ({**LLAMA, "is_causal": False}, "is_causal False is not supported: only True is"),
     ({**LLAMA, "hidden_size": True}, "hidden_size True must be a whole number"),
     ({**LLAMA, "vocab_size": 8.0}, "vocab_size 8.0 must be a whole number"),
     ({n: v for n, v in LLAMA.items() if n != "model_type"}, r"model_type None\. Supported are"),

@@ -216,7 +216,7 @@ def _read(architecture: Architecture, values: Mapping[str, Any], where: str) -> 
         if field.ours == "norm_eps" and (value is None or isinstance(value, bool)):
             c.problems.append(f"{name} {value!r} must be a number")
         ours |= dict.fromkeys(field.ours.split(), value)
-    for name, wanted in architecture.only.items():
+    for name, wanted in {**architecture.only, "is_causal": True}.items():
         c.expect(name, wanted)
     for rule in architecture.rules:
         RULES[rule][0](c, ours)
@@ -301,10 +301,9 @@ def _read_qwen_window(c: Fields, ours: dict[str, Any], *, full: int, clear: bool
     full = c.take("max_window_layers", full)
     if on and full and not clear:
         c.problems.append(f"max_window_layers {full} means different things to different transformers: only 0 is clear")
-    if types is None:
-        types = ["sliding_attention" if on and i >= full else "full_attention" for i in range(ours["layers"])]
-    ours["window"] = window if "sliding_attention" in types else None
-    _check_window(c, ours, types)
+    usual = ["sliding_attention" if on and i >= full else "full_attention" for i in range(ours["layers"])]
+    ours["window"] = window if "sliding_attention" in ((clear and types) or usual) else None  # mixtures read no types
+    _check_window(c, ours, types or usual)
 
 
 def _read_sparse_layers(c: Fields, ours: dict[str, Any]) -> None:
