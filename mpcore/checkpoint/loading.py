@@ -21,6 +21,7 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.secret import printable
 from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import lies_as, local_tensor, reshard
+from mpcore.sharding.state_dict import all_names
 
 _MOST_TOLD = 20
 _OF_METHODS = {"betas", "momentum", "momentum_decay", "rho", "alpha", "etas", "lambd", "lr_decay", "beta2_decay"}
@@ -92,8 +93,7 @@ def load(
     """
     reshard(model)
     mine = together(mesh.world, lambda: _plan(resolve(path), model, optimizer, mesh, cast))
-    manifest = mine.files.manifest
-    tensors = manifest.tensors
+    tensors = mine.files.manifest.tensors
     kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
     wanted = {name for name in tensors if name.startswith(kinds)}
 
@@ -101,7 +101,8 @@ def load(
         held, missing = (set().union(*names) for names in zip(*found, strict=True))
         return sorted(wanted - held), sorted(missing)
 
-    left, missing = merged(mesh.world, lambda: ({item.name for item in mine.held}, mine.missing), of_all)
+    known = {item.name for item in mine.held} | _copies(tensors, model)
+    left, missing = merged(mesh.world, lambda: (known, mine.missing), of_all)
 
     def check() -> None:
         problems = list(mine.problems)
@@ -122,7 +123,7 @@ def load(
     together(mesh.world, lambda: _read(mine, optimizer))
     together(mesh.world, mine.files.unchanged)
     keys: dict[str, Any] = {} if strict else {"missing_keys": missing, "unexpected_keys": left}
-    return Loaded(**vars(manifest), **keys)
+    return Loaded(**vars(mine.files.manifest), **keys)
 
 
 def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, cast: bool) -> _Plan:
@@ -133,6 +134,16 @@ def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
     if optimizer is not None:
         _plan_optimizer(plan, model, optimizer, mesh)
     return plan
+
+
+def _copies(tensors: dict[str, Entry], model: nn.Module) -> set[str]:
+    """Return the other names of tied tensors under which a checkpoint has the same values again, as one of DCP has."""
+
+    def values(name: str) -> Any:
+        found = tensors.get(f"model/{name}")
+        return found and (found.shape, found.dtype, {(c.start, c.shape, c.checksum) for c in found.chunks})
+
+    return {f"model/{name}" for first, *names in all_names(model) for name in names if values(name) == values(first)}
 
 
 def _want(plan: _Plan, item: LocalTensor, cast: bool = False) -> None:
@@ -171,9 +182,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
     group_of = {name: i for i, saved in enumerate(manifest.optimizer) for name in saved["params"]}
     fused = {p: g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     for i, group in enumerate(parameter_groups(model, optimizer)):
-        for name in group["params"]:
-            if name not in group_of:
-                plan.missing.append(f"the optimizer's group of {name}")
+        plan.missing += [f"the optimizer's group of {name}" for name in group["params"] if name not in group_of]
         found = sorted({group_of[name] for name in group["params"] if name in group_of}) or [i]
         if len(found) > 1 or found[0] >= len(manifest.optimizer):
             plan.problems.append(f"parameter group {i} of the optimizer lies in groups {found} of the checkpoint")
@@ -225,8 +234,7 @@ def _plan_optimizer(plan: _Plan, model: nn.Module, optimizer: torch.optim.Optimi
             needed.add("max_exp_avg_sq")  # which its step reads
         of = slots.get(name, {})
         stepped = any(not slot.startswith("outer_") for slot in of)  # else a merge alone moved it
-        for slot in sorted(needed - of.keys()) if stepped else ():
-            plan.missing.append(f"optimizer/{slot}/{name}")
+        plan.missing += [f"optimizer/{slot}/{name}" for slot in sorted(needed - of.keys()) if stepped]
         for slot, entry in of.items():
             dtype = DTYPES[entry.dtype]
             if entry.shape or (slot != "step" and not sharding.shape):
@@ -335,8 +343,7 @@ def _parts(
 
 
 def _read(plan: _Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    tensors = plan.files.manifest.tensors
-    fill([(item, tensors[item.name]) for item in plan.held], plan.files.tensor)
+    fill([(item, plan.files.manifest.tensors[item.name]) for item in plan.held], plan.files.tensor)
     for p, master in plan.masters.items():
         local_tensor(p.detach()).copy_(local_tensor(master))
         if optimizer is not None:

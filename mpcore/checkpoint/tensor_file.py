@@ -49,8 +49,7 @@ def write_tensors(
         return found
 
     blocks = [(len(head) + header[key]["data_offsets"][0], functools.partial(data, key)) for key in tensors]
-    threads = THREADS if read is None else 1
-    store_of(path).write_blocks(path, len(head) + end, [(0, lambda: head), *blocks], threads)
+    store_of(path).write_blocks(path, len(head) + end, [(0, lambda: head), *blocks], THREADS if read is None else 1)
     return FileRecord(len(head) + end, zlib.crc32(head)), sums
 
 
@@ -58,6 +57,8 @@ def file_head(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Any], int
     """Return a safetensors file's header as bytes and by key, and how many bytes of data follow it."""
     # The widest dtypes first, as the safetensors library does, so that each tensor is aligned to its element size.
     keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    if "__metadata__" in tensors:
+        raise ValueError("a safetensors file can't hold a tensor named __metadata__: give the parameter another name")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in keys:

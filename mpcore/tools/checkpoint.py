@@ -23,9 +23,11 @@ def main(argv: list[str] | None = None) -> int:
         is_dcp = (Path(args.source) / METADATA).is_file()
         if args.config and not is_dcp:
             raise ValueError(f"--config {args.config} is of a folder with {METADATA}, and {args.source} has none")
+        found = read_json(Path(args.config)) if args.config else {"model": None}
+        if "model" not in found:
+            raise ValueError(f"{args.config} has no 'model': give the config.json of a run")
         if is_dcp:
-            config = {"model": read_json(Path(args.config))["model"]} if args.config else None
-            left = import_dcp(args.source, args.target, config=config)
+            left = import_dcp(args.source, args.target, config={"model": found["model"]} if args.config else None)
             print("left out", f"{len(left)} entries that are no weights: {', '.join(left[:5])}" if left else "none")
         else:
             export_dcp(args.source, args.target)

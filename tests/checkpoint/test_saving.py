@@ -325,6 +325,8 @@ def test_a_file_has_its_widest_tensors_first_after_a_header_of_whole_words(tmp_p
         assert opened.problem(entry, chunk) is None
         opened.forget(key)
         opened.check(entry, chunk)
+    with pytest.raises(ValueError, match="__metadata__"):
+        write_tensors(tmp_path / "g", {"__metadata__": torch.ones(2)})
     with pytest.raises(FileExistsError) as found:
         write_tensors(tmp_path / "f", tensors)
     assert found.value.filename == str(tmp_path / "f")

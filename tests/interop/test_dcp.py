@@ -248,11 +248,15 @@ def test_checkpoint_convert_writes_and_reads_dcp(eight_ranks, tmp_path, sizes, z
     assert capsys.readouterr().err.count("not overwritten") == 1
 
 
-def test_checkpoint_convert_reads_the_weights_of_plain_torch(tmp_path, capsys):
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])  # a tied weight has two names there
+def test_checkpoint_convert_reads_the_weights_of_plain_torch(tmp_path, capsys, config):
     paths = [str(tmp_path / name) for name in ("dcp", "checkpoint")]
-    model, other = (GPT(CONFIG, Mesh(), dtype=torch.float64) for _ in range(2))
+    model, other = (GPT(config, Mesh(), dtype=torch.float64) for _ in range(2))
     state = {**model.state_dict(), "optimizer": {"state.norm.weight.exp_avg": torch.ones(2)}, "train_state": 3}
     dcp.save(state, checkpoint_id=paths[0], no_dist=True)  # as torchtitan: the names of the model at the top
+    (tmp_path / "config.json").write_text('{"run": {}}')
+    assert main(["convert", *paths, "--config", str(tmp_path / "config.json")]) == 2
+    assert "config.json has no 'model'" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model": {"layers": 2}, "run": {}}')
     assert main(["convert", *paths, "--config", str(tmp_path / "config.json")]) == 0
     assert "left out 2 entries" in capsys.readouterr().out
