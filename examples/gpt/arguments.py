@@ -273,7 +273,10 @@ def read_file(path: Path) -> dict[str, Any]:
         OSError: if it can't be read.
     """
     text = path.read_text()
-    return json.loads(text)["run"] if path.suffix == ".json" else _toml(text)
+    content = json.loads(text) if path.suffix == ".json" else {"run": _toml(text)}
+    if "run" not in content:
+        raise ValueError("it has no 'run': give the config.json of a run")
+    return content["run"]
 
 
 def _toml(text: str) -> dict[str, Any]:

@@ -55,8 +55,7 @@ def evaluate(path: str | Path, tokenizer: Tokenizer, tasks: list[Any], mesh: Mes
     model = load_model(path, mesh)
     sizes = {"vocab_size": model.config.vocab_size, "max_length": model.config.seq_len}
     harnessed = Model(model, HarnessTokenizer(tokenizer), mesh, **sizes)
-    found: Any = simple_evaluate(harnessed, tasks=tasks, **options)  # type: ignore[call-arg]
-    return found
+    return simple_evaluate(harnessed, tasks=tasks, **options)  # type: ignore[call-arg, return-value]
 
 
 @reports_errors("python -m examples.gpt.evaluate")

@@ -23,7 +23,7 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -94,9 +94,6 @@ class IndexedDataset:
         if isinstance(mapped, mmap.mmap) and mapped.size() < needed:  # a read would be a SIGBUS
             raise ValueError(f"{self.prefix}.bin was cut to {mapped.size()} bytes after it was opened")
         return np.asarray(self._tokens[self._offsets[number] : self._offsets[number + 1]])
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[i] for i in range(len(self)))
 
     def __reduce__(self) -> tuple:
         # A memory map pickles as a copy of the whole corpus; a worker opens the files instead.

@@ -282,6 +282,7 @@ def refuse_idle(args: argparse.Namespace, config: GPTConfig) -> None:
         (all(kind.mixer in LINEAR for kind in kinds), "qkv_bias output_bias", "no block with attention"),
         (moe.aux_loss is None, "moe.aux_coefficient", "moe.aux_loss none"),
         (moe.groups == 1, "moe.top_groups", "moe.groups 1"),
+        (not args.eval_every, "eval_samples eval_data", "--eval-every 0"),
         (args.no_save, "keep async_save save_every", "no_save"),
         (args.recompute == "none", "recompute_every", "--recompute none"),
         (args.dtype != "float16", "first_loss_scale", f"--dtype {args.dtype}"),

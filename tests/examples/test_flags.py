@@ -27,7 +27,7 @@ from tests.oracles.runs import build, corpus
 
 TINY = (
     "--layers 2 --d-model 16 --heads 4 --d-ff 24 --seq-len 12 --global-batch 4 --steps 4 --warmup 2 --dtype float64 "
-    "--eval-every 2 --set eval_samples=4 --device cpu"
+    "--eval-every 2 --device cpu"
 )
 EXPERTS = "--experts 4 --set moe.d_ff=8"
 

@@ -190,8 +190,7 @@ def test_the_window_of_qwens_mixtures_begins_with_the_first_layer():
     unclear = read("qwen_moe_window", on | {"max_window_layers": 4}, {"layers": 4})[1]
     assert unclear == ["max_window_layers 4 means different things to different transformers: only 0 is clear"]
     assert read("qwen_moe_window", {"max_window_layers": 4}, {"layers": 4})[1] == []  # it means nothing without one
-    for types in ({}, on):  # transformers' mixtures don't read them
-        given = {**types, "layer_types": [S if not types else F] * 4}
+    for given in ({"layer_types": [S] * 4}, on | {"layer_types": [F] * 4}):  # transformers' mixtures don't read types
         assert read("qwen_moe_window", given, {"layers": 4})[1] != []
 
 
