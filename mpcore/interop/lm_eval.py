@@ -154,7 +154,7 @@ class Model(TemplateLM):
         stops, new = [stop for stop in how["until"] if stop], how["max_gen_toks"]
         if new >= self.max_length:
             raise ValueError(f"max_gen_toks {new} leaves no room for a context in max_length {self.max_length}")
-        ids, text = self.tok_encode(context)[-(self.max_length - new) :], ""
+        ids, text = self.tok_encode(context)[-(self.max_length - new) :] or [self.prefix_token_id], ""
         self._check((ids, told))
         start = len(ids)
         while len(ids) < start + new and not any(stop in text for stop in stops):
@@ -181,7 +181,8 @@ class Model(TemplateLM):
         """Yield the logits of each text, [T, vocabulary], the same on every rank."""
         length = max(map(len, texts))
         length += -length % self.multiple
-        x = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=self.mesh.device)
+        filled = [text + [0] * (length - len(text)) for text in texts]
+        x = torch.tensor(filled, dtype=torch.int64, device=self.mesh.device)  # also where all texts are empty
         (out,) = self.pipeline.forward([x])
         if self.pipeline.last_rank == self.mesh.pp.rank:
             logits = getattr(out, "logits", out).to(self.dtype)
