@@ -41,8 +41,8 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         head_dim: the size of one attention head.
 
     Raises:
-        ValueError: on every rank, if the folder lacks a tensor of the model, has different ones for tied weights, or
-            ZeRO has sharded the model already.
+        ValueError: on every rank, if the folder lacks a tensor of the model, has different ones for tied weights,
+            `head_dim` is not that of the model's config, or ZeRO has sharded the model already.
     """
     state, stored = dcp_state_dict(model, mesh), dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     names: dict[str, str] = {}
@@ -51,6 +51,9 @@ def load_torchtitan(model: nn.Module, folder: str | os.PathLike[str], head_dim: 
         names[name] = new if new in stored else _replace(new, _BEFORE_2026)
 
     def check() -> None:
+        own = getattr(getattr(model, "config", None), "head_dim", None) or head_dim
+        if own != head_dim:
+            raise ValueError(f"head_dim {head_dim} is not the {own} of the model's config: give {own}")
         missing = [theirs for theirs in names.values() if theirs not in stored]
         if missing or any(map(is_dtensor, model.parameters())):
             what = (
