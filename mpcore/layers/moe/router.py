@@ -309,14 +309,9 @@ class Router(ParallelModule, RandomModule):
         return torch.where(full[start : start + n], E, experts)
 
     def _balance(
-        self,
-        logits: Tensor,
-        scores: Tensor,
-        wanted: Tensor,
-        taken: Tensor,
-        places: Places,
+        self, logits: Tensor, scores: Tensor, wanted: Tensor, taken: Tensor, places: Places,
         loss_scale: Tensor | float | None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """Return this rank's share of the balance losses, and add to the step's `tally`."""
         if not (self.training and torch.is_grad_enabled()):
             return None
