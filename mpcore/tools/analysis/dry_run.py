@@ -354,8 +354,6 @@ def _split_backward(
     """Run a backward in two halves, as the pipeline does. Note in `kept` what is held between them, besides `empty`.
 
     Returns the most that was held within the first half, and what was held when the second half began.
-
-    It has as many arguments as the forward before it has results.
     """
     if index == 0:  # the first stage needs no gradient of its input: the second half does everything
         between = _held(storages, stage, own)[0] - empty

@@ -150,7 +150,7 @@ class Counter:
             here = sizes | {"at": rank % (mesh.world.size // mesh.pp.size)}  # shards of data ranks may differ
             counted = [self._stage(outline, here, index, lambda: nullcontext((mesh, outline))) for index in mine]
             times = [[time for _, time in rounds_of(plan, index)] for index in mine]
-            stages, held = [kept for kept, _ in counted], combine([(1, held) for _, held in counted])
+            stages, held = [kept for kept, _ in counted], _of_rank([held for _, held in counted])
             return assemble(plan, mesh.pp.rank, stages, times, held, ledger, early=not self.stands_for_gpu)
 
     def layout(self, arguments: Sequence[str] = (), room: float = math.inf, **sizes: Any) -> Layout:
@@ -181,7 +181,7 @@ class Counter:
                 yield mesh, self.build.outline(mesh, arguments)
 
         counted = [self._stage(outline, sizes, i, partial(enter, short.rank_of[i])) for i in range(short.stages)]
-        held = [combine([(1, counted[index][1]) for index in short.stages_of(rank)]) for rank in range(pp)]
+        held = [_of_rank([counted[index][1] for index in short.stages_of(rank)]) for rank in range(pp)]
         stages = tuple(kept for kept, _ in counted)
         return _layout(outline, sizes, stages, held, axes, not self.stands_for_gpu)
 
@@ -274,6 +274,15 @@ class Counter:
             return _layout(outline, sizes, stages, held, axes, early)
         m, rounds, blocks = plan.micro_batches, tuple(found[r].times[k] for r, k in places), (1,) * len(stages)
         return Layout(dict(sizes), m, plan, None, stages, blocks, rounds, tuple(held), dict(axes), early)
+
+
+def _of_rank(held: Sequence[StepMemory]) -> StepMemory:
+    """Combine what a rank's stages hold and send. `reduce_gradients` packs one message per axis for all of them."""
+    joined = combine([(1, each) for each in held])
+    for key, count in joined.sent.items():
+        if key[1] == "all_reduce":
+            joined.sent[key] = replace(count, calls=count.calls + 1 - sum(key in each.sent for each in held))
+    return joined
 
 
 def _growth(more: MicroBatchMemory, is_split: bool) -> Sizes:

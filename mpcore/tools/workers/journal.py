@@ -69,21 +69,18 @@ class Journal:
 
     def save(self, outer: Outer) -> None:
         """Write the tensors of the outer state after the last line, and remove older ones. Warn if the disk is full."""
-        try:
-            self._save(outer)
-        except OSError as error:
-            log.warning("NOT WRITTEN, training goes on: the outer state in %s: %s", self.folder, error)
-
-    def _save(self, outer: Outer) -> None:
         if self.folder is None:
             return
         path = self.folder / f"outer-{len(self.lines):08d}.safetensors"
         temporary = path.with_suffix(".new")
-        temporary.unlink(missing_ok=True)
-        write_tensors(temporary, outer.tensors())
-        os.replace(temporary, path)
-        for old in saved(self.folder)[:-_KEPT]:
-            old.unlink(missing_ok=True)
+        try:
+            temporary.unlink(missing_ok=True)
+            write_tensors(temporary, outer.tensors())
+            os.replace(temporary, path)
+            for old in saved(self.folder)[:-_KEPT]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("NOT WRITTEN, training goes on: the outer state in %s: %s", self.folder, error)
 
 
 def saved(folder: Path) -> list[Path]:

@@ -201,11 +201,6 @@ class Node:
             raise NotLeadingError
         return self.outer
 
-    def _step_down(self) -> None:
-        log.warning("worker %d leads no longer: another worker took over while this one was not heard of", self.number)
-        self._forget()
-        raise NotLeadingError
-
     def _forget(self) -> None:
         self.leading = False
         self.outer = None
@@ -266,7 +261,9 @@ class Node:
                 lost.append(worker)
                 continue
             if answer.get("term", 0) > self.term:
-                self._step_down()
+                log.warning("worker %d leads no longer: another took over while it was not heard of", self.number)
+                self._forget()
+                raise NotLeadingError
         waited = time.monotonic() - began  # meanwhile other workers waited for this one: nobody was silent
         for worker, (progress, since) in [*self.seen.items()]:
             self.seen[worker] = progress, since + waited
