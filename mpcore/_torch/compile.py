@@ -25,8 +25,7 @@ def uncompiled(function: _F) -> _F:
 
 
 def eagerly() -> AbstractContextManager[object]:
-    nothing_compiled = "torch._dynamo" not in sys.modules
-    return nullcontext() if nothing_compiled else torch.compiler.set_stance("force_eager")
+    return nullcontext() if "torch._dynamo" not in sys.modules else torch.compiler.set_stance("force_eager")
 
 
 def stance() -> object:

@@ -116,8 +116,7 @@ def load(
         if problems:
             told = problems[:_MOST_TOLD] + [f"... and {len(problems) - _MOST_TOLD} more"] * (len(problems) > _MOST_TOLD)
             raise ValueError(f"{path} can't be loaded:\n  " + "\n  ".join(printable(each[:1000]) for each in told))
-        items = [(item, tensors[item.name]) for item in mine.held]
-        check_weights(items, mine.files.tensor, str(path))
+        check_weights([(item, tensors[item.name]) for item in mine.held], mine.files.tensor, str(path))
 
     together(mesh.world, check)
     together(mesh.world, lambda: _read(mine, optimizer))

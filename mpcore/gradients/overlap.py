@@ -160,8 +160,7 @@ def begin_sum(parameter: nn.Parameter, axis: Axis) -> StartedAllReduce:
         found = gradient_of(parameter)
     assert found is not None
     grad = local_tensor(found)
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    total = grad.to(wide).contiguous()
+    total = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
     if total is grad and holders(grad) > 1:  # a view of what backward reads yet, or of another gradient
         total = grad.clone()
     return StartedAllReduce(axis, start_sum_in_place(total, axis), here)

@@ -252,8 +252,7 @@ class _Fp8Linear(Function):
             if gathering is not None:
                 whole = flat_tokens(gathered(gathering, tp, dim))
                 values, scales = _given(quantize_fp8(whole, rows=False, columns=True)[1])
-            product = partial(_weight_product, ctx.dtype)
-            dweight = add_or_return(weight_main, product, *columns, values, scales)
+            dweight = add_or_return(weight_main, partial(_weight_product, ctx.dtype), *columns, values, scales)
         dbias = add_or_return(bias_main, column_sum, flat) if for_bias else None
         return dx if summing is None else wait(summing), dweight, cast(dbias, ctx.dtype), *[None] * 7
 

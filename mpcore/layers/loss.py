@@ -411,8 +411,7 @@ class _FusedCrossEntropy(Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor):  # type: ignore[override]
         refuse_second_derivative("vocab_parallel_log_prob" if ctx.log_prob else "vocab_parallel_cross_entropy")
-        names = ("dlog_prob", "dentropy") if ctx.log_prob else ("dloss",)
-        rows = dict(zip(names, gradients, strict=True))
+        rows = dict(zip(("dlog_prob", "dentropy") if ctx.log_prob else ("dloss",), gradients, strict=True))
         logits, target, stats = ctx.saved_tensors
         found = [cross_entropy_backward(z, target, stats, loss, **rows) for z, loss in _pieces(logits, *ctx.how)]
         return found[0] if len(found) == 1 else torch.cat(found, -1), *[None] * 4

@@ -101,8 +101,7 @@ def build_mesh(
     if device_type == "cuda":  # before the first collective: nccl raises if two ranks use one GPU
         torch.cuda.set_device(launch.local_rank % gpus)
     places = hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()
-    plan = problem or f"{device_type} {shape} {places}"
-    check_same("mesh", plan)
+    check_same("mesh", problem or f"{device_type} {shape} {places}")
     check_same("process groups made before", str(group_count()))
     if problem:
         raise ValueError(problem)

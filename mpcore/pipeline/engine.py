@@ -106,8 +106,7 @@ class Pipeline:
         idle = nullcontext()
 
         def noted(*action: Any) -> AbstractContextManager[None]:
-            plain = self.spans is None and self.after_backward is None
-            return idle if plain else self._noted(*action)
+            return idle if self.spans is None and self.after_backward is None else self._noted(*action)
 
         self.executor: Executor = Executor(self.mine, self.plan, self.pp, self.device, self._checked_loss, noted)
 

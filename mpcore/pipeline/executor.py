@@ -84,14 +84,9 @@ class Executor:
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        plan: Schedule,
-        pp: Axis,
-        device: torch.device,
-        loss: Callable[[Any, Tensor], Tensor],
-        noted: Callable[[str, int, int], Any],
-    ) -> None:
+        self, stages: Mapping[int, nn.Module], plan: Schedule, pp: Axis, device: torch.device,
+        loss: Callable[[Any, Tensor], Tensor], noted: Callable[[str, int, int], Any],
+    ) -> None:  # fmt: skip
         self.stages = stages
         self.pp = pp
         self.device = device

@@ -34,8 +34,7 @@ def refuse_shards(module: nn.Module) -> None:
 
 
 def _mark_parameters(module: nn.Module, state: Mapping[str, Any], prefix: str, _: Any) -> None:
-    shardings: Mapping[str, Sharding] = getattr(module, "shardings", {})
-    for leaf, sharding in shardings.items():
+    for leaf, sharding in getattr(module, "shardings", {}).items():
         mark(state.get(prefix + leaf), prefix + leaf, sharding)
 
 

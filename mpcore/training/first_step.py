@@ -15,7 +15,7 @@ from mpcore.mesh.axis import Mesh
 from mpcore.mesh.log import Logger, get_logger
 from mpcore.random import random_state
 from mpcore.sharding.declarations import ModelTree
-from mpcore.sharding.local import is_dtensor, local_tensor, reshard
+from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.training.loss_check import Loss, LossCheck, check_targets
 from mpcore.training.observers import Observer
 from mpcore.training.replica_check import check_replicas, sketch
@@ -93,12 +93,6 @@ class FirstStep(Observer):
         together(self.mesh.world, lambda: run.pipeline.cut(arguments))
 
     def before_forward(self, run: Run, tokens: Tensor | int, arguments: Mapping[str, Any]) -> None:
-        reshard(run.model)  # a forward before this step left copies
-        if [*map(id, ModelTree(run.model).parameters)] != [*map(id, self.parameters)]:
-            raise ValueError(
-                "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
-                "before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
-            )
         varied = (bool((x != x.flatten()[:1]).any()) for x in map(local_tensor, self.parameters))
         if not run.offloaded and self._alike() > self.alike and any(varied):
             raise ValueError(

@@ -77,9 +77,8 @@ class LossCheck:
                 raise
             raise ValueError(f"the loss looked outside its input ({error}); if that is sharded: {SHARDED}") from error
         if isinstance(once, Tensor) and once.numel() == 1 and once.is_floating_point():
-            if (
-                self.mesh.dp.size > 1 and target.numel() and (target != target.flatten()[0]).any()
-            ):  # not a batch of constants
+            varied = target.numel() and (target != target.flatten()[0]).any()  # not a batch of constants
+            if self.mesh.dp.size > 1 and varied:
                 self.samples = float(sketch(target, target.device)[0]) + float(once.detach())
             value, slack = float(once.detach()), max(1e-5, 4 * torch.finfo(once.dtype).eps)
             self.is_mean = abs(twice - value) <= slack * abs(value) > 0  # a sum is twice as large

@@ -18,8 +18,7 @@ from mpcore.sharding.declarations import ModelTree
 
 def smallest_count(mesh: Mesh, stages: Sequence[nn.Module], what: str, count: int) -> int:
     """Return the smallest of the ranks' numbers of forwards. Raise on every rank if one would wait for another."""
-    outside = torch.iinfo(torch.int64).min
-    each = torch.full((2, mesh.data.size), outside, dtype=torch.int64, device=mesh.device)
+    each = torch.full((2, mesh.data.size), torch.iinfo(torch.int64).min, dtype=torch.int64, device=mesh.device)
     each[0, mesh.data.rank], each[1, mesh.data.rank] = count, -count
     most, least = all_reduce(each, mesh.world, "max").tolist()  # by data rank
     pairs = [*zip(most, (-x for x in least), strict=True)]

@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from numbers import Real
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ from mpcore.training.samples import SampleCheck, share_of
 from mpcore.training.wrong_width import wrong_width
 
 log: Logger = get_logger(__name__)
+_VALUES = methodcaller("values")
 
 
 class StepResult(NamedTuple):
@@ -122,6 +125,8 @@ class Run:
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), writes, self._first]
         self.factor: Tensor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._stepping = False
+        self._held: list[Mapping[str, Any]] = []  # of each module its parameters and its submodules
+        self._ids: list[int] = [0]
         optimizer.register_step_pre_hook(self._refuse_bare_step)
         self.measure_norm: Callable[..., Tensor] = partial(norm_of, of=gradient_of)
         self.phase: Phase = Phase.IDLE
@@ -200,6 +205,8 @@ class Run:
                 f"precision {self.precision.dtype}: freeze it after prepare, or use Precision(.., autocast=True)"
             )
         self.attach()
+        if [*map(id, chain.from_iterable(map(_VALUES, self._held)))] != self._ids:
+            self._check_parameters()
         if self._first in self.observers:
             self._first.agree(self, tokens, {"x": x, "target": target, **arguments})
         told, tokens = tokens is not None, self.count_tokens(target) if tokens is None else tokens
@@ -219,6 +226,18 @@ class Run:
         self._loss = all_reduce(total, self.mesh.data) / (self.scaler.scale if self.scaler else 1.0)
         self.phase = Phase.COMPUTED
         return self._loss
+
+    def _check_parameters(self) -> None:
+        """Raise ValueError if modules hold other parameters than the optimizer. Remember what they hold."""
+        reshard(self.model)  # a forward before this step left copies
+        tree = ModelTree(self.model)
+        if [*map(id, tree.parameters)] != [*map(id, self.tree.parameters)]:
+            raise ValueError(
+                "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
+                "before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
+            )
+        self._held = [held for _, module in tree.modules for held in (module._parameters, module._modules)]
+        self._ids = [*map(id, chain.from_iterable(map(_VALUES, self._held)))]
 
     def attach(self) -> None:
         """Let observers that were appended look at the run."""

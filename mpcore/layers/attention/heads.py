@@ -216,8 +216,7 @@ class HeadAttention(ParallelLayer):
             whole = past if past and self.memory_dim else self._memory_length(x, memory, cu_seqlens, length)
             self._check_scores(x, mask, bias, whole)
             q, k, v = self.cross_heads(x, memory, cache)
-        y = self.core(q, k, v, cu_seqlens, whole, mask, bias)
-        return self.output(self.merge_heads(y, x))
+        return self.output(self.merge_heads(self.core(q, k, v, cu_seqlens, whole, mask, bias), x))
 
     def merge_heads(self, y: Tensor, x: Tensor) -> Tensor:
         """Return the heads [B, T, H/tp, V] of the layer's input x as the output projection's input."""

@@ -136,8 +136,7 @@ class _RingAttention(Function):
             if ring.here(step) and block in ring.reads[rank]:
                 first, keys, mask = ring.mask(low, high, block)
                 k_part, v_part = (t[:, :keys] for t in shapes.unpack(held))
-                how = options if merged is None else later
-                part = attention(q[:, first:], k_part, v_part, **mask, **how)
+                part = attention(q[:, first:], k_part, v_part, **mask, **(options if merged is None else later))
                 merged = part if merged is None else attention_merge(*merged, *part)
             held = collectives.wait(coming) if step < ring.steps else held
         assert merged is not None  # each query sees itself

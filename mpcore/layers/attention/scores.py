@@ -41,8 +41,7 @@ class AttentionSinks(ParallelModule):
 
     def forward(self, y: Tensor, lse: Tensor) -> Tensor:
         """Add the sink to an attention result [B, T, H, V] computed without it, using its log-sum-exp [B, H, T]."""
-        share = torch.sigmoid(lse.transpose(1, 2) - self.weight.to(lse.dtype))
-        return (y * share.unsqueeze(-1)).to(y.dtype)
+        return (y * torch.sigmoid(lse.transpose(1, 2) - self.weight.to(lse.dtype)).unsqueeze(-1)).to(y.dtype)
 
 
 def alibi_bias(heads: range, num_heads: int, queries: range, keys: int, like: Tensor) -> Tensor:
