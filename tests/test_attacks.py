@@ -329,6 +329,5 @@ def test_an_agreement_of_one_rank_is_ended_where_the_other_waits_in_a_collective
 
 
 def test_a_rank_that_ends_its_loop_early_is_named_with_its_step():
-    job = Job(EARLY)
-    _, text = job.end()[0]
+    _, text = Job(EARLY).end()[0]
     assert "rank 1 ended its loop after step 5, rank 0 is in step 6" in text

@@ -233,8 +233,7 @@ def test_pitfall_01_a_branch_beside_copy_keeps_its_gradient():
     """PITFALL 1: v + copy(a) must leave v's gradient alone."""
     axis = mesh(tp=2).tp
     v, a = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    y = v + c.copy(a, axis)
-    y.backward(torch.full((3,), 2.0, dtype=torch.float64))
+    (v + c.copy(a, axis)).backward(torch.full((3,), 2.0, dtype=torch.float64))
     assert v.grad.tolist() == [2.0] * 3
     assert a.grad.tolist() == [4.0] * 3
 

@@ -86,8 +86,7 @@ def test_the_page_on_commands_lists_all():
 
 def test_without_a_command_it_lists_all_and_a_mistyped_one_gets_the_nearest(capsys):
     assert main([]) == 0
-    listed = re.findall(r"^  ([\w-]+) ", capsys.readouterr().out, re.MULTILINE)
-    assert listed == list(COMMANDS)
+    assert re.findall(r"^  ([\w-]+) ", capsys.readouterr().out, re.MULTILINE) == list(COMMANDS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"mpcore {__version__}\n"
     assert main(["docter"]) == 2

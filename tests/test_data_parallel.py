@@ -651,6 +651,8 @@ def test_what_cant_be_had_is_refused_on_every_rank_before_anything_changes() -> 
     shard_data_parallel(first, on, first.blocks)
     with pytest.raises(ValueError, match="the model is sharded over data already"):
         shard_data_parallel(first, on, first.blocks)
+    with pytest.raises(ValueError, match="zero 1 has sharded can't be copied"):
+        torch.optim.swa_utils.AveragedModel(first)
     with pytest.raises(ValueError, match="is sharded over data already: materialize first"):
         materialize(first, 0)
     second.root.plain = first.root.plain

@@ -129,8 +129,7 @@ def test_ten_corrupt_documents_of_ten_thousand_are_named_on_four_layouts(tmp_pat
         request.getfixturevalue("ranks")(math.prod(sizes.values()), spot, str(out), flags, sizes, timeout=1800)
     else:
         spot(str(out), flags, sizes)
-    named = named_from_spikes(out, corrupt)
-    assert named == set(corrupt) & set(split_documents(10_000)[0].tolist())
+    assert named_from_spikes(out, corrupt) == set(corrupt) & set(split_documents(10_000)[0].tolist())
 
 
 def record(step: int, loss: float | None = 1.0) -> dict:

@@ -40,8 +40,7 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     from mpcore.gradients import reduce_gradients
 
     on = mesh(**sizes)
-    args = parse([*FLAGS, *flags])
-    trainer = Trainer(args, on)
+    trainer = Trainer(parse([*FLAGS, *flags]), on)
     trainer.step()  # with the pipeline's dry run and the first connections
     tokens, targets, arguments = trainer.batch(trainer.train_samples, trainer.share(0))
     if trainer.config.moe:

@@ -238,8 +238,7 @@ def test_workers_begin_from_a_checkpoint_without_merges_and_a_run_without_from_t
         run.load(tmp_path / "plain")
     for name, p in dense.runs[0].model.named_parameters():
         dense.anchors[name].data.copy_(p)
-    wanted = [dense.step(step)[0] for step in range(4, 8)]
-    assert losses == pytest.approx(wanted, abs=1e-10)
+    assert losses == pytest.approx([dense.step(step)[0] for step in range(4, 8)], abs=1e-10)
     again = Run(Mesh())
     assert again.load(tmp_path / "0").step == 8
     same_bits({name: x for name, x in again.full().items() if name.startswith("model/")}, merged)

@@ -121,8 +121,7 @@ def test_what_is_elsewhere_takes_no_memory_here():
             [i for i, block in enumerate(blocks) if any(p.untyped_storage().nbytes() for p in block.parameters())]
         )
 
-    optimizer = torch.optim.SGD(model.parameters())
-    offload_parameters(blocks, optimizer)
+    offload_parameters(blocks, torch.optim.SGD(model.parameters()))
     note()
     for block in blocks:
         block.register_forward_hook(note)
@@ -310,3 +309,6 @@ def test_an_offloaded_step_sees_what_was_written_to_parameters_since():
             results.append([local_tensor(p.detach()) for p in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert optimizer.param_groups[0]["lr"] == 0.1 / 8
+    (weight := nn.Parameter(torch.ones(2))).sum().backward()
+    offload_optimizer(torch.optim.Adagrad([weight], lr=1.0, initial_accumulator_value=3.0)).step()
+    assert torch.equal(weight.detach(), torch.full((2,), 0.5))  # 1 - 1 / sqrt(3 + 1): its state was made before

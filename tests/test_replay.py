@@ -47,8 +47,7 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Path]]:
 
 
 def replayed(capsys, run: Path, step: int) -> tuple[int, str]:
-    status = main(["replay", str(run), "--step", str(step)])
-    return status, capsys.readouterr().out
+    return main(["replay", str(run), "--step", str(step)]), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", some("ZeRO-3-experts", of=LAYOUTS))

@@ -138,6 +138,7 @@ def shard_data_parallel(
             module.register_forward_hook(partial(after_forward, stage))
             if module is not stage:
                 module.register_forward_pre_hook(connect_input, prepend=True)
+            vars(module)["__deepcopy__"] = partial(_refuse_copy, zero)
         stage.zero_grad = partial(zero_grad, stage)  # type: ignore[assignment]
         mine = tuple(unit for unit in shared if unit.owners & within)
         set_state(stage, DataParallel(zero, tuple(units(stage)), mine, replicate=replicate))
@@ -147,6 +148,13 @@ def shard_data_parallel(
     now = {p for stage in stages for p in stage.parameters()}
     mark_replaced(p for p in before if p not in now)
     return model
+
+
+def _refuse_copy(zero: int, _: object) -> None:
+    raise ValueError(
+        f"a module that zero {zero} has sharded can't be copied: copy it before, or use zero=0; average (EMA) copies "
+        f"of its shards, {{name: p.detach().clone() for name, p in model.named_parameters()}}"
+    )
 
 
 def _check_model(stages: list[nn.Module], blocks: list[nn.Module], mesh: Mesh, zero: int) -> None:

@@ -107,7 +107,7 @@ def offload_optimizer(
             f"{type(optimizer).__name__} computes each element from the full tensor, but the host has only this rank's "
             f"shard: offload an element-wise optimizer, such as AdamW"
         )
-    if optimizer.state:
+    if any(state.get("step", 1) > 0 for state in optimizer.state.values()):  # Adagrad makes its state before
         raise ValueError(f"the optimizer has state of {len(optimizer.state)} parameters: offload before the first step")
     stepped = _Step(_Copies(pin_memory), bucket_bytes)
 

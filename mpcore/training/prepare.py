@@ -18,6 +18,7 @@ The order, with the reason for each position:
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -179,6 +180,12 @@ def prepare(
         made = optimizer(whole)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"optimizer(model) returned {made!r:.60}: return the torch.optim.Optimizer that it makes")
+        of_step = inspect.signature(made.step).parameters.values()
+        if needs := [x.name for x in of_step if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD]:
+            raise ValueError(
+                f"{type(made).__name__}.step needs a {needs[0]}, and a run computes gradients once, before the step: "
+                f"take mpcore.AdamW, or another optimizer whose step() needs nothing"
+            )
         stale = {p for group in made.param_groups for p in group["params"]} - set(whole.parameters())
         if stale:
             raise ValueError(
@@ -349,6 +356,11 @@ def _check_values(
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise ValueError(f"{name} has sparse=True, and ranks sum dense gradients: leave out sparse=True")
         has_mean = isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+        if isinstance(each, nn.SyncBatchNorm) and each.process_group is None and mesh.data.size < mesh.job.size:
+            raise ValueError(
+                f"{name} is a SyncBatchNorm over all {mesh.job.size} ranks, and mesh.data has {mesh.data.size}: "
+                f"give it process_group=mesh.data.group, or with one data rank take BatchNorm"
+            )
         if has_mean and mesh.data.size > 1 and mesh.job.rank == 0 and not isinstance(each, nn.SyncBatchNorm):
             log.warning("%s is a %s, which takes the mean of one data rank's samples: on %d ranks it trains another "
                         "model than on one", name, type(each).__name__, mesh.data.size)  # fmt: skip

@@ -786,6 +786,9 @@ def check_untrainable() -> None:
     stage["gate"] = nn.BatchNorm1d(D)
     with pytest.raises(ValueError, match=r"gate is a BatchNorm1d .* torch.float32, .* torch.bfloat16.*autocast=True"):
         mp.prepare(stage, on, blocks=stage, precision="bfloat16", **options)
+    stage["gate"] = nn.SyncBatchNorm(D)
+    with pytest.raises(ValueError, match=r"gate is a SyncBatchNorm over all 2 ranks, and mesh.data has 1"):
+        mp.prepare(stage, on, blocks=stage, **options)
 
 
 @pytest.mark.parametrize("check", [check_wrong_losses, step_past_the_run,
