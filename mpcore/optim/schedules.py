@@ -34,8 +34,7 @@ def linear(step: int, *, steps: int, warmup: int = 0, lr: float = 1.0, floor: fl
     """
     if step < warmup:
         return lr * (step + 1) / warmup
-    done = min((step - warmup) / max(steps - warmup, 1), 1.0)
-    return lr * (1 - (1 - floor) * done)
+    return lr * (1 - (1 - floor) * min((step - warmup) / max(steps - warmup, 1), 1.0))
 
 
 def wsd(

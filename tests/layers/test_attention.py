@@ -189,6 +189,8 @@ def test_query_and_key_norms_may_be_replaced(rope):
     attention = build_attention(4, 2, rope=rope, qk_norm=True).double()
     x = draw(1, B, T, D)
     plain = attention(x)
+    attention.q_norm.register_forward_hook(lambda norm, given, y: 2 * y)
+    assert not torch.allclose(attention(x), plain)  # nor leave out a hook
     attention.q_norm, attention.k_norm = nn.LayerNorm(K).double(), nn.LayerNorm(K).double()
     q, k, v = attention.qkv(x).split([4 * K, 2 * K, 2 * K], -1)
     q, k = (F.layer_norm(t.unflatten(-1, (-1, K)), (K,), eps=1e-5).flatten(2) for t in (q, k))

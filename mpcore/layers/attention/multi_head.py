@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from typing_extensions import Unpack
 
+from mpcore._torch.module import has_hooks
 from mpcore.kernels.rope import rope_qkv
 from mpcore.layers.attention.cache import KVCache
 from mpcore.layers.attention.context import check_heads
@@ -164,5 +165,5 @@ class ParallelAttention(HeadAttention):
 
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:
-    """Return whether the fused RoPE kernel may compute this norm. It may not if a user has replaced the module."""
-    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm)
+    """Return whether the fused RoPE kernel may compute this norm. Not if a user replaced or hooked the module."""
+    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm) and not has_hooks(norm)
