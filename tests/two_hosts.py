@@ -53,16 +53,7 @@ class TwoHosts:
 
     def torchrun(self, *command: str, ranks: int = 2) -> list[subprocess.Popen[str]]:
         """Start `torchrun` on both hosts, with so many ranks on each."""
-        both = [
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            str(ranks),
-            "--master-addr",
-            ADDRESSES[0],
-            "--master-port",
-            "29400",
-        ]
+        both = f"--nnodes 2 --nproc-per-node {ranks} --master-addr {ADDRESSES[0]} --master-port 29400".split()
         launch = ["-m", "torch.distributed.run", *both, "--node-rank"]
         return [self.start(host, *launch, str(host), "-m", *command) for host in (0, 1)]
 

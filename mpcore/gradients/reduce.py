@@ -178,12 +178,9 @@ def _sent_elements(entry: _Entry) -> int:
 
 
 def _reduce_pending(
-    axis: Axis,
-    entries: list[_Entry],
-    wide: torch.dtype,
-    apart: Sequence[tuple[nn.Parameter, StartedAllReduce]],
+    axis: Axis, entries: list[_Entry], wide: torch.dtype, apart: Sequence[tuple[nn.Parameter, StartedAllReduce]],
     sharded: Sequence[tuple[nn.Parameter, bool]],
-) -> None:
+) -> None:  # fmt: skip
     """All-reduce gradients in one message, which also tells which ranks have those of `apart` and `sharded`."""
     flags = [
         *((p, begun.here) for p, begun in apart),

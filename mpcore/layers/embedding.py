@@ -72,13 +72,9 @@ class VocabParallelEmbedding(_Table):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        padding_idx: int | None = None,
+        self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None,
         **options: Unpack[LayerOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_embeddings, embedding_dim, padding_idx, **options)
         check_size("num_embeddings", num_embeddings, self.tp)
         shard = cut(num_embeddings, self.tp, 0)

@@ -240,13 +240,9 @@ class ParallelModule(ParallelLayer):
     """
 
     def __init__(
-        self,
-        *,
-        init: Init | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, *, init: Init | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         **options: Unpack[TensorParallelOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(**options)
         self._init, self._like = init, (device, dtype)
         self.shardings: dict[str, Sharding] = {}

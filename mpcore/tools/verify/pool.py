@@ -52,13 +52,9 @@ class Pool:
     """
 
     def __init__(
-        self,
-        most: int = 4,
-        prepare: Callable[[], None] | None = None,
-        preload: Sequence[str] = (),
-        start: str = "forkserver",
-        grace: float = GRACE_S,
-    ) -> None:
+        self, most: int = 4, prepare: Callable[[], None] | None = None, preload: Sequence[str] = (),
+        start: str = "forkserver", grace: float = GRACE_S,
+    ) -> None:  # fmt: skip
         self.most = most
         self.prepare = prepare
         self.preload = preload
