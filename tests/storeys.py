@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = {
-    "core": 26_066,
-    "interop": 7_990,
-    "experimental": 2_541,
-    "tools": 14_674,
+    "core": 26_063,
+    "interop": 7_987,
+    "experimental": 2_537,
+    "tools": 14_671,
     "examples": 5_088,
-    "bench": 3_873,
-    "tests": 48_795,
+    "bench": 3_866,
+    "tests": 48_790,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 
