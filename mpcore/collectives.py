@@ -125,7 +125,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Start to sum over the axis and keep this rank's equal shard of dimension 0. `wait` returns the result."""
-    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, _group(axis))
+    group = _group(axis)
+    return _call(_ops.reduce_scatter_tensor.default, x.contiguous(), "sum", axis.size, group)
 
 
 def start_send(x: Tensor, axis: Axis, to: int | None, receive: Sequence[int]) -> Tensor:
@@ -204,6 +205,11 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return out.movedim(0, dim).contiguous()
 
 
+def _split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    start, end = shard_range(x.shape[dim], axis)
+    return x.narrow(dim, start, end - start).contiguous()
+
+
 def _all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int, concat_length: int | None) -> Tensor:
     concat_sizes = _checked_sizes(x, axis, concat_dim, concat_length)
     split = shard_sizes(x.shape[split_dim], axis.size)
@@ -262,8 +268,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.length = axis, dim, x.shape[dim]
-        start, end = shard_range(x.shape[dim], axis)
-        return x.narrow(dim, start, end - start).contiguous()
+        return _split(x, axis, dim)
 
     @staticmethod
     def backward(ctx, dy: Tensor):

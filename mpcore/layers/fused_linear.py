@@ -75,14 +75,9 @@ class QKVParallelLinear(ColumnParallelLinear):
     has_queries = True
 
     def __init__(
-        self,
-        in_features: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool = True,
+        self, in_features: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool = True,
         **options: Unpack[FusedOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         tp = options.get("tp", Axis())
         check_size("num_heads", num_heads, tp)
         if num_kv_heads < 1 or num_heads % num_kv_heads:

@@ -166,4 +166,4 @@ class ParallelAttention(HeadAttention):
 
 def _is_rms_norm(norm: torch.nn.Module) -> bool:
     """Return whether the fused RoPE kernel may compute this norm. Not if a user replaced or hooked the module."""
-    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm) and not has_hooks(norm)
+    return type(norm).forward is RMSNorm.forward and "forward" not in vars(norm) and not has_hooks(norm, "mpcore")
