@@ -19,8 +19,9 @@ from mpcore.sharding.local import is_dtensor
 
 # Of torch's optimizers those that don't step each element by itself.
 OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
-# Those without a step for a DTensor; the last two if they are fused.
-OF_PLAIN_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SGD, torch.optim.Adagrad)
+# Those whose step raises an error for a DTensor, and those that do so with fused=True.
+OF_PLAIN_TENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
+FUSED_OF_PLAIN_TENSORS = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 class ReadsMainGradients:
@@ -123,7 +124,7 @@ class _Guard:
                 self._check_torchs(optimizer, group)
 
     def _check_torchs(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        kind, plain = type(optimizer).__name__, OF_PLAIN_TENSORS[: None if group.get("fused") else 2]
+        kind, fused = type(optimizer).__name__, FUSED_OF_PLAIN_TENSORS if group.get("fused") else ()
         for p in group["params"]:
             if p.grad is None and holds_main_grad(p):
                 raise ValueError(
@@ -131,7 +132,7 @@ class _Guard:
                     f"alone, which is None: take an optimizer of mpcore.optim, or leave main_gradients out"
                 )
             cut = isinstance(optimizer, OF_WHOLE_TENSORS) and p in self.cut
-            if cut or (isinstance(optimizer, plain) and is_dtensor(p)):
+            if cut or (isinstance(optimizer, (*OF_PLAIN_TENSORS, *fused)) and is_dtensor(p)):
                 how = "computes each element from its whole tensor" if cut else "has no step for shards, of ZeRO 1 to 3"
                 raise ValueError(
                     f"{kind} {how}, and a parameter of shape {tuple(p.shape)} is this rank's part of one: take "

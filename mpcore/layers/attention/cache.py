@@ -9,14 +9,13 @@ from mpcore.layers.module import input_error
 
 
 class LayerCache:
-    """What one layer keeps of past tokens."""
+    """Base of the caches: each belongs to the layer that it was first passed to."""
 
     _layer: int | None = None
 
     def check_layer(self, layer: torch.nn.Module, rows: int, held: Tensor | None) -> None:
         """Raise ValueError if the cache is another layer's, or the batch size of what it holds differs."""
-        if self._layer is None:
-            self._layer = id(layer)
+        self._layer = id(layer) if self._layer is None else self._layer
         if self._layer != id(layer):
             raise input_error("this cache is another layer's: make one for each, by its new_cache")
         if held is not None and held.shape[0] != rows:
