@@ -10,7 +10,8 @@ import pytest
 RUNS = ("tp 2", "tp 2 x dp 2, ZeRO-3", "pp 2, 1f1b", "pp 2 x dp 2, zb", "cp 2, zigzag ring", "fp16 with a scale",
         "experts, ep 2, balanced by a loss", "DiLoCo", "resume on another layout")  # fmt: skip
 FIRST = [
-    "test_every_pair_of_features_equals_plain_torch_or_is_refused", "test_every_backward_is_the_adjoint_of_its_forward",
+    "test_every_layer_under_pairs_of_features_equals_plain_torch_or_is_refused",
+    "test_every_backward_is_the_adjoint_of_its_forward",
     "test_column_parallel_equals_dense_with_every_option", "test_row_parallel_equals_dense_with_every_option",
     "test_pitfall_18_a_row_bias_is_added_once", "test_sharded_equals_dense",
     "test_sharded_equals_dense_for_every_grouping_of_heads", "test_sharded_equals_dense_for_every_mask",

@@ -21,7 +21,7 @@ LIMITS = {
     "tools": 14_671,
     "examples": 5_088,
     "bench": 3_866,
-    "tests": 48_790,
+    "tests": 48_899,
 }
 """The most lines that a storey may have. A change that needs more says why; a change that removes lines lowers it."""
 

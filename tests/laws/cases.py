@@ -7,6 +7,7 @@ block: a trained scale before the layer makes the gradient of the layer's input 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,8 +34,10 @@ from mpcore.experimental import (
     shift_tokens,
 )
 from mpcore.layers.attention.documents import document_ends
+from mpcore.parallel.precision import convert_to_fp8
 
 B, T, D, FF, V, H, K = 8, 12, 8, 16, 12, 4, 4  # samples, tokens, model width, hidden width, vocabulary, heads, head dim
+RANK, ALPHA = 2, 4.0  # of LoRA
 Params = Mapping[str, Tensor]
 Truth = Callable[[Params, Tensor], Tensor]
 
@@ -52,6 +55,9 @@ class Case:
         mesh: the sizes of the mesh.
         axes: the axes that `build` gets, by their names in the mesh and in the layer.
         context: the kind of context parallelism, which shards the tokens of inputs and targets.
+        stages: the number of pipeline stages; each has the layer that `build(stage=number, ..)` makes.
+        tolerance: the largest relative error. In FP8 the smallest entries of a block are rounded more coarsely where
+            the block is larger, with the tokens of other ranks.
         refuses: the features that this layer or mesh refuses.
     """
 
@@ -62,11 +68,24 @@ class Case:
     mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2, "dp": 2})
     axes: tuple[str, ...] = ("tp",)
     context: str = ""
+    stages: int = 1
+    tolerance: float = 1e-10
     refuses: tuple[str, ...] = ()
 
 
+class Stages(nn.Sequential):
+    """The layers of the pipeline stages of this rank, or of all, with their numbers in the whole model."""
+
+    def __init__(self, case: Case, mesh: mp.Mesh | None, **on: Any) -> None:
+        own = range(case.stages) if mesh is None else [mesh.pp.rank]
+        super().__init__(OrderedDict((str(stage), case.build(stage=stage, **on)) for stage in own))
+
+
 class Block(nn.Module):
-    """A scale of the input's features, the layer, and its output with all features of all tokens."""
+    """A scale of the input's features, the layer, and its output with all features of all tokens.
+
+    With pipeline stages the first has the scale, and the last the whole output.
+    """
 
     def __init__(self, case: Case, mesh: mp.Mesh | None = None, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -75,8 +94,9 @@ class Block(nn.Module):
         self.sequence_parallel = sequence_parallel and self.tp.size > 1
         if sequence_parallel:
             on["sequence_parallel"] = True
-        self.scale = nn.Parameter(torch.empty(D, dtype=torch.float64))
-        self.layer = case.build(**on).double()
+        self.first, self.last = (True, True) if mesh is None else (mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1)
+        self.scale = nn.Parameter(torch.empty(D, dtype=torch.float64)) if self.first else None
+        self.layer = (case.build(**on) if case.stages == 1 else Stages(case, mesh, **on)).double()
         self.takes, self.gives = case.takes, case.gives
         shards = self.tp.size if self.sequence_parallel and case.takes == "sequence" else 1
         shards *= mesh.cp.size if mesh is not None and case.context else 1
@@ -84,20 +104,26 @@ class Block(nn.Module):
         self.sometimes: nn.Parameter | None = None  # [D, D], multiplies the input in the first step alone
         self.again: nn.Parameter | None = None  # the scale once more
         self.step = 0
-        if self.sequence_parallel and self.takes == "sequence":
+        if self.sequence_parallel and self.takes == "sequence" and self.first:
             mp.add_partial(self, "scale", self.tp)  # it multiplies this rank's tokens alone
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, ..]."""
+        y = self.layer(self.scaled(x) if self.first else x)
+        if not self.last:
+            return y
+        if self.gives == "features" or not self.sequence_parallel:
+            return y if self.gives != "features" else collectives.gather(y, self.tp, -1)
+        return collectives.gather(y, self.tp, 1) if self.gives == "sequence" else y
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> the input of the first layer."""
         sharded = self.sequence_parallel and self.takes == "sequence"
         if sharded:
             x = collectives.split(x, self.tp, 1)
         if self.sometimes is not None and self.step == 0:
             x = x @ self.sometimes
-        y = self.layer(x * self.scale if self.again is None else x * self.scale * self.again)
-        if self.gives == "features" or not self.sequence_parallel:
-            return y if self.gives != "features" else collectives.gather(y, self.tp, -1)
-        return collectives.gather(y, self.tp, 1) if self.gives == "sequence" else y
+        return x * self.scale if self.again is None else x * self.scale * self.again
 
 
 def _linear(p: Params, x: Tensor, at: str = "") -> Tensor:
@@ -282,6 +308,57 @@ class Embedded(nn.Module):
         """[B, T, D] -> [B, T, D]."""
         full = x.new_empty(x.shape[0], x.shape[1] * (self.tp.size if self.sequence_parallel else 1))
         return self.table(words(full)) * x
+
+
+class Tied(Embedded):
+    """The logits of the features of token ids times the input, with one matrix for both."""
+
+    def __init__(self, **on: Any) -> None:
+        super().__init__(**on)
+        self.head = mp.ColumnParallelLinear(D, V, bias=False, **on)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, V]."""
+        return self.head(super().forward(x))
+
+
+class EightBits(torch.autograd.Function):
+    """A product with factors in FP8: blocks of 128 entries of a row, and of 128 x 128 of a weight, share a scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """x [M, K] and w [N, K] -> [M, N]; each fits into one block."""
+        ctx.save_for_backward(x, w)
+        return eight_bits(x, 1) @ eight_bits(w, 0, 1).T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize the gradient by rows for dx, and both by columns for dw."""
+        x, w = ctx.saved_tensors
+        return eight_bits(dy, 1) @ eight_bits(w, 0, 1), eight_bits(dy, 0).T @ eight_bits(x, 0)
+
+
+def eight_bits(x: Tensor, *dims: int) -> Tensor:
+    """Round x to e4m3, with one scale, a power of two, for the entries along `dims`."""
+    scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(dims, keepdim=True) / 448)))
+    return (x / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+def _linear_fp8(p: Params, x: Tensor, at: str) -> Tensor:
+    weight, a, b = p[f"{at}weight"], *(p.get(f"{at}lora_{factor}.weight") for factor in "AB")
+    low = torch.zeros_like(weight) if a is None else ALPHA / RANK * b @ a  # adapters stay in high precision
+    return EightBits.apply(x, weight - low) + F.linear(x, low, p[f"{at}bias"])
+
+
+def _mlp_fp8(p: Params, x: Tensor) -> Tensor:
+    return _linear_fp8(p, _swiglu(_linear_fp8(p, x.flatten(0, 1), "up.")), "down.").unflatten(0, x.shape[:2])
+
+
+def _converted(**on: Any) -> nn.Module:
+    layer = mp.ParallelMLP(D, FF, **on)
+    convert_to_fp8([layer])
+    return layer
 
 
 def _later(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -484,6 +561,14 @@ CASES: dict[str, Case] = {
     "block": Case(_dense, _block),
     "block, in halves": Case(partial(_dense, True), _block, refuses=("invariant",)),
     "embedding": Case(lambda **on: Embedded(**on), lambda p, x: p["table.weight"][words(x)] * x),
+    "tied embedding": Case(Tied, lambda p, x: F.linear(p["table.weight"][words(x)] * x, p["head.weight"]),
+                           gives="features", refuses=("LoRA",)),
+    "FP8": Case(_converted, _mlp_fp8, mesh={"dp": 2}, tolerance=1e-6, refuses=("invariant",)),
+    **{
+        f"two stages{on}": Case(lambda stage, **on: mp.ParallelMLP(D, FF, "gelu" if stage else "swiglu", **on),
+                                lambda p, x: _mlp(F.gelu, "1.")(p, _mlp(_swiglu, "0.")(p, x)), mesh=mesh, stages=2)
+        for on, mesh in (("", {"tp": 2, "pp": 2}), (" on dp", {"pp": 2, "dp": 2}))
+    },
     "multi-token prediction": Case(lambda **on: Predicted(**on), _predicted, refuses=("invariant",)),
     "multi-token prediction, zigzag": Case(lambda **on: Predicted(context="zigzag", **on), _predicted,
                                            axes=("tp", "cp"), context="zigzag", mesh={"tp": 2, "cp": 2},

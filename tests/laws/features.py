@@ -26,9 +26,7 @@ from mpcore.interop.lora import add_lora
 from mpcore.layers.linear import ParallelLinear
 from mpcore.layers.moe import GroupedLinear
 from mpcore.tools import invariant
-from tests.laws.cases import Block, D
-
-RANK, ALPHA = 2, 4.0  # of LoRA
+from tests.laws.cases import ALPHA, RANK, Block, D
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def _add_lora(model: nn.Module) -> nn.Module:
 
 def _with_adapters(params: dict[str, Tensor]) -> dict[str, Tensor]:
     """W + alpha / rank B A for each weight that has factors."""
-    found = {name: value for name, value in params.items() if ".lora_" not in name}
+    found = dict(params)
     for name in [name for name in params if name.endswith(".lora_A.weight")]:
         at = name.removesuffix(".lora_A.weight")
         weight = at.removesuffix("_lora") if at.endswith("_lora") else f"{at}.weight"  # of all experts, of a layer
@@ -80,13 +78,15 @@ def _freeze_biases(model: nn.Module) -> nn.Module:
 
 
 def _add_unused(model: Block) -> Block:
-    model.unused = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
+    if model.first:
+        model.unused = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
     return model
 
 
 def _add_sometimes(model: Block) -> Block:
-    model.sometimes = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
-    if model.sequence_parallel and model.takes == "sequence":
+    if model.first:
+        model.sometimes = nn.Parameter(torch.zeros(D, D, dtype=torch.float64))
+    if model.first and model.sequence_parallel and model.takes == "sequence":
         mp.add_partial(model, "sometimes", model.tp)
     return model
 
