@@ -100,7 +100,7 @@ def unreduced_parameter(units: Iterable[FSDPModule]) -> str | None:
 
 
 def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool]) -> None:
-    """Drop gradients, reduced or not, and end a backward that raised.
+    """Drop gradients, reduced or not, and end a forward or a backward that raised.
 
     Args:
         units: the units of a model.
@@ -108,7 +108,7 @@ def drop_gradients(units: Iterable[FSDPModule], which: Callable[[Tensor], bool])
     """
     for context in _contexts(units):
         groups = _groups_of(context)
-        failed = _has_failed(context)
+        failed = _has_failed(context) or context.iter_forward_root is not None
         if failed:
             for group in groups:
                 group._training_state = type(group._training_state).POST_BACKWARD  # so that no gradient is reduced now

@@ -229,10 +229,13 @@ class Pipeline:
     def forward(self, batches: Sequence[Tensor], **arguments: Tensor | Sequence[Tensor]) -> Iterator[Tensor]:
         """Run only forward, batch after batch through the stages. Yield the output of this rank's last stage for each.
 
+        After an error it runs the remaining batches, for which other ranks wait, yields nothing, and raises the error.
+
         Args:
             batches: the inputs of the first stage, on every rank. Shapes may differ between batches.
             arguments: keyword arguments for every stage: one value for all batches, or a list with one value per batch.
         """
+        error: Exception | None = None
         with gathered(stage for stage in self.stages if not drops_parameters(stage)):
             for i, x in enumerate(batches):
                 out: Any = x
@@ -247,13 +250,14 @@ class Pipeline:
                             inputs = sent_on(out, index - 1, f"batch {i}") if index else (x,)
                         out = stage(*inputs, **own)
                         sent = sent_on(out, index, f"batch {i}") if away else ()
-                    except Exception:
-                        if away:
-                            send_tensors(None, self.pp, self.plan.rank_of[index + 1], self.device)
-                        raise
+                    except Exception as problem:
+                        out, sent, error = None, None, error or problem
                     if away:
                         send_tensors(sent, self.pp, self.plan.rank_of[index + 1], self.device)
-                yield out
+                if error is None:
+                    yield out
+        if error is not None:
+            raise error
 
     def from_last(self, x: Tensor) -> Tensor:
         """Broadcast a tensor from the last stage's rank. On other ranks only the shape and dtype of `x` are used."""

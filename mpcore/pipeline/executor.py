@@ -106,14 +106,8 @@ class Executor:
 
     def _arrivals(self, actions: Sequence[Action]) -> dict[Action, list[Action]]:
         """Return, for each action, the messages to wait for: its input, and the sends that have arrived by then."""
-        found = {}
-        for action in actions:
-            if action.kind in ("F", "B", "I"):
-                receive = input_of(action)
-                found[action] = [receive] if receive in self.peers else []
-        for action, sends in releases(self.plan, self.pp.rank).items():
-            found[action] += sends
-        return found
+        sends, taking = releases(self.plan, self.pp.rank), [x for x in actions if x.kind in ("F", "B", "I")]
+        return {x: [y for y in (input_of(x),) if y in self.peers] + sends.get(x, []) for x in taking}
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run a step. Return the sum of the losses in float64, without a graph; 0 on ranks without the last stage.

@@ -53,9 +53,8 @@ class Message(NamedTuple):
         try:
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            text = f"{self.action}, to or from rank {self.peer} of the pipeline, failed: {error}"
-            raise RuntimeError(text) from error
+        except RuntimeError as why:
+            raise RuntimeError(f"{self.action}, to or from rank {self.peer} of the pipeline, failed: {why}") from why
 
 
 def post(transfer: Callable[..., Any], tensors: Sequence[Tensor], pp: Axis, peer: int, action: Action) -> Message:
@@ -74,10 +73,9 @@ def post(transfer: Callable[..., Any], tensors: Sequence[Tensor], pp: Axis, peer
 def send_header(metas: Iterable[Meta] | None, pp: Axis, to: int, device: torch.device) -> None:
     """Tell a rank which tensors it will receive. None: none, because this stage or an earlier one failed."""
     fields = [(_DTYPES.index(str(x.dtype)), int(x.requires_grad), len(x.shape), *x.shape) for x in metas or ()]
-    numbers = [number for each in fields for number in each]
-    for content in ([len(numbers)], numbers):
-        if content:
-            dist.send(torch.tensor(content, dtype=torch.int64, device=device), group=pp.group, group_dst=to)
+    numbers = sum(fields, ())
+    for content in [[len(numbers)], numbers] if numbers else [[0]]:
+        dist.send(torch.tensor(content, dtype=torch.int64, device=device), group=pp.group, group_dst=to)
 
 
 def receive_header(pp: Axis, source: int, device: torch.device) -> tuple[Meta, ...] | None:

@@ -404,8 +404,8 @@ class Run:
             arguments: tensors for the model's keyword arguments, or lists with one tensor per batch.
 
         Raises:
-            ValueError: on every rank, if a rank has no batch, ranks have different numbers where one would wait, or the
-                loss raised it on one rank.
+            ValueError: on every rank, if a rank has no batch, ranks have different numbers where one would wait, or a
+                stage or the loss failed on one rank.
         """
         self.phase.check("forward_backward", "evaluate")
         told = {"step": self.step, "tokens": tokens if tokens is None else float(tokens)}
@@ -423,11 +423,17 @@ class Run:
         last = self.pipeline.last_rank == self.mesh.pp.rank
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         with self.evaluating():
-            for y, (_, target) in zip(self.pipeline.forward([x for x, _ in held], **arguments), held, strict=True):
-                try:
-                    total += one_number(self.pipeline.loss(y, target)) if last else 0
-                except (RuntimeError, TypeError, ValueError) as problem:  # the other stages go on to send
-                    error = error or problem
+            outputs = self.pipeline.forward([x for x, _ in held], **arguments)
+            try:
+                for y, (_, target) in zip(outputs, held, strict=True):
+                    try:
+                        total += one_number(self.pipeline.loss(y, target)) if last else 0
+                    except Exception as problem:  # the other stages go on to send
+                        error = error or problem
+            except Exception as problem:  # of a stage
+                error = error or problem
+        if error is not None:
+            self._forget()  # a forward that raised left gathered parameters
         raise_together(error, self.mesh.world)
         return float(all_reduce(self.pipeline.from_last(total), self.mesh.data) * factor)
 
@@ -519,10 +525,8 @@ class Run:
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"load got {path!r} and no path: mpcore.checkpoint.latest is None without a checkpoint")
         check_same("call of run.load", "", self.mesh.world)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        for mine in (each for each in options if "initial_lr" in each):
-            for name in ("lr", "momentum", "betas"):  # a scheduler of torch sets them: the checkpoint's are next
-                mine.pop(name, None)
+        groups, moved = self.optimizer.param_groups, ("params", "lr", "momentum", "betas")  # a scheduler sets three
+        options = [{k: v for k, v in g.items() if k not in moved[: 4 if "initial_lr" in g else 1]} for g in groups]
         with self.parameters():
             loaded = load(path, self.model, self.optimizer, mesh=self.mesh)
         for group, mine in zip(self.optimizer.param_groups, options, strict=True):

@@ -424,22 +424,22 @@ def check_unequal(sizes: dict, zero: int) -> str:
     if run.mesh.tp.size == 1:  # one data rank's last stage fails, and every rank says why
         with pytest.raises(ValueError, match="outside the vocabulary"):
             run.evaluate([(x, target.masked_fill(target != -100, V * rank))])
+    behind = run.pipeline.last_rank - run.mesh.pp.rank
+    failing = run.stages[-1].register_forward_pre_hook(lambda *_: {1: None}[behind])  # the forward of the last stage
+    for call in (lambda: run.evaluate([(x, target)] * 3), lambda: run.forward_backward(x, target)):
+        with pytest.raises((KeyError, ValueError), match=r"^0$|KeyError: 0"):
+            call()
+    failing.remove()
+    run.drop_gradients()
     run.forward_backward(x, target)
     assert run.optimizer_step().taken
     return refused
 
 
-@pytest.mark.parametrize(
-    ("sizes", "zero", "refused"),
-    [
-        ({"dp": 2}, 3, True),
-        ({"dp": 2}, 1, False),
-        ({"dp": 2}, 0, False),
-        ({"tp": 2}, 1, True),
-        ({"pp": 2, "dp": 2}, 1, False),
-        ({"pp": 2, "dp": 2, "ep": 2}, 1, True),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "zero", "refused"), [
+    ({"dp": 2}, 3, True), ({"dp": 2}, 1, False), ({"dp": 2}, 0, False), ({"tp": 2}, 1, True),
+    ({"pp": 2, "dp": 2}, 1, False), ({"pp": 2, "dp": 2, "ep": 2}, 1, True),
+])  # fmt: skip
 def test_ranks_with_different_numbers_of_micro_batches_or_batches_are_refused_where_one_would_wait(
     ranks, sizes, zero, refused
 ):
