@@ -180,7 +180,7 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
     mp.save_pretrained: {"shard_bytes": 5 * 10**9}, mp.pipeline_stages: {"schedule": "1f1b", "example": None},
     Launch: {
         **dict.fromkeys(("rank", "local_rank", "port", "node_gpus"), 0), "world_size": 1, "local_size": 1,
-        "address": "", "launcher": "", "job": "", "keeps_store": False,
+        "address": "", "launcher": "", "job": "", "keeps_store": False, "one_host": False,
     },
 }  # fmt: skip
 LOSS = {"ignore_index": -100, "softcap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0}

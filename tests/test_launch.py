@@ -47,7 +47,10 @@ SLURM = Launch(4, 5, 0, 1, "n0", 10_707, "Slurm", "Slurm step 7.0")
 @pytest.mark.parametrize(("variables", "launch"), [
     ({}, Launch()), ({"WORLD_SIZE": "1"}, Launch()), ({"WORLD_SIZE": "1", "RANK": "0"}, Launch()), (VARIABLES, BY_HAND),
     (without(VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), replace(BY_HAND, local_rank=3, local_size=1)),
-    (without(VARIABLES, "LOCAL_WORLD_SIZE"), BY_HAND),
+    (without(VARIABLES, "LOCAL_WORLD_SIZE"), BY_HAND), (step(1, 1, 0, "2"), replace(SLURM, rank=1, world_size=2,
+                                                         local_rank=1, local_size=2, one_host=True)),
+    (VARIABLES | {"LOCAL_WORLD_SIZE": "4"}, replace(BY_HAND, local_size=4, one_host=True)),
+    (without(VARIABLES | {"LOCAL_RANK": "3"}, "LOCAL_WORLD_SIZE"), replace(BY_HAND, local_rank=3, local_size=4)),
     (VARIABLES | {"RANK": "0"}, replace(BY_HAND, rank=0, keeps_store=True)),
     (VARIABLES | ELASTIC, replace(BY_HAND, launcher="torchrun")),
     (VARIABLES | ELASTIC | {"RANK": "0"}, replace(BY_HAND, rank=0, launcher="torchrun")),  # the agent's store
@@ -328,8 +331,8 @@ def test_rank_0_at_another_hosts_address_is_told():
 
 @pytest.mark.parametrize(("change", "there"), [
     ({"job": "another world"}, "one world of 2 ranks"), ({"world_size": 3}, "one world of 2 ranks"),
-    ({}, "one world of 2 ranks, all of them here"),
-], ids=["two worlds on one port", "another world size", "a rank twice"])  # fmt: skip
+    ({}, "one world of 2 ranks, all of them here"), ({"one_host": True}, "one world of 2 ranks"),
+], ids=["two worlds on one port", "another world size", "a rank twice", "LOCAL_WORLD_SIZE of one rank"])  # fmt: skip
 def test_a_rank_that_meets_another_world_is_told(change, there):
     first = here(0, 2)
     store = open_store(first, timedelta(seconds=10))
@@ -339,7 +342,7 @@ def test_a_rank_that_meets_another_world_is_told(change, there):
     mine = replace(first, rank=1, keeps_store=False)
     stranger = replace(mine, **change)
     words = f"rank 1 on .*: localhost:{first.port} belongs to another world .{there}., this is {stranger.job} of "
-    words += f"{stranger.world_size} ranks: give each world a MASTER_PORT"
+    words += f"{stranger.world_size} ranks{' on one host' * stranger.one_host}: give each world a MASTER_PORT"
     with pytest.raises(ValueError, match=words):
         enter_world(open_store(stranger, timedelta(seconds=10)), stranger, 10.0)
     if change:

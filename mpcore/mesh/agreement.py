@@ -190,8 +190,8 @@ class Agreement:
             self._forget()
         if self.rank == 0:
             self._hear(self._key("full"))
-            others = [decode(self._take(f"of/{rank}")) for rank in range(1, self.size)]
-            error, result = _try(merge, [value, *others])
+            others = (decode(self._take(f"of/{rank}")) for rank in range(1, self.size))  # an error is told to all ranks
+            error, result = _try(lambda: merge([value, *others]))
             problem, data = _try(encode, (told := _say(error), result))
             if problem is not None:
                 data = encode((told := _say(problem), None))

@@ -16,12 +16,13 @@ class Launch:
     Attributes:
         rank, world_size: this process's rank in the job, and the number of processes. 0 and 1 without a launcher.
         local_rank, local_size: this process's rank on its node, and the number of processes there. If no variable says
-            it: `rank` and 1.
+            it: `rank` and 1; `local_rank` + 1 if only LOCAL_RANK is set.
         address, port: where the ranks meet, on the host of rank 0.
         launcher: "torchrun", "Slurm", "variables" (another launcher sets RANK etc.), or "" for none.
         job: a name of the world, so that a rank detects another world at its address.
         keeps_store: whether this process hosts the store of the rendezvous.
         node_gpus: the number of GPUs of the Slurm step on this node. 0: unknown.
+        one_host: whether the variables say that all processes are on this host.
     """
 
     rank: int = 0
@@ -34,6 +35,7 @@ class Launch:
     job: str = ""
     keeps_store: bool = False
     node_gpus: int = 0
+    one_host: bool = False
 
     def place(self, gpus: int) -> tuple[int, int]:
         """Return this process's rank among the processes that share the `gpus` that it sees, and their number.
@@ -120,6 +122,7 @@ def _read_torchrun(variables: Mapping[str, str], tasks: int, elastic: bool) -> L
         rank, size, local_rank, local_size, variables["MASTER_ADDR"], _port(variables, 0),
         launcher="torchrun" if elastic else "variables", job="a world started by its variables",
         keeps_store=rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        one_host=_number(variables, "LOCAL_WORLD_SIZE", 0) == size,
     )  # fmt: skip
 
 
@@ -140,15 +143,13 @@ def _read_slurm(variables: Mapping[str, str], tasks: int) -> Launch:
         rank, tasks, local_rank, sizes[node], address,
         _port(variables, 10_000 + (101 * job + step) % 20_000),  # below the ephemeral ports
         launcher="Slurm", job=f"Slurm step {job}.{step}", keeps_store=rank == 0,
-        node_gpus=_number(variables, "SLURM_GPUS_ON_NODE", 0),
+        node_gpus=_number(variables, "SLURM_GPUS_ON_NODE", 0), one_host=sizes[node] == tasks,
     )  # fmt: skip
 
 
 def first_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list: `first_host("a[01-03,7],b2")` is `a01`."""
-    first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)
-    assert first is not None
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)[0])
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -49,10 +49,9 @@ def mesh_shape(
                     f"{larger} needs {inner} processes, and this job has {world_size}: start {inner}, such as with "
                     f"torchrun --nproc-per-node {inner}, or choose smaller sizes"
                 )
-            fits = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise ValueError(
-                f"{asked} = {inner} does not divide the world size {world_size}: choose sizes whose product is one "
-                f"of {fits}, or start a multiple of {inner} processes"
+                f"{asked} = {inner} does not divide the world size {world_size}: choose sizes whose product is "
+                f"{divisors(world_size).removeprefix('take ')}, or start a multiple of {inner} processes"
             )
         dp = world_size // inner
     elif inner * dp != world_size:

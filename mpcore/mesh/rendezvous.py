@@ -49,9 +49,8 @@ def start_world(launch: Launch, backend: str, timeout: float | None) -> None:
         raise
     if launch.keeps_store:
         store.set(_WORLD, f"{_title(launch)}, all of them here")
-    secret = _share_secret(store, launch, name, until) if launch.local_size == launch.world_size else b""
-    store = dist.PrefixStore(name, store)
-    join_world(backend, store, launch.rank, launch.world_size, limit)
+    secret = _share_secret(store, launch, name, until) if launch.one_host else b""
+    join_world(backend, dist.PrefixStore(name, store), launch.rank, launch.world_size, limit)
     report_failures(launch.rank)  # after torch, which prints each line of a traceback with the rank before it
     if secret:
         keep_secret(secret)
@@ -73,8 +72,7 @@ def _share_secret(store: dist.Store, launch: Launch, name: str, until: float) ->
 
 def open_store(launch: Launch, limit: timedelta) -> dist.Store:
     """Connect to the store at which the ranks meet. If torchrun hosts no store, rank 0 hosts it."""
-    is_here = launch.local_size == launch.world_size and launch.launcher != "torchrun"
-    address = "127.0.0.1" if is_here else launch.address
+    address = "127.0.0.1" if launch.one_host and launch.launcher != "torchrun" else launch.address
     here, there = f"rank {launch.rank} on {socket.gethostname()}", f"{launch.address}:{launch.port}"
     try:
         socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
@@ -89,15 +87,13 @@ def open_store(launch: Launch, limit: timedelta) -> dist.Store:
         try:
             if not launch.keeps_store:  # torch prints 30 lines per failed attempt to connect
                 _wait_for_port(address, launch.port, limit.total_seconds())
-            store = dist.TCPStore(
+            found.append(dist.TCPStore(
                 address, launch.port, launch.world_size, launch.keeps_store, limit,
                 wait_for_workers=False, multi_tenant=True,
                 master_listen_fd=_listen(address, launch.port) if launch.keeps_store else None,
-            )  # fmt: skip
+            ))  # fmt: skip
         except (RuntimeError, OSError) as error:
             found.append(error)
-        else:
-            found.append(store)
 
     thread = threading.Thread(target=connect, name="mpcore-connect", daemon=True)
     thread.start()
@@ -144,7 +140,7 @@ def _find_absent(launch: Launch) -> Absent:
     """Return a function that logs who is away, and says who won't arrive if all are here, with no torchrun."""
     begin, looked, last, seen, said = time.monotonic(), 0.0, set[int](), set[int](), list[int]()
     here = launch.address == "localhost" or launch.address.startswith("127.")  # or the first host in Kubernetes
-    here = (here and "KUBERNETES_SERVICE_HOST" not in os.environ) or launch.local_size == launch.world_size
+    here = (here and "KUBERNETES_SERVICE_HOST" not in os.environ) or launch.one_host
 
     def describe(away: Callable[[], list[int]]) -> str:
         nonlocal looked, last, seen, said
@@ -193,12 +189,13 @@ def enter_world(store: dist.Store, launch: Launch, timeout: float) -> None:
     if there != _title(launch):
         raise ValueError(
             f"rank {launch.rank} on {socket.gethostname()}: {launch.address}:{launch.port} belongs to another world "
-            f"({there}), this is {_title(launch)}: give each world a MASTER_PORT, and its ranks one WORLD_SIZE"
+            f"({there}), this is {_title(launch)}: give each world a MASTER_PORT, its ranks one WORLD_SIZE, and "
+            f"those of a host one LOCAL_WORLD_SIZE"
         )
 
 
 def _title(launch: Launch) -> str:
-    return f"{launch.job} of {launch.world_size} ranks"
+    return f"{launch.job} of {launch.world_size} ranks{' on one host' if launch.one_host else ''}"
 
 
 def join_world(backend: str, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
@@ -233,7 +230,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float, absent: Absent
     if rank:
         store.set(f"mpcore/hello/{store.add('mpcore/tickets', 1)}", mine)
     name = _wait_for(store, f"mpcore/welcome/{mine}", timeout) if rank else f"attempt {mine}"
-    host, told, read = socket.gethostname(), f"{name}/mpcore/met", set()
+    host, told, few, read = socket.gethostname(), f"{name}/mpcore/met", f"{name}/mpcore/files", set()
     if store.add(f"{name}/mpcore/is/{rank}", 1) > 1:
         other = _text(store, f"{name}/mpcore/host/{rank}")
         _tell(store, told, f"rank {rank} is there twice, on {other} and {host}: give each process a RANK of its own")
@@ -243,9 +240,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float, absent: Absent
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files < _FILES:  # gloo would end the process, or wait without an end
             text = f"rank {rank} on {host} may open {files} files, and needs {_FILES}: raise it, ulimit -n {_FILES}"
-            _tell(store, f"{name}/mpcore/files", text)
+            _tell(store, few, text)
         if store.add(f"{name}/mpcore/here", 1) == size:
-            few = f"{name}/mpcore/files"
             _tell(store, told, _text(store, few) if store.check([few]) else _MET)
 
     def away() -> list[int]:

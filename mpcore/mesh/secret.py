@@ -67,7 +67,7 @@ def decode(data: bytes) -> Any:
     try:
         return _value(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"a message of another rank is damaged: {error}") from None
+        raise ValueError(f"a message of a rank is damaged, or signed with another {NAME}: {error}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -156,22 +156,19 @@ def test_layers_with_a_window(window, types, fits):
     assert read("window", {}, {"window": window})[1] == []
 
 
-@pytest.mark.parametrize(
-    ("values", "window", "types"),
-    [
-        ({}, None, None),
-        ({"sliding_window": 5}, None, None),
-        ({"use_sliding_window": True, "max_window_layers": 0}, 4096, None),
-        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, 5, None),
-        ({"use_sliding_window": True, "sliding_window": None}, None, None),
-        ({"use_sliding_window": True, "sliding_window": 5}, None, None),  # from layer 28 on, of 4
-        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 4}, None, None),
-        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}, 5, [F, F, F, S]),
-        ({"sliding_window": 5, "layer_types": [S] * 4}, 5, None),
-        ({"sliding_window": 5, "layer_types": [F, S, F, S]}, 5, [F, S, F, S]),
-        ({"sliding_window": 5, "layer_types": [F] * 4, "use_sliding_window": True}, None, None),
-    ],
-)
+@pytest.mark.parametrize(("values", "window", "types"), [
+    ({}, None, None),
+    ({"sliding_window": 5}, None, None),
+    ({"use_sliding_window": True, "max_window_layers": 0}, 4096, None),
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, 5, None),
+    ({"use_sliding_window": True, "sliding_window": None}, None, None),
+    ({"use_sliding_window": True, "sliding_window": 5}, None, None),  # from layer 28 on, of 4
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 4}, None, None),
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}, 5, [F, F, F, S]),
+    ({"sliding_window": 5, "layer_types": [S] * 4}, 5, None),
+    ({"sliding_window": 5, "layer_types": [F, S, F, S]}, 5, [F, S, F, S]),
+    ({"sliding_window": 5, "layer_types": [F] * 4, "use_sliding_window": True}, None, None),
+])  # fmt: skip
 def test_the_window_of_qwen(values, window, types):
     found, problems, left = read("qwen_window", values, {"layers": 4})
     assert (found, left) == ({"window": window}, {})

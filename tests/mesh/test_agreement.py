@@ -120,5 +120,9 @@ def test_a_signature_that_begins_with_digits_is_no_number_of_parts(monkeypatch):
     def agrees(rank: int) -> bool:  # one of 43 signatures begins with eight digits
         return all(Agreement(store, rank, 2).same("text") for _ in range(300))
 
+    def merges(rank: int) -> tuple[str, str]:  # a message for "a" isn't one for "b", as with another secret
+        return told(lambda: Agreement(store, rank, 2, prefix="ab"[rank]).merged(rank, list))
+
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(agrees, range(2)))
+        assert all("isn't signed with the job's secret" in text for text, _ in pool.map(merges, range(2)))
