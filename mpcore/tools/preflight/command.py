@@ -58,6 +58,7 @@ def read_command(words: Sequence[str]) -> Command:
     Raises:
         ValueError: if it starts neither a module nor a model, or its number of ranks is no number.
     """
+    words = [re.sub(r"^(-[nN])(?=\d)", r"\1=", word) for word in words]  # -n16 is -n 16
     words = [part for word in words for part in (word.split("=", 1) if _counts(word.split("=")[0]) else [word])]
     for i, word in enumerate(words):
         module = words[i + 1] if word in ("-m", "--module") and i + 1 < len(words) else "-"
@@ -170,8 +171,7 @@ def checks_of(command: Command, options: Options, pool: Pool) -> list[Check]:
     if ":" in command.target:
         return checks_of_model(command.target, command.flags, options, pool)
     search_current_folder()
-    name = f"{command.target.rpartition('.')[0] or command.target}.preflight"
-    if _has(name, ("checks",)):
+    if _has(name := f"{command.target.rpartition('.')[0] or command.target}.preflight", ("checks",)):
         return import_module(name).checks(command.flags, options, pool)
     if _has(command.target, training.NEEDED):
         return training.Preflight(command.target, command.flags, options, pool).checks()
