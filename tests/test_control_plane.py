@@ -225,7 +225,9 @@ def check_close():
     def total(axis: Axis) -> float:
         return all_reduce(torch.ones(()), axis).item()
 
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1799))  # torch's default is 1800
     first, second = build_mesh(etp=3, device_type="cpu"), build_mesh(etp=3, device_type="cpu")
+    assert first.etp.group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 1799
     group = first.etp.group_name
     assert second.etp.group_name == group
     assert first.etp.group is not first.job.group

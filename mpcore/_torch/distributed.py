@@ -113,19 +113,27 @@ def share_group(ranks: list[int], role: str, number: int | None = None) -> dist.
     if dist.get_rank() in ranks:
         known = (other for other in world.pg_names if other.group_desc == role)
         group = next((other for other in known if dist.get_process_group_ranks(other) == ranks), None)
-        group = group or dist.new_group(ranks, group_desc=role)
+        group = group or dist.new_group(ranks, _timeout(), group_desc=role)
     world.group_count = before + (number is None)
     return group  # type: ignore[return-value]  # a member gets a group
 
 
-def split_groups(groups: list[list[int]], role: str) -> dist.ProcessGroup | None:
-    """Return this rank's group of a partition of the world. nccl splits it from the world's communicator."""
-    return dist.split_group(split_ranks=groups, group_desc=role)
+def share_groups(groups: list[list[int]], role: str) -> dist.ProcessGroup | None:
+    """Return this rank's group of a partition of the world, also one that an earlier mesh created.
+
+    nccl splits it from the communicator of a world that is bound to a device.
+    """
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        return dist.split_group(split_ranks=groups, group_desc=role, timeout=_timeout())
+    mine = [share_group(ranks, f"mpcore {role}") for ranks in groups]  # every rank takes part in every group
+    return next((group for group in mine if group is not None), None)
 
 
-def is_bound() -> bool:
-    """Return whether the world is bound to a device, so that its nccl communicator can be split."""
-    return dist.distributed_c10d._get_default_group().bound_device_id is not None
+def _timeout() -> Any:
+    """Return the timeout of the world's collectives, for other groups, to which torch gives its default."""
+    with suppress(AttributeError, IndexError, RuntimeError):  # a backend without a timeout
+        world: Any = dist.group.WORLD
+        return world._get_backend(world._device_types[0]).options._timeout
 
 
 def use_group(group: dist.ProcessGroup, change: int) -> bool:

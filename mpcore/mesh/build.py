@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpcore._torch.distributed import group_count, is_bound, share_group, split_groups
+from mpcore._torch.distributed import group_count, share_groups
 from mpcore.mesh.agreement import check_same
 from mpcore.mesh.axis import Axis, Mesh
 from mpcore.mesh.guard import guard_start
@@ -54,8 +54,8 @@ def build_mesh(
         etp: the size of tensor parallelism inside each expert. None: the same as tp.
         worlds: the number of worlds, of consecutive ranks, each with a mesh and a model of its own. An observer of the
             run joins the models (`mpcore.training.Observer`).
-        timeout: the seconds to wait for all ranks, and the timeout of collectives of a default process group that is
-            created here. None: torch's default.
+        timeout: the seconds to wait for all ranks, and the timeout of collectives. None: torch's default. If
+            torch.distributed runs already, its own timeout is taken.
 
     Raises:
         ValueError: on every rank and before a group is created, if the sizes don't fit the world, ranks pass different
@@ -108,7 +108,7 @@ def build_mesh(
     assert shape is not None
     sizes = {"worlds": worlds} if worlds > 1 else {}
     sizes |= {name: shape[name] for name in ("pp", "dp", "cp", "tp")}
-    alone = _share("alone", [[rank] for rank in range(world_size)])
+    alone = share_groups([[rank] for rank in range(world_size)], "alone")
     axes = {name: _new_axis(name, ranks[name], whole=dist.group.WORLD) for name in sizes}
     grid = torch.arange(world_size, dtype=torch.int).view(*sizes.values())
     groups: list[Any] = [axes[name].group or alone for name in sizes]
@@ -161,13 +161,5 @@ def _new_axis(name: str, groups: list[list[int]], whole: dist.ProcessGroup | Non
     if whole is not None and len(mine) == whole.size():
         group = whole
     else:
-        group = _share(name, groups) if groups and len(groups[0]) > 1 else None
+        group = share_groups(groups, name) if groups and len(groups[0]) > 1 else None
     return Axis(len(mine), mine.index(me), group, role=name)
-
-
-def _share(role: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """Return this rank's process group for a role and ranks, also one that an earlier mesh created."""
-    if is_bound():
-        return split_groups(groups, role)
-    mine = [share_group(ranks, f"mpcore {role}") for ranks in groups]  # every rank takes part in every group
-    return next((group for group in mine if group is not None), None)
