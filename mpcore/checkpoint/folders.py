@@ -146,8 +146,7 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int | None = None
     root, spare = as_path(root), spare and resolve(spare)
     store = store_of(root)
     found = [folder for folder in checkpoints(root) if not folder.is_symlink()]  # a link is no checkpoint more
-    later = found[: found.index(spare)] if spare in found else []
-    if later:
+    if later := found[: found.index(spare)] if spare in found else []:
         names = ", ".join(folder.name for folder in later)
         log.warning(
             "%s is earlier than %s. `latest` returns %s: remove them if the run went back", spare, names, later[0]

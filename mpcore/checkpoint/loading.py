@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,12 +98,17 @@ def load(
     kinds = ("model/",) if optimizer is None else ("model/", "optimizer/")
     wanted = {name for name in tensors if name.startswith(kinds)}
 
-    def of_all(found: list[tuple[set[str], list[str]]]) -> tuple[list[str], list[str]]:
-        held, missing = (set().union(*names) for names in zip(*found, strict=True))
-        return sorted(wanted - held), sorted(missing)
+    def of_all(found: list[Any]) -> tuple[list[str], list[str]]:
+        held, missing, read = zip(*found, strict=True)
+        if others := [where for digest, where in read if digest != read[0][0]]:
+            raise ValueError(
+                f"ranks read two checkpoints, {read[0][1]} and {others[0]}: give all one path that they share"
+            )
+        return sorted(wanted.difference(*held)), sorted(set().union(*missing))
 
     known = {item.name for item in mine.held} | _copies(tensors, model)
-    left, missing = merged(mesh.world, lambda: (known, mine.missing), of_all)
+    read = zlib.crc32(repr(mine.files.manifest).encode()), str(path)
+    left, missing = merged(mesh.world, lambda: (known, mine.missing, read), of_all)
 
     def check() -> None:
         problems = list(mine.problems)

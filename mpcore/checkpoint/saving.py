@@ -68,6 +68,10 @@ class _Request:
     keep_every: int | None
     beside: Mapping[str, bytes] | None
 
+    def __post_init__(self) -> None:
+        told = {name: getattr(self, name) for name in ("step", "sample", "seed", "keep", "keep_every")}
+        check_same("arguments of save", told, self.mesh.world)
+
     def manifest(self, optimizer: list[Any] | None) -> Manifest:
         """Return the manifest of this moment, without files and tensors."""
         check_keep(1 if self.keep is None else self.keep)
@@ -199,7 +203,6 @@ def save(
             and `wait` has not said so. The checkpoint that was at `path` is unchanged, and no partial one is left.
     """
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
-    check_same("arguments of save", {"keep": keep, "keep_every": keep_every}, mesh.world)
     _write(together(mesh.world, lambda: _snapshot(model, optimizer, request, None, copy=False)))
     return request.path
 
@@ -244,7 +247,6 @@ def save_async(
         'step-2'
     """
     request = _Request(as_path(path), mesh, step, sample, seed, config, extra, keep, keep_every, beside)
-    check_same("arguments of save", {"keep": keep, "keep_every": keep_every}, mesh.world)
     snapshot = together(mesh.world, lambda: _snapshot(model, optimizer, request, after, copy=True))
     saving = Saving(request.path)
 
@@ -297,9 +299,7 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
         size = merged(
             world,
             lambda: json.dumps(asdict(_write_part(snapshot, store, world.rank))),
-            lambda texts: _commit(
-                snapshot, store, [convert(_Part, json.loads(text), "a rank's part") for text in texts]
-            ),
+            lambda texts: _commit(snapshot, store, [convert(_Part, json.loads(x), "a rank's part") for x in texts]),
             line,
         )
     except ValueError:
@@ -337,17 +337,14 @@ def _write_part(snapshot: _Snapshot, store: Store[Any], rank: int) -> _Part:
     results = in_threads(lambda file: write_tensors(folder / file, tensors[file]), tensors)
     written = dict(zip(tensors, results, strict=True))
     files = {file: record for file, (record, _) in written.items()}
-    chunks = [
-        (name, Chunk(file, key, box.start, box.shape, written[file][1][key]))
-        for (file, key), (name, box) in where.items()
-    ]
+    places = ((name, file, key, box, written[file][1][key]) for (file, key), (name, box) in where.items())
+    chunks = [(name, Chunk(file, key, box.start, box.shape, checked)) for name, file, key, box, checked in places]
     return _Part(files, snapshot.tensors, chunks, replicas, snapshot.manifest.optimizer)
 
 
 def _commit(snapshot: _Snapshot, store: Store[Any], parts: list[_Part]) -> int:
     """On rank 0, once all tensors are written: write the other files and the manifest, and publish the checkpoint."""
-    path = snapshot.request.path
-    folder = store.temporary(path)
+    folder = store.temporary(path := snapshot.request.path)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     chunks: dict[str, list[Chunk]] = {}
     for part in parts:

@@ -192,6 +192,8 @@ class Store(Generic[P]):
                     os.posix_fallocate(file.fileno(), 0, size)
                 in_threads(write, blocks, threads)
                 os.fsync(file.fileno())
+        except FileNotFoundError:
+            raise ValueError(f"{path.parent} isn't there: let all ranks save to one path that they share") from None
         except OSError as error:  # such as for a full disk
             error.filename = error.filename or str(path)
             raise

@@ -79,16 +79,13 @@ def test_what_a_save_is_not_told_has_its_usual_value(tmp_path, how):
                 saving.save(tmp_path / "d", model(), mesh=mp.Mesh(), step=1, **{name: wrong})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"extra": {"a": "x" * 2**24}}, r"config and extra have 16777\d\d\d bytes as JSON, more than 16777216: "),
-        ({"keep": 0}, "keep 0 is smaller than 1"),
-        ({"keep": 2.5}, "'float' object cannot be interpreted as an integer"),
-        ({"step": -1}, "step -1 and sample 0 are not both between 0 and 9223372036854775807"),
-        ({"sample": 2**63}, "step 1 and sample 9223372036854775808 are not both between 0 and 9223372036854775807"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"extra": {"a": "x" * 2**24}}, r"config and extra have 16777\d\d\d bytes as JSON, more than 16777216: "),
+    ({"keep": 0}, "keep 0 is smaller than 1"),
+    ({"keep": 2.5}, "'float' object cannot be interpreted as an integer"),
+    ({"step": -1}, "step -1 and sample 0 are not both between 0 and 9223372036854775807"),
+    ({"sample": 2**63}, "step 1 and sample 9223372036854775808 are not both between 0 and 9223372036854775807"),
+])  # fmt: skip
 def test_a_save_that_could_not_be_loaded_or_kept_is_refused(tmp_path, wrong, said):
     with pytest.raises(ValueError, match=said):
         saving.save(tmp_path / "d", model(), **{"mesh": mp.Mesh(), "step": 1, **wrong})
@@ -182,10 +179,16 @@ def test_a_save_waits_for_the_one_in_the_background_and_raises_its_error(tmp_pat
 
 def test_ranks_that_keep_other_checkpoints_are_refused(tmp_path):
     def trial(on: mp.Mesh) -> None:
-        with pytest.raises(ValueError, match=r"disagree about the arguments of save \(keep: 2 and None\)"):
-            saving.save(tmp_path / "c", model(), mesh=on, step=1, keep=None if on.world.rank else 2)
+        for name in ("keep", "step", "sample", "seed"):
+            with pytest.raises(ValueError, match=rf"disagree about the arguments of save \({name}: 1 and 2\)"):
+                saving.save(tmp_path / "c", model(), **{"mesh": on, "step": 1, name: 1 + on.world.rank})
+        with pytest.raises(ValueError, match=r"\.d\.mpcore-tmp isn't there: let all ranks save to one .*rank 1 of 2"):
+            saving.save(tmp_path / "cd"[on.world.rank], mp.ColumnParallelLinear(2, 4, tp=on.tp), mesh=on, step=1)
+        made = [saving.save(tmp_path / name, model(), mesh=on, step=int(name)) for name in "12"]
+        with pytest.raises(ValueError, match=r"ranks read two checkpoints, \S+/1 and \S+/2: give all one path"):
+            load(made[on.world.rank], model(), mesh=on)
 
-    mp.simulate(trial, dp=2)
+    mp.simulate(trial, tp=2)
 
 
 def test_float32_weights_alone_become_the_masters_of_a_16_bit_model(tmp_path):

@@ -74,15 +74,12 @@ def check_fsdp2(folder: str, size: int) -> dict[str, Tensor]:
     return {f"model/{name}": x.full_tensor().detach() for name, x in model.named_parameters()}  # pyright: ignore
 
 
-@pytest.mark.parametrize(
-    ("writer", "zero", "config"),
-    [
-        pytest.param({"tp": 2}, 0, CONFIG, id="tp2", marks=pytest.mark.slow),
-        pytest.param({"tp": 3, "dp": 2}, 3, CONFIG, id="tp3-dp2-zero3"),
-        pytest.param({"tp": 2, "ep": 2}, 0, EXPERTS, id="tp2-ep2", marks=pytest.mark.slow),
-        pytest.param({"tp": 2, "pp": 2}, 0, TIED, id="tp2-pp2-tied"),
-    ],
-)
+@pytest.mark.parametrize(("writer", "zero", "config"), [
+    pytest.param({"tp": 2}, 0, CONFIG, id="tp2", marks=pytest.mark.slow),
+    pytest.param({"tp": 3, "dp": 2}, 3, CONFIG, id="tp3-dp2-zero3"),
+    pytest.param({"tp": 2, "ep": 2}, 0, EXPERTS, id="tp2-ep2", marks=pytest.mark.slow),
+    pytest.param({"tp": 2, "pp": 2}, 0, TIED, id="tp2-pp2-tied"),
+])  # fmt: skip
 def test_dcp_of_any_layout_loads_on_any_other(eight_ranks, tmp_path, writer, zero, config):
     folder, want = str(tmp_path / "dcp"), {}
     for part in eight_ranks(math.prod(writer.values()), check_save, writer, folder, config, zero):

@@ -79,17 +79,14 @@ class Tempered(Attention):
         return x + self.o(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (Written(), ["fails on 2 ranks", "heads, read their number from Written.num_heads"]),
-        (Written(head_dim=2), ["fails on 2 ranks"]),
-        (Written(num_heads=4), ["on 2 ranks", "num_heads is divided already: if its forward computes another size"]),
-        (Tempered(), ["the gradient of temp on 2 ranks", "call mp.add_partial(module, 'temp', tp) before parallelize"]),
-        (Written(norm=True), ["norms over all features come before it (q_norm)"]),
-        (Attention(8, 4), []),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    (Written(), ["fails on 2 ranks", "heads, read their number from Written.num_heads"]),
+    (Written(head_dim=2), ["fails on 2 ranks"]),
+    (Written(num_heads=4), ["on 2 ranks", "num_heads is divided already: if its forward computes another size"]),
+    (Tempered(), ["the gradient of temp on 2 ranks", "call mp.add_partial(module, 'temp', tp) before parallelize"]),
+    (Written(norm=True), ["norms over all features come before it (q_norm)"]),
+    (Attention(8, 4), []),
+])  # fmt: skip
 def test_the_suggestion_says_why_each_rank_computes_all_heads(model, words):
     found = suggest_plan(model)
     assert found.plan["q"] == ("colwise_gather_output" if words else "colwise")
