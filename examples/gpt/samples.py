@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import os
@@ -91,14 +92,9 @@ class TokenSamples(Samples):
     """
 
     def __init__(
-        self,
-        dataset: Documents,
-        seq_len: int,
-        *,
-        seed: int,
-        documents: Sequence[int] | np.ndarray | None = None,
+        self, dataset: Documents, seq_len: int, *, seed: int, documents: Sequence[int] | np.ndarray | None = None,
         tokens: tuple[int, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} is below 1")
         chosen = np.arange(len(dataset)) if documents is None else np.asarray(documents, dtype=np.int64)
@@ -123,9 +119,8 @@ class TokenSamples(Samples):
 
     def sample(self, index: int) -> np.ndarray:
         """Read a window of tokens, int64 [seq_len + 1]; from index len(self) on come further epochs."""
-        return np.concatenate(
-            [self.dataset[k][first : first + count] for k, first, count in self._spans(index)]
-        ).astype(np.int64)
+        found = [self.dataset[k][first : first + count] for k, first, count in self._spans(index)]
+        return np.concatenate(found).astype(np.int64)
 
     def pieces(self, index: int) -> list[Piece]:
         """As of `Samples`."""
@@ -258,7 +253,8 @@ class Blend(Samples):
     Args:
         parts: the samples of each corpus.
         weights: a positive number for each corpus; only their ratios count. None: every sample of each corpus comes
-            once before any comes again, so that all corpora end together.
+            once before any comes again, so that all corpora end together. With weights, a corpus with fewer samples
+            than its share of a period is read one epoch after another.
         seed: any integer.
 
     Raises:
@@ -284,11 +280,14 @@ class Blend(Samples):
         """Return the corpus of sample `index`, and the index of the sample in that corpus."""
         if index < 0:
             raise ValueError(f"sample index {index} is below 0")
-        period, slot = divmod(index, self.period)
-        slot = permute(slot, self.period, seed=self.seed, epoch=-1 - period)  # corpora have the epochs from 0 on
+        period, at = divmod(index, self.period)
+        slot = permute(at, self.period, seed=self.seed, epoch=-1 - period)  # corpora have the epochs from 0 on
         part = int(np.searchsorted(self._ends, slot, side="right"))
         count = self.counts[part]
-        return part, period * count + slot - int(self._ends[part]) + count
+        own = slot - int(self._ends[part]) + count
+        if count > len(self.parts[part]):  # in the order of the slots some would come again before others have come
+            own = int((_parts_of(tuple(self._ends), self.seed, period)[:at] == part).sum())
+        return part, period * count + own
 
     def sample(self, index: int) -> np.ndarray:
         """int64 [seq_len + 1]."""
@@ -299,6 +298,13 @@ class Blend(Samples):
         """As of `Samples`."""
         part, own = self.place(index)
         return self.parts[part].pieces(own)
+
+
+@functools.lru_cache(maxsize=4)
+def _parts_of(ends: tuple[int, ...], seed: int, period: int) -> np.ndarray:
+    """Return the corpus of each sample of a period."""
+    slots = [permute(at, int(ends[-1]), seed=seed, epoch=-1 - period) for at in range(ends[-1])]
+    return np.searchsorted(ends, slots, side="right")
 
 
 def counts_of_period(weights: Sequence[float]) -> list[int]:
@@ -393,12 +399,9 @@ class Corpora:
     """
 
     def __init__(
-        self,
-        prefixes: Sequence[str],
-        weights: Sequence[float] | None,
-        without: Mapping[str, Sequence[int]] | None = None,
-        held_out: float = 0.05,
-    ) -> None:
+        self, prefixes: Sequence[str], weights: Sequence[float] | None,
+        without: Mapping[str, Sequence[int]] | None = None, held_out: float = 0.05,
+    ) -> None:  # fmt: skip
         self.weights, self.held_out, without = weights, held_out, without or {}
         self.datasets = [IndexedDataset(prefix, without.get(prefix, ())) for prefix in prefixes]
         for data in self.datasets:

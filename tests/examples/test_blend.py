@@ -35,6 +35,10 @@ def test_a_blend_is_a_function_of_seed_and_index(parts):
     tokens, targets = blend.batch(indices)
     assert tokens[3].tolist() == blend.sample(PERIOD)[:-1].tolist()
     assert targets[3].tolist() == blend.sample(PERIOD)[1:].tolist()
+    for begin in (0, PERIOD - 60):  # each corpus in turn, sample by sample: one of 3 windows is not read twice before
+        places = [blend.place(i) for i in range(begin, begin + 120)]
+        owns = [[own for part, own in places if part == k] for k in range(3)]
+        assert all(own == [*range(own[0], own[0] + len(own))] and own[0] * 2 >= begin / 4 for own in owns)
     runs = [len(list(same)) for _, same in itertools.groupby(blend.place(i)[0] for i in range(4000))]
     assert max(runs) < 30  # well mixed: half of the samples are the first's
     with pytest.raises(ValueError, match="-1"):

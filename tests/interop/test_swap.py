@@ -80,14 +80,11 @@ def test_how_the_parameters_of_hugging_faces_experts_lie(held, hidden):
     assert experts_shardings(module, Experts(), ONE) == experts_shardings(module, Experts(hidden), ONE)
 
 
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
-        ({"w": (3, 4, 6), "b": (3, 4)}, "^3 experts are not a multiple of the ep size 2: take one of 1, 3$"),
-        ({"w": (4, 4, 6), "v": (2, 4, 6)}, r"different numbers of experts \(w 4, v 2\)"),
-        ({"b": (4,)}, r"different numbers of experts \(none\)"),
-    ],
-)
+@pytest.mark.parametrize(("held", "message"), [
+    ({"w": (3, 4, 6), "b": (3, 4)}, "^3 experts are not a multiple of the ep size 2: take one of 1, 3$"),
+    ({"w": (4, 4, 6), "v": (2, 4, 6)}, r"different numbers of experts \(w 4, v 2\)"),
+    ({"b": (4,)}, r"different numbers of experts \(none\)"),
+])  # fmt: skip
 def test_experts_that_ep_cannot_shard(held, message):
     with pytest.raises(ValueError, match=message):
         experts_shardings(experts(**held), Experts(ep=Axis(2, role="ep"), etp=Axis(role="etp")), ONE)
