@@ -81,7 +81,8 @@ def test_a_memory_is_read_once():
     attention = build({"memory_dim": WIDTH, "qk_norm": True, "sinks": True}, tp=tp).double()
     x, memory, keep = draw(1, B, T, D), draw(2, B, 7, WIDTH), torch.arange(7) < torch.tensor([[[4]], [[7]]])
     cache = attention.new_cache(7)
-    first = attention(x[:, :3], memory, mask=keep, cache=cache)
+    for other in (memory[:, 1:], memory.flip(1), memory):  # each replaces the one before
+        first = attention(x[:, :3], other, mask=keep[..., : other.shape[1]], cache=cache)
     with pytest.raises(ValueError, match=r"mask \(2, 1, 6\) is none of \[1, 7\]"):
         attention(x[:, 3:4], mask=keep[..., :6], cache=cache)
     rest = [attention(x[:, i : i + 1], mask=keep, cache=cache) for i in range(3, T)]
@@ -97,8 +98,7 @@ def test_beams_and_tokens_that_are_taken_back():
     cache.length = 5
     close(attention(x[:, 5:6], cache=cache), attention(x)[:, 5:6], "after three were forgotten")
     cache.select(torch.tensor([1, 1, 0]))
-    beams = x[[1, 1, 0]]
-    close(attention(beams[:, 6:7], cache=cache), attention(beams)[:, 6:7], "beams")
+    close(attention(x[[1, 1, 0], 6:7], cache=cache), attention(x[[1, 1, 0]])[:, 6:7], "beams")
 
 
 @torch.no_grad()

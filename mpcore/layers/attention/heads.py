@@ -186,7 +186,8 @@ class HeadAttention(ParallelLayer):
                 because a row of -inf gives NaN.
             cache: a `KVCache` from `new_cache`. x continues the tokens in the cache, sees them, and is appended.
                 Positions continue from the cache's length; masks and biases are over all keys: [T, past + T]. For a
-                cross-attention layer the cache holds the memory of the first call, and later calls may omit `memory`.
+                cross-attention layer the cache holds one memory: give it in the first call, and leave it out later. A
+                call with a `memory` replaces it.
 
         Raises:
             ValueError: before any collective, if an argument doesn't fit x, this layer or cp.
@@ -241,7 +242,8 @@ class HeadAttention(ParallelLayer):
             raise input_error("a cache has one sequence a row: give no cu_seqlens or length; pad, and give a mask")
         B, T = self._rows_and_tokens(x)
         if self.memory_dim is not None:
-            T = 0 if cache.length or memory is None else memory.shape[self.sequence_dim]
+            cache.length = cache.length if memory is None else 0
+            T = 0 if memory is None else memory.shape[self.sequence_dim]
         cache.check(self, B, T)
         return cache.length
 
@@ -376,5 +378,4 @@ def _length_from_documents(end: int, tokens: int, B: int, cp: Axis, tp: Axis | N
 
 def _repeat_heads(x: Tensor, repeats: list[int]) -> Tensor:
     """Repeat head i `repeats[i]` times. Uses no index tensor, which would be copied to the GPU in each call."""
-    heads = zip(x.split(1, dim=2), repeats, strict=True)
-    return torch.cat([head.expand(-1, -1, n, -1) for head, n in heads], dim=2)
+    return torch.cat([head.expand(-1, -1, n, -1) for head, n in zip(x.split(1, 2), repeats, strict=True)], dim=2)

@@ -152,8 +152,7 @@ class ParallelAttention(HeadAttention):
         q = self._to_heads(self.q(x))
         q = q if self.q_norm is None else self.q_norm(q)
         if cache is not None and cache.length:
-            k, v = cache.held()
-            return q, k, v
+            return q, *cache.held()
         k, v = self._to_heads(self.kv(memory)).chunk(2, 2)
         k = k if self.k_norm is None else self.k_norm(k)
         k, v = (k, v) if cache is None else cache.append(k, v)
