@@ -299,8 +299,7 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
     units = dict(_units(model, layers))
     names = {module: name for name, module in units.items()}
     trace = _Trace()
-    takes = inspect.signature(model.forward).parameters
-    trace.options = {"use_cache": False} if "use_cache" in takes else {}
+    trace.options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def returned(layer: nn.Module, given: Any, out: Any) -> None:
         trace.returned.append(len(out) if isinstance(out, tuple | list) else 0)

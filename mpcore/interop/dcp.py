@@ -7,6 +7,7 @@ questions: which boxes to write, which boxes to read, and where a box lies in me
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,10 +48,12 @@ class BoxedTensor(Tensor):
     Attributes:
         held: the local tensor and its boxes. It shares memory with the model or the optimizer.
         master: the float32 master weight of the local tensor. DCP writes it, and reads into the local tensor.
+        fills: what DCP has read of a tied weight, which it reads once for each name.
     """
 
     held: LocalTensor
     master: Tensor | None = None
+    fills: Any = None
     writes = False
 
     @staticmethod
@@ -76,7 +79,7 @@ class BoxedTensor(Tensor):
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         """Return the boxes that this rank writes: each box is written by one of its holders."""
-        self.writes = self.master is not None
+        self.writes = True
         properties = TensorProperties.create_from_tensor(self._tensor())
         return [
             WriteItem(
@@ -91,13 +94,16 @@ class BoxedTensor(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds, and must read."""
         self.writes: bool = False
+        if self.fills is not None:
+            self.fills.seen = torch.zeros_like(self.held.tensor, dtype=torch.bool)
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the view of the local tensor that is one box."""
         if 0 in self.held.shape:
             return self.held.tensor.new_empty(self.held.shape)
-        return next(box.of(self._tensor()) for box in self.held.boxes if torch.Size(box.start) == index.offset)
+        box = next(box for box in self.held.boxes if torch.Size(box.start) == index.offset)
+        return box.of(self._tensor()) if self.writes or self.fills is None else box.of(self.fills)
 
     def _tensor(self) -> Tensor:
         return self.master if self.writes and self.master is not None else self.held.tensor
@@ -106,6 +112,29 @@ class BoxedTensor(Tensor):
         """Return the boxes. An empty tensor is one box, which DCP writes once."""
         shape = self.held.shape
         return (Box((0,) * len(shape), (0,) * len(shape), shape, True),) if 0 in shape else self.held.boxes
+
+
+class _Fills:
+    """A tied weight, or a part of it, that DCP fills once for each name. It raises if a second value is another."""
+
+    def __init__(self, names: str, x: Tensor, seen: Tensor, lock: Any) -> None:
+        self.names, self.x, self.seen, self.lock, self.size = names, x, seen, lock, x.size
+
+    def detach(self, *_: Any) -> _Fills:
+        return self
+
+    __deepcopy__ = detach  # dcp.async_save copies what it writes, and reads nothing
+
+    def narrow(self, *where: int) -> _Fills:
+        return _Fills(self.names, self.x.narrow(*where), self.seen.narrow(*where), self.lock)
+
+    def copy_(self, x: Tensor) -> None:
+        x = x.to(self.x)
+        with self.lock:  # a reader may have several threads
+            if not torch.equal(torch.where(self.seen, self.x, x), x):
+                raise ValueError(f"{self.names} differ in the checkpoint, and are one tensor in the model: untie it")
+            self.seen.fill_(True)
+            self.x.copy_(x)
 
 
 def dcp_state_dict(
@@ -136,6 +165,7 @@ def dcp_state_dict(
         - A parameter in 16 bits that has a float32 master weight is written as its master weight, if the optimizer is
           given, so that a run without masters loads the same values. The master weight is the slot "master", too.
         - `dcp.async_save` copies the shards to the CPU before it returns. Use its default, a thread.
+        - `dcp.load` raises a `CheckpointException` on every rank if the names of a tied weight have different values.
 
     Example:
         >>> import tempfile
@@ -175,11 +205,14 @@ def dcp_state_dict(
 
     merged(mesh.world, lambda: owned, check)
     tensors: dict[str, Any] = {name: BoxedTensor.of(item, masters.get(name)) for name, item in held.items()}
-    for first, *others in all_names(model):
-        item = held[first]
+    for names in (names for names in all_names(model) if len(names) > 1):
+        item = held[names[0]]
+        fills = _Fills(" and ".join(names), item.tensor, item.tensor, threading.Lock())
         if mesh.pp.size > 1:  # the writer may be a stage without the other names; DCP writes equal boxes once
             item = replace(item, boxes=tuple(replace(box, owned=True) for box in item.boxes))
-        tensors |= {name: BoxedTensor.of(item, masters.get(first)) for name in others}
+        tensors |= {name: BoxedTensor.of(item, masters.get(names[0])) for name in names[1:]}
+        for name in names:
+            tensors[name].fills = fills
     if optimizer is None:
         return tensors
     state = {name: {slot: BoxedTensor.of(item) for slot, item in each.items()} for name, each in slots.items()}

@@ -50,16 +50,9 @@ class Model(TemplateLM):
     """
 
     def __init__(
-        self,
-        model: nn.Module | Run,
-        tokenizer: Any,
-        mesh: Mesh = Mesh(),
-        *,
-        vocab_size: int | None = None,
-        max_length: int | None = None,
-        batch_size: int = 8,
-        max_gen_toks: int = 256,
-    ) -> None:
+        self, model: nn.Module | Run, tokenizer: Any, mesh: Mesh = Mesh(), *, vocab_size: int | None = None,
+        max_length: int | None = None, batch_size: int = 8, max_gen_toks: int = 256,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.run: Run | None = model if isinstance(model, Run) else None
         mesh = model.mesh if isinstance(model, Run) else mesh
@@ -123,8 +116,7 @@ class Model(TemplateLM):
                 for i, logits in zip(chosen, self._logits([texts[i][:-1] for i in chosen]), strict=True):
                     after = torch.tensor(requests[i][2][-len(texts[i]) + 1 :], device=logits.device)
                     here = F.log_softmax(logits[len(texts[i]) - 1 - len(after) : len(texts[i]) - 1], -1)
-                    total = here.gather(-1, after[:, None]).sum()
-                    found[i] = float(total), bool((here.argmax(-1) == after).all())
+                    found[i] = float(here.gather(-1, after[:, None]).sum()), bool((here.argmax(-1) == after).all())
         for i, (request, *_rest) in enumerate(requests):
             if request is not None:
                 self.cache_hook.add_partial("loglikelihood", request, found[i])

@@ -79,5 +79,4 @@ def test_a_written_profile_has_every_number_with_its_source_and_error(tmp_path):
     assert (content["name"], content["about"], set(content["values"])) == ("m", "about it", set(NUMBERS))
     assert content["values"]["peak"] == {"value": 1000.0, "source": "measured: 1"}
     assert content["values"]["tau"] == {"value": 1e-4, "source": "assumed: the default", "error": 0.25}
-    again = load_machine(tmp_path / "m.json")
-    assert replace(again, sources=machine.sources) == machine
+    assert replace(load_machine(tmp_path / "m.json"), sources=machine.sources) == machine

@@ -125,8 +125,7 @@ def test_the_slowest_rank_is_shown_and_the_bubble_is_what_it_waits_for_others():
     other = estimate(layout(stage(2, 4), stage(1, 2), held=ranks, blocks=(1, 1)), exact)
     assert (other.products, other.bubble) == (pytest.approx(M * 6), pytest.approx(1 + 2))
     assert other.optimizer == pytest.approx(2 * 50 / 50)
-    alone = estimate(layout(stage(2, 4), held=ranks[:1], blocks=(1,)), exact)
-    assert alone.bubble == 0
+    assert estimate(layout(stage(2, 4), held=ranks[:1], blocks=(1,)), exact).bubble == 0
 
 
 @pytest.mark.parametrize(("received", "sent_back", "node", "seconds"), [

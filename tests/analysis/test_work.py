@@ -22,8 +22,7 @@ def test_gradients_before_and_after_their_reduction_exist_together_only_at_the_e
     stages = [MicroBatchMemory(unsummed=unsummed // 3), MicroBatchMemory(unsummed=unsummed - unsummed // 3)]
     assert held.all == 33 + gradients
     assert most_bytes(held, stages, work) == most
-    found = DryRunCounts(held, stages, peak=work - 2, work_peak=work)
-    assert found.most == most
+    assert DryRunCounts(held, stages, peak=work - 2, work_peak=work).most == most
 
 
 def test_an_optimizer_that_expects_the_model_is_refused_in_a_line():

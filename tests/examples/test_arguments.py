@@ -60,8 +60,7 @@ def test_a_run_begins_again_with_its_own_config(tmp_path):
     assert (args.betas, args.nesterov, args.moe) == ([0.8, 0.9], False, {"aux_loss": None, "z_loss": 0.1})
     assert (args.rampup_batch_size, args.model, args.eval_data) == ([2, 2, 8], {"norm": "layer"}, ["a=b", "c=d"])
     (tmp_path / "config.json").write_text(json.dumps({"run": vars(args), "model": {"layers": 2}}))
-    again = parse(["--config", str(tmp_path / "config.json")])
-    assert {**vars(again), "config": None} == vars(args)
+    assert {**vars(parse(["--config", str(tmp_path / "config.json")])), "config": None} == vars(args)
     old = {
         "steps": 3, "keep": None, "aux_loss": None, "moe_every": 2, "balance": None, "tie_embeddings": True,
         "init_from_hf": None,

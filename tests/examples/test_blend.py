@@ -95,8 +95,7 @@ def test_what_is_held_out_of_each_corpus_is_blended_alike(tmp_path):
     data = Corpora(prefixes, [3, 1])
     train, held_out = data.split(8, seed=0, evaluate=True)
     assert held_out is not None
-    seen = Counter(int(held_out.sample(i)[0]) // 100 for i in range(PERIOD))
-    assert seen == {1: 7500, 2: 2500}
+    assert Counter(int(held_out.sample(i)[0]) // 100 for i in range(PERIOD)) == {1: 7500, 2: 2500}
     assert held_out.counts == train.counts
     _, other = data.split(8, seed=7, evaluate=True)
     assert other is not None

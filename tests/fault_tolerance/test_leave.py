@@ -159,8 +159,7 @@ def test_one_rank_finds_who_gives_no_answer_and_the_others_wait_for_it(clock):
     store = dist.HashStore()
     store.set("mpcore/alive/1", "")
     store.set("mpcore/left/3", "")
-    together = rank(0, 5, store, grace=1.0)
-    assert together._ask() == "ranks 2, 4 give no answer: killed, or cut off"
+    assert rank(0, 5, store, grace=1.0)._ask() == "ranks 2, 4 give no answer: killed, or cut off"
     assert store.get("mpcore/cause") == b"ranks 2, 4 give no answer: killed, or cut off"
     assert clock.count(1.0) == 1
     assert sum(clock) == pytest.approx(2.0, abs=0.021)

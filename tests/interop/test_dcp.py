@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -258,6 +259,12 @@ def test_checkpoint_convert_reads_the_weights_of_plain_torch(tmp_path, capsys, c
     assert "left out 2 entries" in capsys.readouterr().out
     assert load(paths[1], other, mesh=Mesh()).config == {"model": {"layers": 2}}
     same_bits(other.state_dict(), model.state_dict())
+    differ = r"(?s)ValueError: embedding.weight and head.weight differ in the checkpoint"
+    for added, refused in ((0, None), (1, differ if config is TIED else None)):
+        dcp.save({**state, "head.weight": state["head.weight"] + added}, checkpoint_id=paths[0], no_dist=True)
+        with pytest.raises(CheckpointException, match=refused) if refused else nullcontext():
+            dcp.load(dcp_state_dict(other), checkpoint_id=paths[0], no_dist=True)
+    assert torch.equal(other.head.weight, state["head.weight"] + (config is CONFIG))
 
 
 def test_checkpoint_convert_runs_no_code(tmp_path, capsys):

@@ -132,8 +132,7 @@ class Weights:
         return ranks
 
     def _reads(self, held: LocalTensor, name: str) -> bool:
-        here = [axis.rank for axis in held.replicas]
-        return held.tensor.nbytes < SMALL or here == self._source(held, name)
+        return held.tensor.nbytes < SMALL or [axis.rank for axis in held.replicas] == self._source(held, name)
 
     @torch.no_grad()
     def _broadcast(self, items: Sequence[tuple[LocalTensor, str]]) -> None:

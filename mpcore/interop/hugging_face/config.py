@@ -277,8 +277,7 @@ def _read_rope(c: Fields, ours: dict[str, Any]) -> None:
     for fraction in (rope.pop("partial_rotary_factor", 1.0), c.take("partial_rotary_factor", 1.0)):
         if fraction not in (None, 1.0):
             c.problems.append(f"partial_rotary_factor {fraction} is not supported: only 1.0 is")
-    older_name = rope.pop("type", "default")
-    kind = rope.pop("rope_type", older_name)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
     if kind in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", ours["seq_len"])
     scaling = {"rope_type": kind, **rope}

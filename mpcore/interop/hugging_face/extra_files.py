@@ -62,8 +62,7 @@ class ExtraFiles:
             return dataclasses.replace(self, config=ids | self.config)
         if content is None or end_name is None:
             return ExtraFiles(ids)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_name}
-        settings = json.dumps(about, indent=2).encode()
+        settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end_name}, indent=2).encode()
         return ExtraFiles(ids, {"tokenizer.json": content, "tokenizer_config.json": settings})
 
 

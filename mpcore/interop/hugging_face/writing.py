@@ -49,12 +49,9 @@ def write_weights(folder: Path, likes: Mapping[str, Tensor], read: Callable[[str
 
 
 def write_files(
-    folder: Path,
-    likes: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
-    limit: int,
+    folder: Path, likes: Mapping[str, Tensor], read: Callable[[str], Tensor], limit: int,
     name: Callable[[int, int], str],
-) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:
+) -> tuple[dict[str, FileRecord], dict[str, tuple[str, int]]]:  # fmt: skip
     """Write tensors to files of at most `limit` bytes. A single larger tensor gets a file of its own.
 
     Args:

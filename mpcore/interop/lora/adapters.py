@@ -124,12 +124,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def adapt(
-    model: nn.Module,
-    chosen: Mapping[str, nn.Module],
-    sizes: Mapping[str, tuple[int, float]],
-    dropout: float,
+    model: nn.Module, chosen: Mapping[str, nn.Module], sizes: Mapping[str, tuple[int, float]], dropout: float,
     seed: int = 0,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Freeze a model and add adapters of these ranks and alphas to the layers in `chosen`, by full name."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout {dropout!r} is not in [0, 1)")

@@ -44,13 +44,9 @@ class Factor(ParallelModule):
     weight: Tensor
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        init: Init,
-        shard: Shard | tuple[Shard, ...] | None,
-        partial: tuple[Axis, ...],
+        self, shape: tuple[int, ...], init: Init, shard: Shard | tuple[Shard, ...] | None, partial: tuple[Axis, ...],
         dtype: torch.dtype,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(device="meta", dtype=dtype)
         self.declare("weight", shape, init, shard=shard, partial=partial)
 

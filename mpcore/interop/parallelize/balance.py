@@ -97,7 +97,6 @@ def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> tuple[
     counts = sums = torch.zeros(logits[0].shape[-1], device=weights.device)
     for each in logits:
         p = each.softmax(-1).to(weights.device)
-        chosen = p.topk(top_k).indices.flatten()
-        counts = counts.scatter_add(0, chosen, weights.repeat_interleave(top_k))
+        counts = counts.scatter_add(0, p.topk(top_k).indices.flatten(), weights.repeat_interleave(top_k))
         sums = sums + (p.float() * weights[:, None]).sum(0)
     return counts, sums, weights.sum() * len(logits)

@@ -139,8 +139,7 @@ class ShardedSequence:
         """Return the arguments of the model's own forward."""
         cp, kind, tp = self.cp, self.kind, self.tp
         parameters = inspect.signature(getattr(type(model), "whole_class", type(model)).forward).parameters
-        names = list(parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(list(parameters)[1:], args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if value is not None}
         _refuse_arguments(model, given, cp, tp)
         tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
@@ -168,8 +167,7 @@ class ShardedSequence:
                     f"position_ids are not in the order of context {kind!r} on cp {cp.size}: shard each batch with "
                     f"mpcore.shard_sequence(batch, mesh.cp, {kind!r})"
                 )
-            steps = torch.diff(full.positions, prepend=full.positions[:, :1] - 1)
-            full.documents = (steps != 1).cumsum(-1)
+            full.documents = (torch.diff(full.positions, prepend=full.positions[:, :1] - 1) != 1).cumsum(-1)
             if not self.documents and bool(full.documents.any()):
                 raise ValueError(
                     f"position_ids restart, and {type(model).__name__} doesn't keep packed documents apart in "
@@ -321,8 +319,7 @@ def context_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **
             return ContextMask(wrong=name)
     if window is not None and not causal:
         return ContextMask(wrong=f"a window of {window} tokens on both sides")
-    rows = attention_mask.shape[0]
-    ends = None if documents is None else document_ends(documents.expand(rows, -1).cpu()).unique()
+    ends = None if documents is None else document_ends(documents.expand(attention_mask.shape[0], -1).cpu()).unique()
     return ContextMask(causal, window, ends, full.length)
 
 

@@ -96,8 +96,7 @@ class ExpertsShard(nn.Module):
         def run(rows: Tensor, counts: Tensor) -> Tensor:
             """Compute the rows of this rank's experts, each by one expert with weight 1."""
             some = rows if len(rows) else F.pad(rows, (0, 0, 0, len(counts)))  # unused experts get gradients of zeros
-            places = torch.arange(len(some), device=rows.device)
-            expert = torch.searchsorted(counts.cumsum(0), places, right=True)
+            expert = torch.searchsorted(counts.cumsum(0), torch.arange(len(some), device=rows.device), right=True)
             real = (expert < len(counts)).to(weights.dtype)[:, None]
             swap = zip(given, (some, expert.clamp(max=len(counts) - 1)[:, None].to(experts.dtype), real), strict=True)
             new = {id(old): instead for old, instead in swap}
@@ -106,8 +105,7 @@ class ExpertsShard(nn.Module):
 
         wide = torch.promote_types(weights.dtype, torch.float32)  # the messages hold numbers of experts, too
         dispatch = AllToAll(self.ep, self.etp, self.num_all, experts.shape[1])
-        y = dispatch(mine[0], mine[1], mine[2].to(wide), None, run)
-        return collectives.gather(y, self.tp, 0)[: len(x)]
+        return collectives.gather(dispatch(mine[0], mine[1], mine[2].to(wide), None, run), self.tp, 0)[: len(x)]
 
     def _routed(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens, the chosen experts and their weights among the arguments of a forward."""

@@ -276,8 +276,7 @@ class _Trial:
             except Exception as error:  # catch all: the other ranks wait for the result
                 unknown = f"{type(error).__name__}: {error}"
         for axis in self.axes:
-            found = gather_objects((wrong, unknown), axis.group)
-            wrong, unknown = next(filter(any, found), (None, None))
+            wrong, unknown = next(filter(any, gather_objects((wrong, unknown), axis.group)), (None, None))
         if wrong is not None:
             raise ValueError(wrong)
         return unknown

@@ -139,8 +139,7 @@ def guesses(model: nn.Module) -> Iterator[Arguments]:
     if tables:
         yield (ids,), {}
     if linears and not tables:
-        x = torch.randn(2, TOKENS, linears[0].in_features, generator=generator, dtype=torch.float64)
-        yield (x,), {}
+        yield (torch.randn(2, TOKENS, linears[0].in_features, generator=generator, dtype=torch.float64),), {}
 
 
 def _named(model: nn.Module, config: Any, ids: Tensor, generator: torch.Generator) -> dict[str, Any]:

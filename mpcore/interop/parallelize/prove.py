@@ -237,8 +237,7 @@ def run(model: nn.Module, arguments: Arguments, *over: Mesh, sharded: bool = Tru
         out = model(*args, **kwargs)
         stack[:] = ["the backward"]
         found.outputs = _floats(out)
-        loss = sum(((x + x.square() / 2).sum() for x in found.outputs if x.requires_grad), torch.zeros(()))
-        loss.backward()
+        sum(((x + x.square() / 2).sum() for x in found.outputs if x.requires_grad), torch.zeros(())).backward()
         held = list(declarations(model))
         if sharded:
             reduce_gradients(model, *over)
@@ -304,8 +303,7 @@ def compare(
     if not any(outputs) and not gradients:
         return None
     inner = tuple(f"{name}." for name, _, style in targets if isinstance(style, Experts | Vocab))  # other tokens each
-    calls = next(_call_departures(whole, runs, tolerance, inner), None)
-    first = calls or next(filter(None, outputs), None)
+    first = next(_call_departures(whole, runs, tolerance, inner), None) or next(filter(None, outputs), None)
     if any(outputs) and first is not None:
         where = twin.names.get(first.name, first.name) or "the model itself"
         said = f"{where} returns other values on {size} ranks than on one, off by {first.error:.1%} of the largest"
@@ -342,8 +340,7 @@ def _error(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
         return 0.0
     both = (got.double() - want.double()).abs()
     both = both.masked_fill((got == want) | (got.isnan() & want.isnan()), 0)
-    largest = want.double().nan_to_num(0, 0, 0).abs().max().item()
-    error = both.max().item() / max(largest, scale, 1e-30)
+    error = both.max().item() / max(want.double().nan_to_num(0, 0, 0).abs().max().item(), scale, 1e-30)
     return error if error == error else float("inf")
 
 

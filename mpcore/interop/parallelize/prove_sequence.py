@@ -199,8 +199,7 @@ def join_tokens(parts: list[Tensor], length: int, axis: Axis, kind: str) -> Tens
     sizes = collectives.shard_sizes(length, axis.size)
     if any(x.dim() < 2 or x.shape[1] != n for x, n in zip(parts, sizes, strict=True)):
         return parts[0]
-    place = order_of_runs(sequence_runs(length, axis, kind), None).argsort()
-    return torch.cat(parts, 1).index_select(1, place)
+    return torch.cat(parts, 1).index_select(1, order_of_runs(sequence_runs(length, axis, kind), None).argsort())
 
 
 def join_calls(runs: list[Run], length: int, axis: Axis, kind: str) -> list[tuple[str, list[Tensor]]]:
