@@ -493,6 +493,9 @@ def check_undeclared(root: str) -> None:
         with pytest.raises(ValueError, match=message):
             save(f"{root}/a", *given, **{"mesh": on, "step": 1, **options})
     assert not list(Path(root).iterdir())
+    layer = ColumnParallelLinear(3, 4, tp=on.tp)
+    layer.register_parameter("weight@0,0", nn.Parameter(torch.ones(2)))  # the key of a shard of weight
+    assert verify(save(f"{root}/a", layer, mesh=on, step=1)) == []
 
 
 def check_groups(path: str) -> None:

@@ -330,6 +330,8 @@ def _write_part(snapshot: _Snapshot, store: Store[Any], rank: int) -> _Part:
         if box.shape != held.shape:
             key += "@" + ",".join(map(str, box.start))
         file = f"{kind}-{rank:05d}{store.suffix}.safetensors"
+        while key in tensors.get(file, ()):  # a parameter may be named as a box is
+            key += "@"
         tensors.setdefault(file, {})[key] = tensor
         where[file, key] = held.name, box
     folder = store.temporary(snapshot.request.path)
@@ -368,8 +370,7 @@ def _commit(snapshot: _Snapshot, store: Store[Any], parts: list[_Part]) -> int:
     beside = write_beside(folder, snapshot.request.beside or {})
     files = {name: record for part in parts for name, record in part.files.items()}
     groups = _merge([part.optimizer for part in parts if part.optimizer is not None])
-    filled = replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors, beside=beside)
-    write_manifest(folder, filled)
+    write_manifest(folder, replace(snapshot.manifest, optimizer=groups, files=files, tensors=tensors, beside=beside))
     store.publish(path)
     return sum(record.bytes for record in files.values())
 

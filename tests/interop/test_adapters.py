@@ -138,5 +138,4 @@ def test_only_factors_are_trained_and_the_mode_stays():
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {"0.lora_A.weight", "0.lora_B.weight"}
     assert not model[0].lora_A.training
     assert repr(model[0].lora_A) == "Factor(8 x 4)"
-    meta = add_lora(net().to("meta"), targets="0")
-    assert meta[0].lora_A.weight.is_meta
+    assert add_lora(net().to("meta"), targets="0")[0].lora_A.weight.is_meta

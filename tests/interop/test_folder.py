@@ -61,8 +61,7 @@ def test_names_in_files_with_and_without_the_models_prefix(tmp_path):
         ({"model.a", "model.b"}, ("model.a", "model.b")),
         ({"a", "model.a", "b", "model.b"}, ("model.a", "b")), ({"model.model.a", "b"}, ("model.model.a", "b")),
     ):  # fmt: skip
-        keys = loading._keys(tmp_path, dense, group, dict.fromkeys(where, "f"))
-        assert keys == {"model.a": found[0], "b": found[1]}
+        assert loading._keys(tmp_path, dense, group, dict.fromkeys(where, "f")) == {"model.a": found[0], "b": found[1]}
     with pytest.raises(
         ValueError, match=f"^{tmp_path} has no tensor 'b', which model.a needs: if transformers can open"
     ):

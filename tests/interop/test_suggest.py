@@ -111,8 +111,7 @@ def test_experts_of_uneven_counts_are_left_with_the_counts():
             super().__init__()
             self.wide, self.narrow = nn.Parameter(torch.ones(6, 8, 4)), nn.Parameter(torch.ones(4, 4, 8))
 
-    found = suggest_plan(nn.Sequential(Uneven()), 1, ep=2)
-    assert "wide 6, narrow 4" in found.left["0"]
+    assert "wide 6, narrow 4" in suggest_plan(nn.Sequential(Uneven()), 1, ep=2).left["0"]
 
 
 def test_a_model_that_takes_nothing_is_refused():
