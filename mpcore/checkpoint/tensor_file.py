@@ -64,8 +64,7 @@ def file_head(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Any], int
     for key in keys:
         tensor, start = tensors[key], end
         end += tensor.numel() * tensor.element_size()
-        about = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        header[key] = about | {"data_offsets": [start, end]}
+        header[key] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)} | {"data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, header, end

@@ -77,6 +77,8 @@ class Dropout(ParallelLayer, RandomModule):
             ValueError: in training, if the module is not seeded, `samples` is missing, or D is not the size of this
                 rank's shard.
         """
+        if residual is not None and residual.shape != x.shape:
+            raise input_error(f"residual has shape {tuple(residual.shape)}, but x has {tuple(x.shape)}: expand it to x")
         if not self.training or self.p == 0:
             return x if residual is None else residual + x
         if self.key is None:

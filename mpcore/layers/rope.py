@@ -90,8 +90,7 @@ class RotaryEmbedding(nn.Module):
             cos, sin: [T, R/2] or [B, T, R/2], where R is the number of rotated dimensions.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        inv_freq = self.inv_freq.to(positions.device, wide)
-        angles = positions.to(wide).unsqueeze(-1) * inv_freq
+        angles = positions.to(wide).unsqueeze(-1) * self.inv_freq.to(positions.device, wide)
         return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)
 
     def extra_repr(self) -> str:

@@ -62,8 +62,7 @@ def test_without_choices_every_row_is_zero():
     assert moe_permute(x, ROW, 0).shape == (0, 3)
     permuted = moe_permute(x, ROW, 3)  # choices beyond the last row have none
     assert torch.equal(permuted, x[[0, 1, 3]])
-    out = moe_unpermute(permuted, ROW)
-    assert torch.equal(out, torch.stack([x[0], x[1], torch.zeros(3), x[3]]))
+    assert torch.equal(moe_unpermute(permuted, ROW), torch.stack([x[0], x[1], torch.zeros(3), x[3]]))
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 130, 2], [0, 0, 0, 0], [140, 0, 0, 0]], ids=str)

@@ -218,6 +218,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     # dropout
     ("dropout has no seed: call mpcore.layers.seed_dropout",
      lambda: mp.Dropout(0.5)(torch.ones(4, 12, 10), torch.arange(4))),
+    *(("residual has shape (1, 3, 8), but x has (2, 3, 8)", lambda p=p: mp.Dropout(p).eval()(X, residual=X[:1]))
+      for p in (0.0, 0.5)),
     ("dropout 0.5 needs samples~(4, 12, 10)~ nn.Sequential passes x alone", dropped),
     ("x (4, 12, 10), samples (3,) are not [B, T, D], [B]", lambda: dropped(torch.arange(3))),
     ("tokens (24,) for 12: give this rank's", lambda: dropped(torch.arange(4), torch.arange(24))),

@@ -54,8 +54,7 @@ def alibi_bias(heads: range, num_heads: int, queries: range, keys: int, like: Te
     """
     below = 2 ** int(math.log2(num_heads))
     exponents = [8 * (i + 1) / below if i < below else 4 * (2 * (i - below) + 1) / below for i in heads]
-    wide = torch.promote_types(like.dtype, torch.float32)
-    place = torch.arange(keys, device=like.device, dtype=wide)
+    place = torch.arange(keys, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
     distance = (place[queries.start : queries.stop, None] - place).abs()
     # Multiply head by head: a tensor of slopes would be copied to the GPU in each call.
     return torch.stack([distance * -(2.0**-exponent) for exponent in exponents]).to(like.dtype)

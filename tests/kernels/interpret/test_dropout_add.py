@@ -55,8 +55,7 @@ def test_pitfall_19_masks_are_cut_as_the_tensor_is():
     whole = kernel(x, None, samples=samples, **where)
     tokens = torch.arange(6)
     for a, b in ((0, 2), (2, 3), (3, 6)):
-        part = kernel(x[:, a:b], None, samples=samples, tokens=tokens[a:b], **where)
-        assert torch.equal(part, whole[:, a:b])
+        assert torch.equal(kernel(x[:, a:b], None, samples=samples, tokens=tokens[a:b], **where), whole[:, a:b])
         first = kernel(x[:, a:b].transpose(0, 1), None, samples=samples, tokens=tokens[a:b], sequence_dim=0, **where)
         assert torch.equal(first.transpose(0, 1), whole[:, a:b])
     for a, b in ((0, 5), (5, 6), (6, 8), (8, 21)):
