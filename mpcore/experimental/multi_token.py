@@ -84,8 +84,7 @@ class MultiTokenPrediction(ParallelLayer):
         self, depth: int, h: Tensor, tokens: Tensor, embedding: Callable[[Tensor], Tensor], /, **block_arguments: Any
     ) -> Tensor:
         """Return the output of block `depth`, counted from 0, before its norm. The arguments are those of `forward`."""
-        token = self.embedding_norms[depth](embedding(tokens))
-        both = torch.cat([token, self.hidden_norms[depth](h)], -1)
+        both = torch.cat([self.embedding_norms[depth](embedding(tokens)), self.hidden_norms[depth](h)], -1)
         return self.blocks[depth](self.projections[depth](both), **block_arguments)
 
 

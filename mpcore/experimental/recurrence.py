@@ -171,7 +171,8 @@ class RecurrentLayer(ParallelModule):
         if cu_seqlens is not None:
             index = sequence_index(length, self.cp, self.context, x.device)
             places = document_positions(cu_seqlens, rows, length, x.device)[:, index]
-        return tokens, tuple(tuple((start, end) for start, end in of_rank if start < end) for of_rank in runs), places
+        runs = tuple(tuple(run for run in of_rank if run[0] < run[1]) or ((0, 0),) for of_rank in runs)
+        return tokens, runs, places
 
     def _convolve(
         self, x: Tensor, runs: tuple[Runs, ...], places: Tensor | None, cache: RecurrentCache | None
@@ -265,13 +266,13 @@ def in_chunks(decay: Tensor, resets: Tensor | None, chunk: int, runs: tuple[Runs
             state before each token; at most 0.
         resets: bool [B, T/cp] or [1, T/cp], True where the state before the token is 0, as at a document's start.
         chunk: the largest C.
-        runs: for each rank of cp, the ranges of tokens that it holds, none empty.
+        runs: for each rank of cp, the ranges of tokens that it holds, none empty unless there are no tokens.
     """
     if len(runs) != cp.size:
         raise input_error(f"runs are of {len(runs)} ranks, but {cp.name} has {cp.size}: give sequence_runs(T, cp, ..)")
     sizes = [end - start for start, end in runs[cp.rank]]
-    C = min(chunk, max(sizes))
-    counts = [-(-size // C) for size in sizes]
+    C = max(1, min(chunk, max(sizes)))
+    counts = [-(-size // C) or 1 for size in sizes]  # no tokens are one chunk of padding
     # resets so far in the chunk: a state reaches a token, or a token another, if none lies between
     seen = None if resets is None else _cut(resets[..., None, None].int(), C, sizes, counts).cumsum(3)
     total = _cut(decay if decay.dim() == 4 else decay.unsqueeze(-1), C, sizes, counts).cumsum(3)

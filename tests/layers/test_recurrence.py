@@ -130,8 +130,9 @@ def test_cache_continues_the_sequence(kind):
     layer, x = build(kind, chunk=3), draw(1, B, 9, D)
     cache = layer.new_cache(9)
     with torch.no_grad():
-        parts = [layer(part, cache=cache) for part in x.split([2, 1, 5, 1], 1)]
+        parts = [layer(part, cache=cache) for part in x.split([0, 2, 0, 1, 5, 1], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-10, atol=1e-10)
+    assert layer(x[:, :0].requires_grad_()).requires_grad
     with pytest.raises(AttributeError, match="length"):  # the state can't drop tokens
         cache.length = 3
 
