@@ -57,8 +57,7 @@ def norm_of(
     if not p > 0:
         raise ValueError(f"the norm's p is {p}, which is not above 0: take 1, 2, ... or math.inf")
     norms = [_norm(x, p) for _, x in owned_tensors(model, mesh, of) if x.numel()]
-    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    each = torch.stack([zero, *norms])
+    each = torch.stack([torch.zeros((), dtype=torch.float64, device=mesh.device), *norms])
     if math.isinf(p):
         each = each.masked_fill(each.isnan(), math.inf)  # gloo and nccl may lose a NaN in a maximum
         return all_reduce(each.max(), mesh.world, "max")

@@ -122,8 +122,7 @@ def private_folder() -> Path:
 def leave_secret(name: str) -> bytes:
     """Write the secret of a job into a file that only this user can read, for the ranks on this host."""
     secret = os.environ.get(NAME) or secrets.token_hex(32)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(_path(name), flags, 0o600), "w") as file:
+    with open(os.open(_path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
         file.write(secret)
     return secret.encode()
 

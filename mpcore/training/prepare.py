@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpcore._torch.fsdp import join_units
@@ -356,11 +357,14 @@ def _check_values(
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             raise ValueError(f"{name} has sparse=True, and ranks sum dense gradients: leave out sparse=True")
         has_mean = isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-        if isinstance(each, nn.SyncBatchNorm) and each.process_group is None and mesh.data.size < mesh.job.size:
-            raise ValueError(
-                f"{name} is a SyncBatchNorm over all {mesh.job.size} ranks, and mesh.data has {mesh.data.size}: "
-                f"give it process_group=mesh.data.group, or with one data rank take BatchNorm"
-            )
+        if isinstance(each, nn.SyncBatchNorm) and mesh.job.size > 1:
+            group, data = each.process_group or dist.group.WORLD, mesh.data.group
+            over = [] if group is dist.GroupMember.NON_GROUP_MEMBER else dist.get_process_group_ranks(group)
+            if over != (ranks := [mesh.job.rank] if data is None else dist.get_process_group_ranks(data)):
+                raise ValueError(
+                    f"{name} is a SyncBatchNorm over ranks {over!s:.60}, and mesh.data has {ranks!s:.60}: "
+                    f"give it process_group=mesh.data.group, or with one data rank take BatchNorm"
+                )
         if has_mean and mesh.data.size > 1 and mesh.job.rank == 0 and not isinstance(each, nn.SyncBatchNorm):
             log.warning("%s is a %s, which takes the mean of one data rank's samples: on %d ranks it trains another "
                         "model than on one", name, type(each).__name__, mesh.data.size)  # fmt: skip

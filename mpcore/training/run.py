@@ -247,8 +247,7 @@ class Run:
             self._attached.append(observer)
 
     def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
-        moved = offload_activations() if self.offload.activations else nullcontext()
-        with self._autocast(), moved:
+        with self._autocast(), offload_activations() if self.offload.activations else nullcontext():
             try:
                 total: Tensor | None = self.pipeline.forward_backward(x, target, **arguments)
             except (RuntimeError, ValueError) as error:

@@ -786,9 +786,10 @@ def check_untrainable() -> None:
     stage["gate"] = nn.BatchNorm1d(D)
     with pytest.raises(ValueError, match=r"gate is a BatchNorm1d .* torch.float32, .* torch.bfloat16.*autocast=True"):
         mp.prepare(stage, on, blocks=stage, precision="bfloat16", **options)
-    stage["gate"] = nn.SyncBatchNorm(D)
-    with pytest.raises(ValueError, match=r"gate is a SyncBatchNorm over all 2 ranks, and mesh.data has 1"):
-        mp.prepare(stage, on, blocks=stage, **options)
+    for group, over in ((None, r"\[0, 1\]"), (torch.distributed.new_group([0]), r"\[\], and mesh.data has \[1\]")):
+        stage["gate"] = nn.SyncBatchNorm(D, process_group=group)
+        with pytest.raises(ValueError, match=f"gate is a SyncBatchNorm over ranks {over}"):
+            mp.prepare(stage, on, blocks=stage, **options)
 
 
 @pytest.mark.parametrize("check", [check_wrong_losses, step_past_the_run,
