@@ -58,8 +58,7 @@ def _words_op(samples: Tensor, tokens: Tensor, key: int, start: int, stop: int) 
     first, last = start // 4, (stop + 3) // 4
     c0 = torch.arange(first, last, device=samples.device)
     words = philox(key, c0, tokens[..., None], samples[:, None, None] & _MASK, (samples[:, None, None] >> 32) & _MASK)
-    flat = torch.stack(words, dim=-1).flatten(-2)
-    out.copy_(flat[..., start - 4 * first : stop - 4 * first])
+    out.copy_(torch.stack(words, dim=-1).flatten(-2)[..., start - 4 * first : stop - 4 * first])
 
 
 def threshold_of(p: float) -> int:

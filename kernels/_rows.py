@@ -79,8 +79,7 @@ def row_tile(D: int, elements_per_thread: int, elements: int = 4096) -> RowTile:
     if main < 128 or tail == main:  # one masked tile costs no more lanes than two
         main, tail = next_power_of_2(D), 0
     block_m = max(1, min(64, elements // main))
-    num_warps = max(1, min(16, main * block_m // (32 * elements_per_thread)))
-    return RowTile(main, tail, block_m, num_warps)
+    return RowTile(main, tail, block_m, max(1, min(16, main * block_m // (32 * elements_per_thread))))
 
 
 @functools.cache

@@ -76,8 +76,7 @@ def _scale(largest: Tensor) -> Tensor:
     """Return the least power of two, at least 2^-126, with `largest / scale <= 448`; NaN if `largest` isn't finite."""
     bits = largest.contiguous().view(torch.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)  # 448 = 1.75 * 2^8
-    scale = (exponent.clamp(min=1) << 23).view(torch.float32)
-    return torch.where(largest.isfinite(), scale, torch.nan)
+    return torch.where(largest.isfinite(), (exponent.clamp(min=1) << 23).view(torch.float32), torch.nan)
 
 
 def dequantize_fp8(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -173,8 +173,7 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, x, k, heads, *given):
         (H, Hkv), options = heads, _Options(*given)
         ctx.heads, ctx.packed, ctx.numbers = heads, k is None and Hkv > 0, options[4:]
-        kept = (None, None) if options.q_weight is None else (x, k)
-        ctx.save_for_backward(*kept, *options[:4])
+        ctx.save_for_backward(*(None, None) if options.q_weight is None else (x, k), *options[:4])
         q, k, v = _parts(x, k, H, Hkv)
         y = _forward_op(q, k, *options)
         if Hkv == 0:
@@ -201,8 +200,7 @@ _OPTIONS = "Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, float ep
 
 @operator(f"rope_forward(Tensor q, Tensor? k, {_OPTIONS}) -> Tensor y")
 def _forward_op(q: Tensor, k: Tensor | None, *given: Any) -> Iterator[Tensor]:
-    heads = q.shape[2] + (0 if k is None else k.shape[2])
-    y = q.new_empty((*q.shape[:2], heads, q.shape[3]))
+    y = q.new_empty((*q.shape[:2], q.shape[2] + (0 if k is None else k.shape[2]), q.shape[3]))
     yield y
     _rotate(q, k, None, y, _Options(*given), back=False)
 

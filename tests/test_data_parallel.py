@@ -233,7 +233,11 @@ def check_evaluations(zero: int) -> None:
             assert is_dtensor(p) == (zero > 0 and p.dim() > 0 and p.numel() > 0)
         return y
 
+    guard_optimizer(optimizers[1], model)
     for _ in range(3):
+        set_gradient_sync(model, False)
+        model(x[0], use).sum().backward()
+        optimizers[1].zero_grad()  # an abandoned step
         for micro in range(2):
             set_gradient_sync(model, micro == 1)
             mine, every = model(x[on.data.rank], use), [whole(each, use) for each in x]

@@ -116,8 +116,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, rtol: float = 
         left, right = getattr(one.manifest, name), getattr(other.manifest, name)
         if left != right:
             lines.append(f"{name}: {left} and {right}")
-    names = one.manifest.tensors | other.manifest.tensors
-    for name in names:
+    for name in one.manifest.tensors | other.manifest.tensors:
         left, right = one.manifest.tensors.get(name), other.manifest.tensors.get(name)
         if left is None or right is None:
             lines.append(f"{name}: only in {b if left is None else a}")

@@ -18,8 +18,8 @@ def drop_gradients(model: nn.Module | ModelTree, parameters: Iterable[Tensor] | 
     """Drop the gradients of a step, including those that `shard_data_parallel` has not summed yet.
 
     To abandon a step, call it on all ranks: after a backward that raised, or before the step's last micro-batch.
-    `zero_grad` of the model and of mpcore's optimizers calls it. `zero_grad` of torch's optimizers drops only summed
-    gradients.
+    `zero_grad` of the model, of mpcore's optimizers and of those given to `guard_optimizer` calls it. `zero_grad` of
+    other optimizers drops only summed gradients.
 
     Args:
         model: the model, or this rank's pipeline stage. If several stages were joined, call it for each stage.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from mpcore._torch import fsdp
 from mpcore.gradients.accumulate import check_current, holds_main_grad, is_reduced
+from mpcore.gradients.drop import drop_gradients
 from mpcore.mesh.axis import Axis
 from mpcore.sharding.dcp import mark
 from mpcore.sharding.declarations import ModelTree, declarations, declared_by, tree_of
@@ -40,6 +42,7 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     - shards that it can't step (those of Adafactor, LBFGS, torch's Muon; of ZeRO those of Rprop, fused SGD, Adagrad);
     - groups that mix sharded and plain parameters, if torch would update them in one kernel.
 
+    Its `zero_grad` also drops gradients that ZeRO has not summed yet, as of an abandoned step.
     `torch.distributed.checkpoint` of its `state_dict()` raises an error for the state of sharded parameters.
 
     Args:
@@ -61,6 +64,8 @@ def guard_optimizer(optimizer: Optimizer, model: nn.Module | Iterable[nn.Module]
     guard.find(optimizer)
     optimizer.register_step_pre_hook(guard)
     optimizer.register_state_dict_post_hook(guard.mark_state)
+    if not isinstance(optimizer, ReadsMainGradients):
+        optimizer.zero_grad = partial(guard.zero_grad, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -73,6 +78,15 @@ class _Guard:
         self.pending: list[tuple[str, Tensor, tuple[Axis, ...]]] = []
         self.cut: set[Tensor] = set()
         self.units: list[Any] = []
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """Drop gradients as torch does, and those that ZeRO has not summed."""
+        type(optimizer).zero_grad(optimizer, set_to_none)
+        kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
+        for model in self.models:
+            drop_gradients(model, kept)
+        for p, grad in kept.items():
+            p.grad = grad
 
     def find(self, optimizer: Optimizer) -> None:
         """Find the names of the optimizer's parameters."""

@@ -52,8 +52,7 @@ class Product:
             [..., F/tp], with the full sequence.
         """
         dtype = autocast_dtype(x)
-        buffer = getattr(weight, "main_grad", None)
-        main = None if buffer is None or torch.compiler.is_compiling() else (weight, bias)
+        main = None if getattr(weight, "main_grad", None) is None or torch.compiler.is_compiling() else (weight, bias)
         x = x if dtype is None else x.to(dtype)
         if self.split_backward:
             return F.linear(share(x, tp, dim), cast(weight, dtype), cast(bias, dtype))

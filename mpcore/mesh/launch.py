@@ -42,8 +42,7 @@ class Launch:
 
         If there are fewer than `node_gpus`, Slurm gave each task its own GPUs, and the result is (0, 1).
         """
-        own = 0 < gpus < self.node_gpus or self.local_size == 1
-        return (0, 1) if own else (self.local_rank, self.local_size)
+        return (0, 1) if 0 < gpus < self.node_gpus or self.local_size == 1 else (self.local_rank, self.local_size)
 
 
 def read_launch(variables: Mapping[str, str], running: tuple[int, int] | None = None) -> Launch:

@@ -193,8 +193,7 @@ class AdamW(torch.optim.Optimizer, ReadsMainGradients):
                 random = self._random(p) if torch.bfloat16 in rounded else {}
                 held, grad, m, v = map(local_tensor, (p.detach(), grad, state["exp_avg"], state["exp_avg_sq"]))
                 states.append(AdamWState(held, grad, m, v, row, master, **random))
-            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
-            adamw_foreach(states, scale=scale, **options)
+            adamw_foreach(states, scale=scale, **{name: group[name] for name in ("betas", "eps", "weight_decay")})
 
     def _random(self, p: nn.Parameter) -> dict[str, Any]:
         """Return the fields of `AdamWState` that the random bits depend on, except the step."""

@@ -140,8 +140,7 @@ class _Step:
             run[kind](action, stage, m)
         for message in [*self.messages]:
             self._wait(message)
-        losses = self.losses or [torch.zeros((), device=self.of.device)]
-        return torch.stack(losses).sum(dtype=torch.float64)
+        return torch.stack(self.losses or [torch.zeros((), device=self.of.device)]).sum(dtype=torch.float64)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

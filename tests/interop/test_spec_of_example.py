@@ -791,8 +791,7 @@ def test_what_goes_along_with_a_model_stays_with_it_through_training(ranks, tmp_
         ids = json.loads((back / "config.json").read_text())
         assert (ids["bos_token_id"], ids["eos_token_id"]) == ((3, [5, 7]), (3, [5, 7]), (None, 0), (None, 256))[i]
         assert ids["max_position_embeddings"] == 64, "the run's 8 tokens are no limit of the model"
-        sampled = generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "3"])
-        assert sampled == 0
+        assert generate_main(["--checkpoint", str(step), "--prompt", "def ", "--new-tokens", "3"]) == 0
         assert capsys.readouterr().out.startswith("def ")
     at = steps[0] / hf.FOLDER / "tokenizer.json"
     at.write_bytes(at.read_bytes() + b" ")

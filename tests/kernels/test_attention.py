@@ -37,8 +37,7 @@ def dense(query, key, value, scale=None, softcap=None, **mask):
 
 def finite(pair):
     output, lse = pair
-    nothing = lse.detach() == -math.inf
-    return output, torch.where(nothing, 0.0, lse)
+    return output, torch.where(lse.detach() == -math.inf, 0.0, lse)
 
 
 @pytest.mark.parametrize("chunk", [reference.CHUNK_SCORES, 100])

@@ -66,8 +66,7 @@ class Model(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, samples=samples)
             else:
                 x = block(x, samples=samples)
-        logits = self.head(self.norm(x))
-        return vocab_parallel_cross_entropy(logits, target, tp=self.tp, vocab_size=V, **options)
+        return vocab_parallel_cross_entropy(self.head(self.norm(x)), target, tp=self.tp, vocab_size=V, **options)
 
 
 def test_any_piece_can_be_replaced_and_arguments_reach_the_attention():

@@ -57,8 +57,7 @@ HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (8, 2), (6, 3), (5, 1)]
 def cp_axis(kind: str) -> Axis:
     """cp over the whole world; two levels are 2 x 2, 1 x 2 or 3 x 1."""
     size = dist.get_world_size()
-    levels = {"cp_inner": {2: 2, 3: 1, 4: 2}[size]} if kind == "two-level" else {}
-    return mesh(cp=size, **levels).cp
+    return mesh(cp=size, **{"cp_inner": {2: 2, 3: 1, 4: 2}[size]} if kind == "two-level" else {}).cp
 
 
 def planned(size: int, rank: int = 0, inner: int | None = None) -> Axis:

@@ -202,8 +202,7 @@ class _Shapes:
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add one logit per head [H] without a value to the softmax of `attention`'s results."""
-    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    total = torch.logaddexp(lse, logits)
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
     return output * rearrange((lse - total).exp(), "b h t -> b t h 1"), total
 
 

@@ -104,8 +104,7 @@ class AllGather:
         """Compute the experts of the tokens that arrived, and start to send the outputs back."""
         x, route = finish(sent.x), finish(sent.route)
         row, counts = self._rows_here(route)
-        y = self._run(x, route, row, counts, sent.rows or 0, run)
-        return Returned(start("reduce_scatter", y, self.ep))
+        return Returned(start("reduce_scatter", self._run(x, route, row, counts, sent.rows or 0, run), self.ep))
 
     def receive(self, returned: Returned) -> Tensor:
         """Return the outputs [N, D] of this rank's tokens."""
@@ -116,8 +115,7 @@ class AllGather:
         return min(tokens, n * room), self.peers * min(tokens * min(self.top_k, n), n * room)
 
     def _rows_here(self, route: Tensor) -> tuple[Tensor, Tensor]:
-        experts = route[:, self.top_k :].detach().long() - 1
-        return moe_rows(experts - self.ep.rank * self.local, self.local)
+        return moe_rows(route[:, self.top_k :].detach().long() - 1 - self.ep.rank * self.local, self.local)
 
     def _run(self, x: Tensor, route: Tensor, row: Tensor, counts: Tensor, rows: int, run: Experts) -> Tensor:
         return moe_unpermute(run(moe_permute(x, row, rows), counts), row, route[:, : self.top_k])

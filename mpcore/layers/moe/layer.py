@@ -244,8 +244,7 @@ class _WithLoss(Function):
 def check_experts(model: nn.Module | ModelTree, mesh: Mesh) -> None:
     """Raise ValueError if a mixture's axes are not the mesh's: gradients would be summed over the wrong ranks."""
     for name, moe, (tp, ep, etp) in _mixtures(model):
-        replicas = Sharding((), (cut(ep.size, ep, 0),)).data_axis(mesh)
-        if tp.size * mesh.data.size != etp.size * ep.size * replicas.size:
+        if tp.size * mesh.data.size != etp.size * ep.size * Sharding((), (cut(ep.size, ep, 0),)).data_axis(mesh).size:
             built = f"tp of size {tp.size}, ep of size {ep.size}, etp of size {etp.size}"
             there = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in MIXED)
             raise ValueError(
