@@ -131,7 +131,7 @@ EXPERTS = {
     "qwen3 moe": lambda: hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**LLAMA, num_experts=4, num_experts_per_tok=2,
      moe_intermediate_size=6)),
 }  # fmt: skip
-SHORT = ("mixtral", "llama tied", "phi3", "gemma3", "gpt2", "t5", "own")
+SHORT = ("mixtral", "llama tied", "phi3", "gpt2", "t5", "own")
 GPT2_PLAN = {f"transformer.{pattern}": style for pattern, style in BASE_PLANS["gpt2"].items()}
 GPT2_PLAN |= {"lm_head": "colwise_gather_output"}
 PLANS = {"own": OWN_PLAN, "gpt2": GPT2_PLAN, "t5": T5_PLAN}
@@ -284,10 +284,8 @@ TRAINED.append((2, 0, {}, True))
 @pytest.mark.parametrize(
     ("size", "zero", "sizes", "balance"),
     some(
-        (2, 1, {"ep": 2}, True), (4, 2, {"tp": 2, "ep": 2}, False), (4, 0, {"tp": 2, "ep": 2}, True),
-        (4, 2, {"ep": 2}, True), (4, 3, {"ep": 2}, True), (2, 0, {}, True), (2, 1, {"tp": 2, "etp": 1}, True),
-        (2, 1, {"tp": 2, "ep": 2, "etp": 1}, True),
-        of=TRAINED,
+        (4, 2, {"tp": 2, "ep": 2}, False), (4, 3, {"ep": 2}, True), (2, 0, {}, True),
+        (2, 1, {"tp": 2, "ep": 2, "etp": 1}, True), of=TRAINED,
     ),
 )  # fmt: skip
 def test_training_with_sharded_experts_equals_one_process(ranks, size, zero, sizes, balance):

@@ -96,14 +96,13 @@ def wide_losses(*args, **options):
 
 
 @pytest.mark.parametrize(("size", "name", "what", "sizes", "options"), some(
-    (2, "llama", "documents", {"cp": 2}, {"kind": "zigzag", "zero": 3, "recompute": "full"}),
     (4, "llama", "padding", {"tp": 2, "cp": 2}, {"kind": "alltoall", "split": True}),
-    (2, "gpt_oss", "", {"cp": 2}, {"kind": "allgather"}),
+    (2, "gpt_oss", "", {"cp": 2}, {"kind": "allgather"}), (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
     (2, "gpt_oss", "padding", {"cp": 2, "ep": 2}, {"kind": "zigzag", "zero": 3}),
-    (2, "gemma2", "documents", {"cp": 2}, {"kind": "ring"}),
     (4, "gemma2", "documents", {"cp": 2, "pp": 2}, {"kind": "zigzag", "recompute": "full"}),
     (4, "qwen3_moe", "padding", {"tp": 2, "pp": 2}, {"split": True, "zero": 1}),
-    of=[(4, "gpt_oss", "padding", {"cp": 2, "dp": 2}, {"kind": "alltoall", "zero": 2}),
+    of=[(2, "llama", "documents", {"cp": 2}, {"kind": "zigzag", "zero": 3, "recompute": "full"}),
+        (4, "gpt_oss", "padding", {"cp": 2, "dp": 2}, {"kind": "alltoall", "zero": 2}),
         (4, "gpt_oss", "", {"tp": 2, "ep": 2, "dp": 2, "etp": 1}, {"split": True, "zero": 2}),
         (2, "gemma2", "", {"tp": 2}, {"split": True, "recompute": "full"})],
 ))  # fmt: skip
@@ -130,8 +129,8 @@ def test_a_run_of_10_steps_resumes_on_other_axes(tmp_path, name, resumed):
     ("bloom", "refused: BloomForCausalLM", "refused: BloomForCausalLM"),  # attention in its own code
     ("mamba2", "refused: layer 0 of Mamba2ForCausalLM", "equal"),  # under sp its mixers get all tokens
     ("doge", "refused: model.layers.0.self_attn", "refused: with"),
-    ("roc_bert", "equal", "refused: with"),
-    of=[("llama4_text", "equal", "equal"),  # chunks of tokens, and rows of all samples behind experts
+    of=[("roc_bert", "equal", "refused: with"),
+        ("llama4_text", "equal", "equal"),  # chunks of tokens, and rows of all samples behind experts
         ("gemma3n_text", "equal", "refused: with"),  # it reads ids beside their embeddings
         ("deepseek_v4", "refused: layer", "refused: layer")],  # keys of compressed blocks of tokens
 ))  # fmt: skip

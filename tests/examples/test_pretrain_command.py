@@ -8,10 +8,7 @@ import io
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import matplotlib.figure
 import pytest
@@ -28,6 +25,7 @@ from tests.checkpoint.test_schema import rewrite
 from tests.examples.corpora import write
 from tests.examples.test_flags import MEASURED
 from tests.examples.test_pretrain import STEPS, TINY, save_as, trainer
+from tests.forked import Forked
 from tests.pool import mesh, on_ranks
 from tests.test_launch import free_port
 
@@ -43,12 +41,9 @@ def by_hand(*arguments: str, ranks: int) -> list[tuple[int, str, str]]:
     """The command in processes that nobody started together: their statuses and what they printed."""
     where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     where |= {"OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "examples.gpt.pretrain", *TINY, *arguments]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    runs = [
-        subprocess.Popen(line, cwd=ROOT, env={**os.environ, **where, "RANK": str(rank)}, **pipes)
-        for rank in range(ranks)
-    ]
+    code = "import runpy; runpy.run_module('examples.gpt.pretrain', run_name='__main__')"
+    where = {**os.environ, **where}
+    runs = [Forked(code, *TINY, *arguments, env=where | {"RANK": str(rank)}) for rank in range(ranks)]
     printed = [run.communicate(timeout=120) for run in runs]
     return [(run.returncode, *texts) for run, texts in zip(runs, printed, strict=True)]
 
