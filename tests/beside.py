@@ -56,8 +56,8 @@ def is_whole_suite(config: pytest.Config) -> bool:
 class Beside:
     """The processes, most of them at a low priority: what is timed beside them is not slowed down.
 
-    Two run the kernels in Triton's interpreter. For the whole suite a third runs what needs no ranks, a fourth the
-    law of pairs, a fifth what mostly waits, and a sixth, as long as no long proofs are asked for, what needs a pool.
+    One runs the kernels in Triton's interpreter. For the whole suite a second runs what needs no ranks, a third the
+    law of pairs, a fourth what mostly waits, and a fifth, as long as no long proofs are asked for, what needs a pool.
     With a GPU, which they would share, these four don't run.
 
     Args:
@@ -74,10 +74,9 @@ class Beside:
         pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # matrices are small; threads only wait
         marked = ["-m", config.option.markexpr]
-        interpret = [{"TRITON_INTERPRET": "1", "INTERPRET_HALF": half} for half in "01"]
         moved = [(19, RANKLESS), (10, LAW), (0, WAITING)] if whole and not torch.cuda.is_available() else []
         moved += [(5, RANKED)] if moved and config.option.markexpr == "not slow" else []
-        runs = [(19, INTERPRETED, environment) for environment in interpret] + [(*each, {}) for each in moved]
+        runs = [(19, INTERPRETED, {"TRITON_INTERPRET": "1"}), *((*each, {}) for each in moved)]
         self.paths = {path for _, paths in moved for path in paths}
         self.processes = []
         for nice, paths, environment in runs:

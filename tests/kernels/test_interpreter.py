@@ -1,4 +1,4 @@
-"""Runs the numeric tests of the kernels, `interpret/`, in two processes in which Triton interprets."""
+"""Runs the numeric tests of the kernels, `interpret/`, in a process in which Triton interprets."""
 
 import pytest
 

@@ -16,11 +16,6 @@ if INTERPRETING:
 
     interpreter_repair.install()
 
-    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-        """Of two processes each runs every second test, so that both are done at about the same time."""
-        if "INTERPRET_HALF" in os.environ:
-            del items[1 - int(os.environ["INTERPRET_HALF"]) :: 2]
-
 else:
     collect_ignore = ["test_interpreter_repair.py"]
 

@@ -38,6 +38,8 @@ TERMS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
 HEADS = [("linear_cross_entropy", {}), ("linear_cross_entropy", TERMS), ("linear_cross_entropy_rows", TERMS),
          ("linear_log_prob", {}), ("linear_log_prob", {"softcap": 5.0})]  # fmt: skip
 MASKS = ("causal", "full", "window", "packed", "packed full", "packed window", "bounds")
+SHORT = ("causal", "packed window", "bounds")  # of fewer tokens in `make test`
+LONG = (None, "exact geglu", "linear_cross_entropy_rows", "causal", "window")
 
 
 def activated(kind, *shape, dtype=F32):
@@ -159,12 +161,13 @@ ERRORS = [
     *(row(activated, kind, 3, 100, dtype=BF16, layout=layout) for kind in ACTIVATIONS for layout in (*STRIDED, FAR)),
     *(row(activated, kind, *shape) for kind in ACTIVATIONS for shape in ((0, 8), (2, 0, 8), (3, 0), (0,), (7,))),
     # 1280 columns are covered by 1024 and 256
-    *(row(normed, kind, 13 if D <= 1000 else 3, D, dtype=dtype)
+    *(row(normed, kind, 13 if D <= 1000 else 3, D, dtype=dtype, slow=(D in (3, 1000)) == (dtype == F32))
       for kind in BOTH for D in (1, 3, 257, 1000, 1280) for dtype in (F32, BF16)),
-    *(row(normed, kind, 13 if D <= 1000 else 3, D, dtype=dtype, residual=dtype, eps=0.1)
-      for kind in BOTH for D in (3, 1000, 1280) for dtype in (F32, BF16)),
+    *(row(normed, kind, 13 if D <= 1000 else 3, D, dtype=dtype, residual=dtype, eps=0.1,
+          slow=(D != 1000) == (dtype == F32)) for kind in BOTH for D in (3, 1000, 1280) for dtype in (F32, BF16)),
     *(row(normed, kind, 5, D, dtype=BF16, residual=residual, slow=slow) for kind in BOTH
-      for D, residual, slow in ((WIDEST + 8, None, 0), (WIDEST_BIASED, BF16, 0), (WIDEST + 8, BF16, 1))),
+      for D, residual, slow in ((WIDEST + 8, None, kind == "layer_norm"), (WIDEST_BIASED, BF16, kind == "rms_norm"),
+                                (WIDEST + 8, BF16, True))),
     *(row(normed, "layer_norm without bias", 5, D, dtype=BF16, slow=D == WIDEST_NARROW)
       for D in (257, WIDEST + 8, WIDEST_NARROW)),
     *(row(normed, kind, 64, 100, mean=1000.0) for kind in BOTH),
@@ -175,10 +178,12 @@ ERRORS = [
       ((BF16, F32, None), (F32, BF16, None), (BF16, F32, F32), (F32, F32, BF16), (F16, F16, F32))),
     *(row(normed, kind, *shape, residual=residual) for kind in BOTH for residual in (None, F32)
       for shape in ((0, 8), (2, 0, 8), (3, 0), (0,), (7,))),
-    *(row(rotated, *sizes, norm=norm, dtype=dtype, interleaved=interleaved, eps=1e-3)
+    *(row(rotated, *sizes, norm=norm, dtype=dtype, interleaved=interleaved, eps=1e-3,
+          slow=(norm is None) == ((dtype == BF16) == interleaved))
       for sizes in ((4, 2, 8, 8), (3, 1, 12, 4), (9, 9, 80, 80), (1, 1, 2, 2), (5, 1, 7, 6))
       for norm in (None, F32) for dtype in (F32, BF16) for interleaved in (False, True)),
-    *(row(packed, 5, 2, 12, 8, norm=norm, dtype=dtype, interleaved=interleaved, layout=layout)
+    *(row(packed, 5, 2, 12, 8, norm=norm, dtype=dtype, interleaved=interleaved, layout=layout,
+          slow=(norm is None) == ((dtype == BF16) == interleaved))
       for norm in (None, BF16) for dtype in (F32, BF16) for interleaved in (False, True)
       for layout in ("contiguous", "strided rows")),
     *(row(rotated, 3, 2, 8, norm=norm, dtype=BF16, layout=layout) for norm in (None, F32) for layout in STRIDED),
@@ -198,17 +203,18 @@ ERRORS = [
       for sizes, dtype in (((7, 2, 100, 14), BF16), ((20, 3, 33, 50), F32), ((6, 3, 1100, 20), F16))
       for make, how in ((permuted, {}), (unpermuted, {}), (unpermuted, {"weighted": False}))),
     *(row(make, T, 2, 8, rows) for make in (permuted, unpermuted) for T, rows in ((0, 3), (3, 0))),
-    *(row(attended, name, 130) for name in MASKS),
-    *(row(attended, name, 130, dtype=F16) for name in ("causal", "full", "packed window", "bounds")),
-    *(row(attended, name, 37, H=4, groups=2) for name in MASKS),
+    *(row(attended, name, 130, slow=name in SHORT) for name in MASKS),
+    *(row(attended, name, 130, dtype=F16, slow=name != "packed window")
+      for name in ("causal", "full", "packed window", "bounds")),
+    *(row(attended, name, 37, H=4, groups=2, slow=name not in SHORT) for name in MASKS),
     *(row(attended, name, 37, H=4, groups=2, dtype=BF16, slow=True) for name in ("window", "packed", "packed full")),
-    *(row(attended, name, 1, H=32, groups=16, slow=name not in ("causal", "packed window", "bounds"))
+    *(row(attended, name, 1, H=32, groups=16, slow=name != "causal")
       for name in MASKS),  # here and below: the reference's error of few numbers is luck
     *(row(attended, name, 37, H=6, groups=2, B=2, dtype=BF16) for name in ("causal", "bounds")),
     *(row(attended, "window", 37, K=K, V=V, dtype=dtype, **({"H": 8, "groups": 4} if K < 64 else {}))
       for dtype, sizes in ((F32, ((96, 64), (128, 80), (256, 256), (6, 40))),
                            (BF16, ((32, 32), (192, 128), (256, 256)))) for K, V in sizes),
-    *(row(attended, "causal", 70, dtype=dtype, softcap=softcap, scale=0.3)
+    *(row(attended, "causal", 70, dtype=dtype, softcap=softcap, scale=0.3, slow=(dtype == F32) == (softcap > 1))
       for dtype in (F32, BF16) for softcap in (0.5, 20.0)),
     *(row(attended, name, T, keys, dtype, slow=slow, **({"H": 64, "groups": 64} if T == 1 else {}))
       for name in ("bounds", "full") for slow, sizes in (
@@ -225,7 +231,8 @@ ERRORS = [
     *(row(scored, 3, V, dtype=BF16, layout=layout, **loss.ALL) for V in (100, 4099) for layout in (*STRIDED, FAR)),
     *(row(scored, *shape, ids=ids, ignored=0, **loss.ALL)
       for shape in ((0, 8), (2, 0, 8), (2, 3, 8)) for ids in (torch.int64, torch.int32)),
-    *(row(headed, name, N, dtype=dtype, **terms) for N in (5, 20) for dtype in (F32, BF16) for name, terms in HEADS),
+    *(row(headed, name, N, dtype=dtype, slow=(N == 5) == (dtype == BF16), **terms)
+      for N in (5, 20) for dtype in (F32, BF16) for name, terms in HEADS),
 ]  # fmt: skip
 
 
@@ -251,7 +258,11 @@ COMPILED = {  # the name in the error of a second derivative
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COMPILED, ids=str)
+def but_long(cases):
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case[-1] in LONG)) for case in cases]
+
+
+@pytest.mark.parametrize("case", but_long(COMPILED), ids=str)
 def test_compiles_in_one_graph_and_has_no_second_derivative(case):
     kernel, _, inputs, options = COMPILED[case]()
     laws.check_compiles(kernel, inputs, **options)
@@ -304,7 +315,7 @@ OPERATORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OPERATORS, ids=lambda case: f"{case[0].__name__}{case[1:]}")
+@pytest.mark.parametrize("case", but_long(OPERATORS), ids=lambda case: f"{case[0].__name__}{case[1:]}")
 def test_operators(case):
     for operator, *arguments in case[0](*case[1:]):
         laws.check_operator(operator, *arguments)
