@@ -9,7 +9,7 @@ from mpcore import Axis
 from mpcore import collectives as c
 from mpcore.layers.linear_ops import Product
 from mpcore.tools.invariant.sums import tree_sum
-from tests.equality import close
+from tests.equality import FEWER_SIZES, close
 from tests.pool import mesh, on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -136,12 +136,12 @@ def check_adjoint(axis, length, dim):
         close(left, right, f"adjointness of {name}")
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_every_function_gives_what_plain_torch_gives_on_the_whole(ranks, size):
     ranks(size, check_all, check_values)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_every_backward_is_the_adjoint_of_its_forward(ranks, size):
     ranks(size, check_all, check_adjoint)
 

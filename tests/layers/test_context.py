@@ -182,7 +182,7 @@ def test_every_kind_is_dense_attention(ranks, size):
     ranks(size, check_attention, cases(size))
 
 
-@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("size", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_rings_of_many_ranks_are_dense_attention(size):
     simulate(check_attention, cases(size), RINGS, ranks=size)
 

@@ -16,10 +16,9 @@ from mpcore import (
 )
 from mpcore import collectives as c
 from mpcore.layers import ColumnParallelEmbedding, materialize
-from tests.equality import draw, draw_ids, full_gradients, same_layer, same_model, tp_axis
+from tests.equality import FEWER_SIZES, draw, draw_ids, full_gradients, same_layer, same_model, tp_axis
 
 B, T, D = 2, 12, 4
-SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 
 
 def check_padding(padding):
@@ -59,7 +58,7 @@ def check_columns(columns):
     same_model(lambda **a: ColumnParallelEmbedding(7, columns, **a), run, tp=tp_axis())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_a_table_cut_by_columns_equals_dense(ranks, size):
     for columns in (4, 5, 12):
         ranks(size, check_columns, columns)
@@ -80,7 +79,7 @@ def check_embedding(vocab, sequence, shape):
     same_model(lambda **a: VocabParallelEmbedding(vocab, D, **options, **a), run, tp=tp_axis())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_sharded_equals_dense(ranks, size):
     for vocab in (12, 10, 7):
         for sequence, shape in [(None, (B, T)), (None, (1,)), (None, (0, T)), (1, (B, T)), (0, (T, B))]:
@@ -114,7 +113,7 @@ def check_tied(vocab, tied):
     same_model(lambda **a: TiedModel(vocab, tied, **a), run, tp=tp_axis())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_pitfall_17_vocabulary_50257_has_no_padding_at_any_size(ranks, size):
     ranks(size, check_tied, 50257, True)
     rows = ranks(size, local_rows)
@@ -136,7 +135,7 @@ def check_positions(sequence_parallel, sequence):
     same_layer(build, shape, split=cut, gather=None if cut is None else (cut,))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_positions_equal_dense_with_and_without_sequence_parallel(ranks, size):
     for sequence_parallel in (True, False):
         for sequence in (0, 1):

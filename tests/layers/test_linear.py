@@ -28,7 +28,6 @@ from tests.equality import FEWER_SIZES, close, draw, same_layer, tp_axis
 from tests.pool import mesh, on_ranks
 
 IN, B, T = 6, 2, 12
-SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, 4]
 
 
 def changed(build, frozen=(), overlap=False, **axes):
@@ -73,7 +72,7 @@ def check_row(inner, bias, parallel_input, sequence, shape, frozen=(), overlap=F
     same_layer(build, (*shape, inner), split=-1 if parallel_input else None, gather=gather, **how)
 
 
-@on_ranks(*SIZES)
+@on_ranks(*FEWER_SIZES)
 def test_row_parallel_equals_dense_with_every_option():
     for inner, bias, parallel_input in itertools.product([10, 12], [True, False], [True, False]):
         check_row(inner, bias, parallel_input, None, (B, T))
@@ -109,7 +108,7 @@ def check_overlap(size):
         check_column(13, True, True, dim, True, (*shape, IN), overlap=True, expanded=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_overlapped_communication_equals_dense(ranks, size):
     ranks(size, check_overlap, size)
 
@@ -228,7 +227,7 @@ def test_pitfall_16_gate_up_shards_never_mix_halves():
         assert layer.shardings["bias"].take(rows).tolist() == wanted[rank]
 
 
-@on_ranks(*SIZES)
+@on_ranks(*FEWER_SIZES)
 def test_pitfall_13_replicated_and_divided_consumers_of_a_gathered_sequence():
     """After `gather` every rank does the same; after `all_gather` each does its part. Either way the dense gradient."""
     tp = tp_axis()

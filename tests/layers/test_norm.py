@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mpcore import LayerNorm, RMSNorm
 from mpcore import collectives as c
-from tests.equality import close, draw, full_gradients, same_layer
+from tests.equality import FEWER_SIZES, close, draw, full_gradients, same_layer
 from tests.pool import mesh, on_ranks
 
 B, T, D = 2, 12, 5
@@ -50,7 +50,7 @@ def check_norm(kind, sequence):
     same_layer(build, shape, split=sequence, gather=(sequence,))
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("size", FEWER_SIZES)
 def test_pitfall_11_norm_gradients_are_summed_under_sequence_parallel(ranks, size):
     for kind in ("rms", "layer", "layer without bias"):
         for sequence in (0, 1):

@@ -1,5 +1,6 @@
 """muP: rules of the paper's table 3 by hand, one training on every layout, and activations that keep their size."""
 
+import itertools
 import re
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from examples.mup import BASE, Stage, standard, train
 from mpcore.experimental import BiasedExperts, apply_mup, clamped_swiglu, coordinate_check, simulate
 from mpcore.layers import materialize
 from mpcore.sharding.state_dict import full_state_dict
+from tests.quick import some
 
 WIDTH = 96  # three times the base width; 6 heads
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -69,8 +71,8 @@ def test_biases_of_experts_are_vectors() -> None:
     assert {id(p) for p in vectors["params"]} == {id(wide.experts.gate_up.bias), id(wide.experts.down.bias)}
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "zero"), some(
+    ("tp2", 1), ("tp3", 3), ("pp2", 1), ("dp2", 3), ("tp2pp2", 1), of=itertools.product(LAYOUTS, (1, 3))))  # fmt: skip
 def test_layouts(layout: str, zero: int) -> None:
     torch.set_default_dtype(torch.float64)
     try:
