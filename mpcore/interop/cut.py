@@ -2,8 +2,9 @@
 
 A stage is a copy of the model that shares its parameters and keeps their names. It has some of the layers. A layer of
 an earlier stage hands its input through, and the last of them returns what the stage received; the first layer of a
-later stage ends the forward. So the model's own forward makes masks, positions and rotary tables on every stage. The
-stages in a row must give what the model gives, bit for bit, or the model is refused.
+later stage ends the forward, and the stage returns what its last layer returned. So the model's own forward makes
+masks, positions and rotary tables on every stage, and what it does between two layers is done on one stage. The stages
+in a row must give what the model gives, bit for bit, in evaluation and in training, or the model is refused.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from mpcore._torch import fsdp
 from mpcore._torch.fake import is_fake
@@ -36,6 +40,7 @@ TRIED = (2, 7)  # samples and tokens of the trial
 BATCH, TOKENS = -1, -2  # in a shape: as many as there are samples, and tokens
 OTHERWISE = "Build the mesh with pp 1, or write the stages yourself"
 MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features")  # arguments of images, videos and sound
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout)
 LATER = "read it with from_pretrained(defer=False)"
 
 
@@ -56,16 +61,16 @@ def pipeline_stages(
     layers, such as embeddings, go to the first stage. Modules that it calls after them, such as the norm and the head,
     go to the last stage. A table tied to the head is on both, and its gradients are summed over `mesh.ends`.
 
-    As a check, the function runs the model and the chain of all stages on a few tokens. The results must be bitwise
-    equal. For a model of `from_pretrained(defer=True)` it runs a small copy with random weights and all layers instead.
+    As a check, the function runs the model and the chain of all stages on a few tokens, also in training, without
+    dropout. The results must be bitwise equal. For a model of `from_pretrained(defer=True)` it runs a small copy with
+    random weights and all layers instead.
 
     Args:
         model: the full model, the same on every pipeline rank. Its first argument is ids [B, T]. It is not changed;
             delete it afterwards to free the layers of other ranks (`from_pretrained(defer=True)` never holds them).
         mesh: the mesh; `mesh.pp` is the axis of the stages. With one stage, the model itself is returned.
         micro_batches: the number of micro-batches per step.
-        schedule: a name of `mpcore.pipeline.schedules.NAMES`.
-        example: ids [B, T] for the check; None: random ids.
+        schedule, example: a name of `mpcore.pipeline.schedules.NAMES`; ids [B, T] for the check, None: random ids.
 
     Returns:
         `(stages, blocks, schedule)`, the arguments of `prepare`.
@@ -126,17 +131,19 @@ def _tokens_split(model: nn.Module) -> int:
 
 
 class _HandedOnError(Exception):
-    """End the forward of a stage after its last layer. `x` is the output of this layer."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__("the forward of a pipeline stage has ended")
-        self.x = x
+    """End the forward of a stage after its last layer."""
 
 
 class _Inlet:
-    """Hold the input of a stage while its forward runs. A deep copy is the same object."""
+    """Hold the input of a stage and the output of its last layer while forward runs. A deep copy is the same object."""
 
     x: Tensor | None = None
+    out: Tensor | None = None
+    taken: bool = False  # whether a layer got x
+    tried: bool = False  # in a trial, which shows whether a layer uses the stand-ins of ids and modules
+
+    def keep(self, layer: nn.Module, given: Any, out: Any) -> None:
+        self.out = next((x for x in leaves(out) if isinstance(x, Tensor) and x.is_floating_point()), None)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> _Inlet:
         return self
@@ -155,38 +162,61 @@ class _Passed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = next(x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point())
         if self.ends:
-            raise _HandedOnError(x)
-        x = x if self.inlet is None or self.inlet.x is None else self.inlet.x
+            raise _HandedOnError
+        if self.inlet is not None and self.inlet.x is not None:
+            x, self.inlet.taken = self.inlet.x, True
         return (x, *(None,) * (self.returned - 1)) if self.returned else x
 
 
 class _Blank(nn.Module):
-    """Replace a module before the layers: return zeros of the right shape, which no layer uses.
+    """Replace a module before the layers: return zeros of the right shape, which no layer uses (NaN in a trial).
 
     If forward reads a weight of the module, such as `position.weight[:T]`, it reads zeros that use no memory.
     """
 
-    def __init__(self, shape: tuple[int, ...], inlet: _Inlet, module: nn.Module, device: torch.device | None) -> None:
+    def __init__(self, name: str, trace: _Trace, inlet: _Inlet, module: nn.Module, device: torch.device | None) -> None:
         super().__init__()
-        self.shape, self.inlet = shape, inlet
+        self.name, self.shape, self.inlet = name, trace.shapes.get(name), inlet  # None: the module was never called
         for name, x in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             self.__dict__[name] = x.new_zeros((), device=device if x.is_meta else x.device).expand(x.shape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.inlet.x is not None
+        if self.shape is None or self.inlet.x is None:
+            raise ValueError(
+                f"{self.name} is called now, was not called when the model was cut, and is on the first of the "
+                f"pipeline stages alone: leave out the argument that it is for. {OTHERWISE}"
+            )
         sizes = {BATCH: self.inlet.x.shape[0], TOKENS: self.inlet.x.shape[1]}
-        return self.inlet.x.new_zeros([sizes.get(size, size) for size in self.shape])
+        zeros = self.inlet.x.new_zeros([sizes.get(size, size) for size in self.shape])
+        return zeros / 0 if self.inlet.tried else zeros
 
 
 class _Elsewhere(nn.Module):
-    """Replace a module after the layers. The forward of this stage doesn't reach it."""
+    """Replace a module after the layers: end the forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _HandedOnError
+
+
+class _Trial(TorchFunctionMode):
+    """Leave out torch's dropout. Turn the results around if ids of a later stage, whose strides are 0, are compared."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        out = args[0] if func in DROPOUTS else func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "").strip("_") not in ("eq", "ne", "lt", "le", "gt", "ge", "isin"):
+            return out
+        ids = [x for x in args if isinstance(x, Tensor) and x.dtype == torch.long and x.dim() and not any(x.stride())]
+        return ~out if ids else out
 
 
 class _Stage(nn.Module):
     """Make forward accept the output of the previous stage instead of ids. A mixin in front of the model's class."""
 
-    inlet: _Inlet | None
+    inlet: _Inlet
     options: dict[str, Any]
+    ends: tuple[Any, Any]  # the names of the stage's first and last layer, unless it is the model's first or last
 
     def forward(self, x: Tensor, **arguments: Any) -> Any:
         positions, sequence = arguments.get("position_ids"), _sharded_sequence(self)
@@ -198,19 +228,25 @@ class _Stage(nn.Module):
                 )
         if sequence is None and "use_cache" in self.options and _restart(positions, arguments):
             check_cache(self)
-        args, arguments = (x,), {**self.options, **arguments}
-        if self.inlet is not None:
-            tokens = x.shape[1] * _tokens_split(self)
-            self.inlet.x, args = x, (torch.zeros(x.shape[0], tokens, dtype=torch.long, device=x.device),)
-        try:
-            if sequence is not None:
-                args, arguments = sequence(self, args, arguments)
-            return super().forward(*args, **arguments)
-        except _HandedOnError as handed:
-            return handed.x
+        args, arguments, inlet, (first, last) = (x,), {**self.options, **arguments}, self.inlet, self.ends
+        if first:
+            ids = x.new_zeros((), dtype=torch.long).expand(x.shape[0], x.shape[1] * _tokens_split(self))
+            inlet.x, args = x, (ids if inlet.tried else ids.clone(),)
+        out: Any = None
+        try:  # the hook is the last: it sees what forward sees, after the hooks of data parallelism and of the user
+            with self.get_submodule(last).register_forward_hook(inlet.keep) if last else nullcontext():
+                if sequence is not None:
+                    args, arguments = sequence(self, args, arguments)
+                out = super().forward(*args, **arguments)
+        except _HandedOnError:
+            pass
         finally:
-            if self.inlet is not None:
-                self.inlet.x = None
+            seen, out = {**vars(inlet)}, inlet.out if last else out
+            vars(inlet).clear()
+        if (first and "taken" not in seen) or (last and out is None):
+            skipped = f"the forward of a pipeline stage skipped the layer {last or 'before ' + first}, whose output"
+            raise ValueError(f"{skipped} goes from stage to stage: call each layer, as with layerdrop 0. {OTHERWISE}")
+        return out
 
     def generate(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -249,19 +285,18 @@ def _stage(
     """Copy the model with the layers `held` alone. It shares parameters, buffers and modules without parameters."""
     shared = [m for m in model.modules() if next(m.parameters(), None) is None and not isinstance(m, nn.ModuleList)]
     stage = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers(), *shared)})
-    inlet = _Inlet() if held.start else None
-    layers = stage.get_submodule(where)
+    inlet, layers = _Inlet(), stage.get_submodule(where)
     for i in (i for i in range(count) if i not in held):
         passed = _Passed(layers.get_submodule(str(i)), trace.returned[i])
         passed.ends, passed.inlet = i == held.stop, inlet if i == held.start - 1 else None
         layers.register_module(str(i), passed)
-    if inlet is not None:
-        for name in trace.before:
-            _put(stage, name, _Blank(trace.shapes.get(name, ()), inlet, stage.get_submodule(name), device))
+    for name in trace.before if held.start else ():
+        _put(stage, name, _Blank(name, trace, inlet, stage.get_submodule(name), device))
     for name in trace.after if held.stop < count else ():
         _put(stage, name, _Elsewhere())
     stage.__class__ = type(f"PipelineStage{type(model).__name__}", (_Stage, type(model)), {"whole_class": type(model)})
     stage.inlet, stage.options = inlet, trace.options  # type: ignore[assignment]
+    stage.ends = held.start and f"{where}.{held.start}", held.stop < count and f"{where}.{held.stop - 1}"  # type: ignore
     return stage
 
 
@@ -290,12 +325,15 @@ def _layers(model: nn.Module) -> tuple[str, nn.Module]:
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{other}.") for other in lists)}
     if not outer:
         raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers to cut: write its stages yourself")
-    return max(outer.items(), key=lambda found: sum(p.numel() for p in found[1].parameters()))
+    where, layers = max(outer.items(), key=lambda found: sum(p.numel() for p in found[1].parameters()))
+    if [*layers._modules] != [*map(str, range(len(layers)))] or None in layers._modules.values():
+        raise ValueError(f"{where} holds {[*layers._modules]}: name {len(layers)} layers from 0 on, none of them None")
+    return where, layers
 
 
 def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, list[Any]]:
     """Run the model once; return the trace of the call, and the outputs."""
-    numbers, calls = {layer: i for i, layer in enumerate(layers.children())}, []
+    numbers, calls, want = {layer: i for i, layer in enumerate(layers.children())}, [], []
     units = dict(_units(model, layers))
     names = {module: name for name, module in units.items()}
     trace = _Trace()
@@ -305,16 +343,18 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
         trace.returned.append(len(out) if isinstance(out, tuple | list) else 0)
 
     def made(unit: nn.Module, given: Any, out: Any) -> None:
-        if isinstance(out, Tensor):
-            *outer, width = out.shape
-            sizes = {ids.shape[1] // _tokens_split(model): TOKENS, ids.shape[0]: BATCH}
-            trace.shapes[names[unit]] = (*(sizes.get(size, size) for size in outer), width)
+        sizes = {ids.shape[1] // _tokens_split(model): TOKENS, ids.shape[0]: BATCH}
+        shape = tuple(out.shape) if isinstance(out, Tensor) else ()
+        trace.shapes[names[unit]] = (*(sizes.get(size, size) for size in shape[:-1]), *shape[-1:])
 
     handles = [m.register_forward_pre_hook(lambda m, given: calls.append(m)) for m in (*numbers, *units.values())]
     handles += [layer.register_forward_hook(returned) for layer in numbers]
     handles += [unit.register_forward_hook(made) for unit in units.values()]
     try:
-        want = list(_run(model, [model], ids, trace.options))
+        for found in _run(model, [model], ids, trace.options):
+            want.append(found)
+            for handle in handles:  # they record the first forward
+                handle.remove()
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -324,9 +364,8 @@ def _traced(model: nn.Module, layers: nn.Module, ids: Tensor) -> tuple[_Trace, l
         for handle in handles:
             handle.remove()
     of_layers = [numbers[m] for m in calls if m in numbers]
-    if of_layers[: len(numbers)] != list(range(len(numbers))) or len(of_layers) % len(numbers):
+    if of_layers != list(range(len(numbers))):
         raise ValueError(f"the layers of {type(model).__name__} are called in the order {of_layers}, not once each")
-    calls = calls[: len(calls) * len(numbers) // len(of_layers)]  # of the first forward
     at = [i for i, m in enumerate(calls) if m in numbers]
     first, last = at[0], at[-1]
     for module, name in names.items():
@@ -433,7 +472,10 @@ def _ids(model: nn.Module) -> Tensor:
 
 
 def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """Yield the floating-point tensors that the chain of stages returns in evaluation, then those of padded samples."""
+    """Yield the floating-point tensors that the chain of stages returns in evaluation, then those of padded samples.
+
+    Then those of training, with two seeds; none if training fails. Buffers keep their values.
+    """
     masks: list[dict[str, Any]] = [{}]
     sequence = _sharded_sequence(model)
     if "attention_mask" in inspect.signature(model.forward).parameters and not (sequence and sequence.recurrent):
@@ -441,11 +483,22 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[s
         tokens = ids.shape[1] * cp.size
         shown = sequence_index(tokens, cp, kind, ids.device) < tokens - 1
         masks.append({"attention_mask": shown.long().expand_as(ids)})
-    for mask in masks:
+    held = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for i, mask in enumerate((*masks, {}, {})):
         x: Any = ids
-        with in_eval_mode(stages), torch.no_grad():
-            for stage in stages:
-                x = stage(x, **{**options, **mask})
+        devices = [ids.device] if ids.is_cuda else []
+        with in_eval_mode(stages), torch.no_grad(), torch.random.fork_rng(devices), _Trial():
+            torch.manual_seed(i)
+            try:
+                for stage in stages:
+                    vars(stage).get("inlet", _Inlet()).tried = True
+                    x = stage.train(i >= len(masks))(x, **{**options, **mask})
+            except Exception:
+                if i < len(masks):
+                    raise
+                x = None
+            for buffer, before in held:
+                buffer.copy_(before)
         yield [y for y in leaves(x) if isinstance(y, Tensor) and y.is_floating_point()]
 
 
@@ -458,13 +511,15 @@ def _compare(model: nn.Module, chain: list[nn.Module], ids: Tensor, want: list[l
             f"{said}: one uses more of another than one tensor of hidden states ({type(error).__name__}: {error}). "
             f"{OTHERWISE}"
         ) from error
-    pairs = list(zip(want, got, strict=True))
-    same = [
-        len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
-        for a, b in pairs
-    ]
-    if not all(same) or not any(want):
+    if not (want[-1] and _same(want[-1], want[-2])):
+        want, got = want[:-2], got[:-2]  # training fails, or draws random numbers
+    if not any(want) or not all(_same(a, b) for a, b in zip(want, got, strict=True)):
         raise ValueError(
-            f"{said}: in a row they return other values than the model, which may use ids or the outputs of earlier "
-            f"layers after the last layer. {OTHERWISE}"
+            f"{said}: in a row they return other values than the model, which may use ids, or what modules or layers "
+            f"of an earlier stage made, in training or in evaluation. {OTHERWISE}"
         )
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    pairs = [(x, y) for x, y in zip(a, b, strict=False) if x.isnan().equal(y.isnan())]
+    return len(a) == len(b) == len(pairs) and all(x.nan_to_num().equal(y.nan_to_num()) for x, y in pairs)

@@ -80,16 +80,9 @@ class BoxedTensor(Tensor):
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         """Return the boxes that this rank writes: each box is written by one of its holders."""
         self.writes = True
-        properties = TensorProperties.create_from_tensor(self._tensor())
-        return [
-            WriteItem(
-                MetadataIndex(name, torch.Size(box.start)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(self.held.shape)),
-            )
-            for box in self._boxes()
-            if box.owned
-        ]
+        of = TensorProperties.create_from_tensor(self._tensor()), torch.Size(self.held.shape)
+        boxes = [(MetadataIndex(name, torch.Size(x.start)), _chunk(x)) for x in self._boxes() if x.owned]
+        return [WriteItem(at, WriteItemType.SHARD, tensor_data=TensorWriteData(x, *of)) for at, x in boxes]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds, and must read."""

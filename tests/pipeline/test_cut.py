@@ -25,8 +25,8 @@ GPT2 = {"vocab_size": V, "n_embd": 16, "n_layer": LAYERS, "n_head": 4, "n_positi
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **WIDE)),
     "gpt2, tied": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)),
-    "gemma2, tied, two kinds of attention": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, **WIDE,
-     sliding_window=6)),
+    "gemma2, tied, two kinds of attention":
+     lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SMALL, **WIDE, sliding_window=6)),
     "bert, tied, with a second name of a bias": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL,
      intermediate_size=24, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
 }  # fmt: skip
@@ -137,17 +137,20 @@ class Words(nn.Module):
         if change == "both tied":
             self.head, self.layers[3].bias = nn.Linear(8, V, bias=False), self.layers[0].bias
             self.head.weight = self.table.weight
-        if change == "raw":
-            self.scale = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.ones(1)) if change == "raw" else None
+        self.layers[1] = self.layers[1] if change != "a hole" else None
         self.between = nn.Linear(8, 8)
 
     def forward(self, ids):
         x = first = self.table(ids) + (self.position.weight[: ids.shape[1]] if self.change == "reads a table" else 0)
         for i, layer in enumerate(self.layers if self.change != "backwards" else list(self.layers)[::-1]):
             assert layer.in_features == 8  # a plain attribute, which stands on every stage
-            x = layer(x) + (first if self.change == "long residual" else 0)
+            if self.change == f"skips {i}":
+                continue
+            x = layer(x) + (first if self.change == f"long residual{self.training * ' in training'}" else 0)
             x = self.between(x) if i == 1 and self.change == "between" else x
-            x = x * 2 if self.change == "between in words" else x
+            x = x * 2 if self.change == "between in words" else x + 0 * first if self.change == "a gate of 0" else x
+            x = x * (ids != 1)[..., None] if self.change == "compares ids" else x
             x = x + torch.zeros(6, 8) if self.change == "at most six tokens" else x
         x = self.head(x)
         if self.change == "infinite":
@@ -157,16 +160,14 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize(("model", "message"), [
     (lambda: Words("shared"), r"the layers of Words are called in the order \[.*\], not once each"),
-    (lambda: Words("backwards"), r"called in the order \[3, 2, 1, 0\]"),
-    (lambda: Words("between"), "between is called between layers"),
+    (lambda: Words("backwards"), r"in the order \[3, 2, 1, 0\]"), (lambda: nn.Linear(4, 4), "has no nn.ModuleList"),
+    (lambda: Words("between"), "between is called between"), (lambda: Words().to("meta"), "weight has no values"),
     (lambda: Words("both tied"), "is used in stages .*: only table and head may be tied"),
     (lambda: Words("at most six tokens"), r"Words fails on ids \(2, 7\): The size of .* as example="),
-    (lambda: Words("long residual"), "in a row they return other values than the model"),
-    (lambda: Words("between in words"), "in a row they return other values than the model"),
-    (lambda: Words("indices"), "can't be cut into 2 stages: in a row they return other values"),
-    (lambda: Words("raw"), "scale is a parameter beside the layers"),
-    (lambda: nn.Linear(4, 4), "Linear has no nn.ModuleList of layers"),
-    (lambda: Words().to("meta"), "table.weight has no values"),
+    *((lambda change=change: Words(change), "in a row they return other values than the model")
+      for change in ("long residual", "long residual in training", "a gate of 0", "compares ids")),
+    (lambda: Words("a hole"), r"layers holds \['0', '1', '2', '3'\]: name 4 layers from 0 on, none of them None"),
+    (lambda: Words("indices"), "in a row they return"), (lambda: Words("raw"), "scale is a parameter beside"),
 ])  # fmt: skip
 def test_what_would_be_another_model_is_refused(model, message):
     with pytest.raises(ValueError, match=message):
@@ -178,6 +179,13 @@ def test_what_the_forward_does_between_layers_is_done_on_the_layers_stage():
         alone(Words(), pp=5)
     assert len(alone(Words(), pp=4)) == 4
     assert len(alone(Words("infinite"))) == 2
+    ids = torch.arange(7).view(1, 7)
+    first, second = alone(model := Words("between in words"))  # what is between layers is done once, by the next stage
+    assert torch.equal(second(first(ids)), model(ids))
+    for stage, where in ((first, "layers.2"), (second, "before layers.3")):
+        stage.change = "skips 2"
+        with pytest.raises(ValueError, match=f"skipped the layer {where}, whose output"):
+            stage(ids if stage is first else torch.ones(1, 7, 8))
     first, second = alone(Words("reads a table"))
     assert ["position.weight" in dict(stage.named_parameters()) for stage in (first, second)] == [True, False]
     assert len(alone(Words("at most six tokens"), example=torch.zeros(1, 6, dtype=torch.long))) == 2
@@ -236,12 +244,13 @@ def test_stages_have_their_units_and_a_layer_of_another_stage_returns_as_many_th
         between = stages[1](stages[0](ids, attention_mask=mask), attention_mask=mask)
         assert torch.equal(stages[2](between, attention_mask=mask)["logits"], want)
         assert stages[2].inlet.x is None, "nothing is kept of a forward"
+    with pytest.raises(ValueError, match="never is called now, was not called when the model was cut"):
+        stages[2].never(ids)
     with pytest.raises(TypeError):
         stages[2](between, other=1)
     assert stages[2].inlet.x is None, "also after one that failed"
     passed = stages[1].layers[0]
-    assert (passed.returned, passed.ends, passed.training) == (returned, False, True)
-    assert stages[0].layers[1].ends
+    assert (passed.returned, passed.ends, passed.training, stages[0].layers[1].ends) == (returned, False, True, True)
     assert [layer.inlet is None for layer in stages[1].layers if hasattr(layer, "inlet")] == [False, True]
     assert not list(passed.parameters())
 

@@ -69,11 +69,9 @@ def check_shapes(sizes: dict, name: str) -> None:
         close(grad, want[n], f"gradient of {n}", TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    some(("zbv", {"pp": 2}), of=itertools.product(("1f1b", "interleaved", "zbv"), ({"pp": 2}, {"pp": 2, "dp": 2}))),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "sizes"), some(
+    ("zbv", {"pp": 2}), of=itertools.product(("1f1b", "interleaved", "zbv"), ({"pp": 2}, {"pp": 2, "dp": 2})),
+), ids=str)  # fmt: skip
 def test_pitfall_35_lengths_and_batches_may_change_from_step_to_step(ranks, name, sizes):
     ranks(torch.Size(sizes.values()).numel(), check_shapes, sizes, name)
 
@@ -137,12 +135,10 @@ def check_products(sizes: dict, name: str, sequence_parallel: bool) -> int:
     return products.count
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "sequence_parallel"),
-    some(("1f1b", {"pp": 2}, False), ("zb", {"pp": 2}, False), ("zb", {"pp": 2, "tp": 2}, True),
-         of=itertools.product(("1f1b", "zb"), ({"pp": 2}, {"pp": 2, "tp": 2}), (False, True))),
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "sizes", "sequence_parallel"), some(
+    ("1f1b", {"pp": 2}, False), ("zb", {"pp": 2}, False), ("zb", {"pp": 2, "tp": 2}, True),
+    of=itertools.product(("1f1b", "zb"), ({"pp": 2}, {"pp": 2, "tp": 2}), (False, True)),
+), ids=str)  # fmt: skip
 def test_split_backward_takes_the_products_of_whole_backward(ranks, name, sizes, sequence_parallel):
     """ENGINES.md, trap 1: 6 products a micro-batch; 5 on stage 0, whose input needs no gradient."""
     size = torch.Size(sizes.values()).numel()

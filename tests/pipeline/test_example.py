@@ -31,10 +31,9 @@ def test_pitfall_14_the_example_trains_alike_under_every_kind_of_schedule(ranks,
     assert len(want) == 7
     write_csv(build_schedule("gpipe", 2, 8), tmp_path / "plan.csv")
     others = [
-        ({"pp": 2}, ["--schedule", "naive"]),
+        ({"pp": 2}, ["--schedule", "naive"]), ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev"]),
         ({"pp": 2}, ["--schedule", "interleaved", "--virtual-stages", "2"]),
-        ({"pp": 2, "dp": 2}, ["--schedule", "dualpipev"]),
-    ]
+    ]  # fmt: skip
     for sizes, flags in [
         ({"pp": 2}, ["--schedule", str(tmp_path / "plan.csv")]),
         ({"pp": 2}, ["--schedule", "zbv", "--set", "trace=true"]),

@@ -84,11 +84,8 @@ def counted(name: str, pp: int, micro_batches: int) -> list[int]:
 
 CASES = [
     pytest.param(name, pp, m, marks=() if (pp, m) == (2, 8) else pytest.mark.slow, id=f"{name}-pp{pp}-m{m}")
-    for name in NAMES
-    for pp in (2, 4)
-    for m in (4, 8, 32, 256)
-    if m >= {"dualpipev": 2 * pp}.get(name, pp)
-]
+    for name in NAMES for pp in (2, 4) for m in (4, 8, 32, 256) if m >= {"dualpipev": 2 * pp}.get(name, pp)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "pp", "m"), CASES)

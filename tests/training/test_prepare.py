@@ -310,15 +310,14 @@ def test_a_step_can_be_given_up_after_a_forward_that_raised():
     (partial(mp.Precision, "int8"), "precision 'int8' is none of float64, float32, bfloat16, float16"),
     (partial(mp.Precision, "fp8"), r"'fp8' is none of .*; for FP8 write Precision\('bfloat16', fp8=True\)"),
     (partial(mp.Recompute, "some"), "recompute kind 'some' is unknown: it is one of 'none', 'selective', 'full'"),
-    (partial(mp.Recompute, budget=1.5), "recompute budget 1.5 is not above 0 and at most 1"),
-    (partial(mp.Recompute, budget=0.5), "recompute budget 0.5 needs example="),
+    *((partial(mp.Recompute, budget=budget, example=of), f"recompute budget {budget} {said}") for budget, of, said in (
+        (1.5, None, "is not above 0 and at most 1"), (0.5, None, "needs example="), (0.0, len, "is not above 0"))),
     (partial(mp.Compile, "fast"), "compile backend 'fast' is none of torch's"),
     (partial(LocalUpdates, 2, fragments=3), "fragments 3 is not from 1 to the 2 steps between merges"),
-    (partial(LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"),
+    (partial(LocalUpdates, lr=0.0), "the outer lr 0.0 is not above 0"), (partial(LocalUpdates, 0), "every 0 is not"),
     (partial(LocalUpdates, lr=math.inf), "the outer lr inf is not above 0, or the momentum 0.9 not from"),
-    (partial(LocalUpdates, momentum=1.0), "or the momentum 1.0 not"), (partial(LocalUpdates, 0), "every 0 is not"),
-    (partial(mp.Zero, -1), "zero stage -1 is none of"), (partial(mp.Zero, 1.5), "zero stage 1.5 is none of"),
-    (partial(mp.Recompute, budget=0.0, example=len), "recompute budget 0.0 is not above 0"),
+    (partial(LocalUpdates, momentum=1.0), "or the momentum 1.0 not"),
+    *((partial(mp.Zero, stage), f"zero stage {stage} is none of") for stage in (-1, 1.5)),
 ])  # fmt: skip
 def test_a_policy_refuses_what_it_cannot_mean(made, words):
     with pytest.raises(ValueError, match=words):

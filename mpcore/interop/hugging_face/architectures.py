@@ -84,20 +84,18 @@ _PLAIN = {"gelu_new": "gelu_tanh"} | _words("gelu") | {"relu": "relu", "silu": "
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 _ENDS = {
-    "vocab_size": Field("vocab_size"),
-    "tie_word_embeddings": Field("tie_embeddings", False),
+    "vocab_size": Field("vocab_size"), "tie_word_embeddings": Field("tie_embeddings", False),
     "initializer_range": Field("init_std", 0.02),
-}
+}  # fmt: skip
 _SIZES = _ENDS | {
     LENGTH: Field("seq_len"), "num_hidden_layers": Field("layers"), "hidden_size": Field("d_model"),
     "num_attention_heads": Field("heads"), "intermediate_size": Field("d_ff"),
 }  # fmt: skip
 _DECODER = _SIZES | {
-    "num_key_value_heads": Field("kv_heads", None),
-    "head_dim": Field("head_dim", None),
+    "num_key_value_heads": Field("kv_heads", None), "head_dim": Field("head_dim", None),
     "hidden_act": Field("activation", words={"silu": "swiglu", **_words("geglu")}),
     "rms_norm_eps": Field("norm_eps", 1e-6),
-}
+}  # fmt: skip
 _BIASES = {"attention_bias": Field("qkv_bias output_bias", False)}
 _NO_BIASES = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 
@@ -134,10 +132,9 @@ _MIXTRAL_BLOCK = _LLAMA_BLOCK | {
     "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
 }
 _QWEN3_MOE_BLOCK = _LLAMA_BLOCK | {
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate_up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+    "mlp.router": "mlp.gate", "mlp.experts.gate_up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj",
-}
+}  # fmt: skip
 _DEEPSEEK_BLOCK = _QWEN3_MOE_BLOCK | {
     "attention.q_down": "self_attn.q_a_proj", "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.q_up": "self_attn.q_b_proj", "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
@@ -156,15 +153,12 @@ _GPT2 = Architecture(
         "n_inner": Field("d_ff", None), "layer_norm_epsilon": Field("norm_eps", 1e-5),
         "activation_function": Field("activation", "gelu_new", words=_PLAIN),
     },
-    rules=("gpt2",),
-    ours={"norm": "layer", "positions": "learned", "bias": True},
-    only={"scale_attn_weights": True},
+    rules=("gpt2",), ours={"norm": "layer", "positions": "learned", "bias": True}, only={"scale_attn_weights": True},
     ignored=_IGNORED | {
         "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_activation",
         "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     },
-    forgotten=_FORGOTTEN | {"rope_base", "rope_scaling"},
-    layers="transformer.h",
+    forgotten=_FORGOTTEN | {"rope_base", "rope_scaling"}, layers="transformer.h",
     ends={"embedding": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
     block={
         "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.output": "attn.c_proj", "mlp_norm": "ln_2",
@@ -173,81 +167,58 @@ _GPT2 = Architecture(
     transposed=("attention.qkv", "attention.output", "mlp.up", "mlp.down"),
 )  # fmt: skip
 _LLAMA = Architecture(
-    "LlamaForCausalLM",
-    fields=_DECODER | _BIASES | {"mlp_bias": Field("mlp_bias", False)},
-    rules=("heads", "rope"),
-    ignored=_IGNORED,
-    forgotten=_FORGOTTEN,
-    ends=_LLAMA_ENDS,
-    block=_LLAMA_BLOCK,
-)
+    "LlamaForCausalLM", fields=_DECODER | _BIASES | {"mlp_bias": Field("mlp_bias", False)}, rules=("heads", "rope"),
+    ignored=_IGNORED, forgotten=_FORGOTTEN, ends=_LLAMA_ENDS, block=_LLAMA_BLOCK,
+)  # fmt: skip
 _MISTRAL = replace(
-    _LLAMA,
-    class_name="MistralForCausalLM",
+    _LLAMA, class_name="MistralForCausalLM",
     fields=_DECODER | {"num_key_value_heads": Field("kv_heads", 8), "sliding_window": Field("window", 4096)},
-    rules=(*_LLAMA.rules, "window"),
-    ours=_NO_BIASES,
-)
+    rules=(*_LLAMA.rules, "window"), ours=_NO_BIASES,
+)  # fmt: skip
 _PHI3 = replace(
-    _MISTRAL,
-    class_name="Phi3ForCausalLM",
+    _MISTRAL, class_name="Phi3ForCausalLM",
     fields=_DECODER | {"rms_norm_eps": Field("norm_eps", 1e-5), "sliding_window": Field("window", None)},
     ignored=_IGNORED | {"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"},  # 2nd: only longrope reads it
     block=_LLAMA_BLOCK | {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
-)
+)  # fmt: skip
 _QWEN2 = replace(
-    _LLAMA,
-    class_name="Qwen2ForCausalLM",
-    fields=_DECODER,
-    rules=(*_LLAMA.rules, "qwen_window"),
+    _LLAMA, class_name="Qwen2ForCausalLM", fields=_DECODER, rules=(*_LLAMA.rules, "qwen_window"),
     ours=_NO_BIASES | {"qkv_bias": True},
-)
+)  # fmt: skip
 _QWEN3 = replace(
-    _QWEN2,
-    class_name="Qwen3ForCausalLM",
-    fields=_DECODER | _BIASES | {"head_dim": Field("head_dim", 128)},
+    _QWEN2, class_name="Qwen3ForCausalLM", fields=_DECODER | _BIASES | {"head_dim": Field("head_dim", 128)},
     ours={"qk_norm": True, "mlp_bias": False},
-)
+)  # fmt: skip
 _MIXTRAL = replace(
-    _MISTRAL,
-    class_name="MixtralForCausalLM",
+    _MISTRAL, class_name="MixtralForCausalLM",
     fields=_MISTRAL.fields | {
         "sliding_window": Field("window", None), "rms_norm_eps": Field("norm_eps", 1e-5),
         "num_local_experts": Field("moe.experts", 8, alias="num_experts"), "num_experts_per_tok": Field("moe.top_k", 2),
         "router_aux_loss_coef": Field("moe.aux_coefficient", 0.001), "router_jitter_noise": Field("moe.jitter", 0.0),
     },
-    rules=(*_MISTRAL.rules, "mixtral"),
-    ours=_NO_BIASES | {"rope_base": 1e6, "moe.normalize": True},
-    forgotten=_MOE_FORGOTTEN | {"d_ff"},
-    block=_MIXTRAL_BLOCK,
+    rules=(*_MISTRAL.rules, "mixtral"), ours=_NO_BIASES | {"rope_base": 1e6, "moe.normalize": True},
+    forgotten=_MOE_FORGOTTEN | {"d_ff"}, block=_MIXTRAL_BLOCK,
 )  # fmt: skip
 _QWEN3_MOE = replace(
-    _QWEN3,
-    class_name="Qwen3MoeForCausalLM",
+    _QWEN3, class_name="Qwen3MoeForCausalLM",
     fields=_DECODER | _BIASES | {
         "num_experts": Field("moe.experts", 128, alias="num_local_experts"),
         "num_key_value_heads": Field("kv_heads", 4), "num_experts_per_tok": Field("moe.top_k", 8),
         "router_aux_loss_coef": Field("moe.aux_coefficient", 0.001), "moe_intermediate_size": Field("moe.d_ff", 768),
         "norm_topk_prob": Field("moe.normalize", False),
     },
-    rules=(*_LLAMA.rules, "qwen_moe_window", "sparse_layers"),
-    forgotten=_MOE_FORGOTTEN | {"moe.jitter"},
+    rules=(*_LLAMA.rules, "qwen_moe_window", "sparse_layers"), forgotten=_MOE_FORGOTTEN | {"moe.jitter"},
     block=_QWEN3_MOE_BLOCK,
 )  # fmt: skip
 _DEEPSEEK_V2 = Architecture(
-    "DeepseekV2ForCausalLM",
-    fields=_deepseek(64, NEEDED, 2, 1407, 0, 1.0),
-    rules=("rope", "deepseek"),
+    "DeepseekV2ForCausalLM", fields=_deepseek(64, NEEDED, 2, 1407, 0, 1.0), rules=("rope", "deepseek"),
     ours={"norm_eps": 1e-6, "moe.score": "softmax", "moe.normalize": False, "moe.groups": 1, "moe.top_groups": 1},
     only=_DEEPSEEK_ONLY | {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
     ignored=_IGNORED | {"auto_map", "ep_size", "n_group", "num_mtp_layers", "seq_aux", "topk_group", FURTHER},
-    forgotten=_MOE_FORGOTTEN,
-    ends=_LLAMA_ENDS,
-    block=_DEEPSEEK_BLOCK,
-)
+    forgotten=_MOE_FORGOTTEN, ends=_LLAMA_ENDS, block=_DEEPSEEK_BLOCK,
+)  # fmt: skip
 _DEEPSEEK_V3 = replace(
-    _DEEPSEEK_V2,
-    class_name="DeepseekV3ForCausalLM",
+    _DEEPSEEK_V2, class_name="DeepseekV3ForCausalLM",
     fields=_deepseek(256, 8, 1, 2048, 3, 2.5) | {
         "n_group": Field("moe.groups", 8), "topk_group": Field("moe.top_groups", 4),
         "norm_topk_prob": Field("moe.normalize", True),

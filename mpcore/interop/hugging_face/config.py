@@ -344,15 +344,12 @@ def _write_qwen_window(ours: Mapping[str, Any]) -> Mapping[str, Any]:
 Read = Callable[[Fields, dict[str, Any]], None]
 Write = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 RULES: dict[str, tuple[Read, Write]] = {
-    "heads": (_read_heads, lambda ours: {}),
     "gpt2": (_read_gpt2, lambda o: {"resid_pdrop": o["dropout"], "embd_pdrop": o["dropout"], "attn_pdrop": 0.0}),
     "rope": (_read_rope, lambda ours: {"rope_theta": ours["rope_base"], "rope_scaling": ours["rope_scaling"]}),
-    "window": (_check_window, lambda ours: {}),
+    "heads": (_read_heads, lambda ours: {}), "window": (_check_window, lambda ours: {}),
     "mixtral": (lambda c, ours: None, lambda ours: {"intermediate_size": ours["moe.d_ff"]}),
     "qwen_window": (partial(_read_qwen_window, full=28), _write_qwen_window),
     "qwen_moe_window": (partial(_read_qwen_window, full=0, clear=False), _write_qwen_window),
-    "sparse_layers": (
-        _read_sparse_layers, lambda ours: {"decoder_sparse_step": ours["moe.every"], "mlp_only_layers": []},
-    ),
+    "sparse_layers": (_read_sparse_layers, lambda o: {"decoder_sparse_step": o["moe.every"], "mlp_only_layers": []}),
     "deepseek": (_read_deepseek, _write_deepseek),
 }  # fmt: skip

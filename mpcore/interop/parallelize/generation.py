@@ -84,12 +84,9 @@ def _guarded(axes: tuple[Axis, ...]) -> Any:
                     f"wait for ever: give max_new_tokens"
                 )
             if do_sample:
-                check_same(
-                    f"state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one "
-                    f"seed on all ranks of {name} before generate",
-                    _digest(random_state(next(self.parameters()).device)),
-                    axis,
-                )
+                what = "state of torch's random generator, of which sampling draws: call torch.manual_seed(..) with one"
+                state = _digest(random_state(next(self.parameters()).device))
+                check_same(f"{what} seed on all ranks of {name} before generate", state, axis)
         self.is_generating = True
         try:
             return type(self).generate(self, *args, **kwargs)

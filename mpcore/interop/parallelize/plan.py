@@ -157,22 +157,13 @@ Style = Colwise | Rowwise | Vocab | Replicate | LocalSizes | Experts | SequenceP
 Plan = Mapping[str, str | Style]
 Target = tuple[str, nn.Module, Style]
 STYLES: dict[str, Style] = {
-    "colwise": Colwise(),
-    "colwise_gather_output": Colwise(gather_output=True),
-    "colwise_rep": Colwise(gather_output=True),
-    "rowwise": Rowwise(),
-    "rowwise_split_input": Rowwise(split_input=True),
-    "rowwise_rep": Rowwise(split_input=True),
-    "embedding_rowwise": Vocab(),
-    "vocab": Vocab(),
-    "replicated_with_grad_allreduce": Replicate(partial_gradient=True),
-    "replicate": Replicate(),
-    "moe_tp_experts": Experts(),
-    "ep_dispatch_experts": Experts(),
-    "grouped_gemm": Experts(),
-    "ep_router": Replicate(),
+    "colwise": Colwise(), "colwise_gather_output": Colwise(gather_output=True),
+    "colwise_rep": Colwise(gather_output=True), "rowwise": Rowwise(), "rowwise_split_input": Rowwise(split_input=True),
+    "rowwise_rep": Rowwise(split_input=True), "embedding_rowwise": Vocab(), "vocab": Vocab(),
+    "replicated_with_grad_allreduce": Replicate(partial_gradient=True), "replicate": Replicate(),
+    "moe_tp_experts": Experts(), "ep_dispatch_experts": Experts(), "grouped_gemm": Experts(), "ep_router": Replicate(),
     "sequence_parallel": SequenceParallel(),
-}
+}  # fmt: skip
 """Styles by the names that Hugging Face's plans give them (4.x and 5.x), and "vocab"."""
 UNSUPPORTED = (
     *("packed_colwise", "packed_rowwise", "local_packed_rowwise", "local_colwise", "local_rowwise", "local", "gather"),
@@ -181,14 +172,10 @@ UNSUPPORTED = (
 """Styles of Hugging Face's plans that `parallelize` refuses."""
 BASE_PLANS: dict[str, Plan] = {
     "gpt2": {
-        "wte": "vocab",
-        "h.*.attn": LocalSizes(("num_heads", "split_size")),
-        "h.*.attn.c_attn": Colwise(blocks=3),
-        "h.*.attn.c_proj": "rowwise",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
+        "wte": "vocab", "h.*.attn": LocalSizes(("num_heads", "split_size")), "h.*.attn.c_attn": Colwise(blocks=3),
+        "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise",
     }
-}
+}  # fmt: skip
 """For model types whose Hugging Face config carries no plan: the plan of the base model."""
 _LEFT_OUT: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
 """Modules that Hugging Face's own plans don't name, though their gradients are sums over tp."""
