@@ -140,7 +140,7 @@ class _Inlet:
     x: Tensor | None = None
     out: Tensor | None = None
     taken: bool = False  # whether a layer got x
-    tried: bool = False  # in a trial, which shows whether a layer uses the stand-ins of ids and modules
+    tried: int = 0  # above 0 in a trial: modules of an earlier stage return NaN; 2: comparisons of ids turn around
 
     def keep(self, layer: nn.Module, given: Any, out: Any) -> None:
         self.out = next((x for x in leaves(out) if isinstance(x, Tensor) and x.is_floating_point()), None)
@@ -231,22 +231,21 @@ class _Stage(nn.Module):
         args, arguments, inlet, (first, last) = (x,), {**self.options, **arguments}, self.inlet, self.ends
         if first:
             ids = x.new_zeros((), dtype=torch.long).expand(x.shape[0], x.shape[1] * _tokens_split(self))
-            inlet.x, args = x, (ids if inlet.tried else ids.clone(),)
-        out: Any = None
+            inlet.x, args = x, (ids if inlet.tried > 1 and sequence is None else ids.clone(),)
         try:  # the hook is the last: it sees what forward sees, after the hooks of data parallelism and of the user
             with self.get_submodule(last).register_forward_hook(inlet.keep) if last else nullcontext():
                 if sequence is not None:
                     args, arguments = sequence(self, args, arguments)
                 out = super().forward(*args, **arguments)
         except _HandedOnError:
-            pass
+            out = None
         finally:
-            seen, out = {**vars(inlet)}, inlet.out if last else out
+            seen = {**vars(inlet)}
             vars(inlet).clear()
-        if (first and "taken" not in seen) or (last and out is None):
+        if (first and "taken" not in seen) or (last and seen.get("out") is None):
             skipped = f"the forward of a pipeline stage skipped the layer {last or 'before ' + first}, whose output"
             raise ValueError(f"{skipped} goes from stage to stage: call each layer, as with layerdrop 0. {OTHERWISE}")
-        return out
+        return seen["out"] if last else out
 
     def generate(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
@@ -474,7 +473,7 @@ def _ids(model: nn.Module) -> Tensor:
 def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[str, Any]) -> Iterator[list[Tensor]]:
     """Yield the floating-point tensors that the chain of stages returns in evaluation, then those of padded samples.
 
-    Then those of training, with two seeds; none if training fails. Buffers keep their values.
+    Then those with comparisons of ids turned around, and those of training with two seeds, none if training fails.
     """
     masks: list[dict[str, Any]] = [{}]
     sequence = _sharded_sequence(model)
@@ -483,6 +482,7 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[s
         tokens = ids.shape[1] * cp.size
         shown = sequence_index(tokens, cp, kind, ids.device) < tokens - 1
         masks.append({"attention_mask": shown.long().expand_as(ids)})
+    masks.append({})
     held = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for i, mask in enumerate((*masks, {}, {})):
         x: Any = ids
@@ -491,7 +491,7 @@ def _run(model: nn.Module, stages: list[nn.Module], ids: Tensor, options: dict[s
             torch.manual_seed(i)
             try:
                 for stage in stages:
-                    vars(stage).get("inlet", _Inlet()).tried = True
+                    vars(stage).get("inlet", _Inlet()).tried = 1 + (i == len(masks) - 1)
                     x = stage.train(i >= len(masks))(x, **{**options, **mask})
             except Exception:
                 if i < len(masks):
