@@ -92,9 +92,8 @@ def check_launch(port: int = PORT) -> Iterator[Finding]:
             with suppress(OSError):  # it has ended
                 owners.add(os.stat(f"/proc/{process}").st_uid)
         others = sorted(uid for uid in owners - {os.getuid(), NOBODY} if uid >= 1000)  # below: the system's
-        way = (
-            f"{', '.join(map(str, others[:9]))}: they can reach torch's store, which nothing protects; see SECURITY.md"
-        )
+        users = ", ".join(map(str, others[:9]))
+        way = f"{users}: they can reach torch's store, which nothing protects; see SECURITY.md"
         yield Finding("other users", WARNING if others else OK, way if others else "none runs a process")
 
 

@@ -40,12 +40,14 @@ def preflight(pool: Any, tmp_path: Path, *flags: str, stop: str = "rank killed")
             "--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
             "--pp 2 --dp 2 --set tie_embeddings=true --schedule interleaved --layers 4 --dtype float16 "
             "--optimizer muon",
+            "--tp 2 --dp 2 --zero 3 --set bitwise=16",
         ],
     ),
 )
 def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
     results = preflight(ranks, tmp_path, *flags.split())
-    assert {result.state for result in results.values()} == {OK}, [str(result) for result in results.values()]
+    skipped = {name for name, result in results.items() if result.state != OK}
+    assert skipped == ({"accumulation"} if "bitwise" in flags else set()), [*map(str, results.values())]
 
 
 @pytest.mark.parametrize(("flags", "check", "sentence"), [

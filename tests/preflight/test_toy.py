@@ -80,6 +80,8 @@ def runs() -> Iterator[tuple[list[str], dict[str, int]]]:
     for sizes in ({"worlds": 3, "dp": 2}, {"worlds": 2, "dp": 2, "pp": 2}):
         yield ["--workers", str(sizes["worlds"]), "--set", "fragments=5", "--local-steps", "9"], sizes
     yield ["--set", "replicate=2", "--zero", "2"], {"dp": 8}
+    for sizes in ({"tp": 2}, {"dp": 2}, {"tp": 4, "pp": 2}, {"pp": 2}, {"dp": 8, "pp": 2}, {"tp": 2, "dp": 2}):
+        yield ["--set", "bitwise=16"], sizes
     mixed = ["--experts", "4", "--set", "moe.d_ff=8", "--layers", "4", "--heads", "6", "--d-model", "48"]
     yield mixed, {"tp": 3, "pp": 2, "dp": 2, "ep": 1, "etp": 2}
 
@@ -133,7 +135,7 @@ def test_the_toys_of_a_run_are_small_runs_of_its_kind(part):
                     del want[name], got[name]
             assert got == want, told
             assert (toy.args.workers > 1, toy.args.fragments is None) == (args.workers > 1, args.fragments is None)
-            one = toy.alone(seed=3)
+            one, whole = toy.alone(seed=3), toy.args.global_batch // toy.args.workers
             assert (one.config, one.args.seed, one.ranks) == (toy.config, 3, toy.args.workers)
-            assert check(one.args, one.config, mesh_of(*one.sizes.items())) == toy.args.global_batch // one.ranks, told
+            assert check(one.args, one.config, mesh_of(*one.sizes.items())) == whole // one.args.micro_batch, told
     assert taken > 25

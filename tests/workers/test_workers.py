@@ -542,14 +542,11 @@ def test_updates_that_are_too_stale_are_trained_again(tmp_path):
     assert any(not entry["applied"] for line in lines for entry in line.get("updates", ()))
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"about": {**ABOUT, "model": "other"}}, "model is other here, and tiny at the run"),
-        ({"every": 7}, "every is 7 here, and 5 at the run"),
-        ({"rule": Average(0.5)}, r"rule is Average\(lr=0.5\) here, and Nesterov\(lr=0.7"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"about": {**ABOUT, "model": "other"}}, "model is other here, and tiny at the run"),
+    ({"every": 7}, "every is 7 here, and 5 at the run"),
+    ({"rule": Average(0.5)}, r"rule is Average\(lr=0.5\) here, and Nesterov\(lr=0.7"),
+])  # fmt: skip
 def test_a_worker_that_differs_is_refused_by_name(changed, said):
     first = Worker(seconds=0.01, until=30)
     with pytest.raises(ValueError, match=said):

@@ -155,10 +155,8 @@ class leave_together:  # noqa: N801  (a context manager, named as a function)
 
     def _early(self, ranks: Sequence[int]) -> str:
         """Return that these ranks ended before this one, and after which steps if the ranks' runs are known."""
-        text, key = (
-            f"{name_ranks(self.store, ranks)} ended before rank {self.rank}",
-            f"mpcore/step/{self.block}/{ranks[0]}",
-        )
+        text = f"{name_ranks(self.store, ranks)} ended before rank {self.rank}"
+        key = f"mpcore/step/{self.block}/{ranks[0]}"
         if self.run is not None and self.store.check([key]):
             step = printable(self.store.get(key).decode(errors="replace"))
             mine = self.run.step + 1

@@ -27,6 +27,7 @@ from mpcore.sharding.declarations import declarations, shardings
 from mpcore.sharding.local import local_tensor
 from mpcore.sharding.state_dict import full_state_dict
 from mpcore.tools.fault_tolerance import StopSignals, Watchdog, leave_together
+from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.preflight.toy import Toy, with_flags
 from mpcore.tools.verify.pool import Pool, RankError, mesh
 from mpcore.tools.verify.run import RankRecord, full_tensors, joined, listen, move
@@ -90,7 +91,7 @@ def rehearse(
         poison_at: in this step the loss of the last data rank is NaN, on whichever rank of its pipeline it is.
     """
     with quiet(out):
-        on = mesh(**toy.sizes)
+        on = mesh_of(toy)
         if resume not in (None, "auto") and on.worlds.size > 1:  # a path would give all workers worker 0's state
             out, resume = str(resume), "auto"
         elif resume not in (None, "auto"):
@@ -133,9 +134,8 @@ def rehearse(
                     got.wrong = wrong_loss(trainer.stages[-1].loss, got.seen.output[""], targets)
             if step == poison_at:
                 after = state_of(trainer)
-                names = {
-                    name for name, p in trainer.model.named_parameters() if p.requires_grad
-                }  # routers' biases move in any case
+                # without routers' biases, which move in any case
+                names = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
                 got.skipped = all(torch.equal(after[name], before[name]) for name in names & before.keys())
             if step + 1 == save_at:
                 got.kept[step + 1] = state_of(trainer)
@@ -144,6 +144,10 @@ def rehearse(
                 overwrite(trainer)
         got.validation, got.state, got.step = trainer.evaluate(), state_of(trainer), trainer.run.step
     return got
+
+
+def mesh_of(toy: Toy) -> Any:
+    return invariant_mesh(mesh(**toy.sizes), (2, toy.args.bitwise)) if toy.args.bitwise else mesh(**toy.sizes)
 
 
 def trainer_of(toy: Toy) -> Any:
@@ -300,7 +304,7 @@ def quiet(folder: str) -> Iterator[Path]:
 def die(toy: Toy, out: str) -> None:
     """On each rank: train as the command does, and kill the last rank in its second step."""
     with quiet(out):
-        on = mesh(**toy.sizes)
+        on = mesh_of(toy)
         args = with_flags(toy.args, out=str(Path(out) / "run"), steps=10**6)
         with leave_together(on), Watchdog(on, timeout=GRACE / 2):
             trainer = trainer_of(toy)(args, on, toy.config)

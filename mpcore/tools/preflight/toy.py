@@ -45,12 +45,12 @@ class Toy:
 
     def alone(self, **changes: Any) -> Toy:
         """Return the same run with one process for each worker, and other flags."""
-        flags = {"zero": 0, "replicate": 1, "cp_kind": "ring", "cp_inner": None, "schedule": "1f1b",
-                 "virtual_stages": None, "sequence_parallel": False, "offload": ["none"], "recompute": "none",
-                 "micro_batch": 1, **dict.fromkeys(SIZE_NAMES, 1), "etp": None, **changes}  # fmt: skip
-        workers = self.args.workers
-        sizes = {"worlds": workers} if workers > 1 else {}
-        return Toy(with_flags(self.args, **flags), self.config, sizes, workers, self.program)
+        args, micro = self.args, self.args.micro_batch if self.args.bitwise else 1
+        flags = {**dict.fromkeys(SIZE_NAMES, 1), "etp": None, "zero": 0, "replicate": 1, "cp_kind": "ring",
+                 "schedule": "1f1b", "virtual_stages": None, "sequence_parallel": False, "offload": ["none"],
+                 "cp_inner": None, "recompute": "none", "micro_batch": micro, **changes}  # fmt: skip
+        sizes = {"worlds": args.workers} if args.workers > 1 else {}
+        return Toy(with_flags(args, **flags), self.config, sizes, args.workers, self.program)
 
 
 def with_flags(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -109,7 +109,7 @@ def _toy(args: argparse.Namespace, config: Any, full: dict[str, int], small: dic
         virtual = min(virtual, 2)
     micro = 1 if micro_batches == 1 else 2 * pp if micro_batches % full["pp"] == 0 else 2 * pp + 1
     stages = find_schedule(schedule, pp, micro, virtual).stages
-    each = workers * dp * min(args.micro_batch, 2)
+    leaves = args.bitwise and dp << (pp - 1).bit_length()  # a power of two, as few as the schedule takes
     toy = shrink_model(config, full, small, stages, plan.stages, args)
     inner = args.cp_inner if args.cp_kind != "two-level" or small["cp"] > 1 else None
     flags: dict[str, Any] = {
@@ -118,13 +118,14 @@ def _toy(args: argparse.Namespace, config: Any, full: dict[str, int], small: dic
         "workers": workers, "replicate": 1, "cp_inner": 1 if inner else None,
         "cp_kind": args.cp_kind if small["cp"] > 1 else "zigzag",
         "schedule": schedule, "virtual_stages": virtual,
-        "micro_batch": min(args.micro_batch, 2), "global_batch": each * micro, "rampup_batch_size": None,
+        "micro_batch": min(args.micro_batch, 2), "rampup_batch_size": None,
+        "global_batch": min(args.micro_batch, 2) * (leaves or workers * dp * micro),
         "dtype": "float64", "autocast": False, "residual_dtype": None, "fp8": False, "compile": None,
         "device": "cpu", "trace": False, "profile": None, "log_to": [], "steps": STEPS, "lr_decay_steps": None,
         "warmup": 1, "data": [str(folder / "corpus")], "eval_data": [], "tokenizer": "byte", "end_of_document": None,
         "eval_every": 1, "eval_samples": 3 * workers, "preset": None, "init_from": None,
         "resume": "none", "out": str(folder / "out"), "save_every": 0, "keep": None, "exit_step": None,
-        "timeout": 60.0, "check_replicas": 1, "check_speed": 0, "bitwise": args.bitwise and workers * dp * micro,
+        "timeout": 60.0, "check_replicas": 1, "check_speed": 0, "bitwise": leaves,
     }  # fmt: skip
     data = small["cp"] * dp
     if args.replicate > 1:
@@ -137,11 +138,9 @@ def _toy(args: argparse.Namespace, config: Any, full: dict[str, int], small: dic
         flags |= {"rampup_batch_size": [start, start, 2 * start], "global_batch": 2 * start}
     if "parameters" in args.offload and args.zero and data > 1:
         flags["offload"] = [what for what in args.offload if what != "parameters"] or ["none"]
-    sizes = dict(small)
+    sizes = small | ({"worlds": workers} if workers > 1 else {})
     if args.cp_kind == "two-level" and small["cp"] > 1:
         sizes["cp_inner"] = flags["cp_inner"] = 1
-    if workers > 1:
-        sizes["worlds"] = workers
     ranks = workers * small["tp"] * small["cp"] * pp * dp
     return Toy(with_flags(args, **flags), toy, sizes, ranks, program)
 
@@ -158,7 +157,8 @@ def shrink_model(config: Any, full: dict[str, int], small: dict[str, int], stage
 
     kv_heads = c.heads if c.kv_heads is None else c.kv_heads
     want = kind(c.heads, kv_heads, full["cp"], T)
-    pairs = [(h, k) for h in range(tp, 13) for k in range(1, h + 1) if h % k == 0]
+    least = 2 if args.bitwise else 1  # two virtual shards of tp
+    pairs = [(h, k) for h in range(tp, 13) for k in range(least, h + 1, least) if h % k == 0]
     heads, kv = nearest(want, pairs, lambda pair: kind(pair[0], pair[1], small["cp"], tp))
     unit = small["cp"] * (tp if args.sequence_parallel else 1)
     full_unit = full["cp"] * (T if args.sequence_parallel else 1)

@@ -239,12 +239,9 @@ class Preflight:
         """Train each toy on its layout: values, gradients, norm, and some steps."""
         worst = 0.0
         for i, toy in enumerate(self.toys):
-            first = self.train(
-                toy, f"first-{i}", until=1, look=True
-            )  # a save would refuse what drifts, and not say why
+            first = self.train(toy, f"first-{i}", until=1, look=True)  # a save would refuse drift, and not say why
             for truth in self.dense[i]:
-                missing = sorted(truth.state.keys() - pick(first, truth.worker).state.keys())
-                if missing:
+                if missing := sorted(truth.state.keys() - pick(first, truth.worker).state.keys()):
                     raise ValueError(f"{toy.name}: no rank has {missing[0]}, which one process has")
                 seen = [rank.seen for rank in first if rank.worker == truth.worker]
                 verdict = Judge(truth.seen)(layout_of(toy), seen)
@@ -267,8 +264,10 @@ class Preflight:
         batch = toy.args.global_batch // toy.args.workers
         if toy.args.rampup_batch_size is not None:
             batch //= 2
-        if batch == 1:
-            raise Skip("a step of one sample can't be cut")
+        if batch == 1 or toy.args.bitwise:
+            raise Skip(
+                "a bitwise run sets its micro-batches" if toy.args.bitwise else "a step of one sample can't be cut"
+            )
         got = self.train(toy.alone(micro_batch=batch), "accumulate")
         for rank, want in zip(got, self.dense[0], strict=True):
             compare(rank, want, range(STEPS), f"one micro-batch of {batch} against {batch} of 1", "a mean of means?")
@@ -338,7 +337,7 @@ class Preflight:
             layers = toy.config.layers
             within_rounding(args.dtype, eps, truth, rounded, rank.seen, layers=layers, experts=moe is not None)
         data = toy.sizes["dp"] * toy.sizes["cp"]
-        if args.dtype in ("bfloat16", "float16") and toy.sizes["pp"] == 1 < data:
+        if args.dtype in ("bfloat16", "float16") and toy.sizes["pp"] == 1 < data and not args.bitwise:
             each = toy.args.global_batch // (toy.args.workers * toy.sizes["dp"])
             flags = with_flags(mine.args, micro_batch=each, rampup_batch_size=None)  # the start may be smaller than one
             one_sum = replace(mine, args=flags)
