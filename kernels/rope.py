@@ -213,8 +213,7 @@ def _backward_op(
     dq: Tensor, dk: Tensor | None, dv: Tensor | None, q: Tensor | None, k: Tensor | None, *given: Any
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     options = _Options(*given)
-    heads = sum(0 if t is None else t.shape[2] for t in (dq, dk, dv))
-    dx = dq.new_empty((*dq.shape[:2], heads, dq.shape[3]))
+    dx = dq.new_empty((*dq.shape[:2], sum(0 if t is None else t.shape[2] for t in (dq, dk, dv)), dq.shape[3]))
     weights = options.q_weight, options.k_weight
     dq_weight, dk_weight = (dq.new_empty(0) if t is None else t.new_empty(t.shape) for t in weights)
     yield dx, dq_weight, dk_weight

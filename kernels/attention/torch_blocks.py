@@ -54,8 +54,7 @@ def torch_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> t
     if _is_empty(query, key):
         (B, T, H, _), V, wide = query.shape, value.shape[3], torch.promote_types(query.dtype, torch.float32)
         return query.new_zeros((B, T, H, V), dtype=out_dtype), query.new_full((B, H, T), -math.inf, dtype=wide)
-    backend = _backend(query, key, value, causal)
-    output, lse = sdpa_forward(backend, *_by_heads(query, key, value), causal, scale)
+    output, lse = sdpa_forward(_backend(query, key, value, causal), *_by_heads(query, key, value), causal, scale)
     return output.transpose(1, 2).to(out_dtype or query.dtype).contiguous(), lse.contiguous()
 
 

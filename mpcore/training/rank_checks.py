@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpcore.collectives import all_reduce
-from mpcore.mesh.agreement import check_same, merged
+from mpcore.mesh.agreement import check_same, merged, raise_together
 from mpcore.mesh.axis import Mesh
 from mpcore.parallel.shared import state_of
 from mpcore.sharding.declarations import ModelTree
@@ -69,11 +69,15 @@ class AlikeCheck:
 
     def end(self, total: float, squares: float, *slots: float) -> None:
         """Raise ValueError on every rank if the sums say that ranks have different values, or replicas other groups."""
+        replaced = ValueError(self.values["parameters"]) if self.values.get("parameters") else None
         if squares * self.mesh.world.size != total**2:
+            raise_together(replaced, self.mesh.world)
             check_same("step, tokens, lr or max_norm: replicas would drift apart", self.values, self.mesh.world)
         replicas = self.mesh.world.size // self.mesh.pp.size
         if any(square * replicas != of**2 for of, square in zip(slots[::2], slots[1::2], strict=True)):
             merged(self.mesh.world, lambda: (self.mesh.pp.rank, self.options), _refuse)
+        if replaced is not None:
+            raise replaced
 
 
 def _refuse(found: list[tuple[int, list[dict[str, object]]]]) -> None:

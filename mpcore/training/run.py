@@ -7,9 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from numbers import Real
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +35,7 @@ from mpcore.sharding.declarations import ModelTree
 from mpcore.sharding.local import reshard
 from mpcore.training.first_step import FirstStep, GradientWrites
 from mpcore.training.observers import BoundedDispatch, Observer
+from mpcore.training.parameter_check import ParameterCheck
 from mpcore.training.phase import Phase
 from mpcore.training.policies import Offload, Precision
 from mpcore.training.rank_checks import AlikeCheck, smallest_count
@@ -44,7 +43,6 @@ from mpcore.training.samples import SampleCheck, share_of
 from mpcore.training.wrong_width import wrong_width
 
 log: Logger = get_logger(__name__)
-_VALUES = methodcaller("values")
 
 
 class StepResult(NamedTuple):
@@ -117,7 +115,7 @@ class Run:
         self.pipeline: Pipeline
         self.offloaded: ParameterOffload | None = None
         self.tree: ModelTree = ModelTree(model)
-        self._rounded = {p for p in self.tree.parameters if p.dtype == precision.param_dtype and not p.requires_grad}
+        self._parameter_check = ParameterCheck(self.tree, precision.param_dtype, precision.dtype)
         self.bounds: DispatchBounds = DispatchBounds(self.tree, mesh)
         half = bool(precision.param_dtype or precision.autocast_dtype or precision.fp8)
         writes = GradientWrites()
@@ -125,15 +123,13 @@ class Run:
         self.observers: list[Observer] = [BoundedDispatch(self.bounds), SampleCheck(model, mesh), writes, self._first]
         self.factor: Tensor = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._stepping = False
-        self._held: list[Mapping[str, Any]] = []  # of each module its parameters and its submodules
-        self._ids: list[int] = [0]
         optimizer.register_step_pre_hook(self._refuse_bare_step)
         self.measure_norm: Callable[..., Tensor] = partial(norm_of, of=gradient_of)
         self.phase: Phase = Phase.IDLE
         self._loss = self._norm = self.factor
         self._locks: dict[Path, Any] = {}  # of the folders that this run saves into, on rank 0
         self._attached: list[Observer] = []
-        self._given: dict[str, float | None] = {}  # since the last norm; replicas must be given the same
+        self._given: dict[str, float | str | None] = {}  # since the last norm; replicas must be given the same
         self._alike: AlikeCheck = AlikeCheck(mesh, self.tree)
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -198,15 +194,8 @@ class Run:
               once, at the end, and computes the step again if a buffer of `bounds` overflowed.
         """
         self.phase.check("forward_backward")
-        if self._rounded and any(p.requires_grad for p in self._rounded):
-            name = next(name for name, p, _ in self.tree.declared if p in self._rounded and p.requires_grad)
-            raise ValueError(
-                f"{name} requires a gradient, and was frozen in prepare, which made no float32 master of it for "
-                f"precision {self.precision.dtype}: freeze it after prepare, or use Precision(.., autocast=True)"
-            )
         self.attach()
-        if [*map(id, chain.from_iterable(map(_VALUES, self._held)))] != self._ids:
-            self._check_parameters()
+        self._given["parameters"] = self._parameter_check()
         if self._first in self.observers:
             self._first.agree(self, tokens, {"x": x, "target": target, **arguments})
         told, tokens = tokens is not None, self.count_tokens(target) if tokens is None else tokens
@@ -227,24 +216,13 @@ class Run:
         self.phase = Phase.COMPUTED
         return self._loss
 
-    def _check_parameters(self) -> None:
-        """Raise ValueError if modules hold other parameters than the optimizer. Remember what they hold."""
-        reshard(self.model)  # a forward before this step left copies
-        tree = ModelTree(self.model)
-        if [*map(id, tree.parameters)] != [*map(id, self.tree.parameters)]:
-            raise ValueError(
-                "parameters were added or replaced after prepare, and the optimizer holds the old ones: add adapters "
-                "before prepare, and give run.model to no fully_shard, FSDP or accelerator.prepare"
-            )
-        self._held = [held for _, module in tree.modules for held in (module._parameters, module._modules)]
-        self._ids = [*map(id, chain.from_iterable(map(_VALUES, self._held)))]
-
     def attach(self) -> None:
         """Let observers that were appended look at the run."""
-        for observer in [each for each in self.observers if each not in self._attached]:
-            with self.parameters():
-                observer.attach(self)
-            self._attached.append(observer)
+        for observer in self.observers:
+            if observer not in self._attached:
+                with self.parameters():
+                    observer.attach(self)
+                self._attached.append(observer)
 
     def _compute(self, x: Any, target: Any, arguments: Mapping[str, Any]) -> Tensor | None:
         with self._autocast(), offload_activations() if self.offload.activations else nullcontext():

@@ -93,8 +93,7 @@ def test_replicas_are_compared_and_slow_ranks_are_told(monkeypatch):
 
 def test_the_last_five_steps_before_a_check_of_speed_are_timed():
     two = Mesh(world=Axis(2))
-    timed = [step for step in range(24) if is_timed(12, two, step)]
-    assert timed == [7, 8, 9, 10, 11, 19, 20, 21, 22, 23]
+    assert [step for step in range(24) if is_timed(12, two, step)] == [7, 8, 9, 10, 11, 19, 20, 21, 22, 23]
     assert all(is_timed(3, two, step) for step in range(6))
     assert not any(is_timed(0, two, step) for step in range(6))
     assert not any(is_timed(3, FIRST, step) for step in range(6))

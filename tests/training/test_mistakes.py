@@ -140,7 +140,7 @@ def train(mesh: mp.Mesh, wrong: str) -> None:
         if wrong == "added":
             run.model.late = nn.Linear(D, D)
             run.optimizer.add_param_group({"params": [*run.model.late.parameters()]})
-        if wrong == "replaced":
+        if wrong == "replaced" or (wrong == "replaced on rank 1" and mesh.job.rank):
             run.model.scale = nn.Parameter(torch.ones(1))
         calls = {"evaluate": lambda: run.evaluate([(mine[:, :-1], mine[:, 1:])]), "save": lambda: run.save("unused"),
                  "full_state_dict": lambda: mp.full_state_dict(run.model), "load": lambda: run.load("unused"),
@@ -201,6 +201,7 @@ MISTAKES: list[tuple[str, dict[str, int], str]] = [
       for sizes, seen in ((TP, "shard"), (DP, "term of the sum"))],
     ("hook on meta", TP, "up.weight has a hook on its gradient and no memory"),
     *[(how, sizes, "parameters were added or replaced") for how in ("added", "replaced") for sizes in ({}, TP, DP)],
+    *[("replaced on rank 1", sizes, "^rank 0 .*parameters were added or replaced") for sizes in (TP, DP)],
     ("three lists", DP, r"samples has 3 tensors, and evaluate got 2 batches: one each \(on rank 1 of 2"),
     *[("own tokens", sizes, r"tokens: 40.0 and 41.0") for sizes in (TP, DP)],
     *[(f"group {name}", sizes, rf"other options in the optimizer's groups.*: {name} 0.1 and 1.1")

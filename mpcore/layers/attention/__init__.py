@@ -9,15 +9,6 @@ from mpcore.layers.attention.scores import AttentionSinks
 from mpcore.layers.attention.sequence import sequence_index, shard_sequence, unshard_sequence
 
 __all__ = [
-    "AttentionSinks",
-    "KVCache",
-    "MultiLatentAttention",
-    "ParallelAttention",
-    "context_attention",
-    "document_ends",
-    "document_ids",
-    "document_positions",
-    "sequence_index",
-    "shard_sequence",
-    "unshard_sequence",
-]
+    "AttentionSinks", "KVCache", "MultiLatentAttention", "ParallelAttention", "context_attention", "document_ends",
+    "document_ids", "document_positions", "sequence_index", "shard_sequence", "unshard_sequence",
+]  # fmt: skip

@@ -61,16 +61,9 @@ def alibi_bias(heads: range, num_heads: int, queries: range, keys: int, like: Te
 
 
 def scored_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: AttentionSinks | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, bias: Tensor | None = None,
+    scale: float | None = None, softcap: float | None = None, sinks: AttentionSinks | None = None,
+) -> Tensor:  # fmt: skip
     """Compute attention with torch's kernel, or in plain torch operations for a soft cap or sinks. Needs O(T S) memory.
 
     Args:

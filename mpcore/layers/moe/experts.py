@@ -46,18 +46,9 @@ class GroupedLinear(ParallelModule):
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_linear)
 
     def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int,
-        *,
-        ep: Axis,
-        shard: Shard,
-        blocks: tuple[int, ...] = (),
-        used_share: float = 1.0,
-        init: Init | None = None,
-        **like: Unpack[TensorOptions],
-    ) -> None:
+        self, num_experts: int, in_features: int, out_features: int, *, ep: Axis, shard: Shard,
+        blocks: tuple[int, ...] = (), used_share: float = 1.0, init: Init | None = None, **like: Unpack[TensorOptions],
+    ) -> None:  # fmt: skip
         super().__init__(**like)
         self.sizes: tuple[int, int, int] = (num_experts, in_features, out_features)
         self.used_share = used_share
@@ -109,19 +100,10 @@ class Experts(nn.Module):
     linear = GroupedLinear
 
     def __init__(
-        self,
-        num_experts: int,
-        dim: int,
-        hidden_dim: int,
-        activation: Activation = "swiglu",
-        *,
-        ep: Axis = Axis(role="ep"),
-        etp: Axis = Axis(name="etp"),
-        used_share: float = 1.0,
-        init: Init | None = None,
-        output_init: Init | None = None,
-        **like: Unpack[TensorOptions],
-    ) -> None:
+        self, num_experts: int, dim: int, hidden_dim: int, activation: Activation = "swiglu", *,
+        ep: Axis = Axis(role="ep"), etp: Axis = Axis(name="etp"), used_share: float = 1.0, init: Init | None = None,
+        output_init: Init | None = None, **like: Unpack[TensorOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
         if num_experts % ep.size:
             raise ValueError(f"{num_experts} experts are not a multiple of the ep size {ep.size}")
