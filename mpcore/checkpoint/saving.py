@@ -297,11 +297,10 @@ def _write(snapshot: _Snapshot, line: str = "") -> int:
     lock = together(world, lambda: store.prepare(path) if lead else None, line)
     try:
         size = merged(
-            world,
-            lambda: json.dumps(asdict(_write_part(snapshot, store, world.rank))),
+            world, lambda: json.dumps(asdict(_write_part(snapshot, store, world.rank))),
             lambda texts: _commit(snapshot, store, [convert(_Part, json.loads(x), "a rank's part") for x in texts]),
             line,
-        )
+        )  # fmt: skip
     except ValueError:
         if lead:
             store.discard(path)

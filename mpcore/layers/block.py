@@ -32,15 +32,9 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        attention: nn.Module,
-        mlp: nn.Module,
-        attention_norm: nn.Module,
-        mlp_norm: nn.Module,
-        *,
-        dropout: float = 0.0,
-        **options: Unpack[TensorParallelOptions],
-    ) -> None:
+        self, attention: nn.Module, mlp: nn.Module, attention_norm: nn.Module, mlp_norm: nn.Module, *,
+        dropout: float = 0.0, **options: Unpack[TensorParallelOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention

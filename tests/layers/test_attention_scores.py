@@ -93,6 +93,8 @@ def test_a_bias_may_be_of_this_ranks_heads():
         return {"y": y.detach(), "dx": x.grad}
 
     same_model(Relative, run, tp=tp)
+    with pytest.raises(ValueError, match="expand a bias that all heads share"):  # also where a rank has one head
+        build({"causal": False}, tp=tp).double()(draw(1, B, T, D), bias=draw(6, 1, T, T))
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (B,)], ids=str)

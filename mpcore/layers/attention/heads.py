@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from mpcore.layers.attention.sequence import KINDS, check_kind, sequence_index
 from mpcore.layers.linear import RowParallelLinear
 from mpcore.layers.module import Init, LayerOptions, ParallelLayer, TensorParallelOptions, input_error
 from mpcore.layers.rope import RotaryEmbedding
+from mpcore.mesh.agreement import together
 from mpcore.mesh.axis import Axis, check_axis
 
 
@@ -291,7 +293,11 @@ class HeadAttention(ParallelLayer):
         if bias is not None:
             if self.cp.size > 1:
                 raise input_error(f"a bias can't go with {self.cp.name} size {self.cp.size}: use rope, or cp 1")
-            check_bias(bias, B, (self.num_heads, self.local_heads), T, keys)
+            check = partial(check_bias, bias, B, (self.num_heads, self.local_heads), T, keys)
+            if self.num_heads % self.tp.size and not torch.compiler.is_compiling():
+                together(self.tp, check)  # it may fit some ranks' heads alone
+            else:
+                check()
         if mask is not None and keys == T and self.memory_dim is None:
             check_mask(mask, B, T, self.context, self.cp)
         elif mask is not None:

@@ -34,8 +34,7 @@ def check_bits(x, layout="contiguous", **options):
             assert torch.equal(kernel.scales.view(torch.int32), wanted.scales.view(torch.int32))
             nothing = wanted.values.isnan()
             assert torch.equal(kernel.values.isnan(), nothing)
-            bits = [q.values.view(torch.uint8)[~nothing] for q in (kernel, wanted)]
-            assert torch.equal(*bits)
+            assert torch.equal(*[q.values.view(torch.uint8)[~nothing] for q in (kernel, wanted)])
     return found
 
 
