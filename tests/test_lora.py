@@ -54,7 +54,7 @@ EXPERTS = ("tp2", "zero2", "ep2", "tp2 ep2", "tp2 ep2 etp1", "ep2 zero3")
 CASES += [("qwen3 moe", layout) for layout in EXPERTS]
 
 
-@pytest.mark.parametrize(("name", "layout"), some(("llama", "zero3"), ("qwen3 moe", "tp2 ep2"), of=CASES))
+@pytest.mark.parametrize(("name", "layout"), some(("qwen3 moe", "tp2 ep2"), of=CASES))
 def test_twenty_steps_and_the_merged_weights_equal_the_formula_in_plain_torch(ranks, dense, name, layout):
     losses, _ = wanted = dense(name)
     assert min(losses) < 0.95 * losses[0], "the adapters must learn, or any two runs agree"

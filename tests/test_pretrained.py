@@ -457,6 +457,6 @@ def test_folders_on_ranks(ranks, tmp_path, check):
 
 @pytest.mark.parametrize(("family", "axes", "zero", "how"), DEFERRED)
 def test_values_are_read_after_the_model_is_sharded(ranks, tmp_path, monkeypatch, family, axes, zero, how):
-    monkeypatch.setitem(families.SIZES, "num_hidden_layers", 4)
+    monkeypatch.setitem(families.SIZES, "num_hidden_layers", 4 if "pp" in axes else 2)
     quiet_build(family).save_pretrained(tmp_path)
     ranks(4, check_deferred, str(tmp_path), axes, zero, **how)

@@ -107,11 +107,11 @@ def losses(out: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["loss"]) for r in records]
 
 
-def wait(what: str, done, seconds: float = 100) -> None:
+def wait(what: str, done, seconds: float = 100, pause: float = 0.02) -> None:
     until = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < until, what
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 def own_model() -> str:
@@ -146,7 +146,7 @@ def test_a_job_that_is_told_to_stop_saves_requeues_and_goes_on_bitwise(slurm, jo
     wait("a step", lambda: losses(jobs.again))
     assert slurm.run("scancel", "--signal=TERM", jobs.job)[0] == 0
     assert ranks(2, main, [*jobs.flags, "--out", str(tmp_path)]) == [0, 0]
-    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", jobs.job)[1] == "")
+    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", jobs.job)[1] == "", pause=0.3)
     printed = jobs.log.read_text()
     stopped = re.search(r"resumed after step (\d+)", printed)
     assert stopped, printed
@@ -193,7 +193,7 @@ def test_the_program_and_script_of_the_page_on_launching_save_and_resume(slurm, 
     job = slurm.submit(log, "train.py", "--tp", "2", "--steps", "400", chdir=tmp_path)
     wait("a step", lambda: log.exists() and "step 3: " in log.read_text())
     assert slurm.run("scancel", "--signal=TERM", job)[0] == 0
-    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "")
+    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "", pause=0.3)
     steps = [int(step) for step in re.findall(r"^step (\d+): loss", log.read_text(), re.MULTILINE)]
     assert steps == list(range(1, 401)), log.read_text()
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -224,12 +224,12 @@ def test_a_job_whose_node_is_lost_starts_again_by_itself(slurm, tmp_path, second
     for pid in {*slurm.pids("slurmd\0-N\0n1"), *steps, *tasks}:
         os.kill(pid, signal.SIGKILL)
     if seconds == 10:
-        wait("that Slurm notices", lambda: "down" in slurm.run("sinfo", "-h", "-n", "n1", "-o", "%T")[1])
+        wait("that Slurm notices", lambda: "down" in slurm.run("sinfo", "-h", "-n", "n1", "-o", "%T")[1], pause=0.3)
     else:
-        wait("the script's end", lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1] != "RUNNING", 150)
+        wait("the script's end", lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T")[1] != "RUNNING", 150, 0.3)
         assert "down" not in slurm.run("sinfo", "-h", "-n", "n1", "-o", "%T")[1]
     again = f"mount --bind {slurm.folder}/hosts /etc/hosts; slurmd -N n1"
     assert slurm.run("unshare", "-m", "--propagation", "private", "bash", "-c", again)[0] == 0
-    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "", 200)
+    wait("the job's end", lambda: slurm.run("squeue", "-h", "-j", job)[1] == "", 200, 0.3)
     assert "resumed after step" in log.read_text()
     assert losses(out)[-1][0] == 199

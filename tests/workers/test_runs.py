@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +19,8 @@ from mpcore.tools.workers import Average, Nesterov, command
 from mpcore.tools.workers.elastic import RunTensors, replay_runs
 from mpcore.tools.workers.journal import read_lines
 from mpcore.tools.workers.outer import ENDED, STOPPED, like
+from tests.forked import Forked
+from tests.quick import some
 from tests.test_launch import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("overlap", some("true", of=["false"]))
 def test_workers_of_unlike_layouts_equal_dense_ones(overlap, tmp_path):
     """Each layout joins in turn. The replay trains all phases dense, and ends with the same anchor to 1e-10."""
     more = ["--set", f"overlap_exchange={overlap}"]
@@ -115,11 +115,13 @@ def test_ranks_of_a_worker_that_waits_agree_to_stop(tmp_path):
     assert [line["op"] for line in read_lines(tmp_path)] == ["begin", "join", "lease", "leave"]
 
 
+STARTS = "import os, runpy; os.dup2(1, 2); runpy.run_module('examples.gpt.pretrain', run_name='__main__')"
+
+
 def program(out, *flags, steps=18):
     saves = () if "--save-every" in flags else ("--set", "no_save=true")
     words = [*TINY, "--local-steps", "3", "--steps", str(steps), "--out", str(out), *saves, *flags]
-    command = [sys.executable, "-m", "examples.gpt.pretrain", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Forked(STARTS, *words)
 
 
 def test_a_worker_that_lacks_others_says_so_and_stops_on_sigterm(tmp_path, capsys):
@@ -146,8 +148,8 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
     """Three jobs of the example; the leader is killed, and started again where its checkpoints are."""
     at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ["--set", "worker_timeout=20", "--listen"]
-    jobs = [program(tmp_path / "0", *flags, at[0], "--save-every", "3", steps=300)]
-    jobs.append(program(tmp_path / "1", *flags, at[1], "--join", at[0], steps=300))
+    jobs = [program(tmp_path / "0", *flags, at[0], "--save-every", "3", steps=210)]
+    jobs.append(program(tmp_path / "1", *flags, at[1], "--join", at[0], steps=210))
 
     def lines():
         with suppress(ValueError):
@@ -163,16 +165,16 @@ def test_processes_join_die_by_sigkill_and_the_replay_has_the_bits(tmp_path, cap
         time.sleep(0.1)
     os.kill(jobs[0].pid, signal.SIGKILL)
     assert saved
-    jobs.append(program(tmp_path / "0", *flags, at[0], "--save-every", "999", "--resume", "auto", steps=300))
+    jobs.append(program(tmp_path / "0", *flags, at[0], "--save-every", "999", "--resume", "auto", steps=210))
     outs = [job.communicate(timeout=900)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [-signal.SIGKILL, 0, 0], outs
     found = lines()
     assert [line["worker"] for line in found if line["op"] == "join"] == [0, 1, 2]
     steps = [s for line in found for e in line.get("updates", ()) if e["applied"] for s in range(*e["steps"])]
-    assert sorted(steps) == list(range(300))
+    assert sorted(steps) == list(range(210))
     assert main(["replay-workers", str(tmp_path / "1")]) == 0
-    assert "step 300 of 300: the same bits" in capsys.readouterr().out
-    for text in ("this is worker 1 of the run", "worker 0 left", "leads", "step 300 of 300"):
+    assert "step 210 of 210: the same bits" in capsys.readouterr().out
+    for text in ("this is worker 1 of the run", "worker 0 left", "leads", "step 210 of 210"):
         assert text in outs[1]
     assert [line["worker"] for line in read_lines(tmp_path / "0") if line["op"] == "join"] == [0, 1, 2]
     assert main(["replay-workers", str(tmp_path / "1"), "--picture", str(tmp_path / "run.svg")]) == 0
