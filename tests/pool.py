@@ -57,7 +57,7 @@ def strict_memory() -> None:
 # What half of the tests need in a rank, and what takes a rank long to import.
 PRELOAD = (
     "mpcore.checkpoint", "mpcore.pipeline", "examples.gpt.pretrain", "examples.gpt.generate", "tests.pool", "pytest",
-    "hypothesis", "matplotlib.pyplot", "torch._functorch.aot_autograd", "transformers.models.llama.modeling_llama",
+    "hypothesis", "matplotlib.pyplot", "torch._inductor.pattern_matcher", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ SENT = [({"dp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, "1f1b"), ({"dp": 2, "pp": 2}, 
 
 @pytest.mark.parametrize(
     ("sizes", "schedule", "zero"),
-    some(*((*SENT[0], zero) for zero in STAGES), (*SENT[1], 2), (*SENT[2], 1),
+    some(*((*SENT[0], zero) for zero in STAGES), (*SENT[2], 1),
          of=[(*case, zero) for case in SENT for zero in STAGES]),
     ids=str,
 )  # fmt: skip
@@ -342,7 +342,7 @@ def check_load(sizes: dict, zero: int, replicate: int, lefts: tuple[str, ...]) -
             assert torch.equal(over_data(p, on, declared[name]), wholes[1].get_parameter(name)), name
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", some(1, 3, of=[2]))
 def test_a_logical_state_loads_into_shards_whatever_ran_before(ranks, zero):
     ranks(4, check_load, {"tp": 2, "dp": 2}, zero, 1, ("", "evaluation", "forward", "gathered"))
     ranks(4, check_load, {"dp": 4}, zero, 2, ("forward",))
@@ -451,7 +451,7 @@ def check_gradients_of(model: Chain, on: Mesh, steps: list[int], what: str) -> N
 
 @pytest.mark.parametrize(
     ("zero", "replicate", "how"),
-    some((1, 1, "raised"), (2, 1, "skipped"), (3, 1, "abandoned"), (2, 2, "abandoned"), (3, 2, "raised"),
+    some((1, 1, "raised"), (2, 1, "skipped"), (2, 2, "abandoned"), (3, 2, "raised"),
          of=itertools.product((1, 2, 3), (1, 2), ("abandoned", "skipped", "raised"))),
 )  # fmt: skip
 @on_ranks(4)

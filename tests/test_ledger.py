@@ -57,39 +57,30 @@ def check_real(sizes: dict, flags: list[str]) -> dict:
     return as_on_a_gpu(counts(ledger), on)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "flags"),
-    some(
-        ({"cp": 2, "tp": 2}, "--sequence-parallel --cp-kind zigzag"),
-        ({"pp": 2, "dp": 2}, "--schedule interleaved --set tie_embeddings=true"),
-        of=[
-            ({"dp": 4, "ep": 2}, "--preset tiny-moe --set moe.every=2 --set moe.d_ff=8"),
-            ({"tp": 2, "pp": 2}, "--preset tiny-mla --sequence-parallel --recompute full"),
-            ({"dp": 4, "ep": 2}, "--preset tiny-moe --set moe.every=2 --set moe.d_ff=8 --recompute budget=0.7"),
-            ({"tp": 2, "dp": 2}, "--recompute full"),
-            ({"tp": 2, "pp": 2}, "--sequence-parallel --recompute selective --schedule zb"),
-            ({"tp": 2, "pp": 2}, "--sequence-parallel --recompute selective"),
-            ({"tp": 2, "pp": 2}, "--recompute full --schedule zb"),
-            ({"pp": 2, "dp": 2}, "--schedule zbv --set tie_embeddings=true"),
-            ({"pp": 2, "dp": 2}, "--schedule zbv --zero 2"),
-            ({"pp": 2, "dp": 2}, "--schedule dualpipev --zero 3 --recompute full --global-batch 16"),
-            *(({"cp": 4}, f"--cp-kind {kind}") for kind in ("ring", "allgather", "alltoall")),
-            ({"cp": 2, "pp": 2}, "--recompute full"),
-            ({"tp": 4}, "--preset tiny-mla --recompute full"),
-            ({"tp": 2, "cp": 2}, "--preset tiny-mla --sequence-parallel --cp-kind alltoall"),
-            ({"tp": 2, "dp": 2}, "--preset tiny-mla"),
-            (
-                {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
-                "--preset tiny-moe --set moe.dispatch=all_to_all --set moe.capacity_factor=1.5",
-            ),
-            (
-                {"tp": 2, "dp": 2, "ep": 2},
-                "--preset tiny-moe --experts 16 --set moe.top_k=1 --set moe.dispatch=all_to_all",
-            ),
-        ],
-    ),
-    ids=str,
-)
+MOE = "--preset tiny-moe --set moe.every=2 --set moe.d_ff=8"
+SENT = "--preset tiny-moe --set moe.dispatch=all_to_all"
+
+
+@pytest.mark.parametrize(("sizes", "flags"), some(
+    ({"cp": 2, "tp": 2}, "--sequence-parallel --cp-kind zigzag"),
+    ({"pp": 2, "dp": 2}, "--schedule interleaved --set tie_embeddings=true"),
+    of=[
+        ({"dp": 4, "ep": 2}, MOE), ({"tp": 2, "pp": 2}, "--preset tiny-mla --sequence-parallel --recompute full"),
+        ({"dp": 4, "ep": 2}, f"{MOE} --recompute budget=0.7"), ({"tp": 2, "dp": 2}, "--recompute full"),
+        ({"tp": 2, "pp": 2}, "--sequence-parallel --recompute selective --schedule zb"),
+        ({"tp": 2, "pp": 2}, "--sequence-parallel --recompute selective"),
+        ({"tp": 2, "pp": 2}, "--recompute full --schedule zb"),
+        ({"pp": 2, "dp": 2}, "--schedule zbv --set tie_embeddings=true"),
+        ({"pp": 2, "dp": 2}, "--schedule zbv --zero 2"),
+        ({"pp": 2, "dp": 2}, "--schedule dualpipev --zero 3 --recompute full --global-batch 16"),
+        *(({"cp": 4}, f"--cp-kind {kind}") for kind in ("ring", "allgather", "alltoall")),
+        ({"cp": 2, "pp": 2}, "--recompute full"), ({"tp": 4}, "--preset tiny-mla --recompute full"),
+        ({"tp": 2, "cp": 2}, "--preset tiny-mla --sequence-parallel --cp-kind alltoall"),
+        ({"tp": 2, "dp": 2}, "--preset tiny-mla"),
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, f"{SENT} --set moe.capacity_factor=1.5"),
+        ({"tp": 2, "dp": 2, "ep": 2}, f"{SENT} --experts 16 --set moe.top_k=1"),
+    ],
+), ids=str)  # fmt: skip
 def test_the_plan_counts_what_the_run_sends(ranks, request, sizes, flags):
     real = ranks(4, check_real, sizes, flags.split())
     for rank in range(4) if request.node.get_closest_marker("slow") else (0, 3):

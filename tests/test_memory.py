@@ -132,10 +132,11 @@ def world(sizes: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize(("sizes", "flags"), some(*(LAYOUTS[i] for i in SHORT), of=LAYOUTS), ids=str)
-def test_the_estimate_is_within_three_percent_of_the_bytes_held(ranks, sizes, flags):
+def test_the_estimate_is_within_three_percent_of_the_bytes_held(ranks, request, sizes, flags):
     if BEFORE_2_13 and any(name in flags for name in ("zb", "zbv", "dualpipev")):
         pytest.skip("before torch 2.13 a split backward holds 4 % more")
-    for rank, got in enumerate(ranks(world(sizes), measure, sizes, flags)):
+    found, slow = ranks(world(sizes), measure, sizes, flags), request.node.get_closest_marker("slow")
+    for rank, got in enumerate(found if slow else found[:1]):
         plan = dry_run(build, [*FLAGS, *flags], rank, **sizes)
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(plan.held, kind) == got[kind], kind
@@ -151,7 +152,7 @@ def test_the_command_refuses(capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("zero", ["1", "3"])
+@pytest.mark.parametrize("zero", some("3", of=["1"]))
 def test_a_plan_with_replicas_shards_over_the_ranks_of_a_group(zero):
     """HSDP agrees over a store, which the world of a plan must have too."""
     flags = [*FLAGS, "--zero", zero]

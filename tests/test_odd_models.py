@@ -13,7 +13,7 @@ from tests import odd_models as models
 from tests.quick import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan leaves", "ignore:`torch.nn.utils.weight_norm`")
-KINDS = ["qkv of groups", "table read as a head", "vision", "weight norm", "state space", "used twice", "tuple"]
+KINDS = ["qkv of groups", "table read as a head", "weight norm", "state space", "used twice"]
 SHARES = {"weight norm": 0.6, "functional": 0.6, "torch's": 0.7, "vision": 0.7}
 SHARES |= {"table read as a head": 0.8, "max norm": 0.8}
 TP = mp.Axis(size=2, rank=0, name="tp")

@@ -15,6 +15,7 @@ from mpcore._torch.fake import NoValueError, fake_tensors
 from mpcore.kernels.rms_norm import rms_norm
 from mpcore.parallel.shared import DataParallel
 from mpcore.tools.analysis.dry_run import dry_run
+from tests.quick import some
 
 SMALL = ["--layers", "2", "--d-model", "16", "--heads", "2", "--d-ff", "16", "--seq-len", "16"]
 SMALL += ["--micro-batch", "1", "--global-batch", "16"]
@@ -67,17 +68,13 @@ def test_operators_return_what_they_return_in_torchs_mode(gpu):
     assert forms(fake_tensors(gpu)) == expected, "from the cache alone"
 
 
-@pytest.mark.parametrize(("flags", "sizes"), [
-    ("--zero 3 --sequence-parallel --dtype bfloat16", {"tp": 2, "dp": 2}),
-    ("--zero 3 --set replicate=2", {"dp": 4}),
+@pytest.mark.parametrize(("flags", "sizes"), some(
     ("--zero 1 --recompute selective --dropout 0.1", {"tp": 2, "pp": 2, "dp": 2}),
-    (
-        "--zero 2 --preset tiny-moe --set moe.d_ff=8 --set moe.dispatch=all_to_all "
-        "--set moe.capacity_factor=1 --recompute full "
-        "--dtype bfloat16",
-        {"dp": 2, "ep": 2},
-    ),
-])  # fmt: skip
+    ("--zero 2 --preset tiny-moe --set moe.d_ff=8 --set moe.dispatch=all_to_all "
+     "--set moe.capacity_factor=1 --recompute full --dtype bfloat16", {"dp": 2, "ep": 2}),
+    of=[("--zero 3 --sequence-parallel --dtype bfloat16", {"tp": 2, "dp": 2}),
+        ("--zero 3 --set replicate=2", {"dp": 4})],
+))  # fmt: skip
 def test_a_step_counts_as_in_torchs_mode_and_with_every_micro_batch_run(flags, sizes):
     arguments = [*SMALL, *flags.split()]
     found = dry_run(build, arguments, 0, True, **sizes)

@@ -9,6 +9,7 @@ import pytest
 from mpcore.tools.analysis.dry_run import dry_run
 from mpcore.tools.analysis.hugging_face import build
 from mpcore.tools.verify.hugging_face import HuggingFaceModel
+from tests.quick import some
 
 hf = pytest.importorskip("transformers", minversion="5")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -23,7 +24,7 @@ def config(folder) -> int:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "flags", "share"), [({"pp": 2}, "", 2), ({"dp": 2, "pp": 2}, "--zero 3 --recompute full", 4)]
+    ("sizes", "flags", "share"), some(({"dp": 2, "pp": 2}, "--zero 3 --recompute full", 4), of=[({"pp": 2}, "", 2)])
 )
 def test_ranks_together_hold_the_model_once(tmp_path, sizes, flags, share):
     count, arguments = config(tmp_path), ["--hf", str(tmp_path), *f"--dtype float32 --seq-len 8 {flags}".split()]

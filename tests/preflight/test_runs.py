@@ -31,19 +31,13 @@ def preflight(pool: Any, tmp_path: Path, *flags: str, stop: str = "rank killed")
     return {result.name: result for result in run_checks(checks[: names.index(stop)])}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    some(
-        "--cp 2 --ep 2 --experts 4 --set moe.dispatch=all_to_all --dtype bfloat16 --set autocast=true "
-        "--set rampup_batch_size=8,8,32",
-        of=[
-            "--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
-            "--pp 2 --dp 2 --set tie_embeddings=true --schedule interleaved --layers 4 --dtype float16 "
-            "--optimizer muon",
-            "--tp 2 --dp 2 --zero 3 --set bitwise=16",
-        ],
-    ),
-)
+@pytest.mark.parametrize("flags", some(
+    "--cp 2 --ep 2 --experts 4 --set moe.dispatch=all_to_all --dtype bfloat16 --set autocast=true "
+    "--set rampup_batch_size=8,8,32",
+    of=["--tp 2 --dp 4 --sequence-parallel --zero 2 --dropout 0.1 --dtype bfloat16",
+        "--pp 2 --dp 2 --set tie_embeddings=true --schedule interleaved --layers 4 --dtype float16 --optimizer muon",
+        "--tp 2 --dp 2 --zero 3 --set bitwise=16"],
+))  # fmt: skip
 def test_a_sound_run_passes_every_check(ranks, tmp_path, flags):
     results = preflight(ranks, tmp_path, *flags.split())
     skipped = {name for name, result in results.items() if result.state != OK}

@@ -22,6 +22,7 @@ from mpcore.sharding.declarations import declarations
 from mpcore.sharding.local import is_dtensor, local_tensor
 from mpcore.sharding.state_dict import full_tensor
 from tests.pool import mesh
+from tests.quick import some
 
 BF16 = torch.bfloat16
 CONFIG = GPTConfig(vocab_size=50, layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24, seq_len=16)
@@ -186,7 +187,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some("tp 2", "dp 2, ZeRO-3, recompute", "HSDP", of=LAYOUTS))
 def test_each_layout_is_as_near_to_float64_as_its_roundings_allow(ranks, exact, name):
     sizes, options = LAYOUTS[name]
     ranks(math.prod(sizes.values()), check_layout, sizes, options, *exact)

@@ -148,8 +148,8 @@ def alone(case: Case) -> dict[str, str]:
     return on("tp1", case)
 
 
-QUICK = ("tp2", "pp2dp2zero1 gpipe", "tp4sp", "dp4zero3", "tp2pp2mb2")
-LONG = ("tp4spdp2zero3", "dp2zero2", "tp2sp", "tp2sppp2dp2zero2")
+QUICK = ("pp2dp2zero1 gpipe", "tp4sp", "dp4zero3", "tp2pp2mb2")
+LONG = ("tp2", "tp4spdp2zero3", "dp2zero2", "tp2sp", "tp2sppp2dp2zero2")
 
 
 @pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in LONG)])
