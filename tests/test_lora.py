@@ -93,7 +93,7 @@ def check_bfloat16(zero: int, folder: Path) -> None:
     assert run.model[1].lora_A.weight.dtype == (torch.float32 if zero else torch.bfloat16)
 
 
-@pytest.mark.parametrize("zero", some(0, 3, of=range(4)))
+@pytest.mark.parametrize("zero", some(3, of=range(4)))
 def test_in_bfloat16_a_run_resumes_and_what_is_frozen_has_no_state(ranks, tmp_path, zero):
     ranks(4 if zero else 2, check_bfloat16, zero, tmp_path / "checkpoints")
 

@@ -70,10 +70,9 @@ def test_operators_return_what_they_return_in_torchs_mode(gpu):
 
 @pytest.mark.parametrize(("flags", "sizes"), some(
     ("--zero 1 --recompute selective --dropout 0.1", {"tp": 2, "pp": 2, "dp": 2}),
-    ("--zero 2 --preset tiny-moe --set moe.d_ff=8 --set moe.dispatch=all_to_all "
-     "--set moe.capacity_factor=1 --recompute full --dtype bfloat16", {"dp": 2, "ep": 2}),
-    of=[("--zero 3 --sequence-parallel --dtype bfloat16", {"tp": 2, "dp": 2}),
-        ("--zero 3 --set replicate=2", {"dp": 4})],
+    ("--zero 2 --preset tiny-moe --set moe.d_ff=8 --set moe.dispatch=all_to_all --set moe.capacity_factor=1 "
+     "--recompute full --dtype bfloat16", {"dp": 2, "ep": 2}), of=[("--zero 3 --set replicate=2", {"dp": 4}),
+     ("--zero 3 --sequence-parallel --dtype bfloat16", {"tp": 2, "dp": 2})],
 ))  # fmt: skip
 def test_a_step_counts_as_in_torchs_mode_and_with_every_micro_batch_run(flags, sizes):
     arguments = [*SMALL, *flags.split()]

@@ -86,8 +86,7 @@ SHORT = [  # tests/recorded_runs.py has two ranks, tp x dp and FP8, and test_doc
     ("tied", {"cp": 4}, "--cp-kind zigzag"), ("biased", {"tp": 2, "etp": 1}, "--micro-batch 2"),
     ("balanced batch", {"dp": 4, "ep": 2, "etp": 2}, ""), ("dropped", {"tp": 2, "pp": 2}, "--recompute full"),
     ("balanced sequences", {"pp": 2, "dp": 2, "ep": 2}, "--micro-batch 1"),
-    ("hybrid", {"tp": 2, "pp": 2}, "--sequence-parallel"),
-    ("further", {"pp": 2}, "--micro-batch 1"),
+    ("hybrid", {"tp": 2, "pp": 2}, "--sequence-parallel"), ("further", {"pp": 2}, "--micro-batch 1"),
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ LAYOUTS = [
     {"cp": 2, "ep": 2}, {"tp": 2, "dp": 2, "etp": 1, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2},
     {"dp": 4, "etp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"tp": 2, "cp": 2, "etp": 1, "ep": 4},
 ]  # fmt: skip
-LONG = LAYOUTS[6:9] + LAYOUTS[10:11]
+LONG = LAYOUTS[5:9] + LAYOUTS[10:11]
 BALANCES = [
     {}, {"aux_loss": "sequence"}, {"aux_loss": "micro_batch", "z_loss": 0.3}, {"aux_loss": "global"},
     {"bias_rate": 0.1, "score": "sigmoid", "routed_scale": 2.5},
