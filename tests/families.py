@@ -187,9 +187,7 @@ def tried(model: nn.Module, tp: int) -> str:
     except ValueError as error:
         return own if share else f"refused: {error}"
     ours = judged(model, found.plan, tp) if 100 * found.share > share + 1 else ""
-    if ours.startswith("equal"):
-        return f"{ours}, plan found"
-    return own if share else f"refused: {own}"
+    return f"{ours}, plan found" if ours.startswith("equal") else own if share else f"refused: {own}"
 
 
 def beside_own(model: nn.Module, tp: int) -> str:

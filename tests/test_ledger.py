@@ -13,10 +13,7 @@ from mpcore.tools.analysis.dry_run import dry_run
 from tests.pool import mesh
 from tests.quick import some
 
-FLAGS = [
-    "--layers", "4", "--d-model", "16", "--heads", "4", "--d-ff", "24", "--seq-len", "16", "--global-batch", "8",
-    "--dropout", "0.1",
-]  # fmt: skip
+FLAGS = "--layers 4 --d-model 16 --heads 4 --d-ff 24 --seq-len 16 --global-batch 8 --dropout 0.1".split()  # noqa: SIM905
 
 
 def counts(ledger: CommunicationCounter) -> dict:

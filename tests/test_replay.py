@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -125,9 +126,20 @@ def test_a_planted_infinity_is_found(runs, monkeypatch, capsys, name, rank, laye
     assert "its inputs are finite" in found
 
 
-@pytest.mark.parametrize("step", [4, -1])
-def test_a_step_that_the_run_has_not_is_refused(runs, capsys, step, tmp_path):
-    assert main(["replay", str(runs["context"]), "--step", str(step)]) == 2
-    assert "outside the run's steps 0 to 3" in capsys.readouterr().err
-    assert main(["replay", str(tmp_path), "--step", "0"]) == 2
-    assert "name the --out folder" in capsys.readouterr().err
+@pytest.mark.parametrize(("run", "step", "message"), [
+    ({}, 4, "outside the run's steps 0 to 3"), ({}, -1, "outside the run's steps 0 to 3"),
+    (None, 0, "isn't there or has no 'run': name"), ({"listen": "a:1"}, 3, "listen a:1: workers merge"),
+    ({"resume": "auto"}, 3, "from none, which is step 0: the run began with step 2"), ({"resume": "CHECKPOINT"}, 3, ""),
+    ({"resume": "CHECKPOINT"}, 1, "step 1 can't be replayed from CHECKPOINT, which is step 2"),
+])  # fmt: skip
+def test_a_step_that_the_run_has_not_is_refused(runs, capsys, tmp_path, run, step, message):
+    """A run that began with a checkpoint of another folder has none of its own."""
+    path = str(next(runs["context"].glob("checkpoints/*")))
+    content = json.loads((runs["context"] / "config.json").read_text())
+    content = {"run": {**content["run"], "dp": 1, **run}} if run is not None else {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(content).replace("CHECKPOINT", path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    status = main(["replay", str(tmp_path), "--step", str(step)])
+    said = capsys.readouterr()
+    assert (status, message.replace("CHECKPOINT", path) in said.err) == (2 if message else 0, True)
+    assert message or "resumed after step 2" in said.out

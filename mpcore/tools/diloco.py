@@ -54,9 +54,7 @@ class Merge(NamedTuple):
     def agreement(self) -> float:
         """The mean inner product of two workers' changes, divided by their mean square. 1: all equal; 0: orthogonal."""
         squares, size = sum(norm**2 for norm in self.norms), len(self.norms)
-        if size == 1 or squares == 0:
-            return 1.0
-        return (size**2 * self.norm**2 - squares) / ((size - 1) * squares)
+        return 1.0 if size == 1 or squares == 0 else (size**2 * self.norm**2 - squares) / ((size - 1) * squares)
 
 
 def check_options(every: int, lr: float, momentum: float, fragments: int) -> None:

@@ -71,11 +71,10 @@ class Text:
         ]
 
     def samples_of(self, step: int) -> range:
-        for entry in self.records:
-            if entry["step"] == step:
-                return range(entry["samples"][0], entry["samples"][1] + 1)
-        known = [entry["step"] for entry in self.records]
-        raise ValueError(f"step {step} has no record: there are steps {known[0]} to {known[-1]}")
+        found = {entry["step"]: entry["samples"] for entry in self.records}
+        if step not in found:
+            raise ValueError(f"step {step} has no record: there are steps {min(found)} to {max(found)}")
+        return range(found[step][0], found[step][1] + 1)
 
     def find(self, steps: Sequence[int], checkpoint: Path | None) -> list[Found]:
         """List what was read in these steps; with a checkpoint the largest loss comes first."""

@@ -174,12 +174,8 @@ def verify() -> Parser:
     )
     run = parser.add_argument_group("what runs")
     run.add_argument("--layouts", default="tp2,dp2", help="such as tp2,tp2sp,pp2,dp2zero3 (default tp2,dp2)")
-    run.add_argument(
-        "--dtype",
-        choices=("float64", "float32", "bf16", "fp16"),
-        default="float64",
-        help="of the layouts' runs (default float64)",
-    )
+    kinds = ("float64", "float32", "bf16", "fp16")
+    run.add_argument("--dtype", choices=kinds, default="float64", help="of the layouts' runs (default float64)")
     run.add_argument("--seed", type=int, default=0, help="of the first values (default 0)")
     run.add_argument("--timeout", type=float, default=120.0, help="seconds of a run under a layout (default 120)")
     text = "require equal bits, with this virtual degree (docs/bitwise.md); also pass --dtype float32"

@@ -156,6 +156,4 @@ def volume(kind: str, size: int) -> int:
 
 
 def _group_of(x: object) -> dist.ProcessGroup | None:
-    if isinstance(x, (Tensor, str, int, float, list, tuple, type(None))):
-        return None
-    return as_group(x)
+    return None if isinstance(x, (Tensor, str, int, float, list, tuple, type(None))) else as_group(x)

@@ -50,9 +50,7 @@ def read_line(line: str) -> dict[str, Any]:
 
 def read_records(path: Path, steps: int) -> list[dict[str, Any]]:
     """Read the records that an earlier run wrote of its first `steps` steps."""
-    if steps == 0 or not path.is_file():
-        return []
-    return [entry for entry in read_lines(path) if entry["step"] < steps]
+    return [entry for entry in read_lines(path) if entry["step"] < steps] if steps and path.is_file() else []
 
 
 def write_whole(path: Path, text: str) -> None:

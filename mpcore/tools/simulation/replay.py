@@ -6,18 +6,20 @@ Use it after a run diverged or met NaN, to find the rank, layer and micro-batch.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from mpcore.checkpoint import checkpoints
+from mpcore.checkpoint import checkpoints, inspect
 from mpcore.checkpoint.format import read_manifest
+from mpcore.interop.hugging_face.config import read_json
 from mpcore.mesh import build_mesh
 from mpcore.tools import parsers
 from mpcore.tools.command_line import reports_errors
+from mpcore.tools.fault_tolerance.metrics import read_records
+from mpcore.tools.invariant import invariant_mesh
 from mpcore.tools.simulation.nonfinite import FiniteCheck, NonFiniteError
 from mpcore.tools.simulation.ranks import simulate
 from mpcore.tools.simulation.turns import RankError
@@ -26,7 +28,7 @@ from mpcore.tools.simulation.turns import RankError
 def replay(run: Path, step: int, program: str) -> tuple[int, str | None]:
     """Replay the steps of a run up to `step`.
 
-    It begins at the newest checkpoint with at most `step` steps done; without one, at the first step.
+    It begins at the newest checkpoint with at most `step` steps done; without one, where the run began.
 
     Args:
         run: the run's folder.
@@ -41,22 +43,31 @@ def replay(run: Path, step: int, program: str) -> tuple[int, str | None]:
     """
     module = import_module(program)
     args = saved_arguments(module, run)
-    if args.workers > 1:
-        raise ValueError(f"the run has {args.workers} workers, which merge: only runs of one worker can be replayed")
+    settings = vars(args)
+    if merges := [name for name in ("workers", "listen", "join") if settings.get(name, 1) not in (1, None)]:
+        told = f"{merges[0]} {settings[merges[0]]}"
+        raise ValueError(f"{told}: workers merge, and this replays one; mpcore replay-workers replays jobs that merge")
     if not 0 <= step < args.steps:
         raise ValueError(f"--step {step} lies outside the run's steps 0 to {args.steps - 1}")
-    found = [(path, read_manifest(path)) for path in checkpoints(run / "checkpoints")]
+    found = {path: read_manifest(path) for path in checkpoints(run / "checkpoints")}
+    args.dp = next((manifest.mesh["dp"] for manifest in found.values()), None) if args.dp is None else args.dp
     if args.dp is None:
-        if not found:
-            raise ValueError(f"{run} has no checkpoint, and config.json doesn't tell dp: set run.dp there")
-        args.dp = found[0][1].mesh["dp"]
-    before = [path for path, manifest in found if manifest.step <= step]
-    args.resume = str(before[0]) if before else "none"
+        raise ValueError(f"{run} has no checkpoint, and config.json doesn't tell dp: set run.dp there")
+    before = [path for path, manifest in found.items() if manifest.step <= step]
+    args.resume = str(before[0]) if before else "none" if args.resume == "auto" else args.resume
+    begins = 0 if args.resume == "none" else inspect(args.resume).step
+    first = begins if before else next((r["step"] for r in read_records(run / "metrics.jsonl", args.steps)), begins)
+    if begins > step or begins != first:
+        raise ValueError(
+            f"step {step} can't be replayed from {args.resume}, which is step {begins}: the run began with step "
+            f"{first}. Name a later step, or as run.resume in config.json the checkpoint that it began with"
+        )
     args.compile = None
     arguments = module.mesh_arguments(args)
 
     def play() -> None:
-        trainer = module.Trainer(args, build_mesh(**arguments))
+        mesh = build_mesh(**arguments)
+        trainer = module.Trainer(args, invariant_mesh(mesh, settings["bitwise"]) if settings.get("bitwise") else mesh)
         while trainer.run.step <= step:
             with FiniteCheck(trainer.run.stages, f"step {trainer.run.step}"):
                 trainer.step()
@@ -75,12 +86,13 @@ def saved_arguments(module: ModuleType, run: Path) -> argparse.Namespace:
     """Return the arguments in the config.json of a run, for a trainer that only repeats its steps.
 
     Raises:
-        ValueError: if the folder has no config.json.
+        ValueError: if the folder has no config.json of a run.
     """
     path = run / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} isn't there: name the --out folder of a run of {module.__name__}")
-    args = argparse.Namespace(**{**vars(module.parse([])), **json.loads(path.read_text())["run"]})
+    found = read_json(path).get("run") if path.is_file() else None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} isn't there or has no 'run': name the --out folder of a run of {module.__name__}")
+    args = argparse.Namespace(**{**vars(module.parse([])), **found})
     args.out = str(run / "replay")  # nothing is written: `train` would do so
     args.device = args.device or "cpu"
     args.trace, args.log_to, args.profile, args.config = False, [], None, None

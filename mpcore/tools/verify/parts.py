@@ -108,6 +108,5 @@ def is_affine_in_rows(got: Tensor, want: Tensor) -> bool:
     """Return whether each row of `got` is a multiple of the row of `want`, plus one number."""
     x, y = (t.double() - t.double().mean(-1, keepdim=True) for t in (want, got))
     square = x.square().sum(-1, keepdim=True)
-    if got.shape[-1] < 4 or not bool(square.all()):
-        return False
-    return near((x * y).sum(-1, keepdim=True) / square * x, y)
+    is_wide = got.shape[-1] >= 4 and bool(square.all())
+    return is_wide and near((x * y).sum(-1, keepdim=True) / square * x, y)
